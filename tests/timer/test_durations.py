@@ -22,5 +22,5 @@ def test_there_and_back(seconds: float) -> None:
 @pytest.mark.parametrize(("seconds", "nanos"), [(1, -1), (-1, 1), (0, 10**9), (0, -(10**9)), (10**12, 0)])
 def test_what_is_no_duration_is_refused(seconds: int, nanos: int) -> None:
     """By the definition of google.protobuf.Duration."""
-    with pytest.raises(InvalidField, match="after: is no valid duration"):
+    with pytest.raises(InvalidField, match="after: is not a valid duration"):
         to_seconds(Duration(seconds=seconds, nanos=nanos), "after")

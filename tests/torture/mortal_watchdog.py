@@ -37,7 +37,7 @@ class MortalWatchdog(MortalServer):
     def accused(self) -> list[str]:
         """Scopes of the timers that ran out, by the log of the present process."""
         records = (json.loads(line) for line in self.log().splitlines() if line.startswith("{"))
-        return [record["scope"] for record in records if record["event"] == "timer ran out"]
+        return [record["scope"] for record in records if record["event"] == "timer expired"]
 
     @property
     def _arguments(self) -> tuple[str, ...]:

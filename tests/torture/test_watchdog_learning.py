@@ -49,7 +49,7 @@ async def until_learned(channel: grpc.aio.Channel, count: int) -> pb.Scope:
 
 def knows(node: GuardedNode) -> bool:
     """Whether an agent was told enough for the next service. Nothing but its next stream would show it."""
-    lesson = node.client._mirror._lessons.get(SCOPE)
+    lesson = node.client._mirror._learned.get(SCOPE)
     return lesson is not None and lesson.count >= WARM_UP and lesson.longest >= LONGEST
 
 

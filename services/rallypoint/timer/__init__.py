@@ -1,7 +1,7 @@
 """Countdown timers for workers: `with rallypoint.timer.expires(after=60): ...`.
 
-This package is what a worker process imports, so importing it loads neither gRPC nor asyncio. The service and
-its client are in modules of their own.
+Worker processes import this package, so it loads neither gRPC nor asyncio. The service and its client are modules
+of their own.
 """
 
 from rallypoint.timer.worker.expires import Client, configure, expires, progress

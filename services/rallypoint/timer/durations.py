@@ -1,4 +1,4 @@
-"""Seconds as google.protobuf.Duration and back."""
+"""Convert seconds to google.protobuf.Duration and back."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from google.protobuf.duration_pb2 import Duration
 
 from rallypoint.timer.core.values import InvalidField
 
-# What a Duration may hold, by its own definition: about 10,000 years.
+# The range of a Duration by its own definition: about 10,000 years.
 _MAX_SECONDS = 315_576_000_000
 _BILLION = 1_000_000_000
 
 
 def to_duration(seconds: float) -> Duration:
-    """A Duration of so many seconds, to the nanosecond."""
+    """Return a Duration of `seconds`, truncated to the nanosecond."""
     whole = math.trunc(seconds)
     return Duration(seconds=whole, nanos=int((seconds - whole) * _BILLION))
 
 
 def to_seconds(duration: Duration, field: str) -> float:
-    """The seconds of a Duration.
+    """Return the seconds of a Duration.
 
     Raises:
-        InvalidField: it isn't a valid one; names `field`.
+        InvalidField: The Duration is invalid; the error names `field`.
     """
     seconds, nanos = duration.seconds, duration.nanos
     if not (-_MAX_SECONDS <= seconds <= _MAX_SECONDS and -_BILLION < nanos < _BILLION) or seconds * nanos < 0:
         raise InvalidField(
-            field, "is no valid duration: seconds and nanos out of range, or of different sign"
+            field, "is not a valid duration: seconds or nanos are out of range, or differ in sign"
         )
     return seconds + nanos / _BILLION

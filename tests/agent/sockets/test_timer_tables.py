@@ -337,7 +337,7 @@ async def test_a_memory_that_could_hurt_its_reader_is_refused(
 async def test_what_is_no_table_is_refused(host: Host) -> None:
     """A pipe, or memory that begins otherwise."""
     descriptor = memory()
-    with pytest.raises(TableRefused, match="does not begin as a table"):
+    with pytest.raises(TableRefused, match="does not begin with the magic number"):
         host.tables.open(host.holder(), descriptor)
     os.close(descriptor)
     reading, writing = os.pipe()

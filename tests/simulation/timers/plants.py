@@ -93,12 +93,12 @@ def acknowledge_before_it_is_dealt_with(patch: pytest.MonkeyPatch) -> None:
 
     async def rash(self: NodeTimers, expired: ExpiredTimer) -> None:
         key = (expired.worker_id, expired.scope, expired.sequence)
-        self._mirror.settle(*key, self._dealing[key])
+        self._mirror.settle(*key, self._handling[key])
         self._batching.note()
-        await deal(self, expired)
+        await handle(self, expired)
 
-    deal = NodeTimers._deal
-    patch.setattr(NodeTimers, "_deal", rash)
+    handle = NodeTimers._handle
+    patch.setattr(NodeTimers, "_handle", rash)
 
 
 def take_a_failed_reaping_for_done(patch: pytest.MonkeyPatch) -> None:

@@ -97,7 +97,7 @@ class Service:
     @property
     def watched(self) -> set[tuple[str, str, int]]:
         """The nodes that are subscribed, each with its incarnation and lease."""
-        subscriptions = [subscription for subscription, _ in self.watchdog._mailboxes.values()]
+        subscriptions = [subscription for subscription, _ in self.watchdog._outboxes.values()]
         return {(each.node_id, each.incarnation, each.lease) for each in subscriptions}
 
     def ripe(self, scope: str) -> bool:

@@ -218,7 +218,7 @@ async def test_dealing_with_an_expiry_once_at_a_time(service: Service) -> None:
 
     await until(lambda: offers() >= 3)
     client.renew(1)
-    await until(lambda: [each.lease for each, _ in service.watchdog._mailboxes.values()] == [1])
+    await until(lambda: [each.lease for each, _ in service.watchdog._outboxes.values()] == [1])
     before = offers()
     await until(lambda: offers() >= before + 3)
     assert len(calls) == 1
@@ -234,7 +234,7 @@ async def test_a_new_lease_is_no_trouble(
     node.client.acquire("0@1", "s", 60.0)
     await until(lambda: node.client._subscribed and len(service.watchdog.table) == 1)
     node.client.renew(7)
-    await until(lambda: [each.lease for each, _ in service.watchdog._mailboxes.values()] == [7])
+    await until(lambda: [each.lease for each, _ in service.watchdog._outboxes.values()] == [7])
     await until(lambda: node.client._subscribed and len(service.watchdog.table) == 1)
     assert [record for record in caplog.records if record.levelname == "WARNING"] == []
 
@@ -247,7 +247,7 @@ async def test_closing_tells_the_service_that_no_worker_is_left(service: Service
     node.client.acquire("1@1", "s", 60.0)
     await node.client.close(grace=30)
     assert len(service.watchdog.table) == 0
-    assert service.watchdog._mailboxes == {}
+    assert service.watchdog._outboxes == {}
 
 
 @pytest.mark.parametrize(
@@ -334,10 +334,10 @@ async def test_a_second_life_of_a_run_is_guarded_whatever_its_numbers(service: S
     await until(lambda: [each.scope for each in second.expired] == ["hangs"])
     assert second.client.trouble == ""
     # The first one's agent is still there, and must not come back.
-    await until(lambda: "in a newer run of that name" in first.client.trouble)
+    await until(lambda: "has joined a newer run" in first.client.trouble)
     second.client.acquire("0@1", "s", 60.0)
     await until(lambda: len(service.watchdog.table) == 1)
-    assert [each.incarnation for each, _ in service.watchdog._mailboxes.values()] == ["second"]
+    assert [each.incarnation for each, _ in service.watchdog._outboxes.values()] == ["second"]
     await first.client.close()
     await second.client.close()
 
@@ -351,7 +351,7 @@ async def test_a_service_that_does_not_answer_is_told_after_a_while(tmp_path: Pa
     await until(lambda: node.troubles[1:] == [""])
     await service.server.stop()
     await service.start()
-    await until(lambda: bool(service.watchdog._mailboxes))
+    await until(lambda: bool(service.watchdog._outboxes))
     assert node.client.trouble == ""
     await node.client.close()
     await service.close()
@@ -457,7 +457,7 @@ async def test_a_client_comes_back_from_what_it_can_not_deal_with(
     async with serving(script, tmp_path) as channel:
         node = Node(channel)
         await until(lambda: node.client._subscribed)
-        assert "is no valid duration" in caplog.text
+        assert "is not a valid duration" in caplog.text
         with monkeypatch.context() as buggy:
             buggy.setattr("rallypoint.timer.client.client.action_of", fail)
             node.client.acquire("0@1", "s", 60.0)

@@ -200,7 +200,7 @@ async def test_that_timers_are_refused_is_logged_once_for_each_worker_and_reason
     script = Scripted(stream)
     async with serving(script, tmp_path) as channel:
         node = Node(channel, clock)
-        await until(lambda: caplog.text.count("timers of a worker are refused") == 8)
+        await until(lambda: caplog.text.count("the service refused timers of a worker") == 8)
         await node.client.close(grace=0)
     assert "s0" in caplog.text
     assert "s1" not in caplog.text
@@ -228,7 +228,7 @@ async def test_a_hang_is_found_by_what_was_learned(service: Service) -> None:
     assert (expired.scope, expired.learned_from) == ("s", 3)
     assert expired.after == pytest.approx(0.2)
     await until(lambda: len(service.watchdog.table) == 0)
-    await until(lambda: bool(node.client._mirror._lessons))
+    await until(lambda: bool(node.client._mirror._learned))
 
     await service.server.stop()
     await service.start(settings)

@@ -183,7 +183,8 @@ def test_a_newer_format_is_refused(path: Path) -> None:
     path.write_text('{"format": 2, "something": "else"}')
     told = refused(path)
     assert (
-        "is of a newer version of Rallypoint (format 2, where this one reads 1) and was not touched" in told
+        "is of a newer version of Rallypoint (it has format 2, this version reads 1) and was not touched"
+        in told
     )
     assert path.read_text() == '{"format": 2, "something": "else"}'
 

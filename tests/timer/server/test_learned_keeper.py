@@ -136,11 +136,11 @@ async def test_a_broken_disk_is_logged_once_and_tried_again(
         file.broken = True
         observe(watchdog, "step", 9)
         await until(lambda: file.attempts >= 3)
-        assert caplog.text.count("can't keep what was learned") == 1
+        assert caplog.text.count("can't write the file of learned durations") == 1
         assert "No space left on device" in caplog.text
         file.broken = False
         await until(lambda: file.written == [{"run/step": 9}])
-    assert "what was learned is kept again" in caplog.text
+    assert "the file of learned durations is written again" in caplog.text
 
 
 async def test_a_disk_that_is_broken_at_the_end_lets_the_service_end(path: Path) -> None:
@@ -181,7 +181,7 @@ async def test_more_than_the_limits_allow_is_not_restored(
     small = Watchdog(TimerSettings(max_scopes_per_run=2))
     async with keep_learned(small, LearnedFile(path)):
         assert len(small.table.learned_of("run")) == 2
-    assert "not all that was learned fits the limits; the rest is forgotten scopes=3" in caplog.text
+    assert "some learned durations exceed the limits and were dropped scopes=3" in caplog.text
 
 
 def test_a_damaged_file_keeps_it_from_starting(path: Path) -> None:

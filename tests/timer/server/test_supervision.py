@@ -203,7 +203,7 @@ async def test_a_subscriber_that_does_not_read_delays_nobody(quick: Service) -> 
     await other.send(subscribe("other"), acquire("s", 0.3, 1))
     await other.next()
     assert (await asyncio.wait_for(other.next(), 30)).scope == "s"
-    _, mailbox = quick.watchdog._mailboxes["run", "deaf"]
+    _, mailbox = quick.watchdog._outboxes["run", "deaf"]
     assert len(mailbox._expiries) <= 1
 
 

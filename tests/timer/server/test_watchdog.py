@@ -125,7 +125,7 @@ async def test_a_stall_is_told_to_all_agents_of_the_run_and_logged_once(
     (a, first), (_, second) = standing(watchdog, "a"), standing(watchdog, "b", step=8)
     _, foreign = watchdog.subscribe("other", "a", 0)
     pass_time(watchdog, clock, 200)
-    assert caplog.text.count("the run stalls") == 1
+    assert caplog.text.count("the run is stalled") == 1
     assert "node_id='a' worker_id='0@1' rank=0 step=7 idle=60" in caplog.text
     for mailbox in (first, second):
         stall = (await mail_of(mailbox)).stall
@@ -133,7 +133,7 @@ async def test_a_stall_is_told_to_all_agents_of_the_run_and_logged_once(
         assert (stall.over, stall.first.node_id, stall.workers, stall.at_same_step) == (False, "a", 2, 1)
     watchdog.report_progress(a, "0@1", rank=0, step=8, elapsed=0)
     watchdog.arm()
-    assert caplog.text.count("the run stalls no more") == 1
+    assert caplog.text.count("the run is no longer stalled") == 1
     for mailbox in (first, second):
         stall = (await mail_of(mailbox)).stall
         assert stall is not None
@@ -259,6 +259,6 @@ async def test_what_can_not_be_kept_is_logged_once_and_ends_nothing(
     for number in range(100):
         watchdog.observe(subscription, f"s{number}", 1, 1.0)
         watchdog.learn(subscription, f"t{number}", 1, 1.0)
-    assert caplog.text.count("not all can be kept") == 1
+    assert caplog.text.count("a limit is reached") == 1
     assert len(watchdog.table.learned_of("run")) == 2
     watchdog.drain()

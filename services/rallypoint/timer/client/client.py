@@ -1,4 +1,4 @@
-"""The agent's end of the timer service: one stream that keeps the service in step with a ledger."""
+"""The agent's end of the timer service: one stream that keeps the service up to date with a TimerMirror."""
 
 from __future__ import annotations
 
@@ -23,50 +23,49 @@ from rallypoint.timer.durations import to_duration, to_seconds
 from rallypoint.timer.v1 import timer_service_pb2 as pb
 from rallypoint.timer.v1 import timer_service_pb2_grpc as pb_grpc
 
-# ---- What goes into and comes out of the agent's end of the timer service.
+# ---- Settings and events of the client.
 
 
 @dataclass(frozen=True, slots=True)
 class ExpiredTimer:
-    """A timer that ran out. Durations in seconds."""
+    """An expired timer. Durations in seconds."""
 
     worker_id: str
     scope: str
     after: float
-    # From its deadline to when the service told.
+    # From its deadline until the service reported it.
     late_by: float
-    # 0: acquired by a single call to the service; this client knows nothing of it.
+    # 0: acquired by a unary call to the service; this client does not know the timer.
     sequence: int
-    # How many completions `after` was learned from; 0: it was given.
+    # The number of completions `after` was learned from; 0: it was given.
     learned_from: int = 0
 
 
 OnExpired = Callable[[ExpiredTimer], Awaitable[bool | None]]
-"""Deals with an expiry. False: it could not; the service will tell it again. An exception counts as done."""
+"""Handles an expiry. False: it could not; the service will report it again. An exception counts as handled."""
 
 OnForgotten = Callable[[str], None]
-"""Told a scope of which the service is to learn anew: what was seen of it so far must not come back."""
+"""Called with a scope that the service has forgotten: observations so far must not be sent again."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClientSettings:
-    """How the client talks. All in seconds."""
+    """Settings of the client. All in seconds."""
 
-    # How long changes are gathered before they are sent, at most; a timer that begins is told of within a tenth of
-    # its duration. Default 0.2. Deadlines don't suffer: the time that has passed is sent along. It is the number of
-    # messages that costs the service: with 64 agents, 0.05 costs it half as much again. Higher shows people timers
-    # that have ended.
+    # How long changes are batched before they are sent, at most; a new timer is sent within a tenth of its duration.
+    # Default 0.2. Deadlines don't suffer: the elapsed time is sent along. The service pays per message: with 64
+    # agents, 0.05 costs it half as much again. Higher makes lists show timers that have ended.
     linger: float = 0.2
-    # The wait before the first attempt to reconnect, and the longest between two. Each is drawn between half of
-    # it and all of it, then doubled. Defaults 0.1 and 5: a restarted service is found soon, and a thousand agents
-    # don't come back in one instant.
+    # The wait before the first attempt to reconnect, and the longest between two. Each is drawn between half of it and
+    # all of it, then doubled. Defaults 0.1 and 5: a restarted service is found soon, and a thousand agents don't
+    # reconnect at the same instant.
     back_off: float = 0.1
     back_off_most: float = 5.0
-    # How long the service may be out of reach before the log says so. Default 5.
+    # How long the service may be unreachable before it is logged. Default 5.
     attempt_timeout: float = 5.0
-    # How pauses of this process are noticed and forgiven its workers: see LagSettings. Its tolerance is 0.25 here,
-    # more than the service's: a worker is looked at before it is judged, so only those pauses count in which it
-    # could not run either. Those of an agent on a busy host would only make reaping late.
+    # How pauses of this process are noticed and not counted against its workers: see LagSettings. Its tolerance is
+    # 0.25 here, more than the service's: a worker is examined before it is killed, so only those pauses matter in
+    # which it could not run either. Forgiving the short pauses of an agent on a busy host would only delay kills.
     lag: LagSettings = field(default_factory=lambda: LagSettings(tolerance=0.25))
 
 
@@ -74,24 +73,25 @@ __all__ = ["ClientSettings", "ExpiredTimer", "NodeTimers", "OnExpired", "OnForgo
 
 log = get_logger(__name__)
 
-# Of one message; the service takes twice as many.
+# Most actions of one message; the service accepts twice as many.
 _MOST_ACTIONS = 500
 # Another agent acts for the node. It may be about to end, or this one about to get a newer lease, so the client tries
-# again; without back-off, two of them would push each other out for ever.
+# again; without back-off, two agents would replace each other for ever.
 _SUPERSEDED = (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.ABORTED)
-# Seconds by which a timer may be short of its end and still be obeyed: clocks of two hosts run apart.
+# Seconds by which a timer may be short of its end and still count as expired: clocks of two hosts drift apart.
 _SHORT = 0.001
 
 
 class NodeTimers:
-    """Timers of one node's workers. Belongs to one event loop; nothing but `close` waits for the service.
+    """The timers of one node's workers. Belongs to one event loop; no method but `close` waits for the service.
 
-    It never gives up: whatever the service answers, it tries again until it is closed.
+    It retries after every error until it is closed.
 
     Attributes:
-        trouble: Why no watchdog guards the node's workers, one line for people; empty: one does, or it has been
-            away for less than the `patience` of the settings.
-        on_trouble: Called with `trouble` when that changes, and with "" once a watchdog guards them at first.
+        trouble: Why no watchdog guards the node's workers, one line for people; empty: one does, or it has been away
+            for less than the `attempt_timeout` of the settings.
+        on_trouble: Called with `trouble` when that changes, and with "" when a watchdog guards them for the first
+            time.
     """
 
     def __init__(
@@ -107,19 +107,19 @@ class NodeTimers:
         clock: Callable[[], float] = time.monotonic,
         jitter: Callable[[], float] = random.random,
     ) -> None:
-        """Makes a client that takes timers at once, and tells them once started.
+        """Create a client that accepts timers at once, and sends them after `start`.
 
         Args:
-            channel: to the timer service; stays the caller's.
+            channel: to the timer service; the caller owns and closes it.
             run_id: the run.
             node_id: the node.
             lease: the node's lease from the rendezvous service; 0 if there is none.
-            incarnation: of the run, whose lease it is; empty: not known.
-            stall_after: have the run reported when none of its workers advances for so many seconds; 0: never;
-                None: as the service sees fit.
+            incarnation: the incarnation of the run that granted the lease; empty: unknown.
+            stall_after: seconds without progress of any worker until the run is reported as stalled; 0: never;
+                None: the service's setting.
             settings: see ClientSettings.
             clock: monotonic seconds; `since` is by this clock.
-            jitter: gives numbers from 0 to 1.
+            jitter: returns numbers from 0 to 1.
         """
         self.trouble = ""
         self.on_trouble: Callable[[str], None] | None = None
@@ -132,7 +132,7 @@ class NodeTimers:
         self._jitter = jitter
         self._watch = Watch(clock, self._settings.lag, self._paused)
         self._log = log.bind(run_id=run_id, node_id=node_id)
-        # A restarted agent must not come with the numbers that the one before used for other timers.
+        # A restarted agent must not reuse the numbers that its predecessor gave to other timers.
         self._mirror = TimerMirror(first_sequence=1 + int(jitter() * 2**52))
         self._batching = Batching(self._settings.linger)
         self._closing = False
@@ -143,36 +143,36 @@ class NodeTimers:
         # Runs while no watchdog guards the workers and `trouble` does not show it yet.
         self._alarm: asyncio.TimerHandle | None = None
         self._call: grpc.aio.StreamStreamCall[pb.SuperviseRequest, pb.SuperviseResponse] | None = None
-        self._talking: asyncio.Task[None] | None = None
+        self._task: asyncio.Task[None] | None = None
         self._last_trouble = ""
-        # Expiries being dealt with, and the id to acknowledge on this stream; None: it was told on an earlier one.
-        self._dealing: dict[tuple[str, str, int], int | None] = {}
+        # Expiries being handled, and the id to acknowledge on this stream; None: it came on an earlier stream.
+        self._handling: dict[tuple[str, str, int], int | None] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        # Workers of which it was logged that timers are refused, and why; on this stream.
+        # Pairs of worker and reason for which refused timers were logged on this stream.
         self._refusals: set[tuple[str, str]] = set()
 
     def start(self, on_expired: OnExpired, on_forgotten: OnForgotten | None = None) -> None:
-        """Begins to talk with the service. Each expiry is dealt with in a task of its own, once at a time."""
+        """Connect to the service. Each expiry is handled in a task of its own, once at a time."""
         self._on_expired = on_expired
         self._on_forgotten = on_forgotten
         self._watch.start()
         self._count_down()
-        self._talking = asyncio.create_task(self._talk())
+        self._task = asyncio.create_task(self._run())
 
     async def close(self, grace: float = 1.0) -> None:
-        """Ends: the node has no workers any more. Waits at most `grace` seconds for the service to be told."""
+        """End all timers, then the stream; wait at most `grace` seconds for the service to receive that."""
         self._closing = True
         self._watch.stop()
         self._stop_alarm()
         for worker_id in self._mirror.workers:
             self.clear(worker_id)
         self._batching.hurry()
-        if self._talking is not None:
-            await asyncio.wait({self._talking}, timeout=grace if self._subscribed else 0)
-            await _end([self._talking, *self._tasks])
+        if self._task is not None:
+            await asyncio.wait({self._task}, timeout=grace if self._subscribed else 0)
+            await _end([self._task, *self._tasks])
 
     def renew(self, lease: int, incarnation: str = "") -> None:
-        """The node has a new lease: the client subscribes anew with all timers, at once."""
+        """Use a new lease of the node: subscribe again with all timers, at once."""
         self._lease, self._incarnation, self._leased_at = lease, incarnation, self._clock()
         self._renewed.set()
         if self._call is not None:
@@ -187,79 +187,79 @@ class NodeTimers:
         since: float | None = None,
         learned_as: str = "",
     ) -> None:
-        """Starts a worker's timer, in place of the one of that name.
+        """Start a worker's timer, in place of the one of that name.
 
         Args:
             worker_id: 1 to 256 bytes of UTF-8.
             scope: 1 to 512 bytes of UTF-8.
-            after: seconds, more than 0 and at most ten years; any if it is learned.
+            after: timeout in seconds, more than 0 and at most ten years; ignored if it is learned.
             since: when it started, by the client's clock and not after now; None: now.
-            learned_as: the name under which the service learns how long it may take; empty: it does not.
+            learned_as: the name under which the service learns the timeout; empty: `after` is given.
         """
         began = self._watch.now() if since is None else self._watch.at(since)
         self._mirror.acquire(worker_id, scope, after, began, learned_as)
         self._batching.note(math.inf if learned_as else after)
 
     def release(self, worker_id: str, scope: str) -> None:
-        """Ends a worker's timer; harmless if there is none."""
+        """End a worker's timer; harmless if there is none."""
         self._mirror.release(worker_id, scope)
         self._batching.note()
 
     def complete(self, worker_id: str, scope: str) -> None:
-        """Ends a worker's timer because the worker left the scope; how long that took is learned from."""
+        """End a worker's timer because the worker left the scope; if it learns, its duration is learned from."""
         self._mirror.complete(worker_id, scope, self._watch.now())
         self._batching.note()
 
     def observe(self, scope: str, count: int, longest: float) -> None:
-        """Has the service learn from completions of which this client saw no timers.
+        """Report completions of which this client saw no timers.
 
         Args:
-            scope: the name under which it learns.
-            count: how many there were since the last call, at least 1.
+            scope: the name under which the service learns.
+            count: completions since the last call, at least 1.
             longest: the longest of them, in seconds; earlier ones may be included.
         """
         self._mirror.observe(scope, count, longest)
         self._batching.note()
 
     def progress(self, worker_id: str, rank: int, step: int, since: float) -> None:
-        """Tells which step a worker has come to.
+        """Report the step that a worker has reached.
 
         Args:
             worker_id: as for `acquire`.
             rank: its global rank.
-            step: another one than before, or nothing happens.
-            since: when it came to it, as for `acquire`.
+            step: the step; the same one again is ignored.
+            since: when the worker reached it, as for `acquire`.
         """
         self._mirror.progress(worker_id, rank, step, self._watch.at(since))
         self._batching.note()
 
     def progress_of(self, worker_id: str) -> tuple[int, float] | None:
-        """The last step of which a worker told, and the seconds since it came to that; None if it told none."""
+        """Return the last step that a worker reported and the seconds since it reached it, or None."""
         return self._mirror.progress_of(worker_id, self._watch.now())
 
     def clear(self, worker_id: str) -> None:
-        """Ends all timers of a worker that is gone, and forgets how far it came."""
+        """End all timers of a worker that is gone, and forget its progress."""
         self._mirror.clear(worker_id)
         self._batching.note()
 
     def holds(self, expired: ExpiredTimer) -> bool:
-        """Whether the worker still holds the timer that ran out: it was neither released nor acquired anew."""
+        """Return True if the worker still holds the expired timer: it neither released it nor acquired it again."""
         return not expired.sequence or expired.sequence == self._mirror.sequence_of(
             expired.worker_id, expired.scope
         )
 
-    async def _talk(self) -> None:
+    async def _run(self) -> None:
         backoff = Backoff(self._jitter, first=self._settings.back_off, longest=self._settings.back_off_most)
         while not self._closing:
             trouble, superseded = "the service ended the stream", False
             try:
-                await self._converse()
+                await self._run_stream()
             except grpc.aio.AioRpcError as error:
                 refusal = decode(error)
                 trouble = f"{refusal.code.name}: {refusal.message}"
                 superseded = refusal.code in _SUPERSEDED
             except asyncio.CancelledError:
-                # Either we are cancelled, or the call was: by `renew`, or by the service (see its contract).
+                # Either this task was cancelled, or the call was: by `renew`, or by the service (see its contract).
                 if cast("asyncio.Task[None]", asyncio.current_task()).cancelling():
                     raise
                 trouble = "the call was cancelled"
@@ -268,8 +268,8 @@ class NodeTimers:
                     self._count_down()
                     continue
             except Exception as error:
-                # Whatever it is: without a stream nobody on this host is guarded.
-                trouble = f"what it said can't be dealt with: {error!r}"
+                # Retry after any error: without a stream no worker on this host is guarded.
+                trouble = f"unexpected error on the stream: {error!r}"
             if self._closing:
                 return
             if self._subscribed and not superseded:
@@ -284,15 +284,15 @@ class NodeTimers:
                 backoff.reset()
 
     async def _rest(self, seconds: float) -> bool:
-        """Wait before the next attempt, and no longer than until there is a new lease; whether there is one."""
+        """Wait before the next attempt, at most until there is a new lease; return True if there is one."""
         with suppress(TimeoutError):
             await asyncio.wait_for(self._renewed.wait(), seconds)
         return self._renewed.is_set()
 
-    # Whether there is a watchdog.
+    # The state of the watchdog.
 
     def _count_down(self) -> None:
-        """Show that no watchdog guards the workers, unless one is back soon, as after a restart of the service."""
+        """Report that no watchdog guards the workers, unless one is back soon, as after a restart of the service."""
         if self._alarm is None and not self.trouble:
             loop = asyncio.get_running_loop()
             self._alarm = loop.call_later(self._settings.attempt_timeout, self._give_alarm)
@@ -324,9 +324,9 @@ class NodeTimers:
 
     # One stream.
 
-    async def _converse(self) -> None:
+    async def _run_stream(self) -> None:
         self._mirror.restart()
-        self._dealing = dict.fromkeys(self._dealing)
+        self._handling = dict.fromkeys(self._handling)
         self._refusals.clear()
         self._call = call = self._stub.Supervise(wait_for_ready=True)
         self._renewing = False
@@ -346,13 +346,13 @@ class NodeTimers:
             await self._send(call)
         except BaseException as error:
             if not isinstance(error, asyncio.CancelledError | grpc.aio.AioRpcError):
-                self._log.exception("could not tell the timer service what workers hold")
-            # Nothing more is told on this stream: the reader must not wait for what comes of it.
+                self._log.exception("could not send timers to the timer service")
+            # Nothing more is sent on this stream: the reader must not wait for effects of it.
             call.cancel()
             raise
 
     async def _send(self, call: grpc.aio.StreamStreamCall[pb.SuperviseRequest, Any]) -> None:
-        # The time that has passed is to be that of its coming about.
+        # Wait first: elapsed times must be those at the time of sending.
         await call.wait_for_connection()
         subscribe = pb.Subscribe(run_id=self._run_id, node_id=self._node_id, lease=self._lease)
         if self._incarnation:
@@ -375,7 +375,7 @@ class NodeTimers:
             await call.done_writing()
         except grpc.aio.InternalError as error:
             # Unlike a write, which fails with the status of the call: the service ended the stream, or its connection
-            # broke, while we did. That is what we wanted, and is no error to be logged.
+            # broke, while we closed our side. The stream was to end anyway, so this is no error to log.
             if not is_end_of_stream(error):
                 raise
 
@@ -395,9 +395,9 @@ class NodeTimers:
             case "stalled":
                 self._stalled(event.stalled)
             case "draining":
-                self._log.info("the timer service is going away")
+                self._log.info("the timer service is draining")
             case None:
-                # An event of a newer service, which we cannot need.
+                # An event of a newer service, which this client does not need.
                 return
 
     def _expired(self, event: pb.Expired) -> None:
@@ -410,14 +410,14 @@ class NodeTimers:
             event.sequence,
             event.learned.count if event.HasField("learned") else 0,
         )
-        if key in self._dealing:
-            self._dealing[key] = event.expiry_id
+        if key in self._handling:
+            self._handling[key] = event.expiry_id
         elif not self.holds(expired):
             # It crossed the worker's release on the way.
             self._acknowledge(event.expiry_id)
         elif self._ran_out(expired):
-            self._dealing[key] = event.expiry_id
-            task = asyncio.create_task(self._deal(expired))
+            self._handling[key] = event.expiry_id
+            task = asyncio.create_task(self._handle(expired))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
         else:
@@ -426,18 +426,18 @@ class NodeTimers:
             self._acknowledge(event.expiry_id)
 
     def _refused(self, event: pb.Refused) -> None:
-        # A worker may be refused thousands a second.
+        # A worker may have thousands of timers refused per second.
         if (key := (event.worker_id, event.reason)) not in self._refusals:
             self._refusals.add(key)
             self._log.warning(
-                "timers of a worker are refused, and don't guard it",
+                "the service refused timers of a worker; they do not guard it",
                 worker_id=event.worker_id,
                 first=event.scope,
                 reason=event.message,
             )
 
     def _ran_out(self, expired: ExpiredTimer) -> bool:
-        """Whether it did by our own watch, too: this host may have been paused, and the service not."""
+        """Return True if the timer has expired on our own watch, too: this host may have been paused alone."""
         held = self._mirror.find(expired.worker_id, expired.scope)
         if held is None or not expired.sequence:
             return True
@@ -451,8 +451,8 @@ class NodeTimers:
         if event.count:
             self._mirror.learned(event.scope, event.count, to_seconds(event.longest, "longest"))
             return
-        self._log.info("a scope is learned anew", scope=event.scope)
-        # What was seen before has to be let go of where it is counted, before it is here.
+        self._log.info("a scope was forgotten; learning starts again", scope=event.scope)
+        # The counting side must drop its old observations before this client forgets the scope.
         if self._on_forgotten is not None:
             self._on_forgotten(event.scope)
         self._mirror.forget(event.scope)
@@ -461,7 +461,7 @@ class NodeTimers:
     def _stalled(self, event: pb.Stalled) -> None:
         idle = round(to_seconds(event.idle, "idle"), 1)
         if event.over:
-            # A warning, as what it takes back: who sees the one must see the other.
+            # A warning, like the message it takes back: no log level may hide only one of them.
             self._log.warning("workers of the run advance again", idle=idle)
             return
         first = event.first
@@ -478,29 +478,31 @@ class NodeTimers:
 
     def _paused(self, slept: float, forgiven: float) -> None:
         self._log.warning(
-            "this agent was not running; its workers' deadlines moved",
+            "this agent was paused; its workers' deadlines moved",
             slept=round(slept, 3),
             moved_by=round(forgiven, 3),
         )
 
-    async def _deal(self, expired: ExpiredTimer) -> None:
+    async def _handle(self, expired: ExpiredTimer) -> None:
         done: bool | None = None
         try:
             done = await self._on_expired(expired)
         except Exception:
-            self._log.exception("could not deal with an expired timer", scope=expired.scope)
+            self._log.exception("could not handle an expired timer", scope=expired.scope)
         finally:
             key = (expired.worker_id, expired.scope, expired.sequence)
-            expiry_id = self._dealing.pop(key)
+            expiry_id = self._handling.pop(key)
         if done is not False:
             self._mirror.settle(*key, expiry_id)
             self._batching.note()
 
     def _report(self, trouble: str) -> None:
-        # Said once, not with every attempt.
+        # Log a reason once, not with every attempt.
         if trouble != self._last_trouble:
             self._last_trouble = trouble
-            self._log.warning("no connection to the timer service; timers are kept here", reason=trouble)
+            self._log.warning(
+                "no connection to the timer service; this agent keeps the timers", reason=trouble
+            )
 
 
 async def _end(tasks: Iterable[asyncio.Task[None]]) -> None:

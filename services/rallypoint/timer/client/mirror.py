@@ -1,11 +1,11 @@
-"""What an agent's workers hold, what the timer service was told of it, and the difference. Pure.
+"""The timers of an agent's workers, the state last sent to the timer service, and the difference. Pure.
 
-The agent, not the service, holds the truth. Only differences are sent, so a timer that is acquired and released
-before anybody looks costs no message, nothing queues up while the service is away, and after any break the
-difference is simply everything.
+The agent, not the service, is the source of truth. Only differences are sent: a timer that is acquired and released
+between two sends costs no message, nothing queues up while the service is away, and after any break the difference is
+simply everything.
 
-Completions are the exception: they are told at most once, for the service adds them up. A count that was taken is
-not told again, whatever became of it; the longest is, with the next count.
+Completions are the exception: each is sent at most once, because the service adds them up. A count that was taken is
+never sent again, even if the message was lost; the longest is, with the next count.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from rallypoint.timer.v1 import timer_service_pb2 as pb
 Key = TypeVar("Key")
 
 MOST_SCOPES = 4096
-"""Scopes that learn, of which a ledger takes note; those beyond teach nobody anything."""
+"""Most learned scopes in a mirror; further ones are neither recorded nor sent."""
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Tell that a worker's timer runs. Seconds."""
+    """Report that a worker's timer runs. Seconds."""
 
     worker_id: str
     scope: str
-    # 0: it is to be learned.
+    # 0: it is learned.
     after: float
     elapsed: float
     sequence: int
-    # Under which name; empty: it is not learned.
+    # The name to learn under; empty: `after` is given.
     learned_as: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """Tell that a worker's timer has ended."""
+    """Report that a worker's timer has ended."""
 
     worker_id: str
     scope: str
@@ -46,21 +46,21 @@ class End:
 
 @dataclass(frozen=True, slots=True)
 class EndAll:
-    """Tell that a worker is gone."""
+    """Report that a worker is gone."""
 
     worker_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class Acknowledge:
-    """Tell that an expiry has been dealt with."""
+    """Report that an expiry has been handled."""
 
     expiry_id: int
 
 
 @dataclass(frozen=True, slots=True)
 class Completions:
-    """Tell that a scope that learns was left `count` times more, and the longest that it ever took here."""
+    """Report `count` further completions of a learned scope, and the longest ever seen here in seconds."""
 
     scope: str
     count: int
@@ -69,9 +69,9 @@ class Completions:
 
 @dataclass(frozen=True, slots=True)
 class LearnedReport:
-    """Tell what a service said it had learned of a scope: how many completions it saw, and the longest.
+    """Return to a service the completions, and the longest, that an earlier one had published for a scope.
 
-    With a count of 0: that it is forgotten here as well.
+    A count of 0 confirms that the scope is forgotten here.
     """
 
     scope: str
@@ -81,7 +81,7 @@ class LearnedReport:
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """Tell which step a worker has come to, and how long ago."""
+    """Report the step that a worker has reached, and how many seconds ago."""
 
     worker_id: str
     rank: int
@@ -105,7 +105,7 @@ class MirroredTimer:
 
 @dataclass(slots=True)
 class _Seen:
-    """Completions of a scope: how many are to be told, and the longest ever."""
+    """Completions of a scope: how many are not sent yet, and the longest ever."""
 
     count: int = 0
     longest: float = 0.0
@@ -113,7 +113,7 @@ class _Seen:
 
 @dataclass(frozen=True, slots=True)
 class _StepReached:
-    """How far a worker has come."""
+    """The step that a worker has reached."""
 
     rank: int
     step: int
@@ -124,28 +124,28 @@ class TimerMirror:
     """The timers of one node. `now` and `since` are seconds of one clock."""
 
     def __init__(self, first_sequence: int = 1) -> None:
-        """Makes an empty ledger that numbers its timers from `first_sequence` (at least 1) on."""
+        """Create an empty mirror that numbers its timers from `first_sequence` (at least 1) on."""
         self._sequence = first_sequence - 1
         self._held: dict[str, dict[str, MirroredTimer]] = {}
-        # The sequence number under which the service knows a timer.
-        self._learned_sent: dict[tuple[str, str], int] = {}
-        # Where held and told may differ, in the order in which it came about.
+        # The sequence number under which the service knows each timer.
+        self._sent: dict[tuple[str, str], int] = {}
+        # Timers whose state may differ from the sent one, oldest change first.
         self._changed: dict[tuple[str, str], None] = {}
         self._gone: dict[str, None] = {}
         self._acknowledged: list[int] = []
         self._seen: dict[str, _Seen] = {}
         self._to_count: dict[str, None] = {}
-        # What the service has learned, from here and from other nodes.
-        self._lessons: dict[str, LearnedReport] = {}
+        # The service's data of learned scopes, from this and other nodes.
+        self._learned: dict[str, LearnedReport] = {}
         self._to_echo: dict[str, None] = {}
-        # Scopes that were forgotten: what is told of them after this is new.
+        # Forgotten scopes to confirm; observations sent after the confirmation are new.
         self._to_confirm: dict[str, None] = {}
         self._steps: dict[str, _StepReached] = {}
         self._moved: dict[str, None] = {}
 
     @property
     def pending(self) -> bool:
-        """Whether there may be something to tell."""
+        """True if there may be something to send."""
         return bool(
             self._changed
             or self._gone
@@ -158,44 +158,41 @@ class TimerMirror:
 
     @property
     def workers(self) -> list[str]:
-        """The workers that hold timers, or have told how far they have come."""
+        """The workers that hold timers or have reported progress."""
         return list({**dict.fromkeys(self._held), **dict.fromkeys(self._steps)})
 
     def find(self, worker_id: str, scope: str) -> MirroredTimer | None:
-        """The timer of that name that the worker holds now."""
+        """Return the worker's present timer of that name, or None."""
         return self._held.get(worker_id, {}).get(scope)
 
     def sequence_of(self, worker_id: str, scope: str) -> int | None:
-        """The number of the timer that the worker holds now."""
+        """Return the sequence number of the worker's present timer of that name, or None."""
         held = self.find(worker_id, scope)
         return held.sequence if held is not None else None
 
     def acquire(self, worker_id: str, scope: str, after: float, since: float, learned_as: str = "") -> None:
-        """A worker's timer runs since then, in place of the one of that name. `learned_as` as Start has it."""
+        """Start a worker's timer at `since`, in place of the one of that name. `learned_as`: as in Start."""
         self._sequence += 1
         held = MirroredTimer(self._sequence, since, 0.0 if learned_as else after, learned_as)
         self._held.setdefault(worker_id, {})[scope] = held
         self._changed[worker_id, scope] = None
 
     def renumber(self, worker_id: str, scope: str) -> None:
-        """A timer that the service took for run out has not: it gets a new number, so that it is told again."""
+        """Give a new number to a timer that the service wrongly reported as expired, so that it is sent again."""
         held = self._held[worker_id][scope]
         self.acquire(worker_id, scope, held.after, held.since, held.learned_as)
 
     def complete(self, worker_id: str, scope: str, now: float) -> None:
-        """A worker left a scope: its timer ends, and how long it took is learned from if it learns."""
+        """End a worker's timer because the worker left the scope; if it learns, note the duration."""
         held = self.find(worker_id, scope)
         self.release(worker_id, scope)
         if held is not None and held.learned_as:
             self.observe(held.learned_as, 1, max(0.0, now - held.since))
 
     def observe(self, scope: str, count: int, longest: float) -> None:
-        """Scopes that learn under this name were left.
+        """Note `count` (at least 1) completions of a learned scope.
 
-        Args:
-            scope: the name.
-            count: how many times more, at least 1.
-            longest: the longest of these times; earlier ones may be included.
+        `longest`: the longest of them in seconds; earlier ones may be included.
         """
         seen = self._seen.get(scope)
         if seen is None:
@@ -207,37 +204,38 @@ class TimerMirror:
         self._to_count[scope] = None
 
     def learned(self, scope: str, count: int, longest: float) -> None:
-        """The service has learned of a scope; kept for services to come.
+        """Keep learned data from the service, for the next service.
 
-        A service that has just been restarted says less than the one before, until its agents brought that back.
+        A service that was just restarted knows less than the one before, until its agents have returned the data: keep
+        the maximum.
         """
-        former = self._lessons.get(scope)
+        former = self._learned.get(scope)
         if former is not None:
             count, longest = max(count, former.count), max(longest, former.longest)
-        elif len(self._lessons) >= MOST_SCOPES:
+        elif len(self._learned) >= MOST_SCOPES:
             return
-        self._lessons[scope] = LearnedReport(scope, count, longest)
+        self._learned[scope] = LearnedReport(scope, count, longest)
 
     def forget(self, scope: str) -> None:
-        """The service was told to learn a scope anew."""
-        for notes in (self._seen, self._to_count, self._lessons, self._to_echo):
+        """Forget a scope because the service has forgotten it."""
+        for notes in (self._seen, self._to_count, self._learned, self._to_echo):
             notes.pop(scope, None)
         self._to_confirm[scope] = None
 
     def progress(self, worker_id: str, rank: int, step: int, since: float) -> None:
-        """A worker came to a step then. The same step again is none."""
+        """Note that a worker reached a step at `since`. The same step again is ignored."""
         former = self._steps.get(worker_id)
         if former is None or former.step != step:
             self._steps[worker_id] = _StepReached(rank, step, since)
             self._moved[worker_id] = None
 
     def progress_of(self, worker_id: str, now: float) -> tuple[int, float] | None:
-        """The step that a worker has come to, and the seconds since; None if it has told none."""
-        place = self._steps.get(worker_id)
-        return (place.step, max(0.0, now - place.since)) if place is not None else None
+        """Return the step that a worker has reached and the seconds since, or None if it has reported none."""
+        reached = self._steps.get(worker_id)
+        return (reached.step, max(0.0, now - reached.since)) if reached is not None else None
 
     def release(self, worker_id: str, scope: str) -> None:
-        """A worker's timer has ended; harmless if there is none."""
+        """End a worker's timer; harmless if there is none."""
         scopes = self._held.get(worker_id)
         if scopes is None or scopes.pop(scope, None) is None:
             return
@@ -246,27 +244,23 @@ class TimerMirror:
         self._changed[worker_id, scope] = None
 
     def clear(self, worker_id: str) -> None:
-        """A worker is gone, and its timers with it, also those that it acquired elsewhere."""
+        """Remove a worker that is gone, with all its timers, including those started by calls to the service."""
         self._held.pop(worker_id, None)
         self._steps.pop(worker_id, None)
         self._moved.pop(worker_id, None)
-        for key in [key for key in (*self._learned_sent, *self._changed) if key[0] == worker_id]:
-            self._learned_sent.pop(key, None)
+        for key in [key for key in (*self._sent, *self._changed) if key[0] == worker_id]:
+            self._sent.pop(key, None)
             self._changed.pop(key, None)
         self._gone[worker_id] = None
 
     def acknowledge(self, expiry_id: int) -> None:
-        """An expiry was of a timer that nobody holds any more."""
+        """Acknowledge an expiry whose timer no worker holds any more."""
         self._acknowledged.append(expiry_id)
 
     def settle(self, worker_id: str, scope: str, sequence: int, expiry_id: int | None) -> None:
-        """The expiry of a timer has been dealt with, so the timer has ended.
+        """End the timer of a handled expiry. If the worker holds a newer timer of that name by now, that one stays.
 
-        Args:
-            worker_id: its worker.
-            scope: its scope.
-            sequence: its number; if the worker holds a newer timer of that name by now, that one stays.
-            expiry_id: what to acknowledge; None if that was told before the last `restart`.
+        `expiry_id`: the expiry to acknowledge; None if it was sent before the last `restart`.
         """
         if self.sequence_of(worker_id, scope) == sequence:
             self.release(worker_id, scope)
@@ -274,20 +268,17 @@ class TimerMirror:
             self._acknowledged.append(expiry_id)
 
     def restart(self) -> None:
-        """The service has to be told everything again. What it told before `restart` counts no more.
-
-        But for completions, which it may have counted.
-        """
-        self._learned_sent.clear()
+        """Send everything again, except completions, which the service may have counted already."""
+        self._sent.clear()
         self._gone.clear()
         self._acknowledged.clear()
         self._to_confirm.clear()
         self._changed = {(worker, scope): None for worker, scopes in self._held.items() for scope in scopes}
-        self._to_echo = dict.fromkeys(self._lessons)
+        self._to_echo = dict.fromkeys(self._learned)
         self._moved = dict.fromkeys(self._steps)
 
     def take(self, now: float, limit: int) -> list[Change]:
-        """What to tell next, at most `limit` changes, in order. They count as told."""
+        """Return the next changes to send, at most `limit`, in order. They count as sent."""
         changes: list[Change] = []
         while self._acknowledged and len(changes) < limit:
             changes.append(Acknowledge(self._acknowledged.pop()))
@@ -301,8 +292,8 @@ class TimerMirror:
                 changes.append(change)
         while self._moved and len(changes) < limit:
             worker_id = _first(self._moved)
-            place = self._steps[worker_id]
-            changes.append(StepReport(worker_id, place.rank, place.step, max(0.0, now - place.since)))
+            reached = self._steps[worker_id]
+            changes.append(StepReport(worker_id, reached.rank, reached.step, max(0.0, now - reached.since)))
         while self._to_confirm and len(changes) < limit:
             changes.append(LearnedReport(_first(self._to_confirm), 0, 0.0))
         while self._to_count and len(changes) < limit:
@@ -314,40 +305,40 @@ class TimerMirror:
 
     def _difference(self, worker_id: str, scope: str, now: float) -> Change | None:
         held = self._held.get(worker_id, {}).get(scope)
-        told = self._learned_sent.get((worker_id, scope))
+        sent = self._sent.get((worker_id, scope))
         if held is None:
-            return End(*self._forget(worker_id, scope)) if told is not None else None
-        if held.sequence == told:
+            return End(*self._forget(worker_id, scope)) if sent is not None else None
+        if held.sequence == sent:
             return None
-        self._learned_sent[worker_id, scope] = held.sequence
+        self._sent[worker_id, scope] = held.sequence
         elapsed = max(0.0, now - held.since)
         return Start(worker_id, scope, held.after, elapsed, held.sequence, held.learned_as)
 
     def _echo(self, scope: str) -> LearnedReport:
-        """What is known of a scope. The longest seen here may have been in a message that was lost."""
-        lesson, seen = self._lessons[scope], self._seen.get(scope)
-        return replace(lesson, longest=max(lesson.longest, seen.longest)) if seen is not None else lesson
+        """Return the learned data of a scope. The longest seen here may have been in a lost message: include it."""
+        learned, seen = self._learned[scope], self._seen.get(scope)
+        return replace(learned, longest=max(learned.longest, seen.longest)) if seen is not None else learned
 
     def _forget(self, worker_id: str, scope: str) -> tuple[str, str]:
-        del self._learned_sent[worker_id, scope]
+        del self._sent[worker_id, scope]
         return worker_id, scope
 
 
 def _first(waiting: dict[Key, None]) -> Key:
-    """Takes out what has waited longest."""
+    """Remove and return the oldest key."""
     key = next(iter(waiting))
     del waiting[key]
     return key
 
 
-# ---- What a ledger has to tell, as the messages of the timer service.
+# ---- Conversion to the messages of the timer service.
 
 
 _MOST_COUNT = 2**32 - 1  # of a uint32
 
 
 def action_of(change: Change) -> pb.SuperviseAction:
-    """The action that tells a change."""
+    """Return the action that sends a change."""
     match change:
         case Start():
             return pb.SuperviseAction(acquire=_acquire(change))

@@ -1,4 +1,4 @@
-"""When to tell the service what has changed: gathered, but never for so long that a timer would expire late."""
+"""When to send changes to the service: in batches, but early enough that no timer expires late."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from contextlib import suppress
 
 from rallypoint.rpc.clock import LagSettings, WatchClock
 
-# A timer is told of within this part of its duration, but there is no use in less than so many seconds.
+# A new timer is sent within this part of its duration, but no earlier than after this many seconds.
 _PART, _LEAST = 0.1, 0.01
 
 
 class Batching:
-    """Changes wait here for others, so that they travel together. Belongs to one event loop."""
+    """Delays changes so that they are sent together. Belongs to one event loop."""
 
     def __init__(self, linger: float) -> None:
-        """Nothing waits. `linger`: most seconds that a change waits."""
+        """Create it empty. `linger`: most seconds that a change waits."""
         self._linger = linger
         self._due = math.inf
         self._earlier = asyncio.Event()
 
     def note(self, after: float = math.inf) -> None:
-        """Something changed. `after`: seconds that a timer may take, if that is what began."""
+        """Note a change. `after`: the timeout in seconds, if the change is a new timer."""
         self._send_within(min(self._linger, max(_LEAST, after * _PART)))
 
     def hurry(self) -> None:
-        """What has changed is to be told at once."""
+        """Send the changes at once."""
         self._send_within(0.0)
 
     def _send_within(self, seconds: float) -> None:
@@ -38,7 +38,7 @@ class Batching:
             self._earlier.set()
 
     async def gathered(self) -> None:
-        """Returns when something has changed and is to be told."""
+        """Wait until there are changes to send."""
         loop = asyncio.get_running_loop()
         while (left := self._due - loop.time()) > 0:
             self._earlier.clear()
@@ -49,17 +49,16 @@ class Batching:
 
 # ---- The time for which an agent has really watched its workers: its own pauses are left out.
 #
-# An agent that was stopped, with its host or alone, finds expiries of timers whose releases it never read. And a
-# worker whose host was paused has hung no longer than the host ran. So a timer counts as run out only by this
-# clock.
+# An agent that was paused, alone or with its host, receives expiries of timers whose releases it has not read yet. And
+# a worker on a paused host has hung only while the host ran. So a timer counts as expired only by this clock.
 
 
-# Pauses of which is known when they were. A moment before the oldest is taken for one shortly before it.
+# Most pauses whose times are kept. A time before the oldest is treated as just before it.
 _MOST_PAUSES = 64
 
 
 class Watch:
-    """Seconds of watching. Belongs to one event loop."""
+    """A clock of seconds of watching. Belongs to one event loop."""
 
     def __init__(
         self,
@@ -67,36 +66,34 @@ class Watch:
         settings: LagSettings,
         on_pause: Callable[[float, float], None],
     ) -> None:
-        """Makes a watch that notices no pause yet.
+        """Create a watch that does not notice pauses before `start`. `clock`: monotonic seconds.
 
-        Args:
-            clock: monotonic seconds.
-            settings: see LagSettings.
-            on_pause: called with the length of each pause, and the seconds that are left out for it.
+        `on_pause` is called with the length of each pause, and the seconds that are left out for it.
         """
         self._clock = clock
         self._settings = settings
         self._on_pause = on_pause
         self._shown = WatchClock(clock(), settings)
-        # When a pause was noticed, and what was left out until then: in all, but for this and later pauses.
+        # For each pause, when it was noticed, and the seconds left out before it: the total, less this and later
+        # pauses.
         self._pauses: deque[tuple[float, float]] = deque(maxlen=_MOST_PAUSES)
         self._alarm: asyncio.TimerHandle | None = None
         self._due = 0.0
 
     def start(self) -> None:
-        """Begins to notice pauses. It wakes regularly from now on: who does not look can't miss anything."""
+        """Begin to notice pauses; wakes regularly from now on."""
         now = self._clock()
         self._due = self._shown.next_look(now)
         self._alarm = asyncio.get_running_loop().call_later(self._due - now, self._beat)
 
     def stop(self) -> None:
-        """Ends."""
+        """Stop noticing pauses."""
         if self._alarm is not None:
             self._alarm.cancel()
             self._alarm = None
 
     def now(self) -> float:
-        """What this clock shows. Notices a pause at once, whatever of the loop's work comes first after it."""
+        """Return this clock's reading. Notices a pause even if the loop runs another callback first after it."""
         now = self._clock()
         if self._alarm is not None:
             before = self._shown.forgiven
@@ -111,14 +108,14 @@ class Watch:
         return self._shown.read(now)
 
     def at(self, moment: float) -> float:
-        """What this clock showed, or would have shown, at a moment of the monotonic clock, not after now."""
+        """Return this clock's reading at a past or present time of the monotonic clock."""
         shown = self.now()
         forgiven = self._shown.forgiven
         for noticed, before in reversed(self._pauses):
             if moment >= noticed:
                 break
             forgiven = before
-        # What began during a pause is as old as the end of the pause.
+        # A timer that began during a pause counts as begun at its end.
         return min(moment - forgiven, shown)
 
     def _beat(self) -> None:

@@ -1,7 +1,4 @@
-"""The watchdog's decisions: what is taken of whom, and what comes of it. Pure; time is an argument.
-
-`now` is the monotonic clock's, in seconds; it never goes back.
-"""
+"""The watchdog's decisions: which requests are accepted, and their effects. Pure; time is an argument."""
 
 from __future__ import annotations
 
@@ -30,12 +27,16 @@ from rallypoint.timer.core.values import (
 
 __all__ = ["MAX_AFTER", "MAX_NAME_BYTES", "MAX_SCOPE_BYTES", "TimerTable"]
 
-# Ten years: a slip of units is caught, and no sum of durations overflows anything.
+# Ten years: catches a mistake of units, and keeps sums of durations from overflowing.
 MAX_AFTER = 315_360_000.0
 
 
 class TimerTable:
-    """All timers of a service. A request that is refused raises a refusals.Refused and changes nothing."""
+    """All timers of a service. A rejected request raises values.Refused and changes nothing.
+
+    Requests with a Subscription that is not in force any more raise LeaseLost or StreamReplaced, except `unsubscribe`.
+    `now` is monotonic seconds and never goes back.
+    """
 
     def __init__(self, now: float, settings: TimerSettings | None = None) -> None:
         self.settings = settings or TimerSettings()
@@ -47,7 +48,7 @@ class TimerTable:
     def __len__(self) -> int:
         return len(self._countdown)
 
-    # What agents do, on a stream.
+    # Requests of agents, on a stream.
 
     def subscribe(
         self,
@@ -59,14 +60,11 @@ class TimerTable:
         incarnation: str = "",
         lease_age: float = 0.0,
     ) -> Subscription:
-        """Makes the caller the node's one subscriber. Expiries that wait are told by the next `advance`.
+        """Make the caller the node's only subscriber. The next `advance` sends it the expiries that wait.
 
         Args:
-            run_id: name of the run.
-            node_id: name of the node.
-            lease: the node's.
-            now: the monotonic clock, in seconds.
-            incarnation: of the run, whose lease it is; empty: not known.
+            lease: the lease of the node.
+            incarnation: the incarnation of the run that granted the lease; empty: unknown.
             lease_age: seconds for which the node has held it, at least 0.
 
         Raises:
@@ -79,7 +77,7 @@ class TimerTable:
         is_over = former is not None and former.incarnation and former.began_again(incarnation)
         node = self._nodes.claim(run_id, node_id, lease, incarnation, now - lease_age)
         if is_over:
-            # Its workers are gone, and those of the new one have the same names.
+            # Its workers are gone, and the workers of the new incarnation have the same names.
             for worker_id in list(node.workers):
                 self._countdown.clear(node, worker_id)
         self._last_number += 1
@@ -88,7 +86,7 @@ class TimerTable:
         return Subscription(run_id, node_id, lease, node.stream, incarnation)
 
     def unsubscribe(self, subscription: Subscription, now: float) -> None:
-        """The subscriber is gone. Its timers go on; harmless if it isn't the subscriber any more."""
+        """Note that the subscriber is gone. Its timers go on; harmless if it was already replaced."""
         node = self._nodes.get(subscription.run_id, subscription.node_id)
         if node is None or node.stream != subscription.number:
             return
@@ -107,23 +105,19 @@ class TimerTable:
         elapsed: float = 0.0,
         learned_as: str = "",
     ) -> None:
-        """Starts the timer of a subscriber's worker `elapsed` seconds ago, in place of the one of that name.
+        """Start the timer of a subscriber's worker `elapsed` seconds ago, in place of the one of that name.
 
-        Registering the same sequence number again changes nothing, so a timer that ran out stays run out.
+        Registering the same sequence number again changes nothing, so an expired timer stays expired.
 
         Args:
-            subscription: the subscriber's.
-            worker_id: the worker.
-            scope: what it is doing.
-            after: how long that may take, in seconds; 0 if that is to be learned.
-            now: the monotonic clock, in seconds.
-            sequence: the client's number for it, more than 0.
-            elapsed: seconds that have passed of it, at least 0.
+            scope: the name of the timer within the worker.
+            after: timeout in seconds; 0 if it is learned.
+            sequence: the client's number for the timer, more than 0.
+            elapsed: seconds of the timer that have passed, at least 0.
             learned_as: the scope to learn from; empty: `after` is given.
 
         Raises:
-            InvalidField, TooMany: the timer is not taken.
-            LeaseLost, StreamReplaced: the subscription is not in force any more.
+            InvalidField, TooMany: the timer is rejected.
         """
         node = self._nodes.subscribed(subscription)
         if sequence <= 0:
@@ -139,39 +133,23 @@ class TimerTable:
         self._start(timer, former, learned_as)
 
     def end(self, subscription: Subscription, worker_id: str, scope: str) -> None:
-        """Ends the timer of a subscriber's worker; harmless if there is none.
-
-        Raises:
-            LeaseLost, StreamReplaced: the subscription is not in force any more.
-        """
+        """End the timer of a subscriber's worker; harmless if there is none."""
         timer = self._nodes.subscribed(subscription).find(worker_id, scope)
         if timer is not None:
             self._countdown.drop(timer)
 
     def clear(self, subscription: Subscription, worker_id: str) -> None:
-        """Ends all timers of a worker that is gone, run out or not.
-
-        Raises:
-            LeaseLost, StreamReplaced: the subscription is not in force any more.
-        """
+        """End all timers of a worker that is gone, expired or not."""
         self._countdown.clear(self._nodes.subscribed(subscription), worker_id)
 
     def acknowledge(self, subscription: Subscription, expiry_id: int) -> None:
-        """The expiry was dealt with, its timer ends; harmless if there is no such expiry on the node.
-
-        Raises:
-            LeaseLost, StreamReplaced: the subscription is not in force any more.
-        """
+        """End the timer of a handled expiry; harmless if the node has no such expiry."""
         timer = self._nodes.subscribed(subscription).expired.get(expiry_id)
         if timer is not None:
             self._countdown.drop(timer)
 
     def registered(self, subscription: Subscription) -> None:
-        """All timers of the node were registered: those that only an earlier subscription knew end.
-
-        Raises:
-            LeaseLost, StreamReplaced: the subscription is not in force any more.
-        """
+        """End a registration: drop the node's timers that only an earlier subscriber registered."""
         node = self._nodes.subscribed(subscription)
         held = [timer for scopes in node.workers.values() for timer in scopes.values()]
         for timer in held:
@@ -179,17 +157,15 @@ class TimerTable:
                 self._countdown.drop(timer)
 
     def observe(self, subscription: Subscription, scope: str, count: int, longest: float) -> None:
-        """Workers of the node have left a scope that learns.
+        """Learn from completions of a scope by workers of the node.
 
         Args:
-            subscription: the subscriber's.
-            scope: what their timers were `learned_as`.
-            count: how many times they left it, each told once; at least 1.
-            longest: the longest that it took, ever, in seconds.
+            scope: the name their timers were `learned_as`.
+            count: new completions, each sent once; at least 1.
+            longest: the longest completion ever, in seconds.
 
         Raises:
             InvalidField, TooMany: nothing was learned.
-            LeaseLost, StreamReplaced: the subscription is not in force any more.
         """
         node = self._nodes.subscribed(subscription)
         _check_learned(scope, count, longest)
@@ -198,17 +174,13 @@ class TimerTable:
             self._countdown.ripen(ripe)
 
     def learn(self, subscription: Subscription, scope: str, count: int, longest: float) -> None:
-        """An agent brings what an earlier service told it that the run has learned.
+        """Merge data that an earlier service had learned of the run and had published to the agent.
 
-        Args:
-            subscription: the subscriber's.
-            scope: the scope.
-            count: how many completions were seen, ours perhaps among them; at least 1.
-            longest: the longest of them, in seconds.
+        `count`: completions seen, some of ours possibly included; at least 1. `longest`: the longest of them, in
+        seconds.
 
         Raises:
             InvalidField, TooMany: nothing was learned.
-            LeaseLost, StreamReplaced: the subscription is not in force any more.
         """
         node = self._nodes.subscribed(subscription)
         _check_learned(scope, count, longest)
@@ -216,15 +188,15 @@ class TimerTable:
         if ripe is not None:
             self._countdown.ripen(ripe)
 
-    # What single calls do.
+    # Unary calls.
 
     def acquire(
         self, name: TimerName, after: float, now: float, *, elapsed: float = 0.0, lease: int | None = None
     ) -> None:
-        """Starts a timer `elapsed` seconds ago, in place of the one of that name.
+        """Start a timer `elapsed` seconds ago, in place of the one of that name.
 
         Raises:
-            InvalidField, TooMany: the timer is not taken.
+            InvalidField, TooMany: the timer is rejected.
             LeaseLost: a newer lease of the node is known.
         """
         _check_seconds("elapsed", elapsed)
@@ -237,7 +209,7 @@ class TimerTable:
             self._countdown.forget_if_idle(node, now)
 
     def release(self, name: TimerName, now: float, *, lease: int | None = None) -> bool:
-        """Ends a timer; says whether there was one.
+        """End a timer; return True if there was one.
 
         Raises:
             InvalidField: a name is empty or too long.
@@ -261,7 +233,7 @@ class TimerTable:
     def clear_worker(
         self, run_id: str, node_id: str, worker_id: str, now: float, lease: int | None = None
     ) -> int:
-        """Ends all timers of a worker that is gone, run out or not; says how many.
+        """End all timers of a worker that is gone, expired or not; return how many.
 
         Raises:
             InvalidField: a name is empty or too long.
@@ -287,21 +259,20 @@ class TimerTable:
         beyond: TimerName | None = None,
         states: frozenset[TimerState] = frozenset(),
     ) -> Iterator[TimerView]:
-        """The timers of a run and node ("": of all) in one of these states (none: in any), ordered by their
-        names, from `beyond` (excluded) on."""
-        ran_out = bool(states) and states <= RAN_OUT
+        """Yield the timers of a run and node ("": any) in `states` (empty: any), ordered by name, after `beyond`."""
+        only_expired = bool(states) and states <= RAN_OUT
         for node in self._nodes.ordered(run_id, node_id, beyond):
-            for timer in node.ordered_expired(beyond) if ran_out else node.ordered(beyond):
+            for timer in node.ordered_expired(beyond) if only_expired else node.ordered(beyond):
                 state = self._countdown.state(timer)
                 if not states or state in states:
                     yield self._countdown.view(timer, state, now)
 
-    # What is known of scopes.
+    # Learned scopes.
 
     def forget_scopes(self, run_id: str, scope: str) -> int:
-        """Forgets what the run has learned of a scope ("": of all); says of how many there was something.
+        """Forget a learned scope of the run ("": all); return how many were forgotten.
 
-        Timers that go by it and have not run out can't, until enough was seen again.
+        Its running timers can't expire until a new warm-up is complete.
 
         Raises:
             InvalidField: a name is empty or too long.
@@ -312,26 +283,23 @@ class TimerTable:
         return self._book.forget(run_id, scope)
 
     def scopes(self, run_id: str = "", beyond: tuple[str, str] | None = None) -> Iterator[ScopeView]:
-        """The scopes of a run ("": of all), ordered by run_id and scope, from `beyond` (excluded) on."""
+        """Yield the scopes of a run ("": of all), ordered by run_id and scope, starting after `beyond`."""
         return self._book.scopes(run_id, beyond)
 
     def learned_of(self, run_id: str) -> list[Learned]:
-        """All that the run has learned: what a new subscriber of it is to be told."""
+        """Return all learned scopes of the run; a new subscriber receives them."""
         return self._book.learned_of(run_id)
 
     def all_learned(self) -> Iterator[tuple[str, Learned]]:
-        """All that was learned, by run_id, in the order in which to `restore` it."""
+        """Yield all learned scopes with their run_id, in the order in which to `restore` them."""
         return self._book.all_learned()
 
     def take_learned(self) -> list[tuple[str, Learned]]:
-        """What has changed since the last call and is worth telling, by run_id: that enough was seen of a scope,
-        that its longest has grown, and, with a count of 0, that it was forgotten. Each scope once, as it is now.
-        A count that has merely grown is not told for its own sake.
-        """
+        """Return the changes since the last call that are worth publishing: see ScopeBook.take_learned."""
         return self._book.take_learned()
 
     def restore(self, run_id: str, learned: Learned, now: float) -> None:
-        """Takes up what `all_learned` gave out earlier. Nobody is told for it.
+        """Take back a scope that `all_learned` yielded earlier. It is not published.
 
         Raises:
             InvalidField, TooMany: nothing was learned.
@@ -342,24 +310,21 @@ class TimerTable:
         if ripe is not None:
             self._countdown.ripen(ripe)
 
-    # What time does.
+    # Time.
 
     def next_wake(self, now: float) -> float | None:
-        """When to call `advance` next, in the time of `now`; None: not before something else happens."""
+        """Return when to call `advance` next, in the time of `now`; None: not before another call."""
         return self._countdown.next_wake(now)
 
     def advance(self, now: float, due: float) -> Advance:
-        """Lets time pass. All that arrived before is to be put in first. If much is due, the rest waits for the
-        next call, for which `next_wake` then says `now`.
+        """Advance time; all requests that have arrived must have been processed before.
 
-        Args:
-            now: the monotonic clock, in seconds.
-            due: when this call was meant to be made: what `next_wake` said. If it comes late, every deadline
-                moves by as much (and some more, see LagSettings) before any timer is judged.
+        If much is due, the rest waits for the next call, for which `next_wake` then returns `now`.
+
+        `due` is when this call was planned, as returned by `next_wake`. If it comes late, every deadline moves by as
+        much (and some more, see LagSettings) before any timer is examined.
         """
         return self._countdown.advance(now, due)
-
-    # Within.
 
     def _start(self, timer: Timer, former: Timer | None, learned_as: str = "") -> None:
         node = timer.node

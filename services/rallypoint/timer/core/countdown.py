@@ -1,4 +1,4 @@
-"""What time does to timers: which deadline each has, which ran out, who is to be told. Pure; time is an argument."""
+"""The deadlines of timers, and the effects of time on them. Pure; time is an argument."""
 
 from __future__ import annotations
 
@@ -18,32 +18,32 @@ from rallypoint.timer.core.values import Advance, Expiry, TimerSettings, TimerSt
 
 T = TypeVar("T", bound=Hashable)
 
-# Slots per second. A power of two, so that a slot begins at an exact moment. More of them are woken for more
-# often; fewer put more items into the heap, from which what is dropped can't be taken at once.
+# Slots per second. A power of two, so that a slot begins at an exactly representable time. More slots cause more
+# wake-ups; fewer put more items into the heap, from which dropped items can't be removed at once.
 _SLOTS = 4
-# Below this many stale slots a sweep isn't worth its while.
+# With fewer stale slots a sweep costs more than it saves.
 _SWEEP_FLOOR = 64
 
 
 class DeadlineQueue(Generic[T]):
     """Items, each with one deadline, in the order of their deadlines; equal ones in the order of scheduling.
 
-    A heap alone would keep what is dropped until its deadline, or be swept: with 100,000 items that holds up the
-    event loop for a tenth of a second every so often, and with it whatever is due. So only items that are due
-    within a fraction of a second are in the heap. Those of later are in slots by time, unsorted, from which an
-    item is taken at once. Scheduling and dropping are O(1), beside a heap of the slots' numbers; coming due is
-    O(log n) for an item. Memory is O(n).
+    A heap alone would keep dropped items until their deadlines, or need sweeps: with 100,000 items a sweep blocks the
+    event loop for a tenth of a second, and delays everything that is due. So only items due within a fraction of a
+    second are in the heap. Later ones are in slots by time, unsorted, from which an item is removed at once.
+    Scheduling and dropping are O(1), apart from a heap of the slots' numbers; coming due is O(log n) per item. Memory
+    is O(n).
     """
 
     def __init__(self) -> None:
-        # Slots that have not begun, and their numbers as a heap; those of slots that went away are stale.
+        # Slots that have not begun, and a heap of their numbers; numbers of removed slots are stale.
         self._slots: dict[int, dict[T, float]] = {}
         self._order: list[int] = []
-        # The number of the slot that each item in a slot is in.
+        # Items in slots, with the number of their slot.
         self._later: dict[T, int] = {}
-        # The number of the last slot that has begun. Whatever is due in it or before is in the heap.
+        # The number of the last slot that has begun. Items due in it or before are in the heap.
         self._begun: float = float("-inf")
-        # An entry is stale if the item doesn't have its serial number, or isn't here at all.
+        # An entry is stale if its serial number is not the one in `_sooner`.
         self._heap: list[tuple[float, int, T]] = []
         self._sooner: dict[T, int] = {}
         self._serial = 0
@@ -52,7 +52,7 @@ class DeadlineQueue(Generic[T]):
         return len(self._later) + len(self._sooner)
 
     def schedule(self, item: T, when: float) -> None:
-        """Gives the item a deadline, a finite one, in place of the one it has."""
+        """Set the item's deadline, a finite one, in place of its current one."""
         self.drop(item)
         number = math.floor(when * _SLOTS)
         if number <= self._begun:
@@ -68,7 +68,7 @@ class DeadlineQueue(Generic[T]):
         self._later[item] = number
 
     def drop(self, item: T) -> None:
-        """Takes the item's deadline away; harmless if it has none."""
+        """Remove the item's deadline; harmless if it has none."""
         number = self._later.pop(item, None)
         if number is None:
             self._sooner.pop(item, None)
@@ -79,15 +79,15 @@ class DeadlineQueue(Generic[T]):
             del self._slots[number]
 
     def earliest(self) -> float | None:
-        """When to look for what is due: a quarter of a second before the earliest deadline or less, and not after
-        it, so that looking twice is in time. None if there is none."""
+        """Return when to look for due items: at most 0.25 s before the earliest deadline, never after it; None: no
+        items."""
         self._discard_stale()
         if self._heap:
             return self._heap[0][0]
         return self._order[0] / _SLOTS if self._order else None
 
     def pop_due(self, now: float) -> T | None:
-        """Takes out the item with the earliest deadline if that is not after `now`."""
+        """Remove and return the item with the earliest deadline if that is not after `now`, else None."""
         if self._order and self._order[0] <= now * _SLOTS:
             self._begin(now)
         while self._heap and self._heap[0][0] <= now:
@@ -98,7 +98,7 @@ class DeadlineQueue(Generic[T]):
         return None
 
     def _begin(self, now: float) -> None:
-        """Puts what is in slots that have begun into the heap."""
+        """Move the items of slots that have begun into the heap."""
         while self._order and self._order[0] <= now * _SLOTS:
             number = heapq.heappop(self._order)
             self._begun = number
@@ -118,26 +118,26 @@ class DeadlineQueue(Generic[T]):
             heapq.heappop(self._order)
 
 
-# A deadline this close, in seconds, has come. Deadlines are moved between two clocks, and a sum of floats that
-# rounds the wrong way must not have the caller wake at the same instant for ever.
+# A deadline this close, in seconds, counts as reached. Deadlines are converted between two clocks; without this
+# margin, a rounding error could make the caller wake at the same instant for ever.
 _ROUNDING = 1e-6
-# Timers judged in one go. A hundred thousand that run out in one instant must not hold up the event loop for a
-# second, in which releases would wait; the rest are due at once and get their turn after the loop had its own.
+# Timers examined in one call. A hundred thousand that expire in one instant would block the event loop, and delay
+# releases, for a second; the rest are due at once and are examined after the loop has run.
 _MOST_AT_ONCE = 2000
 
 
 class Countdown:
-    """The timers that run, and those that ran out. Deadlines are kept on a WatchClock (see lag.py)."""
+    """Running and expired timers. Deadlines are kept on a WatchClock (see rpc/clock.py)."""
 
     def __init__(self, now: float, settings: TimerSettings, nodes: Nodes, book: ScopeBook[Timer]) -> None:
         self._settings = settings
         self._nodes = nodes
         self._book = book
         self._clock = WatchClock(now, settings.lag)
-        # What was learned only grows, so a timer that learns may come due here too early, never too late: how long
-        # it may really take is looked up when it does.
+        # A learned timeout only grows, so a learning timer may come due here too early, never too late: its present
+        # timeout is looked up when it does.
         self._queue: DeadlineQueue[Timer | TimerNode] = DeadlineQueue()
-        # Timers that began before enough was seen of their scope, to be given their deadlines now that it was.
+        # Timers that began before the warm-up of their scope was complete and now need deadlines.
         self._ripe: deque[Timer] = deque()
         self._timers = 0
         self._last_expiry = 0
@@ -146,17 +146,17 @@ class Countdown:
         return self._timers
 
     def watch(self, now: float) -> float:
-        """What the watch clock shows."""
+        """Return the watch clock's reading at `now`."""
         return self._clock.read(now)
 
-    # What is done to timers.
+    # Timers.
 
     def start(self, timer: Timer, former: Timer | None) -> None:
-        """Adds a timer to its node and its scope, in place of the former one of its name."""
+        """Add a timer to its node and its scope, in place of the former one of its name."""
         node = timer.node
         after: float | None = timer.after
         if timer.learns is not None:
-            # Before the former one goes, and takes the scope with it if it was the last that went by it.
+            # Before the former one is dropped, which removes the scope if that was its last timer.
             timer.learns.timers.add(timer)
             after = timer.learns.after
         if former is not None:
@@ -171,7 +171,7 @@ class Countdown:
             self._queue.schedule(timer, timer.start + after)
 
     def drop(self, timer: Timer) -> None:
-        """Removes a timer, run out or not."""
+        """Remove a timer, expired or not."""
         node = timer.node
         scopes = node.workers[timer.worker_id]
         del scopes[timer.scope]
@@ -187,42 +187,42 @@ class Countdown:
             self._book.tidy(timer.learns)
 
     def clear(self, node: TimerNode, worker_id: str) -> int:
-        """Removes all timers of a worker; says how many."""
+        """Remove all timers of a worker; return how many."""
         held = list(node.workers.get(worker_id, {}).values())
         for timer in held:
             self.drop(timer)
         return len(held)
 
     def ripen(self, scope: Scope[Timer]) -> None:
-        """Has the timers of a scope get their deadlines, since enough has been seen of it just now."""
+        """Give the timers of a scope their deadlines: it has just completed its warm-up."""
         self._ripe.extend(scope.timers)
 
-    # What becomes of nodes.
+    # Nodes.
 
     def subscribed(self, node: TimerNode, now: float) -> None:
-        """A node has a new subscriber, to be told at once what ran out."""
+        """Note that a node has a new subscriber; its expired timers are due to be sent at once."""
         self._queue.drop(node)
         for timer in node.expired.values():
             self._queue.schedule(timer, self._clock.read(now))
 
     def unsubscribed(self, node: TimerNode, now: float) -> None:
-        """A node has no subscriber any more: what ran out is kept for a while."""
+        """Note that a node has lost its subscriber; its expired timers are kept for `retention` seconds."""
         for timer in node.expired.values():
             self._queue.schedule(timer, self._clock.read(now) + self._settings.retention)
         self.forget_if_idle(node, now)
 
     def forget_if_idle(self, node: TimerNode, now: float) -> None:
-        """To be called when a node has lost a timer or its subscriber: it may not have to be known any more."""
+        """Forget a node without subscriber and timers, later if it has a lease. Call it when the node loses either."""
         if node.stream or node.timers:
             self._queue.drop(node)
         elif node.lease:
-            # Its lease must still fence an agent that was superseded and doesn't know yet.
+            # Its lease must still fence off a superseded agent that does not know yet.
             self._queue.schedule(node, self._clock.read(now) + self._settings.retention)
         else:
             self._queue.drop(node)
             self._nodes.remove(node, now)
 
-    # What time does.
+    # Time.
 
     def next_wake(self, now: float) -> float | None:
         """See TimerTable."""
@@ -270,14 +270,14 @@ class Countdown:
         return Advance(expiries, unclaimed, abandoned, forgiven)
 
     def state(self, timer: Timer) -> TimerState:
-        """How far the timer has come."""
+        """Return the state of the timer."""
         if timer.expiry_id:
             return TimerState.OFFERED if timer.node.stream else TimerState.UNCLAIMED
         learns = timer.learns is not None and timer.learns.after is None
         return TimerState.LEARNING if learns else TimerState.COUNTING
 
     def view(self, timer: Timer, state: TimerState, now: float) -> TimerView:
-        """The timer, in its state, as people see it."""
+        """Return the timer, in its state, as it appears in lists."""
         scope = timer.learns
         after: float | None = timer.after
         remaining: float | None = timer.began + timer.after - now
@@ -291,13 +291,13 @@ class Countdown:
         for _ in range(min(len(self._ripe), _MOST_AT_ONCE)):
             timer = self._ripe.popleft()
             scope = timer.learns
-            # It may have ended or run out, and its scope have been forgotten, in the meantime.
+            # Meanwhile it may have ended or expired, or its scope may have been forgotten.
             if scope is None or scope.after is None or timer.expiry_id or timer not in scope.timers:
                 continue
             self._queue.schedule(timer, timer.start + scope.after)
 
     def _has_run_out(self, timer: Timer, watch: float) -> bool:
-        """Whether a timer that came due is due by what has been learned since; else it gets its new deadline."""
+        """Return True if a due timer has expired by its present timeout; else schedule its new deadline."""
         scope = timer.learns
         if scope is None:
             return True

@@ -1,4 +1,4 @@
-"""The nodes that timers belong to: whose agent may act for one, and until when it is remembered. Pure."""
+"""The nodes of the timers: whose agent may act for a node, and how long the node is remembered. Pure."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ from rallypoint.timer.core.values import (
 
 @dataclass(slots=True, eq=False)
 class Timer:
-    """A timer, counting or run out."""
+    """A timer, running or expired."""
 
     node: TimerNode
     worker_id: str
     scope: str
-    # Seconds; of one that learns, 0 until it has run out.
+    # Seconds; of a learning timer 0 until it has expired.
     after: float
-    # When it began: on the watch clock, which decides, and on the plain one, which says how late we are.
+    # When it began: on the watch clock, which decides, and on the monotonic clock, which gives `late_by`.
     start: float
     began: float
-    # The client's number, and the subscription that sent it last; both 0 for a single call.
+    # The client's number, and the subscription that sent it last; both 0 for a unary call.
     sequence: int
     stream: int
-    # What it goes by if it learns, and what that was when it ran out.
+    # The scope it learns from, and the learned data at expiry; None: its timeout is given.
     learns: Scope[Timer] | None = None
     learned: Learned | None = None
-    # Not 0: it ran out.
+    # 0: not expired.
     expiry_id: int = 0
     offers: int = 0
 
     @property
     def name(self) -> TimerName:
-        """What there is one of."""
+        """The unique name of the timer."""
         return TimerName(self.node.run_id, self.node.node_id, self.worker_id, self.scope)
 
 
@@ -57,55 +57,56 @@ class TimerNode:
     lease: int = 0
     incarnation: str = ""
     leased_at: float = -math.inf
-    # The incarnation before, and since when its agent held its last lease.
+    # The previous incarnation, and since when the agent held its last lease there.
     former: tuple[str, float] = ("", -math.inf)
     # The number of the subscription in force; 0 if there is none.
     stream: int = 0
     workers: dict[str, dict[str, Timer]] = field(default_factory=dict)
-    # Timers that ran out, by expiry id.
+    # Expired timers, by expiry id.
     expired: dict[int, Timer] = field(default_factory=dict)
     timers: int = 0
 
     def find(self, worker_id: str, scope: str) -> Timer | None:
-        """The timer of that name."""
+        """Return the timer of that name, or None."""
         scopes = self.workers.get(worker_id)
         return None if scopes is None else scopes.get(scope)
 
     def ordered(self, beyond: TimerName | None) -> Iterator[Timer]:
-        """Its timers, ordered by their names, from `beyond` (excluded) on."""
-        place = (self.run_id, self.node_id)
+        """Yield the node's timers in the order of their names, starting after `beyond`."""
+        key = (self.run_id, self.node_id)
         for worker_id in sorted(self.workers):
-            if beyond is not None and (*place, worker_id) < beyond[:3]:
+            if beyond is not None and (*key, worker_id) < beyond[:3]:
                 continue
             scopes = self.workers[worker_id]
             for scope in sorted(scopes):
-                if beyond is None or (*place, worker_id, scope) > beyond:
+                if beyond is None or (*key, worker_id, scope) > beyond:
                     yield scopes[scope]
 
     def ordered_expired(self, beyond: TimerName | None) -> Iterator[Timer]:
-        """Those of them that ran out, likewise; at no cost for the others."""
+        """Yield the expired timers, as `ordered`, without visiting the running ones."""
         for timer in sorted(self.expired.values(), key=lambda timer: timer.name):
             if beyond is None or timer.name > beyond:
                 yield timer
 
     def began_again(self, incarnation: str) -> bool:
-        """Whether a lease is of another incarnation of the run, so that numbers say nothing of which is the newer."""
+        """Return True if a lease is from another incarnation of the run; numbers then do not order leases."""
         return incarnation not in ("", self.incarnation)
 
     def held_since(self, incarnation: str, leased_at: float) -> float:
-        """The time since when a lease is held, for one that seems to be held since `leased_at`.
+        """Return since when a lease is held that seems to be held since `leased_at`.
 
-        What comes late, as to a service that was paused, seems to have begun late: the earliest that is known counts.
+        A message that arrives late, as at a paused service, makes a lease seem younger: the earliest known time
+        counts.
         """
         former, since = self.former
         return min(leased_at, since) if incarnation == former else leased_at
 
     def check_lease(self, lease: int | None, incarnation: str = "", leased_at: float = math.inf) -> None:
-        """Refuses a lease that another superseded; None is none, and superseded by none.
+        """Check that no newer lease supersedes this one; None, no lease, is never superseded.
 
-        Of two incarnations the one whose agent got its lease later is the newer. That is an order, so that no two
-        agents can push each other out in turn. Only a subscriber is defended: whatever comes while there is none can be
-        made up for, for the newer one is taken again whenever it comes.
+        Of two incarnations, the one whose agent got its lease later is newer. That is a total order, so two agents
+        can't replace each other in turn. Only a subscriber is protected: without one, an older lease that gets in does
+        no lasting harm, because the newer one is accepted again whenever it comes.
         """
         if lease is None:
             return
@@ -118,7 +119,7 @@ class TimerNode:
             raise LeaseLost(self.run_id, self.node_id, lease, self.lease)
 
     def succeed(self, incarnation: str, leased_at: float) -> None:
-        """Be in another incarnation of the run, with a lease held since then."""
+        """Move the node to another incarnation of the run, with a lease held since `leased_at`."""
         leased_at = self.held_since(incarnation, leased_at)
         self.former = self.incarnation, self.leased_at
         self.lease, self.incarnation, self.leased_at = 0, incarnation, leased_at
@@ -128,12 +129,7 @@ class Nodes:
     """All nodes, by run and name."""
 
     def __init__(self, most: int, book: ScopeBook[Timer]) -> None:
-        """Makes it empty.
-
-        Args:
-            most: of them.
-            book: to be told which runs have nodes.
-        """
+        """Create it empty, for at most `most` nodes; `book` is notified which runs have nodes."""
         self._most = most
         self._book = book
         self._nodes: dict[tuple[str, str], TimerNode] = {}
@@ -142,7 +138,7 @@ class Nodes:
         return len(self._nodes)
 
     def get(self, run_id: str, node_id: str) -> TimerNode | None:
-        """The node, if it is known."""
+        """Return the node, or None if it is unknown."""
         return self._nodes.get((run_id, node_id))
 
     def claim(
@@ -153,19 +149,17 @@ class Nodes:
         incarnation: str = "",
         leased_at: float | None = None,
     ) -> TimerNode:
-        """The node, made if need be, for a caller who holds that lease.
+        """Return the node for the holder of that lease; create it if it is unknown.
 
         Args:
-            run_id: Name of the run.
-            node_id: Name of the node.
-            lease: The caller's; None: it has none, and needs none.
-            incarnation: Of the run, whose lease it is; "": not known.
-            leased_at: Since when the caller holds it, in monotonic seconds; None: not known.
+            lease: The caller's lease; None: the caller has none and needs none.
+            incarnation: The incarnation of the run that granted the lease; "": unknown.
+            leased_at: Since when the caller holds it, in monotonic seconds; None: unknown.
 
         Raises:
-            InvalidField: a name is empty or too long, or the lease is negative.
-            LeaseLost: a newer lease of the node is known.
-            TooMany: too many nodes.
+            InvalidField: A name is empty or too long, or the lease is negative.
+            LeaseLost: A newer lease of the node is known.
+            TooMany: Too many nodes.
         """
         node = self._nodes.get((run_id, node_id))
         if incarnation:
@@ -186,7 +180,7 @@ class Nodes:
         check_name("run_id", run_id)
         check_name("node_id", node_id)
         if len(self._nodes) >= self._most:
-            raise TooMany("too many nodes", self._most, "end some first")
+            raise TooMany("too many nodes", self._most, "end some runs or nodes first")
         node = TimerNode(run_id, node_id)
         node.check_lease(lease)
         node.lease, node.incarnation = lease or 0, incarnation
@@ -196,10 +190,10 @@ class Nodes:
         return node
 
     def subscribed(self, subscription: Subscription) -> TimerNode:
-        """The node of a subscription in force.
+        """Return the node of a subscription that is in force.
 
         Raises:
-            LeaseLost, StreamReplaced: it is not.
+            LeaseLost, StreamReplaced: The subscription is not in force.
         """
         node = self._nodes.get((subscription.run_id, subscription.node_id))
         if node is not None and node.stream == subscription.number and subscription.lease >= node.lease:
@@ -211,12 +205,12 @@ class Nodes:
         raise StreamReplaced(subscription.run_id, subscription.node_id)
 
     def remove(self, node: TimerNode, now: float) -> None:
-        """Forgets a node without timers."""
+        """Forget a node that has no timers."""
         del self._nodes[node.run_id, node.node_id]
         self._book.leave(node.run_id, now)
 
     def ordered(self, run_id: str, node_id: str, beyond: TimerName | None) -> list[TimerNode]:
-        """The nodes of that run and name ("": of all), in order, from that of `beyond` on."""
+        """Return the nodes with that run and name ("": any), in order, starting with the node of `beyond`."""
         chosen = [
             key
             for key in self._nodes

@@ -1,11 +1,11 @@
-"""How far the workers of each run have come, and which run stalls. Pure; time is an argument.
+"""The progress of the workers of each run, and stalled runs. Pure; time is an argument.
 
-`now` is a WatchClock's (see lag.py): while the watchdog was not watching, nobody stood still.
+`now` is a WatchClock's (see rpc/clock.py): time in which the watchdog was paused does not count.
 
-A run stalls when none of its workers has come to another step for `stall_after`. It is judged while at least one
-of its nodes with workers has a subscribed agent that has told all it knows: while no agent is there, nothing is
-known of its workers, and what the first one tells after a restart of the service may be the one part of the run
-that stands by right.
+A run stalls when none of its workers has reached another step for `stall_after` seconds. It is examined only while at
+least one of its nodes with workers has a subscribed agent that has reported everything it knows. While no agent is
+there, nothing is known of its workers; and after a restart of the service, the first workers reported may be the only
+ones of the run that rightly stand still.
 """
 
 from __future__ import annotations
@@ -18,61 +18,63 @@ from rallypoint.timer.core.core import MAX_AFTER
 from rallypoint.timer.core.countdown import DeadlineQueue
 from rallypoint.timer.core.values import InvalidField, check_name
 
-# Seconds that an agent may need to come back, since no client waits for more than five between two attempts: from
-# the first that is back to a run's first judgement, and from an agent's end to its node's if the run goes on.
+# Seconds that an agent may need to come back, since no client waits more than five between two attempts. Applies from
+# the return of the first agent to the first examination of its run, and from the loss of an agent to forgetting its
+# node if the run goes on.
 _SETTLE = 30.0
-# A deadline this close, in seconds, has come: sums of floats round both ways.
+# A deadline this close, in seconds, counts as reached: sums of floats round both ways.
 _ROUNDING = 1e-6
-# Workers looked at in one go, so that many large runs that stall at once don't hold up the event loop.
+# Workers examined in one call, so that many large runs that stall at once don't block the event loop.
 _MOST_AT_ONCE = 50_000
 
 
 @dataclass(frozen=True, slots=True)
 class ProgressSettings:
-    """What is kept of progress, and for how long. Durations in seconds."""
+    """Limits and durations of progress. Durations in seconds."""
 
     # A run none of whose workers has advanced for so long is reported; None: never. Default 600: longer than most
-    # evaluations and checkpoints. An agent can say otherwise for its run.
+    # evaluations and checkpoints. An agent can choose another value for its run.
     stall_after: float | None = 600.0
-    # How long the progress of a node without an agent is remembered, if no other of its run has one. Default 3600,
-    # as for its timers. If the run goes on elsewhere: half a minute, or a lost host would be the one that is behind.
+    # How long the progress of a node without an agent is kept if no other node of its run has one. Default 3600, as
+    # for its timers. If the run continues on other nodes it is half a minute, or a lost host would be reported as the
+    # slowest.
     retention: float = 3600.0
-    # Most workers of one run and in all. Defaults 100,000 and 1,000,000: about 300 bytes each. What more of them
-    # tell is not kept.
+    # Most workers of one run and in all; progress of further workers is dropped. Defaults 100,000 and 1,000,000: about
+    # 300 bytes each.
     max_workers_per_run: int = 100_000
     max_workers: int = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerProgress:
-    """How far a worker has come."""
+    """The progress of one worker."""
 
     node_id: str
     worker_id: str
     rank: int
     step: int
-    # Seconds that it has been at that step.
+    # Seconds since it reached that step.
     idle: float
 
 
 @dataclass(frozen=True, slots=True)
 class Stall:
-    """No worker of the run has advanced for a while; or one does again."""
+    """A stall of a run: no worker has advanced for a while. `over`: the stall has ended."""
 
     run_id: str
     over: bool
-    # Seconds for which none has advanced, or had not.
+    # Seconds for which none has advanced, or had not when the stall ended.
     idle: float
-    # Who stopped first: of the workers with the lowest step, the one that came to it first.
+    # The worker that stopped first: of the workers at the lowest step, the first that reached it.
     first: WorkerProgress
-    # How many workers of the run have told progress, and how many of them are at the step of `first`.
+    # The workers of the run that reported progress, and how many of them are at the step of `first`.
     workers: int
     at_same_step: int
 
 
 @dataclass(frozen=True, slots=True)
 class RunProgress:
-    """How far a run has come."""
+    """The progress of one run."""
 
     workers: int
     lowest_step: int
@@ -81,9 +83,9 @@ class RunProgress:
     idle: float
     # Set while the run stalls.
     stall: Stall | None
-    # Those with the lowest step, and of equal ones who came to it first.
+    # The workers at the lowest steps; of equal ones, the first that reached it.
     slowest: list[WorkerProgress]
-    # None: it can't stall.
+    # None: the run is never reported as stalled.
     stall_after: float | None
 
 
@@ -93,14 +95,14 @@ class _WorkerEntry:
     worker_id: str
     rank: int
     step: int
-    # When it came to its step, on the watch clock.
+    # When it reached its step, on the watch clock.
     since: float
-    # The subscription of its node that told of it last.
+    # The subscription of its node that reported it last.
     stream: int
 
     @property
     def order(self) -> tuple[int, float, int]:
-        """Least: who is furthest behind, and has been for longest."""
+        """A sort key; least for the worker that is furthest behind, and has been for longest."""
         return self.step, self.since, self.rank
 
     def view(self, now: float) -> WorkerProgress:
@@ -114,9 +116,9 @@ class _NodeEntry:
     run: _RunEntry
     node_id: str
     workers: dict[str, _WorkerEntry] = field(default_factory=dict)
-    # Counts its subscriptions.
+    # The number of its subscriptions so far.
     stream: int = 0
-    # Whether its agent is subscribed, and if not, since when; and whether that one has told all it knows.
+    # Whether its agent is subscribed; if not, since when; and whether that agent has reported everything it knows.
     subscribed: bool = False
     left_at: float = 0.0
     watched: bool = False
@@ -130,12 +132,13 @@ class _RunEntry:
     workers: int = 0
     # Workers of watched nodes.
     watched: int = 0
-    # When a worker came to another step last, and from when on the run may be judged; on the watch clock.
+    # When a worker last reached another step, and from when on the run may be examined; on the watch clock.
     advanced_at: float = 0.0
     judged_from: float = 0.0
-    # Whether a judgement is scheduled. It may be too early, never too late: advancing needn't touch the queue.
+    # Whether an examination is scheduled. It may be too early, never too late: an advance need not touch the queue.
     scheduled: bool = False
-    # Set while it stalls: as it was last counted, since when nobody has advanced, and whether workers came or went.
+    # Set while it stalls: the stall as last counted, since when no worker has advanced, and whether workers came or
+    # left.
     stall: Stall | None = None
     stood_since: float = 0.0
     recount: bool = False
@@ -146,7 +149,7 @@ class _RunEntry:
 
 
 class ProgressBoard:
-    """The progress of all runs. Whether a subscription is in force is the caller's to know."""
+    """The progress of all runs. The caller checks that a subscription is in force."""
 
     def __init__(self, settings: ProgressSettings | None = None) -> None:
         self._settings = settings or ProgressSettings()
@@ -158,16 +161,12 @@ class ProgressBoard:
     def __len__(self) -> int:
         return self._workers
 
-    # What agents tell.
+    # Reports of agents.
 
     def subscribe(self, run_id: str, node_id: str, stall_after: float | None, now: float) -> None:
-        """A node speaks anew: what it knows of its workers follows, up to `registered`.
+        """Start a node's report: the progress of its workers follows, up to `registered`.
 
-        Args:
-            run_id: name of the run.
-            node_id: name of the node.
-            stall_after: seconds after which the run counts as stalled; 0: never; None: the service decides.
-            now: the watch clock.
+        `stall_after`: seconds without progress until the run counts as stalled; 0: never; None: as the settings.
         """
         run = self._runs.get(run_id)
         if run is None:
@@ -193,7 +192,7 @@ class ProgressBoard:
         step: int,
         elapsed: float = 0.0,
     ) -> bool:
-        """A worker of a subscribed node came to a step, `elapsed` seconds ago. False: too many; it is not kept.
+        """Record that a worker of a subscribed node reached a step `elapsed` seconds ago. False: no room, not kept.
 
         Raises:
             InvalidField: worker_id is empty or too long, or a number is out of range.
@@ -222,7 +221,7 @@ class ProgressBoard:
         return True
 
     def registered(self, run_id: str, node_id: str, now: float) -> None:
-        """A subscribed node has told all it knows: workers of which it told nothing go away."""
+        """End a node's report: its workers that are not part of it are removed."""
         node = self._runs[run_id].nodes[node_id]
         for worker in [each for each in node.workers.values() if each.stream != node.stream]:
             self._remove(worker)
@@ -230,7 +229,7 @@ class ProgressBoard:
         self._review(node.run, now)
 
     def clear(self, run_id: str, node_id: str, worker_id: str, now: float) -> None:
-        """A worker is gone; harmless if it told nothing."""
+        """Remove a worker that is gone; harmless if it reported nothing."""
         run = self._runs.get(run_id)
         node = run.nodes.get(node_id) if run is not None else None
         worker = node.workers.get(worker_id) if node is not None else None
@@ -242,7 +241,7 @@ class ProgressBoard:
         self._review(run, now)
 
     def unsubscribe(self, run_id: str, node_id: str, now: float) -> None:
-        """A node's agent is gone; what it told is kept for a while. Harmless if the node isn't known."""
+        """Note that a node's agent is gone; its progress is kept for a while. Harmless if the node is unknown."""
         run = self._runs.get(run_id)
         node = run.nodes.get(node_id) if run is not None else None
         if run is None or node is None:
@@ -253,15 +252,15 @@ class ProgressBoard:
         self._forget_if_lost(node, now)
         self._review(run, now)
 
-    # What time does.
+    # Time.
 
     def next_due(self) -> float | None:
-        """When to call `judge` next, on the watch clock; None: not before something else happens."""
+        """Return when to call `judge` next, on the watch clock; None: not before another call."""
         return self._queue.earliest()
 
     def judge(self, now: float) -> None:
-        """Lets time pass: runs may turn out to stall, nodes are forgotten. If much is due, the rest waits for the
-        next call, for which `next_due` then says so."""
+        """Advance time: find stalled runs, forget nodes. If much is due, the rest waits for the next call, for which
+        `next_due` then returns a time that has passed."""
         looked_at = 0
         while looked_at < _MOST_AT_ONCE and (item := self._queue.pop_due(now + _ROUNDING)) is not None:
             if isinstance(item, _NodeEntry):
@@ -274,14 +273,14 @@ class ProgressBoard:
                 self._review(item, now)
 
     def take_new_stalls(self) -> list[Stall]:
-        """Runs that have begun to stall, or ceased to, since the last call."""
-        news, self._new_stalls = self._new_stalls, []
-        return news
+        """Return the stalls that have begun or ended since the last call."""
+        stalls, self._new_stalls = self._new_stalls, []
+        return stalls
 
-    # What people and late subscribers ask.
+    # Queries.
 
     def stall_of(self, run_id: str, now: float) -> Stall | None:
-        """How the run stalls; None if it doesn't. O(1), unless workers have come or gone since it was asked last."""
+        """Return the current stall of the run, or None. O(1), unless workers have come or left since the last query."""
         run = self._runs.get(run_id)
         if run is None or run.stall is None:
             return None
@@ -290,7 +289,7 @@ class ProgressBoard:
         return _grown(run.stall, now - run.stood_since)
 
     def progress_of(self, run_id: str, most: int, now: float) -> RunProgress:
-        """How far a run has come, with at most so many of its workers. O(its workers)."""
+        """Return the progress of a run, with at most `most` of its workers. O(its workers)."""
         run = self._runs.get(run_id)
         if run is None or not run.workers:
             stall_after = self._settings.stall_after if run is None else run.stall_after
@@ -305,8 +304,6 @@ class ProgressBoard:
             slowest=[worker.view(now) for worker in slowest],
             stall_after=run.stall_after,
         )
-
-    # Within.
 
     def _add(self, worker: _WorkerEntry, now: float) -> None:
         node, run = worker.node, worker.node.run
@@ -345,7 +342,7 @@ class ProgressBoard:
             self._review(run, now)
 
     def _review(self, run: _RunEntry, now: float) -> None:
-        """Decides whether the run stalls, and when to look again."""
+        """Decide whether the run is stalled, and when to examine it again."""
         idle = now - run.advanced_at
         limit = run.stall_after
         stands = bool(run.workers) and limit is not None and idle + _ROUNDING >= limit
@@ -369,7 +366,7 @@ class ProgressBoard:
         run.stall = None
 
     def _forget_if_lost(self, node: _NodeEntry, now: float) -> None:
-        """Forgets a node whose agent is gone for too long, or decides when to look again."""
+        """Forget a node whose agent has been gone for too long, or schedule the next examination."""
         end = node.left_at + self._settings.retention
         if not node.workers or now + _ROUNDING >= (node.left_at + _SETTLE if node.run.watched else end):
             self._forget(node)
@@ -388,7 +385,7 @@ class ProgressBoard:
 
 
 def _grown(stall: Stall, idle: float) -> Stall:
-    """The same stall, once it has lasted for so long."""
+    """Return the same stall after it has lasted `idle` seconds."""
     first = replace(stall.first, idle=stall.first.idle + idle - stall.idle)
     return replace(stall, idle=idle, first=first)
 

@@ -1,4 +1,4 @@
-"""What the watchdog's core is told and tells: settings, names, expiries, views."""
+"""Values of the watchdog's core: settings, names, expiries, views, refusals."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from rallypoint.rpc.clock import LagSettings
 
 @dataclass(frozen=True, slots=True)
 class TimerSettings:
-    """What a timer service may be told. Durations in seconds."""
+    """The settings of a timer service. Durations in seconds."""
 
-    # How long an expiry waits for its acknowledgement before it is told again. Default 5: an agent may gather
-    # evidence for 2 s before it kills. A repeat costs one message, so lower is cheap; higher delays a reaping
-    # whose first message was lost inside the agent.
+    # How long an expiry waits for its acknowledgement before it is sent again. Default 5: an agent may collect
+    # diagnostics for 2 s before it kills. A repeat costs one message, so lower is cheap; higher delays a kill whose
+    # first message was lost inside the agent.
     reoffer_interval: float = 5.0
-    # How long an expiry without a subscribed agent, and the lease of a node without timers, are remembered.
-    # Default 3600: long enough for an operator to look. Costs memory only.
+    # How long an expiry without a subscribed agent, and the lease of a node without timers, are kept. Default 3600:
+    # long enough for an operator to look. Costs memory only.
     retention: float = 3600.0
     # Most timers of one node, so that one run can't starve the others. Default 65,536: 64 workers with 1,024.
     max_timers_per_node: int = 65_536
@@ -26,36 +26,36 @@ class TimerSettings:
     max_timers: int = 1_000_000
     # Most nodes known at once. Default 100,000.
     max_nodes: int = 100_000
-    # Completions of a scope, over all workers of its run, before a timer that learns can run out. Default 20: a
-    # worker's first times (compiling, filling caches) should be among them. Higher guards later, lower judges by
-    # less.
+    # Completions of a scope, over all workers of its run, before a learning timer can expire. Default 20: it should
+    # cover a worker's first, slow passes (compiling, filling caches). Higher starts guarding later; lower decides
+    # on less data.
     learn_warm_up: int = 20
-    # A timer that learns runs out after so many times the longest completion. Default 5: a step that shares its
-    # disk or network with another job takes two or three times as long and must live. A hang costs this much.
+    # A learning timer expires after the longest completion times this factor. Default 5: a step that shares its
+    # disk or network with another job takes two or three times as long and must live. Higher detects a hang later.
     learn_factor: float = 5.0
-    # The shortest duration that is learned, in seconds. Default 10: where a step takes milliseconds, a garbage
-    # collection or a page fault is many times that. Lower finds hangs of short scopes sooner.
+    # The shortest learned timeout. Default 10: where a step takes milliseconds, a garbage collection or a page
+    # fault is many times that. Lower finds hangs of short scopes sooner.
     learn_least: float = 10.0
-    # Most scopes of which one run may learn. Default 4,096: a program has some dozens; one that puts a number
-    # into a scope's name has no end of them.
+    # Most learned scopes of one run. Default 4,096: a program has some dozens; a program that puts a number into
+    # scope names creates an unlimited number.
     max_scopes_per_run: int = 4096
-    # Most scopes in all. Default 200,000: about 100 megabytes. One more takes the place of those of the run that
-    # has been without a node for longest.
+    # Most learned scopes in all. Default 200,000: about 100 megabytes. A further one evicts the scopes of the run
+    # that has had no node for longest.
     max_scopes: int = 200_000
-    # Most runs of which something learned is kept. Default 10,000. One more takes a place likewise.
+    # Most runs with learned scopes. Default 10,000. A further one evicts in the same way.
     max_learned_runs: int = 10_000
-    # How long what was learned is kept after the run's last node is forgotten, in seconds. Default seven days: a
-    # job that is started again after a weekend need not learn anew. Costs memory only.
+    # How long learned scopes are kept after the run's last node is forgotten. Default seven days: a job that is
+    # started again after a weekend keeps its learned timeouts. Costs memory only.
     learned_retention: float = 7 * 24 * 3600.0
-    # A run whose workers tell progress is reported when none has advanced for so long, in seconds; None: never.
-    # Default 600: longer than most evaluations and checkpoints. Lower reports sooner, and more in vain; nothing
-    # is killed for it.
+    # A run whose workers report progress is reported as stalled when none has advanced for so long; None: never.
+    # Default 600: longer than most evaluations and checkpoints. Lower reports sooner, with more false alarms; a
+    # stall report kills nothing.
     stall_after: float | None = 600.0
     lag: LagSettings = field(default_factory=LagSettings)
 
 
 class TimerName(NamedTuple):
-    """What there is one timer of."""
+    """The name of a timer; a service has at most one timer of each name."""
 
     run_id: str
     node_id: str
@@ -65,22 +65,22 @@ class TimerName(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Subscription:
-    """An agent's right to carry the timers of its node; the highest number is the one in force."""
+    """An agent's right to manage the timers of its node; the highest number is in force."""
 
     run_id: str
     node_id: str
     lease: int
     number: int
-    # Of the run, whose lease it is; "": not known.
+    # The incarnation of the run that granted the lease; "": unknown.
     incarnation: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Learned:
-    """What a run has learned of a scope."""
+    """The completions of a scope that a run has seen."""
 
     scope: str
-    # Completions that were seen: at least so many happened. 0: it was forgotten.
+    # A lower bound of the completions seen. 0: the scope was forgotten.
     count: int
     # The longest of them, in seconds.
     longest: float
@@ -88,39 +88,39 @@ class Learned:
 
 @dataclass(frozen=True, slots=True)
 class Expiry:
-    """A timer that ran out, to be told to its node's agent."""
+    """An expired timer, to be sent to the agent of its node."""
 
     expiry_id: int
     name: TimerName
-    # As given, or as learned by the time that it ran out.
+    # The timeout in seconds: given, or the learned one at expiry.
     after: float
-    # Seconds from the deadline that the worker was given to now, forgiven lag included.
+    # Seconds from the deadline that the worker was given until now, including forgiven lag.
     late_by: float
     sequence: int
-    # How many times it has been told, with this one.
+    # How many times it has been sent, including this time.
     offers: int
-    # What `after` was learned from; None if it was given.
+    # The data `after` was learned from; None: `after` was given.
     learned: Learned | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Advance:
-    """What came of the passing of time."""
+    """The result of one step of time."""
 
-    # To tell now, in the order in which they ran out. Each has a subscriber.
+    # To send now, in order of expiry. Each has a subscriber.
     expiries: list[Expiry]
-    # Ran out with nobody subscribed for their node.
+    # Expired while their node had no subscriber.
     unclaimed: int
-    # Unclaimed for so long that they were dropped.
+    # Dropped after `retention` seconds without a subscriber.
     abandoned: int
-    # Seconds by which every deadline was moved because the watchdog was not watching.
+    # Seconds by which every deadline was moved because the watchdog was paused.
     forgiven: float
 
 
 class TimerState(Enum):
-    """How far a timer has come."""
+    """The state of a timer."""
 
-    # How long it may take is not known yet: it can't run out.
+    # The learned timeout is not known yet: the timer can't expire.
     LEARNING = "learning"
     COUNTING = "counting"
     OFFERED = "offered"
@@ -128,48 +128,48 @@ class TimerState(Enum):
 
 
 RAN_OUT = frozenset({TimerState.OFFERED, TimerState.UNCLAIMED})
-"""States of timers that ran out."""
+"""The states of expired timers."""
 
 
 @dataclass(frozen=True, slots=True)
 class TimerView:
-    """A timer as people see it. `remaining` is negative once it has run out."""
+    """A timer in a list. `remaining` is negative once it has expired."""
 
     name: TimerName
-    # None while it is LEARNING, both.
+    # Both None while LEARNING.
     after: float | None
     remaining: float | None
     state: TimerState
     offers: int
-    # The scope that it learns from; empty: its duration was given.
+    # The scope it learns from; empty: its timeout was given.
     learned_as: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class ScopeView:
-    """A scope of which a run learns, as people see it."""
+    """A learned scope in a list."""
 
     run_id: str
     learned: Learned
-    # How long its timers may take; None until enough was seen.
+    # The timeout of its timers; None: too few completions so far.
     after: float | None
-    # How many timers go by it now.
+    # The number of timers that use it.
     timers: int
 
 
-# ---- Refusals: why a request was not taken. Each carries what a program needs, and says it in one sentence.
+# ---- Refusals: why a request was rejected. Each carries fields for programs and one sentence for people.
 
 
 class Refused(Exception):
     """A request was refused; no timer has changed."""
 
-    # The machine reason that travels; see timer_service.proto.
+    # The reason sent on the wire; see timer_service.proto.
     reason: ClassVar[str]
 
 
 @dataclass(eq=False)
 class InvalidField(Refused):
-    """A field is malformed, whatever the state of the service."""
+    """A field is malformed; the state of the service does not matter."""
 
     reason: ClassVar[str] = "INVALID_ARGUMENT"
     field: str
@@ -181,21 +181,21 @@ class InvalidField(Refused):
 
 @dataclass(eq=False)
 class LeaseLost(Refused):
-    """A newer lease of the node is known: of a higher number, or of a newer incarnation of the run."""
+    """A newer lease of the node is known: a higher number, or from a newer incarnation of the run."""
 
     reason: ClassVar[str] = "LEASE_LOST"
     run_id: str
     node_id: str
     lease: int
     current: int
-    # The two are of different incarnations of the run.
+    # True: the two leases belong to different incarnations of the run.
     of_other_run: bool = False
 
     def __str__(self) -> str:
         if self.of_other_run:
             return (
-                f"node {self.node_id!r} of run {self.run_id!r} is in a newer run of that name by now, with lease "
-                f"{self.current}: lease {self.lease} is of the one before"
+                f"node {self.node_id!r} has joined a newer run named {self.run_id!r}, with lease "
+                f"{self.current}: lease {self.lease} belongs to the previous run"
             )
         return (
             f"node {self.node_id!r} of run {self.run_id!r} no longer holds lease {self.lease}: "
@@ -217,44 +217,44 @@ class StreamReplaced(Refused):
 
 @dataclass(eq=False)
 class TooMany(Refused):
-    """A bound of the service is reached."""
+    """A limit of the service is reached."""
 
     reason: ClassVar[str] = "TOO_MANY_TIMERS"
-    what: str
+    problem: str
     limit: int
-    mend: str = "release some first"
+    remedy: str = "release some first"
 
     def __str__(self) -> str:
-        return f"{self.what}: the service holds at most {self.limit:,}; {self.mend}"
+        return f"{self.problem}: the service holds at most {self.limit:,}; {self.remedy}"
 
 
 class Draining(Refused):
-    """The service is going away."""
+    """The service is draining."""
 
     reason: ClassVar[str] = "DRAINING"
 
     def __str__(self) -> str:
-        return "the timer service is going away; reconnect"
+        return "the timer service is draining; reconnect"
 
 
-# ---- What may name a run, a node, a worker or a scope.
+# ---- The names of runs, nodes, workers and scopes.
 
 
 MAX_NAME_BYTES = 256
-# Twice what a worker may name: room for what its agent adds to tell equal scopes apart.
+# Twice the limit of a worker's scope: the agent may append a suffix to make equal scopes distinct.
 MAX_SCOPE_BYTES = 512
 
 
 def check_name(field: str, value: str, limit: int = MAX_NAME_BYTES) -> None:
-    """Refuses a name that is empty or too long.
+    """Check that a name is neither empty nor too long.
 
     Args:
-        field: what it is the value of, for the refusal.
-        value: the name.
-        limit: most bytes of UTF-8.
+        field: The field of the value, for the error.
+        value: The name.
+        limit: Most bytes of UTF-8.
 
     Raises:
-        InvalidField: it is.
+        InvalidField: The name is empty or too long.
     """
     if not value:
         raise InvalidField(field, "must not be empty")

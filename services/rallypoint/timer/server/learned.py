@@ -1,8 +1,8 @@
-"""The file in which a timer service keeps what its runs have learned, so that it outlives the process.
+"""The file of learned durations: it keeps the learned scopes of all runs when the timer service restarts.
 
-One JSON document: a line with the format and a checksum of all that follows, then a line for each run. A scope in it
-is its name, how many completions were seen, and the longest in seconds. Written whole, to a file beside it that then
-takes its place, so there is always one or the other. It may be some seconds behind: counts in it are never too high.
+One JSON document: a line with the format and a checksum of all that follows, then a line for each run. A scope is its
+name, the number of its completions, and the longest in seconds. It is written whole to a temporary file beside it,
+which is then renamed, so a complete file always exists. It may be some seconds behind: its counts are never too high.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _CHOOSE = "choose another file with --learned, or keep nothing with --learned no
 
 @dataclass(frozen=True, slots=True)
 class LearnedRun:
-    """What a run has learned."""
+    """The learned scopes of a run."""
 
     run_id: str
     scopes: list[Learned]
@@ -41,21 +41,19 @@ class LearnedRun:
 
 @dataclass(frozen=True, slots=True)
 class _Written:
-    """A run as it stands in the file: its scopes as JSON, and when they were last changed, in Unix seconds."""
+    """A run in the file: its scopes as JSON, and when they last changed, in Unix seconds."""
 
     scopes: str
     changed_at: float
 
 
 class LearnedFile:
-    """What runs have learned, on disk. Held by one process at a time. Its calls block."""
+    """The learned scopes of all runs, on disk. Locked by one process at a time. Its calls block."""
 
     def __init__(self, path: Path, wall_clock: Callable[[], float] = time.time) -> None:
-        """Touches nothing yet.
+        """Remember the path; the file and its folder are created when needed.
 
-        Args:
-            path: the file; it and its folder are made where they are missing.
-            wall_clock: Unix seconds: how old something is has to outlive the machine's monotonic clock.
+        `wall_clock` is Unix seconds, because the age of data must outlive the machine's monotonic clock.
         """
         self.path = path
         self._wall_clock = wall_clock
@@ -63,10 +61,10 @@ class LearnedFile:
         self._lock = -1
 
     def open(self, retention: float) -> list[LearnedRun]:
-        """Takes the lock and reads; what didn't change for `retention` seconds is left out. Changes nothing.
+        """Take the lock and read; runs unchanged for `retention` seconds are left out. Writes nothing to the file.
 
         Raises:
-            SettingError: it is in use, can't be read or written, is damaged, or of a newer version.
+            SettingError: the file is in use, can't be read or written, is damaged, or of a newer version.
         """
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -95,7 +93,7 @@ class LearnedFile:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise SettingError(
                 f"the file of learned durations {self.path} is damaged ({reason}) and was not touched: restore it, "
-                f"move it away to learn anew, {_CHOOSE}"
+                f"move it away to start learning from nothing, {_CHOOSE}"
             ) from None
         oldest = self._wall_clock() - retention
         self._written = {run_id: run for run_id, run in self._written.items() if run.changed_at >= oldest}
@@ -104,26 +102,26 @@ class LearnedFile:
         ]
 
     def write(self, runs: Iterable[LearnedRun]) -> None:
-        """Puts these runs in place of those in the file, to last.
+        """Replace the content of the file by these runs, durably.
 
         Raises:
-            OSError: it could not; the file is as it was.
+            OSError: writing failed; the file is unchanged.
         """
         now = self._wall_clock()
         written: dict[str, _Written] = {}
         for run in runs:
-            # One run at a time: other threads get their turn between two, however many there are.
+            # One run at a time: other threads can run between two, however many runs there are.
             scopes = json.dumps([(each.scope, each.count, each.longest) for each in run.scopes])
             former = self._written.get(run.run_id)
             unchanged = former is not None and former.scopes == scopes
-            # A time to come is the word of a clock that was wrong, and would never grow old.
+            # A time in the future came from a wrong clock, and would never grow old.
             changed_at = min(now, former.changed_at) if former is not None and unchanged else now
             written[run.run_id] = _Written(scopes, changed_at)
         self._replace(written)
         self._written = written
 
     def close(self) -> None:
-        """Lets the next process have it."""
+        """Release the lock."""
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
@@ -155,16 +153,19 @@ class LearnedFile:
     def _unusable(self, error: OSError) -> SettingError:
         reason = f"{error.filename}: {error.strerror}" if error.filename else str(error)
         return SettingError(
-            f"the file of learned durations {self.path} can't be used ({reason}): mend that, {_CHOOSE}"
+            f"the file of learned durations {self.path} can't be used ({reason}): fix that, {_CHOOSE}"
         )
 
 
 class _NewerFormatError(Exception):
-    """Written by a version that knows more."""
+    """The file was written by a newer version."""
 
 
 def _locked(path: Path) -> int:
-    """A file of that name, locked while it is open. Never removed: a third process would lock another one."""
+    """Open and lock a file of that name; return its descriptor.
+
+    The file is never removed: a third process could then create and lock another one of that name.
+    """
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -175,7 +176,7 @@ def _locked(path: Path) -> int:
 
 
 def _lines(written: dict[str, _Written]) -> Iterator[bytes]:
-    """All but the first line. A comma begins the line that follows it, so that none has to know the next."""
+    """Yield all lines but the first. A comma begins each following run, so that no run depends on the next."""
     comma = ""
     for run_id, run in written.items():
         name = json.dumps(run_id)
@@ -186,15 +187,15 @@ def _lines(written: dict[str, _Written]) -> Iterator[bytes]:
 
 
 def _parse(content: bytes) -> dict[str, _Written]:
-    """The runs of a file. Raises ValueError, InvalidField, RecursionError or _NewerFormatError."""
+    """Return the runs of a file. Raises ValueError, InvalidField, RecursionError or _NewerFormatError."""
     document = json.loads(content)
     match document:
         case {"format": int(version)} if version > FORMAT:
-            raise _NewerFormatError(f"format {version}, where this one reads {FORMAT}")
+            raise _NewerFormatError(f"it has format {version}, this version reads {FORMAT}")
         case {"format": 1, "crc32": str(checksum), "runs": list(runs)}:
             body = content.partition(b"\n")[2]
         case _:
-            raise ValueError("it holds something else")
+            raise ValueError("it is not a file of learned durations")
     if f"{crc32(body):08x}" != checksum:
         raise ValueError("its checksum does not match")
     return dict(map(_run, runs))
@@ -208,10 +209,10 @@ def _run(entry: object) -> tuple[str, _Written]:
             "scopes": list(scopes),
         }:
             check_name("run_id", run_id)
-            run_id.encode()  # JSON can hold what is no text
+            run_id.encode()  # JSON can hold strings that are not valid Unicode
             kept = [(each.scope, each.count, each.longest) for each in _scopes(scopes)]
             return run_id, _Written(json.dumps(kept), changed_at)
-    raise ValueError("a run in it is none")
+    raise ValueError("the entry of a run is malformed")
 
 
 def _scopes(entries: Iterable[object]) -> Iterator[Learned]:
@@ -224,21 +225,21 @@ def _scopes(entries: Iterable[object]) -> Iterator[Learned]:
                 scope.encode()
                 yield Learned(scope, count, float(longest))
             case _:
-                raise ValueError("a scope in it is none")
+                raise ValueError("the entry of a scope is malformed")
 
 
-# ---- When what runs have learned is written to its file: soon after it changed, seldom, beside the event loop.
+# ---- Writes the file soon after a change, but seldom, and outside the event loop.
 
 
 log = get_logger(__name__)
 
-# Seconds from a change to its writing; what is learned meanwhile is written with it, and lost if the process dies.
+# Seconds from a change to its writing; a process that dies in between loses the change.
 _INTERVAL = 5.0
-# A large file on a slow disk takes no more than a twentieth of the time.
+# The pause after a write, as a multiple of its duration: a large file on a slow disk takes at most 1/20 of the time.
 _PAUSE_PER_WRITE = 20.0
-# The longest between two attempts to write what could not be written, in seconds.
+# The longest pause between two attempts after a failed write, in seconds.
 _LONGEST_PAUSE = 60.0
-# Scopes collected in one go: some 2 ms, after which the event loop has its turn.
+# Scopes collected in one step: some 2 ms, then the event loop runs.
 _MOST_AT_ONCE = 2000
 
 
@@ -246,10 +247,10 @@ _MOST_AT_ONCE = 2000
 async def keep_learned(
     watchdog: Watchdog, file: LearnedFile, interval: float = _INTERVAL
 ) -> AsyncIterator[None]:
-    """Restores what the file holds, and keeps it up to date for as long as the context lasts.
+    """Restore the content of the file, and keep the file up to date for the duration of the context.
 
     Args:
-        watchdog: knows nothing yet.
+        watchdog: a new one, without timers and scopes.
         file: not opened yet; closed at the end.
         interval: seconds from a change to its writing.
 
@@ -273,7 +274,7 @@ async def keep_learned(
 
 
 class LearnedKeeper:
-    """Writes a file when it is told that something has changed."""
+    """Writes the file when it is notified of a change."""
 
     def __init__(self, watchdog: Watchdog, file: LearnedFile, interval: float = _INTERVAL) -> None:
         self._table = watchdog.table
@@ -286,20 +287,20 @@ class LearnedKeeper:
         self._hurry = asyncio.Event()
 
     def changed(self, at_once: bool) -> None:
-        """A run has learned something. `at_once`: write it soon; it was forgotten, say, and must not come back."""
+        """Note a change. `at_once`: write it soon, for example a forgotten scope, which must not come back."""
         self._stale = True
         self._awake.set()
         if at_once:
             self._hurry.set()
 
     def end(self) -> None:
-        """Has `keep` write what is not written yet, and return."""
+        """Make `keep` write the last changes and return."""
         self._ending = True
         self._awake.set()
         self._hurry.set()
 
     async def keep(self) -> None:
-        """Writes whenever there is something to write, until `end`."""
+        """Write after each change, until `end`."""
         while not self._ending:
             await self._awake.wait()
             with suppress(TimeoutError):
@@ -318,24 +319,26 @@ class LearnedKeeper:
         try:
             await asyncio.to_thread(self._file.write, _let_go(await self._collect()))
         except Exception as error:
-            # Whatever it is, timers must go on. The file is as it was.
+            # No error of this file may stop the timers. The file is unchanged.
             self._stale = True
             self._awake.set()
             self._pause = self._backoff.next()
             if not self._failing:
                 log.error(
-                    "can't keep what was learned; trying on", path=str(self._file.path), reason=str(error)
+                    "can't write the file of learned durations; will retry",
+                    path=str(self._file.path),
+                    reason=str(error),
                 )
             self._failing = True
         else:
             self._backoff.reset()
             self._pause = max(self._interval, _PAUSE_PER_WRITE * (clock() - began))
             if self._failing:
-                log.info("what was learned is kept again", path=str(self._file.path))
+                log.info("the file of learned durations is written again", path=str(self._file.path))
             self._failing = False
 
     async def _collect(self) -> deque[LearnedRun]:
-        """All that was learned. What changes while it is collected is changed again, and written after this."""
+        """Return all learned scopes. A change during the collection marks the file stale, so it is written again."""
         runs: deque[LearnedRun] = deque()
         for number, (run_id, learned) in enumerate(self._table.all_learned(), start=1):
             if not runs or runs[-1].run_id != run_id:
@@ -347,7 +350,7 @@ class LearnedKeeper:
 
 
 def _let_go(runs: deque[LearnedRun]) -> Iterator[LearnedRun]:
-    """Each in turn. To free a million objects at once would hold up every thread."""
+    """Yield each run and drop it. To free a million objects at once would block every thread."""
     while runs:
         yield runs.popleft()
 
@@ -362,6 +365,6 @@ def _restore(watchdog: Watchdog, runs: list[LearnedRun]) -> None:
             except TooMany:
                 lost += 1
     if scopes or lost:
-        log.info("what was learned before is known again", runs=len(runs), scopes=scopes)
+        log.info("learned durations restored", runs=len(runs), scopes=scopes)
     if lost:
-        log.warning("not all that was learned fits the limits; the rest is forgotten", scopes=lost)
+        log.warning("some learned durations exceed the limits and were dropped", scopes=lost)

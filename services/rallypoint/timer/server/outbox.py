@@ -1,4 +1,4 @@
-"""What one subscriber is to be told, in bounded room, however slowly it reads."""
+"""The outgoing events of one subscriber, in bounded memory however slowly it reads."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from rallypoint.timer.core.values import (
 from rallypoint.timer.durations import to_duration
 from rallypoint.timer.v1 import timer_service_pb2 as pb
 
-# Answers to requests that were not taken, kept for a subscriber that doesn't read. Older ones are dropped.
+# Refusals kept for a subscriber that does not read. Older ones are dropped.
 _MOST_REFUSALS = 1000
-# Scopes whose latest is kept for it; older ones are dropped: the copy of a reader that slow is of little use.
+# Scopes whose latest data is kept for it; older ones are dropped: a reader that slow has little use for its copy.
 _MOST_LEARNED = 10_000
-# Of each kind told in one message, so that it stays below gRPC's 4 MiB.
+# Most events of one kind in one message, so that it stays below gRPC's 4 MiB.
 _MOST_AT_ONCE = 1000
 
 
 class Refusal:
-    """An acquire of a subscriber that was not taken."""
+    """A rejected acquire of a subscriber."""
 
     __slots__ = ("error", "scope", "sequence", "worker_id")
 
     def __init__(self, worker_id: str, scope: str, sequence: int, error: Refused) -> None:
-        # A name that is too long is the very thing that is refused: a thousand of them must not fill the memory.
+        # A name that is too long may be the cause of the refusal: a thousand of them must not fill the memory.
         self.worker_id = worker_id[:MAX_NAME_BYTES]
         self.scope = scope[:MAX_SCOPE_BYTES]
         self.sequence = sequence
@@ -44,7 +44,7 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class OutboxBatch:
-    """What there is to tell, in the order of its fields."""
+    """The events to send in one message, in the order of the fields."""
 
     refusals: list[Refusal]
     learned: list[Learned]
@@ -53,12 +53,12 @@ class OutboxBatch:
 
 
 class Outbox:
-    """What one subscriber is to be told. Bounded: what is told again takes the place of its first."""
+    """The events to send to one subscriber. Bounded: a newer event replaces an older one of the same subject."""
 
     def __init__(self) -> None:
         self._expiries: dict[int, Expiry] = {}
         self._refusals: deque[Refusal] = deque(maxlen=_MOST_REFUSALS)
-        # By scope, and whether it is to be forgotten: one that is learned anew has to be forgotten first.
+        # By scope, and whether it is to be forgotten: a scope that is learned again must be forgotten first.
         self._learned: dict[tuple[str, bool], Learned] = {}
         self._stall: Stall | None = None
         self._ended = False
@@ -66,18 +66,20 @@ class Outbox:
         self._changed = asyncio.Event()
 
     def offer(self, expiry: Expiry) -> None:
-        """An expiry to tell."""
+        """Add an expiry."""
         self._expiries[expiry.expiry_id] = expiry
         self._changed.set()
 
     def refuse(self, refusal: Refusal) -> None:
-        """A refusal to tell."""
+        """Add a refusal."""
         self._refusals.append(refusal)
         self._changed.set()
 
     def learn(self, learned: Learned) -> None:
-        """What the run has learned of a scope, or, with a count of 0, that it is to be forgotten. Only the latest of
-        each is told, and what was learned before it was forgotten is not."""
+        """Add the learned data of a scope; a count of 0 asks the subscriber to forget it.
+
+        Only the latest of each is sent; data learned before the scope was forgotten is not.
+        """
         forgotten = not learned.count
         if forgotten:
             self._learned.pop((learned.scope, False), None)
@@ -87,22 +89,22 @@ class Outbox:
         self._changed.set()
 
     def stall(self, stall: Stall) -> None:
-        """Whether the run stalls; only the latest is told."""
+        """Add the start or end of a stall; only the latest is sent."""
         self._stall = stall
         self._changed.set()
 
     def end(self, error: Exception | None = None) -> None:
-        """Nothing more comes: the stream ends, with the error if there is one. The first call counts."""
+        """End the stream, with the error if there is one. Only the first call counts."""
         if not self._ended:
             self._ended, self._error = True, error
             self._changed.set()
 
     async def take(self) -> OutboxBatch | None:
-        """Waits for what there is to tell; None at the end. Raises the error that `end` was given."""
+        """Wait for events and return them; None at the end. Raises the error that was passed to `end`."""
         await self._changed.wait()
         if self._error is not None:
             raise self._error
-        mail = OutboxBatch(
+        batch = OutboxBatch(
             list(self._refusals),
             [self._learned.pop(each) for each in list(islice(self._learned, _MOST_AT_ONCE))],
             self._stall,
@@ -110,17 +112,17 @@ class Outbox:
         )
         self._refusals.clear()
         self._stall = None
-        if self._ended and mail == _NOTHING:
+        if self._ended and batch == _NOTHING:
             return None
         if not self._ended and not self._expiries and not self._learned:
             self._changed.clear()
-        return mail
+        return batch
 
 
 _NOTHING = OutboxBatch([], [], None, [])
 
 
-# ---- What the watchdog has to tell, as messages of timer_service.proto.
+# ---- Conversion to the messages of timer_service.proto.
 
 
 STATES = {
@@ -131,21 +133,21 @@ STATES = {
 }
 
 
-def mail_response(mail: OutboxBatch) -> pb.SuperviseResponse:
-    """All of the mail, in its order."""
-    stall = [pb.SuperviseEvent(stalled=stalled(mail.stall))] if mail.stall is not None else []
+def batch_response(batch: OutboxBatch) -> pb.SuperviseResponse:
+    """Return all events of the batch, in its order."""
+    stall = [pb.SuperviseEvent(stalled=stalled(batch.stall))] if batch.stall is not None else []
     return pb.SuperviseResponse(
         events=[
-            *(pb.SuperviseEvent(refused=refused(each)) for each in mail.refusals),
-            *(pb.SuperviseEvent(learned=learned(each)) for each in mail.learned),
+            *(pb.SuperviseEvent(refused=refused(each)) for each in batch.refusals),
+            *(pb.SuperviseEvent(learned=learned(each)) for each in batch.learned),
             *stall,
-            *(pb.SuperviseEvent(expired=expired(each)) for each in mail.expiries),
+            *(pb.SuperviseEvent(expired=expired(each)) for each in batch.expiries),
         ]
     )
 
 
 def refused(refusal: Refusal) -> pb.Refused:
-    """An action that was not taken."""
+    """Convert a rejected action."""
     return pb.Refused(
         worker_id=refusal.worker_id,
         scope=refusal.scope,
@@ -156,12 +158,12 @@ def refused(refusal: Refusal) -> pb.Refused:
 
 
 def learned(value: Learned) -> pb.Learned:
-    """What a run has learned of a scope."""
+    """Convert a learned scope."""
     return pb.Learned(scope=value.scope, count=value.count, longest=to_duration(value.longest))
 
 
 def expired(expiry: Expiry) -> pb.Expired:
-    """A timer that ran out."""
+    """Convert an expired timer."""
     return pb.Expired(
         expiry_id=expiry.expiry_id,
         worker_id=expiry.name.worker_id,
@@ -174,7 +176,7 @@ def expired(expiry: Expiry) -> pb.Expired:
 
 
 def stalled(stall: Stall) -> pb.Stalled:
-    """A run that stalls, or does so no more."""
+    """Convert the start or end of a stall."""
     return pb.Stalled(
         over=stall.over,
         idle=to_duration(stall.idle),
@@ -185,7 +187,7 @@ def stalled(stall: Stall) -> pb.Stalled:
 
 
 def worker_progress(worker: WorkerProgress) -> pb.WorkerProgress:
-    """How far a worker has come."""
+    """Convert the progress of a worker."""
     return pb.WorkerProgress(
         node_id=worker.node_id,
         worker_id=worker.worker_id,
@@ -196,7 +198,7 @@ def worker_progress(worker: WorkerProgress) -> pb.WorkerProgress:
 
 
 def run_progress(progress: RunProgress) -> pb.GetProgressResponse:
-    """How far a run has come."""
+    """Convert the progress of a run."""
     return pb.GetProgressResponse(
         workers=progress.workers,
         lowest_step=progress.lowest_step,
@@ -209,7 +211,7 @@ def run_progress(progress: RunProgress) -> pb.GetProgressResponse:
 
 
 def timer(view: TimerView) -> pb.Timer:
-    """A timer in a list."""
+    """Convert a timer of a list."""
     return pb.Timer(
         **view.name._asdict(),
         after=to_duration(view.after) if view.after is not None else None,
@@ -221,7 +223,7 @@ def timer(view: TimerView) -> pb.Timer:
 
 
 def scope(view: ScopeView) -> pb.Scope:
-    """A scope in a list."""
+    """Convert a scope of a list."""
     return pb.Scope(
         run_id=view.run_id,
         scope=view.learned.scope,

@@ -1,4 +1,4 @@
-"""Standing the timer service up: alone in a process, or beside other services in one."""
+"""Assembly of the timer service: alone in a process, or beside other services in one."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from rallypoint.timer.server.servicer import TimerServicer
 from rallypoint.timer.server.watchdog import Watchdog
 from rallypoint.timer.v1 import timer_service_pb2_grpc
 
-# ---- Refusals of the timer service as gRPC errors: one table.
+# ---- The table of refusals and their gRPC errors.
 
 
-# Seconds after which a caller may find room, or another server.
+# Seconds until a retry may find free capacity, or another server.
 _RETRY_AFTER = 1.0
 
 
 def translate(error: Exception) -> ServiceError | None:
-    """The gRPC error of a refusal; None for what is none."""
+    """Return the gRPC error of a refusal; None if `error` is not a refusal."""
     match error:
         case InvalidField():
             return invalid(error.field, error.problem)
@@ -73,13 +73,13 @@ async def timer_service(
     clock: Callable[[], float] = time.monotonic,
     wall_clock: Callable[[], float] = time.time,
 ) -> AsyncIterator[Registration]:
-    """A timer service for as long as the context lasts; yields what a `Server` is to serve, with `translate`.
+    """Run a timer service for the duration of the context; yield its registration for a `Server` with `translate`.
 
     Args:
-        settings: bounds and durations.
-        learned: the file in which it keeps what it learns; None: in memory only.
+        settings: limits and durations.
+        learned: the file for learned scopes; None: keep them in memory only.
         clock: monotonic seconds.
-        wall_clock: Unix seconds: by them what was learned grows old in the file.
+        wall_clock: Unix seconds; they give the age of data in the file.
 
     Raises:
         SettingError: the file can't be used; one line.
@@ -88,7 +88,7 @@ async def timer_service(
     if learned is None:
         yield registration_of(watchdog)
         return
-    # Here and not at the top: the agent of a job has a timer service inside, and keeps nothing.
+    # Here and not at the top: the timer service inside an agent keeps nothing, and saves the import.
     from rallypoint.timer.server.learned import (  # noqa: PLC0415
         LearnedFile,
         keep_learned,
@@ -101,17 +101,12 @@ async def timer_service(
 def timer_registration(
     settings: TimerSettings | None = None, clock: Callable[[], float] = time.monotonic
 ) -> Registration:
-    """A timer service that keeps all in memory, for a `rallypoint.serving.server.Server` with `translate`.
-
-    Args:
-        settings: bounds and durations.
-        clock: monotonic seconds.
-    """
+    """Return a timer service that keeps everything in memory. `clock`: monotonic seconds."""
     return registration_of(Watchdog(settings, clock))
 
 
 def registration_of(watchdog: Watchdog) -> Registration:
-    """The service of a watchdog that the caller keeps in hand."""
+    """Return the service of a watchdog that the caller owns."""
 
     servicer = TimerServicer(watchdog)
     add = partial(timer_service_pb2_grpc.add_TimerServiceServicer_to_server, servicer)

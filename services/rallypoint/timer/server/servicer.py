@@ -1,4 +1,4 @@
-"""TimerService on the wire: requests in, answers out. All decisions are the watchdog's."""
+"""TimerService on the wire: converts requests and replies. The watchdog makes all decisions."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ from rallypoint.timer.server.watchdog import Watchdog
 from rallypoint.timer.v1 import timer_service_pb2 as pb
 from rallypoint.timer.v1 import timer_service_pb2_grpc as pb_grpc
 
-# ---- One Supervise stream: each action that an agent tells on it, taken in order.
+# ---- One Supervise stream: the agent's actions, processed in order.
 
 
 MAX_ACTIONS = 1000
-"""Of one message. Taking them holds up the event loop, so their number is bounded: some 5 ms."""
+"""Most actions of one message. Processing them blocks the event loop, so their number is bounded: some 5 ms."""
 
 
 class Supervision:
-    """The half of a stream that brings actions. It begins with the first message of the stream."""
+    """The receiving half of a Supervise stream, created from its first message."""
 
     def __init__(self, watchdog: Watchdog, first: pb.SuperviseRequest) -> None:
-        """Subscribes, as the first action says. The others of that message are taken by `read`.
+        """Subscribe as the first action requests. `read` processes the other actions of that message.
 
         Raises:
-            Refused: it is no subscription, or is refused.
+            Refused: The first action is not a subscription, or the subscription is rejected.
         """
         check_number(len(first.actions))
         if not first.actions or first.actions[0].WhichOneof("action") != "subscribe":
@@ -66,7 +66,7 @@ class Supervision:
         )
 
     async def read(self, requests: AsyncIterator[pb.SuperviseRequest]) -> None:
-        """Takes what comes, up to the end of the stream. What breaks it ends the mailbox, which says so."""
+        """Process messages until the stream ends. An error ends the outbox, which raises it to the sender."""
         try:
             self._take(islice(self._first.actions, 1, None))
             async for request in requests:
@@ -108,7 +108,7 @@ class Supervision:
             case "subscribe":
                 raise InvalidField("actions", "subscribe may only be the first action of a stream")
             case None:
-                # An action of a newer client: what it is for doesn't exist here.
+                # An action of a newer client: this version has no such feature.
                 return
 
     def _register(self, acquire: pb.Acquire) -> None:
@@ -140,13 +140,13 @@ class Supervision:
             self._watchdog.has_forgotten(self.subscription, learned.scope)
             return
         if self._registered:
-            raise InvalidField("actions", "learned may only be sent before registered, but for a count of 0")
+            raise InvalidField("actions", "after registered, learned may only be sent with a count of 0")
         longest = to_seconds(learned.longest, "longest")
         self._watchdog.learn(self.subscription, learned.scope, learned.count, longest)
 
 
 def check_number(actions: int) -> None:
-    """Refuses more actions than one message may have."""
+    """Check that a message has at most MAX_ACTIONS actions."""
     if actions > MAX_ACTIONS:
         raise InvalidField("actions", f"at most {MAX_ACTIONS:,} in one message")
 
@@ -160,31 +160,31 @@ def _stall_after(wanted: pb.Subscribe) -> float | None:
     return seconds
 
 
-# ---- Page tokens: the last name of a page, so that the next one goes on behind it whatever has changed meanwhile.
+# ---- Page tokens: the last name of a page, so that the next one continues after it even if names come or go.
 
 
 def encode_page_token(name: Sequence[str]) -> str:
-    """The token of the page behind that name."""
+    """Return the token of the page after that name."""
     return base64.urlsafe_b64encode(json.dumps(name).encode()).decode()
 
 
 def decode_page_token(token: str, parts: int) -> tuple[str, ...]:
-    """The name that a token was made of, of so many parts.
+    """Return the name in a token, which must have `parts` parts.
 
     Raises:
-        InvalidField: it is none.
+        InvalidField: The token is malformed.
     """
     with suppress(ValueError, RecursionError):
         name = json.loads(base64.urlsafe_b64decode(token))
         if isinstance(name, list) and len(name) == parts and all(isinstance(each, str) for each in name):
             return tuple(name)
-    raise InvalidField("page_token", "is none that this service gave out")
+    raise InvalidField("page_token", "was not issued by this service; start from the first page")
 
 
 _MAX_PAGE = 1000
 _MAX_WORKERS = 1000
 _DEFAULT_WORKERS = 10
-# How long a stream may take to say what it is for, seconds.
+# Seconds within which a stream must send its first message.
 _FIRST_MESSAGE_TIMEOUT = 10.0
 _STATES: dict[int, TimerState] = {number: state for state, number in outbox.STATES.items()}
 
@@ -200,7 +200,7 @@ class TimerServicer(pb_grpc.TimerServiceServicer):
         self._unopened = UnopenedStreams(_FIRST_MESSAGE_TIMEOUT)
 
     async def drain(self) -> None:
-        """Tell every stream that the server is going away."""
+        """Drain: end every stream."""
         self._unopened.end()
         self._watchdog.drain()
 
@@ -220,8 +220,8 @@ class TimerServicer(pb_grpc.TimerServiceServicer):
         try:
             interval = to_duration(self._table.settings.reoffer_interval)
             yield _event(pb.SuperviseEvent(subscribed=pb.Subscribed(reoffer_interval=interval)))
-            while (mail := await supervision.outbox.take()) is not None:
-                yield outbox.mail_response(mail)
+            while (batch := await supervision.outbox.take()) is not None:
+                yield outbox.batch_response(batch)
             if self._watchdog.draining:
                 yield _event(pb.SuperviseEvent(draining=pb.Draining()))
         finally:
@@ -239,9 +239,9 @@ class TimerServicer(pb_grpc.TimerServiceServicer):
         check_name("node_id", request.node_id)
         if request.lease < 0:
             raise InvalidField("lease", "must not be negative")
-        for place, action in enumerate(request.actions):
+        for index, action in enumerate(request.actions):
             if action.WhichOneof("action") is None:
-                raise InvalidField(f"actions[{place}]", "must be one of acquire, release and clear")
+                raise InvalidField(f"actions[{index}]", "must be one of acquire, release and clear")
         try:
             refusals = [refusal for each in request.actions if (refusal := self._act(request, each))]
         finally:
@@ -267,7 +267,7 @@ class TimerServicer(pb_grpc.TimerServiceServicer):
                 case _:
                     self._watchdog.clear_worker(run_id, node_id, action.clear.worker_id, lease)
         except (InvalidField, TooMany) as error:
-            # Of the three that an action may be, those that it isn't are empty.
+            # Each action has one of the three set; the fields of the others are empty.
             worker_id = acquire.worker_id or release.worker_id or action.clear.worker_id
             return Refusal(worker_id, acquire.scope or release.scope, acquire.sequence, error)
         return None
@@ -374,9 +374,9 @@ def _lease(
 
 def _refuse_agent_requests(acquire: pb.Acquire) -> None:
     if acquire.sequence:
-        raise InvalidField("sequence", "is for agents, and must not be set here")
+        raise InvalidField("sequence", "is for agents only and must not be set here")
     if acquire.learned_as:
-        raise InvalidField("learned_as", "is for agents, and must not be set here")
+        raise InvalidField("learned_as", "is for agents only and must not be set here")
 
 
 def _page_size(request: pb.ListTimersRequest | pb.ListScopesRequest) -> int:

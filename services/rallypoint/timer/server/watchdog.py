@@ -1,4 +1,4 @@
-"""The watchdog at work: wakes when something is due, and hands what comes of it to the subscribers."""
+"""The running watchdog: wakes when something is due, and passes the results to the subscribers."""
 
 from __future__ import annotations
 
@@ -25,28 +25,24 @@ from rallypoint.timer.server.outbox import Outbox
 
 log = get_logger(__name__)
 
-_Place = tuple[str, str]
+_NodeKey = tuple[str, str]
 
 
 class Watchdog:
-    """A TimerTable and a ProgressBoard with a clock that runs. Belongs to one event loop.
+    """A TimerTable and a ProgressBoard driven by a clock. Belongs to one event loop.
 
-    Timers are told to the `table`; what also says something of progress, or of what runs learn, to the watchdog.
-    `arm` is to be called after every change of the table.
+    Requests that concern only timers go to `table`, those that also concern progress or learned scopes to the
+    watchdog. Call `arm` after every change of the table. Requests with a Subscription that is not in force any more
+    raise LeaseLost or StreamReplaced, except `unsubscribe` and `has_forgotten`.
     """
 
     def __init__(
         self, settings: TimerSettings | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Makes a watchdog without timers.
-
-        Args:
-            settings: bounds and durations.
-            clock: monotonic seconds. Between two readings, the event loop's timers run at its pace.
-        """
+        """Create a watchdog without timers. `clock` is monotonic seconds, at the pace of the event loop's timers."""
         self.table = TimerTable(clock(), settings)
         self.draining = False
-        # Called when a run has learned something, or, with True, was told to forget it.
+        # Called with False when a run has learned something, with True when learned scopes were forgotten.
         self.on_learned: Callable[[bool], None] | None = None
         settings = self.table.settings
         self._pulse = settings.lag.pulse
@@ -54,22 +50,22 @@ class Watchdog:
             ProgressSettings(stall_after=settings.stall_after, retention=settings.retention)
         )
         self._clock = clock
-        # What the table's watch clock leaves out: progress goes by the same one.
+        # Seconds left out by the table's watch clock: progress is measured on the same clock.
         self._forgiven = 0.0
-        self._mailboxes: dict[_Place, tuple[Subscription, Outbox]] = {}
+        self._outboxes: dict[_NodeKey, tuple[Subscription, Outbox]] = {}
         self._nodes_of: dict[str, set[str]] = {}
-        # Scopes that a subscriber was told to forget. Until it says that it has, what it tells of them may be old.
-        self._forgetting: dict[_Place, set[str]] = {}
-        # Runs and nodes of which it was logged that they tell more than is kept.
-        self._overflowing: set[_Place] = set()
+        # Scopes that a subscriber was asked to forget. Until it confirms, its observations of them may be old.
+        self._forgetting: dict[_NodeKey, set[str]] = {}
+        # Nodes for which it was logged that they report more than is kept.
+        self._overflowing: set[_NodeKey] = set()
         self._alarm: asyncio.TimerHandle | None = None
         self._due = math.inf
 
     def now(self) -> float:
-        """Monotonic seconds, as the table is to be told them."""
+        """Return the time for calls of the table, in monotonic seconds."""
         return self._clock()
 
-    # Who is there.
+    # Subscribers.
 
     def subscribe(
         self,
@@ -81,15 +77,10 @@ class Watchdog:
         incarnation: str = "",
         lease_age: float = 0.0,
     ) -> tuple[Subscription, Outbox]:
-        """Makes the caller the node's one subscriber and ends the one before.
+        """Make the caller the node's only subscriber; end the previous subscription.
 
-        Args:
-            run_id: name of the run.
-            node_id: name of the node.
-            lease: the node's.
-            stall_after: seconds after which the run counts as stalled; 0: never; None: the settings decide.
-            incarnation: as TimerTable.subscribe.
-            lease_age: as TimerTable.subscribe.
+        `stall_after`: seconds without progress until the run counts as stalled; 0: never; None: as the settings. The
+        other arguments are as for TimerTable.subscribe.
 
         Raises:
             Refused: as TimerTable.subscribe.
@@ -97,66 +88,58 @@ class Watchdog:
         subscription = self.table.subscribe(
             run_id, node_id, lease, self.now(), incarnation=incarnation, lease_age=lease_age
         )
-        former = self._mailboxes.get((run_id, node_id))
+        former = self._outboxes.get((run_id, node_id))
         if former is not None:
             former[1].end(_superseded(former[0], subscription))
         self._forgetting.pop((run_id, node_id), None)
-        mailbox = Outbox()
-        self._mailboxes[run_id, node_id] = (subscription, mailbox)
+        outbox = Outbox()
+        self._outboxes[run_id, node_id] = (subscription, outbox)
         self._nodes_of.setdefault(run_id, set()).add(node_id)
         self._progress.subscribe(run_id, node_id, stall_after, self._watch())
         for learned in self.table.learned_of(run_id):
-            mailbox.learn(learned)
+            outbox.learn(learned)
         if (stall := self._progress.stall_of(run_id, self._watch())) is not None:
-            mailbox.stall(stall)
+            outbox.stall(stall)
         log.info("agent subscribed", run_id=run_id, node_id=node_id, lease=lease)
-        return subscription, mailbox
+        return subscription, outbox
 
     def unsubscribe(self, subscription: Subscription) -> None:
-        """The subscriber is gone; harmless if another has taken its place."""
-        run_id, node_id = place = (subscription.run_id, subscription.node_id)
+        """Note that the subscriber is gone; harmless if another has replaced it."""
+        run_id, node_id = key = (subscription.run_id, subscription.node_id)
         if self._is_in_force(subscription):
-            del self._mailboxes[place]
+            del self._outboxes[key]
             self._nodes_of[run_id].discard(node_id)
             if not self._nodes_of[run_id]:
                 del self._nodes_of[run_id]
-            self._overflowing.discard(place)
-            self._forgetting.pop(place, None)
+            self._overflowing.discard(key)
+            self._forgetting.pop(key, None)
             self._progress.unsubscribe(run_id, node_id, self._watch())
         self.table.unsubscribe(subscription, self.now())
         self.arm()
         log.info("agent gone", run_id=run_id, node_id=node_id)
 
     def drain(self) -> None:
-        """Ends every subscription, so that the agents go elsewhere, and stops the clock."""
+        """End every subscription, so that the agents reconnect to another server, and stop the clock."""
         self.draining = True
         if self._alarm is not None:
             self._alarm.cancel()
-        for _, mailbox in self._mailboxes.values():
-            mailbox.end()
+        for _, outbox in self._outboxes.values():
+            outbox.end()
 
-    # What agents and others tell of more than timers.
+    # Requests that concern more than timers.
 
     def registered(self, subscription: Subscription) -> None:
-        """All that the node knows was told; what only an earlier subscription knew ends.
-
-        Raises:
-            LeaseLost, StreamReplaced: the subscription is not in force any more.
-        """
+        """End a registration: drop timers and progress that only an earlier subscription registered."""
         self.table.registered(subscription)
         self._progress.registered(subscription.run_id, subscription.node_id, self._watch())
 
     def clear(self, subscription: Subscription, worker_id: str) -> None:
-        """A subscriber's worker is gone, with all its timers and its progress.
-
-        Raises:
-            LeaseLost, StreamReplaced: the subscription is not in force any more.
-        """
+        """Remove a subscriber's worker that is gone, with all its timers and its progress."""
         self.table.clear(subscription, worker_id)
         self._progress.clear(subscription.run_id, subscription.node_id, worker_id, self._watch())
 
     def clear_worker(self, run_id: str, node_id: str, worker_id: str, lease: int | None) -> int:
-        """A worker is gone, says a single call. Returns how many timers it had.
+        """Remove a worker that is gone, on a unary call. Return how many timers it had.
 
         Raises:
             Refused: as TimerTable.clear_worker.
@@ -168,11 +151,10 @@ class Watchdog:
     def report_progress(
         self, subscription: Subscription, worker_id: str, rank: int, step: int, elapsed: float
     ) -> None:
-        """A subscriber's worker came to a step, so many seconds ago. Too many of them are not kept.
+        """Record that a subscriber's worker reached a step `elapsed` seconds ago; drop it if there are too many.
 
         Raises:
             InvalidField: a name is empty or too long, or a number is out of range.
-            StreamReplaced: the subscription is not in force any more.
         """
         run_id, node_id = subscription.run_id, subscription.node_id
         if not self._is_in_force(subscription):
@@ -180,28 +162,28 @@ class Watchdog:
         if not self._progress.report(
             run_id, node_id, worker_id, self._watch(), rank=rank, step=step, elapsed=elapsed
         ):
-            self._log_once(subscription, "too many workers tell progress; that of others is not kept")
+            self._log_once(
+                subscription, "too many workers report progress; progress of further workers is dropped"
+            )
 
     def observe(self, subscription: Subscription, scope: str, count: int, longest: float) -> None:
-        """Workers of a subscriber have left a scope, so many times. Too many scopes are not learned.
+        """Learn from `count` completions of a scope by workers of a subscriber. Too many scopes are not learned.
 
         Raises:
             InvalidField: a name is empty or too long, or a number is out of range.
-            LeaseLost, StreamReplaced: the subscription is not in force any more.
         """
         self._learn(self.table.observe, subscription, scope, count, longest)
 
     def learn(self, subscription: Subscription, scope: str, count: int, longest: float) -> None:
-        """A subscriber brings what an earlier service had learned. Too many scopes are not learned.
+        """Merge data that an earlier service had published to a subscriber. Too many scopes are not learned.
 
         Raises:
             InvalidField: a name is empty or too long, or a number is out of range.
-            LeaseLost, StreamReplaced: the subscription is not in force any more.
         """
         self._learn(self.table.learn, subscription, scope, count, longest)
 
     def has_forgotten(self, subscription: Subscription, scope: str) -> None:
-        """A subscriber has forgotten a scope, as it was told: what it tells of it from now on is new.
+        """Note that a subscriber has forgotten a scope as asked: its observations from now on are new.
 
         Raises:
             InvalidField: the name is empty or too long.
@@ -211,13 +193,13 @@ class Watchdog:
             self._forgetting.get((subscription.run_id, subscription.node_id), set()).discard(scope)
 
     def forget_scopes(self, run_id: str, scope: str) -> int:
-        """Has a run learn a scope ("": all of them) anew; says how many were forgotten.
+        """Make a run learn a scope ("": all) again; return how many were forgotten.
 
         Raises:
             InvalidField: a name is malformed.
         """
         forgotten = self.table.forget_scopes(run_id, scope)
-        # At once: what is learned anew must not hide from the agents that it was forgotten.
+        # At once: data learned from now on must not hide from the agents that the scope was forgotten.
         self._publish_changes()
         if forgotten and self.on_learned is not None:
             self.on_learned(True)
@@ -225,13 +207,13 @@ class Watchdog:
         return forgotten
 
     def progress_of(self, run_id: str, most: int) -> RunProgress:
-        """How far a run has come, with at most so many of its workers."""
+        """Return the progress of a run, with at most `most` of its workers."""
         return self._progress.progress_of(run_id, most, self._watch())
 
     # Time.
 
     def arm(self) -> None:
-        """To be called after every change of the table: tells what came of it, and sees to waking in time."""
+        """Publish the effects of a change of the table, and schedule the next wake-up. Call it after every change."""
         if self.draining:
             return
         self._publish_changes()
@@ -242,12 +224,12 @@ class Watchdog:
         if self._alarm is not None:
             self._alarm.cancel()
         self._due = due
-        # Up to a whole millisecond: uvloop rounds, and an alarm that rings too early rings in vain, repeatedly.
+        # Rounded up to a whole millisecond: uvloop rounds, and a timer that fires too early is wasted, repeatedly.
         delay = math.ceil((due - now) * 1000) / 1000
         self._alarm = asyncio.get_running_loop().call_later(delay, self.ring)
 
     def ring(self) -> None:
-        """Lets time pass: what the alarm does when it is due."""
+        """Advance time; the callback of the alarm."""
         now, due = self.now(), self._due
         self._due, self._alarm = math.inf, None
         try:
@@ -255,13 +237,13 @@ class Watchdog:
             self._forgiven += advance.forgiven
             if advance.forgiven:
                 log.warning(
-                    "the watchdog was not running; deadlines moved",
+                    "the watchdog was paused; deadlines moved",
                     slept=round(now - due, 3),
                     moved_by=round(advance.forgiven, 3),
                 )
             if advance.unclaimed or advance.abandoned:
                 log.warning(
-                    "timers ran out with no agent to tell",
+                    "timers expired while no agent was subscribed",
                     unclaimed=advance.unclaimed,
                     abandoned=advance.abandoned,
                 )
@@ -271,37 +253,35 @@ class Watchdog:
         finally:
             self.arm()
 
-    # Within.
-
     def _watch(self) -> float:
         return self._clock() - self._forgiven
 
     def _next_wake(self, now: float) -> float | None:
-        """When the table or the board has something to do. Never later than a pulse: pauses must be noticed."""
+        """Return when the table or the board is due. At least every pulse: pauses must be noticed."""
         due = self.table.next_wake(now)
-        judgement = self._progress.next_due()
-        if judgement is None:
+        examination = self._progress.next_due()
+        if examination is None:
             return due
-        judgement = max(now, min(judgement + self._forgiven, now + self._pulse))
-        return judgement if due is None else min(due, judgement)
+        examination = max(now, min(examination + self._forgiven, now + self._pulse))
+        return examination if due is None else min(due, examination)
 
     def _is_in_force(self, subscription: Subscription) -> bool:
-        current = self._mailboxes.get((subscription.run_id, subscription.node_id))
+        current = self._outboxes.get((subscription.run_id, subscription.node_id))
         return current is not None and current[0] == subscription
 
     def _learn(
         self,
-        take: Callable[[Subscription, str, int, float], None],
+        merge: Callable[[Subscription, str, int, float], None],
         subscription: Subscription,
         scope: str,
         count: int,
         longest: float,
     ) -> None:
         if scope in self._forgetting.get((subscription.run_id, subscription.node_id), ()):
-            # It was told before the subscriber heard of it, and would bring the old longest back.
+            # The subscriber sent it before it had forgotten the scope: it would bring the old longest completion back.
             return
         try:
-            take(subscription, scope, count, longest)
+            merge(subscription, scope, count, longest)
         except TooMany as error:
             self._log_once(subscription, str(error))
             return
@@ -309,39 +289,42 @@ class Watchdog:
             self.on_learned(False)
 
     def _log_once(self, subscription: Subscription, problem: str) -> None:
-        """Logs it once per subscription: what can't be kept comes again with every message."""
-        place = (subscription.run_id, subscription.node_id)
-        if place not in self._overflowing:
-            self._overflowing.add(place)
+        """Log a problem once per subscription: dropped data comes again with every message."""
+        key = (subscription.run_id, subscription.node_id)
+        if key not in self._overflowing:
+            self._overflowing.add(key)
             log.warning(
-                "not all can be kept", run_id=subscription.run_id, node_id=subscription.node_id, why=problem
+                "a limit is reached; data of this node is dropped",
+                run_id=subscription.run_id,
+                node_id=subscription.node_id,
+                reason=problem,
             )
 
     def _publish_changes(self) -> None:
         for run_id, learned in self.table.take_learned():
             for node_id in self._nodes_of.get(run_id, ()):
-                self._mailboxes[run_id, node_id][1].learn(learned)
+                self._outboxes[run_id, node_id][1].learn(learned)
                 if not learned.count:
                     self._forgetting.setdefault((run_id, node_id), set()).add(learned.scope)
         for stall in self._progress.take_new_stalls():
             _log_stall(stall)
-            for mailbox in self._mailboxes_of(stall.run_id):
-                mailbox.stall(stall)
+            for outbox in self._outboxes_of(stall.run_id):
+                outbox.stall(stall)
 
-    def _mailboxes_of(self, run_id: str) -> list[Outbox]:
-        return [self._mailboxes[run_id, node_id][1] for node_id in self._nodes_of.get(run_id, ())]
+    def _outboxes_of(self, run_id: str) -> list[Outbox]:
+        return [self._outboxes[run_id, node_id][1] for node_id in self._nodes_of.get(run_id, ())]
 
     def _publish_expiry(self, expiry: Expiry) -> None:
         name = expiry.name
         if expiry.offers == 1:
             log.info(
-                "timer ran out",
+                "timer expired",
                 **name._asdict(),
                 after=expiry.after,
                 late_by=round(expiry.late_by, 3),
                 **_learned_fields(expiry.learned),
             )
-        subscriber = self._mailboxes.get((name.run_id, name.node_id))
+        subscriber = self._outboxes.get((name.run_id, name.node_id))
         if subscriber is not None:
             subscriber[1].offer(expiry)
 
@@ -360,7 +343,7 @@ def _learned_fields(learned: Learned | None) -> dict[str, object]:
 
 def _log_stall(stall: Stall) -> None:
     first = stall.first
-    who = {
+    fields = {
         "run_id": stall.run_id,
         "node_id": first.node_id,
         "worker_id": first.worker_id,
@@ -369,11 +352,11 @@ def _log_stall(stall: Stall) -> None:
         "idle": round(stall.idle, 3),
     }
     if stall.over:
-        log.info("the run stalls no more", **who)
+        log.info("the run is no longer stalled", **fields)
     else:
         log.warning(
-            "the run stalls: no worker advances, and this one stopped first",
-            **who,
+            "the run is stalled: no worker advances; this worker stopped first",
+            **fields,
             stopped_for=round(first.idle, 3),
             workers=stall.workers,
             at_same_step=stall.at_same_step,

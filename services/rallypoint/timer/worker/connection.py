@@ -1,9 +1,9 @@
-"""A worker process's table of timers, and how its agent hears of it. Never raises, and never waits for long.
+"""A worker process's table of timers, and its connection to the agent. Never raises, and never waits for long.
 
-Whatever goes wrong, the worker goes on unguarded. The agent takes the end of a connection for the end of all its
-timers, so giving a connection up accuses nobody. Where memory can't be shared (a kernel before 3.17, a filter of
-system calls, a program that closed all its descriptors), the table stays the process's own, and each change of it
-is told with a message, at more cost.
+After any error the worker goes on unguarded. The agent treats the end of a connection as the end of all its timers, so
+closing a connection never causes a kill. Where memory can't be shared (a kernel before 3.17, a filter of system calls,
+a program that closed all its descriptors), the table stays private to the process, and each change of it is sent as a
+message, at more cost.
 """
 
 from __future__ import annotations
@@ -36,48 +36,48 @@ from rallypoint.timer.worker.table import (
 
 
 # A socket's queue is bounded by bytes, overhead included. This is the most that an unprivileged process gets by
-# default; the kernel doubles it. It holds some 500 messages, so an agent may look away for a while.
+# default; the kernel doubles it. It holds some 500 messages, so the agent may pause reading for a while.
 _SEND_BUFFER = 212_992
 _INT = struct.Struct("@i")
 
 
 class AgentSocket:
-    """A connection. It is closed when the last thread lets go of it.
+    """A connection. It is closed when the last thread drops its reference.
 
-    Closing it earlier could hand its descriptor number to another file while a thread is about to send on it. If
-    the program closed it, and with it perhaps gave its number away, it is gone.
+    Closing it earlier could give its descriptor number to another file while a thread is about to send on it. If the
+    program itself closed the descriptor, and the number may now belong to another file, the connection counts as gone.
     """
 
     __slots__ = ("_file", "_socket", "opened_at")
 
-    def __init__(self, path: str, patience: float, opened_at: int) -> None:
-        """Connects.
+    def __init__(self, path: str, timeout: float, opened_at: int) -> None:
+        """Connect.
 
         Args:
             path: the agent's socket.
-            patience: most seconds to wait, now and whenever something is sent.
-            opened_at: now, by whatever clock the caller goes by.
+            timeout: most seconds to wait, now and at each send.
+            opened_at: the present time on the caller's clock.
 
         Raises:
-            OSError: nobody listens there.
-            ValueError: nobody can: the path has a zero byte.
+            OSError: no process listens on the socket.
+            ValueError: the path has a zero byte.
         """
         self.opened_at = opened_at
         self._socket = connected = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._file = DescriptorCheck(connected.fileno())
         # The kernel bounds how long connecting and sending wait; that costs no further system call.
-        seconds, fraction = divmod(patience, 1)
+        seconds, fraction = divmod(timeout, 1)
         limit = struct.pack("@ll", int(seconds), int(fraction * 1e6))
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)
         connected.connect(path)
 
     def send(self, message: bytes, descriptor: int = -1) -> None:
-        """Sends a message, with a descriptor if it is not negative.
+        """Send a message, with a descriptor if it is not negative.
 
         Raises:
-            BlockingIOError: the agent did not read for as long as may be waited.
-            OSError: it is gone.
+            BlockingIOError: the agent did not read within the timeout.
+            OSError: the connection is gone.
         """
         if not self._is_open():
             raise OSError(errno.EBADF, "the program has closed the connection")
@@ -88,7 +88,7 @@ class AgentSocket:
             self._socket.sendmsg([message], [rights], socket.MSG_NOSIGNAL)
 
     def has_unread(self) -> bool:
-        """Whether a message waits that the agent has not read. False if the kernel doesn't say."""
+        """Return True if a message is unread by the agent; False also if the kernel does not report it."""
         if not self._is_open():
             return False
         try:
@@ -98,24 +98,24 @@ class AgentSocket:
         return bool(_INT.unpack(waiting)[0])
 
     def shut(self) -> None:
-        """Tells the agent that this is the end, whoever else holds the connection."""
+        """Shut the connection down for both sides, even if another process holds a copy of it."""
         if not self._is_open():
             return
         try:
             self._socket.shutdown(socket.SHUT_RDWR)
         except OSError:
-            # The agent was first.
+            # The agent has closed it already.
             return
 
     def close(self) -> None:
-        """Lets go of the descriptor and leaves the connection to whoever else holds it."""
+        """Close this descriptor; copies of other processes stay open."""
         if self._is_open():
             self._socket.close()
         else:
             self._socket.detach()
 
     def __del__(self) -> None:
-        # Not there if no socket could be had.
+        # Missing if creating the socket failed.
         if getattr(self, "_file", None) is not None:
             self.close()
 
@@ -123,47 +123,44 @@ class AgentSocket:
         return self._file.is_behind(self._socket.fileno())
 
 
-# After a failure, the next connection is tried so many seconds later, then twice that, up to the maximum. A dead agent
-# thus costs one failed system call every five seconds. All other times are in nanoseconds.
+# After a failure, the next attempt to connect is made so many seconds later, then twice that, up to the maximum. A dead
+# agent thus costs one failed system call every five seconds. All other times are in nanoseconds.
 _RETRY_FIRST = 0.1
 _RETRY_MOST = 5.0
-# A connection that lived so long was no failure: the next one is tried at once.
+# The end of a connection that lived this long is no failure: connect again at once.
 _LIVED = 1_000_000_000
-# The agent is not asked twice within this time to look sooner than it would anyway.
+# Least time between two requests to look sooner than at the next poll.
 _GAP = 10_000_000
 _NANOSECONDS = 1_000_000_000
 
 
 class AgentConnection:
-    """The table of this process, and the connection that tells of it.
+    """The table of this process, and the connection that reports it.
 
     Any thread may use it, and so may a signal handler that interrupts one.
     """
 
-    def __init__(self, path: str, patience: float, clock: Callable[[], int] = time.monotonic_ns) -> None:
-        """Makes an uplink that connects when its table is first written to.
+    def __init__(self, path: str, timeout: float, clock: Callable[[], int] = time.monotonic_ns) -> None:
+        """Create a connection that opens when its table is first written to.
 
-        Args:
-            path: the agent's socket.
-            patience: most seconds to wait for an agent that doesn't read.
-            clock: CLOCK_MONOTONIC, in nanoseconds.
+        `timeout`: most seconds to wait for an agent that does not read. `clock`: CLOCK_MONOTONIC, in nanoseconds.
         """
         self._path = path
-        self._timeout = patience
+        self._timeout = timeout
         self._clock = clock
         self._begin()
 
     def _begin(self) -> None:
         self._table: TableWriter | None = None
         self._shared: SharedMemory | None = None
-        # Without shared memory, or its descriptor: what is in the table, and what of it the agent was told.
+        # Without shared memory, or its descriptor: the reader of the table, and the state last sent to the agent.
         self._own: TableReader | None = None
-        self._told: dict[int, TimerSlot] = {}
-        self._told_step: StepSlot | None = None
+        self._sent: dict[int, TimerSlot] = {}
+        self._sent_step: StepSlot | None = None
         self._making = threading.Lock()
         self._link: AgentSocket | None = None
         self._closed = False
-        # Who rings connects and sends; whoever else wants to meanwhile leaves it to that one.
+        # Only the thread with this lock connects and sends; the others return at once.
         self._ringing = threading.Lock()
         self._wanted = False
         self._rung_at = 0
@@ -171,10 +168,10 @@ class AgentConnection:
         self._backoff = Backoff(lambda: 1.0, first=_RETRY_FIRST, longest=_RETRY_MOST)
 
     def table(self) -> TableWriter:
-        """The table of this process, made at the first call."""
+        """Return the table of this process; create it at the first call."""
         table = self._table
         if table is None:
-            # Bounded, because a signal handler may have interrupted the very thread that makes one.
+            # Bounded, because a signal handler may have interrupted the very thread that holds the lock.
             mine = self._making.acquire(timeout=self._timeout)
             try:
                 table = self._table or self._make_table()
@@ -195,20 +192,20 @@ class AgentConnection:
         return table
 
     def after_fork(self) -> None:
-        """In a forked child: lets go of the parent's table and connection. It makes its own once it needs them."""
+        """In a forked child: drop the parent's table and connection. New ones are created when the child needs them."""
         table, shared, link = self._table, self._shared, self._link
         self._begin()
         if table is not None:
-            # Blocks that the parent is in, and that end here as well, write where nobody reads.
+            # Blocks that the parent has entered, and that end in the child as well, write to memory without a reader.
             table.disown(private_memory(SIZE))
         if link is not None:
-            # Not shut: the connection is still the parent's.
+            # Not shut down: the connection is still the parent's.
             link.close()
         if shared is not None:
             shared.close()
 
     def close(self) -> None:
-        """Ends all timers and the connection. What is written to the table from now on, nobody reads."""
+        """End all timers and close the connection. Later writes to the table have no reader."""
         self._closed = True
         if self._table is not None:
             self._table.mute()
@@ -217,10 +214,10 @@ class AgentConnection:
             link.shut()
 
     def _ring(self) -> None:
-        """Has the agent look at the table, unless it will do so anyway.
+        """Make the agent look at the table, unless it will do so anyway.
 
-        No ring is lost to another thread: who can't have the lock has set `_wanted` before, and who has it looks
-        at that after letting go of it.
+        No request is lost to another thread: a thread that can't get the lock has set `_wanted` before, and the holder
+        checks that after releasing the lock.
         """
         self._wanted = True
         while self._wanted and self._ringing.acquire(blocking=False):
@@ -241,46 +238,46 @@ class AgentConnection:
         elif self._own is not None:
             self._attempt(table, link, self._send_changes)
         elif (now > table.listening[0] or now - self._rung_at >= _GAP) and not link.has_unread():
-            # While the agent listens, it is rung for because it would look late for a short timer, and not again
-            # at once; what was written is seen when it looks.
+            # While the agent polls, a ring asks it to look at a short timer sooner, and is not repeated at once;
+            # everything written is seen at the next poll.
             #
-            # While it does not, we ring however short ago the last time was, except if that message is unread.
-            # If it is, the agent looks after it has read it, which is after what we ring for was written. If it
-            # is not, that look may have come before. So nothing written goes unseen, and a slow agent finds one
-            # message in its queue, not thousands.
+            # While it does not poll, ring however recent the last ring is, unless that message is still unread. If it
+            # is unread, the agent looks after reading it, which is after the present write. If it is not, that look
+            # may have come before the write. So no write goes unseen, and a slow agent finds one message in its queue,
+            # not thousands.
             self._rung_at = now
             self._attempt(table, link, _send_look_message)
         if link is not None and self._link is None and not (self._retry_at or self._closed):
-            # It was lost since the last ring, and what is rung for may be the last that this process does.
+            # The connection was lost since the last ring, and this write may be the last that this process makes.
             self._open(table, now)
 
     def _send_changes(self, link: AgentSocket) -> None:
-        """Sends the difference between the table and what the agent was told."""
+        """Send the difference between the table and the state last sent to the agent."""
         assert self._own is not None
-        told, held = self._told, {slot.token: slot for slot in self._own.slots()}
-        for token in told.keys() - held.keys():
-            del told[token]
+        sent, held = self._sent, {slot.token: slot for slot in self._own.slots()}
+        for token in sent.keys() - held.keys():
+            del sent[token]
             link.send(wire.release(token))
         for token, slot in held.items():
-            if token not in told:
-                told[token] = slot
+            if token not in sent:
+                sent[token] = slot
                 after = slot.after / _NANOSECONDS
                 link.send(wire.acquire(token, slot.since, after, slot.scope, slot.signal))
         step = self._own.step()
-        if step is not None and step != self._told_step:
-            self._told_step = step
+        if step is not None and step != self._sent_step:
+            self._sent_step = step
             link.send(wire.progress(*step))
 
-    def _attempt(self, table: TableWriter, link: AgentSocket, tell: Callable[[AgentSocket], None]) -> None:
+    def _attempt(self, table: TableWriter, link: AgentSocket, send: Callable[[AgentSocket], None]) -> None:
         try:
-            tell(link)
+            send(link)
         except BlockingIOError:
-            # The agent did not read for as long as we may wait: no use in connecting again at once.
+            # The agent did not read within the timeout: connecting again at once would not help.
             self._give_up(table, link, lived=0)
         except OSError:
             self._give_up(table, link, lived=self._clock() - link.opened_at)
         except BaseException:
-            # A signal handler raised, and nobody tells the rest. The next connection is told all of it.
+            # A signal handler raised, and the rest was not sent. The next connection sends everything.
             self._give_up(table, link, lived=_LIVED)
             raise
 
@@ -295,29 +292,29 @@ class AgentConnection:
             self._retry_at = 0
         else:
             self._retry_at = self._clock() + round(self._backoff.next() * 1e9)
-        # Nobody else writes this now, and until then there is no use in ringing.
+        # No other thread or process writes this word now, and until `_retry_at` a ring has no effect.
         table.listening[0] = self._retry_at
 
     def _open(self, table: TableWriter, now: int) -> None:
         try:
             link = AgentSocket(self._path, self._timeout, now)
         except (OSError, ValueError):
-            # ValueError: a path with a zero byte, which no agent listens on.
+            # ValueError: a path with a zero byte, on which no agent listens.
             self._failed(table, lived=0)
             return
-        # What an agent promised on an earlier connection does not hold on this one.
+        # A promise of the agent to poll ended with the earlier connection.
         table.listening[0] = 0
-        self._told.clear()
-        self._told_step = None
+        self._sent.clear()
+        self._sent_step = None
         self._link = link
         self._attempt(table, link, partial(self._introduce, table))
         if self._closed:
-            # Since a moment ago, by somebody who saw no link to shut.
+            # Closed meanwhile by another thread, which found no connection to shut down.
             link.shut()
             table.mute()
 
     def _introduce(self, table: TableWriter, link: AgentSocket) -> None:
-        """Sends the table, with all the timers in it. The agent looks at it once it has got it."""
+        """Send the table, with all the timers in it. The agent looks at it on receipt."""
         descriptor = self._shared.descriptor if self._shared is not None else -1
         if descriptor >= 0:
             link.send(wire.TABLE, descriptor)

@@ -1,4 +1,4 @@
-"""What a worker says of its own time: `expires` and `progress`. Imports nothing heavy; safe in threads and forks."""
+"""`expires` and `progress`, for the code of a worker. Imports nothing heavy; safe in threads and after forks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rallypoint.timer.worker.process import process as this_process
 from rallypoint.timer.worker.scopes import CallSite, by_code, by_scope, call_site_in, call_site_of, encode
 from rallypoint.timer.worker.table import SLOT_WORD, SLOT_WORDS, TableWriter
 
-# ---- What `expires` gives out: it guards a block, or each call of a function.
+# ---- The objects that `expires` returns: each guards a block, or each call of a function.
 
 
 P = ParamSpec("P")
@@ -27,18 +27,18 @@ _NANOSECONDS = 1_000_000_000
 
 
 class Guard:
-    """Has the worker reaped if a block of code takes longer than it may: see `rallypoint.timer.expires`.
+    """Guards a block of code with a timeout: see `rallypoint.timer.expires`.
 
-    Entering and leaving are written for a worker whose caches are full of other things: TableWriter.acquire and
-    release written out, no call into Python, and everything they touch within reach of few objects.
+    Entering and leaving are optimised for a worker whose caches are full of other data: TableWriter.acquire and
+    release are inlined, nothing calls into Python, and all data is within reach of few objects.
     """
 
     __slots__ = ("_at", "_call_site", "_client", "_slot", "_table")
 
-    # Outside of a block, the table is None. The client is set in a block that another client guards.
+    # Outside a block the table is None. The client is set while another client guards the block.
     _client: TimerClient
     _call_site: CallSite
-    # The slot, and the word where it begins.
+    # The slot, and the index of its first word.
     _slot: int
     _at: int
     _table: TableWriter | None
@@ -54,28 +54,28 @@ class Guard:
         slot = -1
         try:
             slot = self._slot = table.take()
-            place = self._call_site
-            if table.laid[slot] is not place:
-                table.lay_out(slot, place, place.scope, place.after, place.kind or self._kind(table))
+            site = self._call_site
+            if table.laid[slot] is not site:
+                table.lay_out(slot, site, site.scope, site.after, site.kind or self._kind(table))
             token, since = table.tick(), monotonic_ns()
-            # Only now: a signal handler, which may run whenever something is called, may have forked.
+            # Read only now: any call before may run a signal handler, which may fork.
             words = table.words
             at = self._at = SLOT_WORD + slot * SLOT_WORDS
             words[at + 1] = since
-            # Of what learns, the duration is 0 and the kind this table's.
-            words[at + 4] = token ^ since ^ (place.terms or words[at + 3])
+            # For a learned timeout the duration is 0, and the kind differs from table to table.
+            words[at + 4] = token ^ since ^ (site.terms or words[at + 3])
             words[at] = token
             self._table = table
-            if monotonic_ns() > words[1] or place.hasty:
+            if monotonic_ns() > words[1] or site.hasty:
                 table.ring()
         except IndexError:
             if slot >= 0:
                 self._abandon(table, slot)
                 raise
-            # The process holds as many timers as it may: it goes on, with this block unguarded.
+            # The process has reached its limit of timers: it goes on, and this block is not guarded.
             table.drop()
         except BaseException:
-            # A signal handler raised: the block is not entered, and nobody would release this.
+            # A signal handler raised: the block is not entered, so `__exit__` will not free the slot.
             self._abandon(table, slot)
             raise
 
@@ -90,24 +90,25 @@ class Guard:
             self._leave_client()
             return
         words = table.words
-        # Before anything is called: a signal handler that raises can keep the timer alive only if it runs between
-        # the call of this function and its first line. A __del__ would end that one, too, but what is raised in
-        # it is swallowed, and a worker that can't be interrupted is worse.
+        # Before any call: now a signal handler that raises can keep the timer alive only if it runs between the call
+        # of this function and its first line. A __del__ would end that timer, too, but it swallows exceptions, and a
+        # worker that can't be interrupted is worse.
         words[self._at] = 0
         self._table = None
         table.give(self._slot)
-        # No look at the clock: a release that is seen late accuses nobody, since the agent looks before it judges.
+        # The clock is not read: a release that is seen late kills no worker, since the agent polls the table before it
+        # does.
         if not words[1]:
             table.ring()
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
-        """Guards each call of the function."""
-        # Only here: it is slow to import, and workers that use blocks don't need it.
+        """Return a function that guards each call of `function`."""
+        # Only here: the import is slow, and workers that use blocks don't need it.
         import inspect  # noqa: PLC0415
 
         if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
             raise TypeError(
-                f"{function.__qualname__} is a generator: its body runs piece by piece, as its caller asks. "
+                f"{function.__qualname__} is a generator: its body runs in pieces, between values. "
                 "Use `with expires(...)` inside it"
             )
         if inspect.iscoroutinefunction(function):
@@ -133,7 +134,7 @@ class Guard:
         return guard
 
     def _kind(self, table: TableWriter) -> int:
-        """What a timer that learns is in a table."""
+        """Return the kind, in that table, of a timer with a learned timeout."""
         return table.kind_of(self._call_site.scope, self._call_site.signal, True)
 
     def _abandon(self, table: TableWriter, slot: int) -> None:
@@ -143,7 +144,7 @@ class Guard:
             table.give(slot)
 
     def _prepare(self, process: ProcessTimers) -> TableWriter | None:
-        """Finds the table of a process that has none yet; None: the block is entered, with another client."""
+        """Return the table of this process; None: a custom client guards the block, which is now entered."""
         if self._table is not None or self._in_client() is not None:
             raise RuntimeError(
                 f"this expires() guards a block already (scope {self._call_site.scope.decode(errors='replace')}): "
@@ -158,12 +159,12 @@ class Guard:
         return getattr(self, "_client", None)
 
     def _enter_client(self, client: TimerClient) -> None:
-        place = self._call_site
-        if not place.after or place.signal:
-            raise RuntimeError(_not_for_clients(place))
+        site = self._call_site
+        if not site.after or site.signal:
+            raise RuntimeError(_not_for_clients(site))
         self._client = client
         try:
-            client.acquire(place.scope.decode(errors="replace"), place.after / _NANOSECONDS)
+            client.acquire(site.scope.decode(errors="replace"), site.after / _NANOSECONDS)
         except BaseException:
             del self._client
             raise
@@ -176,7 +177,7 @@ class Guard:
 
 
 class LearningGuard(Guard):
-    """Guards a block of which it is to be learned how long it takes."""
+    """Guards a block with a learned timeout."""
 
     __slots__ = ()
 
@@ -202,7 +203,7 @@ class LearningGuard(Guard):
 
 
 class ClientGuard(Guard):
-    """Guards a block with a client that it was given."""
+    """Guards a block with the client passed to `expires`."""
 
     __slots__ = ("_given",)
 
@@ -219,41 +220,41 @@ class ClientGuard(Guard):
         return client_guard(self._call_site, self._given)
 
 
-def learning_guard(place: CallSite, client: TimerClient | None = None) -> Guard:
-    """A guard for the timers of a place, of which it is to be learned how long they may take.
+def learning_guard(site: CallSite, client: TimerClient | None = None) -> Guard:
+    """Return a guard for a call site with a learned timeout.
 
     Raises:
-        ValueError: the timers are a client's.
+        ValueError: a client is given.
     """
     if client is not None:
-        raise ValueError(_not_for_clients(place))
+        raise ValueError(_not_for_clients(site))
     guard = LearningGuard()
-    guard._call_site = place
+    guard._call_site = site
     guard._table = None
     return guard
 
 
-def client_guard(place: CallSite, client: TimerClient) -> Guard:
-    """A guard for the timers of a place, which are the client's.
+def client_guard(site: CallSite, client: TimerClient) -> Guard:
+    """Return a guard for a call site whose timers the client keeps.
 
     Raises:
-        ValueError: the place asks for what only Rallypoint's own agent does.
+        ValueError: the call site has a signal, which only Rallypoint's own agent sends.
     """
-    if place.signal:
-        raise ValueError(_not_for_clients(place))
+    if site.signal:
+        raise ValueError(_not_for_clients(site))
     guard = ClientGuard()
-    guard._call_site = place
+    guard._call_site = site
     guard._given = client
     guard._table = None
     return guard
 
 
-def _not_for_clients(place: CallSite) -> str:
-    return f"after={place.given!r}, signal={place.asked!r}: a client of your own takes seconds, and no signal"
+def _not_for_clients(site: CallSite) -> str:
+    return f"after={site.given!r}, signal={site.asked!r}: a custom client takes seconds, and no signal"
 
 
 _MAX_STEP = 2**64 - 1
-# Beside each other, and not among the builtins: each further table that is looked into costs.
+# Module globals, next to each other and not in builtins: each further dictionary lookup costs.
 _getframe = sys._getframe
 _address = id
 
@@ -265,19 +266,18 @@ def configure(
     patience: float = PATIENCE,
     client: TimerClient | None = None,
 ) -> None:
-    """Says where `expires` finds its agent. Under a Rallypoint agent there is no need to call it.
+    """Set the agent that `expires` and `progress` use. Workers started by a Rallypoint agent need not call it.
 
-    Timers that run already are dropped. Child processes that are forked later inherit the choice.
+    Running timers are dropped. Processes forked later inherit the setting.
 
     Args:
-        socket: path of the agent's timer socket; None: what RALLYPOINT_TIMER_SOCKET says.
-        required: what `expires` and `progress` do when neither names a socket: True, the default, has them raise
-            RuntimeError, so that nobody believes to be guarded who is not; False lets them do nothing, for
-            programs that also run by themselves.
-        patience: most seconds, more than 0 and at most 60, that `expires` waits for an agent that doesn't read.
-            Default 0.05. After that the worker goes on, and tries again later.
-        client: takes the place of an agent for all of `expires`. What it raises, `expires` raises. It learns no
-            durations and takes no signals, and `progress` does nothing.
+        socket: path of the agent's timer socket; None: the value of RALLYPOINT_TIMER_SOCKET.
+        required: the behaviour if neither names a socket. True, the default: RuntimeError, so that no program runs
+            unguarded by mistake. False: `expires` and `progress` do nothing, for programs that also run alone.
+        patience: most seconds, more than 0 and at most 60, that `expires` waits for an agent that does not read.
+            Default 0.05. Then the worker goes on, and tries again later.
+        client: used in place of an agent for all of `expires`, which raises its exceptions. It learns no durations and
+            sends no signals; `progress` does nothing.
 
     Raises:
         RuntimeError: no socket is named, and one is required.
@@ -286,7 +286,7 @@ def configure(
     if not 0 < patience <= 60:
         raise ValueError(f"patience is {patience!r}; expected seconds, more than 0 and at most 60")
     if client is not None and socket is not None:
-        raise ValueError("socket and client are given: the client takes the place of the socket's agent")
+        raise ValueError("socket and client are given: the client replaces the socket's agent")
     process.choose(socket, client, required, patience)
 
 
@@ -297,68 +297,69 @@ def expires(
     *,
     signal: int | None = None,
 ) -> Guard:
-    """Has the worker reaped if a block of code takes longer than it may.
+    """Kill this worker if a block of code takes longer than its timeout.
 
     As a context manager, for a block; as a decorator, for each call of a function, `async def` or not::
 
         with expires(after=60):
-            loss = step(batch)
+        loss = step(batch)
 
         @expires(after="auto", scope="checkpoint")
         def save() -> None: ...
 
-    Each entry of a block is a timer of its own: blocks nest, also with equal scopes, and run in any number of
-    threads and tasks at once. What this returns guards one block at a time. The countdown is the watchdog's; it
-    goes on while this process hangs, whatever it hangs in. Entering and leaving cost some microseconds, never
-    raise for the watchdog's sake, and wait at most as long as `configure` allows. Of more than 1,024 timers at
-    once in a process, those beyond are not guarded; the agent's log says so.
+    Each entry of a block is a timer of its own: blocks nest, also with equal scopes, and run in any number of threads
+    and tasks at once. The returned object guards one block at a time. The watchdog counts down, even while this
+    process hangs, and however it hangs. Entering and leaving cost some microseconds, never raise because of the
+    watchdog, and wait at most as long as `configure` allows. A process has at most 1,024 timers at once; further
+    blocks are not guarded, and the agent logs that.
 
     Args:
-        after: seconds, more than 0 and at most ten years; or "auto": several times the longest that this scope
-            ever took a worker of this run. Nobody is reaped before that was seen often enough.
-        scope: what the code is doing, for people who read why a worker was reaped, and for what "auto" learns.
-            Default: file#line of the caller. Of more than 256 bytes of UTF-8, the last 256 are kept.
-        client: takes the place of this process's agent; it has one timer per scope. What it raises is raised
-            here. It takes neither "auto" nor a signal.
-        signal: what the worker is sent before SIGKILL, so that it can say something: 1 to 64. 0: it is not
+        after: timeout in seconds, more than 0 and at most ten years; or "auto": several times the longest time that
+            this scope ever took in any worker of this run. No worker is killed before enough completions were seen.
+        scope: name of the code, shown in reports of killed workers; "auto" learns per scope. Default: file#line of the
+            caller. Of more than 256 bytes of UTF-8, the last 256 are kept.
+        client: used in place of this process's agent; it has one timer per scope. Its exceptions are raised here. It
+            supports neither "auto" nor a signal.
+        signal: a signal that the worker receives before SIGKILL, for example to log its state: 1 to 64. 0: it is not
             killed, the expiry is only reported. Default: SIGKILL at once.
 
     Raises:
-        ValueError, TypeError: an argument is none of that; a generator function was decorated.
-        RuntimeError: on entering, if there is no agent (see `configure`), or if this guards a block already.
+        ValueError, TypeError: an argument is invalid, or a generator function was decorated.
+        RuntimeError: on entering: there is no agent (see `configure`), or this object guards a block already.
     """
     if not scope:
         frame = _getframe(1)
-        place = by_code.get(_address(frame.f_code) + frame.f_lasti)
-        if place is None or place.given is not after or place.asked is not signal:
-            place = call_site_in(frame, after, signal)
-            if not place.after:
-                return learning_guard(place, client)
+        site = by_code.get(_address(frame.f_code) + frame.f_lasti)
+        if site is None or site.given is not after or site.asked is not signal:
+            site = call_site_in(frame, after, signal)
+            if not site.after:
+                return learning_guard(site, client)
     else:
-        place = by_scope.get(scope) if scope.__class__ is str else None
-        if place is None or place.given is not after or place.asked is not signal:
-            place = call_site_of(scope, after, signal)
-            if not place.after:
-                return learning_guard(place, client)
+        site = by_scope.get(scope) if scope.__class__ is str else None
+        if site is None or site.given is not after or site.asked is not signal:
+            site = call_site_of(scope, after, signal)
+            if not site.after:
+                return learning_guard(site, client)
     if client is not None:
-        return client_guard(place, client)
+        return client_guard(site, client)
     guard = Guard()
-    guard._call_site = place
+    guard._call_site = site
     guard._table = None
     return guard
 
 
 def progress(step: int) -> None:
-    """Tells which step this worker has come to. Call it once per step, from one of the worker's processes.
+    """Report the step that this worker has reached. Call it once per step, from one of the worker's processes.
 
-    The watchdog reports a run in which no worker comes to another step for a while, and which worker stopped
-    first. Nobody is reaped for that. Costs a microsecond or two, and never raises for the watchdog's sake.
+    The watchdog reports a run in which no worker has reached another step for a while, and the worker that stopped
+    first; no worker is killed for it. Costs a microsecond or two, and never raises because of the watchdog.
 
     Args:
-        step: as the program counts, 0 to 2**64 - 1. Going back, say to a checkpoint, is an advance as well.
+        step: the program's own count, 0 to 2**64 - 1. A lower step, as after loading a checkpoint, is progress as
+            well.
 
     Raises:
-        ValueError, TypeError: `step` is no such number.
+        ValueError, TypeError: `step` is not such a number.
         RuntimeError: there is no agent (see `configure`).
     """
     if step.__class__ is not int:
@@ -375,60 +376,56 @@ def progress(step: int) -> None:
             table.ring()
 
 
-# ---- Timers of this process by scope, as torch's timer clients have them: one per scope, started and ended at will.
+# ---- Timers of this process by scope, as in torch's timer clients: one per scope, started and ended at any time.
 
 
 class Client:
-    """A TimerClient that tells Rallypoint's agent, over a connection of its own.
+    """A TimerClient that reports to Rallypoint's agent, over a connection of its own.
 
-    Any thread may use it, but not two at once for the same scope.
+    Any thread may use it, but no two threads at once for the same scope.
     """
 
     def __init__(self, socket: str | os.PathLike[str] | None = None, *, patience: float = PATIENCE) -> None:
-        """Makes a client that connects at its first timer.
-
-        Args:
-            socket: path of the agent's timer socket; None: what RALLYPOINT_TIMER_SOCKET says.
-            patience: most seconds to wait for an agent that doesn't read.
+        """Create a client that connects at its first timer. `socket` and `patience` are as for `configure`.
 
         Raises:
             RuntimeError: no socket is named.
         """
-        uplink = process.open_connection(socket, True, patience)
-        assert uplink is not None
-        self._connection = uplink
+        connection = process.open_connection(socket, True, patience)
+        assert connection is not None
+        self._connection = connection
         self._held: dict[str, tuple[TableWriter, int]] = {}
 
     def acquire(self, scope: str, after: float) -> None:
-        """Starts the scope's timer, of `after` seconds; replaces the deadline of one that runs already.
+        """Start the scope's timer, of `after` seconds; replace the deadline of one that runs already.
 
         Raises:
             ValueError, TypeError: `after` is no duration (see `expires`), or `scope` no string.
         """
         text = encode(scope)
-        place = CallSite(after, None, text)
-        if not place.after:
+        site = CallSite(after, None, text)
+        if not site.after:
             raise TypeError(f"after is {after!r}; expected a number of seconds: a client does not learn them")
         table = self._connection.table()
-        slot = table.acquire(table.tick(), time.monotonic_ns(), place.after, text, place.kind)
+        slot = table.acquire(table.tick(), time.monotonic_ns(), site.after, text, site.kind)
         former, self._held[scope] = self._held.get(scope), (table, slot)
         _end(former)
-        if place.hasty or time.monotonic_ns() > table.listening[0]:
+        if site.hasty or time.monotonic_ns() > table.listening[0]:
             table.ring()
 
     def release(self, scope: str) -> None:
-        """Ends the scope's timer. One that does not run is no error."""
+        """End the scope's timer. A scope without one is no error."""
         held = self._held.pop(scope, None)
         _end(held)
         if held is not None and not held[0].listening[0]:
             held[0].ring()
 
     def close(self) -> None:
-        """Ends all timers and the connection."""
+        """End all timers and close the connection."""
         self._connection.close()
 
 
 def _end(held: tuple[TableWriter, int] | None) -> None:
-    # -1: there was no slot left for it.
+    # -1: all slots were in use.
     if held is not None and held[1] >= 0:
         held[0].release(held[1])

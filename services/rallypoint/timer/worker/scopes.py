@@ -1,4 +1,4 @@
-"""The places in a program that set timers, and what is the same each time that they do."""
+"""The call sites of timers, with the values that are the same at each call."""
 
 from __future__ import annotations
 
@@ -10,38 +10,37 @@ from rallypoint.timer.worker import wire
 from rallypoint.timer.worker.table import MAX_SCOPE_BYTES, plain_kind
 
 AUTO = "auto"
-"""As the duration of a timer: how long it may take is to be learned."""
+"""The duration of a timer whose timeout is learned."""
 
-# Ten years, as the service has it.
+# Ten years, as in the service.
 _MAX_AFTER = 315_360_000.0
-# The agent looks every 50 ms; a timer that runs out before two looks are over is to be seen at once.
+# The agent polls every 50 ms; a timer that expires before two polls are over must be reported at once.
 _HASTY = 100_000_000
 _MAX_SIGNAL = 64
 _NANOSECONDS = 1_000_000_000
-# A program has no more places than this that set timers; one that makes up file names or scopes must not fill
-# memory.
+# More call sites than any program has; a program that generates file names or scopes must not fill memory.
 _MOST = 4096
 
 
 class CallSite:
-    """A place that sets a timer.
+    """A call site that sets a timer.
 
     Attributes:
-        given: `after`, as the place gave it.
-        asked: `signal`, likewise.
+        given: `after`, as passed.
+        asked: `signal`, as passed.
         scope: UTF-8.
-        after: nanoseconds; 0: to be learned.
-        signal: as table.Slot has it.
-        kind: as TableWriter.acquire takes it; 0 if that is another one in each table, as for what learns.
-        terms: what `after` and `kind` add to a slot's check; 0 likewise.
-        hasty: whether the agent has to look sooner than it would by itself.
-        code: what the place is in. Held, so that no other code is ever found where this one was.
+        after: nanoseconds; 0: learned.
+        signal: as in table.TimerSlot.
+        kind: as TableWriter.acquire takes it; 0 if it differs from table to table, as for a learned timeout.
+        terms: the part of a slot's check that comes from `after` and `kind`; 0 in the same case.
+        hasty: True if the agent must look sooner than at its next poll.
+        code: the code object of the call site. Held, so that no other code object can get its address.
     """
 
     __slots__ = ("after", "asked", "code", "given", "hasty", "kind", "scope", "signal", "terms")
 
     def __init__(self, given: object, asked: object, scope: bytes, code: CodeType | None = None) -> None:
-        """Checks what was given.
+        """Check the arguments.
 
         Raises:
             ValueError, TypeError: `given` is no duration, or `asked` no signal.
@@ -58,13 +57,16 @@ class CallSite:
 
 
 by_code: dict[int, CallSite] = {}
-"""Places without a scope of their own, but for those that learn. A code object holds its instructions, so its
-address and the offset of an instruction name a place as one number, and no other object's."""
+"""Call sites without an explicit scope, except learning ones.
+
+A code object holds its instructions, so its address plus the offset of an instruction is a number that identifies a
+call site, and no other object's.
+"""
 
 by_scope: dict[str, CallSite] = {}
-"""The last place of each scope, but for those that learn."""
+"""The last call site of each scope, except learning ones."""
 
-# Apart, so that who finds a place above need not ask which kind it is.
+# Separate, so that a lookup above need not check the kind.
 _learning_by_code: dict[int, CallSite] = {}
 _learning_by_scope: dict[str, CallSite] = {}
 
@@ -72,7 +74,7 @@ K = TypeVar("K")
 
 
 def call_site_in(frame: FrameType, given: object, asked: object) -> CallSite:
-    """A place whose scope is where it is, as file#line.
+    """Return the call site of a frame; its scope is file#line.
 
     Raises:
         ValueError, TypeError: `given` is no duration, or `asked` no signal.
@@ -82,13 +84,13 @@ def call_site_in(frame: FrameType, given: object, asked: object) -> CallSite:
     for known in (by_code.get(key), _learning_by_code.get(key)):
         if known is not None and known.given == given and known.asked is asked:
             return known
-    place = CallSite(given, asked, encode(f"{code.co_filename}#{frame.f_lineno}"), code)
-    _remember(by_code if place.after else _learning_by_code, key, place)
-    return place
+    site = CallSite(given, asked, encode(f"{code.co_filename}#{frame.f_lineno}"), code)
+    _remember(by_code if site.after else _learning_by_code, key, site)
+    return site
 
 
 def call_site_of(scope: str, given: object, asked: object) -> CallSite:
-    """A place with a scope of its own.
+    """Return a call site with an explicit scope.
 
     Raises:
         ValueError, TypeError: `given` is no duration, `asked` no signal, or `scope` no string.
@@ -97,19 +99,19 @@ def call_site_of(scope: str, given: object, asked: object) -> CallSite:
     for known in (by_scope.get(scope), _learning_by_scope.get(scope)):
         if known is not None and known.given == given and known.asked is asked:
             return known
-    place = CallSite(given, asked, encoded)
-    _remember(by_scope if place.after else _learning_by_scope, scope, place)
-    return place
+    site = CallSite(given, asked, encoded)
+    _remember(by_scope if site.after else _learning_by_scope, scope, site)
+    return site
 
 
-def _remember(places: dict[K, CallSite], key: K, place: CallSite) -> None:
-    if len(places) >= _MOST:
-        places.clear()
-    places[key] = place
+def _remember(sites: dict[K, CallSite], key: K, site: CallSite) -> None:
+    if len(sites) >= _MOST:
+        sites.clear()
+    sites[key] = site
 
 
 def encode(scope: str) -> bytes:
-    """The scope as it travels: of what is too long, the end.
+    """Return the scope as UTF-8; of one that is too long, the end.
 
     Raises:
         TypeError: it is no string.
@@ -143,8 +145,8 @@ def _signal(asked: object) -> int:
         return 0
     if not isinstance(asked, int) or isinstance(asked, bool):
         raise TypeError(
-            f"signal is {asked!r}; expected a number or a signal.Signals, 0 to kill nobody, or None"
+            f"signal is {asked!r}; expected a number or a signal.Signals, 0 to only report the expiry, or None"
         )
     if not 0 <= asked <= _MAX_SIGNAL:
-        raise ValueError(f"signal is {asked!r}; expected 1 to {_MAX_SIGNAL}, or 0 to kill nobody")
+        raise ValueError(f"signal is {asked!r}; expected 1 to {_MAX_SIGNAL}, or 0 to only report the expiry")
     return int(asked) or wire.NO_SIGNAL

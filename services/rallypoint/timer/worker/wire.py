@@ -9,7 +9,7 @@ VERSION = 1
 MAX_SCOPE_BYTES = 256
 
 NO_SIGNAL = 255
-"""As the signal of an acquire: nobody is killed for it, its expiry is only reported."""
+"""The signal of an acquire that kills no process: the expiry is only reported."""
 
 _MAX_SIGNAL = 64
 
@@ -22,10 +22,10 @@ _LOOK = 6
 
 _LEARNS = 1  # of an acquire's flags
 
-# Kind, version and six bytes that are zero, or of use to some kinds, and align what follows.
+# Kind, version and six bytes, which are zero unless the kind uses them, and align the following words.
 _HEAD = struct.Struct("<BB6x")
 _TOKEN = struct.Struct("<BB6xQ")
-# The first two of the six: signal and flags.
+# The first two of the six bytes: signal and flags.
 _TIMER = struct.Struct("<BBBB4xQQQ")
 _STEP = struct.Struct("<BB6xQQ")
 
@@ -35,17 +35,17 @@ _NANOSECONDS = 1_000_000_000
 
 
 class Acquire(NamedTuple):
-    """A timer starts, or starts anew: one per connection and token. Seconds.
+    """A timer starts or restarts: one per connection and token. Seconds.
 
     `since` is by CLOCK_MONOTONIC, which all processes of a host share; 0: when the message is read.
     """
 
     token: int
     since: float
-    # 0: how long it takes is to be learned.
+    # 0: the timeout is learned.
     after: float
     scope: str
-    # What to send before SIGKILL; 0: the agent's choice; NO_SIGNAL: neither.
+    # The signal to send before SIGKILL; 0: the agent's choice; NO_SIGNAL: neither.
     signal: int = 0
 
 
@@ -60,18 +60,18 @@ class Clear(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """The process has come to a step. `when` as Acquire.since."""
+    """The process has reached a step. `when`: as Acquire.since."""
 
     step: int
     when: float
 
 
 class TableMessage(NamedTuple):
-    """The descriptor that comes along is of the process's table; see rallypoint.timer.worker.table."""
+    """The descriptor sent along is that of the process's table; see rallypoint.timer.worker.table."""
 
 
 class Look(NamedTuple):
-    """The table has changed while the agent was not looking."""
+    """The table has changed while the agent was not polling it."""
 
 
 class Unknown(NamedTuple):
@@ -84,46 +84,46 @@ Message = Acquire | Release | Clear | Progress | TableMessage | Look | Unknown
 
 
 class MalformedMessage(Exception):
-    """Not a message of this protocol; the connection is of no use any more."""
+    """The message is not one of this protocol; the connection must be closed."""
 
 
 def acquire(token: int, since: int, after: float, scope: bytes, signal: int = 0) -> bytes:
-    """The message for Acquire; `since` in nanoseconds. Nothing is checked here, where it costs the worker."""
-    # What is shorter than a nanosecond is no timer that learns.
+    """Return the message for Acquire; `since` in nanoseconds. Nothing is checked here, at the worker's cost."""
+    # At least 1: a duration of 0 would mean a learned timeout.
     duration = max(int(after * _NANOSECONDS), 1) if after else 0
     flags = 0 if duration else _LEARNS
     return _TIMER.pack(_ACQUIRE, VERSION, signal, flags, token, since, duration) + scope
 
 
 def release(token: int) -> bytes:
-    """The message for Release."""
+    """Return the message for Release."""
     return _TOKEN.pack(_RELEASE, VERSION, token)
 
 
 def progress(step: int, when: int) -> bytes:
-    """The message for Progress; `when` in nanoseconds."""
+    """Return the message for Progress; `when` in nanoseconds."""
     return _STEP.pack(_PROGRESS, VERSION, step, when)
 
 
 TABLE = _HEAD.pack(_TABLE, VERSION)
-"""The message for Table; its descriptor is sent along."""
+"""The message for TableMessage; its descriptor is sent along."""
 
 LOOK = _HEAD.pack(_LOOK, VERSION)
 """The message for Look."""
 
 
 def decode(message: bytes) -> Message:
-    """What a message says.
+    """Parse a message.
 
     Raises:
-        MalformedMessage: it says nothing, with what was expected.
+        MalformedMessage: The message is malformed; the error names the expected format.
     """
     size = len(message)
     if size < _HEAD.size:
         raise MalformedMessage(f"a message has at least {_HEAD.size} bytes, not {size}")
     kind, version = message[0], message[1]
     if version != VERSION:
-        raise MalformedMessage(f"version {version} of the protocol is not spoken here, only {VERSION}")
+        raise MalformedMessage(f"protocol version {version} is not supported; expected version {VERSION}")
     if kind == _ACQUIRE:
         return _decode_acquire(message, size)
     if kind == _RELEASE:
