@@ -229,7 +229,7 @@ async def test_a_worker_that_fails_meanwhile_uses_up_no_restart(bench: Bench) ->
     await until(lambda: job.state.draining is not None, "the core to hear of it")
     (bench.folder / "go").touch()
     result = await asyncio.wait_for(running, PATIENCE)
-    assert (result.exit_code, "(a worker of it failed meanwhile)" in result.detail) == (143, True)
+    assert (result.exit_code, "(one of its workers failed meanwhile)" in result.detail) == (143, True)
     assert (await bench.state()).phase == pb.PHASE_JOINABLE
 
 

@@ -208,7 +208,7 @@ def _note_failure(state: AgentState) -> tuple[AgentState, list[Effect]]:
     stopping = replace(state, workers=Workers.STOPPING, health=Health.SUSPECT)
     if state.draining is not None and not _is_leaving(state):
         # The node stops its workers in any case: that must not cost the run a restart of its budget.
-        stopping, departed = _depart(stopping, f"{state.draining} (a worker of it failed meanwhile)")
+        stopping, departed = _depart(stopping, f"{state.draining} (one of its workers failed meanwhile)")
         return stopping, [*departed, StopWorkers("a worker failed")]
     # Report it before the other workers here are stopped: every moment until then is downtime on all nodes.
     return stopping, [SendFailure(state.started), StopWorkers("a worker failed")]
