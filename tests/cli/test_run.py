@@ -360,7 +360,7 @@ def test_an_unreachable_endpoint_is_told_after_its_timeout(script: Path, nobody:
     )
     assert told.startswith(f"no rendezvous service answered at {nobody} within 0.5 s: ")
     assert "Connection refused" in told
-    assert told.endswith("is it running, and is --rdzv-endpoint right?")
+    assert told.endswith("check that it is running and that --rdzv-endpoint is right")
 
 
 def test_what_the_workers_print_is_all_there_is_on_stdout(tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ async def test_a_restart_that_is_held_back_is_in_the_log(
     assert isinstance(settings, pb.RunSettings)
     settings.restart_backoff.FromMilliseconds(300)
     await bench.run(job)
-    held = [record.getMessage() for record in caplog.records if "the restart waits" in record.getMessage()]
+    held = [record.getMessage() for record in caplog.records if "restart delayed" in record.getMessage()]
     assert len(held) == 1
     assert "exited with code 7" in held[0]
 
