@@ -36,7 +36,7 @@ def test_limits_are_read(text: str, expected: tuple[str, tuple[int, int]]) -> No
         ("nofile=-2", "which is no number"),
         ("nofile=10:5", "nofile=10:5: the soft limit must not be above the hard one"),
         ("nofile=unlimited:5", "nofile=unlimited:5: the soft limit must not be above"),
-        ("as=99999999999999T", "more than the kernel can count"),
+        ("as=99999999999999T", "too large for the kernel"),
     ],
 )
 def test_mistakes_are_told_in_one_line(text: str, expected: str) -> None:

@@ -455,7 +455,7 @@ UNLESS_RUNNING = "if state.workers is not Workers.RUNNING:\n                retu
     ("whole", "broken", "seen"),
     [
         ("state.workers is not Workers.ABSENT:", "False:", "while workers are alive|without need"),
-        ("and state.confirmed == assignment.round and", "and", "not confirmed"),
+        ("        and state.confirmed == assignment.round\n", "", "not confirmed"),
         ("confirmed=0, started=0, succeeded=0", "succeeded=0", "not confirmed"),
         ('SendFailure(state.started), StopWorkers("a worker failed")', REVERSED, "reported late"),
         ("[SendDeparture(detail)]", "[]", "without departing"),
