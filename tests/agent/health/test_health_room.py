@@ -107,4 +107,4 @@ def test_the_first_version_of_cgroups_counts_too(host: Path) -> None:
     (host / "proc" / "self" / "cgroup").write_text("5:cpu,cpuacct:/x\n4:memory:/mine\n1:name=systemd:/x\n")
     group(host / "cgroups" / "memory" / "mine", str(4 * GIB), 3 * GIB, 0, version=1)
     assert look(host, "1GiB") is None
-    assert "1.0 GiB of the 4.0 GiB" in (look(host, "2GiB") or "")
+    assert "1.0 GiB of its cgroup's memory limit of 4.0 GiB" in (look(host, "2GiB") or "")
