@@ -155,9 +155,8 @@ def is_taken_by_another(port: int, spawner: int) -> bool:
     """
     try:
         with socket.socket() as probe:
-            probe.setsockopt(
-                socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
-            )  # closed connections don't occupy the port
+            # Closed connections don't occupy the port.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(("0.0.0.0", port))  # noqa: S104 (bound, not served)
             probe.listen()
     except OSError as error:

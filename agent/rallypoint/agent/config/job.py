@@ -93,7 +93,7 @@ class JobConfig:
         failure_file: Second path for the machine-readable report of a failed job; the first is in `log_dir`.
         event_log: Destination of the job's events: `null`, `console`, `file:PATH`, or the name of an entry point of
             the group `rallypoint.event_sinks` (torchrun's `--event-log-handler`).
-        event_sinks: Callables that receive the events too, as metrics do; see rallypoint.agent.events.handlers.
+        event_sinks: Callables that receive the events too, such as AgentMetrics; see rallypoint.agent.events.handlers.
     """
 
     run_id: str

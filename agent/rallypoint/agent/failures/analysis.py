@@ -146,27 +146,16 @@ class PostMortem:
         return not exit_.succeeded and self._stopped_at is not None and exit_.at < self._stopped_at
 
     def note(self, failure: WorkerFailure, others: Mapping[int, int]) -> None:
-        """Add the failure of a worker.
-
-        Args:
-            failure: the failure.
-            others: process ids of the workers that have not ended by themselves, by local rank.
-        """
+        """Add a failure; `others`: process ids of the workers that have not ended by themselves, by local rank."""
         self._failures.note(failure)
         self._report(others)
 
     def examine(self, others: Mapping[int, int]) -> None:
-        """Check the workers here after a failure on another host: one that has raised may have failed before it.
-
-        `others`: as for `note`.
-        """
+        """Check the workers here (see `note`) after a failure on another host: one that has raised may be the first."""
         self._report(others)
 
     def stopping(self, others: Mapping[int, int]) -> None:
-        """Note that workers are about to be stopped: only one that has raised before that has failed.
-
-        `others`: as for `note`.
-        """
+        """Note that workers (see `note`) are about to be stopped: only one that has raised before that has failed."""
         if self._stopped_at is None:
             self._stopped_at = time.monotonic()
         self._report(others)

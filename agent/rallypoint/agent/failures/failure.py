@@ -299,12 +299,9 @@ def describe_failure(
 ) -> WorkerFailure:
     """Find out why a worker failed. Reads at most a few megabytes; never raises because of the content of its files.
 
-    Args:
+    Args: as in WorkerFailure, and
         exit_: its exit.
         logs: its files, if it has any.
-        rank: its global rank.
-        role: its role.
-        host: name of this host.
         since: when it was started, in monotonic seconds.
         starved: sentence that the kernel killed it (out of memory); None if nothing shows that.
         besides: text about other events to be added to the message; may be empty.
@@ -392,14 +389,9 @@ def failure_under_way(
 ) -> WorkerFailure:
     """The failure of a worker that has raised, and has not ended by itself.
 
-    Args:
+    Args: as in WorkerFailure, and
         record: its error file.
         logs: its files.
-        local_rank: its local rank.
-        pid: its process id.
-        rank: its global rank.
-        role: its role.
-        host: name of this host.
         since: when it was started, in monotonic seconds.
         now: in monotonic seconds.
         time: the same moment in Unix seconds.
@@ -450,17 +442,7 @@ def failure_to_start(
     time: float | None = None,
     at: float | None = None,
 ) -> WorkerFailure:
-    """The failure of a worker that could not be started.
-
-    Args:
-        message: the reason, in one line.
-        rank: its global rank.
-        role: its role.
-        host: name of this host.
-        local_rank: its local rank.
-        time: when, in Unix seconds; None for now.
-        at: the same in monotonic seconds; None for now.
-    """
+    """The failure of a worker that could not be started. The arguments are those of WorkerFailure; None for now."""
     return WorkerFailure(
         local_rank=local_rank,
         rank=rank,
@@ -480,13 +462,7 @@ def failure_to_end(
 ) -> WorkerFailure:
     """The failure of a worker that SIGKILL did not end; its time is now.
 
-    Args:
-        message: why it was killed, and the resource that it waits for.
-        pid: its process id.
-        rank: its global rank.
-        role: its role.
-        host: name of this host.
-        local_rank: its local rank.
+    `message`: why it was killed, and the resource that it waits for. The other arguments are those of WorkerFailure.
     """
     return WorkerFailure(
         local_rank=local_rank,

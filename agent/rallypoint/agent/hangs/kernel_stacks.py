@@ -100,10 +100,8 @@ _MEANINGS = tuple(
         (r"futex", "waits for a lock or another thread"),
         (r"nanosleep", "sleeps for a time it chose"),
         (r"nfs|rpc_wait", "waits for a network file system (NFS)"),
-        (
-            r"fuse(?!_dev)",
-            "waits for a file system in user space (FUSE)",
-        ),  # not one that serves such a file system
+        # fuse_dev is in the stack of a process that serves such a file system.
+        (r"fuse(?!_dev)", "waits for a file system in user space (FUSE)"),
         (r"ceph|lustre|ll_|cl_sync|gpfs|mmfs", "waits for a network file system"),
         (r"nvidia|uvm_|amdgpu|kfd_", "waits for the GPU driver"),
         (r"ib_|rdma|mlx|efa_", "waits for the network card's driver (RDMA)"),
@@ -111,10 +109,7 @@ _MEANINGS = tuple(
             r"percpu_rwsem_wait|sb_start_write",
             "waits for a frozen file system, or another lock of the kernel",
         ),
-        (
-            r"io_schedule|folio_wait|wait_on_page|blk_|jbd2|submit_bio|balance_dirty",
-            "waits for a disk",
-        ),
+        (r"io_schedule|folio_wait|wait_on_page|blk_|jbd2|submit_bio|balance_dirty", "waits for a disk"),
         (r"pipe_read|pipe_write|anon_pipe|wait_for_partner", "waits for the other end of a pipe"),
         (
             r"unix_stream|unix_dgram|skb_wait|sk_wait|m?p?tcp_|inet_|sk_stream",
@@ -133,7 +128,7 @@ _MEANINGS = tuple(
 
 @dataclass(frozen=True, slots=True)
 class Thread:
-    """A thread, as the kernel sees it; what could not be read is empty.
+    """State of a thread in the kernel; values that could not be read are empty.
 
     Attributes:
         tid: its number; the main thread's is the process's.

@@ -60,9 +60,8 @@ class StackPipe:
         os.mkfifo(path, 0o600)
         # Opened for writing too: without any writer, reads would return end of file for ever.
         descriptor = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
-        with suppress(
-            OSError
-        ):  # the user's limit for pipes may be reached; the default size is usually enough
+        # The user's limit for pipes may be reached; the default size is usually enough.
+        with suppress(OSError):
             fcntl.fcntl(descriptor, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         return cls(path, descriptor)
 

@@ -22,9 +22,8 @@ from rallypoint.agent.spawner.protocol import WorkerExit, WorkerSpec
 MOST_KEPT = 4096
 """Bytes that are kept of the beginning of a program's output, and of its end."""
 
-_TO_DIE = (
-    2.0  # seconds for a program's tree to die of SIGKILL; slower processes are left to the end of the job
-)
+# Seconds for a program's tree to die of SIGKILL; slower processes are left to the end of the job.
+_TO_DIE = 2.0
 _CHUNK = 64 * 1024
 _CONTROLS = re.compile(r"[\x00-\x1f\x7f]+")
 

@@ -49,13 +49,7 @@ def assignment_value(message: pb.Assignment) -> Assignment:
 
 
 def failure_message(failure: WorkerFailure, round_: int, now: float) -> pb.WorkerFailure:
-    """The protocol message of a failure; the server adds the node.
-
-    Args:
-        failure: the failure.
-        round_: the round of the worker.
-        now: in monotonic seconds.
-    """
+    """The protocol message of a failure in a round; the server adds the node. `now`: in monotonic seconds."""
     message = pb.WorkerFailure(
         round=round_,
         rank=failure.rank,
