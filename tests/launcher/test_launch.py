@@ -61,7 +61,7 @@ def plan(log_dir: Path, **attributes: Any) -> LaunchPlan:
             {"supervisor_address": "localhost:99999"},
             "--supervisor-address localhost:99999: .*from 0 to 65535",
         ),
-        ({"conf": {"join": "1"}}, "--rdzv-conf: 'join' is no setting; known: close_timeout, "),
+        ({"conf": {"join": "1"}}, "--rdzv-conf: 'join' is not a setting; known: close_timeout, "),
         (
             {"job": job_fields({"log-dir": "/proc/none"}, 1)},
             "cannot make a log directory in /proc/none: .*--log-dir",

@@ -67,7 +67,7 @@ def test_the_agents_own_timeouts_are_no_part_of_the_run() -> None:
 @pytest.mark.parametrize(
     ("key", "value", "told"),
     [
-        ("join_timout", "1", "'join_timout' is no setting; known: close_timeout"),
+        ("join_timout", "1", "'join_timout' is not a setting; known: close_timeout"),
         ("join_timeout", "soon", "join_timeout='soon' is not a number of seconds"),
         ("join_timeout", "", "join_timeout='' is not a number of seconds"),
         ("join_timeout", "0", "out of range"),

@@ -93,7 +93,7 @@ def test_an_option_sets_a_field(name: str, value: Any, field: str, meaning: obje
         ("virtual-local-rank", "maybe", "'maybe' is neither true nor false"),
         ("master-port", "0", "'0' is not a port; expected a number from 1 to 65535"),
         ("numa-binding", "chip", "'chip' is none of node, socket, exclusive, core-complex"),
-        ("rlimit", "nofile", "--rlimit: 'nofile' is no limit"),
+        ("rlimit", "nofile", "--rlimit: 'nofile' is not a resource limit"),
         ("rlimit", {"nofile": (5, 4)}, "--rlimit: nofile=5:4: the soft limit must not be above the hard one"),
         ("rlimit", ["core=0", "nofile=9", "core=1"], "--rlimit: core is given 2 times; give it once"),
         ("event-log-handler", "scuba", "--event-log-handler: 'scuba' is none of"),

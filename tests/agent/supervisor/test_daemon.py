@@ -215,7 +215,7 @@ async def test_who_hurries_a_daemon_has_its_workers_killed(tmp_path: Path) -> No
         ({"local_world_size": 20_000}, "spec.local_world_size", "must be from 1 to 16384"),
         ({"min_nodes": 3, "max_nodes": 2}, "spec.max_nodes", "must be at least min_nodes (3)"),
         ({"min_nodes": -1}, "spec.max_nodes", "both from 1 to 100000"),
-        ({"rendezvous_settings": {"join": "1"}}, "spec.rendezvous_settings", "'join' is no setting"),
+        ({"rendezvous_settings": {"join": "1"}}, "spec.rendezvous_settings", "'join' is not a setting"),
         ({"rendezvous_endpoint": "here"}, "spec.rendezvous_endpoint", "has no port"),
         ({"rendezvous_endpoint": ""}, "spec.rendezvous_endpoint", "must not be empty"),
         ({"run_id": "a\nb"}, "spec.run_id", "must not have control characters"),

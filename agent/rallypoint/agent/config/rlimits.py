@@ -42,7 +42,7 @@ def parse_rlimit(text: str) -> tuple[str, tuple[int, int]]:
     name, separator, values = text.strip().partition("=")
     name = name.strip().lower().removeprefix("rlimit_")
     if not separator or not name:
-        raise RlimitError(f"{text!r} is no limit; {_FORM}")
+        raise RlimitError(f"{text!r} is not a resource limit; {_FORM}")
     soft, _, hard = values.partition(":")
     limits = (_value(text, soft), _value(text, hard) if hard else _value(text, soft))
     check_rlimits({name: limits})
@@ -53,7 +53,7 @@ def check_rlimits(limits: Mapping[str, tuple[int, int]]) -> None:
     """Raise RlimitError for a limit that does not exist here, or whose soft value is above its hard one."""
     for name, (soft, hard) in limits.items():
         if name not in KNOWN:
-            raise RlimitError(f"{name!r} is no limit of this system; known: {', '.join(KNOWN)}")
+            raise RlimitError(f"{name!r} is not a resource limit of this system; known: {', '.join(KNOWN)}")
         if min(soft, hard) < UNLIMITED:
             raise RlimitError(f"{name}={soft}:{hard}: only -1, for no limit, may be negative")
         if hard != UNLIMITED and (soft == UNLIMITED or soft > hard):
@@ -86,7 +86,7 @@ def _value(text: str, value: str) -> int:
         return UNLIMITED
     found = re.fullmatch(r"([0-9]{1,18})([KMGT]?)", value)
     if found is None:
-        raise RlimitError(f"{text!r} has {value!r}, which is no number; {_FORM}")
+        raise RlimitError(f"{text!r} has {value!r}, which is not a number; {_FORM}")
     number = int(found[1]) * _UNITS[found[2]]
     if number >= 1 << 63:
         raise RlimitError(f"{text!r} is too large for the kernel; use unlimited")

@@ -107,7 +107,7 @@ def rendezvous_conf(
     local: dict[str, float] = {}
     for key, text in pairs.items():
         if key not in KNOWN_SETTINGS:
-            raise RunSettingError(f"{key!r} is no setting; known: {', '.join(sorted(KNOWN_SETTINGS))}")
+            raise RunSettingError(f"{key!r} is not a setting; known: {', '.join(sorted(KNOWN_SETTINGS))}")
         if key == "scale_up_policy":
             settings.scale_up_policy = _choice(key, text, pb.ScaleUpPolicy)
         elif key == "rank_policy":

@@ -495,9 +495,8 @@ def _read_tail(path: Path) -> str:
 
 
 def _head(message: str) -> str:
-    raw = (
-        " ".join(message.splitlines()).strip().encode("utf-8", "replace")
-    )  # lone surrogates can't be encoded
+    # "replace": lone surrogates can't be encoded.
+    raw = " ".join(message.splitlines()).strip().encode("utf-8", "replace")
     if len(raw) <= MAX_MESSAGE:
         return raw.decode()
     return raw[: MAX_MESSAGE - 3].decode("utf-8", "ignore") + "..."
