@@ -99,7 +99,7 @@ def test_each_cgroup_around_the_agent_counts(host: Path) -> None:
 def test_a_container_sees_its_cgroup_as_the_root(host: Path) -> None:
     """Under a path of the host's, which does not exist in it."""
     group(host / "cgroups", str(4 * GIB), 4 * GIB, 0)
-    assert "0 B of the 4.0 GiB" in (look(host, "1GiB") or "")
+    assert "0 B of its cgroup's memory limit of 4.0 GiB" in (look(host, "1GiB") or "")
 
 
 def test_the_first_version_of_cgroups_counts_too(host: Path) -> None:

@@ -198,7 +198,7 @@ async def test_who_hurries_a_daemon_has_its_workers_killed(tmp_path: Path) -> No
             await until((tmp_path / "started").exists, "the worker")
             leaving = asyncio.create_task(daemon.leave())
             await asyncio.sleep(0.25)  # long enough for a second request to count as one in a hurry
-            with pytest.raises(ServiceError, match="going away"):
+            with pytest.raises(ServiceError, match="shutting down"):
                 await daemon._launch(host.request("exit 0"))
             leaving.cancel()
         result = daemon.jobs.latest_first[0].job.result
