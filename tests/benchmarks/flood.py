@@ -120,7 +120,7 @@ def _ours(session: Session, workers: int, *more: str) -> _Measured:
         said = [
             json.loads(line).get("event") for line in log.read_text().splitlines() if line.startswith("{")
         ]
-        if "lease lost, joining anew" in said or said.count("starting workers") != 1:
+        if "lease lost, joining again" in said or said.count("starting workers") != 1:
             raise BenchmarkError(f"the agent lost its lease: {tail(log)}")
         return measured
 

@@ -259,7 +259,7 @@ def test_the_static_backend_names_this_host_by_its_rank(understood: Understood, 
         (["--signals-to-handle", "SIGX"], "'--signals-to-handle': .*'SIGX' is no signal"),
         (["--redirects", "7"], "--redirects: 7: '7' names no stream; expected 0|--redirects 7: "),
         (["--tee", "3:1"], "--tee 3:1: there is no local rank 3"),
-        (["--rlimit", "nofile"], "--rlimit: 'nofile' is no limit"),
+        (["--rlimit", "nofile"], "--rlimit: 'nofile' is not a resource limit"),
         (["--event-log-handler", "scuba"], "--event-log-handler: 'scuba' is none of null, console"),
         (["--rdzv", "x"], "--rdzv could be --rdzv-backend, --rdzv-endpoint, --rdzv-id or --rdzv-conf"),
         (["--log-l=x"], "--log-l could be --log-line-prefix or --log-level"),
@@ -360,7 +360,7 @@ def test_an_unreachable_endpoint_is_told_after_its_timeout(script: Path, nobody:
     )
     assert told.startswith(f"no rendezvous service answered at {nobody} within 0.5 s: ")
     assert "Connection refused" in told
-    assert told.endswith("is it running, and is --rdzv-endpoint right?")
+    assert told.endswith("check that it is running and that --rdzv-endpoint is right")
 
 
 def test_what_the_workers_print_is_all_there_is_on_stdout(tmp_path: Path) -> None:

@@ -130,7 +130,7 @@ MISTAKES: list[tuple[Any, str]] = [
     (("--agents", "a:1", "--env", "=1", "train.py"), "is not of the form NAME=VALUE"),
     (("--agents", "a:1", "--env", "NOT_SET_ANYWHERE", "train.py"), "NOT_SET_ANYWHERE is not set here"),
     (("--agents", "a:1", "--tee", "9", "train.py"), "'9' names no stream"),
-    (("--agents", "a:1", "--rdzv-conf", "join=1", "train.py"), "'join' is no setting"),
+    (("--agents", "a:1", "--rdzv-conf", "join=1", "train.py"), "'join' is not a setting"),
     (("--agents", "a:1", "--rdzv-endpoint", "r", "train.py"), "endpoint 'r' has no port"),
     (("--agents", "a:1", "-m", "--no-python", "train.py"), "contradict each other"),
     (("--agents", "a:1", "--standalone", "train.py"), "No such option"),

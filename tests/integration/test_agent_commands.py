@@ -57,7 +57,7 @@ def refused(host: Cluster, command: str, *arguments: str) -> str:
 def test_a_job_is_looked_at_steered_and_ended(host: Cluster, tmp_path: Path) -> None:
     """Its state, its workers, what they are doing; one is killed, all are restarted, all are stopped."""
     assert agent(host, "jobs").printed == "no jobs\n"
-    assert "has run none (NO_JOB)" in refused(host, "workers")
+    assert "running or ended (NO_JOB)" in refused(host, "workers")
     launch(host, "wait")
     host.up(0, 1)
     assert "run-7  RUNNING  1" in agent(host, "jobs").printed
@@ -91,7 +91,7 @@ def test_a_job_is_looked_at_steered_and_ended(host: Cluster, tmp_path: Path) -> 
     )
     wait_until(lambda: host.hosts[0].job().state == pb.JOB_STATE_ENDED, "the end")
     assert "ENDED (143)" in agent(host, "jobs").printed
-    assert "is over here (JOB_ENDED)" in refused(host, "restart")
+    assert "has ended on this host (JOB_ENDED)" in refused(host, "restart")
     over = "the job of run run-7 has ended here already, with exit code 143\n"
     assert agent(host, "stop").printed == over
 

@@ -208,7 +208,7 @@ def test_the_host_that_serves_may_be_paused(tmp_path: Path, start: Start, etcd: 
     for agent in agents:
         exit_code, said[agent.pid] = ended(agent)
         assert exit_code == 0
-    assert "lease lost, joining anew" in said[owner.pid]
+    assert "lease lost, joining again" in said[owner.pid]
 
 
 @pytest.mark.slow

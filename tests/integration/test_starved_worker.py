@@ -39,7 +39,9 @@ def test_a_starved_worker_is_told_from_one_that_somebody_killed(tmp_path: Path) 
             check=False,
         )
     assert ran.returncode == 1, ran.stderr
-    sentence = f"killed by the kernel for want of memory (SIGKILL): its cgroup /{folder.name} had used up its limit of"
+    sentence = (
+        f"killed by the kernel OOM killer (SIGKILL): its cgroup /{folder.name} reached its memory limit of"
+    )
     assert f"reason     {sentence} 384.0 MiB; its peak was " in ran.stderr
     (document,) = [json.loads(path.read_text()) for path in tmp_path.glob("*/failure.json")]
     assert json.loads(wanted.read_text()) == document

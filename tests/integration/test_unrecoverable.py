@@ -31,7 +31,7 @@ if os.environ["RANK"] == "1":
 }
 REASON = {
     "raises": "Unrecoverable: the loss is not a number",
-    "exits": "exited with code 93: as it says, no restart can mend it",
+    "exits": "exited with code 93 (unrecoverable error, not restarted)",
 }
 
 

@@ -149,7 +149,7 @@ def test_a_fork_is_refused_where_it_would_crash(tmp_path: Path, monkeypatch: pyt
 
 def test_a_job_that_can_not_be_started_as_asked_says_so(tmp_path: Path) -> None:
     """Wrong values in one line with the field's name; what only the agent finds out as well."""
-    with pytest.raises(ValueError, match=r"^rlimit: 'files' is no limit of this system"):
+    with pytest.raises(ValueError, match=r"^rlimit: 'files' is not a resource limit of this system"):
         elastic_launch(config(tmp_path, options={"rlimit": "files=3"}), calls.leave)(0)
     with pytest.raises(ValueError, match=r"^supervisor_address nowhere"):
         elastic_launch(config(tmp_path, supervisor_address="nowhere:1"), calls.leave)(0)

@@ -61,7 +61,7 @@ def plan(log_dir: Path, **attributes: Any) -> LaunchPlan:
             {"supervisor_address": "localhost:99999"},
             "--supervisor-address localhost:99999: .*from 0 to 65535",
         ),
-        ({"conf": {"join": "1"}}, "--rdzv-conf: 'join' is no setting; known: close_timeout, "),
+        ({"conf": {"join": "1"}}, "--rdzv-conf: 'join' is not a setting; known: close_timeout, "),
         (
             {"job": job_fields({"log-dir": "/proc/none"}, 1)},
             "cannot make a log directory in /proc/none: .*--log-dir",
@@ -84,7 +84,7 @@ def plan(log_dir: Path, **attributes: Any) -> LaunchPlan:
         ),
         (
             {"service": ExternalService("nowhere.invalid:29400")},
-            "can't find the way to nowhere.invalid:29400: .*asked again for 0.2 s",
+            "can't find a route to nowhere.invalid:29400: .*asked again for 0.2 s",
         ),
     ],
 )

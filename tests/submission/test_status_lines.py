@@ -40,7 +40,7 @@ def test_what_all_hosts_say_is_told_once() -> None:
 def test_a_job_that_waits_between_rounds_says_what_for() -> None:
     """A host has gone, and the others are too few: nothing runs, and somebody must bring one."""
     story = JobStatusLines(max_restarts=3)
-    why = "waits for a round of 2 nodes; the round before ended: node b left"
+    why = "waits for a round of 2 nodes; the previous round ended: node b left"
     states = [job(pb.JOB_STATE_RUNNING, 1), job(pb.JOB_STATE_WAITING, 1, why), job(pb.JOB_STATE_RUNNING, 2)]
     told = [sentence for state in states for label in ("a", "c") for sentence in story.update(label, state)]
     assert told == ["round 1 runs: 4 workers", f"a {why}", "round 2 runs: 4 workers"]

@@ -1,4 +1,4 @@
-"""Addresses and ports of this host, for workers to meet at."""
+"""Addresses and ports of this host at which workers meet."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from rallypoint.agent.spawner.spawner import descendants
 from rallypoint.rpc.endpoint import Endpoint, SettingError, parse_endpoint, parse_endpoints
 from rallypoint.rpc.logs import get_logger
 
-# Ports for workers to meet at, the best band first: above Linux's default range of ephemeral ports, where few programs
-# have a fixed one; then below it, without those of this project and of torchrun (29400 and up) and of Kubernetes'
-# services (30000 to 32767); then where scripts like to count from.
+# Candidates for MASTER_PORT, the best band first: above Linux's default range of ephemeral ports, where few programs
+# have a fixed port; then below it, without those of this project and of torchrun (29400 and up) and of Kubernetes'
+# services (30000 to 32767); last the band in which scripts often choose ports.
 _BANDS = (range(61000, 65536), range(20000, 29400), range(10000, 20000))
 _EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _RESERVED = Path("/proc/sys/net/ipv4/ip_local_reserved_ports")
@@ -27,84 +27,84 @@ _log = get_logger("rallypoint.agent")
 
 
 def local_address_towards(endpoint: str) -> str:
-    """The address of this host that others see when it talks to an endpoint, or to the first of several that it can.
+    """Return the source address of this host's connections to an endpoint, or to the first reachable one of several.
 
-    No name is looked up in reverse, and none of this host's need resolve elsewhere: clusters without DNS work.
+    It does no reverse look-up, and no other host has to resolve this host's name: clusters without DNS work.
 
     Args:
         endpoint: One, or several separated by commas.
 
     Raises:
-        SettingError: The endpoint's own name can't be resolved, or those of all.
+        SettingError: None of the endpoints' names can be resolved.
     """
-    # One on this host alone says nothing of how others see it.
-    *others, last = sorted(parse_endpoints(endpoint).endpoints, key=lambda place: place.loopback)
-    for place in others:
+    # Loopback endpoints come last: the source address towards them is useless to other hosts.
+    *others, last = sorted(parse_endpoints(endpoint).endpoints, key=lambda target: target.loopback)
+    for target in others:
         with suppress(SettingError):
-            return _towards(place)
+            return _towards(target)
     return _towards(last)
 
 
-def _towards(place: Endpoint) -> str:
-    if place.loopback:
+def _towards(target: Endpoint) -> str:
+    if target.loopback:
         return "127.0.0.1"
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
-            place.host, place.port, type=socket.SOCK_DGRAM
+            target.host, target.port, type=socket.SOCK_DGRAM
         )[0]
         with socket.socket(family, kind, protocol) as probe:
-            probe.connect(address)  # a datagram socket: nothing is sent, the route is looked up
+            probe.connect(address)  # a datagram socket: the kernel looks up the route and sends nothing
             own = str(probe.getsockname()[0])
     except OSError as error:
         raise SettingError(
-            f"can't find the way to {place}: {error.strerror or error}; check --rdzv-endpoint or --master-addr, "
+            f"can't find a route to {target}: {error.strerror or error}; check --rdzv-endpoint or --master-addr, "
             "or give this host's address with --local-addr"
         ) from None
-    # It is this host's own name, and here it leads to an address that only this host can reach, as Debian has it.
-    return place.host if ipaddress.ip_address(own).is_loopback else own
+    # The target is this host's own name, and resolves here to an address that only this host can reach, as on Debian.
+    return target.host if ipaddress.ip_address(own).is_loopback else own
 
 
 def advertised(listening: str, *, named: bool) -> str:
-    """Where others reach a server of this host.
+    """Return the endpoint at which other hosts reach a server of this host.
 
     Args:
-        listening: Where it listens; an address that stands for all of this host's is replaced by one of them.
-        named: By the host's name, as certificates have it, rather than by an address.
+        listening: The endpoint at which it listens; a wildcard address is replaced by one of this host's addresses.
+        named: Use the host's name, which certificates contain, instead of an address.
     """
-    place = parse_endpoint(listening)
-    if place.host not in ("0.0.0.0", "::"):  # noqa: S104 (compared, not bound)
+    endpoint = parse_endpoint(listening)
+    if endpoint.host not in ("0.0.0.0", "::"):  # noqa: S104 (compared, not bound)
         return listening
     if named:
         host = socket.gethostname()
     else:
         try:
-            # Of a network for examples: nothing is sent there, the route that leads out of this host is looked up.
-            host = local_address_towards("192.0.2.1:9" if place.host == "0.0.0.0" else "[2001:db8::1]:9")  # noqa: S104
+            # Addresses reserved for documentation: nothing is sent, the kernel looks up the default route.
+            host = local_address_towards("192.0.2.1:9" if endpoint.host == "0.0.0.0" else "[2001:db8::1]:9")  # noqa: S104
         except SettingError:
-            host = "127.0.0.1" if place.host == "0.0.0.0" else "::1"  # noqa: S104
-    return str(Endpoint(host, place.port))
+            host = "127.0.0.1" if endpoint.host == "0.0.0.0" else "::1"  # noqa: S104
+    return str(Endpoint(host, endpoint.port))
 
 
 class MasterPort:
-    """The TCP port of this host at which the workers of a round meet, kept from all others until they take it.
+    """The TCP port of this host at which the workers of a round meet, reserved until they bind it.
 
-    A worker binds it seconds after it was chosen: it is started once all nodes have confirmed, and imports for a while.
+    A worker binds it seconds after it was chosen: workers start once all nodes have confirmed, and import for a while.
     Meanwhile three things keep it free.
 
     - It is outside of the ports that the kernel gives to programs that connect, or that bind to any port.
     - An agent owns its ports among the agents of its host: an abstract Unix socket is named for each. Such names
-      are of the same network namespace as the port, and end with their process.
-    - A socket is bound to it until the workers start. No longer: programs that bind without SO_REUSEADDR, as many do,
-      would find it taken.
+      belong to the same network namespace as the port, and end with their process.
+    - A socket is bound to it until the workers start. Not longer: a program that binds without SO_REUSEADDR, as many
+      do, would find it taken.
     """
 
     def __init__(self) -> None:
-        """There is none yet."""
+        """Create it without a port."""
         self._ownership: socket.socket | None = None
         self._holder: socket.socket | None = None
 
     def reserve(self) -> int:
-        """Choose one, other than the one before; that one is kept no longer.
+        """Reserve a port other than the previous one, and release that one.
 
         Raises:
             OSError: This host has no port left.
@@ -117,12 +117,12 @@ class MasterPort:
         return port
 
     def hand_over(self) -> None:
-        """Leave it to the workers, which are about to start; other agents go on to leave it alone."""
+        """Unbind the port for the workers, which are about to start; other agents still do not choose it."""
         _close((self._holder,))
         self._holder = None
 
     def close(self) -> None:
-        """Keep none any more."""
+        """Release the port."""
         _close((self._ownership, self._holder))
         self._ownership = self._holder = None
 
@@ -138,8 +138,8 @@ class MasterPort:
                 return port
             ownership.close()
         _log.warning(
-            "MASTER_PORT may be given to another program before the workers bind it: all ports are the kernel's to "
-            "give; keep some with the sysctl net.ipv4.ip_local_reserved_ports, as 61000-61999",
+            "another program may take MASTER_PORT before the workers bind it: all ports of this host are ephemeral; "
+            "reserve some with the sysctl net.ipv4.ip_local_reserved_ports, as in 61000-61999",
         )
         self._holder, self._ownership = _bind(0), None
         given: int = self._holder.getsockname()[1]
@@ -147,17 +147,16 @@ class MasterPort:
 
 
 def is_taken_by_another(port: int, spawner: int) -> bool:
-    """Whether a program other than the workers and what they started has a TCP port of this host.
+    """True if a TCP port of this host belongs to a program other than the workers and their descendants.
 
     Args:
-        port: Which.
-        spawner: The process below which all workers are.
+        port: The port.
+        spawner: Process id of the spawner, the ancestor of all workers.
     """
     try:
         with socket.socket() as probe:
-            probe.setsockopt(
-                socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
-            )  # connections that are over take no port
+            # Closed connections don't occupy the port.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(("0.0.0.0", port))  # noqa: S104 (bound, not served)
             probe.listen()
     except OSError as error:
@@ -167,7 +166,7 @@ def is_taken_by_another(port: int, spawner: int) -> bool:
 
 
 def _listeners(port: int) -> set[str]:
-    """The sockets that listen at a port, as /proc names them."""
+    """The sockets that listen at a port, by their names in /proc."""
     found: set[str] = set()
     for table in ("tcp", "tcp6"):
         with suppress(OSError):
@@ -189,7 +188,7 @@ def _sockets_below(root: int) -> set[str]:
 
 
 def _ports_of_no_other_use() -> list[int]:
-    """Those that the kernel gives to no program; of the first band in which there are any."""
+    """The ports that the kernel does not give to programs, of the first band that has some."""
     low, high = 32768, 60999  # Linux's own default
     with suppress(OSError, ValueError):
         low, high = (int(word) for word in _EPHEMERAL.read_text().split())
@@ -199,14 +198,14 @@ def _ports_of_no_other_use() -> list[int]:
             first, _, last = part.partition("-")
             reserved.update(range(int(first), int(last or first) + 1))
     for band in _BANDS:
-        # What is reserved is for something: it is taken where there is nothing else.
+        # Reserved ports are probably reserved for a program: they are the last resort.
         if ports := [port for port in band if not low <= port <= high and port not in reserved]:
             return ports
     return [port for band in _BANDS for port in band if port in reserved]
 
 
 def _own(port: int) -> socket.socket | None:
-    """What stands for the ownership of a port among the agents of this host; None if another one has it."""
+    """A socket that represents the ownership of a port among this host's agents; None if another agent owns it."""
     ownership = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     try:
         ownership.bind(f"\0rallypoint/master_port/{port}")
@@ -217,12 +216,12 @@ def _own(port: int) -> socket.socket | None:
 
 
 def _bind(port: int) -> socket.socket:
-    """A socket that has a port for itself, at all addresses; 0: any port.
+    """A socket bound to a port at all addresses; 0: any port.
 
     Raises:
-        OSError: Some program has it, at some address.
+        OSError: A program has bound it, at any address.
     """
-    for family, place in ((socket.AF_INET6, "::"), (socket.AF_INET, "0.0.0.0")):  # noqa: S104 (bound, not served)
+    for family, wildcard in ((socket.AF_INET6, "::"), (socket.AF_INET, "0.0.0.0")):  # noqa: S104 (bound, not served)
         try:
             holder = socket.socket(family, socket.SOCK_STREAM)
         except OSError:
@@ -232,7 +231,7 @@ def _bind(port: int) -> socket.socket:
         try:
             if family == socket.AF_INET6:
                 holder.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-            holder.bind((place, port))
+            holder.bind((wildcard, port))
         except OSError as error:
             holder.close()
             if family == socket.AF_INET or error.errno == errno.EADDRINUSE:

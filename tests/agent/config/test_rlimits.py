@@ -28,15 +28,15 @@ def test_limits_are_read(text: str, expected: tuple[str, tuple[int, int]]) -> No
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("nofile", "'nofile' is no limit; expected NAME=SOFT"),
-        ("=5", "'=5' is no limit; expected"),
-        ("files=5", "'files' is no limit of this system; known: as, core"),
-        ("nofile=many", "'nofile=many' has 'MANY', which is no number; expected"),
-        ("nofile=1:2:3", "has '2:3', which is no number"),
-        ("nofile=-2", "which is no number"),
+        ("nofile", "'nofile' is not a resource limit; expected NAME=SOFT"),
+        ("=5", "'=5' is not a resource limit; expected"),
+        ("files=5", "'files' is not a resource limit of this system; known: as, core"),
+        ("nofile=many", "'nofile=many' has 'MANY', which is not a number; expected"),
+        ("nofile=1:2:3", "has '2:3', which is not a number"),
+        ("nofile=-2", "which is not a number"),
         ("nofile=10:5", "nofile=10:5: the soft limit must not be above the hard one"),
         ("nofile=unlimited:5", "nofile=unlimited:5: the soft limit must not be above"),
-        ("as=99999999999999T", "more than the kernel can count"),
+        ("as=99999999999999T", "too large for the kernel"),
     ],
 )
 def test_mistakes_are_told_in_one_line(text: str, expected: str) -> None:

@@ -67,7 +67,7 @@ def test_the_agents_own_timeouts_are_no_part_of_the_run() -> None:
 @pytest.mark.parametrize(
     ("key", "value", "told"),
     [
-        ("join_timout", "1", "'join_timout' is no setting; known: close_timeout"),
+        ("join_timout", "1", "'join_timout' is not a setting; known: close_timeout"),
         ("join_timeout", "soon", "join_timeout='soon' is not a number of seconds"),
         ("join_timeout", "", "join_timeout='' is not a number of seconds"),
         ("join_timeout", "0", "out of range"),
@@ -115,7 +115,7 @@ def test_every_setting_that_is_taken_is_one_the_service_takes() -> None:
 @pytest.mark.parametrize(
     ("pairs", "max_restarts", "named"),
     [
-        ({"max_restarts_per_node": "3"}, 2, "max_restarts_per_node=3 never comes to bear"),
+        ({"max_restarts_per_node": "3"}, 2, "max_restarts_per_node=3 has no effect"),
         ({"max_restarts_per_node": "three"}, 9, "max_restarts_per_node='three' is not a whole number"),
         ({"max_restarts_per_node": "-1"}, 9, "max_restarts_per_node='-1' is not a whole number from 0"),
         ({"restart_window": "-5"}, 9, "restart_window=-5 is out of range; expected 0 to"),

@@ -81,7 +81,7 @@ def test_a_node_whose_workers_are_being_stopped_says_at_once_that_it_goes() -> N
 def test_a_worker_that_fails_uses_up_no_restart() -> None:
     """As by a signal that warns it and that it does not catch: its node takes it away in any case."""
     state, effects = play(DRAIN, core.GroupFailed(), state=RUNNING)
-    why = DRAIN.detail + " (a worker of it failed meanwhile)"
+    why = DRAIN.detail + " (one of its workers failed meanwhile)"
     assert effects == [core.SendDeparture(why), core.StopWorkers("a worker failed")]
     assert play(core.GroupStopped(), state=state)[1] == [core.SendLeave(why)]
 

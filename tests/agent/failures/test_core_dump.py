@@ -65,9 +65,9 @@ def test_a_file_is_looked_for_by_the_kernel_s_pattern(pattern: str, adds_pid: bo
             "/none/core",
             NOT_DUMPED,
             -1,
-            "; it left no core dump: could it write one by core_pattern '/none/core'?",
+            "; it left no core dump: check that it can write to core_pattern '/none/core'",
         ),
-        ("core", DUMPED, -1, "; it left a core dump, by core_pattern 'core'"),
+        ("core", DUMPED, -1, "; it left a core dump that was not found (core_pattern 'core')"),
     ],
 )
 def test_where_there_is_no_file_it_is_said_how_to_get_one(
@@ -110,6 +110,6 @@ async def test_a_real_one_is_found_where_the_kernel_writes_files(tmp_path: Path,
         # One of another job's, of long ago, is not taken for it.
         os.utime(found.file, (started - 60, started - 60))
         found = find_core_dump(how, cwd=tmp_path, rlimits={}, started=started)
-        assert found == CoreDump(hint=f"; it left a core dump, by core_pattern {pattern!r}")
+        assert found == CoreDump(hint=f"; it left a core dump that was not found (core_pattern {pattern!r})")
     else:
         assert found == CoreDump(hint="; for a core dump, run with --rlimit core=-1")

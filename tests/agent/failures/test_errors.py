@@ -113,7 +113,7 @@ def test_a_kind_says_what_end_it_had(logs: WorkerLogs) -> None:
 
 def test_a_worker_that_starved_is_told_unless_it_had_raised_just_before(logs: WorkerLogs) -> None:
     """An exception of long ago was caught: it is not what ended it."""
-    starved = "killed by the kernel for want of memory (SIGKILL): the host had none left"
+    starved = "killed by the kernel OOM killer (SIGKILL): the host had no memory left"
 
     def told(raised_before: float) -> WorkerFailure:
         write_error_file(logs, {"message": "bad"}, written=ENDED - raised_before)
@@ -129,7 +129,7 @@ def test_93_is_for_good_and_so_is_an_error_file_that_says_so(logs: WorkerLogs) -
     """Each by itself is enough."""
     assert not describe(ended(1), logs).permanent
     assert describe(ended(93), logs).permanent
-    assert describe(ended(93), logs).message == "exited with code 93: as it says, no restart can mend it"
+    assert describe(ended(93), logs).message == "exited with code 93 (unrecoverable error, not restarted)"
     ours = {"permanent": True}
     write_error_file(logs, {"message": {"message": "bad", "extraInfo": {"rallypoint": ours}}})
     assert describe(ended(1), logs).permanent
@@ -144,7 +144,7 @@ def test_a_core_dump_is_told_of_only_where_a_signal_is_all_there_is(logs: Worker
             ended(None, 6), logs, rank=3, role="trainer", host="node2", core=core, besides="; besides"
         )
 
-    assert told().message.endswith("the last thing in the log; hint; besides")
+    assert told().message.endswith("at the end of the log; hint; besides")
     assert told().core_file == "/cores/core.4242"
     write_error_file(logs, {"message": "bad"})
     assert (told().message, told().core_file) == ("bad", "/cores/core.4242")
@@ -224,7 +224,7 @@ def test_missing_logs_are_no_problem(tmp_path: Path) -> None:
     ("how", "expected"),
     [
         (ended(3), "exited with code 3"),
-        (ended(137), "exited with code 137, a shell's word for: its child was killed by SIGKILL"),
+        (ended(137), "exited with code 137 (from a shell: its child was killed by SIGKILL)"),
         (ended(255), "exited with code 255"),
         (
             ended(None, 9),
@@ -247,7 +247,7 @@ def test_exit_codes_and_signals_speak(how: WorkerExit, expected: str) -> None:
 def test_an_exit_code_that_is_the_programs_own_is_no_signal(logs: WorkerLogs) -> None:
     """A shell says 128 + N for a child that signal N killed; a Python function or program means what it returns."""
     assert sentence(ended(138), own_code=True) == "exited with code 138"
-    assert sentence(ended(93), own_code=True).startswith("exited with code 93: as it says")
+    assert sentence(ended(93), own_code=True).startswith("exited with code 93 (unrecoverable")
     failure = describe_failure(ended(137), logs, rank=3, role="trainer", host="node2", own_code=True)
     assert (failure.message, failure.exit_code, failure.kind) == (
         "exited with code 137",

@@ -56,7 +56,7 @@ def scene(tmp_path: Path) -> Iterator[Scene]:
 def test_who_was_killed_by_somebody_else_was_not_starved(scene: Scene) -> None:
     """Neither count nor log speak of it; nor has one to do with it that ended in another way."""
     assert scene.watch.explain(KILLED) is None
-    assert scene.watch.hint(KILLED) == "; not by the kernel for want of memory: somebody sent it"
+    assert scene.watch.hint(KILLED) == "; another process sent it, not the kernel OOM killer"
     assert scene.watch.hint(replace(KILLED, inferred=True)) == ""
     scene.groups = [replace(OWN, kills=4), ABOVE]
     assert scene.watch.explain(replace(KILLED, signal=signal.SIGSEGV)) is None
@@ -65,10 +65,10 @@ def test_who_was_killed_by_somebody_else_was_not_starved(scene: Scene) -> None:
 def test_a_grown_count_tells_and_the_lowest_limit_that_was_hit_is_the_one(scene: Scene) -> None:
     """Without the kernel's word, which containers may not read."""
     scene.groups = [replace(OWN, kills=4), replace(ABOVE, kills=4, hits=2)]
-    told = "killed by the kernel for want of memory (SIGKILL): "
-    assert scene.watch.explain(KILLED) == f"{told}its cgroup /job had used up its limit of 64.0 MiB{PEAK}"
+    told = "killed by the kernel OOM killer (SIGKILL): "
+    assert scene.watch.explain(KILLED) == f"{told}its cgroup /job reached its memory limit of 64.0 MiB{PEAK}"
     scene.groups = [replace(OWN, kills=4), replace(ABOVE, kills=4)]
-    assert scene.watch.explain(KILLED) == f"{told}the host had none left{PEAK}"
+    assert scene.watch.explain(KILLED) == f"{told}the host had no memory left{PEAK}"
 
 
 @pytest.mark.parametrize(
@@ -76,21 +76,24 @@ def test_a_grown_count_tells_and_the_lowest_limit_that_was_hit_is_the_one(scene:
     [
         (
             "oom-kill:constraint=CONSTRAINT_MEMCG,oom_memcg=/pods/job,task_memcg=/pods/job/step0,task=x,pid=4711,uid=0",
-            "its cgroup /job had used up its limit of 64.0 MiB",
+            "its cgroup /job reached its memory limit of 64.0 MiB",
         ),
         (
             "oom-kill:constraint=CONSTRAINT_MEMCG,oom_memcg=/elsewhere,task_memcg=/elsewhere/a,task=x,pid=4711,uid=0",
-            "the limit of its cgroup /elsewhere was used up",
+            "its cgroup /elsewhere reached its memory limit",
         ),
-        ("Memory cgroup out of memory: Killed process 4711 (x) ", "the limit of its cgroup was used up"),
-        ("oom-kill:constraint=CONSTRAINT_NONE,global_oom,task=x,pid=4711,uid=0", "the host had none left"),
+        ("Memory cgroup out of memory: Killed process 4711 (x) ", "its cgroup reached its memory limit"),
+        (
+            "oom-kill:constraint=CONSTRAINT_NONE,global_oom,task=x,pid=4711,uid=0",
+            "the host had no memory left",
+        ),
     ],
 )
 def test_the_kernel_s_word_is_enough(scene: Scene, word: str, whose: str) -> None:
     """Also where no count can be read."""
     scene.kernel_says(word)
     explained = scene.watch.explain(KILLED)
-    assert explained == f"killed by the kernel for want of memory (SIGKILL): {whose}{PEAK}"
+    assert explained == f"killed by the kernel OOM killer (SIGKILL): {whose}{PEAK}"
 
 
 def test_one_whose_child_was_killed_is_told_so(scene: Scene) -> None:
@@ -98,7 +101,9 @@ def test_one_whose_child_was_killed_is_told_so(scene: Scene) -> None:
     raised = replace(KILLED, signal=None, exit_code=1)
     assert scene.watch.hint(raised) == ""
     scene.groups = [replace(OWN, kills=5), ABOVE]
-    expected = "; the kernel has killed 2 processes here for want of memory since the workers were started"
+    expected = (
+        "; the kernel OOM killer has killed 2 processes in this agent's cgroup since the workers were started"
+    )
     assert scene.watch.hint(raised) == expected
 
 
@@ -106,7 +111,7 @@ def test_where_nothing_can_be_seen_it_is_said_where_to_look(scene: Scene) -> Non
     """No cgroup that counts, and a log that only root may read."""
     scene.groups = []
     assert scene.watch.explain(KILLED) is None
-    assert scene.watch.hint(KILLED) == "; if nobody sent it, the kernel's OOM killer may have: see dmesg"
+    assert scene.watch.hint(KILLED) == "; sent by another process, or by the kernel OOM killer: see dmesg"
     assert scene.watch.hint(replace(KILLED, signal=None, exit_code=1)) == ""
 
 
@@ -148,7 +153,7 @@ async def test_the_kernel_kills_a_real_one(tmp_path: Path) -> None:
         watch.close()
     assert how.signal == signal.SIGKILL
     assert explained is not None
-    expected = f"its cgroup /{folder.name} had used up its limit of 64.0 MiB; its peak was "
+    expected = f"its cgroup /{folder.name} reached its memory limit of 64.0 MiB; its peak was "
     assert expected in explained
     peak = float(explained.removesuffix(" MiB").rpartition(" ")[2])
     # Pages of files, which others may have in memory as well, count too.

@@ -53,7 +53,7 @@ async def ask(pipe: StackPipe, pid: int, *, resume: bool = False) -> str:
     said: list[bytes] = []
     pidfd = os.pidfd_open(pid)
     try:
-        await pipe.request_stacks(pidfd, resume=resume, said=said)
+        await pipe.request_stacks(pidfd, resume=resume, output=said)
     finally:
         os.close(pidfd)
     return b"".join(said).decode()
@@ -102,7 +102,7 @@ async def test_who_says_nothing_is_not_waited_for_long(
     pipe: StackPipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The time is needed for other ways."""
-    monkeypatch.setattr(python_stacks, "FIRST_WORD", 0.05)
+    monkeypatch.setattr(python_stacks, "FIRST_OUTPUT_TIMEOUT", 0.05)
     with hung(pipe.path, "silent") as pid:
         assert await asyncio.wait_for(ask(pipe, pid), 20) == ""
 
@@ -135,7 +135,7 @@ async def test_a_process_that_is_gone_says_nothing(pipe: StackPipe) -> None:
     with hung(pipe.path, "lock") as pid:
         pidfd = os.pidfd_open(pid)
     said: list[bytes] = []
-    await pipe.request_stacks(pidfd, resume=False, said=said)
+    await pipe.request_stacks(pidfd, resume=False, output=said)
     assert said == []
     os.close(pidfd)
 

@@ -176,7 +176,7 @@ async def test_who_ignores_the_chosen_signal_is_killed(
     make: Callable[..., Reaping], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Patience has an end."""
-    monkeypatch.setattr(reaping_module, "SIGNAL_PATIENCE", 0.05)
+    monkeypatch.setattr(reaping_module, "SIGNAL_TIMEOUT", 0.05)
     with start("sh", "-c", 'trap "" TERM; exec sleep 60') as process:
         await until(lambda: _runs(process.pid, "sleep"), "it to ignore the signal")
         kill = Kill(process.pid)
@@ -193,7 +193,7 @@ async def test_a_stopped_process_hears_the_chosen_signal(
     make: Callable[..., Reaping], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is resumed, or it would not."""
-    monkeypatch.setattr(reaping_module, "SIGNAL_PATIENCE", 20.0)
+    monkeypatch.setattr(reaping_module, "SIGNAL_TIMEOUT", 20.0)
     with start("sh", "-c", "kill -STOP $$; exec sleep 60") as process:
         await until(lambda: bool((look := inspect_process(process.pid)) and look.stopped), "it to be stopped")
         kill = Kill(process.pid)
@@ -226,7 +226,7 @@ async def test_as_the_last_resort_it_says_its_stacks_as_it_dies(
     assert "in hold_the_gil" in read(tmp_path / "hang.txt")
     text = reaping.case.complete_failure(FAILURE).traceback
     assert text.splitlines()[0].endswith(", in hold_the_gil (program.py:3)")
-    assert "as it died of SIGABRT" in text
+    assert "written when SIGABRT ended it" in text
     assert "long ago" not in text
     assert "Missing: " not in text
     assert set(os.listdir(tmp_path)) == {"stderr.log", "hang.txt", "program.py"}
@@ -330,12 +330,12 @@ async def test_looking_and_writing_share_one_bound(
         raise AssertionError
 
     monkeypatch.setattr(evidence_module, "spy", spy)
-    monkeypatch.setattr(reaping_module, "_GATHERING", 0.02)
+    monkeypatch.setattr(reaping_module, "_COLLECTING", 0.02)
     with hung(None, "lock") as pid:
         reaping = make(pid, timeout=20.0)
         await asyncio.wait_for(reaping.examine(), 40)
     assert "longer than 0.4 s" in read(tmp_path / "hang.txt")
-    assert f"What the kernel says of process {pid}" in read(tmp_path / "hang.txt")
+    assert f"Kernel state of process {pid}" in read(tmp_path / "hang.txt")
 
 
 async def test_who_is_slow_to_die_has_not_outlived_sigkill(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,9 +62,12 @@ def test_a_plug_in_gets_what_is_after_its_name(plug_ins: None) -> None:
 @pytest.mark.parametrize(
     ("text", "error"),
     [
-        ("disk", "health check 'disk': '' is no amount; expected as in disk:2% or disk:10GiB"),
+        ("disk", "health check 'disk': '' is not a quantity; expected as in disk:2% or disk:10GiB"),
         ("disk:2", "health check 'disk:2': '2' has no unit; expected as in disk:2% or disk:10GiB"),
-        ("memory:x", "health check 'memory:x': 'x' is no amount; expected as in memory:5% or memory:1GiB"),
+        (
+            "memory:x",
+            "health check 'memory:x': 'x' is not a quantity; expected as in memory:5% or memory:1GiB",
+        ),
         ("command:", "health check 'command:' names no program; expected as in command:/opt/check --all"),
         ("command:'x", 'health check "command:\'x": no closing quotation; check its quotes'),
         ("command:/none", "health check 'command:/none': '/none' does not exist"),

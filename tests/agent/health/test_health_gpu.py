@@ -87,7 +87,7 @@ FINE = Gpu()
 @pytest.mark.parametrize(
     ("bad", "why"),
     [
-        (Gpu(lost=True), "GPU 1 does not answer (GPU is lost)"),
+        (Gpu(lost=True), "GPU 1 does not respond (GPU is lost)"),
         (Gpu(errors=2), "GPU 1 has had 2 uncorrectable memory errors since it was last reset; reset it"),
         (Gpu(remap_failed=1), "GPU 1 has rows of memory that could not be remapped; it needs to be replaced"),
     ],
@@ -122,7 +122,7 @@ def test_the_gpus_of_other_jobs_don_t_count(visible: str, counts: bool) -> None:
 
 def test_a_driver_that_is_not_loaded_makes_its_host_unfit() -> None:
     """The job was to have GPUs, and this host has none to offer."""
-    assert check_gpus(Nvml(driver=False), None) == "no driver answers (Driver Not Loaded)"
+    assert check_gpus(Nvml(driver=False), None) == "the GPU driver does not respond (Driver Not Loaded)"
 
 
 def test_the_driver_is_asked_anew_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,5 +132,5 @@ def test_the_driver_is_asked_anew_each_time(monkeypatch: pytest.MonkeyPatch) -> 
     look = parse_health_check("gpu").check
     assert look is not None
     assert look(CheckContext(visible_gpus="0")) is None
-    assert look(CheckContext()) == "GPU 1 does not answer (GPU is lost)"
+    assert look(CheckContext()) == "GPU 1 does not respond (GPU is lost)"
     assert (nvml.begun, nvml.ended) == (2, 2)

@@ -31,10 +31,10 @@ def test_a_disk_has_room_or_says_how_little(disk: SimpleNamespace, tmp_path: Pat
     assert check_disks(where, parse_quantity("10GiB")) is None
     assert check_disks(where, parse_quantity("10%")) is None
     assert check_disks(where, parse_quantity("11GiB")) == (
-        f"10.0 GiB of 100.0 GiB are free at {tmp_path}; 11.0 GiB must be"
+        f"10.0 GiB of 100.0 GiB are free at {tmp_path}; 11.0 GiB required"
     )
     assert check_disks(where, parse_quantity("12%")) == (
-        f"10.0 GiB of 100.0 GiB are free at {tmp_path}; 12.0 GiB (12 %) must be"
+        f"10.0 GiB of 100.0 GiB are free at {tmp_path}; 12.0 GiB (12 %) required"
     )
 
 
@@ -81,9 +81,9 @@ def look(host: Path, least: str) -> str | None:
 def test_memory_is_what_the_kernel_calls_available(host: Path) -> None:
     """What is free is next to nothing on a host that reads files."""
     assert look(host, "8GiB") is None
-    assert look(host, "9GiB") == "8.0 GiB of 64.0 GiB of memory are available; 9.0 GiB must be"
+    assert look(host, "9GiB") == "8.0 GiB of 64.0 GiB of memory are available; 9.0 GiB required"
     assert look(host, "12%") is None
-    assert "(13 %) must be" in (look(host, "13%") or "")
+    assert "(13 %) required" in (look(host, "13%") or "")
 
 
 def test_each_cgroup_around_the_agent_counts(host: Path) -> None:
@@ -92,14 +92,14 @@ def test_each_cgroup_around_the_agent_counts(host: Path) -> None:
     group(host / "cgroups" / "jobs", str(4 * GIB), 3 * GIB, GIB)
     assert look(host, "2GiB") is None
     assert look(host, "3GiB") == (
-        "2.0 GiB of the 4.0 GiB of memory that its cgroup may have are left; 3.0 GiB must be"
+        "2.0 GiB of its cgroup's memory limit of 4.0 GiB are left; 3.0 GiB required"
     )
 
 
 def test_a_container_sees_its_cgroup_as_the_root(host: Path) -> None:
     """Under a path of the host's, which does not exist in it."""
     group(host / "cgroups", str(4 * GIB), 4 * GIB, 0)
-    assert "0 B of the 4.0 GiB" in (look(host, "1GiB") or "")
+    assert "0 B of its cgroup's memory limit of 4.0 GiB" in (look(host, "1GiB") or "")
 
 
 def test_the_first_version_of_cgroups_counts_too(host: Path) -> None:
@@ -107,4 +107,4 @@ def test_the_first_version_of_cgroups_counts_too(host: Path) -> None:
     (host / "proc" / "self" / "cgroup").write_text("5:cpu,cpuacct:/x\n4:memory:/mine\n1:name=systemd:/x\n")
     group(host / "cgroups" / "memory" / "mine", str(4 * GIB), 3 * GIB, 0, version=1)
     assert look(host, "1GiB") is None
-    assert "1.0 GiB of the 4.0 GiB" in (look(host, "2GiB") or "")
+    assert "1.0 GiB of its cgroup's memory limit of 4.0 GiB" in (look(host, "2GiB") or "")

@@ -48,16 +48,16 @@ async def host(tmp_path: Path) -> AsyncIterator[Host]:
 async def test_what_was_found_a_moment_ago_holds_unless_asked_anew(host: Host) -> None:
     """Only if it was good."""
     health = host.health()
-    assert await health.examine(anew=False) is None
+    assert await health.examine(fresh=False) is None
     host.now += RECENT - 1
-    assert await health.examine(anew=False) is None
+    assert await health.examine(fresh=False) is None
     assert host.looks == 1
-    assert await health.examine(anew=True) is None
+    assert await health.examine(fresh=True) is None
     assert host.looks == 2
     host.now += RECENT + 1
     host.why = "smoke"
-    assert await health.examine(anew=False) == "own: smoke"
-    assert await health.examine(anew=False) == "own: smoke"
+    assert await health.examine(fresh=False) == "own: smoke"
+    assert await health.examine(fresh=False) == "own: smoke"
     assert host.looks == 4
 
 
@@ -70,7 +70,7 @@ async def test_all_are_made_at_the_same_time(host: Host) -> None:
         return "bad"
 
     checks = [HealthCheck("a", check=meet), HealthCheck("b", check=meet), HealthCheck("c", program=("true",))]
-    assert await host.health(*checks).examine(anew=True) == "a: bad; b: bad"
+    assert await host.health(*checks).examine(fresh=True) == "a: bad; b: bad"
 
 
 async def test_one_that_hangs_is_not_healthy_and_holds_up_nobody(host: Host) -> None:
@@ -78,7 +78,7 @@ async def test_one_that_hangs_is_not_healthy_and_holds_up_nobody(host: Host) -> 
     stop = threading.Event()
     hangs = HealthCheck("nfs", check=lambda _: str(stop.wait()))
     try:
-        assert await host.health(hangs, timeout=0.1).examine(anew=True) == "nfs: it did not end within 0.1 s"
+        assert await host.health(hangs, timeout=0.1).examine(fresh=True) == "nfs: it did not end within 0.1 s"
     finally:
         stop.set()
 
@@ -89,8 +89,8 @@ async def test_one_that_raises_is_not_healthy(host: Host) -> None:
     def fail(_: CheckContext) -> str | None:
         raise OSError(5, "Input/output error")
 
-    told = await host.health(HealthCheck("disk", check=fail)).examine(anew=True)
-    assert told == "disk: it could not be looked at: OSError(5, 'Input/output error')"
+    told = await host.health(HealthCheck("disk", check=fail)).examine(fresh=True)
+    assert told == "disk: the check could not be run: OSError(5, 'Input/output error')"
 
 
 @pytest.mark.parametrize(
@@ -109,5 +109,5 @@ async def test_a_command_says_it_by_its_exit_code_and_its_last_line(
     """One that takes too long is killed."""
     check = HealthCheck("command:look", program=("sh", "-c", script))
     timeout = 1.0 if "sleep" in script else PATIENCE
-    told = await host.health(check, timeout=timeout).examine(anew=True)
+    told = await host.health(check, timeout=timeout).examine(fresh=True)
     assert told == (f"command:look: {why}" if why else None)

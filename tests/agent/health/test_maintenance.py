@@ -40,7 +40,7 @@ async def test_its_first_line_is_the_reason(programs: HelperProcesses) -> None:
     """Once it ends with exit code 0."""
     command = ["sh", "-c", "echo TERMINATE at 10:00; echo more"]
     assert await await_maintenance(command, programs) == "TERMINATE at 10:00"
-    assert await await_maintenance(["true"], programs) == "the maintenance command announced it"
+    assert await await_maintenance(["true"], programs) == "announced by the maintenance command"
 
 
 async def test_however_else_it_ends_it_is_started_again(

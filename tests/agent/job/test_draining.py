@@ -85,7 +85,7 @@ async def test_a_second_drain_can_only_hurry(drain: tuple[Drain, list[core.Event
     assert told == [core.DrainRequested("drained: maintenance")]
     drained.begin(0.0, "now")
     await until(lambda: len(told) == 2, "the end of the grace")
-    assert told[1] == core.DrainOver("they had 0 s to save their state")
+    assert told[1] == core.DrainOver("the grace period of 0 s has ended")
 
 
 async def test_who_saves_twice_or_says_nonsense_is_counted_once(
@@ -160,7 +160,9 @@ async def test_workers_that_never_answer_have_their_time_and_no_more(bench: Benc
     began = time.monotonic()
     job.drain(0.3, "maintenance")
     result = await asyncio.wait_for(running, PATIENCE)
-    assert result == JobResult(143, "left the run: drained: maintenance (they had 0.3 s to save their state)")
+    assert result == JobResult(
+        143, "left the run: drained: maintenance (the grace period of 0.3 s has ended)"
+    )
     assert time.monotonic() - began >= 0.3
 
 
@@ -187,7 +189,7 @@ async def test_a_host_whose_workers_finished_does_not_wait_for_those_of_others(b
     done.drain(60.0, "maintenance")
     result = await asyncio.wait_for(running[0], PATIENCE)
     assert result == JobResult(
-        SUCCEEDED, "the workers here succeeded; this host left then: drained: maintenance"
+        SUCCEEDED, "the workers here succeeded; this host left afterwards: drained: maintenance"
     )
     assert not running[1].done()
     (bench.folder / "go").touch()
@@ -229,7 +231,7 @@ async def test_a_worker_that_fails_meanwhile_uses_up_no_restart(bench: Bench) ->
     await until(lambda: job.state.draining is not None, "the core to hear of it")
     (bench.folder / "go").touch()
     result = await asyncio.wait_for(running, PATIENCE)
-    assert (result.exit_code, "(a worker of it failed meanwhile)" in result.detail) == (143, True)
+    assert (result.exit_code, "(one of its workers failed meanwhile)" in result.detail) == (143, True)
     assert (await bench.state()).phase == pb.PHASE_JOINABLE
 
 

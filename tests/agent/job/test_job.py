@@ -290,7 +290,7 @@ async def test_a_job_that_is_done_waits_no_longer_than_the_exit_barrier(bench: B
     at_work = bench.start(bench.job('while [ ! -e "$1/go" ]; do sleep 0.01; done', "b", settings=settings))
     result = await asyncio.wait_for(done, PATIENCE)
     assert result == JobResult(
-        SUCCEEDED, "the workers here succeeded; others were not done within the exit barrier"
+        SUCCEEDED, "the workers here succeeded; workers of other hosts did not finish within the exit barrier"
     )
     assert not at_work.done()
     (bench.folder / "go").touch()

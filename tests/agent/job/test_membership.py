@@ -58,7 +58,7 @@ async def test_a_restart_that_is_held_back_is_in_the_log(
     assert isinstance(settings, pb.RunSettings)
     settings.restart_backoff.FromMilliseconds(300)
     await bench.run(job)
-    held = [record.getMessage() for record in caplog.records if "the restart waits" in record.getMessage()]
+    held = [record.getMessage() for record in caplog.records if "restart delayed" in record.getMessage()]
     assert len(held) == 1
     assert "exited with code 7" in held[0]
 
@@ -70,7 +70,7 @@ async def test_a_membership_that_is_given_up_before_it_began_is_over_too(bench: 
     await job._groups.close(unfit=False)
     config = job.config
     async with open_channel(config.rendezvous.endpoint) as channel:
-        membership = NodeMembership(config, channel, told.append, ran=lambda: False, going=lambda: True)
+        membership = NodeMembership(config, channel, told.append, ran=lambda: False, leaving=lambda: True)
         membership.join(Background(lambda error: None).begin)
         membership.abandon()
         await until(lambda: bool(told), "the end")
@@ -81,7 +81,7 @@ async def test_workers_are_not_stopped_before_the_run_knows_that_their_host_goes
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those of other hosts fail for want of them: heard of first, that would use up a restart."""
-    monkeypatch.setattr(membership_module, "HEARD_TIMEOUT", PATIENCE)
+    monkeypatch.setattr(membership_module, "DEPARTURE_TIMEOUT", PATIENCE)
     job = bench.job("touch $1/up; sleep 60")
     running = bench.start(job)
     await bench.has("up")
@@ -111,7 +111,7 @@ async def test_a_run_that_does_not_hear_of_it_keeps_no_host_for_long(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, in_a_hurry: bool
 ) -> None:
     """Whoever asks a second time waits for nobody at all."""
-    monkeypatch.setattr(membership_module, "HEARD_TIMEOUT", 3600.0 if in_a_hurry else 0.1)
+    monkeypatch.setattr(membership_module, "DEPARTURE_TIMEOUT", 3600.0 if in_a_hurry else 0.1)
     job = bench.job("touch $1/up; sleep 60")
     running = bench.start(job)
     await bench.has("up")

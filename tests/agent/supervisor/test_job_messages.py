@@ -69,7 +69,7 @@ def test_a_job_is_told_with_its_workers() -> None:
         (
             AgentState(started=2, succeeded=1, detail="node b was lost"),
             pb.JOB_STATE_WAITING,
-            "waits for a round of 2 to 4 nodes; the round before ended: node b was lost",
+            "waits for a round of 2 to 4 nodes; the previous round ended: node b was lost",
         ),
         (AgentState(workers=Workers.RUNNING, started=1), pb.JOB_STATE_RUNNING, ""),
         (AgentState(workers=Workers.STOPPING, started=1), pb.JOB_STATE_STOPPING, "a worker failed"),

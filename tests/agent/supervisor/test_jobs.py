@@ -42,7 +42,7 @@ def test_of_one_run_the_job_that_runs_is_meant_or_the_latest() -> None:
 
 
 @pytest.mark.parametrize(
-    ("run_id", "told"), [("", "runs no job, and has run none"), ("run-7", "runs no job of run 'run-7'")]
+    ("run_id", "told"), [("", "has no job, running or ended"), ("run-7", "has no job of run 'run-7'")]
 )
 def test_what_is_not_there_is_not_found(run_id: str, told: str) -> None:
     """In words that say whether there was ever anything."""

@@ -1,4 +1,4 @@
-"""What an agent is asked to run."""
+"""The configuration of a job on one host."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from rallypoint.rpc.endpoint import ClientTLS
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """Where a service is: `host:port`, several of a rendezvous service with commas between them; certificates, None for
-    plaintext."""
+    """Address of a service: `host:port` (a rendezvous service may have several, separated by commas), and certificates;
+    None for plaintext."""
 
     endpoint: str
     tls: ClientTLS | None = None
@@ -41,30 +41,30 @@ class JobConfig:
         run_id: Name of the run.
         node_id: Name of this host's agent in it.
         address: Address at which the other hosts reach this one.
-        settings: What all nodes of the run agree on.
+        settings: Settings of the run, the same on all its nodes.
         command: Program and arguments of a worker; `${local_rank}` in an argument is replaced.
-        environment: Environment of the workers, less what the agent adds for each.
-        rendezvous: Where the rendezvous service is.
-        timer: Where the timer service is.
+        environment: Environment of the workers, without the variables that the agent adds for each.
+        rendezvous: The rendezvous service.
+        timer: The timer service.
         local_world_size: Workers on this host.
         role: Role of the workers.
         topology: Where this host is, from the outermost place to the innermost, as in "hall2/rack7".
         working_directory: Of the workers; None: the agent's.
-        log_dir: Where to make the folder of their output; None: a new temporary one.
+        log_dir: Folder in which the folder of their output is made; None: a new temporary one.
         redirects: Streams that the console doesn't show.
         tee: Streams that the console shows with a prefix.
-        connect_timeout: How long to try for a first answer of the rendezvous service.
-        lost_timeout: How long to try for an answer of the rendezvous service once it is lost.
-        close_timeout: How long to try to give the lease back.
+        connect_timeout: Limit for the first response of the rendezvous service.
+        lost_timeout: Limit for a response of the rendezvous service after the connection was lost.
+        close_timeout: Limit for giving the lease back.
         shutdown_timeout: How long workers may take to stop before they are killed (torchrun's
             `--shutdown-timeout`). Shorter loses checkpoints; longer keeps every other host waiting.
-        stall_after: Have the run reported when none of its workers advances for so long; 0: never; None: as the
-            timer service is set.
+        stall_after: The run is reported as stalled when none of its workers advances for so long; 0: never; None: the
+            setting of the timer service.
         require_watchdog: Start workers only while the timer service guards them, and leave the run when it has not for
             `watchdog_timeout`.
-        watchdog_timeout: How long a job that requires a watchdog does without, from the moment at which its absence is
-            noted. Longer rides out a longer absence of the timer service; meanwhile a worker that hangs is not reaped.
-        evidence_timeout: How long to look into a worker that hangs before it is killed; 0: not at all.
+        watchdog_timeout: How long a job that requires a watchdog runs without one, from the moment at which its absence
+            is noted. Longer survives a longer absence of the timer service; meanwhile a hung worker is not killed.
+        evidence_timeout: Limit for the diagnosis of a hung worker before it is killed; 0: no diagnosis.
         virtual_local_rank: Give every worker LOCAL_RANK 0 and one visible device (torchrun's
             `--virtual-local-rank`).
         master_address: MASTER_ADDR of every round; None: the address of the node with group rank 0.
@@ -72,29 +72,28 @@ class JobConfig:
         local_ranks_filter: Local ranks whose output the console shows; None: all.
         duplicate_stdout_filters: Lines of standard output with one of these texts are copied to one file for all
             workers of the host; empty: no such file.
-        duplicate_stderr_filters: The same of standard error.
+        duplicate_stderr_filters: As `duplicate_stdout_filters`, for standard error.
         line_prefix: Template of the prefix of teed lines, with `${role_name}`, `${local_rank}` and `${rank}`; None:
             torchrun's.
-        keep_attempts: How many attempts' logs stay, the latest; 0: all.
+        keep_attempts: How many attempts' logs are kept, the latest; 0: all.
         log_max_bytes: Size at which a log file is rotated; None: never.
-        log_keep_files: How many rotated files of one stream stay, beside the one being written.
-        numa_binding: `node`, `socket`, `exclusive` or `core-complex`; None: workers run anywhere.
-        call: Each worker is a fork of the spawner that calls what that has loaded (see Spawner.fork); `command` only
-            names it.
+        log_keep_files: How many rotated files of one stream are kept, beside the one being written.
+        numa_binding: `node`, `socket`, `exclusive` or `core-complex`; None: workers run on any processor.
+        call: Each worker is a fork of the spawner that calls the function loaded there (see Spawner.fork); `command`
+            only names it.
         rlimits: Resource limits of the workers by name, as in {"nofile": (65536, 65536)}; -1 is no limit.
-        stop_signal: What workers get first when they are stopped; SIGINT for Ctrl-C, whatever this says.
-        health_checks: What must hold of the host before it takes its place in a round, as
-            rallypoint.agent.health.checks names it: "disk:2%", "memory:1GiB", "gpu", "command:/opt/check".
-        health_timeout: How long all of them may take together.
-        maintenance_command: Program with arguments that ends with exit code 0 when this host is announced to go
-            down; its first line of output is the reason. None: nobody watches.
+        stop_signal: First signal to workers that are stopped. After Ctrl-C it is always SIGINT.
+        health_checks: Checks that must pass before the host confirms a round; rallypoint.agent.health.checks has
+            their names: "disk:2%", "memory:1GiB", "gpu", "command:/opt/check".
+        health_timeout: Limit for all of them together.
+        maintenance_command: Program with arguments that ends with exit code 0 when maintenance of this host is
+            announced; its first line of output is the reason. None: no such program.
         drain_grace: How long workers get to finish or to checkpoint when the host is drained.
-        warn_signal: What workers get, beside the notice in a file, when the host is drained; None: nothing.
-        failure_file: Where to write the machine-readable report of a failed job too; it is in `log_dir` anyway.
-        event_log: Where the job's events go: `null`, `console`, `file:PATH`, or the name of an entry point of the
-            group `rallypoint.event_sinks` (torchrun's `--event-log-handler`).
-        event_sinks: Callables that get the events too, and the metrics that are made of them; see
-            rallypoint.agent.events.handlers.
+        warn_signal: Signal to workers, beside the notice in a file, when the host is drained; None: no signal.
+        failure_file: Second path for the machine-readable report of a failed job; the first is in `log_dir`.
+        event_log: Destination of the job's events: `null`, `console`, `file:PATH`, or the name of an entry point of
+            the group `rallypoint.event_sinks` (torchrun's `--event-log-handler`).
+        event_sinks: Callables that receive the events too, such as AgentMetrics; see rallypoint.agent.events.handlers.
     """
 
     run_id: str
@@ -145,13 +144,13 @@ class JobConfig:
 
     @property
     def max_restarts(self) -> int | None:
-        """Restarts that the whole run may have; None: they are counted in a window."""
+        """Limit of restarts over the whole run; None: they are counted in a window."""
         settings = self.settings
         return None if settings.restart_window.ToNanoseconds() else settings.max_restarts
 
     @property
     def output(self) -> OutputOptions:
-        """What becomes of the output of its workers."""
+        """Options for the output of its workers."""
         return OutputOptions(
             role=self.role,
             redirects=self.redirects,
@@ -166,8 +165,8 @@ class JobConfig:
 
 
 def new_node_id() -> str:
-    """A name for this agent that no other has: host, process and a random part.
+    """A unique name for this agent: host, process and a random part.
 
-    A host may run several agents, and containers share process ids, so none of the parts would do alone.
+    A host may run several agents, and containers share process ids, so no part alone is unique.
     """
     return f"{socket.gethostname()}_{os.getpid()}_{secrets.token_hex(3)}"

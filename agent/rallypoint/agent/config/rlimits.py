@@ -1,4 +1,4 @@
-"""Limits of workers' resources, as users write them: `nofile=65536`, `core=0:unlimited`."""
+"""Parsers for resource limits of workers (`nofile=65536`, `core=0:unlimited`) and quantities (`10GiB`, `2%`)."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ KNOWN = tuple(
         if name.startswith("RLIMIT_") and name != "RLIMIT_OFILE"  # an old name of nofile
     )
 )
-"""Names of the limits that this system has: those of setrlimit(2) in small letters, without RLIMIT_."""
+"""Names of this system's limits: those of setrlimit(2) in lower case, without RLIMIT_."""
 
 
 class RlimitError(ValueError):
-    """A limit that does not exist, or can't have its value; one line."""
+    """A limit that does not exist, or an invalid value; one line."""
 
 
 def parse_rlimit(text: str) -> tuple[str, tuple[int, int]]:
-    """Reads one limit.
+    """Parse one limit.
 
     Args:
-        text: `NAME=SOFT[:HARD]`; without HARD it is the same as SOFT. A value is a number, one with K, M, G or T for
+        text: `NAME=SOFT[:HARD]`; HARD defaults to SOFT. A value is a number, a number with K, M, G or T for
             powers of 1024, or `unlimited` (or -1). Units are setrlimit(2)'s: bytes for sizes, seconds for cpu.
 
     Returns:
         The name, and the soft and the hard limit; -1 is no limit.
 
     Raises:
-        RlimitError: it is none.
+        RlimitError: `text` is not a valid limit.
     """
     name, separator, values = text.strip().partition("=")
     name = name.strip().lower().removeprefix("rlimit_")
     if not separator or not name:
-        raise RlimitError(f"{text!r} is no limit; {_FORM}")
+        raise RlimitError(f"{text!r} is not a resource limit; {_FORM}")
     soft, _, hard = values.partition(":")
     limits = (_value(text, soft), _value(text, hard) if hard else _value(text, soft))
     check_rlimits({name: limits})
@@ -50,10 +50,10 @@ def parse_rlimit(text: str) -> tuple[str, tuple[int, int]]:
 
 
 def check_rlimits(limits: Mapping[str, tuple[int, int]]) -> None:
-    """Raises RlimitError for a limit that does not exist here, or whose soft value is above its hard one."""
+    """Raise RlimitError for a limit that does not exist here, or whose soft value is above its hard one."""
     for name, (soft, hard) in limits.items():
         if name not in KNOWN:
-            raise RlimitError(f"{name!r} is no limit of this system; known: {', '.join(KNOWN)}")
+            raise RlimitError(f"{name!r} is not a resource limit of this system; known: {', '.join(KNOWN)}")
         if min(soft, hard) < UNLIMITED:
             raise RlimitError(f"{name}={soft}:{hard}: only -1, for no limit, may be negative")
         if hard != UNLIMITED and (soft == UNLIMITED or soft > hard):
@@ -63,13 +63,13 @@ def check_rlimits(limits: Mapping[str, tuple[int, int]]) -> None:
 
 
 def check_allowed(limits: Mapping[str, tuple[int, int]]) -> None:
-    """Raises RlimitError for a hard limit that this process may not give to its children; all are known ones."""
+    """Raise RlimitError for a hard limit that this process may not set for its children; all names are known."""
     for name, (_, hard) in limits.items():
         number = getattr(resource, f"RLIMIT_{name.upper()}")
         own = resource.getrlimit(number)
         if own[1] == UNLIMITED or UNLIMITED < hard <= own[1]:
             continue
-        # Who may raise it depends on more than the user (capabilities, namespaces, sysctl): the kernel is asked.
+        # The right to raise it depends on more than the user (capabilities, namespaces, sysctl): let the kernel decide.
         try:
             resource.setrlimit(number, (own[0], hard))
         except (OSError, ValueError):
@@ -86,10 +86,10 @@ def _value(text: str, value: str) -> int:
         return UNLIMITED
     found = re.fullmatch(r"([0-9]{1,18})([KMGT]?)", value)
     if found is None:
-        raise RlimitError(f"{text!r} has {value!r}, which is no number; {_FORM}")
+        raise RlimitError(f"{text!r} has {value!r}, which is not a number; {_FORM}")
     number = int(found[1]) * _UNITS[found[2]]
     if number >= 1 << 63:
-        raise RlimitError(f"{text!r} is more than the kernel can count; say unlimited")
+        raise RlimitError(f"{text!r} is too large for the kernel; use unlimited")
     return number
 
 
@@ -97,7 +97,7 @@ def _text(limit: int) -> str:
     return "unlimited" if limit == UNLIMITED else str(limit)
 
 
-# ---- Amounts of memory or disk, as people write them: 10GiB, 500MB, or a part of the whole, 2%.
+# ---- Quantities of memory or disk as users write them: 10GiB, 500MB, or a part of the whole, 2%.
 
 
 _DECIMAL_UNITS = {"k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
@@ -106,15 +106,15 @@ _PATTERN = re.compile(r"(\d+(?:\.\d+)?)\s*(%|(?:[kmgt]i?)?b?)", re.IGNORECASE)
 
 
 class QuantityError(ValueError):
-    """A text that is no amount; one line."""
+    """A text that is not a quantity; one line."""
 
 
 @dataclass(frozen=True, slots=True)
 class Quantity:
-    """So many bytes, or so much of a whole.
+    """A number of bytes, or a part of a whole.
 
     Attributes:
-        bytes: How many; None for a part.
+        bytes: The number; None for a part.
         part: From 0 to 1; None for bytes.
     """
 
@@ -122,19 +122,19 @@ class Quantity:
     part: float | None = None
 
     def of(self, whole: int) -> int:
-        """Bytes, where the whole has so many."""
+        """The quantity in bytes, of a whole with so many bytes."""
         return self.bytes if self.bytes is not None else round((self.part or 0.0) * whole)
 
 
 def parse_quantity(text: str) -> Quantity:
-    """Reads an amount.
+    """Parse a quantity.
 
     Raises:
-        QuantityError: It is none.
+        QuantityError: `text` is not a quantity.
     """
     match = _PATTERN.fullmatch(text.strip())
     if match is None:
-        raise QuantityError(f"{text!r} is no amount")
+        raise QuantityError(f"{text!r} is not a quantity")
     number, unit = float(match[1]), match[2].lower()
     if unit == "%":
         if number > 100:
@@ -147,7 +147,7 @@ def parse_quantity(text: str) -> Quantity:
 
 
 def in_words(count: int) -> str:
-    """So many bytes, for people."""
+    """Return a number of bytes as text with a unit, as in "1.5 GiB"."""
     for unit, size in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if count >= size:
             return f"{count / size:.1f} {unit}"

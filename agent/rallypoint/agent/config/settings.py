@@ -1,4 +1,4 @@
-"""The settings of a run, as `--rdzv-conf` names them."""
+"""The settings of a run, by their names in `--rdzv-conf`."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 
 # ---- Bounds that no sensible job comes near.
 #
-# The rendezvous service has the same, and refuses what passes them. Here they give the one-line error before
-# anything is
-# started, and keep numbers within what a message can hold.
+# The rendezvous service has the same bounds and refuses larger values. Here they give a one-line error before
+# anything is started, and keep numbers within the range of the messages' fields.
 
 
 MOST_NODES = 100_000
@@ -38,7 +37,7 @@ _MAY_BE_ZERO = (
     "restart_window",
     "restart_backoff",
 )
-# Kept by the agent, not agreed by the run.
+# Timeouts of the agent, not settings of the run.
 _LOCAL = ("close_timeout", "read_timeout")
 KNOWN_SETTINGS = (
     *_DURATIONS,
@@ -49,22 +48,22 @@ KNOWN_SETTINGS = (
     "rank_policy",
 )
 
-# Seconds that workers get to stop, unless told otherwise; torchrun's default.
+# Default of the seconds that workers get to stop; as in torchrun.
 SHUTDOWN_TIMEOUT = 30.0
 
-# Seconds that looking into a worker that hangs may take before it is killed, in all. A tenth of it is usual; more is
-# for processes that don't answer. Longer delays the restart where evidence is hard to have; shorter loses it there.
+# Limit in seconds for the whole diagnosis of a hung worker before it is killed. It usually takes a tenth of that; more
+# is for processes that don't respond. For those, a longer limit delays the restart, a shorter one loses diagnostics.
 EVIDENCE_TIMEOUT = 2.0
 
-# Seconds that a job that requires a watchdog does without. A timer service is started again, or moves, within that;
-# the five that pass before its absence is noted come on top.
+# Seconds that a job that requires a watchdog runs without one. A timer service is restarted, or moves, within that;
+# the five seconds before its absence is noted come on top.
 WATCHDOG_TIMEOUT = 30.0
 
-# Seconds that the checks of a host's health may take, all together. They delay a restart after a failure.
+# Limit in seconds for all health checks of a host together. They delay a restart after a failure.
 HEALTH_TIMEOUT = 10.0
 
-# Seconds that the workers of a host that is drained get to finish or to checkpoint. Announcements of maintenance come
-# two minutes ahead at the least, with the large clouds.
+# Seconds that the workers of a drained host get to finish or to checkpoint. The large clouds announce maintenance at
+# least two minutes ahead.
 DRAIN_GRACE = 90.0
 
 _MOST_RESTARTS_KEPT = 10_000
@@ -72,12 +71,12 @@ _MOST_ATTEMPTS = 1000
 
 
 class RunSettingError(ValueError):
-    """A setting that does not exist, or a value that it can't have; one line."""
+    """A setting that does not exist, or an invalid value; one line."""
 
 
 @dataclass(frozen=True, slots=True)
 class RendezvousConf:
-    """What `--rdzv-conf` says: the run's settings, and the agent's own timeouts in seconds."""
+    """The parsed `--rdzv-conf`: the run's settings, and the agent's own timeouts in seconds."""
 
     settings: pb.RunSettings
     close_timeout: float = 30.0
@@ -90,17 +89,17 @@ def rendezvous_conf(
     max_restarts: int,
     shutdown_timeout: float = SHUTDOWN_TIMEOUT,
 ) -> RendezvousConf:
-    """The settings of a run, of its node counts and what `--rdzv-conf` adds.
+    """Build the settings of a run from its node counts and `--rdzv-conf`.
 
     Args:
-        pairs: What it adds.
+        pairs: Keys and values of `--rdzv-conf`.
         nodes: Fewest and most nodes of a round.
         max_restarts: Restarts of failing workers, over the whole run.
-        shutdown_timeout: Seconds that workers may take to stop. A longer one than usual gets a longer confirm
-            timeout, unless `pairs` has one: a host that still stops its workers must not be taken for lost.
+        shutdown_timeout: Seconds that workers may take to stop. More than the default also extends the confirm timeout,
+            unless `pairs` has one: a host that is still stopping its workers must not be considered lost.
 
     Raises:
-        RunSettingError: A key is unknown, or a value is no number, or out of its range; one line.
+        RunSettingError: A key is unknown, or a value is not a number, or out of its range; one line.
     """
     settings = pb.RunSettings(min_nodes=nodes[0], max_nodes=nodes[1], max_restarts=max_restarts)
     if shutdown_timeout > SHUTDOWN_TIMEOUT:
@@ -108,7 +107,7 @@ def rendezvous_conf(
     local: dict[str, float] = {}
     for key, text in pairs.items():
         if key not in KNOWN_SETTINGS:
-            raise RunSettingError(f"{key!r} is no setting; known: {', '.join(sorted(KNOWN_SETTINGS))}")
+            raise RunSettingError(f"{key!r} is not a setting; known: {', '.join(sorted(KNOWN_SETTINGS))}")
         if key == "scale_up_policy":
             settings.scale_up_policy = _choice(key, text, pb.ScaleUpPolicy)
         elif key == "rank_policy":
@@ -129,7 +128,7 @@ def _check_budgets(settings: pb.RunSettings) -> None:
     of_run, of_node = settings.max_restarts, settings.max_restarts_per_node
     if of_node > of_run:
         raise RunSettingError(
-            f"max_restarts_per_node={of_node} never comes to bear: the run ends after {of_run} restarts in all "
+            f"max_restarts_per_node={of_node} has no effect: the run ends after {of_run} restarts in all "
             "(--max-restarts); raise that, or lower this"
         )
     if of_run > _MOST_RESTARTS_KEPT and (of_node or settings.restart_window.ToNanoseconds()):
@@ -157,7 +156,7 @@ def _whole(key: str, text: str, least: int, most: int) -> int:
 
 
 def _choice(key: str, text: str, choices: Any) -> Any:
-    """One of an enum's values by its name without the prefix, in small letters and with dashes if one likes."""
+    """Return an enum's value by its name without the prefix, in any case, with dashes or underscores."""
     prefix = choices.Name(choices.values()[0]).removesuffix("UNSPECIFIED")
     names = {name.removeprefix(prefix): number for name, number in choices.items() if number}
     name = text.upper().replace("-", "_")

@@ -1,4 +1,4 @@
-"""The decisions of an agent, pure: what it does when the run, its workers or its user change something.
+"""Pure decisions of an agent when the run, its workers or its user change something.
 
 `decide(state, event) -> (state, effects)`. Standard library only; no clock, no I/O.
 """
@@ -73,50 +73,50 @@ __all__ = [
 
 
 class Health(Enum):
-    """What is known of the host's health, where there are checks of it."""
+    """Result of the host's last health check, for a job with health checks."""
 
     FOUND = auto()
-    # Workers have run since: what was found a moment ago still holds.
+    # Workers have run since: a check of a moment ago is still valid.
     DOUBTED = auto()
-    # Something went wrong here since: only a new look will do.
+    # Something went wrong on this host since: only a new check is valid.
     SUSPECT = auto()
 
 
 @dataclass(frozen=True, slots=True)
 class AgentState:
-    """What an agent knows and has done."""
+    """State of an agent: the latest update of the run, its own progress, and its plans to leave."""
 
     phase: Phase = Phase.JOINABLE
     assignment: Assignment | None = None
     restart_count: int = 0
     detail: str = ""
-    # Whether nodes whose workers succeeded need wait for the others no longer.
+    # True if nodes whose workers succeeded no longer wait for the others.
     exit_barrier_passed: bool = False
     workers: Workers = Workers.ABSENT
-    # The last round that this node confirmed, started, and finished with success; 0: none.
+    # The last rounds that this node confirmed, started, and finished with success; 0: none.
     confirmed: int = 0
     started: int = 0
     succeeded: int = 0
-    # Whether the host's health can be looked into, and is to be before each round that the node confirms.
+    # True if the job has health checks: they run before each round that the node confirms.
     checks: bool = False
     health: Health = Health.DOUBTED
     examining: bool = False
     # The last round for which the host was found healthy.
     fit_for: int = 0
-    # Why this host can't run another round, once it can't.
+    # Reason for which this host can't run another round; None: it can.
     unhealthy: str | None = None
-    # Why this node is to leave as soon as its workers are done or have saved their state, once it is.
+    # Reason to leave as soon as the workers are done or have saved their state; None: the node is not drained.
     draining: str | None = None
-    # Why this node is to leave, once it is.
+    # Reason to leave now; None: the node stays.
     leaving: str | None = None
     left: bool = False
-    # Out of the run: nothing can be told to it any more.
+    # The membership has ended: nothing can be sent to the run any more.
     out: bool = False
     finished: bool = False
 
 
 def decide(state: AgentState, event: Event) -> tuple[AgentState, list[Effect]]:
-    """Take an event; returns the new state and what is to be done, in order."""
+    """Take an event; return the new state and the effects to carry out, in order."""
     if state.finished:
         return state, []
     state, effects = _note(state, event)
@@ -127,7 +127,7 @@ def decide(state: AgentState, event: Event) -> tuple[AgentState, list[Effect]]:
 
 
 def _note(state: AgentState, event: Event) -> tuple[AgentState, list[Effect]]:
-    """What an event says, and what it calls for whatever else is the case."""
+    """Note an event in the state; return the effects that it causes in any state."""
     match event:
         case RunUpdated():
             return _note_update(state, event)
@@ -146,8 +146,8 @@ def _note(state: AgentState, event: Event) -> tuple[AgentState, list[Effect]]:
         case GroupStopped():
             return replace(state, workers=Workers.ABSENT), []
         case HealthChecked():
-            seat = state.assignment if state.phase is Phase.FROZEN else None
-            fit_for = seat.round if seat is not None else state.fit_for
+            assignment = state.assignment if state.phase is Phase.FROZEN else None
+            fit_for = assignment.round if assignment is not None else state.fit_for
             return replace(state, health=Health.FOUND, examining=False, fit_for=fit_for), []
         case StopRequested() | DrainRequested() | DrainOver() | NodeUnhealthy():
             return _note_parting(state, event)
@@ -169,12 +169,12 @@ def _note_update(state: AgentState, event: RunUpdated) -> tuple[AgentState, list
 
 
 def _is_leaving(state: AgentState) -> bool:
-    """Whether this node is on its way out, or is out."""
+    """True if this node is leaving, has left, or is no longer a member."""
     return state.leaving is not None or state.left or state.out
 
 
 def _parts(state: AgentState) -> bool:
-    """Whether what becomes of this node's workers is the run's matter no longer."""
+    """True if a failure of this node's workers no longer concerns the run."""
     return _is_leaving(state) or state.draining is not None or state.phase is Phase.CLOSED
 
 
@@ -185,7 +185,7 @@ def _depart(state: AgentState, detail: str) -> tuple[AgentState, list[Effect]]:
 def _note_parting(
     state: AgentState, event: StopRequested | DrainRequested | DrainOver | NodeUnhealthy
 ) -> tuple[AgentState, list[Effect]]:
-    """What calls for this node to leave, now or soon. Who is going already goes on."""
+    """Note a reason for this node to leave, now or soon. A node that is leaving already continues to leave."""
     match event:
         case NodeUnhealthy():
             return _note_unhealthy(state, event)
@@ -201,34 +201,34 @@ def _note_parting(
 
 def _note_failure(state: AgentState) -> tuple[AgentState, list[Effect]]:
     if state.workers is Workers.STOPPING and state.started and not _parts(state):
-        # The end of the round was told while this was on its way. What it caused elsewhere was heard of first.
+        # The run ended the round before this failure was reported. Its consequences on other nodes were reported first.
         return replace(state, health=Health.SUSPECT), [SendFailure(state.started)]
     if state.workers is not Workers.RUNNING:
         return state, []
     stopping = replace(state, workers=Workers.STOPPING, health=Health.SUSPECT)
     if state.draining is not None and not _is_leaving(state):
-        # The node takes its workers away in any case: that must not cost the run a restart of its budget.
-        stopping, departed = _depart(stopping, f"{state.draining} (a worker of it failed meanwhile)")
+        # The node stops its workers in any case: that must not cost the run a restart of its budget.
+        stopping, departed = _depart(stopping, f"{state.draining} (one of its workers failed meanwhile)")
         return stopping, [*departed, StopWorkers("a worker failed")]
-    # Told at once, before the others here are stopped: every moment of it is downtime on all nodes.
+    # Report it before the other workers here are stopped: every moment until then is downtime on all nodes.
     return stopping, [SendFailure(state.started), StopWorkers("a worker failed")]
 
 
 def _note_unhealthy(state: AgentState, event: NodeUnhealthy) -> tuple[AgentState, list[Effect]]:
     if state.unhealthy is not None:
         return state, []
-    unfit = replace(state, unhealthy=event.detail)
+    unhealthy = replace(state, unhealthy=event.detail)
     if _is_leaving(state):
-        return unfit, []
+        return unhealthy, []
     if state.workers is Workers.ABSENT and state.succeeded and state.succeeded == state.started:
-        # What its workers have achieved stands: to go now would cost the others a round.
-        return unfit, []
-    # Told at once: the others need not wait for what will never end here.
-    return _depart(unfit, event.detail)
+        # Its workers have succeeded, and that counts: to leave now would cost the others a round.
+        return unhealthy, []
+    # Announce it at once: the other nodes must not wait for processes that never end here.
+    return _depart(unhealthy, event.detail)
 
 
 def _next_step(state: AgentState) -> tuple[AgentState, Effect] | None:
-    """The one thing to do next in this state, and the state after it; None where it is time to wait."""
+    """The next effect in this state, and the state after it; None if the agent must wait for an event."""
     if state.finished:
         return None
     reason = _reason_to_stop(state)
@@ -246,12 +246,12 @@ def _next_step(state: AgentState) -> tuple[AgentState, Effect] | None:
 
 
 def _is_to_go(state: AgentState) -> bool:
-    """Whether this node, without workers, is on its way out of the run."""
-    unfit = state.unhealthy is not None and not _stands_by_success(state)
-    seat = state.assignment
+    """True if this node, which has no workers, must leave the run."""
+    unhealthy = state.unhealthy is not None and not _stands_by_success(state)
+    assignment = state.assignment
     let_go = state.exit_barrier_passed or state.draining is not None
-    done = let_go and seat is not None and state.succeeded == seat.round
-    return state.leaving is not None or unfit or done
+    done = let_go and assignment is not None and state.succeeded == assignment.round
+    return state.leaving is not None or unhealthy or done
 
 
 def _step_out(state: AgentState) -> tuple[AgentState, Effect]:
@@ -260,29 +260,33 @@ def _step_out(state: AgentState) -> tuple[AgentState, Effect]:
         return gone, SendLeave(state.leaving)
     if state.unhealthy is not None and not _stands_by_success(state):
         return replace(state, leaving=state.unhealthy), SendDeparture(state.unhealthy)
-    # The round does without those that have done their part.
+    # The round continues without nodes whose workers have succeeded.
     why = "the exit barrier is over" if state.exit_barrier_passed else f"{state.draining}"
     return gone, SendLeave(f"its workers succeeded, and {why}")
 
 
 def _step_in(state: AgentState) -> tuple[AgentState, Effect] | None:
-    """The next step towards workers that run."""
+    """The next step towards running workers."""
     if state.checks and not state.examining and _is_to_be_examined(state):
         return replace(state, examining=True), CheckHealth(fresh=state.health is Health.SUSPECT)
-    seat = state.assignment
-    if seat is None:
+    assignment = state.assignment
+    if assignment is None:
         return None
-    fit = not state.checks or state.fit_for == seat.round
-    if state.phase is Phase.FROZEN and state.confirmed != seat.round and fit:
-        return replace(state, confirmed=seat.round), SendConfirm(seat.round)
-    if state.phase is Phase.FINAL and state.confirmed == seat.round and state.started != seat.round:
-        running = replace(state, workers=Workers.RUNNING, started=seat.round, health=Health.DOUBTED)
-        return running, StartWorkers(seat, state.restart_count)
+    fit = not state.checks or state.fit_for == assignment.round
+    if state.phase is Phase.FROZEN and state.confirmed != assignment.round and fit:
+        return replace(state, confirmed=assignment.round), SendConfirm(assignment.round)
+    if (
+        state.phase is Phase.FINAL
+        and state.confirmed == assignment.round
+        and state.started != assignment.round
+    ):
+        running = replace(state, workers=Workers.RUNNING, started=assignment.round, health=Health.DOUBTED)
+        return running, StartWorkers(assignment, state.restart_count)
     return None
 
 
 def _has_drained(state: AgentState, reason: str | None) -> bool:
-    """Whether a node that is being drained has no workers left to wait for, and is to say that it goes."""
+    """True if a node that is being drained has no workers left to wait for, and must announce that it leaves."""
     if _is_leaving(state) or state.phase is Phase.CLOSED:
         return False
     if state.workers is Workers.RUNNING:
@@ -291,22 +295,22 @@ def _has_drained(state: AgentState, reason: str | None) -> bool:
 
 
 def _is_to_be_examined(state: AgentState) -> bool:
-    """Whether it is time to look into the host's health: while a round forms, and at the latest when it waits."""
-    seat = state.assignment
-    if state.phase is Phase.FROZEN and seat is not None:
-        return seat.round not in (state.confirmed, state.fit_for)
+    """True if it is time to check the host's health: while a round forms, at the latest before its confirmation."""
+    assignment = state.assignment
+    if state.phase is Phase.FROZEN and assignment is not None:
+        return assignment.round not in (state.confirmed, state.fit_for)
     return state.phase is Phase.JOINABLE and state.health is not Health.FOUND
 
 
 def _stands_by_success(state: AgentState) -> bool:
-    """Whether the round in which the workers here succeeded is still the latest, or the last."""
-    seat = state.assignment
-    latest = state.phase is Phase.FINAL and seat is not None and seat.round == state.succeeded
+    """True if the round in which the workers here succeeded is still the latest, or the run is closed."""
+    assignment = state.assignment
+    latest = state.phase is Phase.FINAL and assignment is not None and assignment.round == state.succeeded
     return latest or state.phase is Phase.CLOSED
 
 
 def _reason_to_stop(state: AgentState) -> str | None:
-    """Why the workers that run must stop; None if they may run on."""
+    """Reason for which the running workers must stop; None if they may continue."""
     if state.leaving is not None:
         return state.leaving
     if state.phase is Phase.CLOSED:

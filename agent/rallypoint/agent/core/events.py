@@ -1,4 +1,4 @@
-"""The words of an agent's core: the events that it is told of, and the effects that it answers with. Pure data."""
+"""Vocabulary of an agent's core: the events that it takes, and the effects that it returns. Pure data."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 
 class Phase(Enum):
-    """Phase of the run, as far as the agent was told."""
+    """Phase of the run, by the latest update that the agent received."""
 
     JOINABLE = auto()
     FROZEN = auto()
@@ -17,7 +17,7 @@ class Phase(Enum):
 
 
 class Workers(Enum):
-    """What the agent's workers do."""
+    """State of the agent's workers."""
 
     ABSENT = auto()
     RUNNING = auto()
@@ -26,7 +26,7 @@ class Workers(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """The node's place in a round; the fields are those of the protocol's message."""
+    """The node's ranks in a round; the fields are those of the protocol's message."""
 
     round: int
     group_rank: int
@@ -42,9 +42,9 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True)
 class RunUpdated:
-    """The run changed; `detail` says how the round before ended.
+    """The run changed; `detail`: how the previous round ended.
 
-    `settling`: a worker failed somewhere, and before that ends the run it is to be known which failure was the first.
+    `settling`: a worker failed on some node, and the settle window for reports of an earlier failure is open.
     """
 
     phase: Phase
@@ -57,14 +57,14 @@ class RunUpdated:
 
 @dataclass(frozen=True, slots=True)
 class LeaseEnded:
-    """The node's lease is lost; it is joining anew."""
+    """The node's lease is lost; it joins again."""
 
     detail: str
 
 
 @dataclass(frozen=True, slots=True)
 class GroupFailed:
-    """A worker of the latest group failed, or could not be started; never for being stopped."""
+    """A worker of the latest group failed, or could not be started. Not for a worker that ended because of a stop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,46 +76,46 @@ class GroupSucceeded:
 class GroupStopped:
     """The group was stopped: none of its processes, and none of their descendants, is alive.
 
-    Where some outlive SIGKILL, NodeUnhealthy comes first, and this says that nothing more can be done about them.
+    If some outlive SIGKILL, NodeUnhealthy comes first, and then this event: the agent has stopped trying to kill them.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class HealthChecked:
-    """The host was found healthy; NodeUnhealthy comes instead if it was not."""
+    """The health checks passed; if not, NodeUnhealthy comes instead."""
 
 
 @dataclass(frozen=True, slots=True)
 class NodeUnhealthy:
-    """No other round may run on this host; `detail` says why: what outlived SIGKILL, or what a check found."""
+    """No other round may run on this host; `detail`: the processes that outlived SIGKILL, or the failed check."""
 
     detail: str
 
 
 @dataclass(frozen=True, slots=True)
 class StopRequested:
-    """Somebody wants this node to leave the run; `detail` says who."""
+    """A user or a signal requested that this node leave the run; `detail`: the source of the request."""
 
     detail: str
 
 
 @dataclass(frozen=True, slots=True)
 class DrainRequested:
-    """This node is to leave the run once its workers are done or have saved their state; `detail` says why."""
+    """This node must leave the run once its workers are done or have saved their state; `detail`: the reason."""
 
     detail: str
 
 
 @dataclass(frozen=True, slots=True)
 class DrainOver:
-    """Nothing more is to be waited for: `how` says whether all workers here saved their state, or had their time."""
+    """The wait of a drain is over; `how`: all workers here saved their state, or the grace period has ended."""
 
     how: str
 
 
 @dataclass(frozen=True, slots=True)
 class MembershipEnded:
-    """The node is out of the run: it left, the run was closed, or it was refused; `detail` says why it was refused."""
+    """The node is no longer a member: it left, the run was closed, or it was refused (`detail`: the reason)."""
 
     detail: str = ""
 
@@ -145,54 +145,54 @@ class StartWorkers:
 
 @dataclass(frozen=True, slots=True)
 class StopWorkers:
-    """Stop the workers; `detail` says why. GroupStopped follows."""
+    """Stop the workers; `detail`: the reason. GroupStopped follows."""
 
     detail: str
 
 
 @dataclass(frozen=True, slots=True)
 class CollectFailures:
-    """Look whether a worker has raised that has not ended yet; if so, GroupFailed follows."""
+    """Check whether a worker has raised and not ended yet; if so, GroupFailed follows."""
 
 
 @dataclass(frozen=True, slots=True)
 class WarnWorkers:
-    """Tell the workers that this node is going to leave, and why. DrainOver follows, in time."""
+    """Warn the workers that this node is going to leave; `detail`: the reason. DrainOver follows later."""
 
     detail: str
 
 
 @dataclass(frozen=True, slots=True)
 class CheckHealth:
-    """Look into the host's health; Examined or NodeUnhealthy follows. `anew`: what was found earlier will not do."""
+    """Run the health checks; HealthChecked or NodeUnhealthy follows. `fresh`: an earlier result is not valid."""
 
     fresh: bool
 
 
 @dataclass(frozen=True, slots=True)
 class SendConfirm:
-    """Tell the run that no worker of an earlier round is alive here."""
+    """Confirm to the run that no worker of an earlier round is alive here."""
 
     round: int
 
 
 @dataclass(frozen=True, slots=True)
 class SendFailure:
-    """Tell the run that a worker failed."""
+    """Report to the run that a worker failed."""
 
     round: int
 
 
 @dataclass(frozen=True, slots=True)
 class SendSuccess:
-    """Tell the run that the workers succeeded."""
+    """Report to the run that the workers succeeded."""
 
     round: int
 
 
 @dataclass(frozen=True, slots=True)
 class SendDeparture:
-    """Tell the run that this node stops its workers in order to leave."""
+    """Announce to the run that this node stops its workers in order to leave."""
 
     detail: str
 
@@ -206,7 +206,7 @@ class SendLeave:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """Nothing is left to do."""
+    """End the job: there is nothing left to do."""
 
 
 Effect: TypeAlias = (

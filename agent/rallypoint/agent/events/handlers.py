@@ -1,4 +1,4 @@
-"""Where the events of a job go: `--event-log-handler`, and callables of its user's."""
+"""Delivery of a job's events to `--event-log-handler`, and to callables of its user."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from rallypoint.rpc.endpoint import SettingError
 from rallypoint.rpc.logs import get_logger
 
 EventSink: TypeAlias = Callable[[AgentEvent], object]
-"""Takes one event. Called from one thread, one event after the other; what it raises is logged and goes no further."""
+"""Takes one event. Called from one thread, one event after the other; its exceptions are logged and not propagated."""
 
 ENTRY_POINTS = "rallypoint.event_sinks"
 """Group of entry points: each a callable without arguments that returns an EventSink."""
 
-# A job has some ten events a round and worker. What is more than this behind is not worth its memory.
+# A job has some ten events a round and worker. Events beyond this backlog are not worth their memory.
 _WAITING = 10_000
 
 _log = get_logger("rallypoint.agent.events")
 
 
 def open_event_log(text: str) -> EventSink | None:
-    """The sink that a value of `--event-log-handler` names.
+    """Open the sink for a value of `--event-log-handler`.
 
     Args:
         text: "null" for none, "console" for the agent's log, "file:PATH" for lines of JSON, or the name of an entry
             point of the group ENTRY_POINTS.
 
     Returns:
-        The sink; None where nobody wants to know.
+        The sink; None for "null".
 
     Raises:
-        SettingError: There is none of that name, or its file can't be written; one line.
+        SettingError: There is no sink of that name, or its file can't be written; one line.
     """
     if text in ("", "null"):
         return None
@@ -50,7 +50,7 @@ def open_event_log(text: str) -> EventSink | None:
 
 
 def check_event_log(text: str) -> str:
-    """The text, if `open_event_log` would take it; nothing is opened but for a moment.
+    """Return the text if `open_event_log` accepts it; a file is closed at once.
 
     Raises:
         SettingError: See `open_event_log`.
@@ -62,7 +62,7 @@ def check_event_log(text: str) -> str:
 
 
 def _plugged_in(name: str) -> EventSink:
-    # Here and not at the top: it takes 20 ms, and next to nobody needs it.
+    # Not at the top: the import takes 20 ms, and is rarely needed.
     from importlib.metadata import entry_points  # noqa: PLC0415
 
     found = {point.name: point for point in entry_points(group=ENTRY_POINTS)}
@@ -79,7 +79,7 @@ def _plugged_in(name: str) -> EventSink:
 
 
 def log_event(event: AgentEvent) -> None:
-    """Shows an event in the agent's log."""
+    """Write an event to the agent's log."""
     record = event.as_record()
     for known in ("time", "event"):
         del record[known]
@@ -90,10 +90,10 @@ class EventFile:
     """Appends events to a file, a line of JSON each. Several agents may share one on a local file system."""
 
     def __init__(self, path: Path) -> None:
-        """Open it.
+        """Open the file.
 
         Raises:
-            SettingError: That can't be done; one line.
+            SettingError: It can't be opened; one line.
         """
         try:
             self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -107,10 +107,10 @@ class EventFile:
         """Append one event.
 
         Raises:
-            OSError: It is lost, as where the disk is full; the next one may go through.
+            OSError: It is lost, as on a full disk; the next event may be written.
         """
         line = json.dumps(event.as_record(), default=str, separators=(",", ":")).encode()
-        # A line in one write: others may append to the same file. One that broke off stays alone in its line.
+        # Each line in one write: other agents may append to the same file. A torn line is ended before the next one.
         data = self._torn + line + b"\n"
         written = os.write(self._fd, data)
         self._torn = b"" if written == len(data) else b"\n"
@@ -118,15 +118,15 @@ class EventFile:
             raise OSError(f"only {written} of {len(data)} bytes were written")
 
     def close(self) -> None:
-        """Close it."""
+        """Close the file."""
         os.close(self._fd)
 
 
 class EventDelivery:
-    """Hands events to sinks on a thread of its own: no disk and no code of a user's ever holds up the agent."""
+    """Delivers events to sinks on a thread of its own: no disk and no code of a user can block the agent."""
 
     def __init__(self, sinks: Sequence[EventSink]) -> None:
-        """`sinks`: each that has a `close` is closed at the end."""
+        """`sinks`: those with a `close` method are closed at the end."""
         self._sinks = tuple(sinks)
         self._waiting: queue.Queue[AgentEvent | None] = queue.Queue(_WAITING)
         self._thread: threading.Thread | None = None
@@ -150,16 +150,16 @@ class EventDelivery:
 
     @property
     def has_sinks(self) -> bool:
-        """Whether there are sinks."""
+        """True if there are sinks."""
         return bool(self._sinks)
 
     @property
     def under_way(self) -> bool:
-        """Whether there is something for `close` to wait for."""
+        """True if the thread has been started, so that `close` must wait for it."""
         return self._thread is not None
 
     def close(self, timeout: float) -> bool:
-        """Deliver what waits; blocks. False if that takes over `timeout` seconds: the rest is lost."""
+        """Deliver the queued events; blocks. False if that takes over `timeout` seconds: the rest is lost."""
         if self._thread is None:
             self._close_sinks()
             return True
@@ -180,7 +180,7 @@ class EventDelivery:
         try:
             sink(event)
         except Exception as error:
-            if number not in self._failing:  # once, and again after it has worked in between
+            if number not in self._failing:  # log the first failure, and the first after each success
                 _log.warning(
                     "an event is lost: its sink raised",
                     sink=_name_of(sink),
@@ -198,7 +198,9 @@ class EventDelivery:
                 try:
                     close()
                 except Exception as error:
-                    _log.warning("an event sink raised in the end", sink=_name_of(sink), reason=repr(error))
+                    _log.warning(
+                        "an event sink raised when it was closed", sink=_name_of(sink), reason=repr(error)
+                    )
 
 
 def _name_of(sink: EventSink) -> str:

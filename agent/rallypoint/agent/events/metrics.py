@@ -1,4 +1,4 @@
-"""Figures for Prometheus, made of the events of an agent's jobs; docs/metrics.md has the table."""
+"""Prometheus metrics from the events of an agent's jobs; docs/metrics.md has the table."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from rallypoint.agent.events.handlers import EventSink
 from rallypoint.agent.events.recorder import AgentEvent, GroupState, Source
 from rallypoint.serving.metrics import serve_metrics
 
-# Seconds. From a restart of tiny workers to one that waits for hosts: each step about three times the one before.
+# Seconds, from a restart of tiny workers to one that waits for hosts; each about three times the previous one.
 _DURATIONS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
 
 _WORKER_STATES = ("running", "succeeded", "failed", "terminated")
 
-# Names that workers make up for what they measure. What is past it is counted under one name: a program that puts the
-# number of its step into a name would fill the memory of everybody who stores figures.
+# Limit for the names of workers' measurements; further names are counted as one. A program that puts the number of its
+# step into a name would fill the memory of every metrics database.
 _MOST_NAMES = 200
 _OTHER_NAMES = "other"
 
 
 @asynccontextmanager
 async def metrics_at(address: str) -> AsyncIterator[EventSink]:
-    """Serve figures at `http://ADDRESS/metrics` for as long as the context lasts.
+    """Serve metrics at `http://ADDRESS/metrics` for as long as the context lasts.
 
     Args:
         address: A value of `--metrics-address`: HOST:PORT.
 
     Yields:
-        What is to get the events of jobs: put it into their `JobConfig.event_sinks`.
+        A sink for the events of jobs, for their `JobConfig.event_sinks`.
 
     Raises:
-        SettingError: It is no address, or can't be had; one line.
+        SettingError: It is not an address, or can't be bound; one line.
     """
     registry = CollectorRegistry()
     metrics = AgentMetrics(registry)
@@ -42,10 +42,10 @@ async def metrics_at(address: str) -> AsyncIterator[EventSink]:
 
 
 class AgentMetrics:
-    """An event sink that counts. One for all jobs of an agent, one after the other or side by side."""
+    """An event sink that counts. One for all jobs of an agent, one after the other or at the same time."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        """`registry`: where the figures are added."""
+        """`registry`: receives the metrics."""
         self._formations = Histogram(
             "rallypoint_agent_rendezvous_seconds",
             "Time that it took to form a round, as this node saw it.",
@@ -62,7 +62,7 @@ class AgentMetrics:
         )
         self._workers = Gauge(
             "rallypoint_agent_workers",
-            "Workers of the latest round on this host, by what they do.",
+            "Workers of the latest round on this host, by state.",
             ["run_id", "role", "state"],
             registry=registry,
         )
@@ -95,13 +95,13 @@ class AgentMetrics:
         )
         self._drains = Counter(
             "rallypoint_agent_drains_total",
-            "Jobs that were told to leave gently.",
+            "Jobs that were drained.",
             ["role"],
             registry=registry,
         )
         self._unhealthy = Counter(
             "rallypoint_agent_health_failures_total",
-            "Times that this host was found unfit to run workers.",
+            "Times that this host was found unhealthy.",
             ["role"],
             registry=registry,
         )
@@ -124,7 +124,7 @@ class AgentMetrics:
         )
         self._values = Gauge(
             "rallypoint_worker_value",
-            "Last value that workers put under a name, by rank.",
+            "Last value that workers recorded under a name, by rank.",
             ["run_id", "role", "rank", "name"],
             registry=registry,
         )
@@ -173,7 +173,7 @@ class AgentMetrics:
 
     def _budget(self, event: AgentEvent) -> None:
         if event.subject.max_restarts is None:
-            return  # the rendezvous service alone knows which of them count still
+            return  # only the rendezvous service knows which restarts are still within the window
         left = max(0, event.subject.max_restarts - event.restart_count)
         self._remaining.labels(event.subject.run_id, event.subject.role).set(left)
 
@@ -208,7 +208,7 @@ class AgentMetrics:
     def _over(self, event: AgentEvent) -> None:
         role = event.subject.role
         self._runs["run_total"].labels(role).inc()
-        if event.name != "TERMINATED":  # who was told to leave has neither succeeded nor failed
+        if event.name != "TERMINATED":  # a job that left on request has neither succeeded nor failed
             how = "success" if event.name == "SUCCEEDED" else "failed"
             retries = "with" if event.restart_count else "no"
             self._runs[f"run_{how}_{retries}_retries_total"].labels(role).inc()
@@ -216,7 +216,7 @@ class AgentMetrics:
         self._forget(event.subject.run_id)
 
     def _forget(self, run_id: str) -> None:
-        """An agent that lives on would show the workers of jobs that are long over."""
+        """Remove the gauges of a run: the agent may run on, and would show workers of old jobs."""
         for gauge in (
             self._workers,
             self._state,

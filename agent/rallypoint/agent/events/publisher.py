@@ -1,4 +1,4 @@
-"""The events of a job on this host: told as they happen, handed to whoever wants them."""
+"""The events of a job on this host: recorded as they happen, and delivered to sinks."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ if TYPE_CHECKING:
 
 __all__ = ["PARTS", "AgentEvent", "EventSink", "GroupState", "JobEvents", "JobIdentity", "Source"]
 
-# Seconds that sinks get for the last events of a job. A local file needs none; who waits for more loses its end.
+# Seconds that sinks get for the last events of a job. A local file needs none; a slower sink loses the last events.
 _LAST_EVENTS = 2.0
 
 _log = get_logger("rallypoint.agent")
 
 
 def _now() -> Timestamp:
-    # Workers' exits are timed by the same monotonic clock, in another process.
+    # The spawner, another process, takes the times of workers' exits from the same monotonic clock.
     return Timestamp(time.monotonic(), time.time())
 
 
 class JobEvents:
-    """Records what happens to one job on this host."""
+    """Records the events of one job on this host."""
 
     def __init__(
         self,
@@ -55,13 +55,13 @@ class JobEvents:
 
         Args:
             subject: The job and this host's part in it.
-            event_log: A file or a name, as of --event-log.
+            event_log: Value of --event-log-handler.
             sinks: Called with each event.
-            clock: What time it is.
-            deliver: In place of event log and sinks.
+            clock: Returns the present time.
+            deliver: Replaces event log and sinks.
 
         Raises:
-            SettingError: The event log can't be had; one line.
+            SettingError: The event log can't be opened; one line.
         """
         if deliver is None:
             log = open_event_log(event_log)
@@ -72,7 +72,7 @@ class JobEvents:
 
     @property
     def has_sinks(self) -> bool:
-        """Whether anybody gets them."""
+        """True if there is a sink for the events."""
         return self._deliver.has_sinks
 
     @property
@@ -87,51 +87,51 @@ class JobEvents:
         after: core.AgentState,
         effects: Sequence[core.Effect],
     ) -> None:
-        """The core took an event, and came from one state to another."""
+        """Record that the core took an event and changed its state."""
         self._emit(self._recorder.decided(event, before, after, effects, self._clock()))
 
     def workers_started(self, workers: Mapping[int, tuple[int, int]]) -> None:
-        """All workers of a round run; `workers`: rank and pid by local rank."""
+        """Record that all workers of a round run; `workers`: rank and pid by local rank."""
         self._emit(self._recorder.workers_started(workers, self._clock()))
 
-    def worker_ended(self, rank: int, how: WorkerExit) -> None:
-        """A worker has ended with success, or because it was stopped."""
-        self._emit(self._recorder.worker_ended(rank, how, self._clock()))
+    def worker_ended(self, rank: int, exit_: WorkerExit) -> None:
+        """Record that a worker has ended with success, or because it was stopped."""
+        self._emit(self._recorder.worker_ended(rank, exit_, self._clock()))
 
-    def worker_failed(self, failure: WorkerFailure, how: WorkerExit | None) -> None:
-        """A worker has failed by itself; `how` it ended, None if it never started, or does not end."""
+    def worker_failed(self, failure: WorkerFailure, exit_: WorkerExit | None) -> None:
+        """Record that a worker has failed by itself; `exit_`: its exit, None if it never started, or does not end."""
         rank, kind, reason, at = failure.rank, failure.kind.value, failure.message, self._clock()
-        if how is None:
+        if exit_ is None:
             pid = failure.pid
             self._emit(self._recorder.worker_lost(rank, failure.local_rank, pid, reason, at, kind=kind))
         else:
-            self._emit(self._recorder.worker_failed(rank, how, kind, reason, at))
+            self._emit(self._recorder.worker_failed(rank, exit_, kind, reason, at))
 
     def record(self, name: str, duration: float | None = None, **details: Any) -> None:
-        """Something else happened, as that the host is drained.
+        """Record another event, as the drain of the host.
 
         Args:
-            name: What, in capital letters.
+            name: Name of the event, in capital letters.
             duration: Seconds that it took, if it took any.
-            details: What belongs to it; values that JSON has.
+            details: Its fields; values must be JSON values.
         """
         self._emit([self._recorder.happened(name, self._clock(), duration, **details)])
 
     def watchdog(self, up: bool, trouble: str) -> None:
-        """The watchdog of the workers here came, or went; `trouble`: why."""
+        """Record that the watchdog of the workers here is up or down; `trouble`: the reason."""
         self._emit([self._recorder.watchdog(up, trouble, self._clock())])
 
     def measured(self, measurement: Measurement, rank: int) -> None:
-        """A worker measured something of its own."""
+        """Record a worker's own measurement."""
         details = {"name": measurement.name, "value": measurement.value, "raised": measurement.raised or None}
         self._emit([self._recorder.measured(measurement.seconds, self._clock(), rank=rank, **details)])
 
     def ended(self, exit_code: int, detail: str) -> None:
-        """The job is over on this host."""
+        """Record that the job is over on this host."""
         self._emit(self._recorder.ended(exit_code, detail, self._clock()))
 
     async def close(self) -> None:
-        """Deliver what is left, in some seconds at most, and close the sinks. May be called again."""
+        """Deliver the remaining events, in 2 s at most, and close the sinks. May be called again."""
         deliver, self._deliver = self._deliver, EventDelivery(())
         if not deliver.under_way:
             deliver.close(0.0)

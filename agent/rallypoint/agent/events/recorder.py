@@ -1,6 +1,6 @@
-"""What happens to a job on one host, as a sequence of events with durations.
+"""The history of a job on one host, as a sequence of events with durations.
 
-Pure: it is told what the core decided and what became of workers, and when, and returns the events that follow.
+Pure: from the core's decisions and the workers' exits, with their times, it makes the events.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ PARTS = ("detected", "told", "stopped", "reformed", "started")
 
 
 class Source(Enum):
-    """Whom an event is about; torch's names."""
+    """The subject of an event; torch's names."""
 
     AGENT = "AGENT"
     WORKER = "WORKER"
@@ -28,10 +28,10 @@ class GroupState(Enum):
     """State of an agent's group of workers; torch's names.
 
     Attributes:
-        UNKNOWN: the rendezvous service has not answered yet.
+        UNKNOWN: the rendezvous service has not responded yet.
         INIT: waits for its first round.
         HEALTHY: all workers run.
-        UNHEALTHY: a worker has failed, or its host is not fit to run any; the others are being stopped.
+        UNHEALTHY: a worker has failed, or its host is unhealthy; the others are being stopped.
         STOPPED: no worker runs; waits for another round, or leaves.
         SUCCEEDED: the workers here have succeeded.
         FAILED: the job is over, and has failed.
@@ -47,7 +47,7 @@ class GroupState(Enum):
 
 
 class Timestamp(NamedTuple):
-    """When: in monotonic seconds, of which durations are made, and in Unix seconds, for people."""
+    """A time in monotonic seconds, for durations, and in Unix seconds, for people."""
 
     monotonic: float
     unix: float
@@ -55,7 +55,7 @@ class Timestamp(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class JobIdentity:
-    """Whose events they are; `max_restarts`: over the whole run, None if they come back with time."""
+    """The job of an event; `max_restarts`: over the whole run, None if they are counted in a window."""
 
     run_id: str
     node_id: str
@@ -65,17 +65,17 @@ class JobIdentity:
 
 @dataclass(frozen=True, slots=True)
 class AgentEvent:
-    """Something that happened; docs/metrics.md has the table of names.
+    """An event; docs/metrics.md has the table of names.
 
     Attributes:
-        name: what happened: "START", "RENDEZVOUS", "RESTARTED".
-        source: to whom.
-        time: when, in Unix seconds by this host's clock.
-        subject: in which job.
-        round: the round it belongs to; 0: none yet.
+        name: as "START", "RENDEZVOUS", "RESTARTED".
+        source: the agent or a worker.
+        time: in Unix seconds by this host's clock.
+        subject: its job.
+        round: its round; 0: none yet.
         restart_count: restarts for a failure, over the whole run, as far as is known.
-        duration: seconds that it took; None where nothing can be said.
-        details: what belongs to events of that name; values that JSON has.
+        duration: seconds that it took; None if unknown.
+        details: its other fields; the values are JSON values.
     """
 
     name: str
@@ -88,7 +88,7 @@ class AgentEvent:
     details: Mapping[str, Any] = field(default_factory=dict)
 
     def as_record(self) -> dict[str, Any]:
-        """As one flat JSON object; what is not known is left out."""
+        """Return the event as one flat JSON object, without unknown fields."""
         record = {
             "time": round(self.time, 6),
             "event": self.name,
@@ -111,18 +111,18 @@ class _RestartTiming:
         self.began = began
         self.known = known
         self.stopped: float | None = None
-        # The run has yet to answer to a failure of this host's.
+        # True until the run has ended the round for a failure on this host.
         self.untold = failed_here
         self.parts: dict[str, float] = {}
 
     def add(self, part: str, seconds: float) -> float:
-        """Something of it may have to be done again, as when a round falls apart before it starts."""
+        """Add seconds to a part: it may run several times, as when a round ends before its workers start."""
         self.parts[part] = self.parts.get(part, 0.0) + seconds
         return seconds
 
 
 class EventRecorder:
-    """Tells one job on one host. Every method returns the events that follow from what it is told."""
+    """Makes the events of one job on one host. Every method returns the events that follow from its arguments."""
 
     def __init__(self, subject: JobIdentity, begun: Timestamp) -> None:
         """`begun`: when the job began to join."""
@@ -150,23 +150,23 @@ class EventRecorder:
         effects: Sequence[core.Effect],
         at: Timestamp,
     ) -> list[AgentEvent]:
-        """The core took an event, and came from one state to another."""
-        told = []
+        """The core took an event and changed its state."""
+        events = []
         self._restart_count = after.restart_count
         if isinstance(event, core.RunUpdated) and self.group_state is GroupState.UNKNOWN:
-            told += self._stand(GroupState.INIT, at)
+            events += self._stand(GroupState.INIT, at)
         stops = next((effect for effect in effects if isinstance(effect, core.StopWorkers)), None)
         if stops is not None:
             self._stopping = True
         if _is_spare(before) and not _is_spare(after):
             self._waits_since = at.monotonic
-        told += self._record_health_check(event, before, after, at)
-        told += self._follow_restart(event, before, after, stops, at)
+        events += self._record_health_check(event, before, after, at)
+        events += self._follow_restart(event, before, after, stops, at)
         if isinstance(event, core.GroupStopped):
-            told += self._stand(GroupState.STOPPED, at)
+            events += self._stand(GroupState.STOPPED, at)
         elif isinstance(event, core.GroupSucceeded) and before.workers is core.Workers.RUNNING:
-            told += self._stand(GroupState.SUCCEEDED, at)
-        return told + [each for effect in effects for each in self._carried_out(effect, at)]
+            events += self._stand(GroupState.SUCCEEDED, at)
+        return events + [each for effect in effects for each in self._carried_out(effect, at)]
 
     def _carried_out(self, effect: core.Effect, at: Timestamp) -> list[AgentEvent]:
         if isinstance(effect, core.SendConfirm):
@@ -180,15 +180,15 @@ class EventRecorder:
     def _record_health_check(
         self, event: core.Event, before: core.AgentState, after: core.AgentState, at: Timestamp
     ) -> list[AgentEvent]:
-        """What the host itself is up to, whatever its workers do."""
-        told = []
+        """Return the events about the host: health checks, and the start of a drain."""
+        events = []
         if isinstance(event, core.NodeUnhealthy) and before.unhealthy is None:
-            told += self._stand(GroupState.UNHEALTHY, at, unfit=True, reason=event.detail)
+            events += self._stand(GroupState.UNHEALTHY, at, unfit=True, reason=event.detail)
         if after.draining is not None and before.draining is None:
-            told.append(self._event("DRAINING", at, None, reason=after.draining))
+            events.append(self._event("DRAINING", at, None, reason=after.draining))
         if before.examining and not after.examining:
-            told.append(self._event("EXAMINED", at, at.monotonic - self._examined_since))
-        return told
+            events.append(self._event("EXAMINED", at, at.monotonic - self._examined_since))
+        return events
 
     def _follow_restart(
         self,
@@ -198,13 +198,13 @@ class EventRecorder:
         stops: core.StopWorkers | None,
         at: Timestamp,
     ) -> list[AgentEvent]:
-        now, told = at.monotonic, []
+        now, events = at.monotonic, []
         if isinstance(event, core.GroupFailed) and stops is not None:
             failed_at = now if self._failed_at is None else min(self._failed_at, now)
-            told += self._stand(GroupState.UNHEALTHY, at, reason=stops.detail)
+            events += self._stand(GroupState.UNHEALTHY, at, reason=stops.detail)
             if self._restart is None:
                 self._restart = _RestartTiming(failed_at, now, failed_here=True)
-            told.append(self._part("detected", now - failed_at, at))
+            events.append(self._part("detected", now - failed_at, at))
         elif stops is not None or _round_is_over(before, after):
             if self._restart is None:
                 self._restart = _RestartTiming(now, now, failed_here=False)
@@ -212,99 +212,99 @@ class EventRecorder:
                 self._restart.known = now
         restart = self._restart
         if restart is None:
-            return told
+            return events
         if after.workers is core.Workers.ABSENT and restart.stopped is None:
             restart.stopped = now
             if before.workers is core.Workers.STOPPING:
-                told.append(self._part("stopped", now - restart.known, at))
+                events.append(self._part("stopped", now - restart.known, at))
         elif after.workers is not core.Workers.ABSENT and stops is not None:
             restart.stopped = None
         if restart.untold and isinstance(event, core.RunUpdated) and not _is_in_round(after):
             restart.untold = False
-            told.append(self._part("told", now - restart.known, at))
+            events.append(self._part("told", now - restart.known, at))
         if not _continues(after):
             self._restart = None
-        return told
+        return events
 
-    def _ranks_known(self, seat: core.Assignment, at: Timestamp) -> list[AgentEvent]:
+    def _ranks_known(self, assignment: core.Assignment, at: Timestamp) -> list[AgentEvent]:
         """A round was formed, and this node's workers are about to be started."""
         now, restart = at.monotonic, self._restart
         since = self._waits_since
         if restart is not None:
             since = restart.stopped if restart.stopped is not None else restart.known
-        self._round, self._start_requested = seat.round, now
+        self._round, self._start_requested = assignment.round, now
         self._stopping, self._failed_at = False, None
         self._started_at.clear()
-        place: dict[str, Any] = {
-            "group_rank": seat.group_rank,
-            "group_world_size": seat.group_world_size,
-            "base_rank": seat.base_rank,
-            "world_size": seat.world_size,
+        ranks: dict[str, Any] = {
+            "group_rank": assignment.group_rank,
+            "group_world_size": assignment.group_world_size,
+            "base_rank": assignment.base_rank,
+            "world_size": assignment.world_size,
         }
-        told = [
-            self._event("RENDEZVOUS", at, now - since, **place),
-            self._event("ASSIGN_WORKER_RANKS", at, now - self._ranked_at, **place),
+        events = [
+            self._event("RENDEZVOUS", at, now - since, **ranks),
+            self._event("ASSIGN_WORKER_RANKS", at, now - self._ranked_at, **ranks),
         ]
         if restart is not None:
-            told.append(self._part("reformed", now - since, at))
-        return told
+            events.append(self._part("reformed", now - since, at))
+        return events
 
     def workers_started(self, workers: Mapping[int, tuple[int, int]], at: Timestamp) -> list[AgentEvent]:
         """All workers of the round run; `workers`: rank and pid by local rank."""
-        told = [
+        events = [
             event for rank, (number, pid) in workers.items() for event in self._start(rank, number, pid, at)
         ]
         if self._stopping:
-            return told
-        told += self._stand(GroupState.HEALTHY, at)
+            return events
+        events += self._stand(GroupState.HEALTHY, at)
         restart, self._restart = self._restart, None
         if restart is not None:
             seconds = at.monotonic - self._start_requested
             restart.add("started", seconds)
-            told.append(self._event("STARTED", at, seconds))
+            events.append(self._event("STARTED", at, seconds))
             parts = {part: round(restart.parts[part], 6) for part in PARTS if part in restart.parts}
-            told.append(self._event("RESTARTED", at, at.monotonic - restart.began, parts=parts))
-        return told
+            events.append(self._event("RESTARTED", at, at.monotonic - restart.began, parts=parts))
+        return events
 
-    def worker_ended(self, rank: int, how: WorkerExit, at: Timestamp) -> list[AgentEvent]:
+    def worker_ended(self, rank: int, exit_: WorkerExit, at: Timestamp) -> list[AgentEvent]:
         """A worker has ended with success, or because it was stopped."""
-        name = "SUCCEEDED" if how.succeeded else "TERMINATED"
-        return self._ended(name, rank, how, at, **_exit(how))
+        name = "SUCCEEDED" if exit_.succeeded else "TERMINATED"
+        return self._ended(name, rank, exit_, at, **_exit(exit_))
 
     def worker_failed(
-        self, rank: int, how: WorkerExit, kind: str, reason: str, at: Timestamp
+        self, rank: int, exit_: WorkerExit, kind: str, reason: str, at: Timestamp
     ) -> list[AgentEvent]:
         """A worker has failed by itself.
 
         Args:
             rank: its global rank.
-            how: how it ended.
-            kind: what kind of failure, in one word.
+            exit_: its exit.
+            kind: the kind of failure, in one word.
             reason: one line for people.
             at: when that became known.
         """
         if self._failed_at is None:
-            self._failed_at = how.at
-        return self._ended("FAILED", rank, how, at, **_exit(how), kind=kind, reason=reason)
+            self._failed_at = exit_.at
+        return self._ended("FAILED", rank, exit_, at, **_exit(exit_), kind=kind, reason=reason)
 
     def worker_lost(
         self, rank: int, local_rank: int, pid: int, reason: str, at: Timestamp, *, kind: str
     ) -> list[AgentEvent]:
-        """A worker could not be started (`pid` 0), or can't be brought to its end."""
+        """A worker could not be started (`pid` 0), or can't be killed."""
         where: dict[str, Any] = {"rank": rank, "local_rank": local_rank, "pid": pid or None}
         return [self._event("FAILED", at, None, Source.WORKER, **where, kind=kind, reason=reason)]
 
     def happened(self, name: str, at: Timestamp, duration: float | None = None, **details: Any) -> AgentEvent:
-        """Something that changes nothing of what else is told, as that the host is drained."""
+        """Another event, which does not affect the others."""
         return self._event(name, at, duration, **details)
 
     def watchdog(self, up: bool, trouble: str, at: Timestamp) -> AgentEvent:
-        """A watchdog guards the workers from now on, or none does any more."""
+        """The watchdog of the workers is up or down from now on."""
         since, self._watchdog_since = self._watchdog_since, at.monotonic
         return self._event("WATCHDOG", at, at.monotonic - since, up=up, reason=trouble)
 
     def measured(self, duration: float | None, at: Timestamp, **details: Any) -> AgentEvent:
-        """A worker measured something of its own."""
+        """A worker made a measurement of its own."""
         return self._event("MEASURED", at, duration, Source.WORKER, **details)
 
     def ended(self, exit_code: int, detail: str, at: Timestamp) -> list[AgentEvent]:
@@ -315,8 +315,8 @@ class EventRecorder:
         elif exit_code > 128:
             name, standing = "TERMINATED", GroupState.STOPPED
         seconds = at.monotonic - self._begun
-        told = self._stand(standing, at, reason=detail)
-        return [*told, self._event(name, at, seconds, exit_code=exit_code, reason=detail)]
+        events = self._stand(standing, at, reason=detail)
+        return [*events, self._event(name, at, seconds, exit_code=exit_code, reason=detail)]
 
     def _stand(self, standing: GroupState, at: Timestamp, **details: Any) -> list[AgentEvent]:
         if standing is self.group_state:
@@ -334,12 +334,12 @@ class EventRecorder:
         return [self._event("START", at, at.monotonic - self._start_requested, Source.WORKER, **who)]
 
     def _ended(
-        self, name: str, rank: int, how: WorkerExit, at: Timestamp, **details: Any
+        self, name: str, rank: int, exit_: WorkerExit, at: Timestamp, **details: Any
     ) -> list[AgentEvent]:
-        # One that ends at once is gone before the start of its neighbours has returned.
-        told = self._start(how.local_rank, rank, how.pid, at)
-        lived = max(0.0, how.at - self._started_at[how.local_rank])
-        return [*told, self._event(name, at, lived, Source.WORKER, rank=rank, **details)]
+        # A worker that ends at once does so before the start of the other workers has returned.
+        events = self._start(exit_.local_rank, rank, exit_.pid, at)
+        lived = max(0.0, exit_.at - self._started_at[exit_.local_rank])
+        return [*events, self._event(name, at, lived, Source.WORKER, rank=rank, **details)]
 
     def _part(self, part: str, seconds: float, at: Timestamp) -> AgentEvent:
         assert self._restart is not None, "a part belongs to a restart"
@@ -360,31 +360,31 @@ class EventRecorder:
         )
 
 
-def _exit(how: WorkerExit) -> dict[str, Any]:
+def _exit(exit_: WorkerExit) -> dict[str, Any]:
     return {
-        "local_rank": how.local_rank,
-        "pid": how.pid,
-        "exit_code": how.exit_code,
-        "signal": how.signal,
-        "user_seconds": round(how.user_seconds, 3),
-        "system_seconds": round(how.system_seconds, 3),
-        "max_rss": how.max_rss,
+        "local_rank": exit_.local_rank,
+        "pid": exit_.pid,
+        "exit_code": exit_.exit_code,
+        "signal": exit_.signal,
+        "user_seconds": round(exit_.user_seconds, 3),
+        "system_seconds": round(exit_.system_seconds, 3),
+        "max_rss": exit_.max_rss,
     }
 
 
 def _is_in_round(state: core.AgentState) -> bool:
-    """Whether the round that was started last goes on, as far as is known."""
-    seat = state.assignment
-    return state.phase is core.Phase.FINAL and seat is not None and seat.round == state.started
+    """True if the round that was started last continues, as far as is known."""
+    last = state.assignment
+    return state.phase is core.Phase.FINAL and last is not None and last.round == state.started
 
 
 def _round_is_over(before: core.AgentState, after: core.AgentState) -> bool:
-    """Whether the run has left the round of which this node's workers had ended already."""
+    """True if the run has ended the round, and this node's workers had ended already."""
     return bool(after.started) and _is_in_round(before) and not _is_in_round(after)
 
 
 def _continues(state: core.AgentState) -> bool:
-    """Whether workers are to run here again, as far as is known."""
+    """True if workers will run here again, as far as is known."""
     if state.leaving is not None or state.left or state.out:
         return False
     if state.unhealthy is not None or state.draining is not None:
@@ -393,12 +393,12 @@ def _continues(state: core.AgentState) -> bool:
 
 
 def _is_spare(state: core.AgentState) -> bool:
-    """Whether the others run without this node."""
+    """True if the other nodes run without this one."""
     return state.phase is core.Phase.FINAL and state.assignment is None
 
 
 def restart_line(event: AgentEvent) -> str:
-    """A RESTARTED event for people: how long it took, and what of it."""
+    """Describe a RESTARTED event: its duration, and those of its parts."""
     names = {"reformed": "re-formed"}
     parts: Mapping[str, float] = event.details["parts"]
     each = ", ".join(f"{names.get(part, part)} {seconds:.2f}" for part, seconds in parts.items())

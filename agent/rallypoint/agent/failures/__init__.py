@@ -1,1 +1,1 @@
-"""Why a worker died."""
+"""Analysis of failed workers: cause, time and order."""

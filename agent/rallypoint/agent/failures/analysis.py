@@ -1,4 +1,4 @@
-"""Finds out why workers of a round failed on this host, and which of them was the first."""
+"""Analysis of the failures of a round on this host: their reasons, and which was the first."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from rallypoint.agent.failures.out_of_memory import MemoryWatch
 from rallypoint.agent.logs.plan import WorkerLogs
 from rallypoint.agent.spawner.protocol import WorkerExit
 
-# ---- The failures of one round's workers on this host, and which of them came first.
+# ---- The failures of one round's workers on this host, in order of time.
 
 
 class LocalFailures:
-    """Collects failures, and tells of the first: at once, and again if an earlier one comes to light.
+    """Collects failures, and reports the first one: at once, and again if an earlier one is found.
 
-    Who failed first need not end first: one that has raised may take long to unwind, while its neighbours, who lost
-    their connection to it, are gone within milliseconds.
+    The first worker to fail is not always the first to end: one that has raised may take long to unwind, while its
+    peers, which lost their connection to it, end within milliseconds.
     """
 
     def __init__(
         self, on_first: Callable[[WorkerFailure], None], on_earlier: Callable[[WorkerFailure], None]
     ) -> None:
-        """Know of none.
+        """Start without failures.
 
         Args:
-            on_first: called once, with the first failure that is known by then.
-            on_earlier: called with a failure that turns out to have been before the one that was told last.
+            on_first: called once, with the first failure known at that time.
+            on_earlier: called with a failure that was before the one reported last.
         """
         self._on_first = on_first
         self._on_earlier = on_earlier
@@ -46,42 +46,42 @@ class LocalFailures:
 
     @property
     def in_order(self) -> list[WorkerFailure]:
-        """All that are known, the first first."""
+        """All known failures, in order of time."""
         return sorted(self._known.values(), key=lambda failure: failure.at or 0.0)
 
     def note(self, failure: WorkerFailure) -> None:
-        """Take a failure of a worker that has ended, or never began; nothing is told yet."""
+        """Take a failure of a worker that has ended, or never started; report nothing yet."""
         self._known[failure.local_rank] = failure
 
     def report_first(self, under_way: Iterable[WorkerFailure] = (), *, stopping: bool = False) -> None:
-        """Tell of the first failure, if it is not what was told already.
+        """Report the first failure, unless it was reported already.
 
         Args:
-            under_way: failures of workers that have raised, and had not ended by themselves.
-            stopping: whether the workers are being stopped already, for whatever reason; then nothing is a first
-                failure any more, since nobody need be told to stop them.
+            under_way: failures of workers that have raised, and have not ended by themselves.
+            stopping: True if the workers are being stopped already, for any reason. Then `on_first` is not called: its
+                purpose is to have them stopped.
         """
         for failure in under_way:
             self._known.setdefault(failure.local_rank, failure)
         first = earliest(self._known.values())
         if first is None:
             return
-        told, self._reported = self._reported, first
-        if told is None:
+        previous, self._reported = self._reported, first
+        if previous is None:
             (self._on_earlier if stopping else self._on_first)(first)
-        elif (first.at or 0.0) < (told.at or 0.0) and first.local_rank != told.local_rank:
+        elif (first.at or 0.0) < (previous.at or 0.0) and first.local_rank != previous.local_rank:
             self._on_earlier(first)
         else:
-            self._reported = told
+            self._reported = previous
 
 
-# Seconds by which the time of a file may be too early: the kernel takes it from a clock that ticks a hundred times a
-# second at the slowest.
+# Seconds by which the time of a file may be too early: the kernel takes it from a clock that ticks at least a hundred
+# times a second.
 _TICK = 0.01
 
 
 class PostMortem:
-    """Watches from before the workers start until they have been stopped."""
+    """Collects and explains the failures of a group of workers, from before their start until they are stopped."""
 
     def __init__(
         self,
@@ -93,15 +93,15 @@ class PostMortem:
         rlimits: Mapping[str, tuple[int, int]],
         own_codes: bool = False,
     ) -> None:
-        """Begin nothing yet.
+        """Set up; `begin` starts it.
 
         Args:
-            failures: collects what is found, and tells of it.
+            failures: collects the failures, and reports them.
             identity: rank, role and host of a worker, by its local rank.
-            explain: returns a failure with what else is known of its reason.
-            cwd: where the workers are started; None: where this process is.
-            rlimits: the limits they are started with.
-            own_codes: whether their exit codes are their own: no shell is in between.
+            explain: adds knowledge about its reason to a failure.
+            cwd: working directory of the workers; None: that of this process.
+            rlimits: resource limits of the workers.
+            own_codes: True if their exit codes are their own: no shell is in between.
         """
         self._failures = failures
         self._identity = identity
@@ -116,57 +116,52 @@ class PostMortem:
 
     @property
     def failures(self) -> list[WorkerFailure]:
-        """All failures that are known, the first first."""
+        """All known failures, in order of time."""
         return self._failures.in_order
 
     def begin(self, logs: Mapping[int, WorkerLogs]) -> None:
-        """Watch; called right before the workers are started."""
+        """Start; to be called right before the workers are started."""
         self._logs = logs
         self._since, self._started = time.monotonic(), time.time()
         self._memory = MemoryWatch()
 
-    def describe(self, how: WorkerExit) -> WorkerFailure:
-        """Why a worker has failed."""
+    def describe(self, exit_: WorkerExit) -> WorkerFailure:
+        """Return the failure of a worker, with its reason."""
         cwd = self._cwd if self._cwd is not None else Path.cwd()
-        starved = self._memory.explain(how) if self._memory is not None else None
+        starved = self._memory.explain(exit_) if self._memory is not None else None
         failure = describe_failure(
-            how,
-            self._logs.get(how.local_rank),
-            **self._identity(how.local_rank),
+            exit_,
+            self._logs.get(exit_.local_rank),
+            **self._identity(exit_.local_rank),
             since=self._since,
             starved=starved,
-            besides=self._memory.hint(how) if self._memory is not None and starved is None else "",
-            core=find_core_dump(how, cwd=cwd, rlimits=self._rlimits, started=self._started),
+            besides=self._memory.hint(exit_) if self._memory is not None and starved is None else "",
+            core=find_core_dump(exit_, cwd=cwd, rlimits=self._rlimits, started=self._started),
             own_code=self._own_codes,
         )
         return self._explain(failure)
 
-    def failed_before_stop(self, how: WorkerExit) -> bool:
-        """Whether a worker had failed before any was asked to stop, although it is heard of only now."""
-        return not how.succeeded and self._stopped_at is not None and how.at < self._stopped_at
+    def failed_before_stop(self, exit_: WorkerExit) -> bool:
+        """True if a worker whose exit arrives only now failed before any worker was requested to stop."""
+        return not exit_.succeeded and self._stopped_at is not None and exit_.at < self._stopped_at
 
     def note(self, failure: WorkerFailure, others: Mapping[int, int]) -> None:
-        """A worker has failed.
-
-        Args:
-            failure: how.
-            others: process ids of the workers that have not ended by themselves, by local rank.
-        """
+        """Add a failure; `others`: process ids of the workers that have not ended by themselves, by local rank."""
         self._failures.note(failure)
         self._report(others)
 
     def examine(self, others: Mapping[int, int]) -> None:
-        """A worker elsewhere has failed: whoever has raised here has failed too, and may have before. See `note`."""
+        """Check the workers here (see `note`) after a failure on another host: one that has raised may be the first."""
         self._report(others)
 
     def stopping(self, others: Mapping[int, int]) -> None:
-        """Workers are about to be stopped, or have been: whoever had raised before that, had failed. See `note`."""
+        """Note that workers (see `note`) are about to be stopped: only one that has raised before that has failed."""
         if self._stopped_at is None:
             self._stopped_at = time.monotonic()
         self._report(others)
 
     def close(self) -> None:
-        """All are gone: watch no more."""
+        """Release the kernel's log, after all workers have ended."""
         if self._memory is not None:
             self._memory.close()
 
@@ -177,11 +172,11 @@ class PostMortem:
         now, clock_time = time.monotonic(), time.time()
         for local_rank, pid in others.items():
             logs = self._logs.get(local_rank)
-            story = read_error_file(logs.error_file) if logs is not None else None
-            if logs is None or story is None:
+            record = read_error_file(logs.error_file) if logs is not None else None
+            if logs is None or record is None:
                 continue
             failure = failure_under_way(
-                story,
+                record,
                 logs,
                 local_rank=local_rank,
                 pid=pid,
@@ -190,13 +185,13 @@ class PostMortem:
                 now=now,
                 time=clock_time,
             )
-            if failure.at is not None and self._counts(failure.at, now, exact=failure.at == story.raised_at):
+            if failure.at is not None and self._counts(failure.at, now, exact=failure.at == record.raised_at):
                 yield self._explain(failure)
 
     def _counts(self, raised_at: float, now: float, *, exact: bool) -> bool:
-        """Whether what a worker has raised is its failure, although it has not ended by itself."""
+        """True if an exception is the failure of its worker, although the worker has not ended by itself."""
         if self._stopped_at is None:
-            return now - raised_at <= UNWINDING  # what it raised long ago, it has caught
-        # What it raised because it was being stopped is a consequence.
+            return now - raised_at <= UNWINDING  # an older exception was caught
+        # An exception after the request to stop is a consequence of it.
         latest = self._stopped_at if exact else self._stopped_at - _TICK
         return self._stopped_at - UNWINDING <= raised_at <= latest

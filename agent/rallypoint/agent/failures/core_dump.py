@@ -1,4 +1,4 @@
-"""Where the kernel has put a core dump, or how to get one the next time."""
+"""Search for a worker's core dump, with advice how to get one the next time."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ _DUMPING = {
 
 @dataclass(frozen=True, slots=True)
 class CoreDump:
-    """What is known of a core dump.
+    """Result of the search for a core dump.
 
     Attributes:
-        file: its path; empty if there is none, or none that is known.
-        hint: what to add to the sentence that says how the worker ended; may be empty.
+        file: its path; empty if there is none, or it is unknown.
+        hint: addition to the sentence about the worker's end; may be empty.
     """
 
     file: str = ""
@@ -46,23 +46,23 @@ class CoreDump:
 
 
 def find_core_dump(
-    how: WorkerExit, *, cwd: Path, rlimits: Mapping[str, tuple[int, int]], started: float
+    exit_: WorkerExit, *, cwd: Path, rlimits: Mapping[str, tuple[int, int]], started: float
 ) -> CoreDump | None:
-    """Looks for the core dump of a worker; None if it did not end in a way that leaves one.
+    """Look for the core dump of a worker; None if it did not end in a way that leaves one.
 
     Args:
-        how: its end.
-        cwd: where it was started.
-        rlimits: the limits it was started with, beside those of this process.
-        started: when, in Unix seconds: an older file is another's.
+        exit_: its exit.
+        cwd: its working directory.
+        rlimits: its resource limits, where they differ from those of this process.
+        started: when it was started, in Unix seconds: an older file belongs to another process.
     """
-    if how.signal not in _DUMPING:
+    if exit_.signal not in _DUMPING:
         return None
     pattern = _read(_PATTERN)
     limit = rlimits["core"][0] if "core" in rlimits else resource.getrlimit(resource.RLIMIT_CORE)[0]
     return judge(
         pattern,
-        how,
+        exit_,
         cwd=cwd,
         limit=limit,
         adds_pid=_read(_ADDS_PID) == "1",
@@ -72,54 +72,56 @@ def find_core_dump(
 
 def judge(
     pattern: str,
-    how: WorkerExit,
+    exit_: WorkerExit,
     *,
     cwd: Path,
     limit: int,
     adds_pid: bool,
     newest: Callable[[str], str],
 ) -> CoreDump:
-    """Says where a core dump is, or why there is none; core(5) has the rules.
+    """Return the path of a core dump, or the reason why there is none; core(5) has the rules.
 
     Args:
-        pattern: what the kernel makes names of, /proc/sys/kernel/core_pattern.
-        how: the worker's end.
-        cwd: where it was started.
-        limit: its limit of the size of cores; below zero there is none.
-        adds_pid: whether the kernel adds the process id to names without it.
-        newest: the newest file that matches a wildcard; empty if none does.
+        pattern: the kernel's pattern for names of core dumps, /proc/sys/kernel/core_pattern.
+        exit_: the worker's exit.
+        cwd: its working directory.
+        limit: its limit of the size of cores; below zero: no limit.
+        adds_pid: True if the kernel adds the process id to names without it.
+        newest: returns the newest file that matches a wildcard; empty if none does.
     """
     if pattern.startswith("|"):
         program = os.path.basename(pattern[1:].split(maxsplit=1)[0]) if pattern[1:].strip() else "a program"
         if program == "systemd-coredump":
             return CoreDump(
-                hint=f"; for its core dump: coredumpctl info {how.pid}" if how.core_dumped else ""
+                hint=f"; for its core dump: coredumpctl info {exit_.pid}" if exit_.core_dumped else ""
             )
-        return CoreDump(hint=f"; its core dump went to {program}" if how.core_dumped else "")
-    if how.core_dumped:
-        wildcard = _wildcard(pattern, how, adds_pid)
+        return CoreDump(hint=f"; its core dump went to {program}" if exit_.core_dumped else "")
+    if exit_.core_dumped:
+        wildcard = _wildcard(pattern, exit_, adds_pid)
         if not wildcard.startswith("/"):
             wildcard = os.path.join(glob.escape(str(cwd)), wildcard)
         file = newest(wildcard)
-        return CoreDump(file, "" if file else f"; it left a core dump, by core_pattern {pattern!r}")
+        return CoreDump(
+            file, "" if file else f"; it left a core dump that was not found (core_pattern {pattern!r})"
+        )
     if limit == 0:
         return CoreDump(hint="; for a core dump, run with --rlimit core=-1")
     if not pattern:
         return CoreDump(hint="; for a core dump, set kernel.core_pattern, which is empty")
-    return CoreDump(hint=f"; it left no core dump: could it write one by core_pattern {pattern!r}?")
+    return CoreDump(hint=f"; it left no core dump: check that it can write to core_pattern {pattern!r}")
 
 
-def _wildcard(pattern: str, how: WorkerExit, adds_pid: bool) -> str:
-    """What matches the names that the kernel makes of a pattern for this process."""
-    # The rest needs the process, which is gone, or may be the number of another pid namespace.
-    known = {"%": "%", "p": str(how.pid), "s": str(how.signal), "h": socket.gethostname()}
+def _wildcard(pattern: str, exit_: WorkerExit, adds_pid: bool) -> str:
+    """A wildcard that matches the names that the kernel makes from a pattern for this process."""
+    # The other letters need the process, which is gone, or may be its number in another pid namespace.
+    known = {"%": "%", "p": str(exit_.pid), "s": str(exit_.signal), "h": socket.gethostname()}
     parts: list[str] = []
     for literal, letter in re.findall(r"([^%]*)(?:%(.?))?", pattern):
         parts.append(glob.escape(literal))
         if letter:
             parts.append(glob.escape(known[letter]) if letter in known else "*")
     if adds_pid and "%p" not in pattern:
-        parts.append(f".{how.pid}")
+        parts.append(f".{exit_.pid}")
     return "".join(parts)
 
 
@@ -130,7 +132,7 @@ def _newest(wildcard: str, since: float) -> str:
             found.append((os.stat(path).st_mtime, path))
         except OSError:
             continue
-    # A second of grace: the time of a file may be of a coarser clock.
+    # One second of tolerance: the time of a file may come from a coarser clock.
     return max((each for each in found if each[0] >= since - 1.0), default=(0.0, ""))[1]
 
 

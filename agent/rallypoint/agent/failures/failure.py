@@ -1,7 +1,7 @@
-"""Why a worker failed: from how it ended and what it left behind to a report for people.
+"""The reason for which a worker failed, found from its exit, its files and the kernel, for a report to people.
 
-Best evidence first: the kernel's word that it killed it for want of memory, the error file (ours and torch's `record`
-write the same), the last traceback in its standard error, and at last what the signal or exit code says.
+The most reliable source comes first: the kernel's record that it killed the worker (out of memory), the error file (our
+`record` and torch's write the same), the last traceback in its standard error, and last the signal or exit code.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from rallypoint.agent.logs.files import read_end
 from rallypoint.agent.logs.plan import WorkerLogs
 from rallypoint.agent.spawner.protocol import WorkerExit
 
-# ---- What an exit code or a signal by itself tells, in words.
+# ---- Meaning of an exit code or a signal, as text.
 
 
 UNRECOVERABLE = 93
-"""Exit code of a worker that no restart can mend, as it says itself, and of a job that ended for that. NVIDIA's
-resiliency extension has it too."""
+"""Exit code by which a worker reports an error that a restart can't fix, and of a job that ended because of one.
+NVIDIA's resiliency extension uses it too."""
 
 _HINTS = {
-    signal.SIGSEGV: ": native code touched memory that isn't its own",
+    signal.SIGSEGV: ": native code accessed invalid memory",
     signal.SIGBUS: "; often /dev/shm is full, where data loaders keep tensors",
-    signal.SIGABRT: ": native code gave up; its reason may be the last thing in the log",
+    signal.SIGABRT: ": native code aborted; the reason may be at the end of the log",
     signal.SIGFPE: ": native code divided by zero",
     signal.SIGILL: ": native code was built for another processor",
     signal.SIGXCPU: ": its limit of processor time is used up (ulimit -t)",
     signal.SIGXFSZ: ": a file grew past the limit (ulimit -f)",
-    signal.SIGTERM: "; something other than its agent asked it to stop",
+    signal.SIGTERM: "; another process sent it, not the agent",
 }
 _KNOWN = {int(number) for number in signal.valid_signals()} & {int(number) for number in signal.Signals}
 
@@ -52,52 +52,50 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def sentence(how: WorkerExit, *, own_code: bool = False) -> str:
-    """Says what an exit code or signal by itself tells.
+def sentence(exit_: WorkerExit, *, own_code: bool = False) -> str:
+    """Describe an exit by its code or signal alone.
 
     Args:
-        how: The end.
-        own_code: Whether an exit code is what the program itself chose, since no shell is in between.
+        exit_: The exit.
+        own_code: True if the program itself chose the exit code: no shell is in between.
     """
-    if how.inferred:
+    if exit_.inferred:
         return "killed because its spawner process died"
-    if how.signal is not None:
-        hint = _HINTS.get(signal.Signals(how.signal), "") if how.signal in _KNOWN else ""
-        return f"killed by {signal_name(how.signal)} (signal {how.signal}){hint}"
-    code = how.exit_code or 0
+    if exit_.signal is not None:
+        hint = _HINTS.get(signal.Signals(exit_.signal), "") if exit_.signal in _KNOWN else ""
+        return f"killed by {signal_name(exit_.signal)} (signal {exit_.signal}){hint}"
+    code = exit_.exit_code or 0
     if code == UNRECOVERABLE:
-        return f"exited with code {code}: as it says, no restart can mend it"
+        return f"exited with code {code} (unrecoverable error, not restarted)"
     if code - 128 in _KNOWN and not own_code:
-        return (
-            f"exited with code {code}, a shell's word for: its child was killed by {signal_name(code - 128)}"
-        )
+        return f"exited with code {code} (from a shell: its child was killed by {signal_name(code - 128)})"
     return f"exited with code {code}"
 
 
 def short_end(exit_code: int) -> str:
-    """How a worker ended, in two or three words; `exit_code` below zero is minus the signal's number."""
+    """Describe an exit in two or three words; an `exit_code` below zero is minus the signal's number."""
     if exit_code < 0:
         return f"killed by {signal_name(-exit_code)}"
     return f"exit code {exit_code}"
 
 
-# ---- What a worker has written down of its failure: the error file of `record`, ours or torch's.
+# ---- The error file that a worker writes when it fails: by `record`, ours or torch's.
 
 
-_LARGEST = 4 << 20  # bytes; what is longer is cut off, and then makes no sense
+_LARGEST = 4 << 20  # bytes; a longer file is cut off, and then is not valid JSON
 
 
 @dataclass(frozen=True, slots=True)
 class ErrorRecord:
-    """A worker's own words.
+    """Content of a worker's error file.
 
     Attributes:
-        message: what was raised; empty if it does not say.
-        traceback: where; empty likewise.
-        permanent: whether it says that no restart can mend it.
+        message: the exception; empty if the file has none.
+        traceback: its traceback; empty likewise.
+        permanent: True if the worker reports that a restart can't fix it.
         written: when the file was written, in Unix seconds by the clock of its file system. Finer than the timestamp
             in torch's format, which counts whole seconds, but no finer than the kernel's tick of some milliseconds.
-        raised_at: when it was raised, in monotonic seconds of the host; None in a file of torch's.
+        raised_at: when it was raised, in monotonic seconds of the host; None in a file of torch.
     """
 
     message: str
@@ -108,7 +106,7 @@ class ErrorRecord:
 
 
 def read_error_file(path: Path) -> ErrorRecord | None:
-    """Reads an error file; None if there is nothing, or nothing that makes sense."""
+    """Read an error file; None if there is none, or it is not valid."""
     try:
         with open(path, "rb") as file:
             content = json.loads(file.read(_LARGEST))
@@ -134,10 +132,10 @@ def read_error_file(path: Path) -> ErrorRecord | None:
     )
 
 
-# ---- Finds the traceback that ended a program in what it wrote to standard error.
+# ---- Search for the traceback that ended a program, in its standard error.
 
 
-_AFTER = 50  # lines: what follows the traceback of a program's end is a few words of atexit handlers
+_AFTER = 50  # lines: after the traceback that ends a program come at most a few lines of atexit handlers
 
 # torch.distributed puts "[rank3]: " before every line of an uncaught exception's traceback.
 _RANK = re.compile(r"^\[rank\d+\]: ?")
@@ -150,11 +148,11 @@ _LINKS = (
 
 
 def final_traceback(text: str, *, at_end: bool) -> tuple[str, str] | None:
-    """Finds the last traceback, with the exceptions it is chained to, or faulthandler's dump.
+    """Find the last traceback, with the exceptions it is chained to, or faulthandler's dump.
 
     Args:
         text: the end of a program's standard error.
-        at_end: whether only one near the end of the text counts. A program that returned 1 most likely died of
+        at_end: accept only a traceback near the end of the text. A program that returned 1 most likely died of
             its last exception; one that was killed may have logged it an hour ago.
 
     Returns:
@@ -197,7 +195,7 @@ def _last(lines: list[str], pattern: re.Pattern[str]) -> int | None:
 
 
 def _link_before(lines: list[str], header: int) -> int | None:
-    """Where the traceback begins of which this one is the consequence."""
+    """Index of the header of the traceback that this one is chained to; None if there is none."""
     if header < 2 or lines[header - 1] or lines[header - 2] not in _LINKS:
         return None
     return _last(lines[: header - 2], _HEADER)
@@ -210,21 +208,21 @@ MAX_MESSAGE = 2 * 1024
 """Bytes of a message that are kept, from its beginning."""
 
 COULD_NOT_START = 127
-"""Exit code of a worker that never ran; what a shell says of a program it can't start."""
+"""Exit code of a worker that never ran; a shell returns it for a program that it can't start."""
 
 RAISED = 1
-"""Exit code of a worker that has raised and not ended yet; what Python returns for an exception."""
+"""Exit code of a worker that has raised and not ended yet; Python returns it for an exception."""
 
 UNWINDING = 60.0
-"""Seconds that a worker may take from writing its error file to its end. Of one that goes on for longer, or is killed
-by the kernel later, the exception is not the reason: it was caught."""
+"""Seconds that a worker may take from writing its error file to its end. If it runs longer, or the kernel kills it
+later, the exception is not the reason: it was caught."""
 
 _TAIL = 64 * 1024  # bytes of stderr.log that are searched
 _LAST_LINES = 10
 
 
 class FailureKind(enum.Enum):
-    """What kind of end a worker had; the names are those of the protocol."""
+    """Kind of a worker's failure; the names are those of the protocol."""
 
     UNSPECIFIED = "unknown"
     EXCEPTION = "exception"
@@ -238,25 +236,25 @@ class FailureKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class WorkerFailure:
-    """A worker's failure, complete enough to mend it.
+    """A worker's failure, with all that an engineer needs to find its cause.
 
     Attributes:
-        local_rank: its place among the workers of its host.
-        rank: its place in the round.
+        local_rank: local rank of the worker.
+        rank: its global rank.
         role: its role.
         host: name of its host.
         pid: its process id; 0 if it was never started.
-        exit_code: what it returned; minus the signal's number if a signal ended it; RAISED if it had not ended yet.
+        exit_code: its exit code; minus the signal's number if a signal ended it; RAISED if it had not ended yet.
         time: when it failed, in Unix seconds by its host's clock.
-        message: what happened, in one line; at most MAX_MESSAGE bytes.
-        traceback: its traceback, or where there is none the last lines of its standard error; at most
+        message: the reason, in one line; at most MAX_MESSAGE bytes.
+        traceback: its traceback, or if there is none the last lines of its standard error; at most
             MAX_TRACEBACK bytes, the end kept.
         log_file: path of its standard error on its host; empty if there is none.
-        kind: what kind of end it had.
-        permanent: whether no restart can mend it, as the worker itself says.
-        core_file: path of its core dump on its host; empty if there is none that is known.
-        node: name of its node in the run; empty until the run has taken the failure.
-        at: when it failed, in monotonic seconds of this host; None for a failure on another one.
+        kind: kind of the failure.
+        permanent: True if the worker itself reports that a restart can't fix it.
+        core_file: path of its core dump on its host; empty if none is known.
+        node: name of its node in the run; empty until the run has accepted the failure.
+        at: when it failed, in monotonic seconds of this host; None for a failure on another host.
     """
 
     local_rank: int
@@ -282,12 +280,12 @@ class WorkerFailure:
 
 
 def earliest(failures: Iterable[WorkerFailure]) -> WorkerFailure | None:
-    """The failure of this host's that came first, by its monotonic clock; None of none."""
+    """The earliest of failures on this host, by its monotonic clock; None if there are none."""
     return min(failures, key=lambda failure: failure.at or 0.0, default=None)
 
 
 def describe_failure(
-    how: WorkerExit,
+    exit_: WorkerExit,
     logs: WorkerLogs | None,
     *,
     rank: int,
@@ -299,78 +297,76 @@ def describe_failure(
     core: CoreDump | None = None,
     own_code: bool = False,
 ) -> WorkerFailure:
-    """Finds out why a worker failed. Reads at most a few megabytes; never raises for what it finds there.
+    """Find out why a worker failed. Reads at most a few megabytes; never raises because of the content of its files.
 
-    Args:
-        how: its end.
+    Args: as in WorkerFailure, and
+        exit_: its exit.
         logs: its files, if it has any.
-        rank: its place in the round.
-        role: its role.
-        host: name of this host.
         since: when it was started, in monotonic seconds.
-        starved: that the kernel killed it for want of memory, in a sentence; None if it is not known to have.
-        besides: what else happened meanwhile, to be added to the message; may be empty.
-        core: what is known of its core dump; None if its end leaves none.
-        own_code: whether its exit code is what it chose itself, since no shell is in between.
+        starved: sentence that the kernel killed it (out of memory); None if nothing shows that.
+        besides: text about other events to be added to the message; may be empty.
+        core: result of the search for its core dump; None if its exit leaves none.
+        own_code: True if it chose its exit code itself: no shell is in between.
     """
-    story = read_error_file(logs.error_file) if logs is not None else None
+    record = read_error_file(logs.error_file) if logs is not None else None
     tail = _read_tail(logs.stderr) if logs is not None else ""
-    message, traceback, at, time = sentence(how, own_code=own_code), "", how.at, how.time
-    kind = FailureKind.SIGNAL if how.signal is not None else FailureKind.EXIT_CODE
-    if story is not None:
-        raised_at, raised = _moment(story, since, how.at, how.time)
-        if starved is not None and how.at - raised_at > UNWINDING:
-            story = None
-    if story is not None:
+    message, traceback, at, time = sentence(exit_, own_code=own_code), "", exit_.at, exit_.time
+    kind = FailureKind.SIGNAL if exit_.signal is not None else FailureKind.EXIT_CODE
+    if record is not None:
+        raised_at, raised = _moment(record, since, exit_.at, exit_.time)
+        if starved is not None and exit_.at - raised_at > UNWINDING:
+            record = None
+    if record is not None:
         kind = FailureKind.EXCEPTION
-        message, traceback = story.message or message, story.traceback
-        # A peer that fails of the consequences may be gone before the first to fail has finished unwinding.
+        message, traceback = record.message or message, record.traceback
+        # A peer that fails as a consequence may end before the first worker to fail has finished unwinding.
         at, time = raised_at, raised
     elif starved is not None:
         kind, message = FailureKind.OUT_OF_MEMORY, starved
-    elif (found := final_traceback(tail, at_end=how.exit_code != 1)) is not None:
+    elif (found := final_traceback(tail, at_end=exit_.exit_code != 1)) is not None:
         message, traceback = found
-        kind = kind if how.signal is not None else FailureKind.EXCEPTION
+        kind = kind if exit_.signal is not None else FailureKind.EXCEPTION
     if core is not None and kind is FailureKind.SIGNAL:
         message += core.hint
-    if kind is not FailureKind.EXCEPTION or how.signal is None:
+    if kind is not FailureKind.EXCEPTION or exit_.signal is None:
         message += besides
     if not traceback:
         traceback = "\n".join(tail.rstrip().splitlines()[-_LAST_LINES:])
     if logs is not None and _is_full(logs.stderr.parent):
-        # A worker dies of that at its next print, and can't write down why.
+        # A worker fails at its next print then, and can't write the reason.
         message += f"; no space is left for its logs in {logs.stderr.parent}"
     return WorkerFailure(
-        local_rank=how.local_rank,
+        local_rank=exit_.local_rank,
         rank=rank,
         role=role,
         host=host,
-        pid=how.pid,
-        exit_code=how.exit_code if how.exit_code is not None else -(how.signal or 0),
+        pid=exit_.pid,
+        exit_code=exit_.exit_code if exit_.exit_code is not None else -(exit_.signal or 0),
         time=time,
         message=_head(message),
         traceback=_tail(traceback),
         log_file=str(logs.stderr) if logs is not None else "",
         kind=kind,
-        permanent=how.exit_code == UNRECOVERABLE or (story is not None and story.permanent),
+        permanent=exit_.exit_code == UNRECOVERABLE or (record is not None and record.permanent),
         core_file=core.file if core is not None else "",
         at=at,
     )
 
 
 def names_taken_address(failure: WorkerFailure) -> bool:
-    """Whether a worker failed since an address was in use, as it says itself: torch, Python and others say it so."""
-    said = f"{failure.message}\n{failure.traceback}".lower()
-    return failure.exit_code > 0 and ("eaddrinuse" in said or "address already in use" in said)
+    """True if a worker failed because an address was in use, by its own message: torch, Python and others use these."""
+    text = f"{failure.message}\n{failure.traceback}".lower()
+    return failure.exit_code > 0 and ("eaddrinuse" in text or "address already in use" in text)
 
 
 def failure_of_port(failure: WorkerFailure, port: int, started_at: float) -> WorkerFailure:
-    """The failure of a worker that could not bind MASTER_PORT, since another program took it.
+    """The failure of a worker that could not bind MASTER_PORT, because another program took it.
 
     Args:
-        failure: what is known of it.
+        failure: the failure as described so far.
         port: MASTER_PORT.
-        started_at: when the workers were started, in monotonic seconds: what peers fail of is a consequence.
+        started_at: when the workers were started, in monotonic seconds; as the time of this failure, it makes the
+            failures of peers consequences.
     """
     message = (
         f"another program of this host took MASTER_PORT {port} before the workers bound it: {failure.message}"
@@ -379,7 +375,7 @@ def failure_of_port(failure: WorkerFailure, port: int, started_at: float) -> Wor
 
 
 def failure_under_way(
-    story: ErrorRecord,
+    record: ErrorRecord,
     logs: WorkerLogs,
     *,
     local_rank: int,
@@ -391,51 +387,46 @@ def failure_under_way(
     now: float,
     time: float,
 ) -> WorkerFailure:
-    """The failure of a worker that has raised, and has not come to its end by itself.
+    """The failure of a worker that has raised, and has not ended by itself.
 
-    Args:
-        story: what it says.
+    Args: as in WorkerFailure, and
+        record: its error file.
         logs: its files.
-        local_rank: its place among the workers of this host.
-        pid: its process.
-        rank: its place in the round.
-        role: its role.
-        host: name of this host.
         since: when it was started, in monotonic seconds.
         now: in monotonic seconds.
         time: the same moment in Unix seconds.
     """
-    raised_at, raised = _moment(story, since, now, time)
+    raised_at, raised = _moment(record, since, now, time)
     return WorkerFailure(
         local_rank=local_rank,
         rank=rank,
         role=role,
         host=host,
         pid=pid,
-        exit_code=UNRECOVERABLE if story.permanent else RAISED,
+        exit_code=UNRECOVERABLE if record.permanent else RAISED,
         time=raised,
-        message=_head(story.message),
-        traceback=_tail(story.traceback),
+        message=_head(record.message),
+        traceback=_tail(record.traceback),
         log_file=str(logs.stderr),
         kind=FailureKind.EXCEPTION,
-        permanent=story.permanent,
+        permanent=record.permanent,
         at=raised_at,
     )
 
 
-def _moment(story: ErrorRecord, since: float, at: float, time: float) -> tuple[float, float]:
+def _moment(record: ErrorRecord, since: float, at: float, time: float) -> tuple[float, float]:
     """When it raised, in monotonic and in Unix seconds.
 
-    What the worker says itself is exact. The time of the file may be that of a file server, whose clock is another:
-    what lies before the worker's start or past its end counts for nothing, and the end is when it failed.
+    The worker's own time is exact. The file's time may come from the clock of a file server: a time before the worker's
+    start or after its end is ignored, and then its end is the time of the failure.
 
     Args:
-        story: what it says.
+        record: its error file.
         since: when it was started, in monotonic seconds.
         at: when it ended, likewise.
         time: the same moment in Unix seconds.
     """
-    for raised_at in (story.raised_at, at - (time - story.written)):
+    for raised_at in (record.raised_at, at - (time - record.written)):
         if raised_at is not None and since <= raised_at <= at:
             return raised_at, time - (at - raised_at)
     return at, time
@@ -451,17 +442,7 @@ def failure_to_start(
     time: float | None = None,
     at: float | None = None,
 ) -> WorkerFailure:
-    """A worker that could not be started at all.
-
-    Args:
-        message: why, in one line.
-        rank: its place in the round.
-        role: its role.
-        host: name of this host.
-        local_rank: its place among the workers of this host.
-        time: when, in Unix seconds; None for now.
-        at: the same in monotonic seconds; None for now.
-    """
+    """The failure of a worker that could not be started. The arguments are those of WorkerFailure; None for now."""
     return WorkerFailure(
         local_rank=local_rank,
         rank=rank,
@@ -479,15 +460,9 @@ def failure_to_start(
 def failure_to_end(
     message: str, *, pid: int, rank: int, role: str, host: str, local_rank: int
 ) -> WorkerFailure:
-    """A worker that SIGKILL did not end; it has failed all the same, from now on.
+    """The failure of a worker that SIGKILL did not end; its time is now.
 
-    Args:
-        message: why it was killed, and what it waits for.
-        pid: its process.
-        rank: its place in the round.
-        role: its role.
-        host: name of this host.
-        local_rank: its place among the workers of this host.
+    `message`: why it was killed, and the resource that it waits for. The other arguments are those of WorkerFailure.
     """
     return WorkerFailure(
         local_rank=local_rank,
@@ -505,11 +480,11 @@ def failure_to_end(
 
 def _is_full(folder: Path) -> bool:
     try:
-        place = os.statvfs(folder)
+        usage = os.statvfs(folder)
     except OSError:
         return False
-    # Some file systems don't count, and report nothing at all.
-    return (place.f_blocks > 0 and place.f_bavail == 0) or (place.f_files > 0 and place.f_favail == 0)
+    # Some file systems don't count blocks or files, and report 0.
+    return (usage.f_blocks > 0 and usage.f_bavail == 0) or (usage.f_files > 0 and usage.f_favail == 0)
 
 
 def _read_tail(path: Path) -> str:
@@ -520,7 +495,8 @@ def _read_tail(path: Path) -> str:
 
 
 def _head(message: str) -> str:
-    raw = " ".join(message.splitlines()).strip().encode("utf-8", "replace")  # lone surrogates can't travel
+    # "replace": lone surrogates can't be encoded.
+    raw = " ".join(message.splitlines()).strip().encode("utf-8", "replace")
     if len(raw) <= MAX_MESSAGE:
         return raw.decode()
     return raw[: MAX_MESSAGE - 3].decode("utf-8", "ignore") + "..."

@@ -1,7 +1,7 @@
-"""Whether it was the kernel that killed a worker, for want of memory, and whose memory was used up.
+"""Detection of workers killed by the kernel OOM killer, and of the cgroup or host that ran out of memory.
 
-A signal does not say who sent it. Two others do: the kernel counts, in each memory cgroup, the processes that it has
-killed so, and it does that before it sends the signal; and it writes the process id into its log.
+A signal has no sender's name. Two other sources have it: the kernel counts, in each memory cgroup, the processes that
+the OOM killer killed, before it sends the signal; and it writes the process id into its log.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 from rallypoint.agent.spawner.protocol import WorkerExit
 
-# ---- What the kernel has to say of processes that it killed for want of memory.
+# ---- The kernel log's records about the OOM killer.
 
 
 _CHOSEN = re.compile(r"oom-kill:constraint=(?P<constraint>\w+),.*?\bpid=(?P<pid>\d+)")
@@ -24,16 +24,16 @@ _CGROUP = re.compile(r"\boom_memcg=(?P<cgroup>[^,]*)")
 _KILLED = re.compile(
     r"(?P<what>Memory cgroup out of memory|Out of memory).*?: Kill(?:ed)? process (?P<pid>\d+)"
 )
-_MOST_RECORDS = 100_000  # a kernel that writes faster than this is read must not hold us up for ever
+_MOST_RECORDS = 100_000  # a kernel that writes faster than the agent reads must not block it for ever
 
 
 @dataclass(frozen=True, slots=True)
 class OomKill:
-    """One process that the kernel killed for want of memory.
+    """One process that the kernel OOM killer killed.
 
     Attributes:
-        of_cgroup: whether a cgroup's limit was reached, and not the host's memory.
-        cgroup: name of that cgroup; empty if it was the host, or is not told.
+        of_cgroup: True if a cgroup reached its limit; False if the host had no memory left.
+        cgroup: name of that cgroup; empty for the host, or if the record does not have it.
     """
 
     of_cgroup: bool
@@ -41,27 +41,27 @@ class OomKill:
 
 
 class KernelLog:
-    """The kernel's log from a moment on, where this user may read it. Never waits."""
+    """The kernel's log from now on; empty if this user may not read it. Never blocks."""
 
     def __init__(self, path: Path = Path("/dev/kmsg")) -> None:
-        """Begin now."""
+        """Open the log at its end."""
         self._kills: dict[int, OomKill] = {}
         try:
             self._fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError:
             self._fd = -1
             return
-        # What was written before says nothing: the process ids of then may be others' now.
+        # Older records are useless: their process ids may belong to other processes now.
         with contextlib.suppress(OSError):
             os.lseek(self._fd, 0, os.SEEK_END)
 
     def kill_of(self, pid: int) -> OomKill | None:
-        """The kernel's word about a process, by its number in the host's own pid namespace; None: it has none."""
+        """The record about a process, by its number in the host's own pid namespace; None if there is none."""
         self._read()
         return self._kills.get(pid)
 
     def close(self) -> None:
-        """Read no more; what was read stays known."""
+        """Close the log; the records that were read are kept."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -73,7 +73,7 @@ class KernelLog:
             try:
                 record = os.read(self._fd, 8192)
             except BrokenPipeError:
-                continue  # some were overwritten before we came to them; what follows is there
+                continue  # some records were overwritten before they were read; the next ones can be read
             except OSError as error:
                 if not isinstance(error, BlockingIOError):
                     self.close()
@@ -94,21 +94,21 @@ class KernelLog:
                 self._kills.setdefault(int(killed["pid"]), kill)
 
 
-# ---- The memory cgroups that this process is in, version 2 or 1, and what they count of their limits and kills.
+# ---- The memory cgroups of this process, version 2 or 1, with their limits and their counts of kills.
 
 
-_UNLIMITED = 1 << 60  # version 1 says "no limit" by the largest number of pages
+_UNLIMITED = 1 << 60  # in version 1, "no limit" is the largest number of pages
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryGroup:
-    """A memory cgroup at a moment.
+    """State of a memory cgroup at one moment.
 
     Attributes:
         name: its path below the mount point, as in "/job/step0".
-        limit: bytes that its processes may use together; None: as many as there are.
-        kills: processes of it that the kernel killed for want of memory, so far; in version 2, of those below too.
-        hits: times that it was at its limit, so far; in version 2, that a process had to be killed for that.
+        limit: bytes that its processes may use together; None: no limit.
+        kills: its processes that the OOM killer has killed so far; in version 2, also those of its descendants.
+        hits: how often it has reached its limit so far; in version 2, how often a process had to be killed for that.
     """
 
     name: str
@@ -118,24 +118,24 @@ class MemoryGroup:
 
 
 def memory_groups(root: Path = Path("/")) -> list[MemoryGroup]:
-    """The memory cgroup of this process and those above it, its own first; empty where there is none to be seen.
+    """The memory cgroup of this process and its ancestors, its own first; empty if none is visible.
 
     Args:
-        root: where /proc and /sys are.
+        root: folder with /proc and /sys.
     """
     try:
         memberships = (root / "proc/self/cgroup").read_text().splitlines()
         mounts = (root / "proc/self/mountinfo").read_text().splitlines()
     except OSError:
         return []
-    paths: dict[bool, str] = {}  # by whether it is of version 1
+    paths: dict[bool, str] = {}  # True: version 1
     for line in memberships:
         number, controllers, path = line.split(":", 2)
         if "memory" in controllers.split(","):
             paths[True] = path
         elif number == "0":
             paths[False] = path
-    # Where both versions are mounted, the controller is in one of them, and then /proc names it there.
+    # If both versions are mounted, the controller is in one of them, and /proc names it there.
     old = True in paths
     top, mounted_path = _mount(mounts, old)
     if top is None or old not in paths:
@@ -145,7 +145,7 @@ def memory_groups(root: Path = Path("/")) -> list[MemoryGroup]:
 
 
 def _mount(mounts: list[str], old: bool) -> tuple[Path | None, str]:
-    """Where the hierarchy is mounted, and which of its cgroups is at that place."""
+    """The mount point of the hierarchy, and the cgroup that is mounted there."""
     for line in mounts:
         before, _, after = line.partition(" - ")
         kind, _, options = after.partition(" ")
@@ -159,7 +159,7 @@ def _mount(mounts: list[str], old: bool) -> tuple[Path | None, str]:
 def _from(top: Path, below: str, old: bool) -> list[MemoryGroup]:
     folder = top / below.lstrip("/")
     if ".." in folder.parts or not folder.is_dir():
-        folder = top  # a namespace of another's: what is mounted is all that can be seen
+        folder = top  # the path belongs to another cgroup namespace: only the mounted part is visible
     groups = []
     while True:
         name = "/" + str(folder.relative_to(top)).removeprefix(".")
@@ -204,66 +204,66 @@ def _number(path: Path) -> int | None:
 
 
 class MemoryWatch:
-    """Remembers how often the kernel had killed for want of memory before workers were started."""
+    """Compares the counts of OOM kills before the workers were started with those after an exit."""
 
     def __init__(
         self,
         groups: Callable[[], list[MemoryGroup]] = memory_groups,
         log: KernelLog | None = None,
     ) -> None:
-        """Begin now.
+        """Read the counts.
 
         Args:
-            groups: what the cgroups of this process, which are those of its workers, say now.
+            groups: returns the present state of this process's cgroups, which are also those of its workers.
             log: the kernel's log; None for this host's.
         """
         self._groups = groups
         self._before = {group.name: group for group in groups()}
         self._log = log if log is not None else KernelLog(Path("/dev/kmsg"))
 
-    def explain(self, how: WorkerExit) -> str | None:
-        """That the kernel killed a worker for want of memory, in a sentence; None if nothing shows that it did."""
-        if how.signal != signal.SIGKILL:
+    def explain(self, exit_: WorkerExit) -> str | None:
+        """A sentence that the kernel OOM killer killed a worker, and why; None if nothing shows that it did."""
+        if exit_.signal != signal.SIGKILL:
             return None
         now = self._groups()
-        word = self._log.kill_of(how.pid)
-        if word is None and self._kills(now) == 0:
+        kill = self._log.kill_of(exit_.pid)
+        if kill is None and self._kills(now) == 0:
             return None
-        peak = f"; its peak was {in_units(how.max_rss)}" if how.max_rss else ""
-        return f"killed by the kernel for want of memory (SIGKILL): {self._whose(now, word)}{peak}"
+        peak = f"; its peak was {in_units(exit_.max_rss)}" if exit_.max_rss else ""
+        return f"killed by the kernel OOM killer (SIGKILL): {self._cause(now, kill)}{peak}"
 
-    def hint(self, how: WorkerExit) -> str:
-        """What to add to the sentence about a worker whose end `explain` does not explain; may be empty.
+    def hint(self, exit_: WorkerExit) -> str:
+        """Return an addition to the sentence about a worker whose exit `explain` does not explain; may be empty.
 
-        A process of its own may have been killed, and that may be why it ended; and where it was killed itself, it is
-        worth knowing that it was not by the kernel.
+        One of its child processes may have been killed, and that may be the reason for its exit. If it was killed
+        itself, it is useful to know that the kernel OOM killer did not do it.
         """
         now = self._groups()
         if kills := self._kills(now):
-            what = "a process" if kills == 1 else f"{kills} processes"
-            return f"; the kernel has killed {what} here for want of memory since the workers were started"
-        if how.signal != signal.SIGKILL or how.inferred:
+            count = "1 process" if kills == 1 else f"{kills} processes"
+            return f"; the kernel OOM killer has killed {count} in this agent's cgroup since the workers were started"
+        if exit_.signal != signal.SIGKILL or exit_.inferred:
             return ""
         if now and now[0].name in self._before:
-            return "; not by the kernel for want of memory: somebody sent it"
-        return "; if nobody sent it, the kernel's OOM killer may have: see dmesg"
+            return "; another process sent it, not the kernel OOM killer"
+        return "; sent by another process, or by the kernel OOM killer: see dmesg"
 
     def close(self) -> None:
-        """Watch no more."""
+        """Close the kernel's log."""
         self._log.close()
 
     def _kills(self, now: list[MemoryGroup]) -> int:
-        """How many processes of this one's own cgroup were killed."""
+        """Number of processes that were killed in this process's own cgroup."""
         if not now or now[0].name not in self._before:
             return 0
         return max(0, now[0].kills - self._before[now[0].name].kills)
 
-    def _whose(self, now: list[MemoryGroup], word: OomKill | None) -> str:
-        """Whose memory was used up."""
-        if word is not None and not word.of_cgroup:
-            return "the host had none left"
-        named = [group for group in now if word is not None and word.cgroup.endswith(group.name)]
-        # Each counts what happens to those below it as well, so the lowest is the one.
+    def _cause(self, now: list[MemoryGroup], kill: OomKill | None) -> str:
+        """The limit that was reached: a cgroup's, or the memory of the host."""
+        if kill is not None and not kill.of_cgroup:
+            return "the host had no memory left"
+        named = [group for group in now if kill is not None and kill.cgroup.endswith(group.name)]
+        # Each cgroup also counts the events of its descendants, so the lowest one is the cause.
         grown = [
             group
             for group in now
@@ -272,14 +272,14 @@ class MemoryWatch:
             and group.hits > self._before[group.name].hits
         ]
         for group in (*(group for group in named if group.limit is not None), *grown):
-            return f"its cgroup {group.name} had used up its limit of {in_units(group.limit or 0)}"
-        if word is not None:
-            return f"the limit of its cgroup {word.cgroup}".rstrip() + " was used up"
-        return "the host had none left"
+            return f"its cgroup {group.name} reached its memory limit of {in_units(group.limit or 0)}"
+        if kill is not None:
+            return f"its cgroup {kill.cgroup}".rstrip() + " reached its memory limit"
+        return "the host had no memory left"
 
 
 def in_units(count: int) -> str:
-    """Bytes for people, as in "1.5 GiB"."""
+    """Return a number of bytes as text with a unit, as in "1.5 GiB"."""
     number, unit = float(count), "bytes"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
         if number < 1024:

@@ -1,1 +1,1 @@
-"""A worker that does not move: how it is diagnosed and ended."""
+"""Diagnosis and end of a hung worker."""

@@ -1,6 +1,6 @@
-"""Evidence of a hang: what a worker was doing when its timer ran out, gathered while it still lives.
+"""Diagnostics of a hang: the state of a worker whose timer has expired, collected while it is alive.
 
-Bounded: whatever can't be had in time is left out, and the text says so.
+Bounded: a part that takes too long is left out, and the text lists it as missing.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rallypoint.agent.hangs.python_stacks import StackPipe, in_order, innermost,
 from rallypoint.rpc.logs import get_logger
 from rallypoint.timer.worker.process import STACK_SIGNAL
 
-# Of the time since a timer began: who used more of it computes, who used less waits.
+# Parts of the time since the timer started: a process that used more processor time computes, one with less waits.
 _BUSY, _IDLE = 0.5, 0.05
 
 _log = get_logger(__name__)
@@ -27,11 +27,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class InspectedProcess:
-    """A process that is asked.
+    """A process to inspect.
 
     Attributes:
-        pid: which.
-        pidfd: holds on to it, so that no signal can go to another that got its number.
+        pid: its process id.
+        pidfd: a reference to it, so that no signal can reach another process that got its number.
     """
 
     pid: int
@@ -40,7 +40,7 @@ class InspectedProcess:
 
 @dataclass(frozen=True, slots=True)
 class PythonStacks:
-    """Stacks of one process, and how they were had."""
+    """Stacks of one process, and their source."""
 
     text: str
     source: str
@@ -48,14 +48,14 @@ class PythonStacks:
 
 @dataclass(slots=True)
 class Diagnostics:
-    """What was found; the text grows with it.
+    """The diagnostics collected so far; the text grows with them.
 
     Attributes:
-        hang: the timer that ran out.
+        hang: the timer that expired.
         rank: of the worker.
-        looks: what the kernel said of the processes asked, the one that holds the timer first.
+        process_looks: the kernel's view of the inspected processes, the holder of the timer first.
         stacks: their Python stacks, by pid.
-        gaps: what could not be had, in words.
+        gaps: the missing parts, for people.
     """
 
     hang: HungWorker
@@ -66,7 +66,7 @@ class Diagnostics:
 
     @property
     def cpu_used(self) -> float | None:
-        """Seconds of processor time that the holder has used since it began; None if that was not noted."""
+        """Processor seconds that the timer's holder used since the timer started; None if not measured."""
         holder = next((look for look in self.process_looks if look.pid == self.hang.pid), None)
         if self.hang.cpu_seconds is None or holder is None:
             return None
@@ -74,137 +74,137 @@ class Diagnostics:
 
     @property
     def summary(self) -> str:
-        """One line that says who hangs where, and whether it waits or computes."""
+        """One line: the rank and process that hangs, the place, and whether it waits or computes."""
         hang = self.hang
         pid = self.process_looks[0].pid if self.process_looks else hang.pid
         process = f", process {pid}," if pid else ""
-        told = [f"rank {self.rank}{process} hangs in {hang.scope!r}, which may take {hang.after:g} s"]
+        parts = [f"rank {self.rank}{process} hangs in {hang.scope!r}, which may take {hang.after:g} s"]
         if hang.requested:
-            told = [f"rank {self.rank}{process.rstrip(',')}"]
+            parts = [f"rank {self.rank}{process.rstrip(',')}"]
         if self.process_looks:
-            told.append(_state_of(self.process_looks[0], self._business()))
+            parts.append(_state_of(self.process_looks[0], self._load()))
         if self.stacks and (frame := innermost(next(iter(self.stacks.values())).text)):
-            told[-1] += f", in {frame}"
-        line = ": ".join(told)
+            parts[-1] += f", in {frame}"
+        line = ": ".join(parts)
         if (used := self.cpu_used) is not None:
             line += f"; it used {used:.1f} s of processor time in the {hang.after + hang.late_by:.1f} s since it began"
         return line
 
     @property
     def text(self) -> str:
-        """All of it for people: what matters most comes first."""
+        """All diagnostics for people, the most important first."""
         parts = [self.summary]
         for pid, stacks in self.stacks.items():
             parts.append(f"Python stacks of process {pid} ({stacks.source}):\n\n{stacks.text}")
         if self.gaps:
             parts.append("Missing: " + "; ".join(self.gaps) + ".")
         for look in self.process_looks:
-            what = f"{look.thread_count} thread{'s' * (look.thread_count != 1)}"
-            parts.append(f"What the kernel says of process {look.pid}, {what}:\n\n{render_threads(look)}")
+            count = f"{look.thread_count} thread{'s' * (look.thread_count != 1)}"
+            parts.append(f"Kernel state of process {look.pid}, {count}:\n\n{render_threads(look)}")
         return "\n\n".join(parts)
 
-    def _business(self) -> float | None:
-        """Which part of the time since it began was spent computing, in processors."""
+    def _load(self) -> float | None:
+        """Processors that it used on average since the timer started; None if not measured."""
         used, elapsed = self.cpu_used, self.hang.after + self.hang.late_by
         return None if used is None or elapsed <= 0 else used / elapsed
 
 
-def _state_of(look: ProcessLook, business: float | None) -> str:
+def _state_of(look: ProcessLook, load: float | None) -> str:
     main, stuck = look.main, look.stuck
     if stuck is not None:
-        what = stuck.meaning or "waits in the kernel"
+        meaning = stuck.meaning or "waits in the kernel"
         channel = f" ({stuck.wait_channel})" if stuck.wait_channel else ""
         call = f", system call {stuck.call}" if stuck.call else ""
-        whose = "it is" if stuck is main else f"its thread {stuck.tid} ({stuck.name}) is"
-        return f"{whose} in uninterruptible sleep: it {what}{channel}{call}"
+        subject = "it is" if stuck is main else f"its thread {stuck.tid} ({stuck.name}) is"
+        return f"{subject} in uninterruptible sleep: it {meaning}{channel}{call}"
     if look.stopped:
         return f"it was {main.state_in_words}"
     if main.state == "R":
-        return "it computes" if business is None or business >= _BUSY else "it computes at the moment"
+        return "it computes" if load is None or load >= _BUSY else "it computes at the moment"
     waits = main.meaning or "waits"
-    if business is None:
+    if load is None:
         return f"its main thread {waits}"
-    if business >= _BUSY:
+    if load >= _BUSY:
         return f"other threads compute while its main thread {waits}"
-    if business <= _IDLE:
+    if load <= _IDLE:
         return f"it {waits}"
     return f"it {waits} at the moment, and computed for a part of the time"
 
 
 async def collect_diagnostics(
-    evidence: Diagnostics, suspects: Sequence[InspectedProcess], pipe: StackPipe | None, timeout: float
+    diagnostics: Diagnostics, processes: Sequence[InspectedProcess], pipe: StackPipe | None, timeout: float
 ) -> None:
-    """Finds out what can be found out in time. Raises nothing but CancelledError.
+    """Collect the diagnostics that can be collected in time. Raises nothing but CancelledError.
 
-    A stopped process is resumed, since only then can it write its stacks; not where nobody is to be killed.
+    A stopped process is resumed, because only then can it write its stacks; but not if it is not to be killed.
 
     Args:
-        evidence: gets what is found.
-        suspects: the processes to be asked, the holder of the timer first.
-        pipe: where the worker and its children write their stacks; None if there is none.
+        diagnostics: receives the results.
+        processes: the processes to inspect, the holder of the timer first.
+        pipe: pipe into which the worker and its children write their stacks; None if there is none.
         timeout: seconds in all.
     """
     try:
         async with asyncio.timeout(timeout):
-            await _inspect(evidence, suspects)
-            for suspect, look in zip(suspects, list(evidence.process_looks), strict=False):
-                await _request_stacks(evidence, suspect, look, pipe)
+            await _inspect(diagnostics, processes)
+            for process, look in zip(processes, list(diagnostics.process_looks), strict=False):
+                await _request_stacks(diagnostics, process, look, pipe)
     except TimeoutError:
-        evidence.gaps.append(f"whatever takes longer than {timeout:g} s to find out")
+        diagnostics.gaps.append(f"diagnostics that take longer than {timeout:g} s")
     except Exception as error:
-        _log.exception("could not gather evidence of a hang", worker=evidence.hang.worker_id)
-        evidence.gaps.append(f"what a failure of the agent has cost ({error!r})")
+        _log.exception("could not collect the diagnostics of a hang", worker=diagnostics.hang.worker_id)
+        diagnostics.gaps.append(f"diagnostics lost by an internal error of the agent ({error!r})")
 
 
-async def _inspect(evidence: Diagnostics, suspects: Sequence[InspectedProcess]) -> None:
-    for suspect in suspects:
-        look = await in_background(partial(inspect_process, suspect.pid))
+async def _inspect(diagnostics: Diagnostics, processes: Sequence[InspectedProcess]) -> None:
+    for process in processes:
+        look = await in_background(partial(inspect_process, process.pid))
         if look is not None:
-            evidence.process_looks.append(look)
+            diagnostics.process_looks.append(look)
 
 
 async def _request_stacks(
-    evidence: Diagnostics, suspect: InspectedProcess, look: ProcessLook, pipe: StackPipe | None
+    diagnostics: Diagnostics, process: InspectedProcess, look: ProcessLook, pipe: StackPipe | None
 ) -> None:
-    spare = evidence.hang.signal is None
-    hears = look.main.state != "D" and not (look.stopped and spare)
-    if pipe is not None and STACK_SIGNAL in look.catches and hears:
-        said: list[bytes] = []
+    spare = diagnostics.hang.signal is None
+    responsive = look.main.state != "D" and not (look.stopped and spare)
+    if pipe is not None and STACK_SIGNAL in look.catches and responsive:
+        output: list[bytes] = []
         try:
-            await pipe.request_stacks(suspect.pidfd, resume=look.stopped and not spare, said=said)
+            await pipe.request_stacks(process.pidfd, resume=look.stopped and not spare, output=output)
         finally:
-            text = b"".join(said).decode("utf-8", "replace")
+            text = b"".join(output).decode("utf-8", "replace")
             if looks_like_stacks(text):
-                found = in_order(text, evidence.hang.scope)
-                evidence.stacks[suspect.pid] = PythonStacks(
+                found = in_order(text, diagnostics.hang.scope)
+                diagnostics.stacks[process.pid] = PythonStacks(
                     found, "the hung thread, or the main thread, first"
                 )
-        if suspect.pid in evidence.stacks:
+        if process.pid in diagnostics.stacks:
             return
-    # One that waits for a disk holds locks of its memory, as a rule, and who reads there would wait with it.
-    text = "" if look.main.state == "D" else await spy(suspect.pid)
+    # A process that waits for a disk usually holds locks of its memory, and a reader of that memory would block too.
+    text = "" if look.main.state == "D" else await spy(process.pid)
     if text:
-        evidence.stacks[suspect.pid] = PythonStacks(text, "by py-spy")
+        diagnostics.stacks[process.pid] = PythonStacks(text, "by py-spy")
     else:
-        evidence.gaps.append(f"Python stacks of process {suspect.pid} ({_why_silent(look, spare)})")
+        diagnostics.gaps.append(f"Python stacks of process {process.pid} ({_why_silent(look, spare)})")
 
 
 def _why_silent(look: ProcessLook, spare: bool) -> str:
     if look.main.state == "D":
-        return "in uninterruptible sleep it can't say them"
+        return "it can't write them in uninterruptible sleep"
     if look.stopped and spare:
         return "it is stopped"
     if STACK_SIGNAL in look.catches:
-        return "asked, it did not answer"
+        return "it did not respond to the request"
     return "it has not used rallypoint.timer, and py-spy is not installed or can't read them"
 
 
 async def in_background(work: Callable[[], T]) -> T:
-    """Runs what may block for ever; who waits for it can be cancelled, and the end of this process is not delayed."""
+    """Run a function that may block for ever in a thread: the caller can be cancelled, and this process can exit."""
     loop = asyncio.get_running_loop()
     result: asyncio.Future[T] = loop.create_future()
 
-    def tell(value: T | None, error: BaseException | None) -> None:
+    def publish(value: T | None, error: BaseException | None) -> None:
         if result.done():
             return
         if error is not None:
@@ -219,9 +219,9 @@ async def in_background(work: Callable[[], T]) -> T:
         except BaseException as error:
             failure = error
         try:
-            loop.call_soon_threadsafe(tell, value, failure)
+            loop.call_soon_threadsafe(publish, value, failure)
         except RuntimeError:
-            return  # the loop is closed: nobody waits any more
+            return  # the loop is closed: no task waits for the result any more
 
     threading.Thread(target=run, name="evidence", daemon=True).start()
     return await result

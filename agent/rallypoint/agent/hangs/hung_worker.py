@@ -1,4 +1,4 @@
-"""A worker that let a timer run out, or that somebody asks about, as those see it who gather evidence and kill."""
+"""A worker to diagnose or kill: its timer has expired, or an operator requested it."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class HungWorker:
-    """A timer that ran out, and that its worker still holds; or a worker that somebody wants looked into, or killed.
+    """An expired timer that its worker still holds; or an operator's request to diagnose or kill a worker.
 
     Attributes:
         worker_id: the worker.
-        scope: what it is doing, as it calls it.
-        after: seconds that it may take.
-        late_by: seconds since.
-        pid: the process that holds the timer: the worker, or one that descends from it; 0 if nobody knows, since
-            the timer was set at the service.
-        signal: what to send before SIGKILL; 0: SIGKILL at once; None: nobody is to be killed, only to be told.
-        cpu_seconds: processor time of that process when the scope began; None if that was not noted.
-        learned_from: how many completions `after` was learned from; 0: it was given.
-        asked: why somebody wants it looked into; empty unless that is all there is to it, and no timer ran out.
+        scope: the name of the timer.
+        after: the timeout in seconds.
+        late_by: seconds from the expiry to its detection.
+        pid: the process that holds the timer: the worker, or a descendant; 0 if unknown, because the timer was set at
+            the service.
+        signal: signal before SIGKILL; 0: SIGKILL at once; None: do not kill, only report.
+        cpu_seconds: processor time of that process when the timer started; None if not measured.
+        learned_from: number of completions from which `after` was learned; 0: it was given.
+        requested: the operator's request, as a sentence; empty if a timer has expired.
     """
 
     worker_id: str

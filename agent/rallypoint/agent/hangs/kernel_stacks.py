@@ -1,7 +1,7 @@
-"""What the kernel tells of a process that hangs: what each thread does, and what it waits for.
+"""The kernel's view of a hung process: the state of each thread, and the resource that it waits for.
 
-Read from /proc, with no help of the process. What can't be read (another user's process, a kernel built without)
-is left out. Reading may block where the process holds a lock of the kernel: do it where that stops nobody.
+Read from /proc, without help of the process. Values that can't be read (of another user's process, or in a kernel built
+without them) are left out. A read may block if the process holds a lock of the kernel: do it in a thread of its own.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 
-# ---- Names of the system calls in which a thread may wait for long, by the numbers of the machine at hand.
+# ---- Names of the system calls in which a thread may wait for long, by their numbers on this architecture.
 
 
 # From the kernel's own tables, unistd_64.h of each architecture.
@@ -38,7 +38,7 @@ _WITH_DESCRIPTOR = """
     recvfrom sendmsg recvmsg
 """
 TAKE_DESCRIPTOR = frozenset(_WITH_DESCRIPTOR.split())
-"""Those whose first argument is a file descriptor."""
+"""System calls whose first argument is a file descriptor."""
 
 
 def _names(table: str) -> dict[int, str]:
@@ -50,18 +50,18 @@ _NAMES = _names(_TABLES.get(os.uname().machine, ""))
 
 
 def name_of(number: int) -> str:
-    """The name of a system call; `number N` if it isn't one of those."""
+    """The name of a system call; `number N` if it is not in the table."""
     return _NAMES.get(number, f"number {number}")
 
 
-# ---- Processor time, as /proc tells it: read when a timer begins and when it has run out, and so in one way.
+# ---- Processor time from /proc: one function for the start of a timer and for its expiry.
 
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
 def processor_time_of(pid: int) -> float | None:
-    """Seconds that all threads of a process have had, in user and kernel mode; None if there is no such process."""
+    """Processor seconds of all threads of a process, user and kernel mode; None if there is no such process."""
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as stat:
             return processor_time_in(stat.read())
@@ -70,14 +70,14 @@ def processor_time_of(pid: int) -> float | None:
 
 
 def processor_time_in(line: str) -> float:
-    """The same of a line of /proc/PID/stat, or of a thread's; 0 if there is none in it."""
+    """Processor seconds in a line of /proc/PID/stat, or of a thread's; 0 if the line is too short."""
     # utime and stime; the command name, in parentheses, may hold anything: count from its end.
     fields = line[line.rfind(")") + 2 :].split(None, 13)
     return (int(fields[11]) + int(fields[12])) / _TICKS if len(fields) > 12 else 0.0
 
 
 MOST_THREADS = 64
-"""Threads that are looked at. A trainer has hundreds, most of them idle in the same pool."""
+"""Threads that are inspected. A trainer has hundreds, most of them idle in the same pool."""
 
 _MOST_BYTES = 16 * 1024  # of one file of /proc
 _MOST_FRAMES = 24  # of a kernel stack
@@ -88,22 +88,20 @@ _STATES = {
     "I": "idle",
     "T": "stopped by a signal",
     "t": "stopped by a debugger",
-    "Z": "dead, but not waited for",
+    "Z": "dead, but not reaped (zombie)",
     "X": "dead",
 }
 
-# What a wait channel, the innermost frames of a kernel stack, or a system call mean: the telling part first. A pattern
-# begins where a word of a function's name does: `ll_` is Lustre's, and also within poll_, epoll_ and syscall_.
+# Meanings of wait channels, innermost frames of kernel stacks and system calls, the most specific first. A pattern
+# matches only at the start of a word of a function's name: `ll_` is Lustre's, but also part of poll_, epoll_, syscall_.
 _MEANINGS = tuple(
     (re.compile(rf"(?<![a-z0-9])(?:{pattern})"), meaning)
     for pattern, meaning in (
         (r"futex", "waits for a lock or another thread"),
         (r"nanosleep", "sleeps for a time it chose"),
         (r"nfs|rpc_wait", "waits for a network file system (NFS)"),
-        (
-            r"fuse(?!_dev)",
-            "waits for a file system in user space (FUSE)",
-        ),  # not one that serves such a file system
+        # fuse_dev is in the stack of a process that serves such a file system.
+        (r"fuse(?!_dev)", "waits for a file system in user space (FUSE)"),
         (r"ceph|lustre|ll_|cl_sync|gpfs|mmfs", "waits for a network file system"),
         (r"nvidia|uvm_|amdgpu|kfd_", "waits for the GPU driver"),
         (r"ib_|rdma|mlx|efa_", "waits for the network card's driver (RDMA)"),
@@ -111,10 +109,7 @@ _MEANINGS = tuple(
             r"percpu_rwsem_wait|sb_start_write",
             "waits for a frozen file system, or another lock of the kernel",
         ),
-        (
-            r"io_schedule|folio_wait|wait_on_page|blk_|jbd2|submit_bio|balance_dirty",
-            "waits for a disk",
-        ),
+        (r"io_schedule|folio_wait|wait_on_page|blk_|jbd2|submit_bio|balance_dirty", "waits for a disk"),
         (r"pipe_read|pipe_write|anon_pipe|wait_for_partner", "waits for the other end of a pipe"),
         (
             r"unix_stream|unix_dgram|skb_wait|sk_wait|m?p?tcp_|inet_|sk_stream",
@@ -133,16 +128,16 @@ _MEANINGS = tuple(
 
 @dataclass(frozen=True, slots=True)
 class Thread:
-    """A thread, as the kernel sees it; what could not be read is empty.
+    """State of a thread in the kernel; values that could not be read are empty.
 
     Attributes:
         tid: its number; the main thread's is the process's.
         name: its name.
         state: one letter, see proc_pid_stat(5).
-        wait_channel: function of the kernel in which it waits.
-        call: system call that it is in, with the file where that takes one.
+        wait_channel: kernel function in which it waits.
+        call: its current system call, with the file of the call's descriptor.
         kernel_stack: innermost frame first.
-        cpu_seconds: processor time that it has used since it began.
+        cpu_seconds: processor time since its start.
     """
 
     tid: int
@@ -155,17 +150,17 @@ class Thread:
 
     @property
     def state_in_words(self) -> str:
-        """What the state's letter means."""
+        """The meaning of the state's letter."""
         return _STATES.get(self.state, f"in state {self.state}")
 
     @property
     def meaning(self) -> str:
-        """What it waits for, in words; empty if that can't be told, or it waits for nothing."""
+        """The resource that it waits for, as a predicate; empty if that is unknown, or it does not wait."""
         if self.state not in "SDI":
             return ""
-        # Of a call its name: what its file is called says nothing.
+        # Only the name of the call: the name of its file must not match a pattern.
         places = (self.wait_channel, *self.kernel_stack[:6], self.call.partition(" ")[0])
-        # A disk's channel is a network file system's too: the frames below it tell them apart.
+        # A network file system may wait in a disk's channel: the stack frames distinguish them.
         for pattern, meaning in _MEANINGS:
             if any(pattern.search(place) for place in places):
                 return meaning
@@ -174,13 +169,13 @@ class Thread:
 
 @dataclass(frozen=True, slots=True)
 class ProcessLook:
-    """A process at one moment.
+    """State of a process at one moment.
 
     Attributes:
-        pid: which.
-        cpu_seconds: processor time that it has used since it began, all threads together.
+        pid: its process id.
+        cpu_seconds: processor time since its start, all threads together.
         threads: at most MOST_THREADS, the main thread first.
-        thread_count: how many there are.
+        thread_count: number of all its threads.
         catches: the signals for which it has handlers.
     """
 
@@ -197,17 +192,17 @@ class ProcessLook:
 
     @property
     def stopped(self) -> bool:
-        """Whether a signal or a debugger has stopped it."""
+        """True if a signal or a debugger has stopped it."""
         return self.main.state in "Tt"
 
     @property
     def stuck(self) -> Thread | None:
-        """A thread in uninterruptible sleep, which not even SIGKILL ends; the main thread if it is one."""
+        """A thread in uninterruptible sleep, which not even SIGKILL ends; the main thread if it is in that state."""
         return next((thread for thread in self.threads if thread.state == "D"), None)
 
 
 def inspect_process(pid: int) -> ProcessLook | None:
-    """Looks at a process; None if there is none. Never raises."""
+    """Read the state of a process; None if there is no such process. Never raises."""
     line = _read(f"/proc/{pid}/stat")
     main = _thread(pid, pid)
     if not line or main is None:
@@ -221,14 +216,14 @@ def inspect_process(pid: int) -> ProcessLook | None:
 
 
 def caught_signals(pid: int) -> frozenset[int]:
-    """The signals for which a process has handlers: others would do to it what they do by default."""
+    """The signals for which a process has handlers; all others would have their default effect."""
     found = re.search(r"^SigCgt:\s*([0-9a-f]+)$", _read(f"/proc/{pid}/status"), re.MULTILINE)
     mask = int(found[1], 16) if found else 0
     return frozenset(number for number in range(1, 65) if mask >> (number - 1) & 1)
 
 
 def render_threads(look: ProcessLook) -> str:
-    """A paragraph for each thread: what it does, what it waits for, and its stack inside the kernel."""
+    """A paragraph for each thread: its state, the resource that it waits for, and its kernel stack."""
     blocks = ["\n".join(_lines_of(thread, main=thread is look.main)) for thread in look.threads]
     if look.thread_count > len(look.threads):
         blocks.append(f"... and {look.thread_count - len(look.threads)} more threads")
@@ -285,7 +280,7 @@ def _kernel_stack(text: str) -> tuple[str, ...]:
 
 
 def _after_name(line: str) -> list[str]:
-    """The fields of a stat line from the state on; the name before them may hold anything."""
+    """The fields of a stat line from the state on; the name before them may contain any character."""
     return line[line.rfind(")") + 2 :].split() if ")" in line else []
 
 

@@ -1,8 +1,8 @@
-"""Python stacks of a worker's threads, without its help: it may hold the GIL, or sleep for ever.
+"""Python stacks of a worker's threads, without its cooperation: it may hold the GIL, or sleep for ever.
 
 First its own signal handler (faulthandler's, which needs no GIL) writes them into a pipe that the agent made for
-it; where it has none, py-spy reads them out of its memory, if that is installed; and a process that is about to be
-killed anyway can still say them by dying of SIGABRT, into its log.
+it; if it has none, py-spy reads them out of its memory, if that is installed; and a process that is about to be
+killed anyway can still write them into its log, when SIGABRT ends it.
 """
 
 from __future__ import annotations
@@ -20,18 +20,20 @@ from typing import Self
 
 from rallypoint.timer.worker.process import STACK_SIGNAL
 
-FIRST_WORD = 0.5
-"""Seconds until a process that was asked begins to write. Milliseconds as a rule; one in uninterruptible sleep
-never does, and the time is needed for the other ways."""
+FIRST_OUTPUT_TIMEOUT = 0.5
+"""Seconds until a process must begin to write after the request. Usually it takes milliseconds; in uninterruptible
+sleep a process never writes, and the time is needed for the other methods."""
 
 QUIET = 0.1
-"""Seconds of silence after which it has said everything: nothing marks the end. It writes a line every few
+"""Seconds without output after which the output is complete: it has no end mark. A process writes a line every few
 microseconds, unless the machine has no processor for it."""
 
 MOST_BYTES = 1 << 20
-"""Of what a process may say; faulthandler stops at 100 threads of 100 frames."""
+"""Limit of a process's output; faulthandler stops at 100 threads of 100 frames."""
 
-_TO_DIE = 0.3  # seconds that a py-spy has that was killed; it needs milliseconds, or sits in the kernel
+_TO_DIE = (
+    0.3  # seconds until a killed py-spy must have ended; it needs milliseconds, or is stuck in the kernel
+)
 _PIPE_BYTES = 256 * 1024
 _CHUNK = 1 << 16
 _BLOCK = re.compile(r"^(?=(?:Current thread|Thread) 0x)", re.MULTILINE)
@@ -39,7 +41,7 @@ _DUMPED = re.compile(r"^(Current thread|Thread) 0x[0-9a-f]+", re.MULTILINE)
 
 
 class StackPipe:
-    """A named pipe into which one worker, its child processes included, writes its stacks when asked."""
+    """A named pipe into which one worker and its child processes write their stacks on request."""
 
     def __init__(self, path: Path, descriptor: int) -> None:
         """Use `StackPipe.make`."""
@@ -50,22 +52,21 @@ class StackPipe:
 
     @classmethod
     def make(cls, path: Path) -> Self:
-        """Makes the pipe.
+        """Make the pipe.
 
         Raises:
             OSError: it can't be made there.
         """
         os.mkfifo(path, 0o600)
-        # For writing too: with no writer left, a pipe that is only read would be at its end for ever.
+        # Opened for writing too: without any writer, reads would return end of file for ever.
         descriptor = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
-        with suppress(
-            OSError
-        ):  # the user's allowance for pipes may be used up; the usual size does as a rule
+        # The user's limit for pipes may be reached; the default size is usually enough.
+        with suppress(OSError):
             fcntl.fcntl(descriptor, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         return cls(path, descriptor)
 
     def close(self) -> None:
-        """Removes it; who is asking gets what is still said."""
+        """Remove the pipe; requests in progress still receive their output."""
         if not self._closed:
             self._closed = True
             self.path.unlink(missing_ok=True)
@@ -75,31 +76,31 @@ class StackPipe:
         if self._closed and not self._requests:
             os.close(self._descriptor)
 
-    async def request_stacks(self, pidfd: int, *, resume: bool, said: list[bytes]) -> None:
-        """Has a process write its stacks, and reads them until it is quiet. One at a time.
+    async def request_stacks(self, pidfd: int, *, resume: bool, output: list[bytes]) -> None:
+        """Have a process write its stacks, and read them until it is quiet. One request at a time.
 
-        Call it only for a process that catches STACK_SIGNAL: it would kill any other.
+        Call it only for a process that catches STACK_SIGNAL: the signal would kill any other.
 
         Args:
             pidfd: the process.
-            resume: whether to send SIGCONT: a stopped process hears nothing else.
-            said: gets what was read, piece by piece, so that it is there even if this is cancelled.
+            resume: also send SIGCONT: a stopped process handles no other signal.
+            output: receives the output piece by piece, so that it is available even if this is cancelled.
         """
         if self._closed:
             return
-        with suppress(BlockingIOError):  # left by whoever wrote unasked
+        with suppress(BlockingIOError):  # drop output that was written without a request
             while os.read(self._descriptor, _CHUNK):
                 pass
         loop = asyncio.get_running_loop()
         done: asyncio.Future[None] = loop.create_future()
-        silence = loop.call_later(FIRST_WORD, _finish, done)
+        silence = loop.call_later(FIRST_OUTPUT_TIMEOUT, _finish, done)
         left = MOST_BYTES
 
         def read() -> None:
             nonlocal silence, left
             with suppress(BlockingIOError):
                 piece = os.read(self._descriptor, min(_CHUNK, left))
-                said.append(piece)
+                output.append(piece)
                 left -= len(piece)
                 silence.cancel()
                 silence = loop.call_later(QUIET if left else 0.0, _finish, done)
@@ -114,7 +115,7 @@ class StackPipe:
                 signal.pidfd_send_signal(pidfd, signal.SIGCONT)
             await done
         except ProcessLookupError:
-            pass  # it has gone by itself
+            pass  # the process has ended by itself
         finally:
             silence.cancel()
             loop.remove_reader(self._descriptor)
@@ -128,10 +129,10 @@ def _finish(done: asyncio.Future[None]) -> None:
 
 
 async def spy(pid: int) -> str:
-    """Stacks as py-spy reads them out of a process; empty if it isn't installed, or can't.
+    """Stacks of a process, read by py-spy; empty if it isn't installed, or fails.
 
-    Cancelled, it leaves no process behind. The process is not paused: one that hangs stands still anyway, and none
-    is left stopped by a py-spy that was killed.
+    If it is cancelled, no py-spy is left behind. py-spy does not pause the process: its stacks don't change while it
+    hangs, and a py-spy that is killed must not leave it stopped.
     """
     program = _find_spy()
     if program is None:
@@ -162,13 +163,13 @@ def _find_spy() -> str | None:
 
 
 def in_order(dump: str, scope: str) -> str:
-    """Puts the thread that hangs first in what faulthandler wrote.
+    """Reorder the output of faulthandler: the hung thread first.
 
-    Which it is, the timer doesn't say. Where the scope is a place in a file (what `expires` calls it by default), a
-    thread that is in that file comes before the others; then the main thread, which faulthandler writes last.
+    The timer doesn't name its thread. If the scope is a line of a file (the default of `expires`), threads in that file
+    come first; then the main thread, which faulthandler writes last.
 
     Args:
-        dump: what faulthandler wrote.
+        dump: the output of faulthandler.
         scope: of the timer.
     """
     head, *blocks = _BLOCK.split(dump)
@@ -180,7 +181,7 @@ def in_order(dump: str, scope: str) -> str:
 
 
 def innermost(stacks: str) -> str:
-    """The innermost frame of the first thread in faulthandler's or py-spy's words, as `function (file:line)`."""
+    """The innermost frame of the first thread in output of faulthandler or py-spy, as `function (file:line)`."""
     written = re.search(r'File "([^"]*)", line (\d+|\?\?\?) in (.+)$', stacks, re.MULTILINE)
     if written:
         return f"{written[3]} ({os.path.basename(written[1])}:{written[2]})"
@@ -189,12 +190,12 @@ def innermost(stacks: str) -> str:
 
 
 def looks_like_stacks(text: str) -> bool:
-    """Whether faulthandler wrote this."""
+    """True if a text is output of faulthandler."""
     return _DUMPED.search(text) is not None
 
 
 def last_dump(path: Path, offset: int) -> str:
-    """What faulthandler wrote into a file as its process died, after the first `offset` bytes; empty if nothing."""
+    """Output of faulthandler in a file from the end of its process, after the first `offset` bytes; may be empty."""
     try:
         with open(path, "rb") as file:
             file.seek(offset)

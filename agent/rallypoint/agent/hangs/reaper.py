@@ -1,4 +1,4 @@
-"""The end of a worker that let its timer run out: evidence first, then the chosen signal, then SIGKILL of its tree."""
+"""The end of a worker whose timer has expired: diagnostics first, then the chosen signal, then SIGKILL of its tree."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ from rallypoint.agent.hangs.python_stacks import StackPipe, in_order, last_dump
 from rallypoint.agent.spawner.protocol import KillResult
 from rallypoint.rpc.logs import get_logger
 
-SIGNAL_PATIENCE = 5.0
-"""Seconds that a worker has to end by itself of the signal it chose. Enough to write down what it was at; a
-checkpoint should not be written by one that hangs."""
+SIGNAL_TIMEOUT = 5.0
+"""Seconds that a worker has to end after the signal it chose. Enough to log its state; a hung worker should not write a
+checkpoint."""
 
 SLOW_DEATH = 20.0
-"""Seconds more that a process has to die of SIGKILL if it does not sleep uninterruptibly: to free a terabyte of memory,
-or what a device driver holds, takes that long. A host that is taken for unfit is lost to its job."""
+"""Additional seconds that a process has to die of SIGKILL if it is not in uninterruptible sleep: freeing a terabyte of
+memory, or memory of a device driver, takes that long. A host that is considered unhealthy is lost to its job."""
 
 LOOK_TIMEOUT = 1.0
-"""Seconds for a look at /proc where nothing waits for it but a sentence in a report."""
+"""Limit in seconds for reading /proc if the result is only needed for a sentence in a report."""
 
-# The part of the time for evidence that finding it may take; the rest is for writing it down.
-_GATHERING = 0.8
+# The part of the diagnosis timeout for collecting; the rest is for writing the file.
+_COLLECTING = 0.8
 
 _log = get_logger("rallypoint.agent")
 
 
 def hang_message(hang: HungWorker) -> str:
-    """One sentence that says what a worker has done, or rather not done."""
+    """Return one sentence with the reason for which a worker is reported or killed."""
     if hang.requested:
         return hang.requested
     learned = f", as learned from {hang.learned_from} completions" if hang.learned_from else ""
@@ -56,17 +56,17 @@ def hang_message(hang: HungWorker) -> str:
 
 @dataclass(slots=True)
 class HangReport:
-    """What is held against a worker, for the report of its failure.
+    """Reason and diagnostics of a hang, for the report of the worker's failure.
 
     Attributes:
-        message: the sentence.
-        evidence: what was found; None if nobody looked.
-        file: where all of it is; None if nowhere.
+        message: the reason, one sentence.
+        diagnostics: the diagnostics; None if none were collected.
+        file: file with all of them; None if there is none.
         stderr: the worker's standard error.
-        dump_from: offset in it after which the worker, dying of SIGABRT, may have written its stacks; None if it
-            was not made to.
-        condemned: whether it was sent a signal to end it: however it ends then, it has failed.
-        spoke: whether it did write them.
+        dump_from: offset in it after which the worker may have written its stacks when SIGABRT ended it; None if it
+            got no SIGABRT.
+        to_be_killed: True once it was sent a signal to end it: then every exit of it is a failure.
+        has_responded: True if it did write the stacks.
     """
 
     message: str
@@ -79,14 +79,14 @@ class HangReport:
 
     @property
     def figures(self) -> dict[str, str]:
-        """What is known so far, for a line of the log."""
+        """The present state, as fields of a log line."""
         if self.diagnostics is None:
             return {"reason": self.message}
         file = str(self.file) if self.file is not None else "could not be written"
         return {"reason": self.message, "evidence": file, "summary": self.diagnostics.summary}
 
     def read_last_output(self) -> None:
-        """Adds the stacks that it has written as it died, if any. Once it is dead."""
+        """Add the stacks that it has written when it died, if any. To be called once it is dead."""
         if self.dump_from is None or self.diagnostics is None or self.stderr is None:
             return
         dump, self.dump_from = last_dump(self.stderr, self.dump_from), None
@@ -97,23 +97,23 @@ class HangReport:
                 else self.diagnostics.hang.pid
             )
             ordered = in_order(dump, self.diagnostics.hang.scope)
-            self.diagnostics.stacks[pid] = PythonStacks(ordered, "as it died of SIGABRT")
+            self.diagnostics.stacks[pid] = PythonStacks(ordered, "written when SIGABRT ended it")
             self.diagnostics.gaps = [
                 gap for gap in self.diagnostics.gaps if not gap.startswith("Python stacks of")
             ]
             self.has_responded = True
 
     def complete_failure(self, failure: WorkerFailure) -> WorkerFailure:
-        """The failure as it is reported: what it was killed for, and what it was doing."""
+        """Return the failure with the reason of the kill, and the diagnostics."""
         self.read_last_output()
-        told = replace(failure, message=self.message, kind=FailureKind.HUNG)
+        completed = replace(failure, message=self.message, kind=FailureKind.HUNG)
         if self.diagnostics is None:
-            return told
-        return replace(told, traceback=_bounded(self.diagnostics.text, self.file))
+            return completed
+        return replace(completed, traceback=_bounded(self.diagnostics.text, self.file))
 
 
 def _bounded(text: str, file: Path | None) -> str:
-    """What fits into a report, which travels to every node: the beginning, since what matters most is there."""
+    """The beginning of the diagnostics, the most important part: the report is sent to every node."""
     where = f"\n\nAll of it: {file}" if file is not None else ""
     raw = text.encode("utf-8", "replace")
     room = MAX_TRACEBACK - len(os.fsencode(where)) - 8
@@ -124,15 +124,15 @@ def _bounded(text: str, file: Path | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class HungProcess:
-    """The worker whose timer ran out.
+    """The processes and files of a hung worker.
 
     Attributes:
-        pid: its process.
-        rank: in the round.
+        pid: its process id.
+        rank: its global rank.
         stderr: its standard error.
-        file: where to put evidence.
-        pipe: where it writes its stacks; None if there is none.
-        is_ours: whether a process is the worker or descends from a process of this host's workers.
+        file: file for the diagnostics.
+        pipe: pipe into which it writes its stacks; None if there is none.
+        is_ours: returns True for a worker of this host, and for its descendants.
     """
 
     pid: int
@@ -145,7 +145,7 @@ class HungProcess:
 
 @dataclass(slots=True)
 class Reaping:
-    """One worker is examined, and then ended unless it is to live."""
+    """Diagnosis of one worker, and its end unless it is only to be reported."""
 
     hang: HungWorker
     process: HungProcess
@@ -158,39 +158,39 @@ class Reaping:
         self.case = HangReport(hang_message(self.hang), stderr=self.process.stderr)
 
     async def examine(self) -> None:
-        """Gathers evidence, and puts it into the worker's file. Bounded."""
+        """Collect diagnostics, and write them into the worker's file. Bounded."""
         if self._diagnostics_left <= 0:
             return
         began = time.monotonic()
-        evidence = self.case.diagnostics = Diagnostics(self.hang, self.process.rank)
-        await self._collect(evidence)
+        diagnostics = self.case.diagnostics = Diagnostics(self.hang, self.process.rank)
+        await self._collect(diagnostics)
         left = self.evidence_timeout - (time.monotonic() - began)
         when = time.strftime("%Y-%m-%d %H:%M:%S %z")
-        await self._write(f"{when}: {self.case.message}\n\n{evidence.text}\n", min(left, LOOK_TIMEOUT))
+        await self._write(f"{when}: {self.case.message}\n\n{diagnostics.text}\n", min(left, LOOK_TIMEOUT))
         self._diagnostics_left = self.evidence_timeout - (time.monotonic() - began)
 
     async def diagnose(self) -> Diagnostics:
-        """What the worker is doing; nothing is written down. Bounded."""
-        evidence = Diagnostics(self.hang, self.process.rank)
-        await self._collect(evidence)
-        return evidence
+        """Collect diagnostics without writing a file. Bounded."""
+        diagnostics = Diagnostics(self.hang, self.process.rank)
+        await self._collect(diagnostics)
+        return diagnostics
 
-    async def _collect(self, evidence: Diagnostics) -> None:
-        with self._suspects() as suspects:
+    async def _collect(self, diagnostics: Diagnostics) -> None:
+        with self._pinned_processes() as processes:
             await collect_diagnostics(
-                evidence, suspects, self.process.pipe, _GATHERING * self.evidence_timeout
+                diagnostics, processes, self.process.pipe, _COLLECTING * self.evidence_timeout
             )
 
     async def end(self, kill: Callable[[], Awaitable[KillResult]]) -> KillResult:
-        """Ends the worker and everything below it; see the module. Bounded, as `kill` is.
+        """End the worker and its descendants; see the module. Bounded, as `kill` is.
 
         Args:
-            kill: sends SIGKILL to all of its tree; returns when that is dead, or has outlived it.
+            kill: sends SIGKILL to its whole tree; returns when all processes are dead, or some have outlived it.
         """
         number = self.hang.signal or signal.SIGKILL
         self.case.to_be_killed = True
         if number != signal.SIGKILL:
-            await self._end_by(number, SIGNAL_PATIENCE)
+            await self._end_by(number, SIGNAL_TIMEOUT)
         if (
             self.case.diagnostics is not None
             and not self.case.diagnostics.stacks
@@ -204,40 +204,42 @@ class Reaping:
             await self._write(f"\nPython stacks, {stacks.source}:\n\n{stacks.text}\n", LOOK_TIMEOUT)
         return killed
 
-    async def _end_by(self, number: int, patience: float) -> None:
+    async def _end_by(self, number: int, timeout: float) -> None:
         with self._pinned(self.process.pid) as pidfd:
             if pidfd is None:
                 return
             try:
                 signal.pidfd_send_signal(pidfd, number)
-                signal.pidfd_send_signal(pidfd, signal.SIGCONT)  # a stopped one would not hear it
+                signal.pidfd_send_signal(
+                    pidfd, signal.SIGCONT
+                )  # a stopped process would not handle the signal
             except OSError as error:
                 _log.warning("could not signal a worker", signal=number, reason=error.strerror)
                 return
-            await _exit_of(pidfd, patience)
+            await _exit_of(pidfd, timeout)
 
     async def _request_last_output(self) -> None:
-        """The last resort: Python's fault handler writes the stacks when SIGABRT ends a process."""
-        pid, evidence = self.process.pid, self.case.diagnostics
+        """Send SIGABRT, the last resort: Python's fault handler writes the stacks when it ends a process."""
+        pid, diagnostics = self.process.pid, self.case.diagnostics
         if signal.SIGABRT not in caught_signals(pid):
             return
-        if evidence is not None and any(
-            look.pid == pid and look.main.state == "D" for look in evidence.process_looks
+        if diagnostics is not None and any(
+            look.pid == pid and look.main.state == "D" for look in diagnostics.process_looks
         ):
-            return  # it hears nothing
+            return  # in uninterruptible sleep it handles no signal
         try:
             _, most = resource.prlimit(pid, resource.RLIMIT_CORE)
-            # Not 0: where cores are piped into a program, that would not be taken for a limit, and 1 is.
+            # Not 0: if cores are piped into a program, the kernel ignores a limit of 0, but not a limit of 1.
             least = 1 if most == resource.RLIM_INFINITY else min(1, most)
             resource.prlimit(pid, resource.RLIMIT_CORE, (least, most))
             async with asyncio.timeout(min(self._diagnostics_left, LOOK_TIMEOUT)):
                 self.case.dump_from = (await in_background(self.process.stderr.stat)).st_size
         except (OSError, TimeoutError):
-            return  # a core of some hundred gigabytes is no price for stacks
+            return  # without a limit, a core dump of some hundred gigabytes might be written: too much for stacks
         await self._end_by(signal.SIGABRT, self._diagnostics_left)
 
     async def _write(self, text: str, timeout: float) -> None:
-        """Adds to the worker's file. Logs may be on a file system that hangs, as the worker may because of it."""
+        """Append to the worker's file. Its file system may hang, and may even be the reason for the worker's hang."""
         path = self.process.file
 
         def append() -> None:
@@ -249,12 +251,12 @@ class Reaping:
                 await in_background(append)
             self.case.file = path
         except TimeoutError:
-            _log.warning("could not write the evidence of a hang in time", file=str(path))
+            _log.warning("could not write the diagnostics of a hang in time", file=str(path))
         except OSError as error:
-            _log.warning("could not write the evidence of a hang", file=str(path), reason=error.strerror)
+            _log.warning("could not write the diagnostics of a hang", file=str(path), reason=error.strerror)
 
     @contextmanager
-    def _suspects(self) -> Iterator[Sequence[InspectedProcess]]:
+    def _pinned_processes(self) -> Iterator[Sequence[InspectedProcess]]:
         """The holder of the timer and, if that is another process, the worker."""
         with ExitStack() as stack:
             pids = dict.fromkeys((self.hang.pid or self.process.pid, self.process.pid))
@@ -263,7 +265,7 @@ class Reaping:
 
     @contextmanager
     def _pinned(self, pid: int) -> Iterator[int | None]:
-        """Holds on to a process of ours; None if it is gone, and its number perhaps another's."""
+        """Open a pidfd of a worker's process; None if it has ended, and its number may belong to another process."""
         try:
             pidfd = os.pidfd_open(pid)
         except OSError:
@@ -275,20 +277,20 @@ class Reaping:
             os.close(pidfd)
 
 
-async def _exit_of(pidfd: int, patience: float) -> bool:
-    """Returns when a process has exited, or after so many seconds; whether it has."""
+async def _exit_of(pidfd: int, timeout: float) -> bool:
+    """Wait for the exit of a process, for at most so many seconds; True if it has exited."""
     loop = asyncio.get_running_loop()
     exited: asyncio.Future[None] = loop.create_future()
     loop.add_reader(pidfd, lambda: None if exited.done() else exited.set_result(None))
     try:
-        await asyncio.wait({exited}, timeout=patience)
+        await asyncio.wait({exited}, timeout=timeout)
         return exited.done()
     finally:
         loop.remove_reader(pidfd)
 
 
 async def survivors_of(pids: Sequence[int]) -> tuple[int, ...]:
-    """Those of the processes that SIGKILL, sent some seconds ago, does not end; waits for who is only slow to die."""
+    """The processes that SIGKILL, sent some seconds ago, does not end; waits for those that are only slow to die."""
     lives = await asyncio.gather(*(_lives_on(pid) for pid in pids))
     return tuple(pid for pid, lives_on in zip(pids, lives, strict=True) if lives_on)
 
@@ -315,21 +317,21 @@ async def _inspect_worker(pid: int) -> ProcessLook | None:
 
 
 async def describe_left(pids: Sequence[int]) -> str:
-    """Says of processes that outlived SIGKILL what they wait for; a sentence for people."""
-    told = []
+    """Describe in one sentence the processes that outlived SIGKILL, and the resources that they wait for."""
+    parts = []
     for pid in pids[:4]:
         look = await _inspect_worker(pid)
         stuck = look.stuck if look is not None else None
         if stuck is not None:
             why = stuck.meaning or "waits in the kernel"
-            place = ", ".join(part for part in (stuck.wait_channel, stuck.call) if part)
-            told.append(
-                f"{pid} ({stuck.name}) is in uninterruptible sleep: it {why}" + f" ({place})" * bool(place)
+            where = ", ".join(part for part in (stuck.wait_channel, stuck.call) if part)
+            parts.append(
+                f"{pid} ({stuck.name}) is in uninterruptible sleep: it {why}" + f" ({where})" * bool(where)
             )
         elif look is not None:
-            told.append(f"{pid} ({look.main.name}) is {look.main.state_in_words}")
+            parts.append(f"{pid} ({look.main.name}) is {look.main.state_in_words}")
         else:
-            told.append(f"{pid}")
+            parts.append(f"{pid}")
     more = f" and {len(pids) - 4} more" if len(pids) > 4 else ""
     plural = "es" if len(pids) > 1 else ""
-    return f"process{plural} of workers outlived SIGKILL: {'; '.join(told)}{more}"
+    return f"process{plural} of workers outlived SIGKILL: {'; '.join(parts)}{more}"

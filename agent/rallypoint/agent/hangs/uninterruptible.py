@@ -1,9 +1,8 @@
-"""Finds workers that are stuck in the kernel: not even SIGKILL ends one in uninterruptible sleep.
+"""Detection of workers that are stuck in the kernel: not even SIGKILL ends a process in uninterruptible sleep.
 
-The kernel tells nobody when a process begins such a sleep, so this looks from time to time; only where it was asked
-to, by TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT, as torch's agent does. Unlike there, two looks that find a thread
-asleep mean one sleep only if the thread has not run in between: a worker that waits for its disk again and again is
-slow, and not stuck.
+The kernel does not announce such a sleep, so this polls; only if TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT is set, as
+torch's agent does. Unlike there, a thread that two polls find asleep counts as stuck only if it has not run in between:
+a worker that waits for its disk again and again is slow, and not stuck.
 """
 
 from __future__ import annotations
@@ -24,15 +23,15 @@ from rallypoint.rpc.endpoint import SettingError
 
 TIMEOUT_VARIABLE = "TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT"
 
-_LONGEST_PAUSE = 5.0  # seconds between two looks, which cost some 10 µs for each thread
+_LONGEST_PAUSE = 5.0  # seconds between two polls, which cost some 10 µs for each thread
 _SWITCHES = re.compile(r"^(?:non)?voluntary_ctxt_switches:\s*(\d+)$", re.MULTILINE)
 
 
 def uninterruptible_timeout(environment: Mapping[str, str]) -> float:
-    """Seconds that a worker may be in uninterruptible sleep; 0: for ever.
+    """Seconds that a worker may be in uninterruptible sleep; 0: no limit.
 
     Raises:
-        SettingError: It is no number; one line. (torch would not watch then, and not say so.)
+        SettingError: The variable is not a number; one line. (torch would silently not watch then.)
     """
     text = environment.get(TIMEOUT_VARIABLE, "")
     try:
@@ -45,12 +44,12 @@ def uninterruptible_timeout(environment: Mapping[str, str]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class BlockedThread:
-    """A thread that was found in uninterruptible sleep.
+    """A thread in uninterruptible sleep.
 
     Attributes:
-        pid: Its process.
-        tid: Its number.
-        switches: How often it has gone to sleep, or was interrupted, in its life: the same, the same sleep.
+        pid: Its process id.
+        tid: Its thread id.
+        switches: Number of its context switches so far: an equal number means the same sleep.
     """
 
     pid: int
@@ -60,10 +59,10 @@ class BlockedThread:
 
 @dataclass(slots=True)
 class StuckWatch:
-    """Remembers since when threads sleep.
+    """The start times of uninterruptible sleeps.
 
     Attributes:
-        timeout: Seconds that they may.
+        timeout: Seconds that a thread may sleep.
     """
 
     timeout: float
@@ -71,30 +70,30 @@ class StuckWatch:
 
     @property
     def pause(self) -> float:
-        """Seconds until the next look."""
+        """Seconds until the next poll."""
         return min(self.timeout / 2, _LONGEST_PAUSE)
 
     def note(self, sleepers: Collection[BlockedThread], now: float) -> BlockedThread | None:
-        """Takes what a look found.
+        """Take the result of a poll.
 
         Args:
             sleepers: All threads in uninterruptible sleep.
-            now: When, in monotonic seconds.
+            now: Time of the poll, in monotonic seconds.
 
         Returns:
-            One that has slept for too long, if there is one.
+            A thread that has slept for too long, if there is one.
         """
         self._since = {sleeper: self._since.get(sleeper, now) for sleeper in sleepers}
-        return next((who for who, since in self._since.items() if now - since >= self.timeout), None)
+        return next((each for each, since in self._since.items() if now - since >= self.timeout), None)
 
 
 async def await_stuck(
     pids: Callable[[], Mapping[int, int]], timeout: float, clock: Callable[[], float] = time.monotonic
 ) -> str:
-    """Returns a sentence once a worker is stuck.
+    """Return a sentence once a worker is stuck.
 
     Args:
-        pids: Process ids of the workers that run, by rank.
+        pids: Process ids of the running workers, by rank.
         timeout: Seconds that a worker may be in uninterruptible sleep.
         clock: Monotonic, in seconds.
     """
@@ -126,9 +125,9 @@ def _describe(stuck: BlockedThread, rank: int, timeout: float) -> str:
     look = inspect_process(stuck.pid)
     thread = next((thread for thread in look.threads if thread.tid == stuck.tid), None) if look else None
     why = f": it {thread.meaning}" if thread is not None and thread.meaning else ""
-    place = (
+    wait = (
         ", ".join(part for part in (thread.wait_channel, thread.call) if part) if thread is not None else ""
     )
-    where = f" ({place})" if place else ""
-    who = f"worker of rank {rank} (process {stuck.pid})"
-    return f"{who} has been in uninterruptible sleep for {timeout:g} s{why}{where}"
+    where = f" ({wait})" if wait else ""
+    worker = f"worker of rank {rank} (process {stuck.pid})"
+    return f"{worker} has been in uninterruptible sleep for {timeout:g} s{why}{where}"

@@ -1,9 +1,9 @@
-"""Checks of a host's health, by name: what `--health-check` takes.
+"""Checks of a host's health, by their names in `--health-check`.
 
-disk:2% or disk:10GiB       so much must be free where logs and temporary files are
-memory:5% or memory:1GiB    so much must be available, to the host and to the cgroup that the agent is in
+disk:2% or disk:10GiB       so much must be free on the disks of logs and temporary files
+memory:5% or memory:1GiB    so much must be available, to the host and to the agent's cgroups
 gpu                         no GPU is lost, or has memory errors that the driver can't repair (needs nvidia-ml-py)
-command:PROGRAM ARGS        the program ends with exit code 0; the last line that it says is the reason if not
+command:PROGRAM ARGS        the program ends with exit code 0; if not, its last line of output is the reason
 NAME or NAME:ARGUMENT       a check of the entry-point group `rallypoint.health_checks`
 """
 
@@ -21,22 +21,22 @@ from rallypoint.agent.health.helper_processes import missing
 from rallypoint.rpc.endpoint import SettingError
 
 ENTRY_POINTS = "rallypoint.health_checks"
-"""Group of the plug-ins: each is a function of the text after the name's colon ("" without one), which returns why
-the host is not healthy, in one sentence, or None. It runs in a thread of its own, and may raise or take long."""
+"""Entry-point group of plug-ins: each is a function of the text after the name's colon ("" without one), which returns
+one sentence if the host is not healthy, else None. It runs in a thread of its own, and may raise or take long."""
 
 _BUILT_IN = ("disk", "memory", "gpu", "command")
 
 
 class HealthCheckError(SettingError):
-    """A check that does not exist, or an argument that it can't have; one line."""
+    """A check that does not exist, or an invalid argument; one line."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckContext:
-    """What a look at the host needs to know of the job.
+    """Input of a check from the job.
 
     Attributes:
-        folders: Where it writes: logs and temporary files.
+        folders: The job's folders for logs and temporary files.
         visible_gpus: CUDA_VISIBLE_DEVICES of its workers; None: all.
     """
 
@@ -45,7 +45,7 @@ class CheckContext:
 
 
 Look = Callable[[CheckContext], str | None]
-"""Looks at the host; returns why it is not healthy, or None. May block, and may raise."""
+"""Checks the host; returns the reason if it is not healthy, else None. May block, and may raise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +53,9 @@ class HealthCheck:
     """One check.
 
     Attributes:
-        name: As it was asked for.
-        look: What to call, in a thread; None for a program.
-        program: Program and arguments; None for a look.
+        name: Its text in the configuration.
+        check: Function to call in a thread; None for a program.
+        program: Program and arguments; None for a function.
     """
 
     name: str
@@ -64,14 +64,14 @@ class HealthCheck:
 
 
 def parse_health_check(text: str, path: str | None = None) -> HealthCheck:
-    """The check that a text asks for.
+    """Parse a health check.
 
     Args:
         text: See the module.
         path: PATH on which a program is looked up; None: the system's.
 
     Raises:
-        HealthCheckError: There is no such check, or it can't be had on this host.
+        HealthCheckError: There is no such check, or this host can't run it.
     """
     name, colon, argument = text.partition(":")
     match name:
@@ -119,7 +119,7 @@ def _command(text: str, argument: str, path: str | None) -> tuple[str, ...]:
 
 
 def _plug_in(text: str, name: str, argument: str) -> Look:
-    from importlib.metadata import entry_points  # noqa: PLC0415  # slow, and wanted by few
+    from importlib.metadata import entry_points  # noqa: PLC0415  # slow, and rarely needed
 
     found = {point.name: point for point in entry_points(group=ENTRY_POINTS)}
     if name not in found:
@@ -137,7 +137,7 @@ def _plug_in(text: str, name: str, argument: str) -> Look:
     return look
 
 
-# ---- Checks that a host has room: on its disks and in its memory.
+# ---- Checks of free disk space and memory.
 
 
 _PROC = Path("/proc")
@@ -145,10 +145,10 @@ _CGROUPS = Path("/sys/fs/cgroup")
 
 
 def check_disks(where: CheckContext, least: Quantity) -> str | None:
-    """Why there is not room enough where the job writes; None if there is.
+    """Return the reason if a disk of the job has too little free space, else None.
 
     Raises:
-        OSError: One of the folders can't be looked at.
+        OSError: One of the folders can't be read.
     """
     seen: set[int] = set()
     for folder in where.folders:
@@ -168,15 +168,15 @@ def check_disks(where: CheckContext, least: Quantity) -> str | None:
 def check_memory(
     _: CheckContext, least: Quantity, proc: Path = _PROC, cgroups: Path = _CGROUPS
 ) -> str | None:
-    """Why there is not memory enough, of the host or of a cgroup that this process is in; None if there is.
+    """Return the reason if the host or a cgroup of this process has too little available memory, else None.
 
     Args:
-        least: How much there must be.
-        proc: Where the kernel tells of the host.
-        cgroups: Where cgroups are mounted.
+        least: The required quantity.
+        proc: Folder of /proc.
+        cgroups: Mount point of the cgroups.
 
     Raises:
-        OSError: The kernel does not tell.
+        OSError: The kernel's files can't be read.
     """
     host = _figures(proc / "meminfo")
     whole, free = host["MemTotal:"] * 1024, host["MemAvailable:"] * 1024
@@ -184,18 +184,18 @@ def check_memory(
         return f"{in_words(free)} of {in_words(whole)} of memory are available; {_required(least, whole)}"
     for whole, free in _rooms(proc, cgroups):
         if free < least.of(whole):
-            left = f"{in_words(max(0, free))} of the {in_words(whole)} of memory that its cgroup may have are left"
+            left = f"{in_words(max(0, free))} of its cgroup's memory limit of {in_words(whole)} are left"
             return f"{left}; {_required(least, whole)}"
     return None
 
 
 def _required(least: Quantity, whole: int) -> str:
     part = "" if least.part is None else f" ({100 * least.part:g} %)"
-    return f"{in_words(least.of(whole))}{part} must be"
+    return f"{in_words(least.of(whole))}{part} required"
 
 
 def _rooms(proc: Path, cgroups: Path) -> Iterator[tuple[int, int]]:
-    """Limit and what is left of it, of each cgroup around this process that has a limit."""
+    """Yield the limit and the available bytes of each cgroup of this process that has a limit."""
     for line in (proc / "self" / "cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":
@@ -207,11 +207,11 @@ def _rooms(proc: Path, cgroups: Path) -> Iterator[tuple[int, int]]:
             continue
         group = root / path.lstrip("/")
         while group.is_relative_to(root):
-            # Not there: a container sees its own cgroup as the root, under a path that is the host's.
+            # A missing file is normal: a container sees its own cgroup as the root, but the path is the host's.
             with suppress(OSError, ValueError, KeyError):
                 limit = int((group / names[0]).read_text())  # "max": no limit
                 used = int((group / names[1]).read_text())
-                # Files that nobody has used lately give way as soon as memory is wanted.
+                # The kernel drops pages of inactive files as soon as memory is needed.
                 yield limit, limit - used + _figures(group / "memory.stat")[names[2]]
             group = group.parent
 

@@ -1,4 +1,4 @@
-"""Checks a host's GPUs through NVML: that none is lost, or has memory that can't be relied on."""
+"""Check of a host's GPUs through NVML for lost devices and memory errors; and counts of accelerators."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-# ---- NVML, NVIDIA's library that tells of GPUs: its Python binding, and a talk with the driver.
+# ---- NVML, NVIDIA's library for information about GPUs: its Python binding, and sessions with the driver.
 
 
 class GpuLibraryError(Exception):
-    """The library that looks at GPUs is not there; one line."""
+    """NVML's Python binding is not installed; one line."""
 
 
 class NoDriverError(Exception):
-    """No driver answers; why, in the library's words."""
+    """The driver does not respond; the text is the library's."""
 
 
 def gpu_library() -> Any:
-    """NVML's Python binding. It asks no driver yet: that may hang, where a GPU is sick.
+    """Import NVML's Python binding. This makes no call to the driver, which may hang if a GPU is broken.
 
     Raises:
         GpuLibraryError: It is not installed.
@@ -30,19 +30,19 @@ def gpu_library() -> Any:
         return importlib.import_module("pynvml")
     except ImportError:
         raise GpuLibraryError(
-            "the library that looks at GPUs is not installed; pip install nvidia-ml-py"
+            "NVIDIA's library for GPUs (NVML) is not installed; pip install nvidia-ml-py"
         ) from None
 
 
 @contextmanager
 def driver(nvml: Any) -> Iterator[None]:
-    """A talk with the driver. Anew each time: what it found before it was loaded again says nothing.
+    """Open a session with the driver. A new one for each check: results from before a reload of the driver are stale.
 
     Args:
         nvml: The library.
 
     Raises:
-        NoDriverError: There is none, or it does not answer.
+        NoDriverError: There is none, or it does not respond.
     """
     try:
         nvml.nvmlInit()
@@ -56,11 +56,11 @@ def driver(nvml: Any) -> Iterator[None]:
 
 
 def check_gpus(nvml: Any, visible: str | None) -> str | None:
-    """Why the GPUs are not healthy; None if they are.
+    """Return the reason if a GPU is not healthy, else None.
 
     Args:
         nvml: The library.
-        visible: CUDA_VISIBLE_DEVICES; None: all count.
+        visible: CUDA_VISIBLE_DEVICES; None: all GPUs are checked.
     """
     try:
         with driver(nvml):
@@ -68,9 +68,9 @@ def check_gpus(nvml: Any, visible: str | None) -> str | None:
                 if (why := _check_gpu(nvml, index, visible)) is not None:
                     return f"GPU {index} {why}"
     except NoDriverError as error:
-        return f"no driver answers ({error})"
+        return f"the GPU driver does not respond ({error})"
     except nvml.NVMLError as error:
-        return f"the driver does not say how many there are ({error})"
+        return f"the GPU driver does not return the number of GPUs ({error})"
     return None
 
 
@@ -80,11 +80,11 @@ def _check_gpu(nvml: Any, index: int, visible: str | None) -> str | None:
         if not _is_visible(nvml, device, index, visible):
             return None
         with suppress(nvml.NVMLError_NotSupported):
-            # Answers from the device itself, unlike its name.
+            # The device itself must respond to this, unlike to a request for its name.
             nvml.nvmlDeviceGetTemperature(device, nvml.NVML_TEMPERATURE_GPU)
         return _memory_errors(nvml, device)
     except nvml.NVMLError as error:
-        return f"does not answer ({error})"
+        return f"does not respond ({error})"
 
 
 def _is_visible(nvml: Any, device: Any, index: int, visible: str | None) -> bool:
@@ -96,7 +96,7 @@ def _is_visible(nvml: Any, device: Any, index: int, visible: str | None) -> bool
     if all(name.isdigit() for name in names):
         return False
     uuid = str(nvml.nvmlDeviceGetUUID(device))
-    # Parts of a GPU have names of their own: what can't be told apart counts.
+    # Parts of a GPU (MIG) have names of their own that don't identify the GPU: then all GPUs are checked.
     return any(uuid.startswith(name) or name.startswith("MIG-") for name in names)
 
 
@@ -114,18 +114,18 @@ def _memory_errors(nvml: Any, device: Any) -> str | None:
     return None
 
 
-# ---- How many accelerators of a kind this host's workers can use.
+# ---- Numbers of the accelerators that this host's workers can use, by kind.
 
 
 _INTEL = "0x8086"
 
 
 def count_gpus(environment: Mapping[str, str], root: Path = Path("/")) -> int:
-    """GPUs that CUDA or ROCm programs would see, as `torch.cuda.device_count()` has it.
+    """Number of GPUs that CUDA or ROCm programs see, as `torch.cuda.device_count()`.
 
     Args:
-        environment: Of the workers; CUDA_VISIBLE_DEVICES (or HIP_VISIBLE_DEVICES, where AMD's driver is) may hide some.
-        root: Where /dev and /sys are.
+        environment: Of the workers; CUDA_VISIBLE_DEVICES (with AMD's driver also HIP_VISIBLE_DEVICES) may hide some.
+        root: Folder with /dev and /sys.
     """
     installed = _count_by_nvml() if root == Path("/") else None
     if installed is None:
@@ -137,18 +137,18 @@ def count_gpus(environment: Mapping[str, str], root: Path = Path("/")) -> int:
 
 
 def count_xpus(environment: Mapping[str, str], root: Path = Path("/")) -> int:
-    """Intel's GPUs, as `torch.xpu.device_count()` has it where all of them are of one kind.
+    """Number of Intel GPUs, as `torch.xpu.device_count()` if all of them are of one kind.
 
     Args:
         environment: Of the workers; ZE_AFFINITY_MASK may hide some.
-        root: Where /sys is.
+        root: Folder with /sys.
     """
     nodes = [node for node in root.glob("sys/class/drm/renderD*") if _text(node / "device/vendor") == _INTEL]
     return _visible(environment.get("ZE_AFFINITY_MASK"), len(nodes))
 
 
 def _count_by_nvml() -> int | None:
-    """What NVIDIA's library says; None where it, or its driver, is not there."""
+    """Number of GPUs by NVIDIA's library; None if the library or its driver is missing."""
     try:
         nvml = gpu_library()
     except GpuLibraryError:
@@ -161,16 +161,16 @@ def _count_by_nvml() -> int | None:
 
 
 def _count_amd(root: Path) -> int:
-    """Nodes of AMD's driver that can compute: processors are listed among them, with no SIMD unit."""
+    """Number of GPUs by AMD's driver: its list also has processors, which have no SIMD unit."""
     properties = (_text(node / "properties") for node in root.glob("sys/class/kfd/kfd/topology/nodes/*"))
     return sum(1 for text in properties if re.search(r"^simd_count [1-9]", text, re.MULTILINE))
 
 
 def _visible(text: str | None, installed: int) -> int:
-    """How many of them a variable leaves, by CUDA's rules.
+    """Number of devices that a variable leaves visible, by CUDA's rules.
 
-    What follows the first name that is none is hidden; a name that is there twice hides all; and of the slices of GPUs
-    (MIG) a process sees the first only.
+    An invalid name hides itself and all names after it; a name that occurs twice hides all; and of the instances of a
+    partitioned GPU (MIG) a process sees only the first.
     """
     if text is None:
         return installed

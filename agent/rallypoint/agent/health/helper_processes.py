@@ -1,7 +1,7 @@
-"""Programs that the agent runs beside the workers: checks of the host's health, the watch for its maintenance.
+"""Programs that the agent runs beside the workers: health checks, and the maintenance command.
 
-They are below a spawner of their own. So nothing that a program started outlives it, however it daemonises; none of
-them outlives the agent, even if that is killed; and no sweep that ends a round's workers touches them.
+They have a spawner of their own. So no descendant outlives its program, even if it daemonises; no program outlives the
+agent, even if that is killed; and the kill of a round's workers does not touch them.
 """
 
 from __future__ import annotations
@@ -20,27 +20,26 @@ from rallypoint.agent.spawner.client import Spawner
 from rallypoint.agent.spawner.protocol import WorkerExit, WorkerSpec
 
 MOST_KEPT = 4096
-"""Bytes of the beginning, and as many of the end, of what a program says; the rest is forgotten."""
+"""Bytes that are kept of the beginning of a program's output, and of its end."""
 
-_TO_DIE = (
-    2.0  # seconds for a program's tree to die of SIGKILL; what takes longer is left to the end of the job
-)
+# Seconds for a program's tree to die of SIGKILL; slower processes are left to the end of the job.
+_TO_DIE = 2.0
 _CHUNK = 64 * 1024
 _CONTROLS = re.compile(r"[\x00-\x1f\x7f]+")
 
 
 class ProgramTimeoutError(Exception):
-    """A program did not end in time, and was killed with all it has started."""
+    """A program did not end in time, and was killed with all its descendants."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProgramResult:
-    """How a program ended.
+    """Result of a program.
 
     Attributes:
         exit: its exit code or signal.
         first_line: of its output, without control characters.
-        last_line: the same; what it says last, as a rule, is what went wrong.
+        last_line: likewise; it usually has the error.
     """
 
     exit: WorkerExit
@@ -49,7 +48,7 @@ class ProgramResult:
 
 
 def missing(program: str, path: str | None) -> str | None:
-    """Why a program can't be run, in one line; None if it can be.
+    """Return the reason if a program can't be run, in one line; else None.
 
     Args:
         program: its name, looked up on `path` if there is no slash in it.
@@ -59,19 +58,19 @@ def missing(program: str, path: str | None) -> str | None:
         return None
     if "/" not in program:
         return f"there is no program {program!r} in PATH"
-    what = "is not executable" if os.path.exists(program) else "does not exist"
-    return f"{program!r} {what}"
+    problem = "is not executable" if os.path.exists(program) else "does not exist"
+    return f"{program!r} {problem}"
 
 
 class HelperProcesses:
-    """Runs them. No process is made before the first."""
+    """Runs such programs. The spawner is started with the first one."""
 
     def __init__(self, folder: Path, environment: Mapping[str, str], cwd: Path | None = None) -> None:
         """Set up.
 
         Args:
-            folder: for named pipes through which programs speak.
-            environment: what they inherit.
+            folder: folder for named pipes with the programs' output.
+            environment: environment of the programs.
             cwd: their working directory; None: the agent's.
         """
         self._folder = folder
@@ -81,36 +80,36 @@ class HelperProcesses:
         self._numbers = itertools.count()
 
     async def run(self, argv: Sequence[str], timeout: float | None = None) -> ProgramResult:
-        """Run a program to its end, and then whatever it left behind.
+        """Run a program to its end, and then kill its remaining descendants.
 
-        Cancelled, the program is killed as well.
+        If this is cancelled, the program is killed as well.
 
         Args:
             argv: program and arguments.
-            timeout: seconds that it may take; None: for ever.
+            timeout: seconds that it may take; None: no limit.
 
         Raises:
             SpawnError: it can't be started; one line.
             ProgramTimeoutError: it took longer.
-            OSError: there is no place for a pipe.
+            OSError: the pipe for its output can't be made.
         """
-        said = _OutputPipe(self._folder / f"side.{next(self._numbers)}")
+        output = _OutputPipe(self._folder / f"side.{next(self._numbers)}")
         try:
-            return await self._run(argv, timeout, said)
+            return await self._run(argv, timeout, output)
         finally:
-            said.close()
+            output.close()
 
     async def close(self) -> None:
-        """Kill those that run; none is left when this returns."""
+        """Kill the running programs; none is left when this returns."""
         if self._spawner is not None:
             await self._spawner.close(_TO_DIE)
 
-    async def _run(self, argv: Sequence[str], timeout: float | None, said: _OutputPipe) -> ProgramResult:
+    async def _run(self, argv: Sequence[str], timeout: float | None, output: _OutputPipe) -> ProgramResult:
         if self._spawner is None or self._spawner.dead:
             self._spawner = Spawner.start()
         spawner = self._spawner
         ended: asyncio.Future[WorkerExit] = asyncio.get_running_loop().create_future()
-        spec = WorkerSpec(0, argv, self._environment, cwd=self._cwd, stdout=said.path, stderr=said.path)
+        spec = WorkerSpec(0, argv, self._environment, cwd=self._cwd, stdout=output.path, stderr=output.path)
         (program,) = spawner.submit([spec], lambda how: None if ended.done() else ended.set_result(how))
         try:
             async with asyncio.timeout(timeout):
@@ -121,11 +120,11 @@ class HelperProcesses:
                     await asyncio.shield(spawner.kill(program, _TO_DIE))
         except TimeoutError:
             raise ProgramTimeoutError(f"it did not end within {timeout:g} s") from None
-        return ProgramResult(exit_, said.first_line, said.last_line)
+        return ProgramResult(exit_, output.first_line, output.last_line)
 
 
 class _OutputPipe:
-    """What a program says, through a named pipe: a file would fill the disk of one that speaks for weeks."""
+    """A program's output through a named pipe: a program that writes for weeks would fill the disk with a file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

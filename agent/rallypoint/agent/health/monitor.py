@@ -1,6 +1,6 @@
-"""What the agent minds about its host, beside the workers: its health, its maintenance, and what is stuck on it.
+"""Monitor of the agent's host: its health, its maintenance, and workers that are stuck in its kernel.
 
-What a job does not ask for costs it nothing: it is not even loaded.
+A part that a job does not use costs nothing: its module is not even loaded.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ if TYPE_CHECKING:
     from rallypoint.agent.health.helper_processes import HelperProcesses
 
 _STUCK_VARIABLE = "TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT"
-# Seconds; the rendezvous service's, where a run has no other.
+# Seconds; the rendezvous service's default.
 _CONFIRM_TIMEOUT = 60.0
 
 
 class HostMonitor:
-    """For one job."""
+    """Monitor of the host for one job."""
 
     def __init__(
         self, config: JobConfig, folder: Path, log_dir: Path, pids: Callable[[], Mapping[int, int]]
     ) -> None:
-        """Set up. Nothing is started; only a GPU's driver may be asked whether it is there.
+        """Set up; start nothing.
 
         Args:
             config: The job.
             folder: For temporary files.
             log_dir: Of the job's logs.
-            pids: Process ids of the workers that run, by rank.
+            pids: Process ids of the running workers, by rank.
 
         Raises:
-            SettingError: A check or a program that was asked for can't be had on this host; one line.
+            SettingError: This host can't run a configured check or program; one line.
         """
         self._maintenance: Callable[[], Awaitable[str]] | None = None
         self._stuck: Callable[[], Awaitable[str]] | None = None
@@ -64,44 +64,44 @@ class HostMonitor:
         self,
         begin: Callable[[Coroutine[Any, Any, None]], object],
         drain: Callable[[str], None],
-        on_unfit: Callable[[str], None],
+        on_unhealthy: Callable[[str], None],
     ) -> None:
-        """Watch the host from now on.
+        """Start to watch the host.
 
         Args:
-            begin: Runs work in the background.
-            drain: Called with the reason once the host is announced to go down.
-            on_unfit: Called with a sentence once a worker is stuck in the kernel.
+            begin: Runs a task in the background.
+            drain: Called with the reason once maintenance of the host is announced.
+            on_unhealthy: Called with a sentence once a worker is stuck in the kernel.
         """
         if self._maintenance is not None:
             begin(_call_back(drain, self._maintenance()))
         if self._stuck is not None:
-            begin(_call_back(on_unfit, self._stuck()))
+            begin(_call_back(on_unhealthy, self._stuck()))
 
     async def examine(
-        self, anew: bool, tell: Callable[[core.Event], None], on_unfit: Callable[[str], None]
+        self, fresh: bool, publish: Callable[[core.Event], None], on_unhealthy: Callable[[str], None]
     ) -> None:
-        """Look into the host's health.
+        """Run the health checks.
 
         Args:
-            anew: Whether to look even if it was found healthy a moment ago.
-            tell: Called if it is healthy.
-            on_unfit: Called with the reason if it is not.
+            fresh: Run them even if they passed a moment ago.
+            publish: Called if the host is healthy.
+            on_unhealthy: Called with the reason if it is not.
         """
-        why = await self._health.examine(anew) if self._health is not None else None
+        why = await self._health.examine(fresh) if self._health is not None else None
         if why is not None:
-            on_unfit(why)
+            on_unhealthy(why)
         else:
-            tell(core.HealthChecked())
+            publish(core.HealthChecked())
 
     async def close(self) -> None:
-        """No program of the host's care is left when this returns."""
+        """Kill the running programs; none is left when this returns."""
         if self._programs is not None:
             await self._programs.close()
 
 
-async def _call_back(whom: Callable[[str], None], what: Awaitable[str]) -> None:
-    whom(await what)
+async def _call_back(callback: Callable[[str], None], text: Awaitable[str]) -> None:
+    callback(await text)
 
 
 def _side_programs(config: JobConfig, folder: Path) -> HelperProcesses:
@@ -113,18 +113,16 @@ def _side_programs(config: JobConfig, folder: Path) -> HelperProcesses:
 def _host_health(config: JobConfig, log_dir: Path, programs: HelperProcesses) -> HostHealth:
     from rallypoint.agent.health.checks import CheckContext, parse_health_check  # noqa: PLC0415
 
-    patience = config.settings.confirm_timeout.ToNanoseconds() / 1e9 or _CONFIRM_TIMEOUT
-    if config.health_timeout >= patience:
+    confirm_timeout = config.settings.confirm_timeout.ToNanoseconds() / 1e9 or _CONFIRM_TIMEOUT
+    if config.health_timeout >= confirm_timeout:
         raise SettingError(
             f"a health timeout of {config.health_timeout:g} s is not below the run's confirm_timeout of "
-            f"{patience:g} s: this host would be taken for lost; give --rdzv-conf confirm_timeout=… on all hosts"
+            f"{confirm_timeout:g} s: this host would count as lost; give --rdzv-conf confirm_timeout=… on all hosts"
         )
     environment = config.environment
-    surroundings = CheckContext(
-        (log_dir, Path(tempfile.gettempdir())), environment.get("CUDA_VISIBLE_DEVICES")
-    )
+    context = CheckContext((log_dir, Path(tempfile.gettempdir())), environment.get("CUDA_VISIBLE_DEVICES"))
     checks = [parse_health_check(text, environment.get("PATH")) for text in config.health_checks]
-    return HostHealth(checks, surroundings, programs, config.health_timeout)
+    return HostHealth(checks, context, programs, config.health_timeout)
 
 
 def _maintenance(
@@ -144,12 +142,12 @@ def _stuck(config: JobConfig, pids: Callable[[], Mapping[int, int]]) -> Callable
     return (lambda: await_stuck(pids, timeout)) if timeout > 0 else None
 
 
-# ---- Looks into the health of the host: all checks at the same time, in bounded time.
+# ---- Health checks: all at the same time, in bounded time.
 
 
 RECENT = 30.0
-"""Seconds for which a host that was found healthy is taken to be so, where nothing went wrong on it since. A job that
-grows by several hosts within them is not held up by each."""
+"""Seconds for which a passed check is valid, if nothing went wrong on the host since. So a job that grows by several
+hosts within that time is delayed only once."""
 
 _log = get_logger("rallypoint.agent")
 
@@ -160,7 +158,7 @@ class HostHealth:
     def __init__(
         self,
         checks: Sequence[HealthCheck],
-        surroundings: CheckContext,
+        context: CheckContext,
         programs: HelperProcesses,
         timeout: float,
         clock: Callable[[], float] = time.monotonic,
@@ -168,27 +166,27 @@ class HostHealth:
         """Set up.
 
         Args:
-            checks: What must hold.
-            surroundings: What they need to know.
-            programs: Runs those that are programs.
-            timeout: Seconds that all of them may take together; one that takes longer has failed.
+            checks: The checks.
+            context: Their input from the job.
+            programs: Runs the checks that are programs.
+            timeout: Limit in seconds for all of them together; a check that takes longer has failed.
             clock: Monotonic, in seconds.
         """
         self._checks = checks
-        self._context = surroundings
+        self._context = context
         self._programs = programs
         self._timeout = timeout
         self._clock = clock
         self._found_healthy: float | None = None
 
-    async def examine(self, anew: bool) -> str | None:
-        """Why the host is not healthy, in one sentence; None if it is.
+    async def examine(self, fresh: bool) -> str | None:
+        """Run the checks; return the reasons of those that failed in one sentence, None if all passed.
 
         Args:
-            anew: Whether to look even if it was found healthy a moment ago.
+            fresh: Run them even if they passed a moment ago.
         """
         began = self._clock()
-        if not anew and self._found_healthy is not None and began < self._found_healthy + RECENT:
+        if not fresh and self._found_healthy is not None and began < self._found_healthy + RECENT:
             return None
         reasons = await asyncio.gather(*(self._bounded(check) for check in self._checks))
         seconds = round(self._clock() - began, 3)
@@ -208,23 +206,19 @@ class HostHealth:
         try:
             if check.program is not None:
                 return await self._run(check.program)
-            assert check.check is not None, "a check is a program or a look"
+            assert check.check is not None, "a check is a program or a function"
             look = check.check
             async with asyncio.timeout(self._timeout):
                 return await in_background(lambda: look(self._context))
         except TimeoutError:
             return f"it did not end within {self._timeout:g} s"
-        except (
-            Exception
-        ) as error:  # of a plug-in, or of a disk that is gone: nothing says that the host is healthy
-            return f"it could not be looked at: {error!r}"
+        except Exception as error:  # of a plug-in, or of a failed disk: the check has not passed
+            return f"the check could not be run: {error!r}"
 
     async def _run(self, program: Sequence[str]) -> str | None:
         try:
             ended = await self._programs.run(program, self._timeout)
-            if (
-                ended.exit.inferred
-            ):  # somebody killed the process that watched it, which says nothing of the host
+            if ended.exit.inferred:  # the spawner was killed, which does not mean that the host is unhealthy
                 ended = await self._programs.run(program, self._timeout)
         except (ProgramTimeoutError, SpawnError) as error:
             return str(error)
@@ -235,7 +229,7 @@ class HostHealth:
         return f"{ended.last_line} ({how})" if ended.last_line else how
 
 
-# ---- Hears from a user's program that the host is announced to go down.
+# ---- The maintenance command: a user's program that reports announced maintenance.
 
 
 FIRST_PAUSE = 1.0
@@ -243,17 +237,17 @@ FIRST_PAUSE = 1.0
 
 LONGEST_PAUSE = 60.0
 """Seconds; and a program that ran for so long before it failed is started again after FIRST_PAUSE. Clouds announce
-maintenance two minutes ahead at the least."""
+maintenance at least two minutes ahead."""
 
 
 async def await_maintenance(
     program: Sequence[str], programs: HelperProcesses, clock: Callable[[], float] = time.monotonic
 ) -> str:
-    """Returns the reason once the host is announced to go down.
+    """Return the reason once maintenance of the host is announced.
 
     Args:
-        program: Program and arguments. It ends with exit code 0 when that is the case, and its first line of output
-            is the reason. However else it ends, it is started again, after a pause.
+        program: Program and arguments. It ends with exit code 0 when maintenance is announced, and its first line of
+            output is the reason. After any other exit it is started again, after a pause.
         programs: Runs it.
         clock: Monotonic, in seconds.
     """
@@ -267,7 +261,7 @@ async def await_maintenance(
             why = str(error)
         else:
             if ended.exit.succeeded:
-                return ended.first_line or "the maintenance command announced it"
+                return ended.first_line or "announced by the maintenance command"
             number = ended.exit.signal
             how = f"ended by signal {number}" if number is not None else f"exit code {ended.exit.exit_code}"
             why = f"{ended.last_line} ({how})" if ended.last_line else how

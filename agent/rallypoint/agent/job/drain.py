@@ -1,4 +1,4 @@
-"""A host that is being drained: its workers are warned, and get their time to finish or to save their state."""
+"""Drain of a host: its workers are warned, and get time to finish or to save their state."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rallypoint.agent.core import core
 from rallypoint.rpc.logs import get_logger
 from rallypoint.worker.notice import NOTICE_VARIABLE
 
-# ---- Where workers read that their host is going to leave, and where they say that they have saved their state.
+# ---- The file with the notice that the host is going to leave, and the pipe through which workers report saved state.
 #
 # A file and a named pipe, so that workers in any language can use them; see rallypoint.worker.notice.
 
@@ -25,14 +25,14 @@ _CHUNK = 64 * 1024  # bytes; a pipe holds no more
 
 
 class PreemptionNotice:
-    """One for a job. There is no file until a notice is posted."""
+    """Notice to the workers of one job. There is no file until a notice is posted."""
 
     def __init__(self, folder: Path, on_saved: Callable[[int], None]) -> None:
-        """Set up; makes nothing yet.
+        """Set up; create no file yet.
 
         Args:
-            folder: Where to make the files; the workers can read it.
-            on_saved: Called, on the event loop, with the global rank of a worker that says that its state is saved.
+            folder: Folder for the files; the workers can read it.
+            on_saved: Called on the event loop with the global rank of a worker that reports that it saved its state.
         """
         self._notice = folder / "notice"
         self._pipe = folder / "notice.saved"
@@ -41,29 +41,29 @@ class PreemptionNotice:
 
     @property
     def environment(self) -> dict[str, str]:
-        """The variable that tells workers where to look."""
+        """The environment variable with the path of the notice."""
         return {NOTICE_VARIABLE: str(self._notice)}
 
     def post(self, reason: str, deadline: float, time: float) -> None:
-        """Tell the workers; a notice that is there already is replaced.
+        """Write the notice for the workers, or replace the present one.
 
         Args:
-            reason: Why the host leaves.
+            reason: Reason for the drain.
             deadline: When workers are stopped if they have not saved their state, in seconds of CLOCK_MONOTONIC.
             time: The same moment by the wall clock, in Unix seconds.
 
         Raises:
-            OSError: It can't be written.
+            OSError: The notice can't be written.
         """
         self._listen()
         content = {"reason": reason, "deadline": deadline, "time": time, "saved": str(self._pipe)}
-        # All of it or nothing: whoever sees the name reads a whole notice.
+        # Written under another name first: a worker never reads half a notice.
         draft = self._notice.with_suffix(".draft")
         draft.write_text(json.dumps(content) + "\n", encoding="utf-8")
         draft.rename(self._notice)
 
     def close(self) -> None:
-        """Listen no longer."""
+        """Stop reading the pipe."""
         if self._descriptor is not None:
             asyncio.get_running_loop().remove_reader(self._descriptor)
             os.close(self._descriptor)
@@ -74,17 +74,17 @@ class PreemptionNotice:
             return
         with suppress(FileExistsError):
             os.mkfifo(self._pipe, 0o600)
-        # For writing too: with no writer left, a pipe that is only read would be at its end for ever.
+        # Opened for writing too: without any writer, reads would return end of file for ever.
         self._descriptor = os.open(self._pipe, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
         asyncio.get_running_loop().add_reader(self._descriptor, self._receive, self._descriptor)
 
     def _receive(self, descriptor: int) -> None:
         try:
-            said = os.read(descriptor, _CHUNK)
+            data = os.read(descriptor, _CHUNK)
         except BlockingIOError:
             return
-        # A line is written at once, so it arrives as a whole. What is no rank is nobody's word.
-        for line in said.split():
+        # Workers write a line at once, so it arrives as a whole. Lines that are not a rank are ignored.
+        for line in data.split():
             if line.isdigit() and len(line) < 10:
                 self._on_saved(int(line))
 
@@ -94,12 +94,12 @@ _log = get_logger("rallypoint.agent")
 
 @dataclass(frozen=True, slots=True)
 class DrainNotice:
-    """That a host is being drained.
+    """A drain of this host.
 
     Attributes:
-        reason: Why, for people.
+        reason: Reason, for people.
         deadline: When it leaves at the latest, by this host's wall clock, in Unix seconds.
-        monotonic: The same moment in seconds of CLOCK_MONOTONIC, which nobody sets.
+        monotonic: The same moment in seconds of CLOCK_MONOTONIC, which is never adjusted.
     """
 
     reason: str
@@ -110,7 +110,7 @@ class DrainNotice:
 class _WorkerEnd(Protocol):
     @property
     def succeeded(self) -> bool:
-        """Whether the worker returned 0."""
+        """True if the worker returned 0."""
 
 
 class _WorkerState(Protocol):
@@ -120,13 +120,13 @@ class _WorkerState(Protocol):
 
     @property
     def exit(self) -> _WorkerEnd | None:
-        """How it ended, once it has."""
+        """Its exit; None while it runs."""
 
 
 def all_saved(workers: Sequence[_WorkerState], saved: set[int]) -> bool:
-    """Whether some workers run, all of them are among the ranks that saved their state, and the others succeeded.
+    """True if some workers run, all of these have saved their state, and the other workers succeeded.
 
-    Where none runs they have succeeded, or one has failed; that is not for a drain to say.
+    If none runs, all have succeeded or one has failed, and the worker group reports that.
     """
     running = [worker for worker in workers if worker.exit is None]
     ended = all(worker.exit.succeeded for worker in workers if worker.exit is not None)
@@ -134,32 +134,32 @@ def all_saved(workers: Sequence[_WorkerState], saved: set[int]) -> bool:
 
 
 class Drain:
-    """Carries out what the core decides about a drain, and tells it when there is nothing more to wait for.
+    """Carries out the core's decisions about a drain, and publishes an event when the wait is over.
 
     Attributes:
-        now: The drain that is going on; None if there is none.
+        now: The drain in progress; None if there is none.
     """
 
-    def __init__(self, tell: Callable[[core.Event], None]) -> None:
-        """Set up. `tell` is called with what the core must know."""
+    def __init__(self, publish: Callable[[core.Event], None]) -> None:
+        """`publish`: receives the events for the core."""
         self.now: DrainNotice | None = None
-        self._publish = tell
+        self._publish = publish
         self._notice: PreemptionNotice | None = None
         self._saved: set[int] = set()
         self._workers: Callable[[], Sequence[_WorkerState]] | None = None
         self._timer: asyncio.TimerHandle | None = None
 
     def set_up(self, folder: Path) -> dict[str, str]:
-        """Make ready to warn workers, in a folder that they can read.
+        """Prepare a notice in a folder that the workers can read.
 
         Returns:
-            The variable that tells them where to look for a notice.
+            The environment variable with the path of the notice.
         """
         self._notice = PreemptionNotice(folder, self._has_saved)
         return self._notice.environment
 
     def begin(self, grace: float, reason: str) -> None:
-        """Drain this host. While it is being drained already, only an earlier end of the grace changes anything.
+        """Drain this host. If a drain is in progress, only an earlier deadline has an effect.
 
         Args:
             grace: Seconds that workers get to finish or to save their state.
@@ -175,7 +175,7 @@ class Drain:
         _log.warning("draining" if first else "draining faster", reason=reason, grace=grace)
         if self._timer is not None:
             self._timer.cancel()
-        over = core.DrainOver(f"they had {grace:g} s to save their state")
+        over = core.DrainOver(f"the grace period of {grace:g} s has ended")
         self._timer = asyncio.get_running_loop().call_later(grace, self._publish, over)
         if first:
             self._publish(core.DrainRequested(f"drained: {reason}"))
@@ -183,22 +183,22 @@ class Drain:
             self._post(self.now)
 
     def warn(self, workers: Callable[[], Sequence[_WorkerState]]) -> None:
-        """Tell the workers, and mind what they answer.
+        """Write the notice, and wait for the workers' reports.
 
         Args:
-            workers: Says which run, or ended; empty until all have been started.
+            workers: Returns all workers, running or ended; empty until all have been started.
         """
-        assert self.now is not None, "the core was told of it"
+        assert self.now is not None, "begin() has set it before the core decides"
         self._workers = workers
         self._post(self.now)
 
     def check_workers(self) -> None:
-        """A worker has ended: those that are left may all have saved their state."""
+        """After a worker has ended: check whether all that still run have saved their state."""
         if self._workers is not None and all_saved(self._workers(), self._saved):
             self._publish(core.DrainOver("its workers saved their state"))
 
     def close(self) -> None:
-        """It is over, however it ended."""
+        """Cancel the deadline and stop reading the pipe."""
         if self._timer is not None:
             self._timer.cancel()
         if self._notice is not None:
@@ -209,7 +209,7 @@ class Drain:
         try:
             self._notice.post(draining.reason, draining.monotonic, draining.deadline)
         except OSError as error:
-            _log.error("workers can't be told that they are drained", reason=error.strerror)
+            _log.error("can't write the drain notice for the workers", reason=error.strerror)
 
     def _has_saved(self, rank: int) -> None:
         if rank not in self._saved:

@@ -1,4 +1,4 @@
-"""failure.json: how a job ended on this host, for programs. docs/failures.md has its schema."""
+"""failure.json: the end of a job on this host, for programs. docs/failures.md has its schema."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rallypoint.rpc.logs import get_logger
 FAILURE_FILE = "failure.json"
 
 SCHEMA = "rallypoint.failure/1"
-"""Names the schema and its version. Fields may be added to it; what is there keeps its name and meaning, or the number
+"""Name and version of the schema. Fields may be added; if an existing field changes its name or meaning, the number
 grows."""
 
 _log = get_logger("rallypoint.agent")
@@ -38,15 +38,15 @@ def failure_document(
     log_dir: Path | None,
     time: float,
 ) -> dict[str, Any]:
-    """What is in the file.
+    """Return the content of the file.
 
     Args:
         config: the job.
-        result: how it ended here.
-        round_: the last round of which this host was told; 0: none.
+        result: its end on this host.
+        round_: the last round whose workers this host started; 0: none.
         restart_count: of the run.
-        run_end: how the run ended, if it did.
-        local_failures: workers of this host that failed in that round, the first first.
+        run_end: the end of the run, if it has ended.
+        local_failures: workers of this host that failed in that round, in order of time.
         host: name of this host.
         log_dir: folder of the workers' output.
         time: now, in Unix seconds.
@@ -70,7 +70,7 @@ def failure_document(
 
 
 def write_failure_files(document: dict[str, Any], paths: Iterable[Path]) -> None:
-    """Writes the document to each of the paths, all of it or nothing; what can't be written is told in the log."""
+    """Write the document to each of the paths, atomically; log a failed write."""
     text = json.dumps(document, indent=2) + "\n"
     for path in paths:
         try:
@@ -81,7 +81,7 @@ def write_failure_files(document: dict[str, Any], paths: Iterable[Path]) -> None
 
 def _write(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Several agents of a host may have been given the same path: the last one wins, and is read whole.
+    # Several agents of a host may have the same path: the last write wins, and no reader sees half a file.
     number, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
         with open(number, "w", encoding="utf-8") as file:

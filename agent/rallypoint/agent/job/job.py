@@ -1,4 +1,4 @@
-"""A job on this host: carries out what the core decides, and tells the core what happens."""
+"""A job on this host: carries out the decisions of the core, and sends events to it."""
 
 from __future__ import annotations
 
@@ -33,24 +33,24 @@ from rallypoint.rpc.endpoint import SettingError
 from rallypoint.rpc.logs import get_logger
 from rallypoint.rpc.replica_client import ReplicaClient
 
-# Requests to stop that come within so many seconds are one. Ctrl-C may arrive twice, from the terminal and from a
-# wrapper around this program that passes it on; that must not cost the workers their checkpoints.
+# Requests to stop within so many seconds count as one. Ctrl-C may arrive twice, from the terminal and from a
+# wrapper around this program that forwards it; that must not cost the workers their checkpoints.
 _ONE_REQUEST = 0.2
-# Seconds to try to give the lease back when asked to stop at once. Without that, the others would wait for the lease
-# to end, which takes longer.
+# Seconds to try to give the lease back after a request to stop at once. Without that, the other nodes would wait until
+# the lease expires, which takes longer.
 _HURRIED_LEAVING = 1.0
 
 _log = get_logger("rallypoint.agent")
 
 
 class Job:
-    """One job on this host, from joining the run to its end. Lives once."""
+    """One job on this host, from joining the run to its end. Can be run once."""
 
     def __init__(self, config: JobConfig, spawner: Spawner) -> None:
-        """`spawner`: running already; the job uses it alone, and replaces it if it dies."""
+        """`spawner`: already running; no other job uses it, and this one replaces it if it dies."""
         self._config = config
         self._state = core.AgentState(checks=bool(config.health_checks))
-        # What the core is to hear; a result is for the loop in `run`, and ends the job whatever the core thinks.
+        # Events for the core; a JobResult ends the loop in `run`, and with it the job, without the core.
         self._events: asyncio.Queue[core.Event | JobResult] = asyncio.Queue()
         self._background = Background(self._break)
         self._groups = WorkerGroups(
@@ -86,12 +86,12 @@ class Job:
 
     @property
     def config(self) -> JobConfig:
-        """What it runs."""
+        """Its configuration."""
         return self._config
 
     @property
     def state(self) -> core.AgentState:
-        """What the core knows and has done."""
+        """State of the core."""
         return self._state
 
     @property
@@ -101,12 +101,12 @@ class Job:
 
     @property
     def spawner_pid(self) -> int:
-        """The process below which all workers are."""
+        """Process id of the spawner, the ancestor of all workers; 0: none."""
         return self._groups.spawner.pid or 0
 
     @property
     def workers(self) -> list[Worker]:
-        """The workers that run, or ran last, by local rank."""
+        """The workers of the latest round, running or ended, by local rank."""
         return self._groups.workers
 
     @property
@@ -116,36 +116,36 @@ class Job:
 
     @property
     def stop_reason(self) -> str:
-        """Why workers were stopped last; empty if they never were."""
+        """Reason of the latest stop of workers; empty if there was none."""
         return self._groups.stop_reason
 
     @property
     def draining(self) -> DrainNotice | None:
-        """That this host leaves as soon as its workers are done or have saved their state; None if it does not."""
+        """The drain in progress; None if there is none."""
         return self._drain.now
 
     @property
     def watchdog_trouble(self) -> str:
-        """Why no watchdog guards the workers here; empty: one does, or it is not known yet."""
+        """Reason for which no watchdog guards the workers here; empty: one does, or it is not known yet."""
         return self._watchdog.trouble if self.result is None else ""
 
     @property
     def log_dir(self) -> Path | None:
-        """Folder of the workers' output, once there is one."""
+        """Folder of the workers' output; None until it is made."""
         return self._log_directory.path if self._log_directory is not None else None
 
     @property
     def stopping(self) -> bool:
-        """Whether it was asked to leave, or is out of its run."""
+        """True if a stop was requested, or the node is no longer a member of the run."""
         return self._stop_requested_at is not None or self._state.out
 
     async def run(self) -> JobResult:
-        """Run the job to its end. Whatever happens, no process of it is left then.
+        """Run the job to its end. In any case, none of its processes is left when this returns.
 
         Raises:
-            LogError: Its logs can't be written where they were asked for; nothing was joined or started.
-            SettingError: There is no place for temporary files, or for its events, or what is to look after the host
-                can't be had on it; likewise.
+            LogError: Its logs can't be written to the configured folder; nothing was joined or started.
+            SettingError: Temporary files or the event log can't be written, or a health check or the maintenance
+                command is not available on this host; nothing was joined or started.
         """
         config = self._config
         async with AsyncExitStack() as stack:
@@ -188,7 +188,7 @@ class Job:
                 rendezvous,
                 self._events.put_nowait,
                 ran=lambda: self._groups.group is not None,
-                going=lambda: self.stopping or self._state.leaving is not None,
+                leaving=lambda: self.stopping or self._state.leaving is not None,
             )
             stack.callback(self._watchdog.close)
             self._membership.join(self._background.begin)
@@ -207,7 +207,7 @@ class Job:
         return self.conclude(result)
 
     async def _listen_for_measurements(self, stack: AsyncExitStack) -> dict[str, str]:
-        """The variables that tell workers where to; none if nobody wants to know."""
+        """Open the socket for measurements of workers; return its environment variables. None without event sinks."""
         if not self._history.has_sinks:
             return {}
         from rallypoint.agent.sockets.metrics import MeasurementSocket  # noqa: PLC0415 (for some jobs only)
@@ -218,24 +218,24 @@ class Job:
         return opened.environment
 
     def conclude(self, result: JobResult) -> JobResult:
-        """It has ended so; returns that. Called by `run`, or by whom that has raised something at."""
+        """Set the result of the job, and return it. Called by `run`, or by the caller of `run` if that raised."""
         self.result, self.end_time = result, time.time()
         self.changed.notify()
         return result
 
     def progress_of(self, worker: Worker) -> tuple[int, float] | None:
-        """The last step of which a worker told, and the seconds since it came to that; None if it told none."""
+        """The last step that a worker reported, and the seconds since; None if it reported none."""
         name = self.group.name_of(worker.local_rank) if self.group is not None else ""
         return self._sockets.progress_of(name)
 
     def request_stop(self, detail: str, received: int = signal.SIGTERM, *, at_once: bool = False) -> None:
-        """Leave the run in good order. Asked again, after a moment: at once, workers are killed.
+        """Leave the run in good order. After a second request, more than 0.2 s later, kill the workers at once.
 
         Args:
-            detail: Who asked, for people.
-            received: The signal that asked, or that stands for who did; the exit code names it. Workers get SIGINT
-                for Ctrl-C and SIGTERM for everything else: those two they may be prepared for.
-            at_once: Kill the workers, without asking them first.
+            detail: Source of the request, for people.
+            received: The signal that requested it, or an equivalent one; the exit code names it. Workers get SIGINT
+                for Ctrl-C and the job's stop signal otherwise: they may have handlers for these.
+            at_once: Kill the workers without another signal first.
         """
         now = asyncio.get_running_loop().time()
         if not self.stopping:
@@ -254,12 +254,12 @@ class Job:
                 self._membership.abandon()
 
     def drain(self, grace: float | None, reason: str) -> None:
-        """Leave the run gently: warn the workers, and go once they are done or have saved their state.
+        """Warn the workers, and leave the run once they are done or have saved their state.
 
-        A host that is being drained already leaves earlier at most. One that leaves anyway is not drained.
+        During a drain, a second call can only make the deadline earlier. On a host that is leaving, it has no effect.
 
         Args:
-            grace: Seconds after which it leaves in any case; None: as the job is set.
+            grace: Seconds after which it leaves in any case; None: the setting of the job.
             reason: For people; workers can read it.
         """
         if self.stopping or self._state.leaving is not None or self.result is not None:
@@ -268,7 +268,7 @@ class Job:
         self.changed.notify()
 
     def pass_on(self, number: int) -> None:
-        """Send a user's signal to the workers, to their processes alone; see `WorkerGroup.pass_on`."""
+        """Send a user's signal to the workers, but not to their child processes; see `WorkerGroup.pass_on`."""
         if self.group is not None:
             self.group.pass_on(number)
 
@@ -296,8 +296,8 @@ class Job:
         timeout = self._config.shutdown_timeout
         if self._hurried:
             number, timeout = signal.SIGKILL, 0.0
-        goes = self._state.leaving is not None and not self._hurried
-        self._groups.stop(effect.detail, number, timeout, self._membership.round_over if goes else None)
+        leaving = self._state.leaving is not None and not self._hurried
+        self._groups.stop(effect.detail, number, timeout, self._membership.round_over if leaving else None)
 
     @_carry_out.register
     def _collect_failures(self, effect: core.CollectFailures) -> None:
@@ -323,13 +323,13 @@ class Job:
 
     @_carry_out.register
     def _report_failure(self, effect: core.SendFailure) -> None:
-        assert self._failure is not None, "a failure was noted before it is reported"
+        assert self._failure is not None, "a failure is noted before it is reported"
         self._membership.report_failure(self._failure, effect.round)
 
     @_carry_out.register
     def _report_success(self, effect: core.SendSuccess) -> None:
-        seat = self._state.assignment
-        others = seat is not None and seat.group_world_size > 1
+        assignment = self._state.assignment
+        others = assignment is not None and assignment.group_world_size > 1
         _log.info("workers succeeded" + ", waiting for those of other hosts" * others, round=effect.round)
         self._membership.report_success(effect.round)
 
@@ -346,10 +346,10 @@ class Job:
 
     @_carry_out.register
     def _finish(self, effect: core.Finish) -> None:
-        """The loop in `run` sees the state."""
+        """Do nothing: the loop in `run` reads the state."""
 
     def _pids(self) -> dict[int, int]:
-        """Process ids of the workers that run, by rank."""
+        """Process ids of the running workers, by rank."""
         running = self._state.workers is core.Workers.RUNNING
         return {worker.rank: worker.pid for worker in self.workers if running and worker.exit is None}
 
@@ -363,9 +363,11 @@ class Job:
         self._events.put_nowait(core.GroupFailed())
 
     def _on_earlier_failure(self, failure: WorkerFailure) -> None:
-        _log.error("it had failed before", rank=failure.rank, pid=failure.pid, reason=failure.message)
+        _log.error(
+            "an earlier worker failure was found", rank=failure.rank, pid=failure.pid, reason=failure.message
+        )
         self._failure = failure
-        # Who was asked to go stops workers for no failure of theirs, and must not cost the others a restart.
+        # A node that leaves on request stops its workers without a failure, and must not cost the others a restart.
         if self.group is not None and not self.stopping and self.draining is None:
             self._membership.report_failure(failure, self.group.assignment.round)
 
@@ -380,13 +382,13 @@ class Job:
         self.changed.notify()
 
     def _break(self, error: BaseException) -> None:
-        """What goes wrong unforeseen in the background must end the job: a job that hangs is the worst failure."""
+        """End the job after an unexpected error in the background: a job that hangs is the worst failure."""
         _log.exception("internal error", error=error)
         self._broken = JobResult(FAILED, f"internal error: {error!r}; please report it with the log above")
         self._events.put_nowait(self._broken)
 
     async def _end_all(self) -> None:
-        """Whatever was going on: when this returns, no worker is left."""
+        """Stop everything: when this returns, no worker is left."""
         self._membership.abandon()
         await self._groups.end()
         await self._background.end()

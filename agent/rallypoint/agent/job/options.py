@@ -1,7 +1,7 @@
 """The options of a job by name, as text or values, turned into fields of JobConfig.
 
-One table for the flags of `rallypoint run`, for LaunchConfig and for JobSpec.options, so that a name means the same
-and a mistake is told in the same words wherever it is made.
+One table for the flags of `rallypoint run`, for LaunchConfig and for JobSpec.options, so that names and error messages
+are the same in all three.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from rallypoint.agent.logs.streams import LEAST_ROTATED, LogError, Redirect
 from rallypoint.rpc.endpoint import SettingError
 
 Value: TypeAlias = "str | bool | int | float | Path | Sequence[str]"
-"""What an option may be set to. In text, the parts of a repeatable one are separated by commas; two are one comma."""
+"""Value of an option. In text, commas separate the parts of a repeatable one, and two commas stand for one."""
 
 _MOST_KEPT = 1_000_000  # attempts or files; more is a mistake
 _SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,6})?)\s*(|[KMGT]i?)B?", re.IGNORECASE)
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _BINARY_UNITS = {"KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
-_SPOKEN = {
+_TRUTH_VALUES = {
     True: True,
     False: False,
     "1": True,
@@ -41,12 +41,12 @@ _SPOKEN = {
 
 
 class OptionError(SettingError):
-    """An option that does not exist, or can't have its value; one line that names it."""
+    """An option that does not exist, or an invalid value; one line that names the option."""
 
 
 @dataclass(frozen=True, slots=True)
 class _ParserInput:
-    """What a parser gets: the value, the option's name for errors, and how many workers the host has."""
+    """Input of a parser: the value, the option's name for errors, and the number of workers of the host."""
 
     value: Any
     label: str
@@ -70,7 +70,7 @@ class _ParserInput:
         return tuple(str(part) for part in self.value)
 
     def error(self, problem: str) -> OptionError:
-        """The error that says what is wrong with the value."""
+        """Return an error for the value; `problem` is the predicate of its sentence."""
         return OptionError(f"{self.label}: {self.value!r} {problem}")
 
 
@@ -83,9 +83,9 @@ class Option:
 
     Attributes:
         field: The field of JobConfig that it sets.
-        parse: From what was given to the field's value.
-        repeatable: Whether it is a list.
-        flag: Whether it is on or off.
+        parse: Turns the option's value into the field's value.
+        repeatable: True if it is a list.
+        flag: True if it is either on or off.
     """
 
     field: str
@@ -103,11 +103,11 @@ def job_fields(
 
     Args:
         options: Values by name, with dashes or underscores; None: not given.
-        workers: How many workers the host has: local ranks past them are mistakes.
-        label: How errors name an option.
+        workers: Number of workers of the host: local ranks from that on are errors.
+        label: Returns the name of an option for errors.
 
     Raises:
-        OptionError: An option does not exist, or can't have its value.
+        OptionError: An option does not exist, or its value is invalid.
     """
     fields: dict[str, Any] = {}
     for given, value in options.items():
@@ -125,12 +125,12 @@ def idle_options(
     fields: Mapping[str, Any],
     label: Callable[[str], str] = lambda name: f"--{name}",
 ) -> list[str]:
-    """Say which options do nothing, for want of another one.
+    """Return a sentence for each option that has no effect because another one is not set.
 
     Args:
         given: Options by name, with dashes or underscores.
-        fields: What `job_fields` has made of all of them.
-        label: How lines name an option.
+        fields: Result of `job_fields` for all of them.
+        label: Returns the name of an option for the sentences.
     """
     names = {name.replace("_", "-") for name, value in given.items() if value is not None}
     lines = []
@@ -142,15 +142,15 @@ def idle_options(
 
 
 def split_commas(text: str) -> tuple[str, ...]:
-    """The parts of a list: commas separate them, and two commas in a row are one inside a part, as in torchrun."""
+    """Split a list at its commas; two commas in a row are one comma inside a part, as in torchrun."""
     return tuple(part.replace("\0", ",") for part in text.replace(",,", "\0").split(",") if part)
 
 
 def parse_signal(text: str) -> signal.Signals:
-    """A signal by its name, with or without SIG, or by its number.
+    """Return a signal by its name, with or without SIG, or by its number.
 
     Raises:
-        ValueError: There is none.
+        ValueError: There is no such signal.
     """
     name = text.strip().upper()
     if name.isdecimal():
@@ -177,9 +177,9 @@ def _path(given: _ParserInput) -> Path:
 
 def _flag(given: _ParserInput) -> bool:
     value = given.value.lower() if isinstance(given.value, str) else given.value
-    if value not in _SPOKEN:
+    if value not in _TRUTH_VALUES:
         raise given.error("is neither true nor false")
-    return _SPOKEN[value]
+    return _TRUTH_VALUES[value]
 
 
 def _seconds(given: _ParserInput) -> float:
@@ -207,7 +207,7 @@ def _port(given: _ParserInput) -> int:
 
 
 def _size(given: _ParserInput) -> int | None:
-    """A size in bytes; 0 for none."""
+    """A size in bytes; None for 0."""
     found = _SIZE.fullmatch(given.text.strip())
     if found is None:
         raise given.error("is not a size; expected bytes, or as in 100MB or 1GiB")
@@ -251,7 +251,7 @@ def _log_size(given: _ParserInput) -> int | None:
 def _log_files(given: _ParserInput) -> int:
     count = _count(given)
     if count == 0:
-        raise given.error("keeps nothing beside the file being written; expected at least 1")
+        raise given.error("would keep no rotated file; expected at least 1")
     return count
 
 
@@ -304,7 +304,7 @@ def _resource_limits(given: _ParserInput) -> dict[str, tuple[int, int]]:
         limits = [parse_rlimit(part) for part in given.parts]
         for name, count in Counter(name for name, _ in limits).items():
             if count > 1:
-                raise RlimitError(f"{name} is there {count} times; name it once")
+                raise RlimitError(f"{name} is given {count} times; give it once")
         return dict(limits)
     except RlimitError as error:
         raise OptionError(f"{given.label}: {error}") from None

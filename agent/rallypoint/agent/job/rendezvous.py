@@ -1,4 +1,4 @@
-"""This node's membership of its run: the core hears what the run says, the run what the core decides."""
+"""This node's membership of its run: it forwards updates of the run to the core, and reports of the core to the run."""
 
 from __future__ import annotations
 
@@ -19,50 +19,50 @@ from rallypoint.rpc.logs import get_logger
 from rallypoint.rpc.replica_client import Where
 from rallypoint.serving.requests import SENTENCE_BYTES
 
-HEARD_TIMEOUT = 1.0
-"""Seconds that a node runs on for its run to hear that it goes, which takes a millisecond where nothing is broken."""
+DEPARTURE_TIMEOUT = 1.0
+"""Seconds that a leaving node waits for the run to end its round, which takes a millisecond if nothing is broken."""
 
 _log = get_logger("rallypoint.agent")
 
 
 class NodeMembership:
-    """Joins the job's run, and is its voice there.
+    """Joins the job's run, and sends this node's reports.
 
     Attributes:
-        lease: The latest lease that the node was given; 0: none yet.
-        incarnation: Of the run, whose lease that is.
-        run_end: How the run ended, once it has.
-        refusal: Why the rendezvous service would not have this node, if it would not.
+        lease: The node's latest lease; 0: none yet.
+        incarnation: Incarnation of the run that granted the lease.
+        run_end: The end of the run; None while it lasts.
+        refusal: Reason for which the rendezvous service refused this node; None if it did not.
     """
 
     def __init__(
         self,
         config: JobConfig,
         rendezvous: Where,
-        tell: Callable[[core.Event], None],
+        publish: Callable[[core.Event], None],
         *,
         ran: Callable[[], bool],
-        going: Callable[[], bool],
+        leaving: Callable[[], bool],
     ) -> None:
-        """Set up; nothing is joined yet.
+        """Set up; do not join yet.
 
         Args:
             config: The job.
-            rendezvous: Where the rendezvous service is.
-            tell: Called with everything that the core must know.
-            ran: Whether workers were ever started here.
-            going: Whether the node is on its way out, so that nobody cares what it waits for.
+            rendezvous: The rendezvous service.
+            publish: Receives the events for the core.
+            ran: Returns True if workers were ever started here.
+            leaving: Returns True if the node is leaving; then it logs no waiting.
         """
         self.lease = 0
         self.incarnation = ""
         self.run_end: pb.RunEnd | None = None
         self.refusal: str | None = None
         self._config = config
-        self._publish = tell
+        self._publish = publish
         self._ran = ran
-        self._leaving = going
+        self._leaving = leaving
         self._being_member: asyncio.Task[None] | None = None
-        # Whether the run need not be waited for any more: its round has ended, or this node is out.
+        # Set when there is nothing to wait for: the round has ended, or this node is no longer a member.
         self._round_over = asyncio.Event()
         self._membership = Membership(
             rendezvous,
@@ -74,9 +74,9 @@ class NodeMembership:
         )
 
     def join(self, begin: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]) -> None:
-        """Join, in the background; be a member until that is over. The core hears of it then."""
+        """Join in the background. The core receives MembershipEnded at the end of the membership."""
         self._being_member = begin(self._run())
-        # Not by the task itself: one that is cancelled before its first step has no last one either.
+        # Not in the task itself: a task that is cancelled before its first step runs no code at all.
         self._being_member.add_done_callback(self._ended)
 
     def _ended(self, _: asyncio.Task[None]) -> None:
@@ -84,7 +84,7 @@ class NodeMembership:
         self._publish(core.MembershipEnded(self.refusal or ""))
 
     def abandon(self) -> None:
-        """Be a member no longer, without telling anybody: the lease ends by itself."""
+        """End the membership without a message to the service: the lease expires."""
         if self._being_member is not None:
             self._being_member.cancel()
 
@@ -93,62 +93,62 @@ class NodeMembership:
             await self._membership.run()
         except RendezvousUnreachable as error:
             advice = tls_advice(str(error), self._config.rendezvous.tls)
-            advice = advice or "is it running, and is --rdzv-endpoint right?"
+            advice = advice or "check that it is running and that --rdzv-endpoint is right"
             self.refusal = str(error) if self.lease else f"{error}; {advice}"
         except ServiceError as error:
             if error.reason == "RUN_CLOSED" and self._ran():
-                # It was closed while this node was away for so long that it lost its lease.
+                # The run was closed while this node was disconnected for so long that it lost its lease.
                 outcome = pb.Outcome.Value(f"OUTCOME_{error.metadata['outcome']}")
                 self.run_end = pb.RunEnd(outcome=outcome, detail=error.message)
             else:
                 self.refusal = refusal_of(self._config.rendezvous.endpoint, error)
                 if error.reason == "NODE_EVICTED" and error.metadata.get("by") == "service":
-                    # Its workers failed too often, and those of other nodes did not: elsewhere they may do better.
+                    # Its workers failed too often, and those of other nodes did not: the host may be the cause.
                     self._publish(core.NodeUnhealthy(self.refusal))
 
     def confirm(self, round_: int, master_port: int) -> None:
-        """Say that no worker of an earlier round is alive here, and at which port of this host workers may meet."""
+        """Confirm that no worker of an earlier round is alive here, and send the port at which workers can meet."""
         self._membership.confirm(round_, master_port)
 
     def report_failure(self, failure: WorkerFailure, round_: int) -> None:
-        """Say that a worker failed."""
+        """Report that a worker failed."""
         self._membership.report_failure(failure_message(failure, round_, time.monotonic()))
 
     def report_success(self, round_: int) -> None:
-        """Say that all workers here succeeded."""
+        """Report that all workers here succeeded."""
         self._membership.report_success(round_)
 
     def report_watchdog(self, trouble: str) -> None:
-        """Say why no watchdog guards the workers here; "": one does."""
+        """Report why no watchdog guards the workers here; "": one does."""
         self._membership.report_watchdog(sentence(trouble))
 
     def depart(self, reason: str) -> None:
-        """Say that the node stops its workers in order to leave."""
+        """Announce that the node stops its workers in order to leave."""
         self._membership.depart(sentence(reason))
 
     async def round_over(self) -> None:
-        """Returns when the run has ended the round of this node, which has said that it goes; or after a moment.
+        """Wait until the run has ended the round of this node, which has announced that it leaves; bounded.
 
-        Workers that are stopped before make those of other nodes fail, and the run would take that for the cause.
+        Workers that are stopped earlier make those of other nodes fail, and the run would take that for the cause.
         """
         with suppress(TimeoutError):
-            async with asyncio.timeout(HEARD_TIMEOUT):
+            async with asyncio.timeout(DEPARTURE_TIMEOUT):
                 await self._round_over.wait()
 
     def hurry(self) -> None:
-        """Nobody waits for `round_over` any more."""
+        """End the wait of `round_over`."""
         self._round_over.set()
 
     async def leave(self, reason: str, timeout: float) -> None:
-        """Give the lease back; returns when the service has taken it, or can't be reached in time.
+        """Give the lease back; return when the service has taken it, or could not be reached in time.
 
-        A service that is away must not keep this node from going.
+        An unreachable service must not prevent this node from leaving.
 
         Args:
             reason: For people.
-            timeout: Seconds to try for.
+            timeout: Limit in seconds.
         """
-        assert self._being_member is not None, "who leaves was in"
+        assert self._being_member is not None, "leave() follows join()"
         if self._membership.lease:
             self._membership.leave(sentence(reason))
             done, _ = await asyncio.wait({self._being_member}, timeout=timeout)
@@ -166,7 +166,7 @@ class NodeMembership:
                     _log.info("joined", lease=event.lease, **self._min_nodes())
                 self.lease, self.incarnation = event.lease, event.incarnation
             case MembershipReset():
-                _log.warning("lease lost, joining anew", reason=event.reason)
+                _log.warning("lease lost, joining again", reason=event.reason)
                 self._publish(core.LeaseEnded(event.reason))
             case _:
                 self._on_update(event.update)
@@ -182,13 +182,11 @@ class NodeMembership:
             self._round_over.set()
         if update.HasField("run_end"):
             self.run_end = update.run_end
-        # Where no worker runs, whoever looks must find out what for.
+        # While no worker runs, the log must show the reason.
         elif update.phase == pb.PHASE_JOINABLE and update.HasField("held_back") and not self._leaving():
             seconds = update.held_back.ToNanoseconds() / 1e9
             detail = update.last_round_end.detail
-            _log.warning(
-                "rounds fail soon one after the other: the restart waits", seconds=seconds, reason=detail
-            )
+            _log.warning("restart delayed (back-off after repeated failures)", seconds=seconds, reason=detail)
         elif update.phase == pb.PHASE_JOINABLE and not self._leaving():
             _log.info("waiting for nodes", **self._min_nodes())
         elif update.phase == pb.PHASE_FINAL and not update.HasField("assignment"):
@@ -206,7 +204,7 @@ class NodeMembership:
 
 
 def sentence(text: str) -> str:
-    """What the service takes of a text: a node must not be refused for the words in which it says why it goes."""
+    """Return a text as the service accepts it: a node must not be refused for the wording of its reason."""
     line = "".join(character if character.isprintable() else " " for character in text)
     return line.encode()[:SENTENCE_BYTES].decode(errors="ignore")
 

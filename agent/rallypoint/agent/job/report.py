@@ -1,4 +1,4 @@
-"""The report of a failure that a person reads at the end of a run."""
+"""The report of a failure at the end of a run, for people."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from datetime import UTC, datetime, tzinfo
 
 from rallypoint.agent.failures.failure import WorkerFailure, short_end, signal_name
 
-_MOST_OTHERS = 8  # workers that are named one by one; a host may have hundreds
+_MOST_OTHERS = 8  # workers that are listed; a host may have hundreds
 
-# A log may hold escape sequences; in a report they would only move the reader's cursor about.
+# A log may hold escape sequences; in a report they would only move the reader's cursor.
 _HARMLESS = {code: "?" for code in (*range(32), 127, *range(128, 160)) if chr(code) not in "\n\t"}
 
 
 def render(
     failure: WorkerFailure, zone: tzinfo | None = None, *, others: Sequence[WorkerFailure] = ()
 ) -> str:
-    """Makes the report that a person reads at the end of a run.
+    """Return the report of a failure as text.
 
     Args:
-        failure: what to report.
-        zone: time zone to show the time in; None for this host's.
-        others: what failed beside it on this host, in the order in which it did.
+        failure: the failure.
+        zone: time zone for its time; None for this host's.
+        others: the other failures of its round on this host, in order of time.
     """
     when = datetime.fromtimestamp(failure.time, UTC).astimezone(zone)
     how = (
@@ -50,15 +50,15 @@ def render(
 
 
 def _describe_others(first: WorkerFailure, others: Sequence[WorkerFailure]) -> str:
-    """Who failed after it, most likely because of it, in one line."""
+    """The workers that failed after it, most likely because of it, in one line."""
     count, plural = len(others), "s" if len(others) > 1 else ""
     here = all(other.at is not None and other.host == first.host for other in others)
-    told = []
+    listed = []
     for other in others[:_MOST_OTHERS]:
         how = short_end(other.exit_code) if other.pid else "never started"
-        # Clocks of two hosts may be minutes apart: a difference between them would say nothing.
+        # Clocks of two hosts may be minutes apart: their difference would mean nothing.
         later = f", {other.at - first.at:+.3f} s" if other.at is not None and first.at is not None else ""
-        told.append(f"rank {other.rank} ({how}{later})")
+        listed.append(f"rank {other.rank} ({how}{later})")
     more = f" and {count - _MOST_OTHERS} more" if count > _MOST_OTHERS else ""
     where = "" if here and first.at is not None else f" on {others[0].host}"
-    return f"{count} more worker{plural} failed after it{where}: {', '.join(told)}{more}"
+    return f"{count} more worker{plural} failed after it{where}: {', '.join(listed)}{more}"

@@ -1,4 +1,4 @@
-"""How a job ended on this host, and the exit code that says so."""
+"""The result of a job on this host, and its exit code."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ _KINDS = {pb.FailureKind.Value(f"FAILURE_KIND_{kind.name}"): kind for kind in Fa
 
 
 def phase_value(phase: pb.Phase.ValueType) -> Phase:
-    """The phase; one of a newer server means what stops workers and waits."""
+    """The phase; an unknown one, of a newer server, becomes JOINABLE: the workers stop and the node waits."""
     return _PHASES.get(phase, Phase.JOINABLE)
 
 
 def assignment_value(message: pb.Assignment) -> Assignment:
-    """A place in a round."""
+    """The node's ranks in a round."""
     return Assignment(
         round=message.round,
         group_rank=message.group_rank,
@@ -49,13 +49,7 @@ def assignment_value(message: pb.Assignment) -> Assignment:
 
 
 def failure_message(failure: WorkerFailure, round_: int, now: float) -> pb.WorkerFailure:
-    """A failure as it is reported; the server knows which node reports it.
-
-    Args:
-        failure: what to report.
-        round_: the round of the worker.
-        now: in monotonic seconds.
-    """
+    """The protocol message of a failure in a round; the server adds the node. `now`: in monotonic seconds."""
     message = pb.WorkerFailure(
         round=round_,
         rank=failure.rank,
@@ -78,7 +72,7 @@ def failure_message(failure: WorkerFailure, round_: int, now: float) -> pb.Worke
 
 
 def failure_value(message: pb.WorkerFailure) -> WorkerFailure:
-    """A failure as the run tells of it, on whichever host it was."""
+    """The failure in a message of the run; it may have been on any host."""
     return WorkerFailure(
         local_rank=message.local_rank,
         rank=message.rank,
@@ -97,7 +91,7 @@ def failure_value(message: pb.WorkerFailure) -> WorkerFailure:
     )
 
 
-# Exit codes of a job, beside 128 + N for one that signal N ended.
+# Exit codes of a job, beside 128 + N for a job that was stopped by signal N.
 SUCCEEDED = 0
 FAILED = 1
 REFUSED = 2
@@ -106,7 +100,7 @@ PERMANENT = UNRECOVERABLE
 
 _RETRY: dict[int, Literal["here", "elsewhere", "never"]] = {
     FAILED: "here",
-    # The command has to be mended first.
+    # The command or its settings must be corrected first.
     REFUSED: "never",
     UNFIT: "elsewhere",
     PERMANENT: "never",
@@ -115,13 +109,13 @@ _RETRY: dict[int, Literal["here", "elsewhere", "never"]] = {
 
 @dataclass(frozen=True, slots=True)
 class JobResult:
-    """How a job ended on this host.
+    """The result of a job on this host.
 
     Attributes:
         exit_code: See the constants above.
         detail: One sentence for people.
-        failure: The failure that ended the run, on whichever host it was.
-        others: What else failed on this host in that round, the first first.
+        failure: The failure that ended the run, on any host.
+        others: Other failures of that round on this host, in order of time.
     """
 
     exit_code: int
@@ -145,16 +139,16 @@ def judge(
     ran: bool,
     local_failures: Sequence[WorkerFailure] = (),
 ) -> JobResult:
-    """Judges a job that is over.
+    """Return the result of a job that is over.
 
     Args:
-        state: What its core knew at the end.
-        run_end: How the run ended, if it did.
+        state: The final state of its core.
+        run_end: The end of the run; None if it has not ended.
         failure: The last failure of a worker on this host.
-        refusal: Why the rendezvous service would not have this node, if it would not.
-        stop_signal: The signal that asked the job to stop; None if nobody did.
-        ran: Whether workers were ever started here.
-        local_failures: The workers of this host that failed in the last round, the first first.
+        refusal: Reason for which the rendezvous service refused this node; None if it did not.
+        stop_signal: The signal that requested the stop; None if there was no request.
+        ran: True if workers were ever started here.
+        local_failures: The workers of this host that failed in the last round, in order of time.
     """
     succeeded = run_end is not None and run_end.outcome == pb.OUTCOME_SUCCEEDED
     others: tuple[WorkerFailure, ...] = ()
@@ -166,25 +160,25 @@ def judge(
         detail = run_end.detail if run_end is not None else refusal or failure.message
         return JobResult(PERMANENT, detail, failure, others)
     if state.unhealthy is not None and not succeeded:
-        detail = f"this host is not fit to run workers: {state.unhealthy}; look into it, or restart it"
+        detail = f"this host is not fit to run workers: {state.unhealthy}; repair or restart the host"
         return JobResult(UNFIT, detail, failure, others)
     if run_end is not None:
         return JobResult(SUCCEEDED if succeeded else FAILED, run_end.detail, failure, others)
     if state.leaving is not None:
         return JobResult(128 + (stop_signal or signal.SIGTERM), f"left the run: {state.leaving}")
     if state.left and refusal is None:
-        why = "others were not done within the exit barrier"
+        why = "workers of other hosts did not finish within the exit barrier"
         if state.draining is not None:
-            why = f"this host left then: {state.draining}"
+            why = f"this host left afterwards: {state.draining}"
         return JobResult(SUCCEEDED, f"the workers here succeeded; {why}")
-    # Once workers ran, it was started as asked, and what ended it is a failure.
+    # If workers ran, the settings were accepted, so the end is a failure and not a refusal.
     return JobResult(FAILED if ran else REFUSED, refusal or "the membership ended without a reason")
 
 
 def _among(
     first: WorkerFailure, local: Sequence[WorkerFailure]
 ) -> tuple[WorkerFailure, tuple[WorkerFailure, ...]]:
-    """The run's first failure, with its moment by this host's clock if it was here, and what else failed here."""
+    """The run's first failure, with its time by this host's monotonic clock if it was here; and the others here."""
     others = []
     for failure in local:
         if (failure.rank, failure.pid, failure.host) == (first.rank, first.pid, first.host):
@@ -195,7 +189,9 @@ def _among(
 
 
 def refusal_of(endpoint: str, error: ServiceError) -> str:
-    """Says that the rendezvous service at an endpoint would not have this node, and why."""
-    if error.reason == grpc.StatusCode.UNIMPLEMENTED.name:  # gRPC's own: nobody of ours said it
-        return f"what answers at {endpoint} is no rendezvous service ({error.message}); check --rdzv-endpoint"
+    """Describe in one sentence that the rendezvous service at an endpoint refused this node, and why."""
+    if error.reason == grpc.StatusCode.UNIMPLEMENTED.name:  # gRPC's own status: not a Rallypoint server
+        return (
+            f"the server at {endpoint} is not a rendezvous service ({error.message}); check --rdzv-endpoint"
+        )
     return f"{endpoint} refused this node: {error.message}"

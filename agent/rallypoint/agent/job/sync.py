@@ -1,4 +1,4 @@
-"""Work that goes on in the background of a job, and may not fail unheard."""
+"""Background tasks of a job, and notifications of changes."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from typing import Any
 
 
 class Background:
-    """Runs it."""
+    """Runs tasks in the background; no error is lost."""
 
     def __init__(self, on_error: Callable[[BaseException], None]) -> None:
-        """`on_error` is called with what work raises, on the event loop."""
+        """`on_error` is called on the event loop with an exception that a task raised."""
         self._on_error = on_error
         self._tasks: set[asyncio.Task[None]] = set()
 
     def begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Run something."""
+        """Start a task."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
         return task
 
     async def end(self) -> None:
-        """Cancel all that runs, and return when it has ended."""
+        """Cancel all running tasks, and return when they have ended."""
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
@@ -36,24 +36,24 @@ class Background:
             self._on_error(error)
 
 
-# ---- Who waits for something to change: each watcher has one wake-up, however many changes it stands for.
+# ---- Notification of changes: each watcher has one event, for any number of changes.
 
 
 class Notifier:
-    """Wakes its watchers; who is busy is woken once for all that has changed meanwhile, and no queue grows."""
+    """Wakes its watchers. A busy watcher is woken once for all changes in the meantime, so no queue grows."""
 
     def __init__(self) -> None:
-        """Nobody watches yet."""
+        """Create it without watchers."""
         self._watchers: set[asyncio.Event] = set()
 
     def notify(self) -> None:
-        """Something has changed."""
+        """Wake all watchers."""
         for watcher in self._watchers:
             watcher.set()
 
     @contextmanager
     def watch(self) -> Iterator[asyncio.Event]:
-        """An event that is set by each change, for the watcher to clear before it looks."""
+        """Yield an event that each change sets; the watcher clears it before it reads the state."""
         watcher = asyncio.Event()
         self._watchers.add(watcher)
         try:

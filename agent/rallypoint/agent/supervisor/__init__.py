@@ -1,1 +1,1 @@
-"""The agent as a service: jobs that clients start, watch and steer."""
+"""The agent as a service: clients start, watch and control jobs."""

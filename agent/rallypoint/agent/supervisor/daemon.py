@@ -1,4 +1,4 @@
-"""An agent that stands on its own and runs the jobs it is given."""
+"""A long-running agent that runs the jobs that clients launch."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ _log = get_logger("rallypoint.agent")
 
 
 class Daemon:
-    """Takes jobs on through SupervisorService. An asynchronous context: at its end, its jobs leave their runs.
+    """Accepts jobs through SupervisorService. An asynchronous context: at its end, its jobs leave their runs.
 
     Attributes:
-        jobs: What it runs, and has run.
-        registration: What a server is to serve.
-        rendezvous: How its jobs reach the rendezvous service of the daemon itself; None: they can't. To be set by
-            whoever serves one.
+        jobs: Its running and ended jobs.
+        registration: SupervisorService, for a server.
+        rendezvous: Returns the address of the daemon's own rendezvous service for its jobs; None: they can't reach it.
+            To be set by the owner of that service.
     """
 
     def __init__(
@@ -52,10 +52,10 @@ class Daemon:
 
         Args:
             timer_endpoint: Timer service for jobs that name none.
-            tls: Certificates towards the services that jobs name; None: plaintext.
-            environment: What workers inherit.
-            max_jobs: Jobs that run at a time; those beyond are refused.
-            event_sinks: What gets the events of all jobs, beside the sinks of their own.
+            tls: Certificates for the services that jobs name; None: plaintext.
+            environment: Environment that workers inherit.
+            max_jobs: Jobs that run at the same time; further ones are refused.
+            event_sinks: Sinks for the events of all jobs, beside the sinks of their own.
         """
         self.jobs = Jobs()
         self.registration = supervisor_registration(self.jobs, self._launch)
@@ -73,20 +73,20 @@ class Daemon:
         await self.leave()
 
     async def leave(self) -> None:
-        """Take no more jobs, and have those that run leave their runs in good order; returns when they have ended.
+        """Accept no more jobs, and have the running ones leave their runs in good order; return when they have ended.
 
-        Whoever cancels this wait is in a hurry: the jobs' workers are killed.
+        If this wait is cancelled, the jobs' workers are killed.
         """
         self._leaving = True
         for job in self.jobs.running:
-            if not job.stopping:  # asked a second time, it would stop at once
-                job.request_stop("the agent is going away", signal.SIGTERM)
+            if not job.stopping:  # after a second request, it would stop at once
+                job.request_stop("the agent is shutting down", signal.SIGTERM)
         if self._running:
             try:
                 await asyncio.wait(self._running)
             except asyncio.CancelledError:
                 for job in self.jobs.running:
-                    job.request_stop("the agent is going away at once", at_once=True)
+                    job.request_stop("the agent is shutting down at once", at_once=True)
                 raise
 
     def _own_rendezvous(self) -> Peer | None:
@@ -97,10 +97,10 @@ class Daemon:
         former = self._launched(request)
         if former is None:
             self._check_room(request.spec.run_id)
-            # The name service may take its time.
+            # In a thread: a DNS look-up may be slow.
             config = await asyncio.to_thread(job_config, request.spec, self._host)
             config = replace(config, event_sinks=(*config.event_sinks, *self._event_sinks))
-            # The same request, sent again, may have overtaken this one meanwhile.
+            # A retry of the same request may have launched the job meanwhile.
             former = self._launched(request)
             if former is None:
                 self._check_room(config.run_id)
@@ -108,29 +108,29 @@ class Daemon:
         return _launched(former.job.config)
 
     def _launched(self, request: pb.LaunchJobRequest) -> TakenJob | None:
-        """The job that this very request has launched before, if it has."""
+        """The job that an earlier attempt of this request has launched; None if there is none."""
         former = self.jobs.launched(request.launch_id)
         if former is not None and former.run_id != request.spec.run_id:
-            raise invalid("launch_id", f"it was that of a launch of run {former.run_id!r}; make up a new one")
+            raise invalid("launch_id", f"was used to launch run {former.run_id!r} already; send a new one")
         return former
 
     def _check_room(self, run_id: str) -> None:
         if self._leaving:
             raise ServiceError(
-                grpc.StatusCode.UNAVAILABLE, "DRAINING", "this agent is going away: ask another one"
+                grpc.StatusCode.UNAVAILABLE, "DRAINING", "this agent is shutting down: use another one"
             )
         running = [job.config.run_id for job in self.jobs.running]
         if run_id in running:
             message = f"this agent runs a job of run {run_id!r} already; stop that one, or wait for its end"
         elif len(running) >= self._max_jobs:
             run_id = running[0]
-            what = (
+            load = (
                 f"a job of run {run_id!r}"
                 if self._max_jobs == 1
                 else f"{len(running)} jobs, as of {run_id!r},"
             )
             message = (
-                f"this agent runs {what} and may run no more (--max-jobs); stop one, or wait for its end"
+                f"this agent runs {load} and may run no more (--max-jobs); stop one, or wait for its end"
             )
         else:
             return
@@ -159,7 +159,7 @@ async def _run(job: Job) -> None:
         result = await job.run()
     except (LogError, SettingError) as error:
         result = job.conclude(JobResult(REFUSED, str(error)))
-    except Exception as error:  # a job must not seem to run for ever, whatever happens
+    except Exception as error:  # a job that has failed must never appear to run
         _log.exception("internal error", error=error)
         result = job.conclude(
             JobResult(FAILED, f"internal error: {error!r}; please report it with the log of the agent")

@@ -1,4 +1,4 @@
-"""The jobs of one agent: those that run, and the last that ended; and which of them a request means."""
+"""The jobs of one agent: the running ones and the latest ended ones, and their messages on the wire."""
 
 from __future__ import annotations
 
@@ -15,17 +15,16 @@ from rallypoint.agent.workers.usage import Usage
 from rallypoint.rpc.errors import ServiceError
 
 MOST_ENDED = 100
-"""Jobs that are remembered after their end. Each takes some 50 KB; a caller who comes late finds out what became of
-its job."""
+"""Ended jobs that are kept, for callers that request the result of their job late. Each takes some 50 KB."""
 
 
 @dataclass(frozen=True, slots=True)
 class TakenJob:
-    """A job that the agent has taken on.
+    """A job that the agent has accepted.
 
     Attributes:
         job: the job.
-        launch_id: by which its launch can be sent again; empty: none.
+        launch_id: idempotency key of its launch request; empty: none.
     """
 
     job: Job
@@ -38,19 +37,19 @@ class TakenJob:
 
     @property
     def running(self) -> bool:
-        """Whether it has not ended."""
+        """True if it has not ended."""
         return self.job.result is None
 
 
 class Jobs:
-    """What an agent runs, and has run."""
+    """The running and the latest ended jobs of an agent."""
 
     def __init__(self, *jobs: Job) -> None:
-        """It has taken these on."""
+        """Start with these jobs."""
         self._taken = [TakenJob(job) for job in jobs]
 
     def add(self, job: Job, launch_id: str = "") -> None:
-        """The agent has taken a job on; past MOST_ENDED the oldest that ended is forgotten."""
+        """Add a job; beyond MOST_ENDED, remove the ended jobs that are oldest."""
         self._taken.append(TakenJob(job, launch_id))
         ended = [taken for taken in self._taken if not taken.running]
         for forgotten in ended[:-MOST_ENDED]:
@@ -58,28 +57,28 @@ class Jobs:
 
     @property
     def running(self) -> list[Job]:
-        """The jobs that run, in the order in which they came."""
+        """The running jobs, in the order of their launch."""
         return [taken.job for taken in self._taken if taken.running]
 
     @property
     def latest_first(self) -> list[TakenJob]:
-        """All that run or are remembered."""
+        """All running and ended jobs, the latest first."""
         return self._taken[::-1]
 
     def launched(self, launch_id: str) -> TakenJob | None:
-        """The job that was launched by this id; None if none was, or it is forgotten."""
+        """The job that was launched with this id; None if there is none, or it was removed."""
         return next(
             (taken for taken in self.latest_first if launch_id and taken.launch_id == launch_id), None
         )
 
     def find(self, run_id: str) -> TakenJob:
-        """The job that a request means.
+        """Return the job of a run.
 
         Args:
-            run_id: Name of its run; the latest job of that run is meant. Empty: the job that runs, or ran last.
+            run_id: Name of the run; its latest job is returned. Empty: the running job, or the latest ended one.
 
         Raises:
-            ServiceError: NO_JOB, WHICH_JOB.
+            ServiceError: NO_JOB; WHICH_JOB if several jobs run and `run_id` is empty.
         """
         running = [taken for taken in self.latest_first if taken.running]
         if not run_id and len(running) > 1:
@@ -94,33 +93,33 @@ class Jobs:
             if not run_id or taken.run_id == run_id:
                 return taken
         if run_id:
-            message = f"this agent runs no job of run {run_id!r}, and remembers none"
+            message = f"this agent has no job of run {run_id!r}, running or ended"
         else:
-            message = "this agent runs no job, and has run none"
+            message = "this agent has no job, running or ended"
         raise ServiceError(grpc.StatusCode.NOT_FOUND, "NO_JOB", message)
 
 
-# ---- A job and its workers as SupervisorService tells of them.
+# ---- Messages of SupervisorService for a job and its workers.
 
 
-# Bytes of a failure report that are told: it has a traceback of 16 KiB at most.
+# Bytes of a failure report that are sent: it has a traceback of 16 KiB at most.
 _REPORT_BYTES = 64 * 1024
 
 
 def job_message(taken: TakenJob, *, whole: bool = True) -> pb.Job:
-    """A job as one host sees it; not `whole`: without its workers and the report of its failure."""
+    """The message of a job on this host; not `whole`: without its workers and the report of its failure."""
     job = taken.job
-    config, seat = job.config, job.group.assignment if job.group is not None else None
+    config, assignment = job.config, job.group.assignment if job.group is not None else None
     message = pb.Job(
         run_id=config.run_id,
         node_id=config.node_id,
         state=job_state(job),
-        round=seat.round if seat is not None else 0,
+        round=assignment.round if assignment is not None else 0,
         restart_count=job.state.restart_count,
         workers=[worker_message(worker) for worker in job.workers] if whole else (),
         detail=_detail(job),
         log_dir=str(job.log_dir or ""),
-        world_size=seat.world_size if seat is not None else 0,
+        world_size=assignment.world_size if assignment is not None else 0,
         rendezvous_endpoint=config.rendezvous.endpoint,
         launch_id=taken.launch_id,
         watchdog_trouble=job.watchdog_trouble,
@@ -139,7 +138,7 @@ def job_message(taken: TakenJob, *, whole: bool = True) -> pb.Job:
 
 
 def job_state(job: Job) -> pb.JobState.ValueType:
-    """What a job does on this host."""
+    """The state of a job on this host."""
     if job.result is not None:
         return pb.JOB_STATE_ENDED
     state = job.state
@@ -153,7 +152,7 @@ def job_state(job: Job) -> pb.JobState.ValueType:
 
 
 def _detail(job: Job) -> str:
-    """How it ended, what it waits for, or why it stops."""
+    """The detail of a job's state: its result, the event that it waits for, or the reason of its stop."""
     match job_state(job):
         case pb.JOB_STATE_ENDED:
             return job.result.detail if job.result is not None else ""
@@ -168,7 +167,7 @@ def _detail(job: Job) -> str:
             nodes = str(settings.min_nodes)
             if settings.max_nodes > settings.min_nodes:
                 nodes += f" to {settings.max_nodes}"
-            ended = f"; the round before ended: {job.state.detail}" if job.state.detail else ""
+            ended = f"; the previous round ended: {job.state.detail}" if job.state.detail else ""
             return f"waits for a round of {nodes} node{'s' * (nodes != '1')}{ended}"
         case pb.JOB_STATE_RUNNING if job.watchdog_trouble:
             return f"no watchdog guards the workers: {job.watchdog_trouble}"
@@ -179,12 +178,12 @@ def _detail(job: Job) -> str:
 def worker_message(
     worker: Worker, usage: Usage | None = None, progress: tuple[int, float] | None = None
 ) -> pb.Worker:
-    """A worker.
+    """The message of a worker.
 
     Args:
-        worker: which.
-        usage: what it uses of its host; None: not asked, or not known.
-        progress: its step, and the seconds since it came to that; None: not asked, or it never told.
+        worker: the worker.
+        usage: its use of the host; None: not requested, or unknown.
+        progress: its step, and the seconds since it began; None: not requested, or the worker has reported none.
     """
     message = pb.Worker(
         local_rank=worker.local_rank, rank=worker.rank, pid=worker.pid, state=pb.WORKER_STATE_RUNNING

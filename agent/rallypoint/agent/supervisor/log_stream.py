@@ -1,4 +1,4 @@
-"""What a job's workers wrote, and write, as one stream that can be resumed; over restarts and rotated files."""
+"""Output of a job's workers as one stream that can be resumed; over restarts and rotated files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PIECE_BYTES = 256 * 1024
 """Most bytes of a message. Several streams take turns, a piece each."""
 
 GATHER = 0.05
-"""Seconds that what workers write waits for more of it: one message then has what would be a message a line."""
+"""Seconds that new output waits for more: many lines then share one message."""
 
 LOG_STREAMS: dict[pb.LogStream.ValueType, str] = {
     pb.LOG_STREAM_STDOUT: STDOUT_FILE,
@@ -38,7 +38,7 @@ class _StreamReader:
     def __init__(
         self, job: Job, local_rank: int, stream: pb.LogStream.ValueType, place: _Place | None, tail: int
     ) -> None:
-        """`place`: where to go on; None: where to begin is told by `tail`, as in StreamLogsRequest."""
+        """`place`: the position to resume from; None: `tail` gives the first position, as in StreamLogsRequest."""
         self.due = True
         self._job = job
         self._local_rank = local_rank
@@ -50,15 +50,15 @@ class _StreamReader:
         self._file: LogFile | None = None
 
     def close(self) -> None:
-        """Lets go of the file."""
+        """Close the file."""
         if self._file is not None:
             self._file.close()
 
     def read(self, watch: FileWatch, wake: asyncio.Event) -> tuple[pb.StreamLogsResponse | None, bool]:
-        """The next piece, or None at the end so far: then it becomes due, and wakes, when there is more.
+        """Read the next piece, or None at the present end; when there is more, set `due` and `wake`.
 
         Returns:
-            The piece, and whether its file is watched for more.
+            The piece, and True if the file is watched for more.
         """
 
         def grown() -> None:
@@ -69,7 +69,7 @@ class _StreamReader:
             latest = max(self._job.base_ranks, default=-1)
             if self._file is None and not self._open_next(latest):
                 self.due = False
-                return None, True  # the job tells of the next attempt
+                return None, True  # the job's notifier announces the next attempt
             assert self._file is not None, "it was opened"
             try:
                 piece, watched = self._file.read(self._offset, PIECE_BYTES), True
@@ -95,7 +95,7 @@ class _StreamReader:
         self._file = None
 
     def _open_next(self, latest: int) -> bool:
-        """Goes to the next attempt of which something is kept; whether there is one."""
+        """Open the file of the next attempt whose log is kept; False if there is none."""
         folder = self._job.log_dir
         if folder is None:
             return False
@@ -117,7 +117,7 @@ class _StreamReader:
 
     def _begin_at_tail(self) -> None:
         if self._tail and self._file is not None:
-            with suppress(OSError):  # told by the read
+            with suppress(OSError):  # the read that follows reports it
                 begin, end = self._file.extent()
                 offset = max(begin, end - self._tail)
                 if offset > begin:
@@ -139,7 +139,7 @@ class _StreamReader:
 def _read_and_watch(
     file: LogFile, end: Piece, watch: FileWatch, grown: Callable[[], None]
 ) -> tuple[Piece, bool]:
-    """Reads on from an end, with the file that is being written watched from before the read: nothing is missed."""
+    """Read on from an end of the file. The watch is armed before the read, so that no output is missed."""
     while True:
         identity = os.fstat(file.fileno()).st_ino
         watched = watch.arm(file.fileno(), grown)
@@ -149,7 +149,7 @@ def _read_and_watch(
 
 
 async def stream_logs(job: Job, request: pb.StreamLogsRequest) -> AsyncGenerator[pb.StreamLogsResponse, None]:
-    """The pieces that a request asks for. Nobody waits for who takes them: they stay in their files until then.
+    """Yield the requested pieces. A slow reader delays no worker: the output stays in its files until it is read.
 
     Raises:
         ServiceError: INVALID_ARGUMENT, NO_WORKER, LOGS_UNREADABLE.
@@ -164,7 +164,7 @@ async def stream_logs(job: Job, request: pb.StreamLogsRequest) -> AsyncGenerator
         attempts, ended = -1, False
         while True:
             wake.clear()
-            # Before reading: of a job that has ended nothing comes after what is there now.
+            # Before the read: a job that has ended writes no more output.
             ended, all_watched = job.result is not None, True
             if ended or max(job.base_ranks, default=-1) != attempts:
                 attempts = max(job.base_ranks, default=-1)
@@ -182,7 +182,7 @@ async def stream_logs(job: Job, request: pb.StreamLogsRequest) -> AsyncGenerator
 
 
 async def _grown(wake: asyncio.Event, readers: Sequence[_StreamReader], *, all_watched: bool) -> None:
-    """Returns when there is more, or may be."""
+    """Return when there is more output, or may be."""
     try:
         async with asyncio.timeout(None if all_watched else FALLBACK_INTERVAL):
             await wake.wait()
@@ -190,7 +190,7 @@ async def _grown(wake: asyncio.Event, readers: Sequence[_StreamReader], *, all_w
         for reader in readers:
             reader.due = True
     if any(reader.due for reader in readers):
-        await asyncio.sleep(GATHER)  # not for something: to have more in one message
+        await asyncio.sleep(GATHER)  # collect more output for one message
 
 
 def _readers(job: Job, request: pb.StreamLogsRequest) -> list[_StreamReader]:

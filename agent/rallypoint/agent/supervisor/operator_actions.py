@@ -1,4 +1,4 @@
-"""What is done to a job's workers from outside: started anew, one of them killed, all of them asked what they do."""
+"""Operator actions on a job's workers: restart all, kill one, dump the stacks of all."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from rallypoint.rpc.errors import ServiceError
 from rallypoint.rpc.replica_client import ReplicaClient
 
 RENDEZVOUS_TIMEOUT = 10.0
-"""Seconds in which the rendezvous service is to answer, before whoever wants a restart is told that it does not."""
+"""Limit in seconds for the rendezvous service's response to a restart; then the operator gets an error."""
 
-# Of one worker, and of all together: a message has 4 MiB at most.
+# Limits for the stacks of one worker, and of all together: a message has 4 MiB at most.
 _STACKS_BYTES = 256 * 1024
 _ALL_STACKS_BYTES = 3 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Stacks:
-    """What one worker is doing."""
+    """Stacks and state of one worker."""
 
     worker: Worker
     text: str
 
 
 async def restart_workers(job: Job, reason: str) -> int:
-    """Have all workers of the job's run started anew, on all hosts; returns the round that ended.
+    """Restart all workers of the job's run, on all hosts; return the round that ended.
 
     Raises:
         ServiceError: JOB_ENDED, JOB_NOT_RUNNING, NO_RENDEZVOUS.
@@ -45,9 +45,9 @@ async def restart_workers(job: Job, reason: str) -> int:
     peer, run_id = job.config.rendezvous, job.config.run_id
     request = rendezvous_pb.RestartRunRequest(run_id=run_id, reason=reason)
     try:
-        async with ReplicaClient(peer.endpoint, peer.tls) as board, asyncio.timeout(RENDEZVOUS_TIMEOUT):
-            answer: rendezvous_pb.RestartRunResponse = await call_any(
-                board,
+        async with ReplicaClient(peer.endpoint, peer.tls) as client, asyncio.timeout(RENDEZVOUS_TIMEOUT):
+            response: rendezvous_pb.RestartRunResponse = await call_any(
+                client,
                 rendezvous_grpc.RendezvousServiceStub,
                 lambda stub: stub.RestartRun(request),
                 # A second restart would end the round that the first one made.
@@ -63,52 +63,52 @@ async def restart_workers(job: Job, reason: str) -> int:
         if error.reason == OUTCOME_UNKNOWN:
             raise _perhaps_taken(peer.endpoint, f"({error.message})") from None
         raise _not_taken(peer.endpoint, error.message) from None
-    ended = answer.ended_round
+    ended = response.ended_round
     if not ended:
         raise _not_running(run_id)
     return ended
 
 
 async def reap_worker(job: Job, rank: int, reason: str) -> tuple[int, str]:
-    """Kill a worker with all it has started, after what it does was written down.
+    """Kill a worker and its descendants, after its diagnostics were written.
 
     Returns:
-        Its process id, and the file with what it was doing; empty if that could not be written.
+        Its process id, and the file with its diagnostics; empty if that could not be written.
 
     Raises:
         ServiceError: JOB_ENDED, JOB_NOT_RUNNING, NO_WORKER.
     """
-    crew = running_group(job)
+    group = running_group(job)
     worker = workers_of(job, (rank,))[0]
     if worker.exit is not None:
         raise _not_running(job.config.run_id, f"rank {rank} has ended already")
-    asked = f"it was killed through SupervisorService: {reason}"
-    case = await crew.reap(
-        HungWorker(crew.name_of(worker.local_rank), scope="", after=0.0, late_by=0.0, requested=asked)
+    requested = f"it was killed through SupervisorService: {reason}"
+    report = await group.reap(
+        HungWorker(group.name_of(worker.local_rank), scope="", after=0.0, late_by=0.0, requested=requested)
     )
-    return worker.pid, str(case.file) if case is not None and case.file is not None else ""
+    return worker.pid, str(report.file) if report is not None and report.file is not None else ""
 
 
 async def dump_stacks(job: Job, ranks: Sequence[int]) -> list[Stacks]:
-    """What workers are doing, by local rank; those that have ended are left out.
+    """Return the stacks of workers, by local rank, without those that have ended.
 
     Args:
-        job: Whose workers.
-        ranks: Which ones; empty: all of them.
+        job: The job.
+        ranks: Global ranks of the workers; empty: all of them.
 
     Raises:
         ServiceError: JOB_ENDED, JOB_NOT_RUNNING, NO_WORKER.
     """
-    crew = running_group(job)
-    asked = [worker for worker in workers_of(job, ranks) if worker.exit is None]
+    group = running_group(job)
+    running = [worker for worker in workers_of(job, ranks) if worker.exit is None]
     timeout = max(job.config.evidence_timeout, EVIDENCE_TIMEOUT)
-    texts = await asyncio.gather(*(crew.diagnose(worker.local_rank, timeout) for worker in asked))
-    room = min(_STACKS_BYTES, _ALL_STACKS_BYTES // max(1, len(asked)))
-    return [Stacks(worker, bounded(text, room)) for worker, text in zip(asked, texts, strict=True) if text]
+    texts = await asyncio.gather(*(group.diagnose(worker.local_rank, timeout) for worker in running))
+    room = min(_STACKS_BYTES, _ALL_STACKS_BYTES // max(1, len(running)))
+    return [Stacks(worker, bounded(text, room)) for worker, text in zip(running, texts, strict=True) if text]
 
 
 def running_group(job: Job) -> WorkerGroup:
-    """The workers that run.
+    """Return the running workers of a job.
 
     Raises:
         ServiceError: JOB_ENDED, JOB_NOT_RUNNING.
@@ -121,7 +121,7 @@ def running_group(job: Job) -> WorkerGroup:
 
 
 def workers_of(job: Job, ranks: Sequence[int]) -> list[Worker]:
-    """The workers of these global ranks on this host, by local rank; all of them for none.
+    """Return the workers with these global ranks on this host, by local rank; all of them if `ranks` is empty.
 
     Raises:
         ServiceError: NO_WORKER.
@@ -152,13 +152,13 @@ def _perhaps_taken(endpoint: str, why: str) -> ServiceError:
     return ServiceError(
         grpc.StatusCode.UNAVAILABLE,
         "NO_RENDEZVOUS",
-        f"the rendezvous service at {endpoint} gave no answer to the restart {why}; it may have taken it",
+        f"the rendezvous service at {endpoint} did not respond to the restart {why}; it may have carried it out",
     )
 
 
 def _ended(run_id: str) -> ServiceError:
     return ServiceError(
-        grpc.StatusCode.FAILED_PRECONDITION, "JOB_ENDED", f"the job of run {run_id!r} is over here"
+        grpc.StatusCode.FAILED_PRECONDITION, "JOB_ENDED", f"the job of run {run_id!r} has ended on this host"
     )
 
 
@@ -167,6 +167,6 @@ def _not_running(run_id: str, why: str = "its workers do not run at present") ->
 
 
 def bounded(text: str, most_bytes: int) -> str:
-    """The beginning of a text, with a sign where the end is left out."""
+    """Return the beginning of a text, with "..." if the end is cut off."""
     raw = text.encode(errors="replace")
     return raw.decode() if len(raw) <= most_bytes else raw[: most_bytes - 4].decode(errors="ignore") + "\n..."

@@ -1,4 +1,4 @@
-"""SupervisorService on the wire."""
+"""The gRPC servicer of SupervisorService."""
 
 from __future__ import annotations
 
@@ -26,32 +26,32 @@ from rallypoint.serving.server import Registration
 SERVICE_NAME = "rallypoint.agent.v1.SupervisorService"
 
 MOST_STREAMS = 256
-"""Streams of WatchJob and StreamLogs at a time. One of logs keeps up to two files of each worker open; all of them
-together have half of what the system lets this process open."""
+"""Limit of open streams of WatchJob and StreamLogs. A StreamLogs stream keeps up to two files of each worker open; all
+streams together may use half of this process's limit of open files."""
 
 NO_REASON = "no reason given"
 
 _Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
-# Takes a job on, or raises ServiceError.
+# Launches a job, or raises ServiceError.
 Launch: TypeAlias = Callable[[pb.LaunchJobRequest], Awaitable[pb.LaunchJobResponse]]
 
 
 def supervisor_registration(jobs: Jobs, launch: Launch | None = None) -> Registration:
-    """What stands SupervisorService up on a server.
+    """Return the registration of SupervisorService for a server.
 
     Args:
-        jobs: What the agent runs, and has run.
-        launch: Takes a job on; None for an agent that runs the one job it was started for.
+        jobs: The agent's running and ended jobs.
+        launch: Launches a job; None for an agent that runs only the job it was started for.
     """
     servicer = SupervisorServicer(jobs, launch)
     return Registration(SERVICE_NAME, partial(pb_grpc.add_SupervisorServiceServicer_to_server, servicer))
 
 
 class SupervisorServicer(pb_grpc.SupervisorServiceServicer):
-    """Answers for the jobs of one agent."""
+    """Serves the jobs of one agent."""
 
     def __init__(self, jobs: Jobs, launch: Launch | None, write_timeout: float = WRITE_TIMEOUT) -> None:
-        """See `supervisor_registration`. `write_timeout`: seconds that a client may take to take a message."""
+        """See `supervisor_registration`. `write_timeout`: seconds that a client may take to receive a message."""
         self._jobs = jobs
         self._launch = launch
         self._write_timeout = write_timeout
@@ -59,32 +59,32 @@ class SupervisorServicer(pb_grpc.SupervisorServiceServicer):
         self._meter = UsageMeter()
 
     async def GetJob(self, request: pb.GetJobRequest, context: _Context) -> pb.GetJobResponse:
-        """A job with its workers."""
+        """Return a job with its workers."""
         return pb.GetJobResponse(job=job_message(self._jobs.find(_run_id(request.run_id))))
 
     async def ListJobs(self, request: pb.ListJobsRequest, context: _Context) -> pb.ListJobsResponse:
-        """All jobs that run or are remembered."""
+        """Return all running and ended jobs, without their workers."""
         latest = self._jobs.latest_first[:MOST_ENDED]
         return pb.ListJobsResponse(jobs=[job_message(taken, whole=False) for taken in latest])
 
     async def WatchJob(self, request: pb.WatchJobRequest, context: _Context) -> None:  # type: ignore[override]
-        """A job's states as they come, the latest only."""
+        """Send a job's state after each change; a slow client gets only the latest one."""
         taken = self._jobs.find(_run_id(request.run_id))
-        told: pb.Job | None = None
+        sent: pb.Job | None = None
         watcher = Subscriber(context, self._write_timeout)
         with self._stream(), taken.job.changed.watch() as changed:
             while True:
                 changed.clear()
                 job = job_message(taken)
-                if job != told:
+                if job != sent:
                     await watcher.send(pb.WatchJobResponse(job=job))
-                    told = job
+                    sent = job
                 if job.state == pb.JOB_STATE_ENDED:
                     return
                 await changed.wait()
 
     async def ListWorkers(self, request: pb.ListWorkersRequest, context: _Context) -> pb.ListWorkersResponse:
-        """A job's workers, with what they use."""
+        """Return a job's workers, with their use of the host."""
         job = self._jobs.find(_run_id(request.run_id)).job
         running = [worker.pid for worker in job.workers if worker.exit is None and worker.pid]
         usage = await self._meter.measure(job.spawner_pid, running) if running else {}
@@ -97,7 +97,7 @@ class SupervisorServicer(pb_grpc.SupervisorServiceServicer):
         )
 
     async def StreamLogs(self, request: pb.StreamLogsRequest, context: _Context) -> None:  # type: ignore[override]
-        """What workers wrote, and write."""
+        """Stream the output of workers."""
         job = self._jobs.find(_run_id(request.run_id)).job
         workers = len(set(request.ranks)) or job.config.local_world_size
         of_each = len(LOG_STREAMS) if request.stream == pb.LOG_STREAM_UNSPECIFIED else 1
@@ -118,20 +118,20 @@ class SupervisorServicer(pb_grpc.SupervisorServiceServicer):
     async def RestartWorkers(
         self, request: pb.RestartWorkersRequest, context: _Context
     ) -> pb.RestartWorkersResponse:
-        """Start all workers of the run anew."""
+        """Restart all workers of the run."""
         reason = _reason(request.reason)
         job = self._jobs.find(_run_id(request.run_id)).job
         return pb.RestartWorkersResponse(ended_round=await restart_workers(job, reason))
 
     async def ReapWorker(self, request: pb.ReapWorkerRequest, context: _Context) -> pb.ReapWorkerResponse:
-        """Kill a worker with all it has started."""
+        """Kill a worker and its descendants."""
         reason = _reason(request.reason)
         job = self._jobs.find(_run_id(request.run_id)).job
         pid, evidence_file = await reap_worker(job, request.rank, reason)
         return pb.ReapWorkerResponse(pid=pid, evidence_file=evidence_file)
 
     async def DumpStacks(self, request: pb.DumpStacksRequest, context: _Context) -> pb.DumpStacksResponse:
-        """What workers are doing."""
+        """Return the stacks of workers."""
         job = self._jobs.find(_run_id(request.run_id)).job
         return pb.DumpStacksResponse(
             stacks=[
@@ -146,7 +146,7 @@ class SupervisorServicer(pb_grpc.SupervisorServiceServicer):
         )
 
     async def Drain(self, request: pb.DrainRequest, context: _Context) -> pb.DrainResponse:
-        """Have this host leave its runs gently."""
+        """Drain this host: its jobs leave their runs once their workers are done or have saved their state."""
         reason = _reason(request.reason)
         grace = request.grace.ToNanoseconds() / 1e9 if request.HasField("grace") else None
         if grace is not None and not 0 <= grace <= MOST_SECONDS:
@@ -159,12 +159,12 @@ class SupervisorServicer(pb_grpc.SupervisorServiceServicer):
         return pb.DrainResponse(run_ids=[job.config.run_id for job in jobs])
 
     async def LaunchJob(self, request: pb.LaunchJobRequest, context: _Context) -> pb.LaunchJobResponse:
-        """Take a job on."""
+        """Launch a job."""
         if self._launch is None:
             raise ServiceError(
                 grpc.StatusCode.UNIMPLEMENTED,
                 "NOT_A_DAEMON",
-                "this agent runs the one job it was started for; `rallypoint serve agent` takes jobs on",
+                "this agent runs only the job it was started for; `rallypoint serve agent` accepts jobs",
             )
         text("launch_id", request.launch_id, NAME_BYTES)
         return await self._launch(request)
@@ -175,7 +175,7 @@ class SupervisorServicer(pb_grpc.SupervisorServiceServicer):
             raise ServiceError(
                 grpc.StatusCode.RESOURCE_EXHAUSTED,
                 "TOO_MANY_WATCHERS",
-                f"{MOST_STREAMS} streams are open at this agent, and no more can be",
+                f"this agent has {MOST_STREAMS} open streams, the most that it allows",
                 retry_after=5.0,
             )
         self._streams += 1
@@ -191,8 +191,8 @@ class SupervisorServicer(pb_grpc.SupervisorServiceServicer):
             raise ServiceError(
                 grpc.StatusCode.RESOURCE_EXHAUSTED,
                 "TOO_MANY_WATCHERS",
-                f"readers keep {self._files} log files open, and {count} more would be above {limit // 2}, half of "
-                "what the agent may open (ulimit -n); read fewer ranks, or start it with a higher limit",
+                f"readers keep {self._files} log files open, and {count} more would be above {limit // 2}, half of the "
+                "agent's limit of open files (ulimit -n); read fewer ranks, or start it with a higher limit",
                 retry_after=5.0,
             )
         self._files += count
@@ -217,6 +217,6 @@ def _is_running(job: Job) -> Job:
         raise ServiceError(
             grpc.StatusCode.FAILED_PRECONDITION,
             "JOB_ENDED",
-            f"the job of run {job.config.run_id!r} is over here, or on its way out",
+            f"the job of run {job.config.run_id!r} has ended on this host, or is leaving its run",
         )
     return job

@@ -1,4 +1,4 @@
-"""A JobSpec from the wire as the job that it describes: every field is checked here."""
+"""Conversion of a JobSpec into a JobConfig, with a check of every field."""
 
 from __future__ import annotations
 
@@ -31,8 +31,7 @@ from rallypoint.rpc.errors import invalid
 from rallypoint.serving.requests import NAME_BYTES, PATH_BYTES, count, name, text
 
 AGENTS_PYTHON = "${python}"
-"""As the program of a command: the Python that the agent runs on. Whoever launches a job from elsewhere can't know
-its path."""
+"""Program of a command that stands for the agent's own Python: a client on another host can't know its path."""
 
 _WORKERS = "nproc-per-node"
 _OWN_FIELDS = ("role", "topology", "log-dir", "shutdown-timeout")
@@ -40,13 +39,13 @@ _OWN_FIELDS = ("role", "topology", "log-dir", "shutdown-timeout")
 
 @dataclass(frozen=True, slots=True)
 class HostSettings:
-    """What the agent's host adds to a job.
+    """Settings that the agent's host adds to a job.
 
     Attributes:
-        rendezvous: The daemon's own rendezvous service; None if its jobs can't reach that.
+        rendezvous: Returns the daemon's own rendezvous service; None if its jobs can't reach that.
         timer: The daemon's own timer service.
-        tls: Certificates towards services that jobs name; None: plaintext.
-        environment: What workers inherit.
+        tls: Certificates for services that jobs name; None: plaintext.
+        environment: Environment that workers inherit.
     """
 
     rendezvous: Callable[[], Peer | None]
@@ -56,10 +55,10 @@ class HostSettings:
 
 
 def job_config(spec: pb.JobSpec, host: HostSettings) -> JobConfig:
-    """The job that a spec describes. May wait for the name service.
+    """Return the configuration of the job that a spec describes. May block in DNS look-ups.
 
     Raises:
-        ServiceError: INVALID_ARGUMENT, naming the field.
+        ServiceError: INVALID_ARGUMENT, with the name of the field.
     """
     _check(spec)
     environment = {**host.environment, **spec.environment}
@@ -71,8 +70,8 @@ def job_config(spec: pb.JobSpec, host: HostSettings) -> JobConfig:
     if rendezvous is None:
         raise invalid(
             "spec.rendezvous_endpoint",
-            "must not be empty: the jobs of this agent can't reach the service at its own address, since it "
-            "speaks TLS and was started without --tls-ca",
+            "must not be empty: the jobs of this agent can't use its own rendezvous service, because that uses TLS "
+            "and was started without --tls-ca",
         )
     try:
         address = local_address_towards(rendezvous.endpoint)
@@ -118,7 +117,7 @@ def _check(spec: pb.JobSpec) -> None:
         raise invalid("spec.command", "must not have NUL characters")
     for variable, value in spec.environment.items():
         if not variable or "=" in variable or "\0" in variable + value:
-            raise invalid("spec.environment", f"{variable!r} can't be the name of a variable with that value")
+            raise invalid("spec.environment", f"{variable!r} or its value is not valid for a variable")
     if not 0 <= spec.local_world_size <= MOST_WORKERS:
         raise invalid("spec.local_world_size", f"must be from 1 to {MOST_WORKERS}, or unset for 1")
     count("spec.max_restarts", spec.max_restarts, 0, MOST_RESTARTS)
@@ -167,27 +166,27 @@ def _command(spec: pb.JobSpec) -> tuple[str, ...]:
 
 
 def host_python(environment: Mapping[str, str]) -> str:
-    """The Python for a job's workers on this host: PYTHON_EXEC, as for torchrun, or the agent's own."""
+    """Python for a job's workers on this host: PYTHON_EXEC, as for torchrun, or the agent's own."""
     return environment.get("PYTHON_EXEC") or sys.executable
 
 
 def _workers(spec: pb.JobSpec, environment: Mapping[str, str]) -> int:
-    asked = _named_options(spec).get(_WORKERS)
-    if asked is None:
+    given = _named_options(spec).get(_WORKERS)
+    if given is None:
         return spec.local_world_size or 1
     if spec.local_world_size:
         raise invalid("spec.options", f"{_WORKERS!r} and spec.local_world_size contradict each other")
     try:
-        return _count_workers(asked, environment)
+        return _count_workers(given, environment)
     except ValueError as error:
         raise invalid("spec.options", f"{_WORKERS}: {error}") from None
 
 
 def _count_workers(text: str, environment: Mapping[str, str]) -> int:
-    """How many workers `--nproc-per-node` means on this host.
+    """Number of workers for a word of `--nproc-per-node` on this host.
 
     Raises:
-        ValueError: None, or no such word.
+        ValueError: The number is 0, or there is no such word.
     """
     counts = {
         "cpu": lambda: len(os.sched_getaffinity(0)),
