@@ -48,7 +48,7 @@ def restart(run_id: str, rdzv_endpoint: str, reason: str, timeout: float, tls: C
         rdzv_endpoint, tls, timeout, lambda stub: stub.RestartRun(request), repeatable=False
     )
     if response.ended_round:
-        click.echo(f"run {run_id}: round {response.ended_round} ended, all workers are started anew")
+        click.echo(f"run {run_id}: round {response.ended_round} ended, all workers restart")
     elif response.hurried:
         click.echo(f"run {run_id}: the restart that was held back comes at once")
     else:
