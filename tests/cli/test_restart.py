@@ -21,7 +21,7 @@ from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
         ),
         (
             pb.RestartRunResponse(hurried=True),
-            "run digits: the restart that was held back comes at once\n",
+            "run digits: the delayed restart happens now\n",
         ),
         (
             pb.RestartRunResponse(),
