@@ -318,9 +318,9 @@ def test_a_program_that_can_not_run_is_told_before_anything_starts(
     blank = tmp_path / "blank"
     blank.touch()
     for program, told in (
-        ("no-such-program", "'no-such-program' is no program in PATH"),
+        ("no-such-program", "'no-such-program' is not a program in PATH"),
         ("/no/such/program", "'/no/such/program' does not exist"),
-        (str(blank), "may not be executed; chmod +x it"),
+        (str(blank), "is not executable; chmod +x it"),
     ):
         result = CliRunner().invoke(main, ["run", "--no-python", program])
         assert (result.exit_code, result.stderr.count("\n")) == (2, 1)

@@ -42,9 +42,7 @@ _JOB = flags(
         metavar="N|auto|cpu|gpu|xpu",
         help="Workers on this host; gpu, xpu, cpu: one per device; auto: one per GPU, else one per processor.",
     ),
-    _torchrun(
-        "--standalone", is_flag=True, help="Run on this host only, with an embedded rendezvous service."
-    ),
+    _torchrun("--standalone", is_flag=True, help="Run on this host only, with a rendezvous of its own."),
     _torchrun(
         "--max-restarts",
         type=click.IntRange(0, MOST_RESTARTS),
@@ -162,7 +160,12 @@ _WORKERS = flags(
         metavar="NAMES",
         help="Signals on which this host leaves the job.",
     ),
-    flag("--stop-signal", metavar="SIGNAL", show_default="SIGTERM", help="First signal that stops workers."),
+    flag(
+        "--stop-signal",
+        metavar="SIGNAL",
+        show_default="SIGTERM",
+        help="Signal sent to stop workers, before SIGKILL.",
+    ),
     _torchrun(
         "--shutdown-timeout",
         metavar="SECONDS",
@@ -186,17 +189,13 @@ _LOGS = flags(
         show_default="0",
         help="Streams shown with a prefix of role and local rank; values as for --redirects.",
     ),
-    _torchrun(
-        "--local-ranks-filter", metavar="RANKS", help="Show only these workers on the console, as in 0,1."
-    ),
+    _torchrun("--local-ranks-filter", metavar="RANKS", help="Local ranks shown on the console, as in 0,1."),
     _torchrun(
         "--duplicate-stdout-filters",
         metavar="TEXTS",
         help="Copy teed stdout lines that contain one of these texts to filtered_stdout.log.",
     ),
-    _torchrun(
-        "--duplicate-stderr-filters", metavar="TEXTS", help="As --duplicate-stdout-filters, for stderr."
-    ),
+    _torchrun("--duplicate-stderr-filters", metavar="TEXTS", help="As the stdout filters, for stderr."),
     flag(
         "--log-line-prefix",
         metavar="TEMPLATE",
@@ -206,9 +205,7 @@ _LOGS = flags(
     flag("--log-max-size", metavar="SIZE", help="Rotate a log file when it exceeds this size, as in 100MB."),
     flag("--log-keep-files", metavar="N", show_default="5", help="Number of rotated files kept per stream."),
     flag("--keep-attempts", metavar="N", help="Keep the logs of the last N attempts; 0: of all attempts."),
-    flag(
-        "--failure-file", metavar="FILE", help="Also write the report of a failed job to this file, as JSON."
-    ),
+    flag("--failure-file", metavar="FILE", help="Also write a failed job's report to this file, as JSON."),
     _torchrun("--logs-specs", type=Text(), metavar="NAME", help="Only torchrun's default is supported."),
     flag(
         "--log-level",
@@ -245,12 +242,7 @@ _SUPERVISION = flags(
         help="Check that must pass before this host joins a round, as in disk:2%, memory:1GiB, gpu or "
         "command:/opt/check; may be repeated.",
     ),
-    flag(
-        "--health-timeout",
-        metavar="SECONDS",
-        show_default="10",
-        help="Time limit for all health checks together.",
-    ),
+    flag("--health-timeout", metavar="SECONDS", show_default="10", help="Time limit of all checks together."),
     flag(
         "--maintenance-command",
         metavar="COMMAND",

@@ -81,32 +81,26 @@ def _flags() -> list[Flag]:
         count(
             "--max-runs",
             rendezvous.runs,
-            "Maximum number of runs, ended ones included until they expire. Each takes some 10 KB.",
+            "Number of runs, ended ones included until they expire. Each takes some 10 KB.",
         ),
         count(
             "--max-nodes-per-run",
             rendezvous.nodes_per_run,
-            "Maximum number of nodes of a run, spares included. Each takes some 40 KB.",
+            "Number of nodes of a run, spares included. Each takes some 40 KB.",
             most=MOST_NODES,
         ),
         count(
             "--max-subscribers-per-run",
             rendezvous.subscribers_per_run,
-            "Maximum number of streams that watch a run or its events. Each change is sent to all of them.",
+            "Number of streams that watch a run or its events. Each change is sent to all of them.",
         ),
         count(
             "--max-events-per-run",
             rendezvous.events_per_run,
             "Number of events of a run that are kept, in memory. Two rounds of 8,000 nodes have 32,000.",
         ),
-        size(
-            "--max-event-bytes-per-run",
-            rendezvous.event_bytes_per_run,
-            "Maximum bytes of the events of a run.",
-        ),
-        size(
-            "--max-event-bytes", rendezvous.event_bytes, "Maximum bytes of the events of all runs, in memory."
-        ),
+        size("--max-event-bytes-per-run", rendezvous.event_bytes_per_run, "Bytes of the events of a run."),
+        size("--max-event-bytes", rendezvous.event_bytes, "Bytes of the events of all runs, in memory."),
         seconds(
             "--run-ttl",
             rendezvous.run_ttl,
@@ -134,40 +128,34 @@ def _flags() -> list[Flag]:
         count(
             "--max-store-keys-per-run",
             store.run_keys,
-            "Maximum number of keys in a run's store. A million take 4 s to recover.",
+            "Number of keys in a run's store. A million take 4 s to recover.",
         ),
         count(
             "--max-store-waiters-per-run",
             store.waiters,
-            "Maximum number of requests that wait for keys of a run. Each is an open call of some 10 KB.",
+            "Number of requests that wait for keys of a run. Each is an open call of some 10 KB.",
         ),
         count(
             "--max-store-waited-keys-per-run",
             store.waited_keys,
-            "Maximum number of keys in all waiting requests of a run together. Each takes some 200 bytes.",
+            "Number of keys in all waiting requests of a run together. Each takes some 200 bytes.",
         ),
         size(
             "--max-store-queued-bytes-per-run",
             store.queued_bytes,
-            "Bytes of a run's writes that wait for a commit. More: a slow disk fills more memory; less: bursts are "
-            "refused.",
+            "Writes of a run that wait for a commit. Higher: a slow disk uses more memory; lower: bursts are refused.",
         ),
-        count("--max-states", state.states, "Maximum number of runs that have a fenced state."),
-        size(
-            "--max-state-bytes",
-            state.state_bytes,
-            "Bytes of all fenced states together, in memory and on disk.",
-        ),
+        count("--max-states", state.states, "Number of runs that have a fenced state."),
+        size("--max-state-bytes", state.state_bytes, "Bytes of all fenced states, in memory and on disk."),
         size(
             "--max-state-queued-bytes",
             state.queued_bytes,
-            "Bytes of fenced states that wait for a commit. More: a slow disk fills more memory; less: bursts are "
-            "refused.",
+            "Fenced states that wait for a commit. Higher: a slow disk uses more memory; lower: bursts are refused.",
         ),
         count(
             "--max-state-watchers",
             state.watchers,
-            "Maximum number of streams that watch a fenced state. Each takes some 40 KB.",
+            "Number of streams that watch a fenced state. Each takes some 40 KB.",
         ),
         seconds(
             "--state-ttl",
@@ -277,28 +265,26 @@ def _timer_flags() -> list[Flag]:
             _TIMER_DEFAULT.retention,
             "How long an expired timer that no agent has claimed, and a node without timers, are kept.",
         ),
-        count(
-            "--max-timers", _TIMER_DEFAULT.max_timers, "Maximum number of timers. Each takes some 500 bytes."
-        ),
+        count("--max-timers", _TIMER_DEFAULT.max_timers, "Number of timers. Each takes some 500 bytes."),
         count(
             "--max-timers-per-node",
             _TIMER_DEFAULT.max_timers_per_node,
-            "Maximum number of timers of a node, so that one run can't starve the others.",
+            "Number of timers of a node, so that one run can't starve the others.",
         ),
         count(
             "--max-nodes",
             _TIMER_DEFAULT.max_nodes,
-            "Maximum number of nodes, gone ones included until they are forgotten.",
+            "Number of nodes, gone ones included until they are forgotten.",
         ),
         count(
             "--max-scopes-per-run",
             _TIMER_DEFAULT.max_scopes_per_run,
-            "Maximum number of learning scopes of a run. Each takes some 500 bytes.",
+            "Number of learning scopes of a run. Each takes some 500 bytes.",
         ),
         count(
             "--max-learned-runs",
             _TIMER_DEFAULT.max_learned_runs,
-            "Maximum number of runs with learned timeouts. One more replaces the run that ended first.",
+            "Number of runs with learned timeouts. One more replaces the run that ended first.",
         ),
     ]
 

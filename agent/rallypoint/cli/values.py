@@ -76,7 +76,7 @@ class WorkerCount(click.ParamType[int]):
         if not count:
             device = "Intel GPU" if kind == "xpu" else "GPU"
             self.fail(
-                f"{kind!r} needs one worker per {device}, and there is none that workers could use",
+                f"{kind!r} asks for one worker per {device}, and there is none that workers could use",
                 param,
                 ctx,
             )
