@@ -252,7 +252,7 @@ def test_the_static_backend_names_this_host_by_its_rank(understood: Understood, 
         (["--nnodes=1", "--rdzv-endpoint", "etcd://a/x?min_workers=2"], "contradicts --nnodes 1:1"),
         (
             ["--rdzv-backend", "zeus"],
-            "'zeus' is no backend; expected rallypoint, static, c10d, etcd, etcd-v2",
+            "'zeus' is not a backend; expected rallypoint, static, c10d, etcd, etcd-v2",
         ),
         (["--logs-specs", "mine"], "--logs-specs: 'mine' can't be used here"),
         (["--start-method", "thread"], "'thread' is none of spawn, fork, forkserver"),
