@@ -93,7 +93,7 @@ def state_in_words(job: pb.Job) -> str:
     return pb.JobState.Name(job.state).removeprefix("JOB_STATE_")
 
 
-# ---- `rallypoint agent jobs` and `workers`: what runs on a host.
+# ---- `rallypoint agent jobs` and `workers`: the jobs and workers of a host.
 
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
@@ -356,9 +356,7 @@ class ByteCount(click.ParamType[int]):
 @click.command()
 @run_argument
 @ranks_option
-@click.option(
-    "-f", "--follow", is_flag=True, help="Continue with new output, across restarts, until the job ends."
-)
+@click.option("-f", "--follow", is_flag=True, help="Continue with new output, over restarts, to the end.")
 @click.option(
     "--tail",
     type=ByteCount(),

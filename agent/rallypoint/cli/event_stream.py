@@ -121,21 +121,21 @@ class Following:
                 await asyncio.sleep(backoff * (1 - self._jitter() / 2))
                 backoff = min(2 * backoff, _LONGEST_BACKOFF)
 
-    async def _follow_once(self, connection: ReplicaConnection, loop: asyncio.AbstractEventLoop) -> None:
+    async def _follow_once(self, replica: ReplicaConnection, loop: asyncio.AbstractEventLoop) -> None:
         """Follow over one connection.
 
         Raises:
             ServiceError: The stream broke, or this replica was silent and another one can be tried.
             TimeoutError: No message came in time, and there is no other replica.
         """
-        stub: pb_grpc.RendezvousServiceAsyncStub = connection.stub(pb_grpc.RendezvousServiceStub)
+        stub: pb_grpc.RendezvousServiceAsyncStub = replica.stub(pb_grpc.RendezvousServiceStub)
         call = stub.WatchEvents(self._request)
         received = False
         try:
-            async with asyncio.timeout(min(self._timeout, connection.timeout)) as silence:
+            async with asyncio.timeout(min(self._timeout, replica.timeout)) as silence:
                 async for response in call:
                     if not received:
-                        connection.answered()
+                        replica.answered()
                     received = True
                     silence.reschedule(None)  # the first message is immediate, later ones come with events
                     self._request.revision = response.revision
@@ -143,16 +143,14 @@ class Following:
                         self._on_events(response.events)
         except grpc.aio.AioRpcError as rpc_error:
             error = decode(rpc_error)
-            connection.failed(error)
+            replica.failed(error)
             raise error from None
         except TimeoutError:
-            if connection.alone:
+            if replica.alone:
                 raise
-            message = (
-                f"{connection.address} gave no answer within {min(self._timeout, connection.timeout):g} s"
-            )
+            message = f"{replica.address} gave no answer within {min(self._timeout, replica.timeout):g} s"
             error = ServiceError(grpc.StatusCode.UNAVAILABLE, "NO_ANSWER", message)
-            connection.failed(error)
+            replica.failed(error)
             raise error from None
         finally:
             if received:

@@ -127,9 +127,7 @@ def _notices(flags: Mapping[str, Any]) -> list[str]:
         raise SettingError(f"--start-method: {method!r} is none of {', '.join(_START_METHODS)}")
     notices = []
     if flags["monitor_interval"] is not None:
-        notices.append(
-            "--monitor-interval has no meaning here: worker exits are noticed at once, without polling"
-        )
+        notices.append("--monitor-interval has no meaning here: worker exits are noticed at once")
     if method not in (None, "spawn"):
         notices.append(f"--start-method {method} has no meaning here: every program gets a new process")
     return notices

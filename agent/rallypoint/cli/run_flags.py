@@ -160,12 +160,7 @@ _WORKERS = flags(
         metavar="NAMES",
         help="Signals on which this host leaves the job.",
     ),
-    flag(
-        "--stop-signal",
-        metavar="SIGNAL",
-        show_default="SIGTERM",
-        help="Signal sent to stop workers, before SIGKILL.",
-    ),
+    flag("--stop-signal", metavar="SIGNAL", show_default="SIGTERM", help="Stop signal, sent before SIGKILL."),
     _torchrun(
         "--shutdown-timeout",
         metavar="SECONDS",

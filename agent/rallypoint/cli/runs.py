@@ -113,8 +113,7 @@ def replicas(
 ) -> None:
     """Show the replicas of the rendezvous service, and how many shards of the runs each of them owns.
 
-    The table shows what the replying replica (state "answers") knows. LEAVING: it is stopping, and hands its shards
-    over.
+    The table is the view of the replying replica (state "answers"). LEAVING: it hands its shards over, to stop.
     """
     from google.protobuf.json_format import MessageToDict  # noqa: PLC0415 (slow, and not for --help)
 

@@ -222,16 +222,14 @@ def _node_table(run: pb.Run, *, connections_known: bool) -> Table:
     columns = ["node", "state", "group rank", "ranks", "role", "address", "connected"]
     table = Table(*columns, *(["topology"] if places else []), box=None)
     for node in run.nodes:
-        assignment = node.assignment
+        ranked = node.assignment
         assigned = node.HasField("assignment")
-        ranks = (
-            f"{assignment.base_rank}-{assignment.base_rank + node.local_world_size - 1}" if assigned else "-"
-        )
+        ranks = f"{ranked.base_rank}-{ranked.base_rank + node.local_world_size - 1}" if assigned else "-"
         state = pb.NodeState.Name(node.state).removeprefix("NODE_STATE_")
         table.add_row(
             node.node_id,
             state,
-            str(assignment.group_rank) if assigned else "-",
+            str(ranked.group_rank) if assigned else "-",
             ranks,
             node.role,
             node.address,

@@ -173,9 +173,7 @@ def submit(**given: Any) -> None:
     of `rallypoint run`; 130 after Ctrl-C. After --detach, use `rallypoint agent logs` to see the output.
     """
     if given["as_json"] and not given["detach"]:
-        raise click.UsageError(
-            "--json needs --detach: the output of the workers follows otherwise; add --detach"
-        )
+        raise click.UsageError("--json would be mixed with the output of the workers; add --detach")
     submission = _submission(given)
     from rallypoint.agent.logs.follower import OutputThread  # noqa: PLC0415 (gRPC is not for --help)
     from rallypoint.rpc.loop import run as run_loop  # noqa: PLC0415

@@ -56,9 +56,7 @@ class AgentProcess:
                 ],
                 pass_fds=(theirs.fileno(),),
             )
-        with contextlib.suppress(
-            BrokenPipeError, ConnectionResetError
-        ):  # the agent is dead: `wait` reports it
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it is dead: `wait` reports that
             ours.sendall(pickle.dumps(request))
             ours.shutdown(socket.SHUT_WR)
         return cls(process, ours)

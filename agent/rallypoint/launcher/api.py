@@ -67,7 +67,7 @@ ChildFailedError = WorkersFailedError
 
 
 class elastic_launch:
-    """Run a job on this host, as part of a job on several hosts if the configuration says so.
+    """Run a job on this host, as part of a job on several hosts if the configuration names more.
 
         results = elastic_launch(LaunchConfig(1, 1, nproc_per_node=2), train)(dataset, 10)
         elastic_launch(LaunchConfig(1, 1, nproc_per_node=2), "python")("-u", "train.py")

@@ -156,28 +156,28 @@ class ResolvedRendezvous:
     notices: tuple[str, ...] = ()
 
 
-def resolve_rendezvous(request: RequestedRendezvous) -> ResolvedRendezvous:
+def resolve_rendezvous(flags: RequestedRendezvous) -> ResolvedRendezvous:
     """Decide which rendezvous this host joins.
 
     Raises:
         SettingError: The flags contradict one another, or one is missing; one line that names the flag.
     """
-    backend = request.backend
+    backend = flags.backend
     if backend is not None and backend not in BACKENDS:
         raise SettingError(
             f"--rdzv-backend: {backend!r} is not a backend; expected {', '.join(BACKENDS)} (rallypoint if left out)"
         )
-    if request.standalone:
-        return _alone(request, _overruled(request))
-    if backend in ("etcd", "etcd-v2") or is_etcd_url(request.endpoint):
-        return _etcd(request)
-    if _is_static(request):
-        return _static(request)
+    if flags.standalone:
+        return _alone(flags, _overruled(flags))
+    if backend in ("etcd", "etcd-v2") or is_etcd_url(flags.endpoint):
+        return _etcd(flags)
+    if _is_static(flags):
+        return _static(flags)
     if backend == "c10d":
-        return _c10d(request)
-    if not request.endpoint and request.nodes == (1, 1):
-        return _alone(request, _unused(request, "a job of one host"))
-    return _standing(request)
+        return _c10d(flags)
+    if not flags.endpoint and flags.nodes == (1, 1):
+        return _alone(flags, _unused(flags, "a job of one host"))
+    return _standing(flags)
 
 
 def is_etcd_url(endpoint: str) -> bool:
@@ -186,85 +186,83 @@ def is_etcd_url(endpoint: str) -> bool:
     return bool(mark) and scheme in ETCD_SCHEMES
 
 
-def _is_static(request: RequestedRendezvous) -> bool:
+def _is_static(flags: RequestedRendezvous) -> bool:
     """Return True if torchrun would use its default backend: it is named, or implied by flags that only it has."""
-    given = (request.node_rank, request.master_address, request.master_port)
-    if request.backend is not None:
-        return request.backend == "static"
-    fixed = request.nodes[0] == request.nodes[1]
-    if request.endpoint or not fixed:
+    given = (flags.node_rank, flags.master_address, flags.master_port)
+    if flags.backend is not None:
+        return flags.backend == "static"
+    fixed = flags.nodes[0] == flags.nodes[1]
+    if flags.endpoint or not fixed:
         return False
-    return (
-        request.master_port is not None if request.nodes[1] == 1 else any(each is not None for each in given)
-    )
+    return flags.master_port is not None if flags.nodes[1] == 1 else any(each is not None for each in given)
 
 
-def _alone(request: RequestedRendezvous, notices: tuple[str, ...]) -> ResolvedRendezvous:
-    if request.nodes != (1, 1):
+def _alone(flags: RequestedRendezvous, notices: tuple[str, ...]) -> ResolvedRendezvous:
+    if flags.nodes != (1, 1):
         raise SettingError("--nnodes: --standalone runs on this host alone: leave --nnodes out")
-    conf, more = split_conf(request.conf, "rallypoint")
-    run_id = request.run_id or f"standalone-{os.urandom(4).hex()}"
+    conf, more = split_conf(flags.conf, "rallypoint")
+    run_id = flags.run_id or f"standalone-{os.urandom(4).hex()}"
     return ResolvedRendezvous(
         service=Embedded(), run_id=run_id, conf=conf.settings, notices=(*notices, *more)
     )
 
 
-def _standing(request: RequestedRendezvous) -> ResolvedRendezvous:
-    if not request.endpoint:
+def _standing(flags: RequestedRendezvous) -> ResolvedRendezvous:
+    if not flags.endpoint:
         raise SettingError(
             "where is the rendezvous service? Give --rdzv-endpoint HOST:PORT (start one with `rallypoint serve "
             "rendezvous`), or --node-rank and --master-addr as with torchrun, or --standalone for a job of this host "
             "alone"
         )
-    if not request.run_id:
+    if not flags.run_id:
         raise SettingError(
             "which run is this? Give --rdzv-id NAME, the same on all hosts and new for every job"
         )
-    conf, notices = split_conf(request.conf, "rallypoint")
+    conf, notices = split_conf(flags.conf, "rallypoint")
     return ResolvedRendezvous(
-        service=ExternalService(request.endpoint),
-        run_id=request.run_id,
+        service=ExternalService(flags.endpoint),
+        run_id=flags.run_id,
         conf=conf.settings,
-        notices=(*_unused(request, "the rallypoint backend"), *notices),
+        notices=(*_unused(flags, "the rallypoint backend"), *notices),
     )
 
 
-def _c10d(request: RequestedRendezvous) -> ResolvedRendezvous:
-    conf, notices = split_conf(request.conf, "c10d")
-    notices = (*_unused(request, "the c10d backend"), *notices)
-    host, port = _parse_endpoint(request.endpoint, C10D_PORT)
-    run_id = request.run_id or NO_RUN_ID
+def _c10d(flags: RequestedRendezvous) -> ResolvedRendezvous:
+    conf, notices = split_conf(flags.conf, "c10d")
+    notices = (*_unused(flags, "the c10d backend"), *notices)
+    host, port = _parse_endpoint(flags.endpoint, C10D_PORT)
+    run_id = flags.run_id or NO_RUN_ID
     if port == 0:
         # torchrun itself passes port 0 for a job of one host: any free port.
-        if request.nodes[1] > 1:
+        if flags.nodes[1] > 1:
             raise SettingError(
-                f"--rdzv-endpoint: {request.endpoint!r} has port 0, which no other host can find; give a port"
+                f"--rdzv-endpoint: {flags.endpoint!r} has port 0, which no other host can find; give a port"
             )
         return ResolvedRendezvous(service=Embedded(), run_id=run_id, conf=conf.settings, notices=notices)
     place = Hosted(_endpoint(host, port), conf.is_host)
     return ResolvedRendezvous(service=place, run_id=run_id, conf=conf.settings, notices=notices)
 
 
-def _etcd(request: RequestedRendezvous) -> ResolvedRendezvous:
+def _etcd(flags: RequestedRendezvous) -> ResolvedRendezvous:
     # Loaded only for this backend.
     from rallypoint.launcher.etcd_url import of_flags, of_url  # noqa: PLC0415
 
-    if is_etcd_url(request.endpoint):
-        if request.backend not in (None, "etcd"):
+    if is_etcd_url(flags.endpoint):
+        if flags.backend not in (None, "etcd"):
             raise SettingError(
-                f"--rdzv-backend {request.backend} contradicts --rdzv-endpoint, a URL of etcd: leave the backend out"
+                f"--rdzv-backend {flags.backend} contradicts --rdzv-endpoint, a URL of etcd: leave the backend out"
             )
         found = of_url(
-            request.endpoint,
-            run_id=request.run_id,
-            nodes=request.nodes if request.nodes_given else None,
-            conf=request.conf,
-            environment=request.environment,
+            flags.endpoint,
+            run_id=flags.run_id,
+            nodes=flags.nodes if flags.nodes_given else None,
+            conf=flags.conf,
+            environment=flags.environment,
         )
     else:
-        backend = request.backend or "etcd"
+        backend = flags.backend or "etcd"
         found = of_flags(
-            backend, request.endpoint, request.run_id, conf=request.conf, environment=request.environment
+            backend, flags.endpoint, flags.run_id, conf=flags.conf, environment=flags.environment
         )
     conf, notices = split_conf(found.conf, "etcd")
     return ResolvedRendezvous(
@@ -272,13 +270,13 @@ def _etcd(request: RequestedRendezvous) -> ResolvedRendezvous:
         run_id=found.run_id,
         nodes=found.nodes,
         conf=conf.settings,
-        notices=(*_unused(request, "the etcd backend"), *notices),
+        notices=(*_unused(flags, "the etcd backend"), *notices),
     )
 
 
-def _static(request: RequestedRendezvous) -> ResolvedRendezvous:
-    least, most = request.nodes
-    rank = request.node_rank or 0
+def _static(flags: RequestedRendezvous) -> ResolvedRendezvous:
+    least, most = flags.nodes
+    rank = flags.node_rank or 0
     if least != most:
         raise SettingError(
             f"--nnodes: {least}:{most} is elastic, and the static backend is not; give one number, or another "
@@ -288,19 +286,19 @@ def _static(request: RequestedRendezvous) -> ResolvedRendezvous:
         raise SettingError(
             f"--node-rank: {rank} is not one of {most} nodes'; expected a number from 0 to {most - 1}"
         )
-    conf, notices = split_conf(request.conf, "static")
+    conf, notices = split_conf(flags.conf, "static")
     if "rank_policy" in conf.settings:
         raise SettingError(
             "--rdzv-conf: rank_policy contradicts the static backend: --node-rank sets the ranks"
         )
-    named = request.master_address is not None or request.master_port is not None
-    master = (request.master_address or MASTER_ADDRESS, request.master_port or MASTER_PORT)
+    named = flags.master_address is not None or flags.master_port is not None
+    master = (flags.master_address or MASTER_ADDRESS, flags.master_port or MASTER_PORT)
     place = master[0], master[1] + 1
-    if request.endpoint:
-        at = _parse_endpoint(request.endpoint, -1)
+    if flags.endpoint:
+        at = _parse_endpoint(flags.endpoint, -1)
         if at[1] < 1:
             raise SettingError(
-                f"--rdzv-endpoint: {request.endpoint!r} has no port; the static backend needs one"
+                f"--rdzv-endpoint: {flags.endpoint!r} has no port; the static backend needs one"
             )
         # An endpoint alone is the master's address, as in torchrun; the workers' own store needs that port.
         place, master = (at, master) if named else ((at[0], at[1] + 1), at)
@@ -311,7 +309,7 @@ def _static(request: RequestedRendezvous) -> ResolvedRendezvous:
         )
     return ResolvedRendezvous(
         service=Hosted(_endpoint(*place), rank == 0) if most > 1 else Embedded(),
-        run_id=request.run_id or NO_RUN_ID,
+        run_id=flags.run_id or NO_RUN_ID,
         node_id=f"rank{rank}",
         conf=conf.settings,
         master_address=master[0],
@@ -320,12 +318,12 @@ def _static(request: RequestedRendezvous) -> ResolvedRendezvous:
     )
 
 
-def _unused(request: RequestedRendezvous, where: str) -> tuple[str, ...]:
+def _unused(flags: RequestedRendezvous, where: str) -> tuple[str, ...]:
     """Return notices about flags that torchrun ignores too, with a warning."""
     given = {
-        "--node-rank": request.node_rank not in (None, 0),
-        "--master-addr": request.master_address is not None,
-        "--master-port": request.master_port is not None,
+        "--node-rank": flags.node_rank not in (None, 0),
+        "--master-addr": flags.master_address is not None,
+        "--master-port": flags.master_port is not None,
     }
     return tuple(
         f"{flag} has no meaning for {where}: it belongs to --rdzv-backend static"
@@ -334,15 +332,15 @@ def _unused(request: RequestedRendezvous, where: str) -> tuple[str, ...]:
     )
 
 
-def _overruled(request: RequestedRendezvous) -> tuple[str, ...]:
-    given = {"--rdzv-backend": request.backend, "--rdzv-endpoint": request.endpoint}
+def _overruled(flags: RequestedRendezvous) -> tuple[str, ...]:
+    given = {"--rdzv-backend": flags.backend, "--rdzv-endpoint": flags.endpoint}
     return (
         *(
             f"{flag} has no meaning beside --standalone, which has its own rendezvous"
             for flag, value in given.items()
             if value
         ),
-        *_unused(request, "a job of one host"),
+        *_unused(flags, "a job of one host"),
     )
 
 

@@ -57,9 +57,7 @@ class EmbeddedService:
                 run = (await stub.GetRun(pb.GetRunRequest(run_id=run_id, page_size=1), timeout=_ANSWER)).run
                 over = run.phase == pb.PHASE_CLOSED
                 if not over and succeeded:
-                    _log.info(
-                        "waiting for the workers of other hosts, because this host serves their rendezvous"
-                    )
+                    _log.info("waiting for the workers of other hosts: this host serves their rendezvous")
                     signalled_by = await _until_closed(stub, run_id, signals)
                     over, reason = signalled_by is None, f"got {signalled_by}"
                 if not over:

@@ -159,8 +159,8 @@ async def launch(
     conf = _conf(plan)
     async with AsyncExitStack() as stack:
         stack.push_async_callback(spawner.close)
-        rendezvous = await _join_rendezvous(plan, conf, stack)
-        config = await _config(plan, conf, rendezvous, stack)
+        launched = await _rendezvous(plan, conf, stack)
+        config = await _config(plan, conf, launched, stack)
         check_devices(config)
         await _check_bounds(config)
         config = await _with_metrics(plan.metrics_address, config, stack)
@@ -173,11 +173,9 @@ async def launch(
             result = await run_until_signalled(job, plan.signals)
         except LogError as error:
             raise SettingError(str(error)) from None
-        if rendezvous.host is not None:
+        if launched.host is not None:
             succeeded = result.exit_code == SUCCEEDED
-            await rendezvous.host.stop_when_over(
-                plan.run_id, result.detail, plan.signals, succeeded=succeeded
-            )
+            await launched.host.stop_when_over(plan.run_id, result.detail, plan.signals, succeeded=succeeded)
         return result
 
 
@@ -191,9 +189,7 @@ class _LaunchedRendezvous:
     host: EmbeddedService | OwnReplica | None = None
 
 
-async def _join_rendezvous(
-    plan: LaunchPlan, conf: RendezvousConf, stack: AsyncExitStack
-) -> _LaunchedRendezvous:
+async def _rendezvous(plan: LaunchPlan, conf: RendezvousConf, stack: AsyncExitStack) -> _LaunchedRendezvous:
     async def address(endpoint: str) -> str:
         return plan.local_address or await own_address_towards(endpoint, conf.read_timeout)
 
@@ -228,7 +224,7 @@ async def _join_rendezvous(
 
 
 async def _config(
-    plan: LaunchPlan, conf: RendezvousConf, rendezvous: _LaunchedRendezvous, stack: AsyncExitStack
+    plan: LaunchPlan, conf: RendezvousConf, launched: _LaunchedRendezvous, stack: AsyncExitStack
 ) -> JobConfig:
     _check_endpoint("--timer-endpoint", plan.timer_endpoint)
     timer = Peer(plan.timer_endpoint, plan.tls)
@@ -237,15 +233,15 @@ async def _config(
     config = JobConfig(
         run_id=plan.run_id,
         node_id=plan.node_id or new_node_id(),
-        address=rendezvous.address,
+        address=launched.address,
         settings=conf.settings,
         command=plan.command,
         environment={**plan.environment, **_from_torchrun(plan)},
-        rendezvous=rendezvous.peer,
+        rendezvous=launched.peer,
         timer=timer,
         local_world_size=plan.local_world_size,
         connect_timeout=conf.read_timeout,
-        lost_timeout=rendezvous.lost_timeout,
+        lost_timeout=launched.lost_timeout,
         close_timeout=conf.close_timeout,
     )
     return dataclasses.replace(config, **plan.job)
@@ -314,7 +310,7 @@ def _check_endpoint(flag: str, endpoint: str) -> None:
 
 
 def _supervisor_options(host: str, port: int, tls: ClientTLS | None) -> ServerOptions:
-    """Plaintext on loopback; elsewhere with this host's certificate, for clients with one of the same authority."""
+    """Return options: plaintext on loopback, else this host's certificate, for clients with one of the same CA."""
     if listening_endpoint(host, port).loopback:
         return ServerOptions(host=host, port=port)
     if tls is None or tls.certificate is None or tls.key is None or tls.ca is None:

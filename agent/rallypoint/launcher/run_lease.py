@@ -178,7 +178,7 @@ async def keep_alive(client: EtcdClient, lease: int, pace: Pace) -> None:
         await pace.sleep(left / _EVERY)
 
 
-# ---- Seats: the agents of a job that serve its rendezvous. A seat is a key of etcd on its holder's lease.
+# ---- The agents of a job that serve its rendezvous: each holds a seat, a key of etcd on its lease.
 
 
 SEATS = 3
@@ -219,7 +219,7 @@ async def seat(client: EtcdClient, holder: str, pace: Pace | None = None) -> Asy
 
 
 async def _free_slots(client: EtcdClient, prefix: bytes, pace: Pace) -> Sequence[bytes]:
-    """Wait until there are free seats, and return their keys."""
+    """Wait until a seat is free, and return the keys of all free ones."""
     end = prefix_end(prefix)
     while True:
         found = await client.get(prefix, end, keys_only=True)
@@ -234,7 +234,7 @@ async def _free_slots(client: EtcdClient, prefix: bytes, pace: Pace) -> Sequence
 
 
 async def _sit(client: EtcdClient, free: Sequence[bytes], holding: Put) -> bool:
-    """Take the first of these seats that is still free; return False if none is."""
+    """Take the first key that is still free; return False if none is."""
     for key in free:
         put = Put(key, holding.value, holding.lease)
         if (await client.transact(Txn([CreateRevision(key, 0)], [put]))).succeeded:
@@ -244,7 +244,7 @@ async def _sit(client: EtcdClient, free: Sequence[bytes], holding: Put) -> bool:
 
 # ---- The owner of the run, for a client in the same process: a locator without runs that redirects to the owner.
 #
-# Seats move between hosts. A client with the addresses from its start would end with a list of lost hosts; this
+# Owners change. A client with the addresses from its start would end with a list of lost hosts; this
 # locator gets them from etcd.
 
 

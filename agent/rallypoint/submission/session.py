@@ -36,7 +36,7 @@ def exit_code_of(codes: Sequence[int | None], *, succeeded: bool | None = None) 
     known = [code for code in codes if code is not None]
     if succeeded:
         return SUCCEEDED
-    # The end of the run comes before the end of single hosts, which may be unhealthy or told to leave.
+    # The end of the run comes before the end of single hosts, which may be unhealthy or drained.
     for code in (PERMANENT, FAILED):
         if code in known:
             return code
