@@ -47,8 +47,8 @@ def timers(
 ) -> None:
     """Show the timers of RUN_ID, or of all runs: expired ones (marked !), then those that expire soonest.
 
-    OFFERED: expired and sent to its agent, OFFERS times, which has not reported yet. UNCLAIMED: expired, and no agent
-    is connected. LEARNING: can't expire, because its timeout is still being learned (`rallypoint scopes`).
+    OFFERED: expired, and sent to its agent (OFFERS times) without a reply yet. UNCLAIMED: expired, and no agent is
+    connected. LEARNING: can't expire, because its timeout is still being learned (`rallypoint scopes`).
     """
     from google.protobuf.json_format import MessageToDict  # noqa: PLC0415 (slow, and not for --help)
 
