@@ -1,4 +1,4 @@
-"""What a person is told at the end of a job."""
+"""The messages at the end of a job."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _log = get_logger("rallypoint.run")
 
 
 def print_summary(result: JobResult) -> None:
-    """Print the report of the failure that ended the run, if one did, and log how the job ended."""
+    """Print the report of the failure that ended the run, if any, and log how the job ended."""
     if result.failure is not None:
         click.echo(
             f"The failure that ended the run:\n{render(result.failure, others=result.others)}", err=True
@@ -22,6 +22,6 @@ def print_summary(result: JobResult) -> None:
     elif result.exit_code == FAILED:
         _log.error("job failed" if result.failure is not None else "job ended early", detail=result.detail)
     elif result.exit_code == PERMANENT:
-        _log.error("job failed, and no restart can mend it", detail=result.detail)
+        _log.error("job failed: unrecoverable error", detail=result.detail)
     else:
         click.echo(f"Error: {result.detail}", err=True)
