@@ -191,7 +191,7 @@ def test_what_is_meant_as_a_url(endpoint: str, meant: bool) -> None:
 def test_only_a_job_with_etcd_loads_what_that_needs() -> None:
     """Every module that `rallypoint run` loads delays the start of every job."""
     program = (
-        "import rallypoint.cli.run, rallypoint.launcher.launch, rallypoint.cli.summary, sys; "
+        "import rallypoint.cli.run, rallypoint.launcher.launch, sys; "
         "print([name for name in sys.modules if 'etcd' in name or name.startswith('rallypoint.launcher.rep')])"
     )
     loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

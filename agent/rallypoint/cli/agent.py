@@ -12,8 +12,7 @@ import click
 from rallypoint.agent.config.settings import MOST_SECONDS
 from rallypoint.cli.main import LazyGroup
 from rallypoint.cli.output import plain_console, printable, show_moment, show_span
-from rallypoint.cli.service_options import timeout_option
-from rallypoint.cli.values import Text
+from rallypoint.cli.values import Text, timeout_option
 from rallypoint.rpc.endpoint import ClientTLS, SettingError
 from rallypoint.serving.options import Seconds, Setting, client_options
 

@@ -10,8 +10,7 @@ import click
 from google.protobuf.json_format import MessageToJson
 
 from rallypoint.cli.output import TimestampParam, printable, show_moment, show_span
-from rallypoint.cli.service_options import service_options
-from rallypoint.cli.values import Text
+from rallypoint.cli.values import Text, service_options
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rpc.endpoint import ClientTLS
 

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from rallypoint.cli.output import plain_console, show_moment, show_span
-from rallypoint.cli.service_options import service_options
-from rallypoint.cli.values import Text
+from rallypoint.cli.values import Text, service_options
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rpc.endpoint import ClientTLS
 

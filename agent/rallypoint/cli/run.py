@@ -144,8 +144,7 @@ def _run(plan: LaunchPlan, log_level: str, log_format: str) -> int:
         raise SettingError(str(error)) from None
     # No loaded object can be freed yet, and searching for garbage takes a tenth of the import time.
     gc.disable()
-    from rallypoint.cli.summary import print_summary  # noqa: PLC0415
-    from rallypoint.launcher.launch import launch  # noqa: PLC0415
+    from rallypoint.launcher.launch import launch, print_summary  # noqa: PLC0415
     from rallypoint.rpc.logs import configure_logs  # noqa: PLC0415
     from rallypoint.rpc.loop import run as run_loop  # noqa: PLC0415
 

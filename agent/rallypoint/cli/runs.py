@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from rallypoint.cli.output import plain_console, printable, show_moment
-from rallypoint.cli.service_options import service_options
-from rallypoint.cli.values import Text
+from rallypoint.cli.values import Text, service_options
 from rallypoint.rpc.endpoint import ClientTLS
 
 if TYPE_CHECKING:

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from rallypoint.cli.output import plain_console, printable, show_span
-from rallypoint.cli.service_options import service_options
-from rallypoint.cli.values import Text
+from rallypoint.cli.values import Text, service_options
 from rallypoint.rpc.endpoint import ClientTLS, SettingError
 from rallypoint.serving.options import Setting
 

@@ -17,8 +17,7 @@ from rallypoint.agent.job.options import OPTIONS, job_fields
 from rallypoint.cli.main import ENVIRONMENT
 from rallypoint.cli.run_command import RunCommand, flag, flags
 from rallypoint.cli.run_flags import run_flags
-from rallypoint.cli.service_options import refuse_etcd_url
-from rallypoint.cli.values import NodeCount, Text
+from rallypoint.cli.values import NodeCount, Text, refuse_etcd_url
 from rallypoint.rpc.endpoint import ClientTLS, EndpointError, SettingError, parse_endpoint, parse_endpoints
 from rallypoint.serving.options import Seconds, client_options
 

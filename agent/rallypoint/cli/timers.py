@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from rallypoint.cli.output import plain_console, printable, show_span
-from rallypoint.cli.service_options import timer_service_options
-from rallypoint.cli.values import Text
+from rallypoint.cli.values import Text, timer_service_options
 from rallypoint.rpc.endpoint import ClientTLS
 
 if TYPE_CHECKING:

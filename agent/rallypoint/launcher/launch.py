@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
+import click
+
 from rallypoint.agent.addresses import local_address_towards
 from rallypoint.agent.config.job import JobConfig, Peer, new_node_id
 from rallypoint.agent.config.settings import (
@@ -23,7 +25,8 @@ from rallypoint.agent.config.settings import (
     rendezvous_conf,
 )
 from rallypoint.agent.job.job import Job
-from rallypoint.agent.job.result import SUCCEEDED, JobResult
+from rallypoint.agent.job.report import render
+from rallypoint.agent.job.result import FAILED, PERMANENT, SUCCEEDED, JobResult
 from rallypoint.agent.logs.streams import LogError
 from rallypoint.agent.spawner.client import Spawner
 from rallypoint.agent.supervisor.jobs import Jobs
@@ -339,3 +342,19 @@ async def _serve_supervisor(stack: AsyncExitStack, job: Job, address: str, tls: 
         rendezvous=job.config.rendezvous.endpoint,
         timer=job.config.timer.endpoint,
     )
+
+
+def print_summary(result: JobResult) -> None:
+    """Print the report of the failure that ended the run, if any, and log how the job ended."""
+    if result.failure is not None:
+        click.echo(
+            f"The failure that ended the run:\n{render(result.failure, others=result.others)}", err=True
+        )
+    if result.exit_code == SUCCEEDED:
+        _log.info("job succeeded", detail=result.detail)
+    elif result.exit_code == FAILED:
+        _log.error("job failed" if result.failure is not None else "job ended early", detail=result.detail)
+    elif result.exit_code == PERMANENT:
+        _log.error("job failed: unrecoverable error", detail=result.detail)
+    else:
+        click.echo(f"Error: {result.detail}", err=True)
