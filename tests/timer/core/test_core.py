@@ -165,9 +165,7 @@ def test_what_arrives_late_does_not_become_the_newer_one() -> None:
     timers.subscribe(RUN, "a", 50, 100.0, incarnation="first", lease_age=90.0)
     timers.subscribe(RUN, "a", 50, 112.0, incarnation="first", lease_age=90.0)  # 12 s on its way
     timers.subscribe(RUN, "a", 2, 113.0, incarnation="second", lease_age=5.0)
-    with pytest.raises(
-        LeaseSuperseded
-    ):  # 12 s on its way again, as all of it was while the service stood still
+    with pytest.raises(LeaseSuperseded):  # 12 s on its way again, all while the service stood still
         timers.subscribe(RUN, "a", 50, 120.0, incarnation="first", lease_age=11.0)
 
 
