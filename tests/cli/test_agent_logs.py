@@ -34,8 +34,8 @@ async def test_output_that_is_gone_is_told(capfd: pytest.CaptureFixture[str]) ->
     shown = capfd.readouterr()
     assert shown.out == 3 * "some line\n"
     assert shown.err.splitlines() == [
-        "100 bytes of rank 3's output are gone already",
-        "whole attempts of rank 3's output are gone already",
+        "100 bytes of rank 3's output are no longer available",
+        "whole attempts of rank 3's output are no longer available",
     ]
 
 

@@ -96,7 +96,7 @@ async def followed(
             address,
             None,
             pb.WatchEventsRequest(run_id="digits", revision=revision),
-            patience=patience,
+            timeout=patience,
             on_events=note,
             on_gap=gaps.append,
             jitter=lambda: 1.0,

@@ -204,7 +204,7 @@ def test_a_pipe_that_closes_ends_it(rendezvous: str) -> None:
     ("flags", "told"),
     [
         (["--kind", "HAPPENED"], "'HAPPENED' is not one of"),
-        (["--since", "yesterday"], "'yesterday' is no time; expected so long ago, as in 90s"),
+        (["--since", "yesterday"], "'yesterday' is not a time; expected an age, as in 90s"),
         (["--since", "1m", "--until", "2m"], "--since is after --until"),
         (["--round", "0"], "0 is not in the range x>=1"),
     ],
@@ -228,6 +228,6 @@ def test_a_restart_asked_for_is_done_and_told(rendezvous: str) -> None:
     asyncio.run(play(rendezvous, "again", until="ROUND_FINALIZED"))
     arguments = ["again", "--rdzv-endpoint", rendezvous]
     result = CliRunner().invoke(main, ["restart", *arguments, "--reason", "new data"])
-    assert result.output == "run again: round 1 ended, all workers are started anew\n"
+    assert result.output == "run again: round 1 ended, all workers restart\n"
     told = CliRunner().invoke(main, ["events", *arguments, "--kind", "restart-requested"]).output
     assert "an operator requested a restart of round 1: new data (operator " in told

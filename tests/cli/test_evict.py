@@ -20,7 +20,7 @@ from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
             [],
             False,
             "node n3 was not in run digits; it is refused from now on: check the spelling "
-            "(`rallypoint evict digits n3 --readmit` takes it back)\n",
+            "(`rallypoint evict digits n3 --readmit` undoes it)\n",
         ),
         (["--readmit"], False, "node n3 may join run digits\n"),
     ],

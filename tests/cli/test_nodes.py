@@ -128,7 +128,7 @@ def test_signals_have_names() -> None:
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("SIGTERM,SIGWHAT", "'SIGWHAT' is no signal; expected names, as in SIGTERM,SIGUSR1"),
+        ("SIGTERM,SIGWHAT", "'SIGWHAT' is not a signal; expected names, as in SIGTERM,SIGUSR1"),
         ("SIGKILL", "'SIGKILL' can't be handled by any program"),
     ],
 )

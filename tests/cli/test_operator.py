@@ -79,7 +79,7 @@ def test_a_host_that_says_nothing_is_told_after_the_timeout(command: list[str], 
 def test_another_service_is_told_from_a_timer_service(rendezvous: str, command: list[str]) -> None:
     """The two are easily mistaken for each other: their addresses differ in a digit."""
     told = refused(*command, "--timer-endpoint", rendezvous)
-    assert told.startswith(f"what answers at {rendezvous} is no timer service (")
+    assert told.startswith(f"the server at {rendezvous} is not a timer service (")
     assert told.endswith("check --timer-endpoint")
 
 

@@ -81,7 +81,7 @@ def test_a_run_without_progress_is_said_to_be(timers: ScriptedTimers) -> None:
     """With what would tell it."""
     timers.progress = pb.GetProgressResponse()
     assert shown(timers).output == (
-        "no worker of run digits tells its progress; `rallypoint.timer.progress(step)` does\n"
+        "no worker of run digits reports progress; use `rallypoint.timer.progress(step)`\n"
     )
 
 

@@ -41,7 +41,7 @@ def test_replicas_are_shown_in_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_nobody_owns_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs that wait are the first thing that an operator must see."""
     lines = _shown(monkeypatch, _answer(free_shards=5)).splitlines()
-    assert lines[-1] == "5 of 64 shards have no owner just now: their runs wait"
+    assert lines[-1] == "5 of 64 shards have no owner at present: their runs wait"
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_what_nobody_owns_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         (
             pb.RunPlace(shard=7),
-            "run digits is in shard 7, which nobody owns just now: it waits for a replica to take it over",
+            "run digits is in shard 7, which has no owner at present: it waits for a replica to take it over",
         ),
     ],
 )

@@ -17,11 +17,11 @@ from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
     [
         (
             pb.RestartRunResponse(ended_round=7),
-            "run digits: round 7 ended, all workers are started anew\n",
+            "run digits: round 7 ended, all workers restart\n",
         ),
         (
             pb.RestartRunResponse(hurried=True),
-            "run digits: the restart that was held back comes at once\n",
+            "run digits: the delayed restart happens now\n",
         ),
         (
             pb.RestartRunResponse(),

@@ -112,7 +112,7 @@ def test_a_round_is_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
         "round started nodes workers join confirm gap ran restarts ended because",
         f"1 2025-11-20 12:00:30.500 2 8 30.000s 0.500s - 1m40s 0 NODE_LOST: {LOST}",
         "2 - 2 8 0.500s - - - 0 NODE_LOST: node c was lost: it did not confirm",
-        "3 2025-11-20 12:02:13.250 1 4 1.000s 0.250s 2.750s - - (its workers run)",
+        "3 2025-11-20 12:02:13.250 1 4 1.000s 0.250s 2.750s - - (running)",
     ]
 
 
@@ -128,7 +128,7 @@ def test_a_failure_shows_what_it_cost_and_whose_it_was(monkeypatch: pytest.Monke
         ([*STORY, failed, late], "worker of rank 0 on node a failed: CUDA error"),
     ):
         line = " ".join(shown(monkeypatch, events)[0].splitlines()[3].split())
-        assert line.endswith(f"6.750s 2 WORKER_FAILED: {why} (the next is held back 1 s)")
+        assert line.endswith(f"6.750s 2 WORKER_FAILED: {why} (the next is delayed by 1 s)")
 
 
 def test_what_comes_after_the_last_round_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,10 +136,10 @@ def test_what_comes_after_the_last_round_is_told(monkeypatch: pytest.MonkeyPatch
     assert shown(monkeypatch, [*STORY, CLOSED])[0].endswith(
         "run digits is closed: worker of rank 0 on node a failed: it broke\n"
     )
-    joining = "nodes join for the next round since 2025-11-20 12:02:10.500\n"
+    joining = "nodes have been joining the next round since 2025-11-20 12:02:10.500\n"
     assert shown(monkeypatch, STORY[:4])[0].endswith(joining)
     assert shown(monkeypatch, STORY[:1])[0] == joining.replace("12:02:10.500", "12:00:00.000")
-    assert "(its nodes confirm)" in shown(monkeypatch, STORY[:2])[0]
+    assert "(nodes are confirming)" in shown(monkeypatch, STORY[:2])[0]
     assert shown(monkeypatch, [])[0] == "no rounds\n"
 
 

@@ -252,11 +252,11 @@ def test_the_static_backend_names_this_host_by_its_rank(understood: Understood, 
         (["--nnodes=1", "--rdzv-endpoint", "etcd://a/x?min_workers=2"], "contradicts --nnodes 1:1"),
         (
             ["--rdzv-backend", "zeus"],
-            "'zeus' is no backend; expected rallypoint, static, c10d, etcd, etcd-v2",
+            "'zeus' is not a backend; expected rallypoint, static, c10d, etcd, etcd-v2",
         ),
         (["--logs-specs", "mine"], "--logs-specs: 'mine' can't be used here"),
         (["--start-method", "thread"], "'thread' is none of spawn, fork, forkserver"),
-        (["--signals-to-handle", "SIGX"], "'--signals-to-handle': .*'SIGX' is no signal"),
+        (["--signals-to-handle", "SIGX"], "'--signals-to-handle': .*'SIGX' is not a signal"),
         (["--redirects", "7"], "--redirects: 7: '7' names no stream; expected 0|--redirects 7: "),
         (["--tee", "3:1"], "--tee 3:1: there is no local rank 3"),
         (["--rlimit", "nofile"], "--rlimit: 'nofile' is not a resource limit"),
@@ -318,9 +318,9 @@ def test_a_program_that_can_not_run_is_told_before_anything_starts(
     blank = tmp_path / "blank"
     blank.touch()
     for program, told in (
-        ("no-such-program", "'no-such-program' is no program in PATH"),
+        ("no-such-program", "'no-such-program' is not a program in PATH"),
         ("/no/such/program", "'/no/such/program' does not exist"),
-        (str(blank), "may not be executed; chmod +x it"),
+        (str(blank), "is not executable; chmod +x it"),
     ):
         result = CliRunner().invoke(main, ["run", "--no-python", program])
         assert (result.exit_code, result.stderr.count("\n")) == (2, 1)

@@ -49,7 +49,7 @@ def test_what_was_learned_is_shown_and_how_much_is_missing(timers: ScriptedTimer
         ["save", "0", "-", "0", "of", "20", "seen", "1"],
         ["step", "1200", "14.500s", "1m12s", "0"],
     ]
-    assert rule == "a timeout is 5 times the longest, at least 1m00s, once 20 were seen"
+    assert rule == "a timeout is 5 times the longest, at least 1m00s, after 20 completions"
 
 
 def test_all_runs_are_shown_by_name(timers: ScriptedTimers) -> None:
@@ -72,7 +72,7 @@ def test_programs_get_the_services_own_answer(timers: ScriptedTimers) -> None:
 
 def test_nothing_learned_is_said(timers: ScriptedTimers) -> None:
     """With what would."""
-    assert run(timers, "nobody").stdout == 'nothing was learned; `expires(after="auto")` does\n'
+    assert run(timers, "nobody").stdout == 'no learned timeouts; use `expires(after="auto")` to learn them\n'
 
 
 @pytest.mark.parametrize(
@@ -80,16 +80,16 @@ def test_nothing_learned_is_said(timers: ScriptedTimers) -> None:
     [
         (
             ["--forget", "step"],
-            "run digits has forgotten the scope step and learns it anew\n",
+            "run digits has forgotten the scope step and learns it again\n",
             ["load", "save"],
         ),
         (
             ["--forget", "step", "--forget", "stpe"],
-            "run digits has forgotten the scope step and learns it anew\n"
+            "run digits has forgotten the scope step and learns it again\n"
             "run digits had learned nothing of the scope stpe, so there was nothing to forget\n",
             ["load", "save"],
         ),
-        (["--forget-all"], "run digits has forgotten 3 scopes and learns anew\n", []),
+        (["--forget-all"], "run digits has forgotten 3 scopes and learns again\n", []),
     ],
 )
 def test_what_is_forgotten_is_said(

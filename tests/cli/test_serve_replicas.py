@@ -194,7 +194,7 @@ def test_a_start_without_etcd_says_so_once_and_ends_at_ctrl_c(serve: Serve) -> N
 def test_an_address_that_leads_others_nowhere_is_told(serve: Serve) -> None:
     """The default is for one machine: clients of others that follow to it come out on their own."""
     journal = f"etcd://127.0.0.1:{free_port()}/x"
-    event = "this replica is advertised on loopback: only clients of this machine can follow to it"
+    event = "this replica is advertised on loopback: only clients of this machine can reach it"
     silent = serve(journal, "--advertise", "10.0.0.7:29400")
     warned = serve(journal)
     wait_until(lambda: warned.has_logged(event), "a line about it")

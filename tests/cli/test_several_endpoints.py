@@ -76,5 +76,5 @@ def test_the_url_of_an_etcd_is_no_address_of_a_service(command: list[str]) -> No
     """`rallypoint run` takes it, so it is given here too; what may be a password in it is not told."""
     told = refusal(rallypoint(command[0], "--rdzv-endpoint", "etcd://me:hid,hid/hid@a/job", *command[1:]))
     assert "--rdzv-endpoint" in told
-    assert "this command wants the address of a rendezvous replica (host:port)" in told
+    assert "this command needs the address of a rendezvous replica (host:port)" in told
     assert "hid" not in told

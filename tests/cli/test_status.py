@@ -118,7 +118,7 @@ def test_budgets_of_restarts_are_shown(answer: Callable[..., str]) -> None:
         "2 of 5 restarts used in the last 600 s (7 in all), 2 of 3 by node b, 1 of 3 by node a, revision"
         in lines[0]
     )
-    assert lines[2] == "the restart is held back 4 s from then: rounds fail soon"
+    assert lines[2] == "restart delayed by 4 s (back-off after repeated failures)"
     assert "2/5" in answer(pb.ListRunsResponse(runs=[run]), [])
 
 
@@ -126,7 +126,7 @@ def test_nodes_that_were_taken_out_are_shown(answer: Callable[..., str]) -> None
     """By name, since that is what lets them in again; not a thousand of them."""
     run = run_message(evicted_node_ids=["x", "y"])
     lines = answer(pb.GetRunResponse(run=run), ["digits"]).splitlines()
-    assert lines[2] == "taken out, and refused (`rallypoint events` says why): x, y"
+    assert lines[2] == "evicted, and refused (`rallypoint events` shows why): x, y"
     run.evicted_node_ids.extend(f"n{number}" for number in range(98))
     line = answer(pb.GetRunResponse(run=run), ["digits"]).splitlines()[2]
     assert line.endswith(" n16, n17 and 80 others")
@@ -136,7 +136,7 @@ def test_nodes_that_were_taken_out_are_shown(answer: Callable[..., str]) -> None
     ("passed", "told"),
     [
         (False, "1 of 2 nodes succeeded; they wait for the others, 300 s at most"),
-        (True, "1 of 2 nodes succeeded; the exit barrier is over: they wait for the others no longer"),
+        (True, "1 of 2 nodes succeeded; the exit barrier is over: they no longer wait for the others"),
     ],
 )
 def test_a_run_that_is_ending_is_shown_so(answer: Callable[..., str], passed: bool, told: str) -> None:
@@ -230,7 +230,7 @@ def test_a_run_without_progress_is_said_to_tell_none(
     """Nothing at all would leave one wondering whether anybody was asked."""
     timers.progress = timer_pb.GetProgressResponse()
     shown = answer(pb.GetRunResponse(run=run_message()), ["digits", "--timer-endpoint", timers.address])
-    assert shown.splitlines()[-1] == "no worker tells its progress"
+    assert shown.splitlines()[-1] == "no worker reports progress"
 
 
 def test_a_list_of_runs_asks_no_timer_service(answer: Callable[..., str], timers: ScriptedTimers) -> None:
@@ -260,6 +260,6 @@ def test_a_timer_service_that_does_not_answer_spoils_nothing(
         "mute": f"no timer service answered at {address} within 0.3 s",
         "here": "endpoint 'here' has no port, expected host:port",
     }[endpoint]
-    assert line.startswith(f"how far the workers are is not known: {reason}")
+    assert line.startswith(f"progress of the workers is unknown: {reason}")
     assert (fields["run"]["runId"], fields["progress"]) == ("digits", None)
     assert fields["progressError"].startswith(reason)

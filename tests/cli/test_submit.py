@@ -122,7 +122,7 @@ MISTAKES: list[tuple[Any, str]] = [
     (("train.py",), "Missing option '--agents'"),
     (("--agents", "", "train.py"), "names no agent"),
     (("--agents", "a", "train.py"), "endpoint 'a' has no port"),
-    (("--agents", "a:1,a:1", "train.py"), "'a:1' is there twice"),
+    (("--agents", "a:1,a:1", "train.py"), "'a:1' is listed twice"),
     (("--agents", "127.0.0.1:1,b:1", "train.py"), "b:1 can't reach the first agent at 127.0.0.1:1"),
     (("--agents", "a:1", "--nnodes", "2", "train.py"), "2 nodes are more than the 1 agents"),
     (("--agents", "a:1", "--nproc-per-node", "0", "train.py"), "'0' is not a number of workers"),

@@ -76,7 +76,7 @@ def test_only_what_is_asked_for_is_shown(
     if scopes:
         assert ("run" in for_people.split()) == (arguments[0].startswith("--"))
     else:
-        assert for_people == ("no timers that ran out\n" if "--expired" in arguments else "no timers\n")
+        assert for_people == ("no expired timers\n" if "--expired" in arguments else "no timers\n")
 
 
 def test_programs_get_the_services_own_answer(timers: ScriptedTimers) -> None:

@@ -47,7 +47,7 @@ def test_a_moment_is_so_long_ago_or_an_iso_time(text: str, moment: datetime) -> 
 )
 def test_what_is_no_moment_is_refused_with_what_is_expected(text: str) -> None:
     """By the text itself."""
-    with pytest.raises(ValueError, match="is no time; expected so long ago, as in 90s") as error:
+    with pytest.raises(ValueError, match="is not a time; expected an age, as in 90s") as error:
         parse_moment(text, NOW)
     assert repr(text) in str(error.value)
 

@@ -217,13 +217,13 @@ def test_lines() -> Figure:
 
 
 RULES = (
-    Rule("hand-written product files", files, 263, 220),
-    Rule("product lines", lines, 52_650, 43_500),
-    Rule("product code lines", code_lines, 34_060, 28_500),
+    Rule("hand-written product files", files, 261, 220),
+    Rule("product lines", lines, 52_400, 43_500),
+    Rule("product code lines", code_lines, 34_070, 28_500),
     Rule("median file, lines (at least)", median_file, 219, 200, at_least=True),
-    Rule("files under 60 lines", small_files, 13, 12),
+    Rule("files under 60 lines", small_files, 12, 12),
     Rule("modules with one importer and under 100 lines", single_importers, 6, 10),
-    Rule("largest folder, files", largest_folder, 20, 18),
+    Rule("largest folder, files", largest_folder, 18, 18),
     Rule("cycles between folders", folder_cycles, 0, 0),
     Rule("folders in cycles", folders_in_cycles, 0, 0),
     Rule("cycles between files", file_cycles, 0, 0),
@@ -232,7 +232,7 @@ RULES = (
     Rule("class names in several modules", shared_class_names, 0, 15),
     Rule("hand-written back-off", backoffs, 0, 0),
     Rule("constructors with more than 2 callables", callback_constructors, 8, 0),
-    Rule("dialect words per 1,000 words", dialect, 27.2, 1),
+    Rule("dialect words per 1,000 words", dialect, 1, 1),
     Rule("test lines", test_lines, 97_400, 70_000),
 )
 

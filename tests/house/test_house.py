@@ -132,7 +132,7 @@ def test_what_is_loaded_before_workers_start_is_no_more_than_that_needs() -> Non
     """Every module that `rallypoint run` loads delays the start of every job; some take longer than all of ours."""
     slow = ["prometheus_client", "psutil", "rich", "sqlite3", "structlog", "tomllib", "urllib.request"]
     program = (
-        "import rallypoint.cli.run, rallypoint.launcher.launch, rallypoint.cli.summary; import sys; "
+        "import rallypoint.cli.run, rallypoint.launcher.launch; import sys; "
         f"print([name for name in {slow} if name in sys.modules])"
     )
     loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

@@ -74,14 +74,14 @@ def test_a_job_is_looked_at_steered_and_ended(host: Cluster, tmp_path: Path) -> 
 
     assert "it has 0, 1 (NO_WORKER)" in refused(host, "reap", "--rank", "5")
     reaped = agent(host, "reap", "--rank", "1", "--reason", "it is in the way").printed
-    assert reaped.startswith(f"rank 1, process {workers[1]['pid']}, is killed; what it was doing is in ")
+    assert reaped.startswith(f"rank 1, process {workers[1]['pid']}, is killed; diagnostics are in ")
     evidence = Path(reaped.strip().rpartition(" is in ")[2]).read_text()
     assert "it was killed through SupervisorService: it is in the way" in evidence
     host.up(0, 1, restarts=1)
 
     pids = [worker["pid"] for worker in answer(host, "workers")["workers"]]
     restarted = agent(host, "restart", "run-7", "--reason", "a whim").printed
-    assert restarted == "round 2 ended, all workers are started anew\n"
+    assert restarted == "round 2 ended, all workers restart\n"
     wait_until(lambda: host.hosts[0].job().round == 3 and len(host.hosts[0].job().workers) == 2, "round 3")
     assert not {worker["pid"] for worker in answer(host, "workers")["workers"]} & set(pids)
     assert host.hosts[0].job().restart_count == 1
@@ -101,11 +101,11 @@ def test_a_host_is_drained(host: Cluster, tmp_path: Path) -> None:
     launch(host, "save")
     host.up(0, 1)
     drained = agent(host, "drain", "--grace", "0.2", "--reason", "power cut").printed
-    assert drained == "the host is going to leave run-7; its workers are warned\n"
+    assert drained == "the host will leave run-7; its workers are warned\n"
     wait_until(lambda: host.hosts[0].job().state == pb.JOB_STATE_ENDED, "the end")
     assert (tmp_path / "saved.0").exists()
     assert "power cut" in host.hosts[0].job().detail
-    assert agent(host, "drain").printed == "the host has no job that it could leave\n"
+    assert agent(host, "drain").printed == "the host has no job to leave\n"
 
 
 @pytest.mark.slow

@@ -79,7 +79,7 @@ def test_a_second_ctrl_c_kills_the_workers_everywhere(two_hosts: Cluster) -> Non
     time.sleep(0.25)  # sooner, it would be the same request
     interrupt(submitted)
     assert submitted.ended() == 130, submitted.said
-    assert "killing the workers everywhere" in submitted.said
+    assert "killing the workers on all hosts" in submitted.said
     assert [host.job().state for host in two_hosts.hosts] == [pb.JOB_STATE_ENDED] * 2
 
 
@@ -117,7 +117,7 @@ def test_a_job_runs_on_all_hosts_or_on_none(two_hosts: Cluster) -> None:
     assert second.ended() == 2
     assert len(second.said.splitlines()) == 1
     assert second.said.startswith(
-        f"Error: agent {busy.address} did not take the job on: this agent runs a job"
+        f"Error: agent {busy.address} did not accept the job: this agent runs a job"
     )
     other = two_hosts.run("agent", "jobs", "--agent", two_hosts.hosts[0].address)
     assert "RUNNING" not in other.printed

@@ -51,12 +51,12 @@ async def test_operators_see_what_workers_said(tmp_path: Path) -> None:
         timers = await answer("timers", RUN, once=lambda fields: len(fields["timers"]) == 4)
         seen = {(each["nodeId"], each["scope"], each["after"], each["state"]) for each in timers["timers"]}
         assert seen == {(node, "wait", "600s", "TIMER_STATE_COUNTING") for node in "ab"}
-        assert await shown("timers", RUN, "--expired") == "no timers that ran out\n"
+        assert await shown("timers", RUN, "--expired") == "no expired timers\n"
 
         scopes = await answer("scopes", once=lambda fields: fields["scopes"][0]["count"] == str(31 + 3 * 21))
         assert (scopes["scopes"][0]["runId"], scopes["scopes"][0]["scope"]) == (RUN, "step")
         assert scopes["scopes"][0]["after"] == scopes["least"] == "10s"
-        told = f"run {RUN} has forgotten the scope step and learns it anew\n"
+        told = f"run {RUN} has forgotten the scope step and learns it again\n"
         assert await shown("scopes", RUN, "--forget", "step") == told
         assert (await answer("scopes", RUN))["scopes"] == []
 

@@ -102,7 +102,7 @@ def test_a_function_that_can_not_be_pickled_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("method", FRESH)
 def test_a_result_that_can_not_be_pickled_is_no_reason_to_restart(tmp_path: Path, method: str) -> None:
     """It would be so again: the job ends with the exit code that says so, and with the type's name."""
-    with pytest.raises(WorkersFailedError, match="of type lock, can't be brought back") as caught:
+    with pytest.raises(WorkersFailedError, match="of type lock, can't be pickled") as caught:
         elastic_launch(config(tmp_path, start_method=method, max_restarts=3), calls.return_lock)()
     assert caught.value.exit_code == 93
     assert len(list(tmp_path.glob("*/attempt_*"))) == 1
@@ -110,7 +110,7 @@ def test_a_result_that_can_not_be_pickled_is_no_reason_to_restart(tmp_path: Path
 
 def test_a_result_that_can_not_be_loaded_names_its_rank(tmp_path: Path) -> None:
     """The job has succeeded; what is wrong is on this side."""
-    with pytest.raises(CallError, match=r"what rank 0 returned can't be loaded here \(ValueError"):
+    with pytest.raises(CallError, match=r"the return value of rank 0 can't be loaded here \(ValueError"):
         elastic_launch(config(tmp_path), calls.return_one_way)()
 
 

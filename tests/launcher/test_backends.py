@@ -135,9 +135,12 @@ def test_jobs_of_one_host_have_names_of_their_own() -> None:
         ({"backend": "static", "endpoint": "head", **FIXED}, "--rdzv-endpoint: 'head' has no port"),
         ({"backend": "static", "conf": {"rank_policy": "topology"}, **FIXED}, "--rdzv-conf: rank_policy"),
         ({"backend": "c10d", "endpoint": "head:0", **FIXED}, "--rdzv-endpoint: 'head:0' has port 0"),
-        ({"backend": "c10d", "endpoint": "a:1,b:1"}, "--rdzv-endpoint: 'a:1,b:1' names several places"),
-        ({"backend": "static", "endpoint": "a:1,b:1", **FIXED}, "'a:1,b:1' names several places"),
-        ({"backend": "c10d", "endpoint": "a:1,b:1"}, "only --rdzv-backend rallypoint, etcd and etcd-v2 take"),
+        ({"backend": "c10d", "endpoint": "a:1,b:1"}, "--rdzv-endpoint: 'a:1,b:1' names several addresses"),
+        ({"backend": "static", "endpoint": "a:1,b:1", **FIXED}, "'a:1,b:1' names several addresses"),
+        (
+            {"backend": "c10d", "endpoint": "a:1,b:1"},
+            "only --rdzv-backend rallypoint, etcd and etcd-v2 accept",
+        ),
         ({"backend": "c10d", "endpoint": "me:hidden@a:1"}, "--rdzv-endpoint: 'me:***@a:1' names a user"),
         ({"backend": "c10d", "endpoint": "head:x"}, "--rdzv-endpoint: 'head:x' has port 'x'"),
         ({"backend": "c10d", "endpoint": "head:65536"}, "--rdzv-endpoint: 'head:65536' has port '65536'"),
@@ -146,7 +149,7 @@ def test_jobs_of_one_host_have_names_of_their_own() -> None:
         ({"backend": "c10d", "endpoint": "etcd://a/x"}, "--rdzv-backend c10d contradicts --rdzv-endpoint"),
         ({"backend": "rallypoint", "endpoint": "etcd://a/x"}, "--rdzv-backend rallypoint contradicts"),
         ({"endpoint": "etcd://a/x?min_workers=2", "nodes": (1, 2), "nodes_given": True}, "--nnodes 1:2"),
-        ({"backend": "zeus"}, "--rdzv-backend: 'zeus' is no backend"),
+        ({"backend": "zeus"}, "--rdzv-backend: 'zeus' is not a backend"),
     ],
 )
 def test_what_can_not_be_is_told_in_one_line(wish: dict[str, Any], told: str) -> None:
@@ -188,7 +191,7 @@ def test_what_is_meant_as_a_url(endpoint: str, meant: bool) -> None:
 def test_only_a_job_with_etcd_loads_what_that_needs() -> None:
     """Every module that `rallypoint run` loads delays the start of every job."""
     program = (
-        "import rallypoint.cli.run, rallypoint.launcher.launch, rallypoint.cli.summary, sys; "
+        "import rallypoint.cli.run, rallypoint.launcher.launch, sys; "
         "print([name for name in sys.modules if 'etcd' in name or name.startswith('rallypoint.launcher.rep')])"
     )
     loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

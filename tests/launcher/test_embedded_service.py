@@ -116,7 +116,7 @@ async def test_two_that_must_serve_at_one_place_are_told(port: int) -> None:
     """Node rank 0 twice, for one."""
     place = Hosted(f"127.0.0.1:{port}", here=True)
     async with rendezvous_at(place, None):
-        with pytest.raises(SettingError, match="another agent does; is this host given its place twice"):
+        with pytest.raises(SettingError, match="another agent does; do two hosts have the same --node-rank"):
             async with rendezvous_at(place, None):
                 pass
 

@@ -84,7 +84,7 @@ def plan(log_dir: Path, **attributes: Any) -> LaunchPlan:
         ),
         (
             {"service": ExternalService("nowhere.invalid:29400")},
-            "can't find a route to nowhere.invalid:29400: .*asked again for 0.2 s",
+            "can't find a route to nowhere.invalid:29400: .*retried for 0.2 s",
         ),
     ],
 )

@@ -125,7 +125,7 @@ def test_a_program_from_standard_input_launches_what_it_imports(tmp_path: Path) 
     assert ran.returncode == 0, ran.stderr
     results, refusal = ran.stdout.splitlines()
     assert results == "{0: None} {0: None} {0: 3}"
-    assert refusal.startswith("own is defined where no worker finds it")
+    assert refusal.startswith("own is defined where workers can't import it")
 
 
 @pytest.mark.parametrize("method", METHODS)

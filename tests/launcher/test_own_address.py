@@ -31,7 +31,7 @@ async def test_a_name_that_comes_is_waited_for(monkeypatch: pytest.MonkeyPatch) 
     """A pod's name exists once the pod runs, and the others may be there before it."""
     names = Names(questions=3)
     monkeypatch.setattr(socket, "getaddrinfo", names.getaddrinfo)
-    assert await own_address_towards("head.example:29501", patience=600) == "head.example"
+    assert await own_address_towards("head.example:29501", timeout=600) == "head.example"
     assert names.questions == 0
 
 
@@ -39,12 +39,12 @@ async def test_a_name_that_never_comes_is_told(monkeypatch: pytest.MonkeyPatch) 
     """In one line, with how long it was asked for."""
     monkeypatch.setattr(socket, "getaddrinfo", Names(questions=10**9).getaddrinfo)
     with pytest.raises(
-        SettingError, match=r"head.example:29501: Name or .*--master-addr.*\(asked again for 0.3 s\)"
+        SettingError, match=r"head.example:29501: Name or .*--master-addr.*\(retried for 0.3 s\)"
     ):
-        await own_address_towards("head.example:29501", patience=0.3)
+        await own_address_towards("head.example:29501", timeout=0.3)
 
 
 async def test_this_machine_needs_no_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody is asked."""
     monkeypatch.setattr(socket, "getaddrinfo", Names(questions=10**9).getaddrinfo)
-    assert await own_address_towards("localhost:29501", patience=0) == "127.0.0.1"
+    assert await own_address_towards("localhost:29501", timeout=0) == "127.0.0.1"

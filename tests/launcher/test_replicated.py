@@ -372,7 +372,7 @@ async def test_serving_with_tls_needs_a_certificate(place: EtcdAddress) -> None:
 async def test_an_etcd_that_is_not_there_is_told() -> None:
     """It is asked again for a while: it may be just starting."""
     address = parse_address(f"etcd://127.0.0.1:{free_port()}/x?request-timeout=0.2", {})
-    with pytest.raises(SettingError, match=r"no etcd answers at 127\.0\.0\.1:.*asked again for 0.3 s"):
+    with pytest.raises(SettingError, match=r"no etcd answers at 127\.0\.0\.1:.*retried for 0.3 s"):
         async with replicated_rendezvous(address, RUN, "127.0.0.1", None, 0.3):
             pass
 

@@ -42,7 +42,7 @@ def state(number: pb.JobState.ValueType, launch_id: str = "launch-1", **fields: 
 
 def followed(remote: RemoteAgent, notes: list[str]) -> Followed:
     """An agent that is followed, with patience for a minute that passes at once."""
-    return Followed(remote, LAUNCH, None, patience=60.0, note=notes.append, pace=Passing().pace())
+    return Followed(remote, LAUNCH, None, timeout=60.0, note=notes.append, pace=Passing().pace())
 
 
 async def watched(fake: FakeAgent, remote: RemoteAgent) -> tuple[Followed, list[int], list[str]]:

@@ -40,7 +40,7 @@ async def test_if_one_refuses_the_others_stop() -> None:
         fakes[1].job = pb.Job(run_id="run-1", launch_id="somebody else's", state=pb.JOB_STATE_RUNNING)
         with pytest.raises(NotLaunched) as caught:
             await launch_everywhere(remotes, REQUEST, None)
-        assert f"agent {fakes[1].address} did not take the job on: the agent will not (JOB_RUNNING)" in str(
+        assert f"agent {fakes[1].address} did not accept the job: the agent will not (JOB_RUNNING)" in str(
             caught.value
         )
         assert "this launch runs nowhere now" in str(caught.value)
@@ -76,9 +76,9 @@ async def test_an_agent_that_is_gone_is_told_as_that() -> None:
     """With gRPC's words, since nobody else has any."""
     async with agents("a", "b") as (fakes, remotes):
         async with gone_agent("gone") as gone:
-            with pytest.raises(NotLaunched, match=f"agent {gone.endpoint} did not take the job on"):
+            with pytest.raises(NotLaunched, match=f"agent {gone.endpoint} did not accept the job"):
                 await launch_everywhere([*remotes, gone], REQUEST, None, timeout=0.0, pace=PACE)
-        assert all(fake.stops[0].reason == "gone did not take it on" for fake in fakes if fake.job)
+        assert all(fake.stops[0].reason == "gone did not accept it" for fake in fakes if fake.job)
 
 
 async def test_a_launch_that_is_broken_off_is_taken_back() -> None:

@@ -1,4 +1,4 @@
-"""`rallypoint agent …`: the commands that look at, and steer, the jobs of one agent."""
+"""`rallypoint agent …`: commands that show and control the jobs of one agent."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ import click
 from rallypoint.agent.config.settings import MOST_SECONDS
 from rallypoint.cli.main import LazyGroup
 from rallypoint.cli.output import plain_console, printable, show_moment, show_span
-from rallypoint.cli.service_options import timeout_option
-from rallypoint.cli.values import Text
+from rallypoint.cli.values import Text, timeout_option
 from rallypoint.rpc.endpoint import ClientTLS, SettingError
 from rallypoint.serving.options import Seconds, Setting, client_options
 
@@ -26,74 +25,74 @@ if TYPE_CHECKING:
 @click.command(
     cls=LazyGroup,
     lazy={
-        "jobs": ("rallypoint.cli.agent:jobs", "Show what runs on the host, and what ended."),
-        "workers": ("rallypoint.cli.agent:workers", "Show a job's workers, and what they use."),
-        "logs": ("rallypoint.cli.agent:logs", "Print what workers wrote, and write."),
-        "stacks": ("rallypoint.cli.agent:stacks", "Show what workers are doing right now."),
-        "restart": ("rallypoint.cli.agent:restart", "Start a job's workers anew, on all hosts."),
-        "reap": ("rallypoint.cli.agent:reap", "Kill a worker, with evidence of what it did."),
+        "jobs": ("rallypoint.cli.agent:jobs", "Show the running and the last ended jobs of the host."),
+        "workers": ("rallypoint.cli.agent:workers", "Show the workers of a job and their resource usage."),
+        "logs": ("rallypoint.cli.agent:logs", "Print the output of workers."),
+        "stacks": ("rallypoint.cli.agent:stacks", "Show the stacks of running workers."),
+        "restart": ("rallypoint.cli.agent:restart", "Restart the workers of a job on all hosts."),
+        "reap": ("rallypoint.cli.agent:reap", "Collect diagnostics of a worker, then kill it."),
         "drain": ("rallypoint.cli.agent:drain", "Warn workers, give them time, then leave."),
-        "stop": ("rallypoint.cli.agent:stop", "Have the host leave a job."),
+        "stop": ("rallypoint.cli.agent:stop", "Make the host leave a job."),
     },
 )
 def agent() -> None:
-    """Show and steer the jobs of the agent at --agent (RALLYPOINT_AGENT), by default the one of this host.
+    """Show and control the jobs of the agent at --agent (RALLYPOINT_AGENT); default: the agent of this host.
 
-    RUN_ID may be left out where the agent runs one job. What concerns a run on all its hosts is done at the
+    RUN_ID may be omitted if the agent runs one job. To act on a run on all its hosts, use the commands of the
     rendezvous service: `rallypoint status`, `restart`, `evict`, `close`.
     """
 
 
-# ---- What the commands for people who look at one agent share: its address, the job, and states in words.
+# ---- Shared by the commands: the agent's address, the job, and states in words.
 
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 
 def agent_options(command: _Command) -> _Command:
-    """Gives a command `agent`, `timeout` in seconds, and `tls`, a ClientTLS or None."""
+    """Add the options of a call to an agent: `agent`, `timeout` in seconds, and `tls`, a ClientTLS or None."""
     return click.option(
         "--agent",
         cls=Setting,
         type=Text(),
         default="127.0.0.1:29420",
         metavar="HOST:PORT",
-        help="Address of the agent; that of one that `rallypoint run` started is in its log, as `supervisor`.",
+        help="Address of the agent. An agent started by `rallypoint run` logs its address as `supervisor`.",
     )(timeout_option(client_options(command)))
 
 
 def run_argument(command: _Command) -> _Command:
-    """Gives a command `run_id`; empty: the one job that runs, or the last."""
+    """Add the argument `run_id`; empty: the one running job, or the last one."""
     return click.argument("run_id", type=Text(), default="", metavar="[RUN_ID]")(command)
 
 
 def ranks_option(command: _Command) -> _Command:
-    """Gives a command `ranks`, global ones; none: all of the host."""
+    """Add the option `ranks`: global ranks; empty: all of the host."""
     return click.option(
         "--rank",
         "ranks",
         type=click.IntRange(0, 2**31 - 1),
         multiple=True,
         metavar="RANK",
-        help="Only this worker, by its global rank; may be repeated.",
+        help="Only the worker with this global rank; may be repeated.",
     )(command)
 
 
 def reason_option(command: _Command) -> _Command:
-    """Gives a command `reason`."""
+    """Add the option `reason`."""
     return click.option(
-        "--reason", type=Text(), default="", help="Why; the job's report and its log show it."
+        "--reason", type=Text(), default="", help="Reason, shown in the job's report and log."
     )(command)
 
 
 def state_in_words(job: pb.Job) -> str:
-    """What a job does, in one word."""
+    """Return the job's state without the enum's prefix."""
     from rallypoint.agent.v1 import supervisor_service_pb2 as pb  # noqa: PLC0415 (gRPC is not for --help)
 
     return pb.JobState.Name(job.state).removeprefix("JOB_STATE_")
 
 
-# ---- `rallypoint agent jobs` and `workers`: what runs on a host.
+# ---- `rallypoint agent jobs` and `workers`: the jobs and workers of a host.
 
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
@@ -103,7 +102,7 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 @click.option("--json", "as_json", is_flag=True, help="Print the answer as JSON.")
 @agent_options
 def jobs(*, agent: str, as_json: bool, timeout: float, tls: ClientTLS | None) -> None:
-    """Show the jobs that run on the agent's host, and the last that ended, the latest first."""
+    """Show the running jobs of the agent's host and those that ended last, newest first."""
     from google.protobuf.json_format import MessageToDict  # noqa: PLC0415 (slow, and not for --help)
 
     from rallypoint.agent.v1 import supervisor_service_pb2 as pb  # noqa: PLC0415
@@ -144,10 +143,10 @@ def _job_table(response: pb.ListJobsResponse) -> Table:
 @click.option("--json", "as_json", is_flag=True, help="Print the answer as JSON.")
 @agent_options
 def workers(*, run_id: str, agent: str, as_json: bool, timeout: float, tls: ClientTLS | None) -> None:
-    """Show the workers of RUN_ID on the agent's host: what they use with all that they have started, how far they are.
+    """Show the workers of RUN_ID on the agent's host: resource usage, child processes included, and progress.
 
-    `cpu` is processors kept busy since somebody last asked, 1.0 for one; `memory` is their own, with their share of
-    what they share with others.
+    `cpu` is the average number of busy processors since the previous request; `memory` is their own memory plus their
+    share of memory that they share with others.
     """
     from google.protobuf.json_format import MessageToDict  # noqa: PLC0415 (slow, and not for --help)
 
@@ -185,8 +184,8 @@ def _worker_table(response: pb.ListWorkersResponse) -> Table:
             )
         progress = ("-", "-")
         if worker.HasField("progress"):
-            told = worker.progress
-            progress = (str(told.step), show_span(told.age.ToNanoseconds() / 1e9))
+            latest = worker.progress
+            progress = (str(latest.step), show_span(latest.age.ToNanoseconds() / 1e9))
         table.add_row(
             str(worker.rank),
             str(worker.local_rank),
@@ -199,14 +198,14 @@ def _worker_table(response: pb.ListWorkersResponse) -> Table:
 
 
 def show_bytes(size: int) -> str:
-    """A size in its largest unit."""
+    """Format a size in its largest unit."""
     number, unit = float(size), 0
     while number >= 1024 and unit < len(_UNITS) - 1:
         number, unit = number / 1024, unit + 1
     return f"{number:.1f} {_UNITS[unit]}" if unit else f"{size} B"
 
 
-# ---- `rallypoint agent stacks`: what workers are doing.
+# ---- `rallypoint agent stacks`: current stacks of workers.
 
 
 @click.command()
@@ -223,10 +222,10 @@ def stacks(
     timeout: float,
     tls: ClientTLS | None,
 ) -> None:
-    """Show what the workers of RUN_ID on the agent's host are doing: Python stacks, and what the kernel says.
+    """Show the Python stacks and kernel state of the workers of RUN_ID on the agent's host.
 
-    Nothing is killed. Workers that use rallypoint.timer write their stacks themselves; of others py-spy reads them,
-    if it is installed on the host.
+    Nothing is killed. Workers that use rallypoint.timer write their stacks themselves; the stacks of others are read by
+    py-spy, if it is installed on the host.
     """
     from google.protobuf.json_format import MessageToDict  # noqa: PLC0415 (slow, and not for --help)
 
@@ -239,7 +238,7 @@ def stacks(
         click.echo(json.dumps(MessageToDict(response, always_print_fields_with_no_presence=True), indent=2))
         return
     for number, worker in enumerate(response.stacks):
-        # Names of threads and functions are users' own: nothing in them may move the terminal's cursor.
+        # Users choose the names of threads and functions: nothing in them may move the terminal's cursor.
         text = "\n".join(
             "".join(c if c.isprintable() else " " for c in line) for line in worker.text.split("\n")
         )
@@ -248,7 +247,7 @@ def stacks(
         click.echo("no workers run")
 
 
-# ---- `rallypoint agent restart`, `reap`, `drain` and `stop`: what is done to a job of one host.
+# ---- `rallypoint agent restart`, `reap`, `drain` and `stop`: actions on a job of one host.
 
 
 @click.command()
@@ -256,28 +255,28 @@ def stacks(
 @reason_option
 @agent_options
 def restart(run_id: str, agent: str, reason: str, timeout: float, tls: ClientTLS | None) -> None:
-    """Start all workers of RUN_ID anew, on all its hosts. It uses up none of the run's restarts."""
+    """Restart all workers of RUN_ID, on all its hosts. This does not count against --max-restarts."""
     from rallypoint.agent.v1 import supervisor_service_pb2 as pb  # noqa: PLC0415 (gRPC is not for --help)
     from rallypoint.cli.operator import call_agent  # noqa: PLC0415
 
     request = pb.RestartWorkersRequest(run_id=run_id, reason=reason)
     response = call_agent(agent, tls, timeout, lambda stub: stub.RestartWorkers(request))
-    click.echo(f"round {response.ended_round} ended, all workers are started anew")
+    click.echo(f"round {response.ended_round} ended, all workers restart")
 
 
 @click.command()
 @run_argument
-@click.option("--rank", type=click.IntRange(0, 2**31 - 1), required=True, help="Which, by its global rank.")
+@click.option("--rank", type=click.IntRange(0, 2**31 - 1), required=True, help="Global rank of the worker.")
 @reason_option
 @agent_options
 def reap(*, run_id: str, rank: int, agent: str, reason: str, timeout: float, tls: ClientTLS | None) -> None:
-    """Kill a worker of RUN_ID with all it has started; it counts as failed. What it was doing is written down first."""
+    """Collect diagnostics of a worker of RUN_ID, then kill it with its child processes; it counts as failed."""
     from rallypoint.agent.v1 import supervisor_service_pb2 as pb  # noqa: PLC0415 (gRPC is not for --help)
     from rallypoint.cli.operator import call_agent  # noqa: PLC0415
 
     request = pb.ReapWorkerRequest(run_id=run_id, rank=rank, reason=reason)
     response = call_agent(agent, tls, timeout, lambda stub: stub.ReapWorker(request))
-    where = f"; what it was doing is in {response.evidence_file}" if response.evidence_file else ""
+    where = f"; diagnostics are in {response.evidence_file}" if response.evidence_file else ""
     click.echo(f"rank {rank}, process {response.pid}, is killed{where}")
 
 
@@ -287,14 +286,14 @@ def reap(*, run_id: str, rank: int, agent: str, reason: str, timeout: float, tls
     "--grace",
     type=Seconds(0, MOST_SECONDS),
     metavar="SECONDS",
-    help="How long workers may take; without it, as the job was told (--drain-timeout).",
+    help="Time for the workers to finish or save; default: --drain-timeout of the job.",
 )
 @reason_option
 @agent_options
 def drain(
     *, run_id: str, grace: float | None, agent: str, reason: str, timeout: float, tls: ClientTLS | None
 ) -> None:
-    """Have the agent's host leave RUN_ID, or all its jobs, gently: workers are warned, get their time, then go."""
+    """Drain the agent's host: workers of RUN_ID, or of all jobs, are warned and get time, then the host leaves."""
     from rallypoint.agent.v1 import supervisor_service_pb2 as pb  # noqa: PLC0415 (gRPC is not for --help)
     from rallypoint.cli.operator import call_agent  # noqa: PLC0415
 
@@ -303,18 +302,18 @@ def drain(
         request.grace.FromNanoseconds(round(grace * 1e9))
     response = call_agent(agent, tls, timeout, lambda stub: stub.Drain(request))
     if response.run_ids:
-        click.echo(f"the host is going to leave {', '.join(response.run_ids)}; its workers are warned")
+        click.echo(f"the host will leave {', '.join(response.run_ids)}; its workers are warned")
     else:
-        click.echo("the host has no job that it could leave")
+        click.echo("the host has no job to leave")
 
 
 @click.command()
 @run_argument
-@click.option("--now", is_flag=True, help="Kill the workers, without asking them first.")
+@click.option("--now", is_flag=True, help="Kill the workers at once, without the stop signal.")
 @reason_option
 @agent_options
 def stop(*, run_id: str, now: bool, agent: str, reason: str, timeout: float, tls: ClientTLS | None) -> None:
-    """Have the agent's host leave RUN_ID; the other hosts go on. (`rallypoint close` ends a run on all hosts.)"""
+    """Make the agent's host leave RUN_ID; the other hosts continue. (`rallypoint close` ends a run on all hosts.)"""
     from rallypoint.agent.v1 import supervisor_service_pb2 as pb  # noqa: PLC0415 (gRPC is not for --help)
     from rallypoint.cli.operator import call_agent  # noqa: PLC0415
 
@@ -328,7 +327,7 @@ def stop(*, run_id: str, now: bool, agent: str, reason: str, timeout: float, tls
     click.echo("the host is leaving the run" + (", and its workers are killed" if now else ""))
 
 
-# ---- `rallypoint agent logs`: what workers wrote, and write.
+# ---- `rallypoint agent logs`: past and present output of workers.
 
 
 _SIZE_UNITS: dict[str, int] = {"": 1, "B": 1} | {
@@ -339,7 +338,7 @@ _SIZE_UNITS: dict[str, int] = {"": 1, "B": 1} | {
 
 
 class ByteCount(click.ParamType[int]):
-    """A size: a number of bytes, or as in 64KiB."""
+    """A size in bytes, with or without a unit, as in 64KiB."""
 
     name = "SIZE"
 
@@ -349,26 +348,26 @@ class ByteCount(click.ParamType[int]):
         number = text.rstrip("KMGiB")
         factor = _SIZE_UNITS.get(text[len(number) :].strip())
         if not (number.strip().isascii() and number.strip().isdigit()) or factor is None or len(number) > 15:
-            self.fail(f"{text!r} is no size; expected bytes, or as in 64KiB or 1MB", param, ctx)
+            self.fail(f"{text!r} is not a size; expected bytes, or as in 64KiB or 1MB", param, ctx)
         return int(number) * factor
 
 
 @click.command()
 @run_argument
 @ranks_option
-@click.option("-f", "--follow", is_flag=True, help="Go on with what comes, over restarts, to the job's end.")
+@click.option("-f", "--follow", is_flag=True, help="Continue with new output, over restarts, to the end.")
 @click.option(
     "--tail",
     type=ByteCount(),
     default="0",
     metavar="SIZE",
-    help="Only so much of the end of each stream of the latest attempt, as in 64KiB; without it, all attempts.",
+    help="Only the last SIZE of each stream of the latest attempt, as in 64KiB; default: all of every attempt.",
 )
 @click.option(
-    "--stream", type=click.Choice(["stdout", "stderr", "both"]), default="both", help="Which output."
+    "--stream", type=click.Choice(["stdout", "stderr", "both"]), default="both", help="Which stream to print."
 )
 @click.option(
-    "--no-prefix", is_flag=True, help="Print the bytes as they are, without ranks before the lines."
+    "--no-prefix", is_flag=True, help="Print the bytes unchanged, without the rank before each line."
 )
 @agent_options
 def logs(
@@ -383,9 +382,9 @@ def logs(
     timeout: float,
     tls: ClientTLS | None,
 ) -> None:
-    """Print what the workers of RUN_ID on the agent's host wrote, stdout to stdout and stderr to stderr.
+    """Print the output of the workers of RUN_ID on the agent's host: stdout to stdout, stderr to stderr.
 
-    Following, it goes on where it was when the connection breaks.
+    With --follow, output continues at the same position after a broken connection.
     """
     from rallypoint.agent.v1 import supervisor_service_pb2 as pb  # noqa: PLC0415 (gRPC is not for --help)
     from rallypoint.rpc.loop import run  # noqa: PLC0415
@@ -413,7 +412,7 @@ async def _print_logs(
     lines: Lines[int] = Lines(outputs)
     async with open_channel(endpoint, tls) as channel:
         stub = pb_grpc.SupervisorServiceStub(channel)
-        # Who follows waits for an agent that was there; one that never was is told at once.
+        # --follow retries an agent that has answered before; a first connection that fails is reported at once.
         pieces = LogPieces(stub, request, tls, lambda: timeout if pieces.begun else 0.0)
         try:
             async for piece in pieces.read():

@@ -1,4 +1,4 @@
-"""How the command line gets events: the last ones that are kept, and then what comes, over broken connections."""
+"""Event streams for the command line: the last retained events, then new ones, across broken connections."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from rallypoint.rpc.endpoint import ClientTLS, SettingError
 from rallypoint.rpc.errors import GONE, ServiceError, decode
 from rallypoint.rpc.replica_client import ReplicaClient, ReplicaConnection
 
-_PAGE = 10_000  # the most that a page may have
-# Bounds of the seconds between attempts to connect.
+_PAGE = 10_000  # the largest page that the service sends
+# Bounds of the first and the longest delay between connection attempts, seconds.
 _FIRST_BACKOFF = 0.1
 _LONGEST_BACKOFF = 1.0
-# After these the same stream may be opened again.
+# Codes after which the same stream may be opened again.
 _RETRYABLE = GONE | {grpc.StatusCode.RESOURCE_EXHAUSTED}
 
 
 async def last_events(
     stub: pb_grpc.RendezvousServiceAsyncStub, run_id: str, wanted: pb.EventFilter, most: int
 ) -> tuple[list[pb.Event], bool]:
-    """The last events of a run that are wanted, oldest first, and whether there are older ones.
+    """Return the last `most` matching events of a run, oldest first, and True if there are older ones.
 
     Raises:
-        AioRpcError: The service refused, or could not be reached.
+        AioRpcError: The service refused the call or is unreachable.
     """
     events: list[pb.Event] = []
     token = ""
-    while len(events) <= most:  # one more than is asked for tells whether there are older ones
+    while len(events) <= most:  # one event more than requested shows that there are older ones
         size = min(_PAGE, most + 1 - len(events))
         request = pb.ListEventsRequest(
             run_id=run_id, filter=wanted, page_size=size, page_token=token, newest_first=True
@@ -42,7 +42,7 @@ async def last_events(
         try:
             page = await stub.ListEvents(request)
         except grpc.aio.AioRpcError as error:
-            if events and decode(error).reason == "EVENTS_COMPACTED":  # older ones went meanwhile
+            if events and decode(error).reason == "EVENTS_COMPACTED":  # older events were dropped meanwhile
                 break
             raise
         events += page.events
@@ -53,7 +53,7 @@ async def last_events(
 
 
 class Following:
-    """Follows a run's events until the run is closed, from one connection to the next."""
+    """Follow a run's events across connections until the run is closed."""
 
     def __init__(
         self,
@@ -61,120 +61,120 @@ class Following:
         tls: ClientTLS | None,
         request: pb.WatchEventsRequest,
         *,
-        patience: float,
+        timeout: float,
         on_events: Callable[[Sequence[pb.Event]], None],
         on_gap: Callable[[str], None],
         jitter: Callable[[], float] = random.random,
     ) -> None:
-        """Set up; `run` does the work.
+        """Store the settings; `run` does the work.
 
         Args:
-            endpoint: Of the rendezvous service.
-            tls: How to speak with it.
-            request: What to follow.
-            patience: Seconds that the service may be away, or silent when it is first asked.
-            on_events: Called with what came.
-            on_gap: Called with a sentence where events were lost, because they are no longer kept.
-            jitter: A random number from 0 to 1, for the back-off.
+            endpoint: Address of the rendezvous service.
+            tls: Certificates for it; None: plaintext.
+            request: The events to follow.
+            timeout: Seconds that the service may be unreachable, or silent after the first request.
+            on_events: Called with each batch of new events.
+            on_gap: Called with a sentence if events were lost because they are no longer retained.
+            jitter: Returns a random number from 0 to 1, for the back-off.
         """
         self._endpoint = endpoint
         self._tls = tls
         self._request = pb.WatchEventsRequest()
         self._request.CopyFrom(request)
-        self._timeout = patience
+        self._timeout = timeout
         self._on_events = on_events
         self._on_gap = on_gap
         self._jitter = jitter
         self._requested_at = 0.0
-        self._received_at: float | None = None  # when the service was last there, once it was
-        # Whether it has been away for too long, and is asked for the last time. It may be this process that was
-        # away: stopped on a terminal, or asleep with its machine.
-        self._last_time = False
+        self._received_at: float | None = None  # time of the last message; None: none yet
+        # True after an absence longer than the timeout: one attempt is left. It may be this process that was absent:
+        # stopped on a terminal, or suspended with its machine.
+        self._last_attempt = False
 
     async def run(self) -> None:
-        """Follow to the end of the run.
+        """Follow the events until the run is closed.
 
         Raises:
-            SettingError: The service refused, could not be reached, or was away for too long; one line.
+            SettingError: The service refused, or was unreachable for too long; one line.
         """
         loop = asyncio.get_running_loop()
         backoff = Backoff(self._jitter, first=_FIRST_BACKOFF, longest=_LONGEST_BACKOFF)
-        async with ReplicaClient(self._endpoint, self._tls) as board:
-            search = board.search()
+        async with ReplicaClient(self._endpoint, self._tls) as client:
+            search = client.search()
             self._requested_at = loop.time()
             while True:
-                heard_before = self._received_at
+                received_before = self._received_at
                 try:
-                    line = await board.connect(search, self._timeout)
+                    connection = await client.connect(search, self._timeout)
                     try:
-                        await self._follow_once(line, loop)
+                        await self._follow_once(connection, loop)
                     finally:
-                        line.hang_up()
+                        connection.hang_up()
                     return
                 except ServiceError as error:
                     if search.at_once:
                         continue
-                    self._bear(error, loop.time())
+                    self._check_retryable(error, loop.time())
                 except TimeoutError:
-                    self._bear_silence()
-                board.rest(search)
-                if self._received_at != heard_before:
+                    self._check_silence()
+                client.rest(search)
+                if self._received_at != received_before:
                     backoff.reset()
                 await asyncio.sleep(backoff.next())
 
-    async def _follow_once(self, line: ReplicaConnection, loop: asyncio.AbstractEventLoop) -> None:
+    async def _follow_once(self, replica: ReplicaConnection, loop: asyncio.AbstractEventLoop) -> None:
         """Follow over one connection.
 
         Raises:
-            ServiceError: It ended so.
-            TimeoutError: Nothing was heard for as long as one is to wait, and there is nobody else to ask.
+            ServiceError: The stream broke, or this replica was silent and another one can be tried.
+            TimeoutError: No message came in time, and there is no other replica.
         """
-        stub: pb_grpc.RendezvousServiceAsyncStub = line.stub(pb_grpc.RendezvousServiceStub)
+        stub: pb_grpc.RendezvousServiceAsyncStub = replica.stub(pb_grpc.RendezvousServiceStub)
         call = stub.WatchEvents(self._request)
-        heard = False
+        received = False
         try:
-            async with asyncio.timeout(min(self._timeout, line.timeout)) as silence:
+            async with asyncio.timeout(min(self._timeout, replica.timeout)) as silence:
                 async for response in call:
-                    if not heard:
-                        line.answered()
-                    heard = True
-                    silence.reschedule(None)  # the first message comes at once, later ones when they come
+                    if not received:
+                        replica.answered()
+                    received = True
+                    silence.reschedule(None)  # the first message is immediate, later ones come with events
                     self._request.revision = response.revision
                     if response.events:
                         self._on_events(response.events)
         except grpc.aio.AioRpcError as rpc_error:
             error = decode(rpc_error)
-            line.failed(error)
+            replica.failed(error)
             raise error from None
         except TimeoutError:
-            if line.alone:
+            if replica.alone:
                 raise
-            message = f"{line.address} gave no answer within {min(self._timeout, line.timeout):g} s"
+            message = f"{replica.address} gave no answer within {min(self._timeout, replica.timeout):g} s"
             error = ServiceError(grpc.StatusCode.UNAVAILABLE, "NO_ANSWER", message)
-            line.failed(error)
+            replica.failed(error)
             raise error from None
         finally:
-            if heard:
+            if received:
                 self._received_at = loop.time()
-                self._last_time = False
+                self._last_attempt = False
             call.cancel()
 
-    def _bear_silence(self) -> None:
-        """Return if it is worth to try again."""
-        if self._received_at is None or self._last_time:
+    def _check_silence(self) -> None:
+        """Raise SettingError unless another attempt is due."""
+        if self._received_at is None or self._last_attempt:
             raise SettingError(
                 f"no rendezvous service answered at {self._endpoint} within {self._timeout:g} s"
             ) from None
-        self._last_time = True
+        self._last_attempt = True
 
-    def _bear(self, error: ServiceError, now: float) -> None:
-        """Return if it is worth to try again."""
+    def _check_retryable(self, error: ServiceError, now: float) -> None:
+        """Raise SettingError unless another attempt is due."""
         if self._is_gap(error):
             return
-        if error.code in _RETRYABLE and self._received_at is not None and not self._last_time:
-            self._last_time = now - self._received_at >= self._timeout
+        if error.code in _RETRYABLE and self._received_at is not None and not self._last_attempt:
+            self._last_attempt = now - self._received_at >= self._timeout
             return
-        # Nobody owns the run just now, and somebody will.
+        # The run has no owner at present, and will get one.
         if (
             error.reason == "NOT_OWNER"
             and self._received_at is None

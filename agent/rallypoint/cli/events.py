@@ -1,4 +1,4 @@
-"""`rallypoint events`: what happened to a run, and what happens to it."""
+"""`rallypoint events`: the past events of a run, and new ones as they happen."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ import click
 from google.protobuf.json_format import MessageToJson
 
 from rallypoint.cli.output import TimestampParam, printable, show_moment, show_span
-from rallypoint.cli.service_options import service_options
-from rallypoint.cli.values import Text
+from rallypoint.cli.values import Text, service_options
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rpc.endpoint import ClientTLS
 
 if TYPE_CHECKING:
     from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 
-# The names of EventKind, here so that neither --help nor completion loads protobuf.
+# Names of EventKind, copied so that neither --help nor completion loads protobuf.
 KINDS = (
     "RUN_CREATED",
     "NODE_JOINED",
@@ -40,39 +39,39 @@ KINDS = (
 
 
 class _Kind(click.Choice[str]):
-    """A kind of event, in capitals or not, with dashes or underscores."""
+    """A kind of event; case is ignored, and dashes and underscores are equal."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        """Check."""
+        """Check the name."""
         return super().convert(str(value).replace("-", "_"), param, ctx)
 
 
 @click.command()
 @click.argument("run_id", type=Text())
-@click.option("--round", "rounds", type=click.IntRange(1), multiple=True, help="Only about this round.")
-@click.option("--node", "nodes", type=Text(), multiple=True, help="Only about this node.")
+@click.option("--round", "rounds", type=click.IntRange(1), multiple=True, help="Only events of this round.")
+@click.option("--node", "nodes", type=Text(), multiple=True, help="Only events of this node.")
 @click.option(
     "--kind",
     "kinds",
     type=_Kind(KINDS, case_sensitive=False),
     multiple=True,
     metavar="KIND",
-    help=f"Only of this kind: {', '.join(KINDS)}.",
+    help=f"Only events of this kind: {', '.join(KINDS)}.",
 )
 @click.option(
-    "--since", type=TimestampParam(), help="Not before: so long ago (90s, 10m, 2h, 1d), or an ISO time."
+    "--since", type=TimestampParam(), help="Only events since this age (90s, 10m, 2h, 1d) or ISO time."
 )
-@click.option("--until", type=TimestampParam(), help="Before that time.")
+@click.option("--until", type=TimestampParam(), help="Only events before this age or ISO time.")
 @click.option(
     "--limit",
     type=click.IntRange(1, 1_000_000),
     default=1_000,
     show_default=True,
     metavar="N",
-    help="At most the last N.",
+    help="Show at most the last N events.",
 )
-@click.option("--follow", "-f", is_flag=True, help="Go on with what happens, until the run is closed.")
-@click.option("--json", "as_json", is_flag=True, help="Print each event as JSON on a line.")
+@click.option("--follow", "-f", is_flag=True, help="Continue with new events until the run is closed.")
+@click.option("--json", "as_json", is_flag=True, help="Print each event as JSON on one line.")
 @service_options
 def events(
     *,
@@ -89,9 +88,9 @@ def events(
     timeout: float,
     tls: ClientTLS | None,
 ) -> None:
-    """Show what happened to RUN_ID, the oldest first; each of --round, --node and --kind may be repeated.
+    """Show the events of RUN_ID, oldest first; each of --round, --node and --kind may be repeated.
 
-    A line has the local time by the service's clock, the time since the line before, and what happened and why.
+    Each line has the local time by the service's clock, the time since the previous line, the kind, and a description.
     """
 
     from rallypoint.cli.event_stream import Following, last_events  # noqa: PLC0415
@@ -127,7 +126,7 @@ def events(
             rdzv_endpoint,
             tls,
             request,
-            patience=timeout,
+            timeout=timeout,
             on_events=show,
             on_gap=lambda gap: click.echo(f"({gap})", err=True),
         )
@@ -144,33 +143,33 @@ _KIND_WIDTH = max(map(len, pb.EventKind.keys())) - len("EVENT_KIND_")
 
 
 def unix_seconds(event: pb.Event) -> float:
-    """When it happened, by the service's clock."""
+    """Return the event's time in seconds since the epoch, by the service's clock."""
     return event.time.ToNanoseconds() / 1e9
 
 
 class EventLines:
-    """Writes a line for each event, with the time that passed since the one before it."""
+    """Format each event as a line, with the time since the previous event."""
 
     def __init__(self) -> None:
-        """Nothing came before the first."""
+        """Start without a previous event."""
         self._before: float | None = None
 
     def format(self, event: pb.Event) -> str:
-        """When, how long after the line before, what kind, what happened and why."""
+        """Return one line: time, time since the previous line, kind, description."""
         now = unix_seconds(event)
         span = "" if self._before is None else show_span(now - self._before)
         self._before = now
         if span and not span.startswith("-"):
             span = f"+{span}"
         kind = pb.EventKind.Name(event.kind).removeprefix("EVENT_KIND_") if _known(event) else "?"
-        # What operators do is all that somebody must answer for; who caused the rest, its sentence says.
+        # The actor is shown for operators only; other descriptions already name the cause.
         by = f" ({event.actor})" if event.actor.startswith("operator ") else ""
         sentence = printable(f"{event.detail}{by}")
         return f"{show_moment(now)}  {span:>{_SPAN_WIDTH}}  {kind:<{_KIND_WIDTH}}  {sentence}"
 
 
 def json_line(event: pb.Event) -> str:
-    """An event as the protocol's JSON, on one line."""
+    """Return an event as protobuf JSON, on one line."""
     return MessageToJson(event, indent=None, always_print_fields_with_no_presence=True)
 
 

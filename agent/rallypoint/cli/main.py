@@ -13,18 +13,18 @@ from typing import Any
 import click
 from click.shell_completion import get_completion_class
 
-# ---- What the command was started with: its environment, and its standard streams.
+# ---- The process as it was started: its environment, and its standard streams.
 #
-# Importing gRPC's chassis sets variables that tame gRPC in this process; workers must not inherit them.
+# Importing gRPC's set-up code sets variables that restrict gRPC in this process; workers must not inherit them.
 
 
 ENVIRONMENT = dict(os.environ)
 
 
 def complete_streams() -> None:
-    """Put /dev/null where this program was started without a standard stream.
+    """Open /dev/null in place of each missing standard stream.
 
-    The first socket that it opens would get the stream's number otherwise, and what workers print would go there.
+    Otherwise the first socket opened gets the stream's number, and the output of workers goes into it.
     """
     for fd, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         if getattr(sys, name) is None:
@@ -32,29 +32,29 @@ def complete_streams() -> None:
             if opened != fd:
                 os.dup2(opened, fd)
                 os.close(opened)
-            os.set_inheritable(fd, True)  # the programs that we start need it as much
-            setattr(sys, name, open(fd, mode, closefd=False))  # noqa: SIM115 (for as long as we live)
+            os.set_inheritable(fd, True)  # child processes need it too
+            setattr(sys, name, open(fd, mode, closefd=False))  # noqa: SIM115 (open until this process ends)
 
 
 complete_streams()
 if isinstance(sys.stdout, io.TextIOWrapper):
-    # Names come from users: what the terminal's encoding does not have must not end a command with a traceback.
+    # Users choose names: a character that the terminal's encoding lacks must not end a command with a traceback.
     sys.stdout.reconfigure(errors="backslashreplace")
 
-# First of all: what other modules do to the environment is not for workers to inherit.
+# Runs before other imports: workers must not inherit changes that other modules make to the environment.
 
 
 class UsageMistake(click.ClickException):
-    """A command line that can't be followed. One line, exit code 2."""
+    """A wrong command line. One line, exit code 2."""
 
     exit_code = 2
 
 
 @contextmanager
 def _one_line_error() -> Iterator[None]:
-    """Turns click's usage errors, which come with the usage above them, into the one line that matters.
+    """Print click's usage errors as one line, without the usage text.
 
-    And Ctrl-C into the exit code that a shell gives it, where click has "Aborted!" and 1.
+    Ctrl-C gives the shell's exit code 130, where click prints "Aborted!" and exits with 1.
     """
     try:
         yield
@@ -64,16 +64,16 @@ def _one_line_error() -> Iterator[None]:
         command = error.ctx.command_path if error.ctx is not None else "rallypoint"
         message = error.format_message().removesuffix(".")
         raise UsageMistake(f"{message} (`{command} --help` shows what there is)") from None
-    except KeyboardInterrupt:  # while modules are loaded; whoever serves or runs handles Ctrl-C itself
+    except KeyboardInterrupt:  # while modules are loaded; `serve` and `run` handle Ctrl-C themselves
         click.echo("Error: interrupted", err=True)
         raise SystemExit(130) from None
 
 
 class LazyGroup(click.Group):
-    """A group whose commands are imported when they are used: `--help` and completion load no gRPC."""
+    """A group that imports a command when it is used: `--help` and completion load no gRPC."""
 
     def __init__(self, *args: Any, lazy: dict[str, tuple[str, str]], **attributes: Any) -> None:
-        """`lazy`: for each command its `module:attribute`, and the line that `--help` shows."""
+        """`lazy`: for each command its `module:attribute`, and its line in `--help`."""
         super().__init__(*args, **attributes)
         self._lazy = lazy
 
@@ -88,11 +88,11 @@ class LazyGroup(click.Group):
             return super().invoke(context)
 
     def list_commands(self, context: click.Context) -> list[str]:
-        """Names of the commands, in the order of the table."""
+        """Return the names of the commands, in the order of the table."""
         return list(self._lazy)
 
     def get_command(self, context: click.Context, name: str) -> click.Command | None:
-        """The command of that name."""
+        """Import and return the command, or None."""
         if name not in self._lazy:
             return None
         module, _, attribute = self._lazy[name][0].partition(":")
@@ -118,25 +118,25 @@ class LazyGroup(click.Group):
         "status": ("rallypoint.cli.status:status", "Show runs, or one run with its nodes."),
         "replicas": (
             "rallypoint.cli.runs:replicas",
-            "Show who serves rendezvous, and which of them owns a run.",
+            "Show the rendezvous replicas, and which one owns a run.",
         ),
-        "events": ("rallypoint.cli.events:events", "Show what happened to a run, and what happens."),
+        "events": ("rallypoint.cli.events:events", "Show the events of a run, past and new."),
         "rounds": (
             "rallypoint.cli.rounds:rounds",
-            "Show a run's rounds: why each ended, how long the next took.",
+            "Show a run's rounds: why each ended, and the time to the next.",
         ),
         "progress": (
             "rallypoint.cli.timers:progress",
-            "Show how far a run's workers have come, and who stopped first.",
+            "Show the progress of a run's workers, slowest first.",
         ),
-        "timers": ("rallypoint.cli.timers:timers", "Show workers' timers: what counts down, what ran out."),
-        "scopes": ("rallypoint.cli.timers:scopes", "Show, or forget, how long scopes were seen to take."),
+        "timers": ("rallypoint.cli.timers:timers", "Show the timers of workers, expired ones first."),
+        "scopes": ("rallypoint.cli.timers:scopes", "Show, or forget, the learned timeouts of scopes."),
         "agent": (
             "rallypoint.cli.agent:agent",
-            "Show and steer the jobs of one agent: logs, stacks, drain …",
+            "Show and control the jobs of one agent: logs, stacks, drain …",
         ),
-        "restart": ("rallypoint.cli.runs:restart", "Start all workers of a run anew."),
-        "evict": ("rallypoint.cli.runs:evict", "Take a node out of a run and keep it out."),
+        "restart": ("rallypoint.cli.runs:restart", "Restart all workers of a run."),
+        "evict": ("rallypoint.cli.runs:evict", "Remove a node from a run and refuse it."),
         "close": ("rallypoint.cli.runs:close", "End a run on all its hosts."),
         "completion": ("rallypoint.cli.main:completion", "Print the completion script for a shell."),
     },
@@ -145,7 +145,7 @@ class LazyGroup(click.Group):
 def main() -> None:
     """Keep distributed training jobs alive while hosts and processes come and go.
 
-    `rallypoint run` is used as torchrun is. On one host it needs nothing else:
+    Use `rallypoint run` like torchrun. A job on one host needs nothing else:
 
         rallypoint run --standalone --nproc-per-node 2 train.py
     """

@@ -1,4 +1,4 @@
-"""What the commands for operators share: one call to a service, bounded, with clear errors."""
+"""Calls of operators' commands: one call to a service, with a time limit and clear errors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from rallypoint.rpc.replica_client import ReplicaClient
 from rallypoint.timer.v1 import timer_service_pb2 as timer_pb
 from rallypoint.timer.v1 import timer_service_pb2_grpc as timer_grpc
 
-# Seconds for a question that is better answered, before one is asked that anybody answers.
+# Longest time in seconds for a preferred call, before the call that any replica can serve.
 _PREFERRED = 2.0
 
 _T = TypeVar("_T")
@@ -32,7 +32,7 @@ _Stub = TypeVar("_Stub")
 
 @dataclass(frozen=True, slots=True)
 class QueriedService(Generic[_Stub]):
-    """What is asked: the service's name, the flag with its address, and its stub."""
+    """A service as commands call it: its name, the flag with its address, and its stub."""
 
     name: str
     flag: str
@@ -54,98 +54,98 @@ def call_rendezvous(
     endpoint: str,
     tls: ClientTLS | None,
     timeout: float,
-    question: Callable[[rendezvous_grpc.RendezvousServiceAsyncStub], Awaitable[_T]],
+    request: Callable[[rendezvous_grpc.RendezvousServiceAsyncStub], Awaitable[_T]],
     *,
     repeatable: bool = True,
     preferred: Callable[[rendezvous_grpc.RendezvousServiceAsyncStub], Awaitable[_T]] | None = None,
 ) -> _T:
-    """Ask a rendezvous service, within `timeout` seconds.
+    """Call a rendezvous service, within `timeout` seconds.
 
     Args:
-        endpoint: Where it is; of several replicas, separated by commas, whichever answers.
-        tls: How to speak with it.
-        timeout: Seconds for it all.
-        question: Makes the calls.
-        repeatable: Whether what is asked may be done twice, so that another replica is asked where one was lost.
-        preferred: Asked first, for a part of the time: a question that is answered better, but not always.
+        endpoint: Its address, or those of several replicas, separated by commas.
+        tls: Certificates for it; None: plaintext.
+        timeout: Seconds for all attempts together.
+        request: Makes the calls.
+        repeatable: True if the request may be sent twice: after a lost connection, another replica gets it.
+        preferred: Tried first, for a part of the time: a request with a better reply that is not always available.
 
     Raises:
-        SettingError: It could not be reached, or refused; one line.
+        SettingError: The service is unreachable, or refused; one line.
     """
-    return _call(RENDEZVOUS, endpoint, tls, timeout, question, repeatable=repeatable, preferred=preferred)
+    return _call(RENDEZVOUS, endpoint, tls, timeout, request, repeatable=repeatable, preferred=preferred)
 
 
 def call_timer(
     endpoint: str,
     tls: ClientTLS | None,
     timeout: float,
-    question: Callable[[timer_grpc.TimerServiceAsyncStub], Awaitable[_T]],
+    request: Callable[[timer_grpc.TimerServiceAsyncStub], Awaitable[_T]],
 ) -> _T:
-    """Ask a timer service, within `timeout` seconds.
+    """Call a timer service, within `timeout` seconds.
 
     Raises:
-        SettingError: It could not be reached, or refused; one line.
+        SettingError: The service is unreachable, or refused; one line.
     """
-    return _call(TIMER, endpoint, tls, timeout, question)
+    return _call(TIMER, endpoint, tls, timeout, request)
 
 
 def call_agent(
     endpoint: str,
     tls: ClientTLS | None,
     timeout: float,
-    question: Callable[[supervisor_grpc.SupervisorServiceAsyncStub], Awaitable[_T]],
+    request: Callable[[supervisor_grpc.SupervisorServiceAsyncStub], Awaitable[_T]],
 ) -> _T:
-    """Ask an agent, within `timeout` seconds.
+    """Call an agent, within `timeout` seconds.
 
     Raises:
-        SettingError: It could not be reached, or refused; one line.
+        SettingError: The agent is unreachable, or refused; one line.
     """
-    return _call(SUPERVISOR, endpoint, tls, timeout, question)
+    return _call(SUPERVISOR, endpoint, tls, timeout, request)
 
 
 def _call(
-    asked: QueriedService[_Stub],
+    service: QueriedService[_Stub],
     endpoint: str,
     tls: ClientTLS | None,
     timeout: float,
-    question: Callable[[_Stub], Awaitable[_T]],
+    request: Callable[[_Stub], Awaitable[_T]],
     *,
     repeatable: bool = True,
     preferred: Callable[[_Stub], Awaitable[_T]] | None = None,
 ) -> _T:
     async def call() -> _T:
         async with AsyncExitStack() as stack:
-            if asked.name == RENDEZVOUS.name:
-                board = await stack.enter_async_context(ReplicaClient(endpoint, tls))
+            if service.name == RENDEZVOUS.name:
+                client = await stack.enter_async_context(ReplicaClient(endpoint, tls))
             else:
-                board = ReplicaClient.over(await stack.enter_async_context(open_channel(endpoint, tls)))
+                client = ReplicaClient.over(await stack.enter_async_context(open_channel(endpoint, tls)))
             try:
                 async with asyncio.timeout(timeout):
                     if preferred is not None:
-                        # Whether nobody answers at all is told by the other question.
+                        # If no service answers at all, the other request reports it.
                         with suppress(TimeoutError, _NoServiceAnswered):
                             async with asyncio.timeout(min(_PREFERRED, timeout / 2)):
-                                return await _call_most_complete(board, asked.stub, preferred)
-                    return await call_any(board, asked.stub, question, repeatable=repeatable)
+                                return await _call_most_complete(client, service.stub, preferred)
+                    return await call_any(client, service.stub, request, repeatable=repeatable)
             except TimeoutError:
-                raise SettingError(f"no {asked.name} answered at {endpoint} within {timeout:g} s") from None
+                raise SettingError(f"no {service.name} answered at {endpoint} within {timeout:g} s") from None
             except ServiceError as error:
-                raise refusal(endpoint, tls, error, asked) from None
+                raise refusal(endpoint, tls, error, service) from None
 
     return run(call())
 
 
 class _NoServiceAnswered(Exception):
-    """Of those who could answer best."""
+    """No replica can send the preferred reply."""
 
 
 async def _call_most_complete(
-    board: ReplicaClient,
+    client: ReplicaClient,
     stub: Callable[[grpc.aio.Channel], _Stub],
-    question: Callable[[_Stub], Awaitable[_T]],
+    request: Callable[[_Stub], Awaitable[_T]],
 ) -> _T:
     try:
-        return await call_any(board, stub, question)
+        return await call_any(client, stub, request)
     except ServiceError as error:
         if error.code in GONE:
             raise _NoServiceAnswered from None
@@ -156,28 +156,28 @@ def refusal(
     endpoint: str,
     tls: ClientTLS | None,
     error: ServiceError,
-    asked: QueriedService[_Stub] | None = None,
+    service: QueriedService[_Stub] | None = None,
 ) -> SettingError:
-    """Why a call to a service, the rendezvous service unless told, failed: a line with what to do about it."""
-    name, flag = (asked.name, asked.flag) if asked is not None else (RENDEZVOUS.name, RENDEZVOUS.flag)
-    # gRPC's own reasons, which nobody of ours said, and that none came of it.
+    """Return one line about a failed call, with advice. `service` None: the rendezvous service."""
+    name, flag = (service.name, service.flag) if service is not None else (RENDEZVOUS.name, RENDEZVOUS.flag)
+    # Reasons set by gRPC or by our client, not by a service.
     if error.reason in (grpc.StatusCode.UNAVAILABLE.name, "NO_CONNECTION", "NO_ANSWER"):
         advice = tls_advice(error.message, tls) or f"check {flag}"
         return SettingError(f"no {name} answers at {endpoint}: {error.message}; {advice}")
     if error.reason == grpc.StatusCode.UNIMPLEMENTED.name:
-        return SettingError(f"what answers at {endpoint} is no {name} ({error.message}); check {flag}")
+        return SettingError(f"the server at {endpoint} is not a {name} ({error.message}); check {flag}")
     return SettingError(f"{endpoint}: {error.message} ({error.reason})")
 
 
-# ---- Answers that come a page at a time, put together.
+# ---- Responses that come in pages, put together.
 
 
 async def all_runs(stub: pb_grpc.RendezvousServiceAsyncStub) -> pb.ListRunsResponse:
-    """Every run, without its nodes."""
+    """Return every run, without its nodes."""
     whole = await stub.ListRuns(pb.ListRunsRequest())
     while whole.next_page_token:
         page = await stub.ListRuns(pb.ListRunsRequest(page_token=whole.next_page_token))
-        whole.next_page_token = ""  # of two values, the later one is kept, unless it is empty
+        whole.next_page_token = ""  # MergeFrom keeps the later of two values, unless it is empty
         whole.MergeFrom(page)
     return whole
 
@@ -185,12 +185,12 @@ async def all_runs(stub: pb_grpc.RendezvousServiceAsyncStub) -> pb.ListRunsRespo
 async def whole_run(
     run_id: str, stub: pb_grpc.RendezvousServiceAsyncStub, *, owner_only: bool = False
 ) -> pb.GetRunResponse:
-    """A run with all its nodes. One that changes meanwhile is shown as it was first, each of its nodes once.
+    """Return a run with all its nodes, as its first page shows it; each node once even if the run changes meanwhile.
 
     Args:
-        run_id: The run.
-        stub: Whom to ask.
-        owner_only: Have only the replica answer that owns the run, which knows who is connected.
+        run_id: Name of the run.
+        stub: Stub of the service.
+        owner_only: Accept a reply only from the replica that owns the run: it knows which nodes are connected.
     """
     page = whole = await stub.GetRun(pb.GetRunRequest(run_id=run_id, owner_only=owner_only))
     seen = {node.node_id for node in whole.run.nodes}
@@ -203,10 +203,10 @@ async def whole_run(
     return whole
 
 
-# ---- A timer service's answers that come a page at a time, put together.
+# ---- Responses of a timer service that come in pages, put together.
 
 
-_PAGE = 1_000  # the most that a page may have
+_PAGE = 1_000  # the largest page that the service sends
 
 RAN_OUT = (timer_pb.TIMER_STATE_UNCLAIMED, timer_pb.TIMER_STATE_OFFERED)
 _RUNNING = (timer_pb.TIMER_STATE_COUNTING, timer_pb.TIMER_STATE_LEARNING)
@@ -215,13 +215,13 @@ _RUNNING = (timer_pb.TIMER_STATE_COUNTING, timer_pb.TIMER_STATE_LEARNING)
 async def most_urgent(
     run_id: str, node_id: str, most: int, *, expired_only: bool, stub: timer_grpc.TimerServiceAsyncStub
 ) -> tuple[list[timer_pb.Timer], bool]:
-    """Timers of a run and a node ("": of all), the most urgent first, and whether there are more.
+    """Return the most urgent timers of a run and a node ("": all), and True if there are more.
 
-    First those that ran out, the longest ago first, then those that will, the soonest first, then those that
-    can't yet. If there are more than `most`, some that will are left out: those whose names come last.
+    Order: expired timers, the oldest first; running timers, the soonest first; timers that are still learning. If there
+    are more than `most`, some running timers are left out: those with the last names.
     """
     timers: list[timer_pb.Timer] = []
-    # In this order: one that runs out in between is in both answers, rather than in none.
+    # In this order: a timer that expires in between is in both responses rather than in neither.
     if not expired_only:
         timers += await _listed(run_id, node_id, most, _RUNNING, stub)
     ran_out = await _listed(run_id, node_id, most, RAN_OUT, stub)
@@ -238,7 +238,7 @@ async def _listed(
     states: Sequence[timer_pb.TimerState.ValueType],
     stub: timer_grpc.TimerServiceAsyncStub,
 ) -> list[timer_pb.Timer]:
-    """Timers in those states; one more than `most` tells that there are more."""
+    """Return the timers in these states; `most` + 1 of them if there are more."""
     timers: list[timer_pb.Timer] = []
     token = ""
     while len(timers) <= most:
@@ -267,7 +267,7 @@ def _urgency(timer: timer_pb.Timer) -> tuple[bool, bool, int]:
 
 
 async def all_scopes(run_id: str, stub: timer_grpc.TimerServiceAsyncStub) -> timer_pb.ListScopesResponse:
-    """Every scope of a run ("": of all)."""
+    """Return every scope of a run ("": of all runs)."""
     whole = page = await stub.ListScopes(timer_pb.ListScopesRequest(run_id=run_id))
     while page.next_page_token:
         page = await stub.ListScopes(

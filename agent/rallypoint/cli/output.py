@@ -1,4 +1,4 @@
-"""Where commands print tables and sentences for people."""
+"""Formatting for people: tables, texts, times."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import click
 if TYPE_CHECKING:
     from rich.console import Console
 
-# Characters; longer than any sentence of ours.
+# Characters; longer than any of our sentences.
 _LONGEST_LINE = 4096
 
 
 def plain_console() -> Console:
-    """A console that shows names and sentences as they are: they come from users, and may look like markup.
+    """Return a console that prints text unchanged: names and sentences come from users and may look like markup.
 
-    Lines of a table are as long as they need where no terminal limits them: `grep` is to find whole ones.
+    Without a terminal, table lines are as long as they need to be, so that `grep` finds whole lines.
     """
     from rich.console import Console  # noqa: PLC0415 (slow, and not for --help)
 
@@ -29,11 +29,11 @@ def plain_console() -> Console:
 
 
 def printable(text: str) -> str:
-    """A text that can do nothing to a terminal, and is one line: names are users' own, and may hold anything."""
+    """Return the text as one line without control characters: users choose names, and these may hold anything."""
     return text if text.isprintable() else "".join(c if c.isprintable() else " " for c in text)
 
 
-# ---- Points in time and spans of it, as people write and read them.
+# ---- Points in time and durations, as people write and read them.
 
 
 _SPAN = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)(s|m|h|d)")
@@ -41,12 +41,12 @@ _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 
 
 def parse_moment(text: str, now: datetime) -> datetime:
-    """The moment that a text names: so long ago, as in `90s`, `10m`, `2h`, `1.5d`, or an ISO 8601 time.
+    """Return the time that a text names: an age as in `90s`, `10m`, `2h`, `1.5d`, or an ISO 8601 time.
 
     A time without an offset is local.
 
     Raises:
-        ValueError: It names none.
+        ValueError: The text is neither.
     """
     span = _SPAN.fullmatch(text)
     try:
@@ -55,18 +55,18 @@ def parse_moment(text: str, now: datetime) -> datetime:
         return datetime.fromisoformat(text).astimezone()
     except (OverflowError, ValueError):
         raise ValueError(
-            f"{text!r} is no time; expected so long ago, as in 90s, 10m, 2h or 1d, "
+            f"{text!r} is not a time; expected an age, as in 90s, 10m, 2h or 1d, "
             "or an ISO time, as in 2026-11-20T14:08:49"
         ) from None
 
 
 class TimestampParam(click.ParamType[datetime]):
-    """A moment on a command line; see `parse_moment`."""
+    """A point in time on a command line; see `parse_moment`."""
 
     name = "10m|TIME"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> datetime:
-        """Parse."""
+        """Parse the value."""
         if isinstance(value, datetime):
             return value
         try:
@@ -76,13 +76,13 @@ class TimestampParam(click.ParamType[datetime]):
 
 
 def show_moment(unix_seconds: float) -> str:
-    """Local date and time, to the millisecond."""
+    """Format a time as local date and time, to the millisecond."""
     moment = datetime.fromtimestamp(round(unix_seconds, 3), UTC).astimezone()
     return moment.replace(tzinfo=None).isoformat(" ", "milliseconds")
 
 
 def show_span(seconds: float) -> str:
-    """A span of time, to the millisecond under a minute, in its two largest units past it."""
+    """Format seconds: to the millisecond under a minute, else in the two largest units."""
     if seconds < 0:  # a wall clock was set back
         return f"-{show_span(-seconds)}"
     if round(seconds, 3) < 60:

@@ -1,4 +1,4 @@
-"""`rallypoint rounds`: a run's rounds, why each ended, and how long it took to get going again."""
+"""`rallypoint rounds`: the rounds of a run, why each ended, and the time until the next one."""
 
 from __future__ import annotations
 
@@ -11,15 +11,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from rallypoint.cli.output import plain_console, show_moment, show_span
-from rallypoint.cli.service_options import service_options
-from rallypoint.cli.values import Text
+from rallypoint.cli.values import Text, service_options
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rpc.endpoint import ClientTLS
 
 if TYPE_CHECKING:
     pass
 
-# More than a service keeps of a run: by default 50,000 events, of which a round has at least three.
+# More events than a service keeps of a run: by default 50,000, of which a round has at least three.
 _ALL = 1_000_000
 
 
@@ -31,18 +30,18 @@ _ALL = 1_000_000
     default=100,
     show_default=True,
     metavar="N",
-    help="At most the last N.",
+    help="Show at most the last N rounds.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the rounds as JSON.")
 @service_options
 def rounds(
     *, run_id: str, limit: int, as_json: bool, rdzv_endpoint: str, timeout: float, tls: ClientTLS | None
 ) -> None:
-    """Show the rounds of RUN_ID: who was in, how long it ran, and why it ended.
+    """Show the rounds of RUN_ID: their nodes, how long each ran, and why it ended.
 
-    JOIN is how long nodes took to join, CONFIRM how long they took to stop their old workers, and GAP how long no
-    worker could run: from the end of the round before to the start of this one. RESTARTS are those that counted against
-    the run's budget when the round had ended.
+    JOIN is the time that nodes took to join, CONFIRM the time to stop their old workers, and GAP the time without
+    workers: from the end of the previous round to the start of this one. RESTARTS is the number of restarts that
+    counted against the run's budget when the round had ended.
     """
     from rallypoint.cli.event_stream import last_events  # noqa: PLC0415 (gRPC is not for --help)
     from rallypoint.cli.operator import call_rendezvous  # noqa: PLC0415
@@ -98,16 +97,16 @@ def _print(run_id: str, history: RoundHistory) -> None:
     if history.closed is not None:
         console.print(f"run {run_id} is closed: {history.closed.detail}")
     elif history.joinable is not None:
-        console.print(f"nodes join for the next round since {show_moment(history.joinable)}")
+        console.print(f"nodes have been joining the next round since {show_moment(history.joinable)}")
     elif not history.rounds:
         console.print("no rounds")
 
 
 def _end(each: Round) -> str:
     if each.ended is not None:
-        held_back = f" (the next is held back {each.held_back:g} s)" if each.held_back else ""
-        return f"{each.cause}: {each.why}{held_back}"
-    return "(its workers run)" if each.final is not None else "(its nodes confirm)"
+        delay = f" (the next is delayed by {each.held_back:g} s)" if each.held_back else ""
+        return f"{each.cause}: {each.why}{delay}"
+    return "(running)" if each.final is not None else "(nodes are confirming)"
 
 
 def _fields(each: Round) -> dict[str, Any]:
@@ -142,7 +141,7 @@ def _utc(unix_seconds: float | None) -> str | None:
     return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
-# ---- A run's rounds, put together from its events: how each came to be, how long it lasted and why it ended.
+# ---- The rounds of a run, reconstructed from its events.
 
 
 KINDS = (
@@ -154,26 +153,26 @@ KINDS = (
     pb.EVENT_KIND_ROUND_ENDED,
     pb.EVENT_KIND_RUN_CLOSED,
 )
-"""The events that `rounds_of` wants; it passes over others."""
+"""The events that `rounds_of` reads; it ignores others."""
 
 
 @dataclass(slots=True)
 class Round:
-    """A round. Times are unix seconds by the service's clock; None: not yet, never, or no longer kept."""
+    """A round. Times are Unix seconds by the service's clock; None: not yet, never, or no longer retained."""
 
     number: int
     nodes: int = 0
     workers: int = 0
-    joinable: float | None = None  # when nodes began to join for it
+    joinable: float | None = None  # when nodes began to join it
     frozen: float | None = None  # when it got its ranks
     final: float | None = None  # when its workers were started
     ended: float | None = None
-    stopped: float | None = None  # when the last round before it that had workers running ended
+    stopped: float | None = None  # end of the last earlier round that had running workers
     cause: str = ""  # RoundEndCause, or Outcome of the run, without prefix
     node_id: str = ""
     why: str = ""  # one sentence
-    restarts: int | None = None  # those that counted against the run's budget then
-    held_back: float = 0.0  # seconds that the round after it was held back
+    restarts: int | None = None  # restarts that counted against the run's budget at its end
+    held_back: float = 0.0  # seconds by which the next round is delayed
 
     @property
     def joining(self) -> float | None:
@@ -187,26 +186,26 @@ class Round:
 
     @property
     def gap(self) -> float | None:
-        """Seconds without workers before it: from the end of the last round that had any."""
+        """Seconds without workers before this round: from the end of the last round that had any."""
         return _between(self.stopped, self.final)
 
     @property
     def lasted(self) -> float | None:
-        """Seconds that its workers ran."""
+        """Seconds that the workers ran."""
         return _between(self.final, self.ended)
 
 
 @dataclass(slots=True)
 class RoundHistory:
-    """The rounds of a run in order, and what is known past them."""
+    """The rounds of a run in order, and its state after the last one."""
 
     rounds: list[Round] = field(default_factory=list)
-    joinable: float | None = None  # since when nodes join for a round that has no number yet
+    joinable: float | None = None  # when nodes began to join a round that has no number yet
     closed: pb.RunEnd | None = None
 
 
 def rounds_of(events: Iterable[pb.Event]) -> RoundHistory:
-    """Put rounds together from a run's events, in their order; the oldest may be missing."""
+    """Reconstruct rounds from a run's events in order; the oldest events may be missing."""
     history = RoundHistory()
     stopped: float | None = None
     for event in events:
@@ -252,7 +251,7 @@ def rounds_of(events: Iterable[pb.Event]) -> RoundHistory:
 
 
 def _note_late_first(history: RoundHistory, event: pb.Event) -> None:
-    """A failure may come to be known as the first of its round when that is over."""
+    """Attribute a round's end to an earlier failure that was reported after the end."""
     for each in reversed(history.rounds):
         if each.number == event.round:
             if event.earliest and each.cause == "WORKER_FAILED":
@@ -265,7 +264,7 @@ def _note_late_first(history: RoundHistory, event: pb.Event) -> None:
 
 
 def _attribute_failure(history: RoundHistory, event: pb.Event) -> None:
-    """Correct a round that ended by a failure, once it is known that the loss of a node was the cause."""
+    """Correct a round that ended by a failure, after the loss of a node is found to be the cause."""
     for each in reversed(history.rounds):
         if each.number == event.round and each.cause == "WORKER_FAILED":
             each.cause, each.node_id, each.why, each.held_back = "NODE_LOST", event.node_id, event.detail, 0.0
@@ -275,7 +274,7 @@ def _attribute_failure(history: RoundHistory, event: pb.Event) -> None:
 
 
 def _last(history: RoundHistory, number: int) -> Round:
-    """The round of that number, which is the last; what came before may no longer be kept."""
+    """Return the last round, which has this number; append it if its earlier events are no longer retained."""
     if not history.rounds or history.rounds[-1].number != number:
         history.rounds.append(Round(number))
     return history.rounds[-1]
@@ -284,7 +283,7 @@ def _last(history: RoundHistory, number: int) -> Round:
 def _name(enum: object, number: int, prefix: str) -> str:
     try:
         name: str = enum.Name(number)  # type: ignore[attr-defined]
-    except ValueError:  # of a newer service
+    except ValueError:  # a value of a newer service
         return str(number)
     return name.removeprefix(prefix)
 

@@ -1,4 +1,4 @@
-"""`rallypoint run`: used as torchrun is, with its flags under their names."""
+"""`rallypoint run`: torchrun's command with torchrun's flags."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from rallypoint.rpc.endpoint import SettingError
 from rallypoint.serving.options import client_options
 
 _START_METHODS = ("spawn", "fork", "forkserver")
-# What goes from a job's meeting place to its options: the backend says what they come to.
+# Options that the rendezvous backend sets itself, from the same flags.
 _OF_THE_BACKEND = ("master-addr", "master-port")
 
 
@@ -40,13 +40,13 @@ _OF_THE_BACKEND = ("master-addr", "master-port")
 def run(**flags: Any) -> None:
     """Run PROGRAM on this host as part of a distributed job, and keep it running.
 
-    The job's other hosts run the same command. Worker failures restart all workers, up to --max-restarts; hosts
-    that come and go change the number of workers. Exit code 0: all workers of all hosts succeeded; 1: the job
-    failed or was cancelled; 2: it could not be started as asked; 3: this host is not fit to run workers: retry
-    elsewhere; 93: a worker said that no restart can mend it: don't retry; 128+N: this host left because of signal N.
+    The job's other hosts run the same command. Worker failures restart all workers, up to --max-restarts; hosts that
+    join or leave change the number of workers. Exit code 0: all workers of all hosts succeeded; 1: the job failed or
+    was cancelled; 2: it could not be started as requested; 3: this host can't run workers: retry on another host; 93: a
+    worker reported an unrecoverable error: do not retry; 128+N: this host left because of signal N.
 
-    Every flag can be set in the environment: --max-restarts as RALLYPOINT_MAX_RESTARTS, or as with torchrun as
-    PET_MAX_RESTARTS. Names may be abbreviated, and have underscores in the place of dashes.
+    Every flag can be set in the environment: --max-restarts as RALLYPOINT_MAX_RESTARTS, or as PET_MAX_RESTARTS like
+    torchrun. Names may be abbreviated, and may have underscores instead of dashes.
     """
     command = _worker_command(
         **{name: flags.pop(name) for name in ("program", "arguments", "module", "no_python", "run_path")}
@@ -100,13 +100,13 @@ def _resolve_rendezvous(flags: Mapping[str, Any]) -> ResolvedRendezvous:
 
 
 def _job_options(flags: Mapping[str, Any]) -> dict[str, Any]:
-    """What was given of the job's options; a flag that may be repeated is an empty list where it was not."""
-    given = {name: flags.get(name.replace("-", "_")) for name in OPTIONS if name not in _OF_THE_BACKEND}
-    return {name: value for name, value in given.items() if value not in (None, ())}
+    """Return the job options that were set; an unset flag that may be repeated is an empty tuple."""
+    values = {name: flags.get(name.replace("-", "_")) for name in OPTIONS if name not in _OF_THE_BACKEND}
+    return {name: value for name, value in values.items() if value not in (None, ())}
 
 
 def _idle(options: Mapping[str, Any], job: Mapping[str, Any]) -> list[str]:
-    # A variable may be set for all jobs of a site; what stands in the command line is meant for this one.
+    # A variable may be set for all jobs of a site; only the command line refers to this job alone.
     source = click.get_current_context().get_parameter_source
     written = {
         name: value
@@ -117,7 +117,7 @@ def _idle(options: Mapping[str, Any], job: Mapping[str, Any]) -> list[str]:
 
 
 def _notices(flags: Mapping[str, Any]) -> list[str]:
-    """What torchrun's users may give and what has no meaning here."""
+    """Return one line for each torchrun option that has no effect here; refuse unsupported values."""
     if flags["logs_specs"] not in (None, "default"):
         raise SettingError(
             f"--logs-specs: {flags['logs_specs']!r} can't be used here: logs are written as torchrun's default does"
@@ -127,15 +127,14 @@ def _notices(flags: Mapping[str, Any]) -> list[str]:
         raise SettingError(f"--start-method: {method!r} is none of {', '.join(_START_METHODS)}")
     notices = []
     if flags["monitor_interval"] is not None:
-        notices.append("--monitor-interval has no meaning here: nothing is polled, an end is noticed at once")
+        notices.append("--monitor-interval has no meaning here: worker exits are noticed at once")
     if method not in (None, "spawn"):
         notices.append(f"--start-method {method} has no meaning here: every program gets a new process")
     return notices
 
 
 def _run(plan: LaunchPlan, log_level: str, log_format: str) -> int:
-    # The spawner comes up while gRPC is being imported. Both only now, with everything that can be wrong with a
-    # command line looked at.
+    # The spawner starts while gRPC is being imported. Both come last, after every check of the command line.
     from rallypoint.agent.spawner.client import Spawner  # noqa: PLC0415
     from rallypoint.agent.spawner.protocol import SpawnError  # noqa: PLC0415
 
@@ -143,17 +142,16 @@ def _run(plan: LaunchPlan, log_level: str, log_format: str) -> int:
         spawner = Spawner.start()
     except SpawnError as error:
         raise SettingError(str(error)) from None
-    # Nothing of what is loaded can be freed, and looking for that takes a tenth of the time.
+    # No loaded object can be freed yet, and searching for garbage takes a tenth of the import time.
     gc.disable()
-    from rallypoint.cli.summary import print_summary  # noqa: PLC0415
-    from rallypoint.launcher.launch import launch  # noqa: PLC0415
+    from rallypoint.launcher.launch import launch, print_summary  # noqa: PLC0415
     from rallypoint.rpc.logs import configure_logs  # noqa: PLC0415
     from rallypoint.rpc.loop import run as run_loop  # noqa: PLC0415
 
     gc.enable()
     configure_logs(log_level, log_format)
     if log_level == "info":
-        # Of the services inside this process the agent's user needs to hear only what goes wrong.
+        # Of the services embedded in this process, users of the agent need only warnings and errors.
         for service in ("rallypoint.rendezvous", "rallypoint.serving", "rallypoint.timer"):
             logging.getLogger(service).setLevel(logging.WARNING)
     result = run_loop(launch(plan, spawner))
@@ -181,9 +179,9 @@ def _worker_command(
 def _check_readable(program: str, program_may_be_folder: bool = False) -> None:
     path = Path(program)
     if not path.is_file() and not (program_may_be_folder and path.is_dir()):
-        what = "is a folder" if path.is_dir() else "does not exist"
+        problem = "is a folder" if path.is_dir() else "does not exist"
         raise click.BadParameter(
-            f"{program!r} {what}; expected a Python script (for a module use -m, for other programs --no-python)",
+            f"{program!r} {problem}; expected a Python script (for a module use -m, for other programs --no-python)",
             param_hint="PROGRAM",
         )
     if not os.access(path, os.R_OK):
@@ -194,12 +192,12 @@ def _check_executable(program: str) -> None:
     if "${local_rank}" in program or shutil.which(program) is not None:
         return
     if os.path.isfile(program) and "/" in program:
-        problem = "may not be executed; chmod +x it, or run it through its interpreter"
+        problem = "is not executable; chmod +x it, or run it through its interpreter"
     else:
         problem = (
             "does not exist; check the path"
             if "/" in program
-            else "is no program in PATH; give its whole path"
+            else "is not a program in PATH; give its full path"
         )
     raise click.BadParameter(f"{program!r} {problem}", param_hint="PROGRAM")
 

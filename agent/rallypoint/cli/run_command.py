@@ -1,4 +1,4 @@
-"""The command behind `rallypoint run`: flags as argparse takes them, and a help that has sections."""
+"""The command class of `rallypoint run`: flags parsed as argparse does, and help in sections."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 class Flag(Setting):
-    """A flag of one section of the help."""
+    """A flag in one section of the help."""
 
     def __init__(
         self, *declarations: Any, section: str = "Other", torchrun: bool = False, **attributes: Any
     ) -> None:
-        """Declare.
+        """Declare the flag.
 
         Args:
-            declarations: As click has them.
-            section: Under which heading the help shows it.
-            torchrun: Whether torchrun has it: then an abbreviation means it rather than one of ours.
-            attributes: As click has them.
+            declarations: As in click.
+            section: Heading of the help under which the flag is listed.
+            torchrun: True for torchrun's flags: an abbreviation then means them rather than our own flags.
+            attributes: As in click.
         """
         super().__init__(*declarations, **attributes)
         self.section = section
         self.torchrun = torchrun
 
     def type_cast_value(self, context: click.Context, value: Any) -> Any:
-        """Read a value; after a short name it may follow "=", as argparse has it, where click leaves the sign in."""
+        """Convert a value. After a short name, remove a leading "=" as argparse does; click keeps it."""
         if isinstance(value, str) and any(not name.startswith("--") for name in self.opts):
             value = value.removeprefix("=")
         return super().type_cast_value(context, value)
 
     def get_help_extra(self, context: click.Context) -> click.types.OptionHelpExtra:
-        """What the help says beside the text: the default, also of what is read elsewhere, and no range."""
+        """Return the additions to the help text: the default, also if another module applies it; no range."""
         extra = super().get_help_extra(context)
         extra.pop("range", None)
         if isinstance(self.show_default, str):
@@ -47,7 +47,7 @@ class Flag(Setting):
         return extra
 
     def get_error_hint(self, context: click.Context | None) -> str:
-        """How an error names the flag: with the variable, where that gave the value."""
+        """Return the flag's name for an error, with the environment variable if the value is from there."""
         hint = super().get_error_hint(context)
         if (
             context is None
@@ -59,7 +59,7 @@ class Flag(Setting):
 
 
 class RunCommand(click.Command):
-    """Takes flags with dashes or underscores, abbreviated if one likes, as torchrun does."""
+    """A command that takes flags with dashes or underscores, and abbreviated, like torchrun."""
 
     def make_context(self, *arguments: Any, **attributes: Any) -> click.Context:
         """Parse a command line."""
@@ -67,20 +67,20 @@ class RunCommand(click.Command):
         return super().make_context(*arguments, **attributes)
 
     def parse_args(self, context: click.Context, arguments: list[str]) -> list[str]:
-        """Parse; the beginning of several flags is refused with all of them."""
+        """Parse the arguments; refuse an ambiguous abbreviation with the list of its flags."""
         try:
             return super().parse_args(context, arguments)
         except click.NoSuchOption as error:
-            begun = self._begun(error.option_name.lstrip("-")) if error.option_name.startswith("--") else []
+            begun = self._match(error.option_name.lstrip("-")) if error.option_name.startswith("--") else []
             if len(begun) < 2:
                 raise
             *names, last = (f"--{name}" for name in begun)
             raise click.UsageError(
-                f"{error.option_name} could be {', '.join(names)} or {last}; say which", context
+                f"{error.option_name} could be {', '.join(names)} or {last}; give the full name", context
             ) from None
 
-    def _begun(self, name: str) -> list[str]:
-        """The flags that begin so; torchrun's alone if there are any."""
+    def _match(self, name: str) -> list[str]:
+        """Return the flags that begin with `name`; only torchrun's if it has any."""
         flags = [flag for flag in self.params if isinstance(flag, Flag)]
         for among in ([flag for flag in flags if flag.torchrun], flags):
             names = [part.lstrip("-") for flag in among for part in flag.opts if part.startswith("--")]
@@ -89,12 +89,12 @@ class RunCommand(click.Command):
         return []
 
     def _whole_name(self, name: str) -> str:
-        """A flag's name with dashes, completed if it is the beginning of one; without its own leading dashes.
+        """Complete an abbreviated flag; `name` and result are without leading dashes, underscores become dashes.
 
-        What is the beginning of several is left as it is, and refused by click, which names them.
+        An ambiguous abbreviation is returned unchanged; click refuses it.
         """
         name = name.replace("_", "-")
-        begun = self._begun(name) if len(name) > 1 else []
+        begun = self._match(name) if len(name) > 1 else []
         return begun[0] if len(begun) == 1 and not self._is_whole(name) else name
 
     def _is_whole(self, name: str) -> bool:
@@ -114,7 +114,7 @@ class RunCommand(click.Command):
 
 
 def flags(section: str, *declared: Callable[[_F], _F]) -> Callable[[_F], _F]:
-    """A decorator that gives a command the flags of one section, in this order."""
+    """Return a decorator that adds the flags of one section to a command, in this order."""
 
     def decorate(command: _F) -> _F:
         for declare in reversed(declared):
@@ -127,12 +127,12 @@ def flags(section: str, *declared: Callable[[_F], _F]) -> Callable[[_F], _F]:
 
 
 def flag(*declarations: str, torchrun: bool = False, **attributes: Any) -> Callable[[_F], _F]:
-    """A flag that the environment sets too: RALLYPOINT_<NAME>, after it PET_<NAME> as with torchrun.
+    """Declare a flag that RALLYPOINT_<NAME> or, as with torchrun, PET_<NAME> can set too.
 
     Args:
-        declarations: As click has them.
-        torchrun: Whether torchrun has it.
-        attributes: As click has them. `envvar`: one more variable, asked last.
+        declarations: As in click.
+        torchrun: True if torchrun has the flag.
+        attributes: As in click. `envvar`: one more variable, with the lowest precedence.
     """
     long = next(declaration for declaration in declarations if declaration.startswith("--"))
     name = long.lstrip("-").replace("-", "_").upper()

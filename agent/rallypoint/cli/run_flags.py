@@ -1,6 +1,6 @@
-"""The flags of `rallypoint run`: torchrun's under their names, and ours, by section.
+"""The flags of `rallypoint run` by section: torchrun's under their names, and our own.
 
-A flag without a type here belongs to `rallypoint.agent.job.options`, which reads its text.
+A flag without a type here is parsed by `rallypoint.agent.job.options`.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 class _Part(Text):
-    """One value of a flag that may be given several times; in the environment, commas separate them."""
+    """One value of a repeatable flag; in the environment, commas separate the values."""
 
     def split_envvar_value(self, rv: str) -> tuple[str, ...]:
-        """The values of a variable."""
+        """Split the value of an environment variable."""
         return split_commas(rv)
 
 
@@ -33,22 +33,22 @@ def _torchrun(*declarations: str, **attributes: Any) -> Callable[[_F], _F]:
 _JOB = flags(
     "Job",
     _torchrun(
-        "--nnodes", type=NodeCount(), default="1:1", help="Nodes of the job: N, or MIN:MAX if elastic."
+        "--nnodes", type=NodeCount(), default="1:1", help="Number of nodes: N, or MIN:MAX for an elastic job."
     ),
     _torchrun(
         "--nproc-per-node",
         type=WorkerCount(),
         default="1",
         metavar="N|auto|cpu|gpu|xpu",
-        help="Workers on this host; gpu, xpu, cpu: one for each; auto: per GPU, else per processor.",
+        help="Workers on this host; gpu, xpu, cpu: one per device; auto: one per GPU, else one per processor.",
     ),
-    _torchrun("--standalone", is_flag=True, help="A job of this host alone, with its own rendezvous inside."),
+    _torchrun("--standalone", is_flag=True, help="Run on this host only, with a rendezvous of its own."),
     _torchrun(
         "--max-restarts",
         type=click.IntRange(0, MOST_RESTARTS),
         default=0,
         metavar="N",
-        help="Restarts of failed workers, over the whole run.",
+        help="Number of restarts after worker failures, over the whole run.",
     ),
     _torchrun("--role", type=Text(), show_default="default", help="Role of the workers."),
 )
@@ -59,15 +59,15 @@ _RENDEZVOUS = flags(
         type=Text(),
         metavar="NAME",
         show_default="rallypoint",
-        help="rallypoint: a service that stands by itself; static, c10d: one of the job's agents serves it; etcd, "
-        "etcd-v2: some of them do, over an etcd.",
+        help="Where rendezvous is served. rallypoint: by a separate service; static, c10d: by one of the job's agents; "
+        "etcd, etcd-v2: by some of the agents, over an etcd.",
     ),
     _torchrun(
         "--rdzv-endpoint",
         type=Text(),
         default="",
         metavar="HOST:PORT[,...]",
-        help="Address of the rendezvous service, of all its replicas, or of an etcd; or torch's "
+        help="Address of the rendezvous service, of all its replicas, or of an etcd; or torch's URL "
         "etcd://HOST:PORT/RUN_ID?min_workers=N&...",
     ),
     _torchrun(
@@ -75,53 +75,53 @@ _RENDEZVOUS = flags(
         type=Text(),
         default="",
         metavar="RUN_ID",
-        help="Name of the run; the same on all its hosts.",
+        help="Name of the run, the same on all its hosts.",
     ),
     _torchrun(
         "--rdzv-conf",
         type=Pairs(),
         default="",
-        help="Settings of the rendezvous, as in last_call_timeout=1,join_timeout=60; times in seconds.",
+        help="Settings of the run, as in last_call_timeout=1,join_timeout=60; times in seconds.",
     ),
     _torchrun(
         "--node-rank",
         type=click.IntRange(0),
         metavar="N",
         show_default="0",
-        help="Place of this host, for static.",
+        help="Rank of this host, with --rdzv-backend static.",
     ),
     _torchrun(
         "--master-addr",
         type=Text(),
         metavar="HOST",
         show_default="127.0.0.1",
-        help="Host of node rank 0, for static.",
+        help="Address of the host with node rank 0, with --rdzv-backend static.",
     ),
     _torchrun(
         "--master-port",
         type=click.IntRange(1, 65535),
         metavar="PORT",
         show_default="29500",
-        help="Port for the workers of all hosts to meet at, for static.",
+        help="Port at which the workers of all hosts meet, with --rdzv-backend static.",
     ),
-    _torchrun("--local-addr", type=Text(), default="", help="Address at which other hosts reach this one."),
+    _torchrun("--local-addr", type=Text(), default="", help="Address at which other hosts reach this host."),
     flag(
         "--node-id",
         type=Text(),
         default="",
-        help="Name of this host in the run; without it, host, pid and a random part.",
+        help="Name of this host in the run; default: host name, pid and a random part.",
     ),
     flag(
         "--topology",
         type=Text(),
-        help="Where this host is, outermost place first, as in hall2/rack7; for --rdzv-conf rank_policy=topology.",
+        help="Location of this host, largest unit first, as in hall2/rack7; for --rdzv-conf rank_policy=topology.",
     ),
     flag(
         "--timer-endpoint",
         type=Text(),
         default="",
         metavar="HOST:PORT",
-        help="Timer service; without it, one inside the agent.",
+        help="Address of the timer service; default: one inside the agent.",
     ),
 )
 _WORKERS = flags(
@@ -133,18 +133,18 @@ _WORKERS = flags(
         "--start-method",
         type=Text(),
         metavar="spawn|fork|forkserver",
-        help="For Python functions only: every program gets a new process.",
+        help="Accepted for compatibility; ignored: every program gets a new process.",
     ),
     _torchrun(
         "--virtual-local-rank",
         is_flag=True,
         default=None,
-        help="Every worker has LOCAL_RANK 0 and sees one GPU, its own.",
+        help="Give every worker LOCAL_RANK 0 and one visible GPU.",
     ),
     _torchrun(
         "--numa-binding",
         metavar="node|socket|exclusive|core-complex",
-        help="Keep each worker on processors near its GPU.",
+        help="Bind each worker to processors near its GPU.",
     ),
     flag(
         "--rlimit",
@@ -160,48 +160,48 @@ _WORKERS = flags(
         metavar="NAMES",
         help="Signals on which this host leaves the job.",
     ),
-    flag("--stop-signal", metavar="SIGNAL", show_default="SIGTERM", help="What stops workers, at first."),
+    flag("--stop-signal", metavar="SIGNAL", show_default="SIGTERM", help="Stop signal, sent before SIGKILL."),
     _torchrun(
         "--shutdown-timeout",
         metavar="SECONDS",
         envvar="TORCH_ELASTIC_SHUTDOWN_TIMEOUT",
         show_default="30",
-        help="How long workers may take to stop before they are killed.",
+        help="Time for workers to stop before they are killed.",
     ),
 )
 _LOGS = flags(
     "Logs",
-    _torchrun("--log-dir", metavar="FOLDER", help="Folder for logs; without it, a new temporary one."),
+    _torchrun("--log-dir", metavar="FOLDER", help="Folder for worker logs; default: a new temporary one."),
     _torchrun(
         *("-r", "--redirects"),
         metavar="STREAMS",
         show_default="0",
-        help="Keep off the console: 0 nothing, 1 stdout, 2 stderr, 3 both; or by local rank, as in 0:1,1:2.",
+        help="Streams not shown on the console: 0 none, 1 stdout, 2 stderr, 3 both; or by local rank, as in 0:1,1:2.",
     ),
     _torchrun(
         *("-t", "--tee"),
         metavar="STREAMS",
         show_default="0",
-        help="Prefix each line on the console with role and local rank: the same.",
+        help="Streams shown with a prefix of role and local rank; values as for --redirects.",
     ),
-    _torchrun("--local-ranks-filter", metavar="RANKS", help="Only these workers on the console, as in 0,1."),
+    _torchrun("--local-ranks-filter", metavar="RANKS", help="Local ranks shown on the console, as in 0,1."),
     _torchrun(
         "--duplicate-stdout-filters",
         metavar="TEXTS",
-        help="Copy teed lines of stdout with one of these texts to filtered_stdout.log.",
+        help="Copy teed stdout lines that contain one of these texts to filtered_stdout.log.",
     ),
-    _torchrun("--duplicate-stderr-filters", metavar="TEXTS", help="The same of stderr."),
+    _torchrun("--duplicate-stderr-filters", metavar="TEXTS", help="As the stdout filters, for stderr."),
     flag(
         "--log-line-prefix",
         metavar="TEMPLATE",
         envvar="TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE",
-        help="Prefix of teed lines, of ${role_name}, ${local_rank} and ${rank}.",
+        help="Prefix of teed lines; may contain ${role_name}, ${local_rank} and ${rank}.",
     ),
-    flag("--log-max-size", metavar="SIZE", help="Rotate a log file that is larger, as in 100MB."),
-    flag("--log-keep-files", metavar="N", show_default="5", help="Rotated files to keep of each stream."),
-    flag("--keep-attempts", metavar="N", help="Keep the logs of the last N attempts only; 0: of all."),
-    flag("--failure-file", metavar="FILE", help="Write the report of a failed job there too, as JSON."),
-    _torchrun("--logs-specs", type=Text(), metavar="NAME", help="Refused: logs can't be replaced."),
+    flag("--log-max-size", metavar="SIZE", help="Rotate a log file when it exceeds this size, as in 100MB."),
+    flag("--log-keep-files", metavar="N", show_default="5", help="Number of rotated files kept per stream."),
+    flag("--keep-attempts", metavar="N", help="Keep the logs of the last N attempts; 0: of all attempts."),
+    flag("--failure-file", metavar="FILE", help="Also write a failed job's report to this file, as JSON."),
+    _torchrun("--logs-specs", type=Text(), metavar="NAME", help="Only torchrun's default is supported."),
     flag(
         "--log-level",
         type=click.Choice(["debug", "info", "warning", "error"]),
@@ -221,76 +221,76 @@ _SUPERVISION = flags(
         "--event-log-handler",
         metavar="null|console|file:PATH",
         show_default="null",
-        help="Where events of the job and its workers go.",
+        help="Destination of the events of the job and its workers.",
     ),
     _torchrun(
         "--monitor-interval",
         type=click.FloatRange(0),
         metavar="SECONDS",
-        help="Taken, and of no use: nothing is polled.",
+        help="Accepted for compatibility; ignored.",
     ),
     flag(
         "--health-check",
         type=_Part(),
         multiple=True,
         metavar="CHECK",
-        help="What must hold of this host before it takes its place in a round, as in disk:2%, "
-        "memory:1GiB, gpu or command:/opt/check; may be repeated.",
+        help="Check that must pass before this host joins a round, as in disk:2%, memory:1GiB, gpu or "
+        "command:/opt/check; may be repeated.",
     ),
-    flag("--health-timeout", metavar="SECONDS", show_default="10", help="For all of them together."),
+    flag("--health-timeout", metavar="SECONDS", show_default="10", help="Time limit of all checks together."),
     flag(
         "--maintenance-command",
         metavar="COMMAND",
-        help="Ends with exit code 0 when this host is about to go down; then it is drained.",
+        help="Command that exits with 0 when maintenance of this host is due; the host is then drained.",
     ),
     flag(
         "--drain-timeout",
         metavar="SECONDS",
         show_default="90",
-        help="How long workers get to finish or to save when this host is drained.",
+        help="Time for workers to finish or save when this host is drained.",
     ),
-    flag("--warn-signal", metavar="SIGNAL", help="What workers get when this host is drained."),
+    flag("--warn-signal", metavar="SIGNAL", help="Signal sent to workers when this host is drained."),
     flag(
         "--evidence-timeout",
         metavar="SECONDS",
         show_default="2",
-        help="How long to look into a worker that hangs before it is killed; 0: not at all.",
+        help="Time to collect diagnostics of a hung worker before it is killed; 0: none.",
     ),
     flag(
         "--stall-after",
         metavar="SECONDS",
-        help="Report a run in which no worker advances for so long; 0: never; without it, as the timer service "
-        "is set.",
+        help="Report the run as stalled if no worker advances for this long; 0: never; default: the setting of the "
+        "timer service.",
     ),
     flag(
         "--require-watchdog",
         is_flag=True,
         default=None,
-        help="Start workers only while the timer service guards them, and leave the run when it does so no more.",
+        help="Start workers only while the timer service watches them; leave the run if it stops watching.",
     ),
     flag(
         "--watchdog-timeout",
         metavar="SECONDS",
         show_default="30",
-        help="How long --require-watchdog does without, once that is noted.",
+        help="How long --require-watchdog tolerates a lost timer service after the loss is detected.",
     ),
     flag(
         "--supervisor-address",
         default="127.0.0.1:0",
         metavar="HOST:PORT",
-        help="Where SupervisorService listens; port 0 for any free one.",
+        help="Address of SupervisorService; port 0: any free port.",
     ),
     flag(
         "--metrics-address",
         default="",
         metavar="HOST:PORT",
-        help="Where figures for Prometheus are served; without it, nowhere.",
+        help="Address for Prometheus metrics; default: not served.",
     ),
 )
 
 
 def run_flags(command: _F) -> _F:
-    """Gives a command all of them."""
+    """Add all flags to a command."""
     for section in reversed((_JOB, _RENDEZVOUS, _WORKERS, _LOGS, _SUPERVISION)):
         command = section(command)
     return command

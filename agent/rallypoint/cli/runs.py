@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from rallypoint.cli.output import plain_console, printable, show_moment
-from rallypoint.cli.service_options import service_options
-from rallypoint.cli.values import Text
+from rallypoint.cli.values import Text, service_options
 from rallypoint.rpc.endpoint import ClientTLS
 
 if TYPE_CHECKING:
@@ -18,10 +17,10 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.argument("run_id", type=Text())
-@click.option("--reason", type=Text(), default="", help="Why; the run's hosts show it.")
+@click.option("--reason", type=Text(), default="", help="Reason, shown on the run's hosts.")
 @service_options
 def close(run_id: str, rdzv_endpoint: str, reason: str, timeout: float, tls: ClientTLS | None) -> None:
-    """End RUN_ID for good: all its hosts stop their workers and go."""
+    """End RUN_ID for good: all its hosts stop their workers and leave."""
     from rallypoint.cli.operator import call_rendezvous  # noqa: PLC0415 (gRPC is not for --help)
     from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb  # noqa: PLC0415
 
@@ -31,15 +30,15 @@ def close(run_id: str, rdzv_endpoint: str, reason: str, timeout: float, tls: Cli
     click.echo(f"run {run_id} is closed: {outcome}, {response.run_end.detail}")
 
 
-# ---- `rallypoint restart`: start all workers of a run anew.
+# ---- `rallypoint restart`: restart all workers of a run.
 
 
 @click.command()
 @click.argument("run_id", type=Text())
-@click.option("--reason", type=Text(), default="", help="Why; the run's hosts and its events show it.")
+@click.option("--reason", type=Text(), default="", help="Reason, shown on the run's hosts and in its events.")
 @service_options
 def restart(run_id: str, rdzv_endpoint: str, reason: str, timeout: float, tls: ClientTLS | None) -> None:
-    """Start all workers of RUN_ID anew, on the same nodes. It uses up none of the run's restarts."""
+    """Restart all workers of RUN_ID, on the same nodes. This does not count against --max-restarts."""
     from rallypoint.cli.operator import call_rendezvous  # noqa: PLC0415 (gRPC is not for --help)
     from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb  # noqa: PLC0415
 
@@ -48,21 +47,21 @@ def restart(run_id: str, rdzv_endpoint: str, reason: str, timeout: float, tls: C
         rdzv_endpoint, tls, timeout, lambda stub: stub.RestartRun(request), repeatable=False
     )
     if response.ended_round:
-        click.echo(f"run {run_id}: round {response.ended_round} ended, all workers are started anew")
+        click.echo(f"run {run_id}: round {response.ended_round} ended, all workers restart")
     elif response.hurried:
-        click.echo(f"run {run_id}: the restart that was held back comes at once")
+        click.echo(f"run {run_id}: the delayed restart happens now")
     else:
         click.echo(f"run {run_id} has no round at present, so there was nothing to restart")
 
 
-# ---- `rallypoint evict`: take a node out of a run and keep it out, or let it in again.
+# ---- `rallypoint evict`: remove a node from a run and refuse it, or readmit it.
 
 
 @click.command()
 @click.argument("run_id", type=Text())
 @click.argument("node", type=Text())
-@click.option("--reason", type=Text(), default="", help="Why; the node and the run's events show it.")
-@click.option("--readmit", is_flag=True, help="Let a node that was taken out join again, instead.")
+@click.option("--reason", type=Text(), default="", help="Reason, shown on the node and in the run's events.")
+@click.option("--readmit", is_flag=True, help="Let an evicted node join again.")
 @service_options
 def evict(
     *,
@@ -74,9 +73,9 @@ def evict(
     timeout: float,
     tls: ClientTLS | None,
 ) -> None:
-    """Take NODE out of RUN_ID and refuse it from now on: the others go on without it.
+    """Remove NODE from RUN_ID and refuse it from now on; the other nodes continue without it.
 
-    `rallypoint status RUN_ID` has the names of its nodes, and of those that were taken out.
+    `rallypoint status RUN_ID` shows the names of present and evicted nodes.
     """
     from rallypoint.cli.operator import call_rendezvous  # noqa: PLC0415 (gRPC is not for --help)
     from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb  # noqa: PLC0415
@@ -90,11 +89,11 @@ def evict(
     else:
         click.echo(
             f"node {node} was not in run {run_id}; it is refused from now on: check the spelling "
-            f"(`rallypoint evict {run_id} {node} --readmit` takes it back)"
+            f"(`rallypoint evict {run_id} {node} --readmit` undoes it)"
         )
 
 
-# ---- `rallypoint replicas`: who serves rendezvous, and which of them owns a run.
+# ---- `rallypoint replicas`: the replicas of the rendezvous service, and the owner of a run.
 
 
 @click.command()
@@ -104,7 +103,7 @@ def evict(
     type=Text(),
     default="",
     metavar="RUN_ID",
-    help="Also say which replica owns this run.",
+    help="Also show which replica owns this run.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the answer as JSON.")
 @service_options
@@ -113,7 +112,7 @@ def replicas(
 ) -> None:
     """Show the replicas of the rendezvous service, and how many shards of the runs each of them owns.
 
-    It is what the replica that answers knows; LEAVING is one that hands its shards over since it was told to stop.
+    The table is the view of the replying replica (state "answers"). LEAVING: it hands its shards over, to stop.
     """
     from google.protobuf.json_format import MessageToDict  # noqa: PLC0415 (slow, and not for --help)
 
@@ -146,14 +145,14 @@ def _print(answer: pb.ListReplicasResponse, run_id: str) -> None:
     console.print(table)
     if answer.free_shards:
         console.print(
-            f"{answer.free_shards} of {answer.shards} shards have no owner just now: their runs wait"
+            f"{answer.free_shards} of {answer.shards} shards have no owner at present: their runs wait"
         )
     if answer.HasField("run"):
         console.print(_find_run(answer.run, run_id))
 
 
 def _find_run(run: pb.RunPlace, run_id: str) -> str:
-    where = f"run {printable(run_id)} is in shard {run.shard}, which "
+    shard = f"run {printable(run_id)} is in shard {run.shard}, "
     if not run.owner:
-        return where + "nobody owns just now: it waits for a replica to take it over"
-    return where + f"{printable(run.owner)} owns, at {printable(run.address)}"
+        return shard + "which has no owner at present: it waits for a replica to take it over"
+    return shard + f"which {printable(run.owner)} owns, at {printable(run.address)}"

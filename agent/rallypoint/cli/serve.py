@@ -1,4 +1,4 @@
-"""`rallypoint serve ROLE`: the services, each standing alone."""
+"""`rallypoint serve ROLE`: each service as a process of its own."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ from rallypoint.timer.core.values import TimerSettings
 from rallypoint.timer.server.service import timer_service
 from rallypoint.timer.server.service import translate as translate_timer
 
-# ---- Servers made of the services: what `serve` runs.
+# ---- The servers behind the commands.
 
 
 async def serve_rendezvous_role(options: ServerOptions, journal_url: str, limits: Limits) -> None:
-    """Serve rendezvous until a signal, or until its journal breaks.
+    """Serve rendezvous until a signal, or until its journal fails.
 
     Raises:
-        SettingError: It can't start, or its journal broke; one line.
+        SettingError: It can't start, or its journal failed; one line.
     """
     broken: list[BaseException] = []
     stopping: list[asyncio.Task[None]] = []
@@ -69,7 +69,7 @@ async def serve_rendezvous_role(options: ServerOptions, journal_url: str, limits
 
 
 async def serve_timer_role(options: ServerOptions, settings: TimerSettings, learned: Path | None) -> None:
-    """Serve timers until a signal. What is learned is kept in a file; None: in memory.
+    """Serve timers until a signal. `learned`: file for learned timeouts; None: keep them in memory.
 
     Raises:
         SettingError: It can't start; one line.
@@ -80,7 +80,7 @@ async def serve_timer_role(options: ServerOptions, settings: TimerSettings, lear
 
 
 def _own_rendezvous(server: Server, options: ServerOptions, tls: ClientTLS | None) -> Peer | None:
-    """How a daemon's jobs reach the rendezvous service at its own address; None: they can't."""
+    """Return the address of a daemon's own rendezvous service for its jobs; None: TLS keeps them from using it."""
     if options.tls_cert is None:
         return Peer(advertised(server.address, named=False))
     return Peer(advertised(server.address, named=True), tls) if tls is not None else None
@@ -91,14 +91,14 @@ async def serve_agent_role(
 ) -> None:
     """Serve as a daemon that runs the jobs it is given, until a signal; then its jobs leave in good order.
 
-    It serves rendezvous too, for jobs that name no other; what that knows ends with the process.
+    It serves rendezvous too, for jobs that name no other service; this state ends with the process.
     """
     async with AsyncExitStack() as stack:
         rendezvous = await stack.enter_async_context(rendezvous_services(MemoryJournal()))
         timer_endpoint = await stack.enter_async_context(embedded_timer())
         sinks = []
         if metrics_address:
-            # What only this flag needs is loaded only for it.
+            # Loaded only if the flag is given.
             from rallypoint.agent.events.metrics import metrics_at  # noqa: PLC0415
 
             sinks.append(await stack.enter_async_context(metrics_at(metrics_address)))
@@ -106,7 +106,7 @@ async def serve_agent_role(
         await stack.enter_async_context(daemon)
         server = Server(options, services=[daemon.registration, *rendezvous], translate=translate_rendezvous)
         daemon.rendezvous = partial(_own_rendezvous, server, options, tls)
-        # Its jobs leave first, so that one can still ask how far they are.
+        # Its jobs leave before the server drains, so that their state can still be queried.
         await server.serve_until_signal(before_drain=daemon.leave)
 
 
@@ -122,15 +122,15 @@ def serve() -> None:
     cls=Setting,
     default="sqlite:var/rendezvous.db",
     metavar="JOURNAL",
-    help="Where runs outlive the process: sqlite:PATH, memory to forget them, or "
-    "etcd://HOST:PORT,HOST:PORT,…/PREFIX, shared with all replicas that name the same.",
+    help="Storage of runs: sqlite:PATH; memory, lost with the process; or etcd://HOST:PORT,HOST:PORT,…/PREFIX, shared "
+    "by all replicas with the same URL.",
 )
 @replica_options
 @limit_options
 def rendezvous(options: ServerOptions, journal: str, limits: Limits, replica: ReplicaFlags) -> None:
     """Serve membership, rounds and the key-value store of runs."""
     if is_etcd(journal):
-        # A service with a journal of its own need not have loaded any of it.
+        # Loaded only for etcd.
         from rallypoint.cli.serve_replica import serve_replica_role  # noqa: PLC0415
 
         _serve(options, serve_replica_role(options, journal, limits, replica))
@@ -155,7 +155,7 @@ def timer(options: ServerOptions, settings: TimerSettings, learned: Path | None)
     type=click.IntRange(1, 1000),
     default=1,
     metavar="N",
-    help="Jobs that run at a time; more are refused. 1 keeps the host's GPUs to one of them.",
+    help="Maximum number of running jobs; more are refused. 1 gives a job all GPUs of the host.",
 )
 @click.option(
     "--metrics-address",
@@ -163,12 +163,12 @@ def timer(options: ServerOptions, settings: TimerSettings, learned: Path | None)
     default="",
     show_default=False,
     metavar="HOST:PORT",
-    help="Where figures of its jobs are served for Prometheus; without it, nowhere.",
+    help="Address for Prometheus metrics of the jobs; default: not served.",
 )
 def agent(options: ServerOptions, tls: ClientTLS | None, max_jobs: int, metrics_address: str) -> None:
-    """Run jobs on this host as they are launched, by `rallypoint submit` or through SupervisorService.
+    """Run jobs on this host that `rallypoint submit` or SupervisorService launches.
 
-    It serves rendezvous too, at the same address, for jobs that name no other service.
+    It also serves rendezvous, at the same address, for jobs that name no other service.
     """
     _serve(options, serve_agent_role(options, tls, max_jobs, metrics_address))
 

@@ -1,4 +1,4 @@
-"""The options with which `serve rendezvous` is told what the service, and each run of it, may use."""
+"""Options of `serve rendezvous`: limits of the service and of each run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a rendezvous service may use, with the defaults of each part."""
+    """Limits of a rendezvous service, with the defaults of each part."""
 
     rendezvous: RendezvousLimits = field(default_factory=RendezvousLimits)
     store: StoreLimits = field(default_factory=StoreLimits)
@@ -35,7 +35,7 @@ _DEFAULT = Limits()
 
 
 def limit_options(command: _Command) -> _Command:
-    """Gives a click command the flags of all limits; it gets them as the keyword argument `limits`, a Limits."""
+    """Add the flags of all limits to a command, which gets them as the argument `limits`, a Limits."""
 
     @functools.wraps(command)
     def call(**arguments: Any) -> Any:
@@ -81,30 +81,30 @@ def _flags() -> list[Flag]:
         count(
             "--max-runs",
             rendezvous.runs,
-            "Runs at a time, and ended ones until they expire. Each takes some 10 KB.",
+            "Number of runs, ended ones included until they expire. Each takes some 10 KB.",
         ),
         count(
             "--max-nodes-per-run",
             rendezvous.nodes_per_run,
-            "Nodes of a run at a time, spares included. Each takes some 40 KB.",
+            "Number of nodes of a run, spares included. Each takes some 40 KB.",
             most=MOST_NODES,
         ),
         count(
             "--max-subscribers-per-run",
             rendezvous.subscribers_per_run,
-            "Streams that watch a run or its events at a time. Each change is told to all of them.",
+            "Number of streams that watch a run or its events. Each change is sent to all of them.",
         ),
         count(
             "--max-events-per-run",
             rendezvous.events_per_run,
-            "Events of a run that are kept, in memory. Two rounds of 8,000 nodes have 32,000.",
+            "Number of events of a run that are kept, in memory. Two rounds of 8,000 nodes have 32,000.",
         ),
-        size("--max-event-bytes-per-run", rendezvous.event_bytes_per_run, "Bytes of these events."),
+        size("--max-event-bytes-per-run", rendezvous.event_bytes_per_run, "Bytes of the events of a run."),
         size("--max-event-bytes", rendezvous.event_bytes, "Bytes of the events of all runs, in memory."),
         seconds(
             "--run-ttl",
             rendezvous.run_ttl,
-            "How long a run without nodes is remembered. Longer lets a job come back later, and keeps more runs.",
+            "How long a run without nodes is kept. Longer lets a job come back later, and keeps more runs.",
         ),
         click.option(
             "--message-rate",
@@ -112,8 +112,8 @@ def _flags() -> list[Flag]:
             type=Finite(1, 1e9),
             default=rendezvous.messages_per_second,
             metavar="N",
-            help="Messages a second that a node may send on its stream; one that sends more is cut off. An agent "
-            "sends a heartbeat every 5 s.",
+            help="Messages per second that a node may send on its stream; a node that sends more is disconnected. An "
+            "agent sends a heartbeat every 5 s.",
         ),
         count(
             "--message-burst",
@@ -123,62 +123,62 @@ def _flags() -> list[Flag]:
         size(
             "--max-store-bytes-per-run",
             store.run_bytes,
-            "Keys and values of a run's store, in memory and on disk.",
+            "Maximum bytes of keys and values in a run's store, in memory and on disk.",
         ),
         count(
             "--max-store-keys-per-run",
             store.run_keys,
-            "Keys of a run's store. A million take 4 s to recover.",
+            "Number of keys in a run's store. A million take 4 s to recover.",
         ),
         count(
             "--max-store-waiters-per-run",
             store.waiters,
-            "Requests that wait for keys of a run at the same time. Each is an open call of some 10 KB.",
+            "Number of requests that wait for keys of a run. Each is an open call of some 10 KB.",
         ),
         count(
             "--max-store-waited-keys-per-run",
             store.waited_keys,
-            "Keys that they wait for, a key counted once for each of them. Each takes some 200 bytes.",
+            "Number of keys in all waiting requests of a run together. Each takes some 200 bytes.",
         ),
         size(
             "--max-store-queued-bytes-per-run",
             store.queued_bytes,
-            "Writes of a run that wait for a commit. More lets a slow disk hold more memory, less refuses bursts.",
+            "Writes of a run that wait for a commit. Higher: a slow disk uses more memory; lower: bursts are refused.",
         ),
-        count("--max-states", state.states, "Runs that have a fenced state."),
-        size("--max-state-bytes", state.state_bytes, "All fenced states together, in memory and on disk."),
+        count("--max-states", state.states, "Number of runs that have a fenced state."),
+        size("--max-state-bytes", state.state_bytes, "Bytes of all fenced states, in memory and on disk."),
         size(
             "--max-state-queued-bytes",
             state.queued_bytes,
-            "Fenced states that wait for a commit. More lets a slow disk hold more memory, less refuses bursts.",
+            "Fenced states that wait for a commit. Higher: a slow disk uses more memory; lower: bursts are refused.",
         ),
         count(
             "--max-state-watchers",
             state.watchers,
-            "Streams that watch a fenced state. Each takes some 40 KB.",
+            "Number of streams that watch a fenced state. Each takes some 40 KB.",
         ),
         seconds(
             "--state-ttl",
             _DEFAULT.state_ttl,
-            "How long a fenced state is kept that nobody reads, sets or watches. Longer keeps more of them.",
+            "How long a fenced state is kept without a read, write or watcher. Longer keeps more of them.",
         ),
     ]
 
 
-# ---- The options with which `serve timer` is told how it learns, when it reports, and what it may use.
+# ---- Options of `serve timer`: learning, reports, and limits.
 
 
 NOTHING = "none"
-"""The value of --learned with which nothing is kept."""
+"""The value of --learned with which nothing is stored."""
 
 _TIMER_DEFAULT = TimerSettings()
 
 
 def timer_options(command: _Command) -> _Command:
-    """Gives a click command the flags of a timer service.
+    """Add the flags of a timer service to a command.
 
-    It gets them as the keyword arguments `settings`, a TimerSettings, and `learned`, the path of the file in which
-    is kept what was learned, or None.
+    The command gets the arguments `settings`, a TimerSettings, and `learned`, the path of the file for learned
+    timeouts, or None.
     """
 
     @functools.wraps(command)
@@ -216,14 +216,14 @@ def _timer_flags() -> list[Flag]:
             type=_File(),
             default="var/timer-learned.json",
             metavar="PATH",
-            help='File in which is kept what runs have learned of how long their scopes take (after="auto"), or '
-            f"{NOTHING} to forget it with the process.",
+            help='File for learned timeouts of scopes (after="auto"), or '
+            f"{NOTHING} to lose them with the process.",
         ),
         count(
             "--learn-warm-up",
             _TIMER_DEFAULT.learn_warm_up,
-            "Completions of a scope, on all nodes of a run, before a timer that learns can run out. Higher guards "
-            "later, lower judges by less.",
+            "Completions of a scope, on all nodes of a run, before a learning timer can expire. Higher: watched later; "
+            "lower: learned from fewer samples.",
             most=10**9,
         ),
         click.option(
@@ -232,59 +232,59 @@ def _timer_flags() -> list[Flag]:
             type=Finite(1, 1e6),
             default=_TIMER_DEFAULT.learn_factor,
             metavar="FACTOR",
-            help="A timer that learns runs out after so many times the longest completion. Lower finds hangs sooner, "
-            "higher spares those that are only slow.",
+            help="A learned timeout is this many times the longest completion. Lower: hangs are found sooner; higher: "
+            "slow workers are spared.",
         ),
         seconds(
             "--learn-least",
             _TIMER_DEFAULT.learn_least,
-            "The shortest duration that is learned. Lower finds hangs of short scopes sooner; a pause of the host "
-            "must stay below it.",
+            "Shortest learned timeout. Lower: hangs of short scopes are found sooner; a pause of the host must stay "
+            "below it.",
             least=0.001,
         ),
         seconds(
             "--learned-retention",
             _TIMER_DEFAULT.learned_retention,
-            "How long what a run has learned is kept after the run's end, for its next start.",
+            "How long the learned timeouts of a run are kept after its end, for its next start.",
         ),
         seconds(
             "--stall-after",
             _TIMER_DEFAULT.stall_after or 0.0,
-            "Report a run of which no worker has advanced for so long, if its agents don't say otherwise; 0: never. "
-            "Nothing is killed for it.",
+            "Report a run as stalled if no worker has advanced for this long, unless its agents set another time; 0: "
+            "never. No worker is killed for it.",
             least=0.0,
         ),
         seconds(
             "--reoffer-interval",
             _TIMER_DEFAULT.reoffer_interval,
-            "How long an expiry waits for its agent's acknowledgement before the agent is told again.",
+            "Time to wait for an agent to acknowledge an expired timer before it is sent again.",
             least=0.1,
         ),
         seconds(
             "--expiry-retention",
             _TIMER_DEFAULT.retention,
-            "How long an expiry that no agent has claimed, and a node without timers, are remembered.",
+            "How long an expired timer that no agent has claimed, and a node without timers, are kept.",
         ),
-        count("--max-timers", _TIMER_DEFAULT.max_timers, "Timers at a time. Each takes some 500 bytes."),
+        count("--max-timers", _TIMER_DEFAULT.max_timers, "Number of timers. Each takes some 500 bytes."),
         count(
             "--max-timers-per-node",
             _TIMER_DEFAULT.max_timers_per_node,
-            "Timers of one node at a time, so that one run can't starve the others.",
+            "Number of timers of a node, so that one run can't starve the others.",
         ),
         count(
             "--max-nodes",
             _TIMER_DEFAULT.max_nodes,
-            "Nodes at a time, and gone ones until they are forgotten.",
+            "Number of nodes, gone ones included until they are forgotten.",
         ),
         count(
             "--max-scopes-per-run",
             _TIMER_DEFAULT.max_scopes_per_run,
-            "Scopes of which one run may learn. Each takes some 500 bytes.",
+            "Number of learning scopes of a run. Each takes some 500 bytes.",
         ),
         count(
             "--max-learned-runs",
             _TIMER_DEFAULT.max_learned_runs,
-            "Runs of which is kept what they learned. One more takes the place of the one that ended first.",
+            "Number of runs with learned timeouts. One more replaces the run that ended first.",
         ),
     ]
 
@@ -295,7 +295,7 @@ class _File(click.ParamType[str]):
     name = "path"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        """Check."""
+        """Check the value."""
         if not str(value):
-            self.fail(f"{str(value)!r} is no path; expected one, or {NOTHING}", param, ctx)
+            self.fail(f"{str(value)!r} is not a path; expected one, or {NOTHING}", param, ctx)
         return str(value)

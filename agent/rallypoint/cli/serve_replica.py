@@ -1,4 +1,4 @@
-"""The options of a `serve rendezvous` that is one of several replicas."""
+"""Options and server of `serve rendezvous` as one of several replicas."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 @dataclass(frozen=True, slots=True)
 class ReplicaFlags:
-    """What the flags say; empty: find out. `lease_ttl` None: the default of `Replicas`."""
+    """Values of the flags; empty: determined at the start. `lease_ttl` None: the default of `Replicas`."""
 
     advertise: str = ""
     name: str = ""
     lease_ttl: float | None = None
 
     def refuse_without_etcd(self) -> None:
-        """Raises SettingError if something is asked of replicas that there are not."""
+        """Raise SettingError if a flag for replicas is given without an etcd journal."""
         given = {
             "--advertise": bool(self.advertise),
             "--replica-name": bool(self.name),
@@ -48,12 +48,12 @@ class ReplicaFlags:
 
 
 def is_etcd(journal: str) -> bool:
-    """Whether a `--journal` value names an etcd, well-formed or not."""
+    """Return True if a `--journal` value names an etcd, well-formed or not."""
     return journal.partition(":")[0] in ETCD_SCHEMES
 
 
 def replica_options(command: _Command) -> _Command:
-    """Gives a click command the flags of a replica; it gets them as the keyword argument `replica`."""
+    """Add the flags of a replica to a command, which gets them as the argument `replica`, a ReplicaFlags."""
 
     @functools.wraps(command)
     def call(**arguments: Any) -> Any:
@@ -74,8 +74,8 @@ _FLAGS = (
         default="",
         show_default=False,
         metavar="HOST:PORT",
-        help="With etcd: how clients and the other replicas reach this one. Without it, where it listens, or by this "
-        "machine's name if it listens at all addresses.",
+        help="With etcd: address at which clients and other replicas reach this one. Default: the listening address, "
+        "or this machine's name if it listens on all addresses.",
     ),
     click.option(
         "--replica-name",
@@ -84,22 +84,22 @@ _FLAGS = (
         default="",
         show_default=False,
         metavar="NAME",
-        help="With etcd: what this replica is called, the same after each restart. Without it, after host and port.",
+        help="With etcd: name of this replica, the same after each restart. Default: made of host and port.",
     ),
     click.option(
         "--lease-ttl",
         cls=Setting,
         type=Seconds(2, 60),
-        # That of `Replicas`, which is loaded for replicas only.
+        # The default of `Replicas`, which is loaded for replicas only.
         show_default="10.0",
         metavar="SECONDS",
-        help="With etcd: how long a replica that died, or that can't reach etcd, keeps its runs. Shorter: others take "
-        "them over sooner, and a shorter pause of the machine, or election of etcd, is taken for death.",
+        help="With etcd: how long a replica that died or lost etcd keeps its runs. Shorter: others take over "
+        "sooner, but a shorter pause of the machine, or election of etcd, counts as death.",
     ),
 )
 
 
-# ---- A replica of the rendezvous service as a server: what `serve rendezvous --journal etcd://…` runs.
+# ---- The server: `serve rendezvous --journal etcd://…`.
 
 
 _log = get_logger(__name__)
@@ -111,7 +111,7 @@ async def serve_replica_role(
     """Serve rendezvous as one of the replicas over an etcd, until a signal; then hand its shards over.
 
     Raises:
-        SettingError: It can't, and trying again would not help; one line.
+        SettingError: It can't, and another attempt would not help; one line.
     """
     url, shards = split_shards(journal_url)
     try:
@@ -119,7 +119,7 @@ async def serve_replica_role(
     except SettingError as error:
         raise SettingError(f"--journal: {error}") from None
     if flags.advertise:
-        advertised_address(flags.advertise, "")  # refused before anything is begun
+        advertised_address(flags.advertise, "")  # refuse a wrong address before anything is started
     wanted = Replicas(shards=shards)
     if flags.lease_ttl is not None:
         wanted = replace(wanted, lease_ttl=flags.lease_ttl)
@@ -130,7 +130,7 @@ async def serve_replica_role(
         failed.append(error)
         stopping.append(asyncio.create_task(server.stop()))
 
-    async def tell_ready(ready: bool) -> None:
+    async def publish_ready(ready: bool) -> None:
         await server.set_ready(ready)
 
     async with replicated_services(
@@ -140,7 +140,7 @@ async def serve_replica_role(
         store_limits=limits.store,
         state_limits=limits.state,
         state_ttl=limits.state_ttl,
-        on_ready=tell_ready,
+        on_ready=publish_ready,
     ) as services:
         server = Server(options, services=services.registrations, translate=translate, ready=False)
 
@@ -160,10 +160,10 @@ async def serve_replica_role(
 
 
 def _warn_of_loopback(advertised: str) -> None:
-    """Say so where what leads clients to this replica leads those of other machines to themselves."""
+    """Log a warning if the advertised address is loopback: clients on other machines would connect to themselves."""
     if parse_endpoint(advertised).loopback:
         _log.warning(
-            "this replica is advertised on loopback: only clients of this machine can follow to it",
+            "this replica is advertised on loopback: only clients of this machine can reach it",
             address=advertised,
             advice="--host with an address that others reach, or --advertise HOST:PORT",
         )

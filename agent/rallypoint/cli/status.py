@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from rallypoint.cli.output import plain_console, printable, show_span
-from rallypoint.cli.service_options import service_options
-from rallypoint.cli.values import Text
+from rallypoint.cli.values import Text, service_options
 from rallypoint.rpc.endpoint import ClientTLS, SettingError
 from rallypoint.serving.options import Setting
 
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
     from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
     from rallypoint.timer.v1 import timer_service_pb2 as timer_pb
 
-# Names of nodes in one line of text; a run may refuse a thousand.
+# Names of nodes in one line of output; a run may have a thousand evicted ones.
 _MOST_NAMES = 20
 
 
@@ -35,7 +34,7 @@ _MOST_NAMES = 20
     default="",
     show_default=False,
     metavar="HOST:PORT",
-    help="With RUN_ID, ask this timer service how far the workers have come; without it, nobody is asked.",
+    help="With RUN_ID: the timer service to read the progress of the workers from; default: no progress is shown.",
 )
 @service_options
 def status(
@@ -70,7 +69,7 @@ def status(
         )
     if as_json:
         fields = MessageToDict(response, always_print_fields_with_no_presence=True)
-        del fields["nextPageToken"]  # all pages are in it
+        del fields["nextPageToken"]  # all pages are included
         if run_id is not None and timer_endpoint:
             fields |= _progress_fields(run_id, timer_endpoint, tls, timeout)
         click.echo(json.dumps(fields, indent=2))
@@ -100,11 +99,11 @@ def _print_progress(run_id: str, endpoint: str, tls: ClientTLS | None, timeout: 
     try:
         answer = _request_progress(run_id, endpoint, tls, timeout)
     except SettingError as error:
-        # What is known of the run is worth having without it.
-        console.print(f"how far the workers are is not known: {error}")
+        # The run is worth showing without its progress.
+        console.print(f"progress of the workers is unknown: {error}")
         return
     if not answer.workers:
-        console.print("no worker tells its progress")
+        console.print("no worker reports progress")
         return
     console.print(slowest_line(answer))
     if answer.HasField("stalled"):
@@ -136,23 +135,23 @@ def _print_runs(runs: list[pb.Run]) -> None:
 
 
 def _print_owner_away(owner: str) -> None:
-    who = (
-        f"the replica at {owner}, which owns the run, gave no answer"
+    why = (
+        f"the replica at {owner}, which owns the run, did not reply"
         if owner
-        else "nobody owns the run just now"
+        else "the run has no owner at present"
     )
-    plain_console().print(f"who is connected is not known: {who}")
+    plain_console().print(f"connections are unknown: {why}")
 
 
 def _print_run(run: pb.Run, *, connections_known: bool) -> None:
     from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb  # noqa: PLC0415
 
     console = plain_console()
-    seats = sum(node.HasField("assignment") for node in run.nodes)
+    assigned = sum(node.HasField("assignment") for node in run.nodes)
     spares = sum(node.state == pb.NODE_STATE_SPARE for node in run.nodes)
     joined = f"{run.node_count} joined, " + (f"{spares} of them spare, " if spares else "")
     console.print(
-        f"run {run.run_id}: {_phase(run)}, round {run.round}, {run.world_size} workers on {seats} nodes "
+        f"run {run.run_id}: {_phase(run)}, round {run.round}, {run.world_size} workers on {assigned} nodes "
         f"({joined}{_range(run.settings)} wanted), "
         f"{_budget(run)}, revision {run.revision}"
     )
@@ -162,10 +161,10 @@ def _print_run(run: pb.Run, *, connections_known: bool) -> None:
         console.print(f"run ended: {run.run_end.detail}")
     elif run.HasField("held_back"):
         console.print(
-            f"the restart is held back {run.held_back.ToNanoseconds() / 1e9:g} s from then: rounds fail soon"
+            f"restart delayed by {run.held_back.ToNanoseconds() / 1e9:g} s (back-off after repeated failures)"
         )
     elif run.succeeded_count:
-        console.print(_exit_barrier(run, seats))
+        console.print(_exit_barrier(run, assigned))
     if run.evicted_node_ids:
         console.print(_evicted(run))
     if run.nodes:
@@ -178,30 +177,30 @@ def _print_run(run: pb.Run, *, connections_known: bool) -> None:
 
 
 def _budget(run: pb.Run) -> str:
-    """What is used up of the budgets of restarts: of the run, and of the nodes that have used any."""
+    """Describe the used restarts: of the run's budget, and of each node that has used any."""
     settings = run.settings
     window = settings.restart_window.ToNanoseconds() / 1e9
     used = f"{_counted(run)} of {settings.max_restarts} restarts used"
     if window:
         used += f" in the last {window:g} s ({run.restart_count} in all)"
-    blamed = [node for node in run.nodes if node.counted_restarts]
-    blamed.sort(key=lambda node: node.counted_restarts, reverse=True)
+    charged = [node for node in run.nodes if node.counted_restarts]
+    charged.sort(key=lambda node: node.counted_restarts, reverse=True)
     of_nodes = [
         f"{node.counted_restarts} of {settings.max_restarts_per_node} by node {node.node_id}"
-        for node in blamed[:_MOST_NAMES]
+        for node in charged[:_MOST_NAMES]
     ]
     return ", ".join([used, *of_nodes])
 
 
 def _counted(run: pb.Run) -> int:
-    """Restarts that count against the run's budget; all do unless it has a window, as older services say."""
+    """Return the restarts that count against the run's budget: all, unless it has a window (older services: none)."""
     return run.counted_restarts if run.settings.restart_window.ToNanoseconds() else run.restart_count
 
 
-def _exit_barrier(run: pb.Run, seats: int) -> str:
-    succeeded = f"{run.succeeded_count} of {seats} nodes succeeded"
+def _exit_barrier(run: pb.Run, assigned: int) -> str:
+    succeeded = f"{run.succeeded_count} of {assigned} nodes succeeded"
     if run.exit_barrier_passed:
-        return f"{succeeded}; the exit barrier is over: they wait for the others no longer"
+        return f"{succeeded}; the exit barrier is over: they no longer wait for the others"
     most = run.settings.exit_barrier_timeout.ToNanoseconds() / 1e9
     return f"{succeeded}; they wait for the others, {most:g} s at most"
 
@@ -210,7 +209,7 @@ def _evicted(run: pb.Run) -> str:
     names = ", ".join(run.evicted_node_ids[:_MOST_NAMES])
     more = len(run.evicted_node_ids) - _MOST_NAMES
     others = f" and {more} others" if more > 0 else ""
-    return f"taken out, and refused (`rallypoint events` says why): {names}{others}"
+    return f"evicted, and refused (`rallypoint events` shows why): {names}{others}"
 
 
 def _node_table(run: pb.Run, *, connections_known: bool) -> Table:
@@ -222,14 +221,14 @@ def _node_table(run: pb.Run, *, connections_known: bool) -> Table:
     columns = ["node", "state", "group rank", "ranks", "role", "address", "connected"]
     table = Table(*columns, *(["topology"] if places else []), box=None)
     for node in run.nodes:
-        seat = node.assignment
-        seated = node.HasField("assignment")
-        ranks = f"{seat.base_rank}-{seat.base_rank + node.local_world_size - 1}" if seated else "-"
+        ranked = node.assignment
+        assigned = node.HasField("assignment")
+        ranks = f"{ranked.base_rank}-{ranked.base_rank + node.local_world_size - 1}" if assigned else "-"
         state = pb.NodeState.Name(node.state).removeprefix("NODE_STATE_")
         table.add_row(
             node.node_id,
             state,
-            str(seat.group_rank) if seated else "-",
+            str(ranked.group_rank) if assigned else "-",
             ranks,
             node.role,
             node.address,
@@ -262,7 +261,7 @@ def _range(settings: pb.RunSettings) -> str:
 
 
 def progress_lines(run_id: str, answer: timer_pb.GetProgressResponse) -> list[str]:
-    """How far the run is, and whether it stalls; of a run that tells progress."""
+    """Describe the progress of a run with reporting workers, and whether it stalls."""
     lines = [
         f"run {run_id}: {_workers(answer.workers)} at {_steps(answer)}, "
         f"the last one advanced {_span(answer.idle)} ago"
@@ -277,7 +276,7 @@ def progress_lines(run_id: str, answer: timer_pb.GetProgressResponse) -> list[st
 
 
 def slowest_line(answer: timer_pb.GetProgressResponse) -> str:
-    """The slowest worker, for who looks at the run as a whole; of a run that tells progress."""
+    """Describe the slowest worker of a run with reporting workers."""
     if not answer.slowest:
         return f"{_workers(answer.workers)} at {_steps(answer)}"
     slowest = answer.slowest[0]
@@ -287,13 +286,13 @@ def slowest_line(answer: timer_pb.GetProgressResponse) -> str:
 
 
 def stall_line(stalled: timer_pb.Stalled) -> str:
-    """That no worker advances, and who stopped first."""
-    told = f"the run STALLS: no worker has advanced for {_span(stalled.idle)}"
+    """Report that no worker advances, and which one stopped first."""
+    stalls = f"the run STALLS: no worker has advanced for {_span(stalled.idle)}"
     if not stalled.HasField("first"):
-        return told
+        return stalls
     first = stalled.first
     return (
-        f"{told}; {_worker(first)} stopped first, {_span(first.idle)} ago at step {first.step} "
+        f"{stalls}; {_worker(first)} stopped first, {_span(first.idle)} ago at step {first.step} "
         f"({stalled.at_same_step} of {_workers(stalled.workers)} are at that step)"
     )
 

@@ -17,8 +17,7 @@ from rallypoint.agent.job.options import OPTIONS, job_fields
 from rallypoint.cli.main import ENVIRONMENT
 from rallypoint.cli.run_command import RunCommand, flag, flags
 from rallypoint.cli.run_flags import run_flags
-from rallypoint.cli.service_options import refuse_etcd_url
-from rallypoint.cli.values import NodeCount, Text
+from rallypoint.cli.values import NodeCount, Text, refuse_etcd_url
 from rallypoint.rpc.endpoint import ClientTLS, EndpointError, SettingError, parse_endpoint, parse_endpoints
 from rallypoint.serving.options import Seconds, client_options
 
@@ -28,15 +27,15 @@ if TYPE_CHECKING:
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
-# Flags of `rallypoint run` that are about the host on which that is typed, or about torchrun's ways to find others;
-# and those that are declared anew here.
+# Flags of `rallypoint run` that concern only the host where it is typed, or torchrun's ways to find other hosts; and
+# flags that are declared again here.
 _NOT_HERE = frozenset(
     {"standalone", "rdzv_backend", "node_rank", "master_addr", "local_addr", "node_id", "topology"}
     | {"start_method", "logs_specs", "monitor_interval", "signals_to_handle", "supervisor_address"}
     | {"metrics_address", "log_level", "log_format", "nnodes", "nproc_per_node"}
 )
 
-# Options that only their host can look at: they name programs there.
+# Options that only the hosts can check: they name programs there.
 _OF_THE_HOST = ("health-check",)
 
 
@@ -60,17 +59,17 @@ class AgentList(click.ParamType[tuple[str, ...]]):
             except EndpointError as error:
                 self.fail(str(error), param, ctx)
             if endpoints.count(endpoint) > 1:
-                self.fail(f"{endpoint!r} is there twice; name each agent once", param, ctx)
+                self.fail(f"{endpoint!r} is listed twice; name each agent once", param, ctx)
         return endpoints
 
 
 class HostsWorkers(click.ParamType[str]):
-    """A number of workers, or a word that the hosts make one of."""
+    """A number of workers, or a word that each host resolves."""
 
     name = "N|auto|cpu|gpu|xpu"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        """Check."""
+        """Check the value."""
         text = str(value)
         if text not in ("auto", "cpu", "gpu", "xpu") and not (
             text.isascii() and text.isdigit() and 1 <= int(text) <= MOST_WORKERS
@@ -84,12 +83,12 @@ class HostsWorkers(click.ParamType[str]):
 
 
 class Variable(Text):
-    """NAME=VALUE, or NAME alone for the value that it has here."""
+    """NAME=VALUE; NAME alone takes the value of this process's environment."""
 
     name = "NAME[=VALUE]"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        """Check, and complete."""
+        """Check and complete the value."""
         text = super().convert(value, param, ctx)
         name, given, _ = text.partition("=")
         if not name or not name.isprintable():
@@ -107,48 +106,48 @@ _SUBMISSION = flags(
         "--agents",
         type=AgentList(),
         required=True,
-        help="The agents of the job's hosts (`rallypoint serve agent`), as in a:29420,b:29420.",
+        help="Agents of the job's hosts (`rallypoint serve agent`), as in a:29420,b:29420.",
     ),
     flag(
         "--nnodes",
         type=NodeCount(),
         metavar="N|MIN:MAX",
-        show_default="as many as agents",
-        help="Nodes of the job: MIN:MAX lets it go on when hosts are lost, and others join.",
+        show_default="number of agents",
+        help="Number of nodes; MIN:MAX lets the job continue when hosts are lost, and others join.",
     ),
     flag(
         "--nproc-per-node",
         type=HostsWorkers(),
         default="1",
-        help="Workers on each host; gpu, xpu, cpu: one for each there; auto: per GPU, else per processor.",
+        help="Workers on each host; gpu, xpu, cpu: one per device; auto: one per GPU, else one per processor.",
     ),
     flag(
         "--env",
         type=Variable(),
         multiple=True,
         metavar="NAME[=VALUE]",
-        help="A variable for the workers, over their agents' own; may be repeated.",
+        help="Environment variable of the workers, overrides the agent's; may be repeated.",
     ),
-    flag("--cwd", type=Text(), default="", metavar="FOLDER", help="Where workers run; the agent's folder."),
-    flag("--detach", is_flag=True, help="Return once all agents have the job."),
+    flag("--cwd", type=Text(), default="", metavar="FOLDER", help="Working directory; default: the agent's."),
+    flag("--detach", is_flag=True, help="Return once all agents have accepted the job."),
     flag(
         "--json",
         "as_json",
         is_flag=True,
-        help="With --detach: print the run, where it meets, and its nodes as JSON.",
+        help="With --detach: print the run, its rendezvous endpoint and its nodes as JSON.",
     ),
     flag(
         "--reconnect-timeout",
         type=Seconds(0, MOST_SECONDS),
         default=60.0,
         metavar="SECONDS",
-        help="How long an agent may be out of reach before it is no longer followed. Its workers don't care.",
+        help="How long an agent may be unreachable before it is no longer followed. Its workers are not affected.",
     ),
 )
 
 
 def _fitting_run_flags(command: _F) -> _F:
-    """Gives a command the flags of `rallypoint run` that make sense here."""
+    """Add the flags of `rallypoint run` that apply to remote hosts."""
     command = run_flags(command)
     parameters: list[click.Parameter] = command.__click_params__  # type: ignore[attr-defined]
     parameters[:] = [parameter for parameter in parameters if parameter.name not in _NOT_HERE]
@@ -168,12 +167,12 @@ def _fitting_run_flags(command: _F) -> _F:
 def submit(**given: Any) -> None:
     """Run PROGRAM on the hosts of the agents as one distributed job, and follow it to its end.
 
-    PROGRAM is a path on the hosts. All agents take the job on, or none. Their workers' output is shown with the host
-    and the rank before each line. Ctrl-C stops the job everywhere, a second one kills its workers at once. The exit
-    code is that of `rallypoint run`; 130 after Ctrl-C. With --detach, follow it with `rallypoint agent logs`.
+    PROGRAM is a path on the hosts. Either all agents accept the job, or none runs it. Each line of output is prefixed
+    with its host and rank. Ctrl-C stops the job on all hosts, a second Ctrl-C kills its workers. The exit code is that
+    of `rallypoint run`; 130 after Ctrl-C. After --detach, use `rallypoint agent logs` to see the output.
     """
     if given["as_json"] and not given["detach"]:
-        raise click.UsageError("--json is for launches: what follows on is the workers' output; add --detach")
+        raise click.UsageError("--json would be mixed with the output of the workers; add --detach")
     submission = _submission(given)
     from rallypoint.agent.logs.follower import OutputThread  # noqa: PLC0415 (gRPC is not for --help)
     from rallypoint.rpc.loop import run as run_loop  # noqa: PLC0415
@@ -261,7 +260,7 @@ def _spec(agents: Sequence[str], given: Mapping[str, Any]) -> pb.JobSpec:
 
 
 def _options(given: Mapping[str, Any]) -> dict[str, str]:
-    """The options of the job as text, looked at here already: nobody waits for a host to find a mistake."""
+    """Return the options of the job as text, checked here already: a mistake is reported without a launch."""
     named = {name: given.get(name.replace("-", "_")) for name in OPTIONS}
     known = {name: value for name, value in named.items() if value not in (None, ())}
     job_fields({name: value for name, value in known.items() if name not in _OF_THE_HOST}, MOST_WORKERS)
@@ -269,14 +268,14 @@ def _options(given: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _text(value: object) -> str:
-    """An option's value as agents read it: commas separate the parts of one that can be repeated."""
+    """Return an option's value as agents parse it: commas separate the parts of a repeatable option."""
     if isinstance(value, tuple):
         return ",".join(str(part).replace(",", ",,") for part in value)
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _rendezvous(agents: Sequence[str], endpoint: str) -> str:
-    """Where the agents meet: where it is said, or at the first of them; empty: a single one at its own service."""
+    """Return the rendezvous endpoint: the given one, else the first agent; empty: a single agent's own service."""
     if endpoint:
         refuse_etcd_url(endpoint)
         parse_endpoints(endpoint)
@@ -286,8 +285,8 @@ def _rendezvous(agents: Sequence[str], endpoint: str) -> str:
     far = [agent for agent in agents if not parse_endpoint(agent).loopback]
     if far and parse_endpoint(agents[0]).loopback:
         raise click.BadParameter(
-            f"{far[0]} can't reach the first agent at {agents[0]}, where the job's hosts are to meet; name it as "
-            "the others see it, or another rendezvous service with --rdzv-endpoint",
+            f"{far[0]} can't reach the first agent at {agents[0]}, which serves the job's rendezvous; give an address "
+            "that all hosts can reach, or another rendezvous service with --rdzv-endpoint",
             param_hint="--agents",
         )
     return agents[0]

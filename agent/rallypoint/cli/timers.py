@@ -1,4 +1,4 @@
-"""`rallypoint timers`: what counts down, and what ran out."""
+"""`rallypoint timers`: the timers of workers, running and expired."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from rallypoint.cli.output import plain_console, printable, show_span
-from rallypoint.cli.service_options import timer_service_options
-from rallypoint.cli.values import Text
+from rallypoint.cli.values import Text, timer_service_options
 from rallypoint.rpc.endpoint import ClientTLS
 
 if TYPE_CHECKING:
@@ -22,15 +21,15 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.argument("run_id", type=Text(), required=False)
-@click.option("--node", type=Text(), default="", help="Only of this node.")
-@click.option("--expired", is_flag=True, help="Only those that ran out.")
+@click.option("--node", type=Text(), default="", help="Only timers of this node.")
+@click.option("--expired", is_flag=True, help="Only expired timers.")
 @click.option(
     "--limit",
     type=click.IntRange(1, 1_000_000),
     default=1_000,
     show_default=True,
     metavar="N",
-    help="At most N; those that ran out come first.",
+    help="Show at most N timers, expired ones first.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the timers as JSON.")
 @timer_service_options
@@ -45,10 +44,10 @@ def timers(
     timeout: float,
     tls: ClientTLS | None,
 ) -> None:
-    """Show the timers of RUN_ID, or of all runs: what ran out first (marked !), then what runs out soonest.
+    """Show the timers of RUN_ID, or of all runs: expired ones (marked !), then those that expire soonest.
 
-    OFFERED ran out, and its agent was told so often, but has not reported yet. UNCLAIMED ran out, and no agent is
-    there to be told. LEARNING can't run out: how long it may take is not known yet (`rallypoint scopes`).
+    OFFERED: expired, and sent to its agent (OFFERS times) without a reply yet. UNCLAIMED: expired, and no agent is
+    connected. LEARNING: can't expire, because its timeout is still being learned (`rallypoint scopes`).
     """
     from google.protobuf.json_format import MessageToDict  # noqa: PLC0415 (slow, and not for --help)
 
@@ -73,7 +72,7 @@ def timers(
     elif found:
         plain_console().print(_timer_table(found, with_runs=run_id is None))
     else:
-        click.echo("no timers that ran out" if expired else "no timers")
+        click.echo("no expired timers" if expired else "no timers")
 
 
 def _timer_table(timers: Sequence[pb.Timer], *, with_runs: bool) -> Table:
@@ -101,7 +100,7 @@ def _timer_table(timers: Sequence[pb.Timer], *, with_runs: bool) -> Table:
     return table
 
 
-# ---- `rallypoint scopes`: how long runs have learned that their scopes take, and forgetting it.
+# ---- `rallypoint scopes`: learned timeouts of scopes, and forgetting them.
 
 
 @click.command()
@@ -112,9 +111,9 @@ def _timer_table(timers: Sequence[pb.Timer], *, with_runs: bool) -> Table:
     type=Text(),
     multiple=True,
     metavar="SCOPE",
-    help="Let RUN_ID learn this one anew.",
+    help="Make RUN_ID learn this scope again; may be repeated.",
 )
-@click.option("--forget-all", is_flag=True, help="Let RUN_ID learn all of them anew.")
+@click.option("--forget-all", is_flag=True, help="Make RUN_ID learn all its scopes again.")
 @click.option("--json", "as_json", is_flag=True, help="Print the answer as JSON.")
 @timer_service_options
 def scopes(
@@ -127,11 +126,11 @@ def scopes(
     timeout: float,
     tls: ClientTLS | None,
 ) -> None:
-    """Show what RUN_ID, or every run, has learned of its scopes with `expires(after="auto")`.
+    """Show the timeouts that RUN_ID, or every run, has learned for its scopes with `expires(after="auto")`.
 
-    SEEN is how many times workers have left the scope, on all hosts, TIMEOUT how long it may take, and TIMERS how
-    many workers are in it now. --forget lets a run learn anew, say after its batches have become larger: its
-    timers accuse nobody until enough was seen again.
+    SEEN is how often workers have left the scope, on all hosts; TIMEOUT is how long it may take; TIMERS is how many
+    workers are in it now. Use --forget when a scope takes longer than before, as with larger batches: its timers can't
+    expire until enough completions have been seen again.
     """
     if forgotten or forget_all:
         _check_forgetting(run_id, forgotten, forget_all)
@@ -148,18 +147,18 @@ def scopes(
 def _check_forgetting(run_id: str | None, forgotten: Sequence[str], forget_all: bool) -> None:
     if not run_id:
         flag = "--forget-all" if forget_all else "--forget"
-        raise click.UsageError(f"{flag} needs RUN_ID: which run is to forget?")
+        raise click.UsageError(f"{flag} needs RUN_ID, the run that is to forget")
     if forgotten and forget_all:
         raise click.UsageError("--forget and --forget-all contradict each other; leave one out")
     if "" in forgotten:
-        # On the wire an empty scope stands for all of them.
+        # In the request an empty scope means all of them.
         raise click.UsageError("--forget needs the name of a scope; --forget-all forgets all of the run")
 
 
 def _forget(
     run_id: str, scopes: Sequence[str], endpoint: str, tls: ClientTLS | None, timeout: float
 ) -> dict[str, int]:
-    """How many were forgotten of each name; "" stands for all of the run."""
+    """Return how many scopes were forgotten for each name; "" means all scopes of the run."""
     from rallypoint.cli.operator import call_timer  # noqa: PLC0415 (gRPC is not for --help)
     from rallypoint.timer.v1 import timer_service_pb2 as pb  # noqa: PLC0415
     from rallypoint.timer.v1 import timer_service_pb2_grpc as pb_grpc  # noqa: PLC0415
@@ -175,12 +174,12 @@ def _forget(
 
 def _describe_scope(run_id: str, scope: str, count: int) -> str:
     if not count:
-        what = f"of the scope {scope}" if scope else "of any scope"
-        return f"run {run_id} had learned nothing {what}, so there was nothing to forget"
+        subject = f"of the scope {scope}" if scope else "of any scope"
+        return f"run {run_id} had learned nothing {subject}, so there was nothing to forget"
     if scope:
-        return f"run {run_id} has forgotten the scope {scope} and learns it anew"
+        return f"run {run_id} has forgotten the scope {scope} and learns it again"
     plural = "" if count == 1 else "s"
-    return f"run {run_id} has forgotten {count} scope{plural} and learns anew"
+    return f"run {run_id} has forgotten {count} scope{plural} and learns again"
 
 
 def _show(run_id: str, as_json: bool, endpoint: str, tls: ClientTLS | None, timeout: float) -> None:
@@ -194,12 +193,12 @@ def _show(run_id: str, as_json: bool, endpoint: str, tls: ClientTLS | None, time
     answer = call_timer(endpoint, tls, timeout, partial(all_scopes, run_id))
     if as_json:
         fields: dict[str, Any] = MessageToDict(answer, always_print_fields_with_no_presence=True)
-        del fields["nextPageToken"]  # all pages are in it
+        del fields["nextPageToken"]  # all pages are included
         click.echo(json.dumps(fields, indent=2))
     elif answer.scopes:
         _print(answer, with_runs=not run_id)
     else:
-        click.echo('nothing was learned; `expires(after="auto")` does')
+        click.echo('no learned timeouts; use `expires(after="auto")` to learn them')
 
 
 def _print(answer: pb.ListScopesResponse, *, with_runs: bool) -> None:
@@ -222,11 +221,11 @@ def _print(answer: pb.ListScopesResponse, *, with_runs: bool) -> None:
     console.print(table)
     least = show_span(answer.least.ToNanoseconds() / 1e9)
     console.print(
-        f"a timeout is {answer.factor:g} times the longest, at least {least}, once {answer.warm_up} were seen"
+        f"a timeout is {answer.factor:g} times the longest, at least {least}, after {answer.warm_up} completions"
     )
 
 
-# ---- `rallypoint progress`: how far a run's workers have come, and who stopped first.
+# ---- `rallypoint progress`: the progress of a run's workers.
 
 
 @click.command()
@@ -237,16 +236,16 @@ def _print(answer: pb.ListScopesResponse, *, with_runs: bool) -> None:
     default=10,
     show_default=True,
     metavar="N",
-    help="At most the slowest N.",
+    help="Show at most the N slowest workers.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the answer as JSON.")
 @timer_service_options
 def progress(
     *, run_id: str, limit: int, as_json: bool, timer_endpoint: str, timeout: float, tls: ClientTLS | None
 ) -> None:
-    """Show how far the workers of RUN_ID have come, as they say by `progress(step)`: the slowest first.
+    """Show the progress of the workers of RUN_ID, as they report it with `progress(step)`: the slowest first.
 
-    BEHIND is how many steps the worker is behind the fastest, and SINCE how long it has been at its step.
+    BEHIND is how many steps the worker is behind the fastest; SINCE is how long it has been at its step.
     """
     from google.protobuf.json_format import MessageToDict  # noqa: PLC0415 (slow, and not for --help)
 
@@ -262,7 +261,7 @@ def progress(
         return
     console = plain_console()
     if not answer.workers:
-        console.print(f"no worker of run {run_id} tells its progress; `rallypoint.timer.progress(step)` does")
+        console.print(f"no worker of run {run_id} reports progress; use `rallypoint.timer.progress(step)`")
         return
     for line in progress_lines(run_id, answer):
         console.print(line)

@@ -1,17 +1,18 @@
-"""Values of flags: node counts, worker counts, rendezvous settings, and names."""
+"""Values of flags, and the options that several commands share."""
 
 from __future__ import annotations
 
 import os
 import signal
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 
 from rallypoint.agent.config.settings import MOST_NODES, MOST_WORKERS
 from rallypoint.agent.job.options import parse_signal
-from rallypoint.serving.options import Seconds, Setting
+from rallypoint.launcher.backends import is_etcd_url
+from rallypoint.serving.options import Seconds, Setting, client_options
 
 
 class NodeCount(click.ParamType[tuple[int, int]]):
@@ -22,7 +23,7 @@ class NodeCount(click.ParamType[tuple[int, int]]):
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> tuple[int, int]:
-        """Parse and check."""
+        """Parse and check the value."""
         if isinstance(value, tuple):
             return value
         least, separator, most = str(value).partition(":")
@@ -44,12 +45,12 @@ class NodeCount(click.ParamType[tuple[int, int]]):
 
 
 class WorkerCount(click.ParamType[int]):
-    """A number of workers, or one for each device of a kind that the workers may use."""
+    """A number of workers, or one for each usable device of a kind."""
 
     name = "N|auto|cpu|gpu|xpu"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """Parse and check."""
+        """Parse and check the value."""
         if value in ("auto", "cpu", "gpu", "xpu"):
             return self._devices(str(value), param, ctx)
         try:
@@ -65,7 +66,7 @@ class WorkerCount(click.ParamType[int]):
         return count
 
     def _devices(self, kind: str, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        from rallypoint.agent.health import gpu  # noqa: PLC0415 (only for whoever asks)
+        from rallypoint.agent.health import gpu  # noqa: PLC0415 (needed for device counts only)
 
         processors = len(os.sched_getaffinity(0))
         if kind == "cpu":
@@ -74,9 +75,9 @@ class WorkerCount(click.ParamType[int]):
         if kind == "auto":
             return count or processors
         if not count:
-            what = "Intel GPU" if kind == "xpu" else "GPU"
+            device = "Intel GPU" if kind == "xpu" else "GPU"
             self.fail(
-                f"{kind!r} asks for one worker per {what}, and there is none that workers could use",
+                f"{kind!r} asks for one worker per {device}, and there is none that workers could use",
                 param,
                 ctx,
             )
@@ -84,12 +85,12 @@ class WorkerCount(click.ParamType[int]):
 
 
 class Text(click.ParamType[str]):
-    """Text that can be sent: a command line may hold bytes that are no UTF-8."""
+    """Text that can be encoded: a command line may hold bytes that are not UTF-8."""
 
     name = "TEXT"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        """Check."""
+        """Check the value."""
         text = str(value)
         try:
             text.encode()
@@ -104,7 +105,7 @@ class Pairs(click.ParamType[dict[str, str]]):
     name = "KEY=VALUE,…"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> dict[str, str]:
-        """Parse and check."""
+        """Parse and check the value."""
         if isinstance(value, dict):
             return value
         pairs: dict[str, str] = {}
@@ -124,7 +125,7 @@ class SignalList(click.ParamType[tuple[int, ...]]):
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> tuple[int, ...]:
-        """Parse and check."""
+        """Parse and check the value."""
         if isinstance(value, tuple):
             return value
         numbers = []
@@ -132,20 +133,20 @@ class SignalList(click.ParamType[tuple[int, ...]]):
             try:
                 number = parse_signal(name)
             except ValueError:
-                self.fail(f"{name!r} is no signal; expected names, as in SIGTERM,SIGUSR1", param, ctx)
+                self.fail(f"{name!r} is not a signal; expected names, as in SIGTERM,SIGUSR1", param, ctx)
             if number in (signal.SIGKILL, signal.SIGSTOP):
                 self.fail(f"{name!r} can't be handled by any program; leave it out", param, ctx)
             numbers.append(number)
         return tuple(numbers)
 
 
-# ---- Flags for what a service may use: so many, so many bytes, for so long; never nothing, never endless.
+# ---- Flags for limits of a service: a count, bytes, or seconds; never zero, never unlimited.
 
 
 Flag = Callable[[Callable[..., Any]], Callable[..., Any]]
-"""What gives a click command one more option."""
+"""A decorator that adds one option to a click command."""
 
-# What the machine can't have, in any unit: a slip of the finger, rather than a wish.
+# Beyond any machine, in any unit: such a value is a typing error.
 _MOST = 10**12
 _LONGEST = 366 * 24 * 3600.0
 
@@ -157,19 +158,82 @@ class _Whole(click.IntRange):
 
 
 def count(name: str, default: int, help_: str, most: int = _MOST) -> Flag:
-    """A flag for how many of something there may be; at least one."""
+    """Return a flag for a number of things; at least one."""
     return click.option(name, cls=Setting, type=_Whole(1, most), default=default, metavar="N", help=help_)
 
 
 def size(name: str, default: int, help_: str) -> Flag:
-    """A flag for how many bytes something may have; at least one."""
+    """Return a flag for a number of bytes; at least one."""
     return click.option(
         name, cls=Setting, type=_Whole(1, _MOST), default=default, metavar="BYTES", help=help_
     )
 
 
 def seconds(name: str, default: float, help_: str, least: float = 1.0) -> Flag:
-    """A flag for how long something lasts: from `least` seconds to a year."""
+    """Return a flag for a duration: from `least` seconds to a year."""
     return click.option(
         name, cls=Setting, type=Seconds(least, _LONGEST), default=default, metavar="SECONDS", help=help_
     )
+
+
+# ---- Options of the commands that call a rendezvous service.
+
+_Command = TypeVar("_Command", bound=Callable[..., Any])
+
+
+class ServiceAddress(Text):
+    """Address of a rendezvous service; the URL of an etcd, which `rallypoint run` accepts, is refused."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """Check the value."""
+        text = super().convert(value, param, ctx)
+        refuse_etcd_url(text)
+        return text
+
+
+def refuse_etcd_url(endpoint: str) -> None:
+    """Raise click.BadParameter for an etcd URL in `--rdzv-endpoint`, without quoting it: it may hold a password."""
+    if is_etcd_url(endpoint):
+        raise click.BadParameter(
+            "this command needs the address of a rendezvous replica (host:port), not the URL of an etcd",
+            param_hint="--rdzv-endpoint",
+        )
+
+
+def service_options(command: _Command) -> _Command:
+    """Add the options `rdzv_endpoint`, `timeout` in seconds, and `tls`, a ClientTLS or None."""
+    return click.option(
+        "--rdzv-endpoint",
+        cls=Setting,
+        type=ServiceAddress(),
+        default="127.0.0.1:29400",
+        metavar="HOST:PORT[,...]",
+        help="Address of the rendezvous service, or of its replicas.",
+    )(timeout_option(client_options(command)))
+
+
+def timeout_option(command: _Command) -> _Command:
+    """Add the option `timeout`: the time limit of the command, in seconds."""
+    return click.option(
+        "--timeout",
+        cls=Setting,
+        type=Seconds(0.1),
+        default=10.0,
+        metavar="SECONDS",
+        help="How long to wait for a response, retries included.",
+    )(command)
+
+
+# ---- Options of the commands that call a timer service.
+
+
+def timer_service_options(command: _Command) -> _Command:
+    """Add the options `timer_endpoint`, `timeout` in seconds, and `tls`, a ClientTLS or None."""
+    return click.option(
+        "--timer-endpoint",
+        cls=Setting,
+        type=Text(),
+        default="127.0.0.1:29410",
+        metavar="HOST:PORT",
+        help="Address of the timer service. An agent with an embedded one logs its address in `supervisor ready`.",
+    )(timeout_option(client_options(command)))

@@ -1,4 +1,4 @@
-"""From the plan of a launch to the end of its job on this host; for the command line, for Python, for the daemon."""
+"""Launching a job on this host from a plan, for the command line, for Python and for the daemon."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["CallError", "ChildFailedError", "LaunchConfig", "WorkersFailedError"
 
 
 def __getattr__(name: str) -> Any:
-    """What Python programs import from here is loaded for them alone: the command line starts without it."""
+    """Import the Python API on first use: the command line starts without it."""
     if name in __all__:
         from rallypoint.launcher import api  # noqa: PLC0415
 

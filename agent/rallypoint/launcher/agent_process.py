@@ -1,8 +1,8 @@
-"""The agent of a launch from Python: a process of its own, beside the program that launches.
+"""The agent of a launch from Python, as a separate process beside the launching program.
 
-An agent has gRPC loaded, kills what it finds below itself, and lives by signals and an event loop: none of that may
-happen to somebody's program or notebook. The kernel kills the agent when that program dies, and what is below the
-agent dies with it.
+An agent loads gRPC, kills processes below itself, and needs signal handlers and an event loop: none of that may happen
+inside a user's program or notebook. If that program dies, the kernel kills the agent, and with it all processes below
+the agent.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class _AgentHandle(Protocol):
 
 
 class AgentProcess:
-    """An agent at work, as the launching program sees it."""
+    """A running agent, as seen by the launching program."""
 
     def __init__(self, process: _AgentHandle, connection: socket.socket) -> None:
         """Use `start` or `fork`."""
@@ -46,7 +46,7 @@ class AgentProcess:
 
     @classmethod
     def start(cls, request: LaunchRequest) -> AgentProcess:
-        """Starts one with a fresh interpreter. Raises OSError."""
+        """Start an agent in a fresh interpreter. Raises OSError."""
         ours, theirs = socket.socketpair()
         with theirs:
             process = subprocess.Popen(
@@ -56,18 +56,18 @@ class AgentProcess:
                 ],
                 pass_fds=(theirs.fileno(),),
             )
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it is dead: waiting will tell
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it is dead: `wait` reports that
             ours.sendall(pickle.dumps(request))
             ours.shutdown(socket.SHUT_WR)
         return cls(process, ours)
 
     @classmethod
     def fork(cls, request: LaunchRequest, call: Call) -> AgentProcess:
-        """Makes one out of a fork of this process; its workers are forks of it as it is now. Raises OSError.
+        """Start an agent as a fork of this process; its workers are forks of this process as it is now. Raises OSError.
 
         Args:
-            request: What it is to do.
-            call: What workers call.
+            request: The job and its settings.
+            call: The function that workers call.
         """
         ours, theirs = socket.socketpair()
         parent = os.getpid()
@@ -77,7 +77,7 @@ class AgentProcess:
         with warnings.catch_warnings():
             warnings.simplefilter(
                 "ignore", DeprecationWarning
-            )  # Python's own about threads: the caller has been told
+            )  # Python's own, about threads: _check_forkable has warned already
             pid = os.fork()
         if pid == 0:
             ours.close()
@@ -86,12 +86,12 @@ class AgentProcess:
         return cls(_Fork(pid), ours)
 
     def send_signal(self, number: int) -> None:
-        """Passes a signal on."""
+        """Send a signal to the agent."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self._process.pid, number)
 
     def wait(self) -> LaunchOutcome:
-        """Waits for its end. Interrupted, may be called again."""
+        """Wait for the agent's end. May be called again after an interruption."""
         while piece := self._connection.recv(1 << 16):
             self._reply += piece
         status = self._process.wait()
@@ -99,8 +99,8 @@ class AgentProcess:
         if self._reply:
             outcome: LaunchOutcome = pickle.loads(bytes(self._reply))  # noqa: S301 (our own process's)
             return outcome
-        how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with {status}"
-        return LaunchOutcome(128 - status if status < 0 else status or 1, f"the agent's process {how}")
+        end = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with {status}"
+        return LaunchOutcome(128 - status if status < 0 else status or 1, f"the agent's process {end}")
 
 
 class _Fork:
@@ -128,10 +128,10 @@ def _be_agent(
     connection: socket.socket, parent: int, request: LaunchRequest, make_spawner: Callable[[], Spawner]
 ) -> NoReturn:
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before the signal was armed
+    if os.getppid() != parent:  # the parent died before the signal was armed
         os._exit(1)
     for number in request.plan.signals:
-        if signal.getsignal(number) != signal.SIG_IGN:  # until the job listens there is nothing to stop
+        if signal.getsignal(number) != signal.SIG_IGN:  # no worker runs yet: exit at once
             signal.signal(number, lambda received, _frame: os._exit(128 + received))
     connection.sendall(pickle.dumps(_carry_out(request, make_spawner)))
     for stream in (sys.stdout, sys.stderr):
@@ -142,7 +142,7 @@ def _be_agent(
 
 def _carry_out(request: LaunchRequest, make_spawner: Callable[[], Spawner]) -> LaunchOutcome:
     try:
-        # First of all: it must be there before gRPC is loaded, and comes up meanwhile.
+        # First: the spawner must exist before gRPC is loaded, and starts in parallel.
         spawner = make_spawner()
         if request.folder is not None:
             spawner.register_cleanup(request.folder)
@@ -158,18 +158,18 @@ def _carry_out(request: LaunchRequest, make_spawner: Callable[[], Spawner]) -> L
 
 def _make_spawner(request: LaunchRequest) -> Spawner:
     if request.forkserver:
-        assert request.folder is not None, "a call is left somewhere"
+        assert request.folder is not None, "a forkserver needs a saved call"
         return Spawner(start_forkserver(request.folder))
     return Spawner.start()
 
 
 def main(fd: int, parent: int) -> NoReturn:
-    """Is the agent that `AgentProcess.start` starts."""
+    """Run the agent that `AgentProcess.start` has started."""
     connection = socket.socket(fileno=fd)
     content = b"".join(iter(lambda: connection.recv(1 << 16), b""))
     if not content:
-        sys.exit(1)  # whoever was to say what to do is dead
-    request: LaunchRequest = pickle.loads(content)  # noqa: S301 (of the process that has started us)
+        sys.exit(1)  # the launching program is dead
+    request: LaunchRequest = pickle.loads(content)  # noqa: S301 (from our parent process)
     _be_agent(connection, parent, request, lambda: _make_spawner(request))
 
 

@@ -1,4 +1,4 @@
-"""`elastic_launch(config, entrypoint)(*args)`: a job from Python, for programs and for functions."""
+"""`elastic_launch(config, entrypoint)(*args)`: launch a job from Python, for programs and for functions."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ class WorkersFailedError(Exception):
     """A job that did not succeed.
 
     Attributes:
-        name: Of what was launched.
-        exit_code: What `rallypoint run` would have ended with: see docs/failures.md.
+        name: Name of the function or program.
+        exit_code: Exit code that `rallypoint run` would have had: see docs/failures.md.
         detail: How the job ended, in one sentence.
-        failure: The failure that ended the run, on whichever host it was; None if it was none of a worker.
-        report: The same for people; lines.
+        failure: The failure that ended the run, on any of its hosts; None if it was not a worker's.
+        report: The failure as text for people, several lines.
     """
 
     def __init__(
         self, name: str, exit_code: int, detail: str, failure: WorkerFailure | None, report: str
     ) -> None:
-        """Of an outcome."""
+        """Store the outcome of a launch."""
         super().__init__(name, exit_code, detail, failure, report)
         self.name = name
         self.exit_code = exit_code
@@ -53,53 +53,53 @@ class WorkersFailedError(Exception):
         self.report = report
 
     def __str__(self) -> str:
-        """The sentence, and the report if there is one."""
+        """Return the sentence, and the report if there is one."""
         return "\n".join(filter(None, (f"{self.name}: {self.detail}", self.report)))
 
     @property
     def failures(self) -> dict[int, WorkerFailure]:
-        """The failure by the global rank of its worker, as torch's ChildFailedError has it."""
+        """Return the failure by the global rank of its worker, as torch's ChildFailedError does."""
         return {self.failure.rank: self.failure} if self.failure is not None else {}
 
 
 ChildFailedError = WorkersFailedError
-"""Torch's name of it."""
+"""Torch's name of `WorkersFailedError`."""
 
 
 class elastic_launch:
-    """Runs a job on this host, as part of one on several if the configuration says so.
+    """Run a job on this host, as part of a job on several hosts if the configuration names more.
 
         results = elastic_launch(LaunchConfig(1, 1, nproc_per_node=2), train)(dataset, 10)
         elastic_launch(LaunchConfig(1, 1, nproc_per_node=2), "python")("-u", "train.py")
 
-    See docs/python.md for the start methods, and for what may be passed and returned.
+    See docs/python.md for the start methods, and for the types that can be passed and returned.
     """
 
     def __init__(self, config: LaunchConfig, entrypoint: Callable[..., Any] | str) -> None:
-        """Nothing is started.
+        """Store the settings; nothing is started.
 
         Args:
-            config: How.
-            entrypoint: A function, or a program.
+            config: How the job runs.
+            entrypoint: A function, or the name of a program.
         """
         self._config = config
         self._entrypoint = entrypoint
 
     def __call__(self, *args: Any) -> dict[int, Any]:
-        """Runs the job to its end. What it started is gone then, in any case.
+        """Run the job to its end. All processes that it started are gone afterwards, also after an error.
 
         Args:
-            args: Of the function or the program; `${local_rank}` in text is replaced.
+            args: Arguments of the function or the program; `${local_rank}` in text is replaced.
 
         Returns:
-            By the global rank of each worker of this host, what the function returned; None for a program.
+            The return values of the function by the global rank of this host's workers; None for a program.
 
         Raises:
-            WorkersFailedError: The job did not succeed, or has left because of a signal that this program handles.
-            KeyboardInterrupt: Ctrl-C, once the workers are stopped.
-            SystemExit: Likewise for another signal of `signals_to_handle`, unless this program handles it itself.
-            CallError: The function or its arguments can't be brought to the workers, or what it returned back.
-            ValueError: The configuration makes no sense, or the job could not be started as asked; one line.
+            WorkersFailedError: The job did not succeed, or left its run after a signal that this program handles.
+            KeyboardInterrupt: Ctrl-C; the workers are stopped.
+            SystemExit: Another signal of `signals_to_handle`; the workers are stopped. Not if this program handles it.
+            CallError: The function or its arguments can't be sent to the workers, or a return value can't be sent back.
+            ValueError: The configuration is wrong, or the job could not be started as requested; one line.
         """
         if is_importing_main():
             raise RuntimeError(
@@ -140,13 +140,13 @@ class elastic_launch:
 def _check_forkable() -> None:
     if "grpc" in sys.modules:
         raise ValueError(
-            "start_method='fork': this process has loaded gRPC, which a fork does not survive; import it later, "
-            "or take 'spawn' or 'forkserver'"
+            "start_method='fork': this process has loaded gRPC, which does not work in a fork; import gRPC later, "
+            "or use 'spawn' or 'forkserver'"
         )
     if threading.active_count() > 1:
         warnings.warn(
-            "start_method='fork' while other threads run: workers don't have those, but may have the locks that they "
-            "hold, for ever; 'spawn' and 'forkserver' have no such trouble",
+            "start_method='fork' while other threads run: workers don't have these threads, but may inherit locks that "
+            "they hold, which are then never released; use 'spawn' or 'forkserver' to avoid this",
             RuntimeWarning,
             stacklevel=4,
         )
@@ -160,13 +160,13 @@ def _check(name: str, outcome: LaunchOutcome) -> None:
 
 
 def _run(start: Callable[[], AgentProcess], signals: Sequence[int]) -> LaunchOutcome:
-    """Has an agent do its work; when this returns, or raises, nothing of it is left."""
+    """Run an agent to its end; no process of it is left when this returns or raises."""
     with PassedSignals(signals) as passed:
         agent = start()
         passed.send_by(agent.send_signal)
         try:
             outcome = agent.wait()
-        except BaseException:  # of a signal handler that is not ours
+        except BaseException:  # raised by a user's signal handler
             agent.send_signal(signal.SIGINT)
             agent.wait()
             raise

@@ -1,4 +1,4 @@
-"""What Python asks for: torch's LaunchConfig, with its names and defaults, and what there is here beside."""
+"""The configuration of a launch from Python: torch's LaunchConfig with its names and defaults, and further fields."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ _LOG_LEVELS = ("debug", "info", "warning", "error")
 
 @dataclass
 class LaunchConfig:
-    """How a job runs on this host.
+    """Configuration of a job on this host.
 
-    The names are torch's, and so are their defaults, but for the backend. Times are in seconds.
+    Names and defaults are torch's, except for the backend. Times are in seconds.
 
     Attributes:
         min_nodes: Fewest nodes of a round.
@@ -41,36 +41,36 @@ class LaunchConfig:
         logs_specs: Torch's DefaultLogsSpecs, for programs that make one; here the fields below do the same.
         run_id: Name of the run, the same on all its hosts; empty: a new one, of this host alone.
         role: Role of the workers.
-        rdzv_endpoint: HOST:PORT of the rendezvous service, or torch's etcd:// URL; empty: a job of this host alone
-            has its own inside.
-        rdzv_backend: `rallypoint`, `static`, `c10d`, `etcd` or `etcd-v2`; empty: rallypoint, or etcd with its URL.
+            rdzv_endpoint: HOST:PORT of the rendezvous service, or an etcd:// URL; empty: a job of this host alone has
+                an embedded service.
+            rdzv_backend: `rallypoint`, `static`, `c10d`, `etcd` or `etcd-v2`; empty: rallypoint, or etcd for its URL.
         rdzv_configs: Settings of the run, by the names of `--rdzv-conf`; for `static` also `rank`, this node's.
         rdzv_timeout: Torch's old name of rdzv_configs["timeout"].
         max_restarts: Restarts of failed workers, over the whole run.
-        monitor_interval: Has no meaning here: nothing is polled.
+        monitor_interval: Accepted for compatibility; ignored.
         start_method: How workers that call a function start: `spawn`, `fork` or `forkserver`. See docs/python.md.
         log_line_prefix_template: Prefix of teed lines, with `${role_name}`, `${local_rank}` and `${rank}`.
-        metrics_cfg: Has no meaning here: figures are served at `metrics_address`.
-        local_addr: Address at which other hosts reach this one; None: found out.
+        metrics_cfg: Has no meaning here: metrics are served at `metrics_address`.
+        local_addr: Address at which other hosts reach this one; None: determined automatically.
         event_log_handler: Where events go, as `--event-log-handler` has it.
         numa_options: `node`, `socket`, `exclusive` or `core-complex`, or torch's NumaOptions; None: not bound.
-        signals_to_handle: Signals on which the job leaves its run; SIGINT always is one.
-        duplicate_stdout_filters: Lines with one of these texts are copied to one file for all workers.
-        duplicate_stderr_filters: The same of standard error.
+        signals_to_handle: Signals on which the job leaves its run; SIGINT is always one.
+        duplicate_stdout_filters: Lines that contain one of these texts are copied to one file for all workers.
+        duplicate_stderr_filters: The same for standard error.
         virtual_local_rank: Give every worker LOCAL_RANK 0 and one visible device.
-        shutdown_timeout: How long workers may take to stop before they are killed; None: what the variable
-            TORCH_ELASTIC_SHUTDOWN_TIMEOUT says, or 30.
-        log_dir: Where to make the folder of the workers' output; None: a new temporary one.
-        redirects: Streams that the console doesn't show, as `--redirects`.
-        tee: Streams that it shows with a prefix, as `--tee`.
+        shutdown_timeout: Time for workers to stop before they are killed; None: the value of the variable
+            TORCH_ELASTIC_SHUTDOWN_TIMEOUT, or 30.
+        log_dir: Parent folder of the workers' output folder; None: a new temporary one.
+        redirects: Streams not shown on the console, as `--redirects`.
+        tee: Streams shown with a prefix, as `--tee`.
         local_ranks_filter: Local ranks whose output the console shows; empty: all.
-        environment: Of the workers, less what the agent adds; None: this process's.
+        environment: Environment of the workers, without the agent's additions; None: this process's.
         node_id: Name of this host in the run; empty: a new one.
-        timer_endpoint: HOST:PORT of the timer service; empty: inside the agent.
-        supervisor_address: Where SupervisorService listens.
-        metrics_address: Where figures for Prometheus are served; empty: nowhere.
-        tls: Certificates towards the services; None: plaintext.
-        log_level: Of the agent's own log: debug, info, warning or error.
+        timer_endpoint: HOST:PORT of the timer service; empty: one inside the agent.
+        supervisor_address: Address at which SupervisorService listens.
+        metrics_address: Address at which Prometheus metrics are served; empty: not served.
+        tls: Certificates for the services; None: plaintext.
+        log_level: Level of the agent's own log: debug, info, warning or error.
         options: Any other flag of `rallypoint run` by its name, as in {"rlimit": "nofile=65536"}.
     """
 
@@ -111,14 +111,14 @@ class LaunchConfig:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def plan(self, command: Sequence[str], *, call: bool = False) -> LaunchPlan:
-        """The job of this host.
+        """Return the plan of the job on this host.
 
         Args:
             command: Program and arguments of a worker.
-            call: Workers are forks of the spawner that call; `command` only names what.
+            call: True if workers are forks of the spawner that call a function; `command` is then its name only.
 
         Raises:
-            ValueError: A field can't have its value, or contradicts another; one line.
+            ValueError: A field has a wrong value, or contradicts another; one line.
         """
         try:
             return self._plan(tuple(command), call)
@@ -130,7 +130,7 @@ class LaunchConfig:
         """The signals of `signals_to_handle`, and SIGINT.
 
         Raises:
-            ValueError: There is no such signal.
+            ValueError: A signal does not exist, or can't be handled.
         """
         names = (name.strip() for name in self.signals_to_handle.split(","))
         try:
@@ -196,7 +196,7 @@ class LaunchConfig:
         if self.max_nodes > 1 and not self.rdzv_endpoint and self.rdzv_backend in ("", "rallypoint"):
             raise SettingError(
                 "rdzv_endpoint: a job of several hosts needs one (start it with `rallypoint serve rendezvous`); or "
-                "take rdzv_backend='static' or 'c10d', whose service is in the agent of one of them"
+                "use rdzv_backend='static' or 'c10d', whose service is in the agent of one of them"
             )
         if self.log_level not in _LOG_LEVELS:
             raise SettingError(f"log_level={self.log_level!r} is none of {', '.join(_LOG_LEVELS)}")
@@ -207,8 +207,8 @@ class LaunchConfig:
             raise SettingError(f"start_method={self.start_method!r} is none of {', '.join(START_METHODS)}")
         if getattr(self.numa_options, "should_fall_back_if_binding_fails", False):
             raise SettingError(
-                "numa_options.should_fall_back_if_binding_fails is not possible here: a worker that can't be bound "
-                "can't be started"
+                "numa_options.should_fall_back_if_binding_fails is not supported: a worker that can't be bound is not "
+                "started"
             )
 
     def _notices(self) -> list[str]:
@@ -239,7 +239,7 @@ class LaunchConfig:
 
 
 def _of_logs_specs(specs: Any) -> dict[str, Any]:
-    """What torch's LogsSpecs says, as options; it has no public way to say all of it."""
+    """Return the options that torch's LogsSpecs holds; it has no public way to read all of them."""
     if specs is None:
         return {}
     ranks = getattr(specs, "_local_ranks_filter", None)
@@ -284,12 +284,12 @@ _NAMES = {"rdzv-id": "run_id", "rdzv-conf": "rdzv_configs", "node-rank": "rdzv_c
 
 
 def in_our_names(sentence: str) -> str:
-    """A sentence about flags as one about fields."""
+    """Translate a sentence about flags into one about fields."""
     return re.sub(
         r"--([a-z][a-z0-9-]*)", lambda flag: _NAMES.get(flag[1], flag[1].replace("-", "_")), sentence
     )
 
 
 def python_command(*arguments: str) -> tuple[str, ...]:
-    """Arguments for the Python of the workers, which does not buffer what they print."""
+    """Return a command line for the workers' Python, with unbuffered output."""
     return (os.environ.get("PYTHON_EXEC", sys.executable), "-u", *arguments)

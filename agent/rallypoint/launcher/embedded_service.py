@@ -1,4 +1,4 @@
-"""The rendezvous service inside the agent of one of a job's hosts, as torch's `static` and `c10d` have it."""
+"""The rendezvous service inside the agent of one of a job's hosts, as with torch's `static` and `c10d`."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from rallypoint.rpc.endpoint import ClientTLS, PortInUseError, ServiceStartError
 from rallypoint.rpc.logs import get_logger
 from rallypoint.serving.server import Server
 
-# Seconds in which whoever has a port must say that it is a rendezvous service. One that is just starting, in an
-# agent on this host that was a moment earlier, may need some of them.
+# Seconds in which the owner of a taken port must reply as a rendezvous service. Another agent on this host that
+# started a moment earlier may need some of them.
 _ANSWER = 10.0
 
 _log = get_logger("rallypoint.run")
@@ -33,85 +33,85 @@ class EmbeddedService:
     """The service of a run in this process."""
 
     def __init__(self, server: Server, peer: Peer) -> None:
-        """`server`: started; `peer`: how this process reaches it."""
+        """`server`: already started; `peer`: its address for this process."""
         self.peer = peer
         self._server = server
 
     async def stop_when_over(
         self, run_id: str, reason: str, signals: Sequence[int], *, succeeded: bool
     ) -> None:
-        """Return when the run is over and its nodes know, at the latest soon after.
+        """Return when the run is over and its nodes know, or soon after.
 
-        Without its rendezvous a run can't go on. So where this node is done and others are still at work, they get
-        the time they need, until a signal comes; and where it left before its time, the run is closed.
+        Without its rendezvous a run can't continue. So if this node has succeeded and others still work, wait for them
+        until a signal comes; if this node left early, close the run.
 
         Args:
             run_id: Name of the run.
             reason: How this node's job ended, for people.
-            signals: Which ones end the wait for others.
-            succeeded: Whether the workers here did.
+            signals: Signals that end the wait for other nodes.
+            succeeded: True if this host's workers succeeded.
         """
         async with open_channel(self.peer.endpoint, self.peer.tls) as channel:
             stub = pb_grpc.RendezvousServiceStub(channel)
-            with suppress(grpc.aio.AioRpcError):  # it never began
+            with suppress(grpc.aio.AioRpcError):  # the run never began
                 run = (await stub.GetRun(pb.GetRunRequest(run_id=run_id, page_size=1), timeout=_ANSWER)).run
                 over = run.phase == pb.PHASE_CLOSED
                 if not over and succeeded:
-                    _log.info("waiting for the workers of other hosts, since their rendezvous is served here")
+                    _log.info("waiting for the workers of other hosts: this host serves their rendezvous")
                     signalled_by = await _until_closed(stub, run_id, signals)
                     over, reason = signalled_by is None, f"got {signalled_by}"
                 if not over:
-                    said = f"the host that served the run's rendezvous is gone: {reason}"[:1000]
-                    await stub.CloseRun(pb.CloseRunRequest(run_id=run_id, reason=said), timeout=_ANSWER)
+                    detail = f"the host that served the run's rendezvous is gone: {reason}"[:1000]
+                    await stub.CloseRun(pb.CloseRunRequest(run_id=run_id, reason=detail), timeout=_ANSWER)
         with suppress(TimeoutError):
             await asyncio.wait_for(self._server.idle(), LAST_WORD)
 
 
 @asynccontextmanager
-async def rendezvous_at(place: Hosted, tls: ClientTLS | None) -> AsyncIterator[EmbeddedService | None]:
-    """Serve rendezvous at a place, for as long as the context lasts; yields None if another host's agent does.
+async def rendezvous_at(hosted: Hosted, tls: ClientTLS | None) -> AsyncIterator[EmbeddedService | None]:
+    """Serve rendezvous at an address while the context lasts; yield None if another host's agent does.
 
     Args:
-        place: Where; see Hosted for who serves.
-        tls: Certificates of the server, which asks clients for theirs; None: plaintext, as with torchrun.
+        hosted: The address; see Hosted for the serving agent.
+        tls: Certificates of the server, which requires client certificates; None: plaintext, as with torchrun.
 
     Raises:
-        SettingError: It is to be served here, and can't be; one line.
+        SettingError: This agent must serve and can't; one line.
     """
-    endpoint = parse_endpoint(place.endpoint)
+    endpoint = parse_endpoint(hosted.endpoint)
     async with AsyncExitStack() as stack:
-        if place.here is False or (place.here is None and not await is_this_host(endpoint.host)):
+        if hosted.here is False or (hosted.here is None and not await is_this_host(endpoint.host)):
             yield None
             return
         try:
             server = await stack.enter_async_context(rendezvous_server(listening(endpoint, tls)))
         except ServiceStartError as error:
-            taken = await answers_calls(place.endpoint, tls)
-            if taken and place.here is None:
+            taken = await answers_calls(hosted.endpoint, tls)
+            if taken and hosted.here is None:
                 yield None  # an agent on this host was first
                 return
             why: object = error
             if taken:
-                why = "another agent does; is this host given its place twice?"
+                why = "another agent does; do two hosts have the same --node-rank or is_host?"
             elif isinstance(error, PortInUseError):
                 why = "another program listens there; stop it, or choose another --master-port or --rdzv-endpoint"
-            raise SettingError(f"can't serve rendezvous at {place.endpoint}: {why}") from None
+            raise SettingError(f"can't serve rendezvous at {hosted.endpoint}: {why}") from None
         warn_of_plaintext(endpoint, tls)
-        here = place.endpoint if tls is not None or endpoint.loopback else f"127.0.0.1:{endpoint.port}"
+        here = hosted.endpoint if tls is not None or endpoint.loopback else f"127.0.0.1:{endpoint.port}"
         yield EmbeddedService(server, Peer(here, tls))
 
 
 async def is_this_host(host: str) -> bool:
-    """Whether a name or address is one of this machine's: whether one could listen there."""
+    """Return True if a name or address is one of this machine's, so that it can listen there."""
     try:
         found = await asyncio.get_running_loop().getaddrinfo(host, 0, type=socket.SOCK_STREAM)
     except OSError:
-        return False  # whoever connects there says what is wrong
-    return any(_can_bind(family, place) for family, _, _, _, place in found)
+        return False  # the connection to it fails with a better error
+    return any(_can_bind(family, address) for family, _, _, _, address in found)
 
 
 async def answers_calls(endpoint: str, tls: ClientTLS | None) -> bool:
-    """Whether a rendezvous service of ours answers somewhere, within some seconds."""
+    """Return True if one of our rendezvous services replies at the endpoint within `_ANSWER` seconds."""
     async with open_channel(endpoint, tls) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         with suppress(grpc.aio.AioRpcError):
@@ -123,7 +123,7 @@ async def answers_calls(endpoint: str, tls: ClientTLS | None) -> bool:
 async def _until_closed(
     stub: pb_grpc.RendezvousServiceAsyncStub, run_id: str, signals: Sequence[int]
 ) -> str | None:
-    """Wait for the end of a run; returns the name of the signal that came before it, if one did."""
+    """Wait for the end of a run; return the name of the signal if one came first, else None."""
 
     async def watch() -> None:
         async for update in stub.WatchRun(pb.WatchRunRequest(run_id=run_id)):
@@ -140,10 +140,10 @@ async def _until_closed(
     return waiting.result().name if waiting.done() and not waiting.cancelled() else None
 
 
-def _can_bind(family: int, place: tuple[object, ...]) -> bool:
+def _can_bind(family: int, address: tuple[object, ...]) -> bool:
     try:
         with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.bind(place)
+            probe.bind(address)
     except OSError:
         return False
     return True

@@ -1,6 +1,6 @@
-"""torch's etcd rendezvous, of its URL or of torchrun's flags, as what our own service over that etcd needs to know.
+"""Parse torch's etcd rendezvous, from its URL or torchrun's flags, for our own service over that etcd.
 
-Nothing here looks at the machine or the network: the same text gives the same answer everywhere.
+Nothing here reads the machine or the network: the same text gives the same result everywhere.
 """
 
 from __future__ import annotations
@@ -25,31 +25,31 @@ from rallypoint.rpc.endpoint import ClientTLS, FileNames, SettingError, without_
 
 EXPECTED = "expected etcd://HOST:PORT[,HOST:PORT...]/RUN_ID[?min_workers=N&max_workers=N&...]"
 
-# Where torch's two backends keep what they know.
+# Prefixes of the keys of torch's two backends.
 _PREFIXES = {"etcd": "/torchelastic/p2p", "etcd-v2": "/torch/elastic/rendezvous"}
-# Seconds that the nodes of a round are waited for: of a URL, as torch documents it, and of flags, where torchrun
-# itself adds what it has for its static backend. Its etcd-v2 does not read this.
+# Seconds that a round waits for its nodes: for a URL, as torch documents it; for flags, torchrun adds the value of its
+# static backend. Its etcd-v2 does not read this.
 _URL_TIMEOUT = "600"
 _FLAGS_TIMEOUT = "900"
-# torch's two backends spell these differently; what is meant is the same.
+# torch's two backends have different names for these.
 _ALIASES = {"ssl_cert": "cert", "ssl_cert_key": "key", "ca_cert": "cacert"}
 _TLS_FILES = ("cert", "key", "cacert")
 _NODES = ("min_workers", "max_workers")
 _OF_ETCD = ("etcd_prefix", "protocol", *_TLS_FILES)
 _OF_URL = (*_NODES, "timeout", "last_call_timeout", *_OF_ETCD)
-# Every key in etcd begins with prefix and run; longer ones eat into what one transaction may hold.
+# Every key in etcd begins with prefix and run; longer ones use up the size limit of a transaction.
 _LONGEST_SPACE = 512
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EtcdRendezvous:
-    """Where a job meets that has nothing but an etcd.
+    """The rendezvous of a job that has only an etcd.
 
     Attributes:
-        address: The etcd; its prefix is the place of this run alone.
+        address: The etcd; its prefix is for this run alone.
         run_id: Name of the run.
-        nodes: Fewest and most nodes; None: nobody said.
-        conf: Settings of the run, by the names of `--rdzv-conf`, and those that are not etcd's, as they were given.
+        nodes: Fewest and most nodes; None: not given.
+        conf: Settings of the run, by the names of `--rdzv-conf`; those that are not etcd's are unchanged.
     """
 
     address: EtcdAddress
@@ -60,12 +60,12 @@ class EtcdRendezvous:
 
 @dataclass(frozen=True, slots=True)
 class _EtcdParameters:
-    """Torch's parameters of etcd and of its times, and where each was given, for messages.
+    """Torch's parameters of etcd and of its timeouts, and the source of each, for messages.
 
     Attributes:
-        values: By their names.
-        spelled: How those are spelled in `--rdzv-conf` that are not in the URL.
-        endpoint: `--rdzv-endpoint` and what it says, without a password.
+        values: Values by torch's names.
+        spelled: For parameters from `--rdzv-conf`: their spelling there, by torch's names.
+        endpoint: `--rdzv-endpoint` and its value, without a password.
     """
 
     values: Mapping[str, str]
@@ -73,11 +73,11 @@ class _EtcdParameters:
     endpoint: str
 
     def where(self, name: str) -> str:
-        """Where a parameter was given: a flag, and what it says if that is the endpoint."""
+        """Return the flag that set a parameter, with the value if it is the endpoint."""
         return "--rdzv-conf" if name in self.spelled else self.endpoint
 
     def called(self, name: str) -> str:
-        """What a parameter is called where it was given."""
+        """Return the name of a parameter, as spelled in its source."""
         spelled = self.spelled.get(name)
         return f"--rdzv-conf {spelled}" if spelled else f"{name} of the --rdzv-endpoint URL"
 
@@ -93,15 +93,15 @@ def of_url(
     """Read `etcd://[user@]host[:port][,...]/run_id?name=value&...`; `etcds://` is the same with protocol=https.
 
     Args:
-        url: It. Parameters are torch's: min_workers, max_workers (as many, if left out), timeout (600 s),
+        url: The URL. Parameters are torch's: min_workers, max_workers (default: min_workers), timeout (600 s),
             last_call_timeout (30 s), etcd_prefix (/torchelastic/p2p), protocol (http), cert, key, cacert.
-        run_id: What `--rdzv-id` says; empty: nothing.
-        nodes: What `--nnodes` says; None: nothing.
-        conf: What `--rdzv-conf` says beside it.
-        environment: Has the user's password, in RALLYPOINT_ETCD_PASSWORD.
+        run_id: Value of `--rdzv-id`; empty: not given.
+        nodes: Value of `--nnodes`; None: not given.
+        conf: Value of `--rdzv-conf`.
+        environment: Holds the user's password, in RALLYPOINT_ETCD_PASSWORD.
 
     Raises:
-        SettingError: It is no such URL, or contradicts what is beside it; one line, without the password.
+        SettingError: The URL is wrong, or contradicts another flag; one line, without the password.
     """
     url = url.strip()
     where = f"--rdzv-endpoint: {without_password(url)!r}"
@@ -147,18 +147,18 @@ def of_flags(
     conf: Mapping[str, str] | None = None,
     environment: Mapping[str, str],
 ) -> EtcdRendezvous:
-    """Read `--rdzv-backend etcd` or `etcd-v2`, and what torchrun takes beside it.
+    """Read `--rdzv-backend etcd` or `etcd-v2`, and torchrun's flags for it.
 
     Args:
         backend: `etcd` or `etcd-v2`.
         endpoint: `[user@]host[:port][,...]`; empty: this host, as with torchrun.
-        run_id: What `--rdzv-id` says.
-        conf: What `--rdzv-conf` says: the parameters of the URL, but for the numbers of nodes, and any other
+        run_id: Value of `--rdzv-id`.
+        conf: Value of `--rdzv-conf`: the parameters of the URL, except for the numbers of nodes, and any other
             setting of a run.
-        environment: Has the user's password, in RALLYPOINT_ETCD_PASSWORD.
+        environment: Holds the user's password, in RALLYPOINT_ETCD_PASSWORD.
 
     Raises:
-        SettingError: It can't be so; one line, without the password.
+        SettingError: A flag is wrong or contradicts another; one line, without the password.
     """
     own, others = _split(conf or {})
     where = f"--rdzv-endpoint: {without_password(endpoint)!r}"
@@ -168,7 +168,7 @@ def of_flags(
     if backend == "etcd":
         _seconds(given, others, _FLAGS_TIMEOUT)
     elif "timeout" in own:
-        others["timeout"] = own["timeout"]  # which no rendezvous but torch's older one has
+        others["timeout"] = own["timeout"]  # only torch's older backend reads it
     userinfo, _, hosts = (endpoint.strip() or "localhost").rpartition("@")
     return EtcdRendezvous(
         address=_address(userinfo, hosts, _space(given, _PREFIXES[backend], run_id), given, environment),
@@ -178,7 +178,7 @@ def of_flags(
 
 
 def _split(conf: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
-    """What `--rdzv-conf` says of etcd and of torch's timeout, and the rest."""
+    """Split `--rdzv-conf` into the settings of etcd with torch's timeout, and the rest."""
     own: dict[str, str] = {}
     others: dict[str, str] = {}
     for key, value in conf.items():
@@ -197,7 +197,7 @@ def _split(conf: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
 
 
 def _seconds(given: _EtcdParameters, conf: dict[str, str], timeout: str) -> None:
-    """Put torch's times where our settings have them."""
+    """Translate torch's timeouts to our settings."""
     for name, ours, least in (("timeout", "join_timeout", 0.001), ("last_call_timeout",) * 2 + (0.0,)):
         if name in given.values:
             text, where = given.values[name], given.where(name)
@@ -217,7 +217,7 @@ def _number(text: str) -> float:
     try:
         return float(text)
     except ValueError:
-        return math.nan  # which is within no bounds
+        return math.nan  # outside every range
 
 
 def _nodes(given: Mapping[str, str], flag: tuple[int, int] | None, where: str) -> tuple[int, int] | None:
@@ -258,11 +258,11 @@ def _address(
 
 
 def _space(given: _EtcdParameters, default: str, run_id: str) -> str:
-    """Where in etcd a run is. A slash in its name is no step down: that could lead into the middle of another run."""
+    """Return the key prefix of a run. A slash in its name is quoted: it could lead into the keys of another run."""
     if not run_id:
         raise SettingError(
-            "which run is this? Give --rdzv-id NAME, the same on all hosts and new for every job: what the last job "
-            "of that name left in etcd is there for two hours"
+            "which run is this? Give --rdzv-id NAME, the same on all hosts and new for every job: the keys of the last "
+            "job of that name stay in etcd for two hours"
         )
     prefix = given.values.get("etcd_prefix", default)
     inner = prefix.strip().strip("/")
@@ -298,7 +298,7 @@ def _tls(given: _EtcdParameters) -> ClientTLS | None:
         raise SettingError(
             f"{given.called('key')} is that of cert, which is missing: give both, or leave key out"
         )
-    # One file may hold both, as torch's client has it where only `cert` is given.
+    # One file may hold both: torch's client reads both from `cert` if only that is given.
     key = "key" if "key" in files else "cert"
     names = FileNames(given.called("cert"), given.called(key), given.called("cacert"))
     return ClientTLS(files.get("cacert"), files.get("cert"), files.get(key), names)

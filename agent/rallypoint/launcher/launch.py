@@ -1,4 +1,4 @@
-"""Carries out the plan of a launch: services where it needs them, the job, its end."""
+"""Run the plan of a launch: start embedded services, run the job, end in good order."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
+import click
+
 from rallypoint.agent.addresses import local_address_towards
 from rallypoint.agent.config.job import JobConfig, Peer, new_node_id
 from rallypoint.agent.config.settings import (
@@ -23,7 +25,8 @@ from rallypoint.agent.config.settings import (
     rendezvous_conf,
 )
 from rallypoint.agent.job.job import Job
-from rallypoint.agent.job.result import SUCCEEDED, JobResult
+from rallypoint.agent.job.report import render
+from rallypoint.agent.job.result import FAILED, PERMANENT, SUCCEEDED, JobResult
 from rallypoint.agent.logs.streams import LogError
 from rallypoint.agent.spawner.client import Spawner
 from rallypoint.agent.supervisor.jobs import Jobs
@@ -55,27 +58,27 @@ if TYPE_CHECKING:
     from rallypoint.launcher.replicated import OwnReplica
 
 
-# ---- Two nodes under one name: the second is refused, where the name can rightly be only one node's.
+# ---- Two nodes with one name: the second is refused, if the name can belong to one node only.
 
 
 async def refuse_duplicate(config: JobConfig) -> None:
-    """Refuse to join where a node of the same name is at work.
+    """Refuse to join if a connected node has the same name.
 
-    Joining would replace that node, as it should where an agent was started again: the agent before is gone then, and
-    its stream with it. Two that are alive would replace one another. (Those that come in the same moment don't see
-    each other; then the rendezvous service ends one of them.)
+    Joining replaces a node of the same name. That is right after an agent's restart: the former agent and its stream
+    are gone. Two living agents would replace one another. (Two that join in the same moment don't see each other; the
+    rendezvous service then ends one of them.)
 
     Raises:
-        SettingError: There is one; one line.
+        SettingError: There is such a node; one line.
     """
-    async with ReplicaClient(config.rendezvous.endpoint, config.rendezvous.tls) as board:
+    async with ReplicaClient(config.rendezvous.endpoint, config.rendezvous.tls) as client:
         try:
             async with asyncio.timeout(config.connect_timeout):
                 nodes = await call_any(
-                    board, pb_grpc.RendezvousServiceStub, partial(_nodes, run_id=config.run_id)
+                    client, pb_grpc.RendezvousServiceStub, partial(_nodes, run_id=config.run_id)
                 )
         except (TimeoutError, ServiceError):
-            return  # there is no such run, or no service: whoever joins finds out which
+            return  # no such run, or no service: the join finds out which
     for node in nodes:
         if node.node_id == config.node_id and node.connected:
             raise SettingError(
@@ -96,46 +99,46 @@ async def _nodes(stub: pb_grpc.RendezvousServiceAsyncStub, run_id: str) -> list[
             return nodes
 
 
-# ---- The address of this host that the others of its job see, also where their own is not known yet.
+# ---- The address of this host for the other hosts, also while the rendezvous host's name can't be resolved yet.
 
 
 _log = get_logger("rallypoint.run")
 
 
-async def own_address_towards(endpoint: str, patience: float) -> str:
-    """Like `local_address_towards`, but asks again for a name that nobody knows.
+async def own_address_towards(endpoint: str, timeout: float) -> str:
+    """Like `local_address_towards`, but retry while the name can't be resolved.
 
-    Orchestrators make a host's name known once that host runs. Whoever comes before it waits, as it does for a
-    service that does not answer yet.
+    Orchestrators publish the name of a host once it runs. An agent that starts earlier waits, as it does for a
+    service that does not reply yet.
 
     Args:
-        endpoint: Where the others are met.
-        patience: Seconds after which the name is taken for a wrong one.
+        endpoint: Address of the rendezvous.
+        timeout: Seconds after which the name counts as wrong.
 
     Raises:
-        SettingError: It can't be resolved, or no network leads there; one line.
+        SettingError: The name can't be resolved, or there is no route; one line.
     """
     if parse_endpoints(endpoint).loopback:
         return local_address_towards(endpoint)
     clock = asyncio.get_running_loop().time
-    deadline = clock() + patience
+    deadline = clock() + timeout
     backoff, first = Pace().backoff(), True
     while True:
         try:
             return await asyncio.to_thread(local_address_towards, endpoint)
         except SettingError as error:
             if (left := deadline - clock()) <= 0:
-                raise SettingError(f"{error} (asked again for {patience:g} s)") from None
-            if first:  # once, not with every attempt
+                raise SettingError(f"{error} (retried for {timeout:g} s)") from None
+            if first:  # log the first attempt only
                 _log.warning(
-                    "no way to the rendezvous yet, trying again", endpoint=endpoint, error=str(error)
+                    "rendezvous is not reachable yet, trying again", endpoint=endpoint, error=str(error)
                 )
         first = False
         await asyncio.sleep(min(backoff.next(), left))
 
 
-# Seconds after which nodes give up on a service that was in another host's agent. An agent that is started again by
-# its orchestrator is back within that; longer leaves the workers of a job that is lost waiting for one another.
+# Seconds after which nodes give up on a lost service inside another host's agent. An agent that its orchestrator
+# restarts is back within this time; if the job is lost, a longer time keeps its workers waiting for one another.
 _LOST_TIMEOUT = 60.0
 
 
@@ -145,20 +148,20 @@ async def launch(
     """Run a job to its end on this host.
 
     Args:
-        plan: What to run.
-        spawner: Running already; it is closed when this returns.
+        plan: The job.
+        spawner: Already running; it is closed when this returns.
         on_job: Called with the job before it runs.
 
     Raises:
-        SettingError: It can't be started as asked; one line.
+        SettingError: The job can't be started as requested; one line.
     """
     for notice in plan.notices:
         _log.warning(notice)
     conf = _conf(plan)
     async with AsyncExitStack() as stack:
         stack.push_async_callback(spawner.close)
-        meeting = await _meet(plan, conf, stack)
-        config = await _config(plan, conf, meeting, stack)
+        launched = await _rendezvous(plan, conf, stack)
+        config = await _config(plan, conf, launched, stack)
         check_devices(config)
         await _check_bounds(config)
         config = await _with_metrics(plan.metrics_address, config, stack)
@@ -171,15 +174,15 @@ async def launch(
             result = await run_until_signalled(job, plan.signals)
         except LogError as error:
             raise SettingError(str(error)) from None
-        if meeting.host is not None:
+        if launched.host is not None:
             succeeded = result.exit_code == SUCCEEDED
-            await meeting.host.stop_when_over(plan.run_id, result.detail, plan.signals, succeeded=succeeded)
+            await launched.host.stop_when_over(plan.run_id, result.detail, plan.signals, succeeded=succeeded)
         return result
 
 
 @dataclass(frozen=True, slots=True)
 class _LaunchedRendezvous:
-    """Where the hosts meet: the service, the address of this host that others know, the service if it is here."""
+    """The service, this host's address for the others, and the service's host if it is this process."""
 
     peer: Peer
     address: str
@@ -187,42 +190,42 @@ class _LaunchedRendezvous:
     host: EmbeddedService | OwnReplica | None = None
 
 
-async def _meet(plan: LaunchPlan, conf: RendezvousConf, stack: AsyncExitStack) -> _LaunchedRendezvous:
+async def _rendezvous(plan: LaunchPlan, conf: RendezvousConf, stack: AsyncExitStack) -> _LaunchedRendezvous:
     async def address(endpoint: str) -> str:
         return plan.local_address or await own_address_towards(endpoint, conf.read_timeout)
 
-    place = plan.service
-    if isinstance(place, Embedded):
+    service = plan.service
+    if isinstance(service, Embedded):
         peer = Peer(await stack.enter_async_context(embedded_rendezvous()))
         return _LaunchedRendezvous(peer, await address(peer.endpoint))
-    if isinstance(place, Replicated):
-        # What only some backends need is loaded only for them.
+    if isinstance(service, Replicated):
+        # Loaded only for the backends that need it.
         from rallypoint.launcher.replicated import replicated_rendezvous  # noqa: PLC0415
 
-        own = await address(",".join(map(str, place.etcd.endpoints)))
-        # Certificates have names.
+        own = await address(",".join(map(str, service.etcd.endpoints)))
+        # Certificates are issued for names.
         served_at = own if plan.tls is None or plan.local_address else socket.gethostname()
         replica = await stack.enter_async_context(
-            replicated_rendezvous(place.etcd, plan.run_id, served_at, plan.tls, conf.read_timeout)
+            replicated_rendezvous(service.etcd, plan.run_id, served_at, plan.tls, conf.read_timeout)
         )
         return _LaunchedRendezvous(replica.peer, own, host=replica)
-    _check_endpoints("--rdzv-endpoint", place.endpoint)
-    if isinstance(place, ExternalService):
-        return _LaunchedRendezvous(Peer(place.endpoint, plan.tls), await address(place.endpoint))
+    _check_endpoints("--rdzv-endpoint", service.endpoint)
+    if isinstance(service, ExternalService):
+        return _LaunchedRendezvous(Peer(service.endpoint, plan.tls), await address(service.endpoint))
     from rallypoint.launcher.embedded_service import rendezvous_at  # noqa: PLC0415
 
-    host = await stack.enter_async_context(rendezvous_at(place, plan.tls))
+    host = await stack.enter_async_context(rendezvous_at(service, plan.tls))
     if host is None:
-        # Whoever serves it may be gone for good, and with it what this node waits for.
+        # The serving host may be gone for good, and the run with it.
         lost_timeout = min(conf.read_timeout, _LOST_TIMEOUT)
         return _LaunchedRendezvous(
-            Peer(place.endpoint, plan.tls), await address(place.endpoint), lost_timeout
+            Peer(service.endpoint, plan.tls), await address(service.endpoint), lost_timeout
         )
-    return _LaunchedRendezvous(host.peer, await address(place.endpoint), host=host)
+    return _LaunchedRendezvous(host.peer, await address(service.endpoint), host=host)
 
 
 async def _config(
-    plan: LaunchPlan, conf: RendezvousConf, meeting: _LaunchedRendezvous, stack: AsyncExitStack
+    plan: LaunchPlan, conf: RendezvousConf, launched: _LaunchedRendezvous, stack: AsyncExitStack
 ) -> JobConfig:
     _check_endpoint("--timer-endpoint", plan.timer_endpoint)
     timer = Peer(plan.timer_endpoint, plan.tls)
@@ -231,22 +234,22 @@ async def _config(
     config = JobConfig(
         run_id=plan.run_id,
         node_id=plan.node_id or new_node_id(),
-        address=meeting.address,
+        address=launched.address,
         settings=conf.settings,
         command=plan.command,
         environment={**plan.environment, **_from_torchrun(plan)},
-        rendezvous=meeting.peer,
+        rendezvous=launched.peer,
         timer=timer,
         local_world_size=plan.local_world_size,
         connect_timeout=conf.read_timeout,
-        lost_timeout=meeting.lost_timeout,
+        lost_timeout=launched.lost_timeout,
         close_timeout=conf.close_timeout,
     )
     return dataclasses.replace(config, **plan.job)
 
 
 async def _check_bounds(config: JobConfig) -> None:
-    """Refuse what would be refused for each worker of each round."""
+    """Refuse settings that would fail for each worker of each round."""
     if config.rlimits:
         from rallypoint.agent.config.rlimits import RlimitError, check_allowed  # noqa: PLC0415 (for these flags only)
 
@@ -277,7 +280,7 @@ def _conf(plan: LaunchPlan) -> RendezvousConf:
 
 
 def _from_torchrun(plan: LaunchPlan) -> dict[str, str]:
-    """What torchrun leaves in its environment, and so in that of its workers."""
+    """Return the variables that torchrun sets in its environment, and so in its workers'."""
     names = ",".join(signal.Signals(number).name for number in plan.signals)
     return {"TORCHELASTIC_SIGNALS_TO_HANDLE": names} if names else {}
 
@@ -285,7 +288,7 @@ def _from_torchrun(plan: LaunchPlan) -> dict[str, str]:
 async def _with_metrics(address: str, config: JobConfig, stack: AsyncExitStack) -> JobConfig:
     if not address:
         return config
-    # What only this flag needs is loaded only for it.
+    # Loaded only if the flag is given.
     from rallypoint.agent.events.metrics import metrics_at  # noqa: PLC0415
 
     sink = await stack.enter_async_context(metrics_at(address))
@@ -308,12 +311,12 @@ def _check_endpoint(flag: str, endpoint: str) -> None:
 
 
 def _supervisor_options(host: str, port: int, tls: ClientTLS | None) -> ServerOptions:
-    """Plaintext on loopback; elsewhere with this host's certificate, for those who have one of the same authority."""
+    """Return options: plaintext on loopback, else this host's certificate, for clients with one of the same CA."""
     if listening_endpoint(host, port).loopback:
         return ServerOptions(host=host, port=port)
     if tls is None or tls.certificate is None or tls.key is None or tls.ca is None:
         raise SettingError(
-            "it is served in plaintext, so only on loopback, as in 127.0.0.1:0; elsewhere it needs --tls-ca, "
+            "plaintext is served only on loopback, as in 127.0.0.1:0; other addresses need --tls-ca, "
             "--tls-cert and --tls-key"
         )
     return ServerOptions(
@@ -339,3 +342,19 @@ async def _serve_supervisor(stack: AsyncExitStack, job: Job, address: str, tls: 
         rendezvous=job.config.rendezvous.endpoint,
         timer=job.config.timer.endpoint,
     )
+
+
+def print_summary(result: JobResult) -> None:
+    """Print the report of the failure that ended the run, if any, and log how the job ended."""
+    if result.failure is not None:
+        click.echo(
+            f"The failure that ended the run:\n{render(result.failure, others=result.others)}", err=True
+        )
+    if result.exit_code == SUCCEEDED:
+        _log.info("job succeeded", detail=result.detail)
+    elif result.exit_code == FAILED:
+        _log.error("job failed" if result.failure is not None else "job ended early", detail=result.detail)
+    elif result.exit_code == PERMANENT:
+        _log.error("job failed: unrecoverable error", detail=result.detail)
+    else:
+        click.echo(f"Error: {result.detail}", err=True)

@@ -1,4 +1,4 @@
-"""While an agent works for it, a program's signals are the agent's; what they mean to the program comes after."""
+"""Pass a program's signals to the agent that works for it, and apply them to the program afterwards."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ USER_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
 
 
 class PassedSignals:
-    """A context in which signals are passed on; the handlers from before are back at its end.
+    """A context in which signals are passed to an agent; the former handlers are restored at its end.
 
-    Only the main thread can have handlers: in another one nothing happens, and the program's own handlers are to see
-    to what is to be done. Signals that this program ignores, and user's signals that it handles, stay its own.
+    Only the main thread can set handlers: in another thread this does nothing, and the program's own handlers must act.
+    Signals that this program ignores, and SIGUSR1 and SIGUSR2 if it handles them, are not passed on.
     """
 
     def __init__(self, numbers: Sequence[int]) -> None:
-        """`numbers`: signals that have the job leave its run; the user's are added."""
+        """`numbers`: signals on which the job leaves its run; SIGUSR1 and SIGUSR2 are added."""
         self._numbers = numbers
         self._before: dict[int, Any] = {}
         self._received: list[int] = []
@@ -29,7 +29,7 @@ class PassedSignals:
         if threading.current_thread() is threading.main_thread():
             for number in dict.fromkeys((*self._numbers, *USER_SIGNALS)):
                 handler = signal.getsignal(number)
-                if handler is None or handler == signal.SIG_IGN:  # None: of some library in C
+                if handler is None or handler == signal.SIG_IGN:  # None: set by a C library
                     continue
                 if number in self._numbers or handler == signal.SIG_DFL:
                     self._before[number] = signal.signal(number, self._receive)
@@ -40,17 +40,17 @@ class PassedSignals:
             signal.signal(number, handler)
 
     def send_by(self, send: Callable[[int], None]) -> None:
-        """From now on signals go there, and those first that have come already."""
+        """Pass signals to `send` from now on, first those that were received already."""
         self._send = send
         for number in list(self._received):
             send(number)
 
     def take_effect(self) -> None:
-        """Does what the first signal that ends things means to this program, once its handlers are back.
+        """Apply the first ending signal to this program; its handlers must be restored.
 
         Raises:
-            KeyboardInterrupt: it was Ctrl-C.
-            SystemExit: it was another one, for which this program has no handler.
+            KeyboardInterrupt: The signal was Ctrl-C.
+            SystemExit: It was another signal, for which this program has no handler.
         """
         for number in self._received:
             if number not in self._numbers:

@@ -1,4 +1,4 @@
-"""What one host is to run, complete: made by the command line or by Python, carried out by `launch`."""
+"""The complete plan of a job on one host: made by the command line or by Python, run by `launch`."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ if TYPE_CHECKING:
     from rallypoint.etcd.endpoint import EtcdAddress
 
 HANDLED_SIGNALS: tuple[int, ...] = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-"""Signals on which a job leaves its run, unless told otherwise; torchrun's."""
+"""Default signals on which a job leaves its run; torchrun's."""
 
 
 @dataclass(frozen=True, slots=True)
 class Embedded:
-    """The rendezvous service is inside this process, on loopback: a job of this host alone."""
+    """The rendezvous service is in this process, on loopback: for a job of this host alone."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExternalService:
-    """The rendezvous service stands by itself.
+    """The rendezvous service is a separate process.
 
     Attributes:
-        endpoint: Where.
+        endpoint: Its address.
     """
 
     endpoint: str
@@ -37,11 +37,11 @@ class ExternalService:
 
 @dataclass(frozen=True, slots=True)
 class Hosted:
-    """The agent of one of the job's hosts serves rendezvous, for as long as the job lasts.
+    """The agent of one of the job's hosts serves rendezvous, as long as the job lasts.
 
     Attributes:
-        endpoint: Where the others reach it.
-        here: Whether that is this agent; None: if the endpoint is an address of this host, and nobody serves there.
+        endpoint: Its address for the other hosts.
+        here: True if this agent serves; None: it does if the endpoint is an address of this host and is free.
     """
 
     endpoint: str
@@ -50,10 +50,10 @@ class Hosted:
 
 @dataclass(frozen=True, slots=True)
 class Replicated:
-    """The agents of some of the job's hosts serve rendezvous, as replicas over an etcd, for as long as the job lasts.
+    """The agents of some of the job's hosts serve rendezvous, as replicas over an etcd, as long as the job lasts.
 
     Attributes:
-        etcd: Where it is, and as its prefix the place of this run alone.
+        etcd: The etcd; its prefix is for this run alone.
     """
 
     etcd: EtcdAddress
@@ -64,28 +64,28 @@ Place: TypeAlias = Embedded | ExternalService | Hosted | Replicated
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchPlan:
-    """A job, as this host is to run it.
+    """A job, as this host runs it.
 
     Attributes:
         command: Program and arguments of a worker; `${local_rank}` in an argument is replaced.
-        environment: What workers inherit.
+        environment: Variables that workers inherit.
         run_id: Name of the run.
-        place: Where its rendezvous service is.
+        service: Location of its rendezvous service.
         nodes: Fewest and most nodes of a round.
         local_world_size: Workers on this host.
         max_restarts: Restarts of failed workers, over the whole run.
         conf: Further settings of the run, by the names of `--rdzv-conf`.
         node_id: Name of this host in the run; empty: a new one.
-        node_id_is_ours: Whether nobody but this host can rightly be in the run under that name, so that a second
-            one is refused instead of replacing the first.
-        local_address: Address at which other hosts reach this one; empty: found out.
-        timer_endpoint: Where the timer service is; empty: inside this process.
-        supervisor_address: Where SupervisorService listens.
-        metrics_address: Where figures for Prometheus are served; empty: nowhere.
-        tls: Certificates towards the services, and of the one that is hosted; None: plaintext.
-        signals: On which the job leaves its run. Empty where somebody else handles signals.
+        node_id_is_ours: True if only this host can have that name in the run: a second node of the name is refused
+            instead of replacing the first.
+        local_address: Address at which other hosts reach this one; empty: determined automatically.
+        timer_endpoint: Address of the timer service; empty: inside this process.
+        supervisor_address: Address at which SupervisorService listens.
+        metrics_address: Address at which Prometheus metrics are served; empty: not served.
+        tls: Certificates for the services, and of a service in this process; None: plaintext.
+        signals: Signals on which the job leaves its run. Empty if the caller handles signals.
         job: Further fields of JobConfig, as `rallypoint.agent.job.options.job_fields` makes them.
-        notices: What was asked for and has no meaning here, to be told once; each one line.
+        notices: Requested settings that have no meaning here, to be logged once; one line each.
     """
 
     command: tuple[str, ...]
@@ -110,13 +110,13 @@ class LaunchPlan:
 
 @dataclass(frozen=True, slots=True)
 class LaunchRequest:
-    """What an agent is to do.
+    """The request of a launching program to its agent.
 
     Attributes:
         plan: The job.
-        folder: The call that workers make; None for a program.
-        forkserver: Whether workers are forks of a process that has loaded the call.
-        log_level: Of the agent's own log.
+        folder: Folder with the call that workers make; None for a program.
+        forkserver: True if workers are forks of a process that has loaded the call.
+        log_level: Level of the agent's own log.
     """
 
     plan: LaunchPlan
@@ -127,15 +127,15 @@ class LaunchRequest:
 
 @dataclass(frozen=True, slots=True)
 class LaunchOutcome:
-    """How it went.
+    """The outcome of a launch.
 
     Attributes:
-        exit_code: As `rallypoint run` would end with.
+        exit_code: Exit code that `rallypoint run` would have.
         detail: One sentence.
-        refused: It could not be started as asked.
-        failure: The failure that ended the run, on whichever host it was.
-        report: The same for people; lines.
-        ranks: Global ranks that this host's workers had last.
+        refused: True if the job could not be started as requested.
+        failure: The failure that ended the run, on any of its hosts.
+        report: The failure as text for people, several lines.
+        ranks: Global ranks of this host's workers in the last round.
     """
 
     exit_code: int

@@ -1,8 +1,8 @@
-"""A job's own rendezvous over an etcd: a few of its agents serve it as replicas, and each agent knows the way to it.
+"""A job's own rendezvous over an etcd: a few of its agents serve it as replicas, and each agent finds the owner.
 
-No host is special. Whoever serves the run may vanish, and another one goes on with what is in etcd; the workers of the
-others never notice. What an agent's client is told is an endpoint inside the agent that stays the same: a signpost to
-wherever the run is served.
+No host is special. If the serving agent is lost, another one continues with the state in etcd, and the workers of the
+other hosts are not affected. The client of an agent uses a fixed endpoint inside the agent, which redirects it to the
+present owner of the run.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ from rallypoint.rpc.logs import get_logger
 from rallypoint.rpc.pace import Pace
 from rallypoint.serving.server import Server
 
-# Seconds between two attempts at serving, at the most: after etcd was away, for one.
+# Longest pause in seconds between two attempts to serve, for example after etcd was unreachable.
 _LONGEST_BACKOFF = 5.0
 
-# One run is one shard. With nothing else to spread, moving it to a host that came later would help nobody.
+# One run is one shard. There is nothing else to balance, so a move to a newer host would have no use.
 _WANTED = Replicas(
     lease_ttl=SEAT_TTL, shards=1, moves=MoveSettings(balancing=0), keeps_etcd=False, keys_end=True
 )
@@ -53,16 +53,16 @@ _log = get_logger("rallypoint.run")
 
 
 class OwnReplica:
-    """What an agent does for its run's rendezvous, beside using it.
+    """An agent's part in serving its run's rendezvous.
 
     Attributes:
-        peer: How this process reaches the rendezvous.
+        peer: Address of the rendezvous for this process.
     """
 
     def __init__(
         self, etcd: EtcdAddress, run_id: str, address: str, tls: ClientTLS | None, peer: Peer
     ) -> None:
-        """Do nothing yet; see `replicated_rendezvous`."""
+        """Start nothing yet; see `replicated_rendezvous`."""
         self.peer = peer
         self._etcd = etcd
         self._run_id = run_id
@@ -70,27 +70,27 @@ class OwnReplica:
         self._tls = tls
         self._pace = Pace()
         self._services: ReplicatedServices | None = None
-        # Seconds for which the last attempt at serving held.
+        # Seconds that the last attempt to serve lasted.
         self._stood = 0.0
-        # Why it can't be served here, for `begun`.
+        # The error why this host can't serve, for `begun`.
         self._refused: asyncio.Future[SettingError] = asyncio.get_running_loop().create_future()
         self._leaving = asyncio.Event()
         self._renewals: asyncio.Task[None] | None = None
 
     def begin(self, client: EtcdClient) -> None:
-        """Serve whenever there is a seat, until `see_off` or `end`."""
+        """Serve whenever there is a free seat, until `stop_when_over` or `end`."""
         self._renewals = asyncio.create_task(self._renew(client))
 
-    async def begun(self, signpost: RedirectingLocator, patience: float) -> None:
-        """Wait until the run is served anywhere, for so many seconds at the most.
+    async def begun(self, locator: RedirectingLocator, timeout: float) -> None:
+        """Wait until the run is served by any agent, at most `timeout` seconds.
 
         Raises:
-            SettingError: It is served nowhere, and can't be here; one line.
+            SettingError: It is not served, and this host can't serve it; one line.
         """
-        served = asyncio.create_task(signpost.served())
+        served = asyncio.create_task(locator.served())
         try:
             either: tuple[asyncio.Future[Any], ...] = served, self._refused
-            await asyncio.wait(either, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(either, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
             if self._refused.done() and not served.done():
                 raise self._refused.result()
         finally:
@@ -100,13 +100,13 @@ class OwnReplica:
     async def stop_when_over(
         self, run_id: str, reason: str, signals: Sequence[int], *, succeeded: bool
     ) -> None:
-        """Serve no more, in good order: who still needs the run finds it with another agent. Bounded.
+        """Stop serving in good order, within a time limit: other nodes find the run at another agent.
 
         Args:
             run_id: Name of the run.
-            reason: How this node's job ended; nobody else's ends with it.
-            signals: Not waited for.
-            succeeded: Whether the workers here did.
+            reason: How this node's job ended; no other node ends with it.
+            signals: Ignored: there is no wait that they could end.
+            succeeded: True if this host's workers succeeded.
         """
         self._leaving.set()
         if self._renewals is None:
@@ -116,13 +116,13 @@ class OwnReplica:
         await asyncio.wait({self._renewals})
 
     async def end(self) -> None:
-        """Serve no more, at once."""
+        """Stop serving at once."""
         if self._renewals is not None:
             self._renewals.cancel()
             await asyncio.wait({self._renewals})
 
     async def _renew(self, client: EtcdClient) -> None:
-        backoff, said = self._pace.backoff(_LONGEST_BACKOFF), ""
+        backoff, reported = self._pace.backoff(_LONGEST_BACKOFF), ""
         while not self._leaving.is_set():
             self._stood = 0.0
             try:
@@ -131,9 +131,9 @@ class OwnReplica:
             except Exception as error:
                 if isinstance(error, SettingError) and not self._refused.done():
                     self._refused.set_result(error)
-                # Once, not at each attempt: an outage may last. The run goes on with what its nodes have been told.
-                elif said != repr(error) or self._stood > SEAT_TTL:
-                    said = repr(error)
+                # Log a repeated error once: an outage may last. The run continues with the state that its nodes have.
+                elif reported != repr(error) or self._stood > SEAT_TTL:
+                    reported = repr(error)
                     _warn(error)
             if self._stood > SEAT_TTL:
                 backoff.reset()
@@ -141,11 +141,11 @@ class OwnReplica:
                 await self._pace.sleep(backoff.next())
 
     async def _serve(self, client: EtcdClient, held: Session) -> None:
-        """Serve as a replica for as long as the seat is held, or until this agent leaves.
+        """Serve as a replica while the seat is held, or until this agent leaves.
 
         Raises:
-            EtcdError: etcd did not answer, or refused.
-            SettingError: It can't be served here; one line.
+            EtcdError: etcd did not reply, or refused.
+            SettingError: The run can't be served here; one line.
         """
         lease = await run_lease(client, self._run_id)
         connect = partial(LeasedClient, lease=lease)
@@ -192,14 +192,14 @@ class OwnReplica:
     async def _hand_over(self, services: ReplicatedServices, server: Server) -> None:
         over = await self._is_over(services)
         if over:
-            # Nobody takes over what is over: its nodes hear of the end from here.
+            # A closed run is not taken over: its nodes learn of the end from this server.
             with suppress(TimeoutError):
                 await asyncio.wait_for(server.idle(), LAST_WORD)
         await services.drain(finished=over)
         await server.drain()
 
     async def _is_over(self, services: ReplicatedServices) -> bool:
-        """Whether the run is served here, and closed."""
+        """Return True if the run is served here and closed."""
         try:
             engine = services.locator.shard(self._run_id).engine
             async with asyncio.timeout(LAST_WORD):
@@ -211,75 +211,75 @@ class OwnReplica:
 
 @asynccontextmanager
 async def replicated_rendezvous(
-    etcd: EtcdAddress, run_id: str, address: str, tls: ClientTLS | None, patience: float
+    etcd: EtcdAddress, run_id: str, address: str, tls: ClientTLS | None, timeout: float
 ) -> AsyncIterator[OwnReplica]:
-    """Take part in a run's rendezvous over an etcd, for as long as the context lasts.
+    """Take part in a run's rendezvous over an etcd, as long as the context lasts.
 
     Args:
-        etcd: The etcd; its prefix is the place of this run alone.
+        etcd: The etcd; its prefix is for this run alone.
         run_id: Name of the run.
-        address: Of this host, as others reach it.
-        tls: Certificates of what is served, which asks clients for theirs; None: plaintext, as with torchrun.
-        patience: Seconds after which an etcd that does not answer is taken for a wrong one.
+        address: Address of this host for other hosts.
+        tls: Certificates of the server, which requires client certificates; None: plaintext, as with torchrun.
+        timeout: Seconds after which an etcd that does not reply counts as a wrong address.
 
     Raises:
-        SettingError: etcd does not answer, or refuses, or nothing can be served here; one line.
+        SettingError: etcd does not reply, or refuses, or this host can't serve; one line.
     """
     async with AsyncExitStack() as stack:
         client = await stack.enter_async_context(EtcdClient(etcd))
-        await _reach(client, patience)
-        signpost = RedirectingLocator()
+        await _reach(client, timeout)
+        locator = RedirectingLocator()
         own = "127.0.0.1" if tls is None else address
         server = Server(
             listening(Endpoint(own, 0), tls),
-            services=registrations(signpost, list_replicas=signpost.list_replicas),
+            services=registrations(locator, list_replicas=locator.list_replicas),
             translate=translate,
         )
         await server.start()
         stack.push_async_callback(server.stop)
-        following = asyncio.create_task(signpost.follow(client))
+        following = asyncio.create_task(locator.follow(client))
         stack.push_async_callback(_cancel, following)
         endpoint = Endpoint(own, parse_endpoint(server.address).port)
         replica = OwnReplica(etcd, run_id, address, tls, Peer(str(endpoint), tls))
         warn_of_plaintext(Endpoint(address, 0), tls)
         replica.begin(client)
         stack.push_async_callback(replica.end)
-        await replica.begun(signpost, patience)
+        await replica.begun(locator, timeout)
         yield replica
 
 
-async def _reach(client: EtcdClient, patience: float) -> None:
-    """Return once etcd answers."""
+async def _reach(client: EtcdClient, timeout: float) -> None:
+    """Return once etcd replies."""
     pace = Pace()
-    deadline = pace.clock() + patience
-    said = False
+    deadline = pace.clock() + timeout
+    logged = False
     while True:
         try:
             await client.get(f"{client.address.prefix}/run".encode())
             return
         except EtcdUnavailable as error:
-            places = _replica_addresses(client.address)
+            endpoints = _endpoints(client.address)
             if (left := deadline - pace.clock()) <= 0:
                 raise SettingError(
-                    f"no etcd answers at {places} ({error}; asked again for {patience:g} s): check --rdzv-endpoint, "
-                    "and that etcd is there"
+                    f"no etcd answers at {endpoints} ({error}; retried for {timeout:g} s): check "
+                    "--rdzv-endpoint, and that etcd runs"
                 ) from None
-            if not said:
-                said = True
+            if not logged:
+                logged = True
                 _log.warning(
-                    "no etcd answers yet, trying again", at=places, patience=patience, error=str(error)
+                    "no etcd answers yet, trying again", at=endpoints, timeout=timeout, error=str(error)
                 )
         except EtcdError as error:
-            raise SettingError(f"etcd at {_replica_addresses(client.address)} refuses us: {error}") from None
+            raise SettingError(f"etcd at {_endpoints(client.address)} refuses us: {error}") from None
         await pace.sleep(min(left, 1.0) * pace.draw())
 
 
-def _replica_addresses(etcd: EtcdAddress) -> str:
+def _endpoints(etcd: EtcdAddress) -> str:
     return ",".join(map(str, etcd.endpoints))
 
 
 def _warn(error: Exception) -> None:
-    event = "this agent can't serve the run's rendezvous just now"
+    event = "this agent can't serve the run's rendezvous at present"
     if isinstance(error, EtcdError | SettingError):
         _log.warning(event, error=str(error))
     else:

@@ -1,4 +1,4 @@
-"""What the agent of a launch from Python does once gRPC may be loaded."""
+"""The agent of a launch from Python, after gRPC may be loaded."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from rallypoint.rpc.loop import run as run_loop
 
 
 def run_requested_job(request: LaunchRequest, spawner: Spawner) -> LaunchOutcome:
-    """Runs the job to its end; the spawner is closed then.
+    """Run the job to its end, and close the spawner.
 
     Raises:
-        SettingError: It can't be started as asked; one line.
+        SettingError: The job can't be started as requested; one line.
     """
     configure_logs(request.log_level, "auto")
     if request.log_level == "info":
-        # Of the services inside this process one needs to hear only what goes wrong.
+        # Of the services embedded in this process, users need only warnings and errors.
         for service in ("rallypoint.rendezvous", "rallypoint.serving", "rallypoint.timer"):
             logging.getLogger(service).setLevel(logging.WARNING)
     jobs: list[Job] = []

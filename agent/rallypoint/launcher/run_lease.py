@@ -1,7 +1,7 @@
-"""The lease with which all that a run has in etcd dies: nothing of a job stays there for ever, however it ends.
+"""The lease of a run in etcd: all keys of the run end with it, so that no job leaves keys for ever, however it ends.
 
-Its high-water mark dies last, with a lease of its own: the run may go on where the other lease has ended, because its
-agents could not reach etcd meanwhile.
+The run's high-water mark has a longer lease of its own: the run may continue after the first lease has ended, because
+its agents could not reach etcd meanwhile.
 """
 
 from __future__ import annotations
@@ -29,29 +29,29 @@ from rallypoint.rpc.logs import get_logger
 from rallypoint.rpc.pace import Pace
 
 RUN_TTL = 7200
-"""Seconds that what a run has in etcd outlives the last agent that served it; torch's. Until then agents that come late
-hear that the run is over, and no new job can have its name. Shorter forgets a run whose hosts are all away for a while
-(power, etcd itself); longer leaves more in etcd."""
+"""Seconds that the keys of a run outlive the last agent that served it; torch's value. Until then late agents learn
+that the run is over, and no new job can have its name. Shorter: a run is forgotten if all its hosts are away for a
+while (power, etcd itself); longer: more keys stay in etcd."""
 
 NUMBERS_TTL = 365 * 24 * 3600
-"""Seconds that a run's high-water mark outlives its last owner. Agents that were cut off from etcd for longer than
-RUN_TTL come back to it: no round, token or budget goes back then. Shorter than workers may run without etcd, and they
-would; longer keeps some hundred bytes of each run in etcd for longer."""
+"""Seconds that a run's high-water mark outlives its last owner, so that no round, token or budget goes back when agents
+return that were cut off from etcd for longer than RUN_TTL. It must not be shorter than workers may run without etcd;
+longer keeps some hundred bytes of each run in etcd for longer."""
 
 _EVERY = 6
-"""Renewals of the lease in its time: an outage of etcd may last for what is left of that."""
+"""Renewals of the lease in its time: etcd may be away for the rest of the time."""
 
 _AGAIN = 10.0
-"""Seconds until a renewal without an answer is tried again: there is time."""
+"""Seconds until a renewal without a reply is tried again: there is time."""
 
 
 def on_lease(txn: Txn, lease: int, lasting: bytes = b"", lasting_lease: int = 0) -> Txn:
-    """The transaction, with its puts on a lease, but for those that have one.
+    """Return the transaction with its puts on a lease, except puts that have one already.
 
     Args:
         txn: The transaction.
         lease: The lease.
-        lasting: What keys begin with whose puts get `lasting_lease`; empty: none.
+        lasting: Prefix of the keys whose puts get `lasting_lease`; empty: none.
         lasting_lease: A lease that outlives the other one.
     """
 
@@ -71,21 +71,21 @@ def _begins(key: bytes, prefix: bytes) -> bool:
 
 
 class LeasedClient(EtcdClient):
-    """A client whose keys die with the lease of their run, those aside that are put with another one.
+    """A client whose keys end with the lease of their run, except puts that name another lease.
 
     The run's high-water mark has a lease of its own, of `NUMBERS_TTL`. It is granted with the first mark, and found by
     its key afterwards.
     """
 
     def __init__(self, address: EtcdAddress, lease: int, *, pace: Pace) -> None:
-        """As of EtcdClient; `lease`: the run's."""
+        """As EtcdClient; `lease`: the run's."""
         super().__init__(address, pace=pace)
         self.lease = lease
         self._marks = Keys(address.prefix).space(0) + HIGH_WATER
         self._lasting_lease = 0
 
     async def transact(self, txn: Txn, *, timeout: float | None = None) -> TxnResult:
-        """As of EtcdClient."""
+        """As EtcdClient."""
         if not self._lasting_lease and any(_begins(each.key, self._marks) for each in txn.then):
             self._lasting_lease = await self._have_lasting_lease()
         leased = on_lease(txn, self.lease, self._marks, self._lasting_lease)
@@ -93,30 +93,30 @@ class LeasedClient(EtcdClient):
             return await super().transact(leased, timeout=timeout)
         except EtcdRefused as error:
             if error.reason is Reason.LEASE_NOT_FOUND:
-                self._lasting_lease = 0  # it may be this one: the next owner gets another
+                self._lasting_lease = 0  # the missing lease may be this one: the next owner gets another
             raise
 
     async def _have_lasting_lease(self) -> int:
-        """The lease of the run's high-water mark, prolonged; a new one where there is none."""
+        """Renew and return the lease of the run's high-water mark; grant one if there is none."""
         for pair in (await self.get(self._marks, prefix_end(self._marks), keys_only=True)).pairs:
             if pair.lease and await self.keep_alive(pair.lease) > 0:
                 return pair.lease
-        # One of which the answer is lost has no key, and ends unused.
+        # If the reply is lost, this lease has no key, and ends unused.
         lease, _ = await self.grant(NUMBERS_TTL)
         return lease
 
 
 async def run_lease(client: EtcdClient, run_id: str, ttl: int = RUN_TTL) -> int:
-    """The lease that a run has; one that has none is given one.
+    """Return the lease of a run; a run without one gets a new lease.
 
     Args:
-        client: Of the etcd; its address names the prefix of the run.
-        run_id: The run's name, for people who look into etcd.
-        ttl: Seconds that the lease of a new run outlives the last renewal.
+        client: Client of the etcd; its address has the prefix of the run.
+        run_id: Name of the run, for people who look into etcd.
+        ttl: Seconds that the lease of a new run outlives its last renewal.
 
     Raises:
-        EtcdError: etcd did not answer, or refused. Asking again does no harm.
-        SettingError: Something else has the run's place in etcd; one line.
+        EtcdError: etcd did not reply, or refused. A repetition does no harm.
+        SettingError: The run's key belongs to another program; one line.
     """
     key = f"{client.address.prefix}/run".encode()
     name = json.dumps({"version": 1, "run_id": run_id}).encode()
@@ -129,10 +129,10 @@ async def run_lease(client: EtcdClient, run_id: str, ttl: int = RUN_TTL) -> int:
                 )
             if await client.keep_alive(pair.lease) > 0:
                 return pair.lease
-            # It has just ended, and takes this key with it, and all others of the run.
+            # The lease has just ended, and removes this key and all others of the run.
             await _until_changed(client, key, found.revision)
         lease, _ = await client.grant(ttl)
-        # If no answer comes, whoever asks again finds this lease, or another one: then this one dies unused.
+        # If no reply comes, the next attempt finds this lease or another one; then this one ends unused.
         if (await client.transact(Txn([CreateRevision(key, 0)], [Put(key, name, lease)]))).succeeded:
             return lease
         await client.revoke(lease)
@@ -144,7 +144,7 @@ async def _until_changed(client: EtcdClient, key: bytes, revision: int) -> None:
 
 
 async def forgotten(client: EtcdClient, lease: int, pace: Pace) -> None:
-    """Return once a run is not on this lease any more: somebody ended it, or deleted the run. For whoever serves it.
+    """Return once a run has left this lease: it was ended or deleted. For the agents that serve the run.
 
     Raises:
         EtcdRefused: etcd refuses.
@@ -157,13 +157,13 @@ async def forgotten(client: EtcdClient, lease: int, pace: Pace) -> None:
                 return
             await _until_changed(client, key, found.revision)
         except Compacted:
-            continue  # it may have changed: to be read anew
+            continue  # the key may have changed: read it again
         except EtcdUnavailable:
             await pace.sleep(pace.draw() * _AGAIN)
 
 
 async def keep_alive(client: EtcdClient, lease: int, pace: Pace) -> None:
-    """Renew a run's lease, again and again: for whoever serves the run. Returns once it has ended.
+    """Renew a run's lease until it has ended. For the agents that serve the run.
 
     Raises:
         EtcdRefused: etcd refuses.
@@ -178,33 +178,32 @@ async def keep_alive(client: EtcdClient, lease: int, pace: Pace) -> None:
         await pace.sleep(left / _EVERY)
 
 
-# ---- Which agents of a job serve its rendezvous: as many as there are seats, each a key of etcd on its holder's
-# lease.
+# ---- The agents of a job that serve its rendezvous: each holds a seat, a key of etcd on its lease.
 
 
 SEATS = 3
-"""Agents that serve a run at a time: one owns it, the others are ready to. With three, two can be lost at one moment
-and the run is taken over; more cost etcd a lease each, and make no job safer than an etcd of three members."""
+"""Agents that serve a run at a time: one owns it, the others are ready to take over. With three, two can be lost at one
+moment; more cost etcd a lease each, and make no job safer than an etcd of three members."""
 
 SEAT_TTL = 10.0
-"""Seconds after which the seat of a host that vanished is free; that of torch's keep-alives."""
+"""Seconds after which the seat of a lost host is free; that of torch's keep-alives."""
 
-# Seconds over which those who wait for a seat spread their attempts at it: with a thousand of them, all but the first
-# few see that it is taken without asking for it.
+# Seconds over which waiting agents spread their attempts to take a free seat: of a thousand, all but the first few see
+# that it is taken without a request for it.
 _SPREAD = 1.0
 
 
 @asynccontextmanager
 async def seat(client: EtcdClient, holder: str, pace: Pace | None = None) -> AsyncIterator[Session]:
-    """Wait for a seat, and have it for as long as the context lasts, or until the session is lost.
+    """Wait for a seat, and hold it as long as the context lasts, or until the session is lost.
 
     Args:
-        client: Of the etcd; its address names the prefix of the run.
-        holder: Who takes it, for people.
-        pace: How time passes.
+        client: Client of the etcd; its address has the prefix of the run.
+        holder: Name of the holder, for people.
+        pace: Clock and sleep.
 
     Raises:
-        EtcdError: etcd did not answer, or refused. Nothing is held.
+        EtcdError: etcd did not reply, or refused. No seat is held.
     """
     pace = pace or Pace()
     prefix = f"{client.address.prefix}/seats/".encode()
@@ -220,7 +219,7 @@ async def seat(client: EtcdClient, holder: str, pace: Pace | None = None) -> Asy
 
 
 async def _free_slots(client: EtcdClient, prefix: bytes, pace: Pace) -> Sequence[bytes]:
-    """Seats that nobody has, as soon as there are any."""
+    """Wait until a seat is free, and return the keys of all free ones."""
     end = prefix_end(prefix)
     while True:
         found = await client.get(prefix, end, keys_only=True)
@@ -235,7 +234,7 @@ async def _free_slots(client: EtcdClient, prefix: bytes, pace: Pace) -> Sequence
 
 
 async def _sit(client: EtcdClient, free: Sequence[bytes], holding: Put) -> bool:
-    """Whether one of these was free still."""
+    """Take the first key that is still free; return False if none is."""
     for key in free:
         put = Put(key, holding.value, holding.lease)
         if (await client.transact(Txn([CreateRevision(key, 0)], [put]))).succeeded:
@@ -243,65 +242,64 @@ async def _sit(client: EtcdClient, free: Sequence[bytes], holding: Put) -> bool:
     return False
 
 
-# ---- Where a run is served just now, for a client in the same process: a home of no runs that always knows the way.
+# ---- The owner of the run, for a client in the same process: a locator without runs that redirects to the owner.
 #
-# Seats change hands as hosts come and go. A client that was given their addresses at the start would have a list
-# of dead
-# hosts in the end; this one is told by etcd.
+# Owners change. A client with the addresses from its start would end with a list of lost hosts; this
+# locator gets them from etcd.
 
 
 _log = get_logger("rallypoint.run")
 
-# Seconds between two attempts at reading who owns the run, at the most.
+# Longest pause in seconds between two attempts to read the owner.
 _LONGEST_BACKOFF = 1.0
 
 
 class RedirectingLocator:
-    """A Home that refuses everything with the address of whoever owns the run.
+    """A RunLocator that refuses every call, with the address of the run's owner.
 
     Attributes:
-        owner: Where it is served; None: nowhere, or not known yet.
+        owner: Address of the owner; None: none, or not known yet.
     """
 
     def __init__(self) -> None:
-        """Know nothing yet."""
+        """Start without a known owner."""
         self.owner: str | None = None
         self._known = asyncio.Event()
 
     async def served(self) -> None:
-        """Wait until the run is served anywhere, for the first time."""
+        """Wait until the run has an owner for the first time."""
         await self._known.wait()
 
     def list_replicas(self, run_id: str) -> NoReturn:
-        """Raises NotOwner."""
+        """Raise NotOwner."""
         self._refuse(run_id)
 
     def shard(self, run_id: str) -> Shard:
-        """Raises NotOwner."""
+        """Raise NotOwner."""
         self._refuse(run_id)
 
     def writer(self, run_id: str) -> Shard:
-        """Raises NotOwner."""
+        """Raise NotOwner."""
         self._refuse(run_id)
 
     async def reader(self, run_id: str) -> RunReader:
-        """Raises NotOwner."""
+        """Raise NotOwner."""
         self._refuse(run_id)
 
     async def readers(self) -> Sequence[RunReader]:
-        """Raises NotOwner."""
+        """Raise NotOwner."""
         self._refuse("")
 
     def shards(self) -> Sequence[Shard]:
-        """None."""
+        """Return an empty sequence: this process has no shards here."""
         return []
 
     async def follow(self, client: EtcdClient, pace: Pace | None = None) -> None:
-        """Keep up to date with etcd until cancelled. What was known last stands while there is no etcd.
+        """Follow the owner in etcd until cancelled. While etcd is unreachable, the last known owner stays.
 
         Args:
-            client: Of the etcd; its address names the prefix of the run, which has one shard.
-            pace: How time passes.
+            client: Client of the etcd; its address has the prefix of the run, which has one shard.
+            pace: Clock and sleep.
         """
         pace = pace or Pace()
         key = Keys(client.address.prefix).owner(0)
@@ -316,7 +314,7 @@ class RedirectingLocator:
                         last = changes[-1]
                         self._take([] if last.deleted else [last.pair])
             except EtcdError as error:
-                _log.debug("who serves the run can't be read from etcd", error=str(error))
+                _log.debug("the run's owner can't be read from etcd", error=str(error))
             await pace.sleep(backoff.next())
 
     def _take(self, pairs: Sequence[KeyValue]) -> None:

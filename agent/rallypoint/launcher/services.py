@@ -1,4 +1,4 @@
-"""How an agent listens that serves its job's rendezvous, alone or as one of several."""
+"""Servers inside an agent: options of a server for other hosts, and embedded services."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ from rallypoint.timer.server.service import timer_registration
 from rallypoint.timer.server.service import translate as translate_timer
 
 LAST_WORD = 10.0
-"""Seconds that the other nodes get to hear how the run ended. They hear of it at once; longer is for a busy machine."""
+"""Seconds for the other nodes to learn the run's end. They learn it at once; the rest is for a busy machine."""
 
 _log = get_logger("rallypoint.run")
 
 
-def listening(place: Endpoint, tls: ClientTLS | None) -> ServerOptions:
-    """The options of a server that others reach at a place.
+def listening(endpoint: Endpoint, tls: ClientTLS | None) -> ServerOptions:
+    """Return the options of a server that other hosts reach at an endpoint.
 
     Args:
-        place: Where; port 0 for any.
-        tls: Certificates of the server, which asks clients for theirs; None: plaintext, as with torchrun.
+        endpoint: The endpoint; port 0: any free port.
+        tls: Certificates of the server, which requires client certificates; None: plaintext, as with torchrun.
 
     Raises:
-        SettingError: There is no certificate to serve with; one line.
+        SettingError: The certificate or its key is missing; one line.
     """
     if tls is not None and (tls.certificate is None or tls.key is None):
         raise SettingError(
-            f"rendezvous is to be served here, at {place.host}, with TLS: give --tls-cert and --tls-key beside --tls-ca"
+            f"this host serves rendezvous at {endpoint.host} with TLS: give --tls-cert and --tls-key beside --tls-ca"
         )
-    # A name may be of an address that only this machine can reach, as Debian has it in /etc/hosts.
+    # A name may resolve to an address that only this machine can reach, as in Debian's /etc/hosts.
     everywhere = "::" if socket.has_dualstack_ipv6() else "0.0.0.0"  # noqa: S104 (as torch's store listens)
     return ServerOptions(
-        host=place.host if place.loopback else everywhere,
-        port=place.port,
+        host=endpoint.host if endpoint.loopback else everywhere,
+        port=endpoint.port,
         tls_cert=tls.certificate if tls is not None else None,
         tls_key=tls.key if tls is not None else None,
         tls_client_ca=tls.ca if tls is not None else None,
@@ -47,32 +47,32 @@ def listening(place: Endpoint, tls: ClientTLS | None) -> ServerOptions:
     )
 
 
-def warn_of_plaintext(place: Endpoint, tls: ClientTLS | None) -> None:
-    """Say so where rendezvous is served to other machines in plaintext."""
-    if tls is None and not place.loopback:
+def warn_of_plaintext(endpoint: Endpoint, tls: ClientTLS | None) -> None:
+    """Log a warning if rendezvous is served to other machines in plaintext."""
+    if tls is None and not endpoint.loopback:
         _log.warning(
-            "rendezvous is served in plaintext: whoever reaches the port can steer the job",
-            address=place.host,
+            "rendezvous is served in plaintext: every client that reaches the port can control the job",
+            address=endpoint.host,
             advice="--tls-ca, --tls-cert and --tls-key on all hosts",
         )
 
 
-# ---- Services inside the process of an agent, for jobs that name none.
+# ---- Services inside an agent's process, for jobs that name none.
 
 
 @asynccontextmanager
 async def embedded_rendezvous() -> AsyncIterator[str]:
-    """A rendezvous service inside this process, for as long as the context lasts; yields its endpoint."""
+    """Serve rendezvous inside this process as long as the context lasts; yield the endpoint."""
     async with rendezvous_server(ServerOptions()) as server:
         yield server.address
 
 
 @asynccontextmanager
 async def rendezvous_server(options: ServerOptions) -> AsyncIterator[Server]:
-    """A server of a rendezvous service that forgets its runs at the end; started, and stopped with the context.
+    """Serve rendezvous as long as the context lasts, in memory only; yield the started server.
 
     Raises:
-        ServiceStartError: It can't listen as it should.
+        ServiceStartError: The server can't listen.
     """
     async with AsyncExitStack() as stack:
         services = await stack.enter_async_context(rendezvous_services(MemoryJournal()))
@@ -84,7 +84,7 @@ async def rendezvous_server(options: ServerOptions) -> AsyncIterator[Server]:
 
 @asynccontextmanager
 async def embedded_timer() -> AsyncIterator[str]:
-    """A timer service inside this process, for as long as the context lasts; yields its endpoint."""
+    """Serve timers inside this process as long as the context lasts; yield the endpoint."""
     server = Server(ServerOptions(), services=[timer_registration()], translate=translate_timer)
     await server.start()
     try:

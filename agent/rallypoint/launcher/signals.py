@@ -1,4 +1,4 @@
-"""A job's run under the signals of its process."""
+"""Run a job under the signals of its process."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _USERS = (signal.SIGUSR1, signal.SIGUSR2)
 
 
 async def run_until_signalled(job: Job, signals: Sequence[int]) -> JobResult:
-    """Run a job to its end; a signal has it leave its run, and a second one at once.
+    """Run a job to its end; a first signal makes it leave its run, a second one leave at once.
 
-    SIGUSR1 and SIGUSR2 go on to the workers, unless they are among the signals.
+    SIGUSR1 and SIGUSR2 are passed to the workers, unless they are among `signals`.
 
     Args:
-        job: Not run yet.
-        signals: Which ones. None: signals are somebody else's. None of them is handled after the return.
+        job: Not started yet.
+        signals: The signals to handle, until this returns. Empty: the caller handles signals.
     """
 
     def leave(number: signal.Signals) -> None:
@@ -33,7 +33,7 @@ async def run_until_signalled(job: Job, signals: Sequence[int]) -> JobResult:
 
 @contextmanager
 def signalled(signals: Sequence[int]) -> Iterator[asyncio.Queue[signal.Signals]]:
-    """Signals as they come, for as long as the context lasts."""
+    """Yield a queue of received signals, as long as the context lasts."""
     received: asyncio.Queue[signal.Signals] = asyncio.Queue()
     with _handled(signals, received.put_nowait):
         yield received
@@ -42,8 +42,8 @@ def signalled(signals: Sequence[int]) -> Iterator[asyncio.Queue[signal.Signals]]
 @contextmanager
 def _handled(signals: Sequence[int], take: Callable[[signal.Signals], None]) -> Iterator[None]:
     loop = asyncio.get_running_loop()
-    # Under nohup a terminal that closes is to stop nothing. (SIGINT, which a shell ignores for what it starts in the
-    # background, is handled nevertheless: whoever sends it to an agent means it.)
+    # Under nohup, a closed terminal must not stop the job. (SIGINT, which a shell ignores for background programs, is
+    # handled nevertheless: it is sent to an agent on purpose.)
     nohup = signal.SIGHUP in signals and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     numbers = [signal.Signals(number) for number in signals if number != signal.SIGHUP or not nohup]
     for number in numbers:

@@ -1,1 +1,1 @@
-"""A job that is run on the agents of several hosts from afar: launched on all, followed, stopped everywhere."""
+"""Submission of a job to the agents of several hosts: launched on all, followed, stopped on all."""

@@ -1,4 +1,4 @@
-"""Follows a job on one agent: its states and its logs, over connections that break, until it has ended or is lost."""
+"""Follow a job on one agent: its states and logs, across broken connections, until it has ended or is lost."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rallypoint.rpc.endpoint import ClientTLS, parse_endpoint
 from rallypoint.rpc.errors import GONE, ServiceError, decode, tls_advice
 from rallypoint.rpc.pace import Pace
 
-# ---- An agent on another host: what it is called, and how its calls are made over a network that may break.
+# ---- An agent on another host: its names, and calls to it over an unreliable network.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -22,9 +22,9 @@ class RemoteAgent:
     """An agent of a job.
 
     Attributes:
-        endpoint: Where it is.
-        label: What it is called before lines of output.
-        stub: To call it.
+        endpoint: Its address.
+        label: Its name before lines of output.
+        stub: Stub for calls to it.
     """
 
     endpoint: str
@@ -33,7 +33,7 @@ class RemoteAgent:
 
 
 def labels(endpoints: Sequence[str]) -> list[str]:
-    """Short names of agents: their hosts, or the whole endpoints of those that share one."""
+    """Return short names of agents: their hosts, or the whole endpoints of agents on one host."""
     hosts = [parse_endpoint(endpoint).host for endpoint in endpoints]
     return [
         host if host and hosts.count(host) == 1 else endpoint
@@ -42,22 +42,22 @@ def labels(endpoints: Sequence[str]) -> list[str]:
 
 
 def is_lost(error: ServiceError) -> bool:
-    """Whether a call has failed for a connection, or an agent that is busy, rather than for what it asked."""
+    """Return True if a call failed because of the connection or a busy agent, so that a retry may succeed."""
     if error.code is grpc.StatusCode.RESOURCE_EXHAUSTED:
         return error.retry_after is not None
     if error.reason in ("UNEXPECTED_ERROR", "SUBSCRIBER_TOO_SLOW", "LOGS_UNREADABLE"):
         return True
-    # An agent that refuses, or that goes away and says so, gives a reason of its own.
+    # An agent that refuses, or that drains, sends a reason of its own.
     return error.reason == error.code.name and error.code in (*GONE, grpc.StatusCode.DEADLINE_EXCEEDED)
 
 
 def in_words(error: ServiceError, tls: ClientTLS | None, *, answered: bool = False) -> str:
-    """Why an agent could not be asked, or refused.
+    """Describe why a call to an agent failed.
 
     Args:
-        error: What came of the call.
-        tls: What is spoken with it; None for plaintext.
-        answered: Whether it ever has: then nothing is wrong with the certificates.
+        error: Error of the call.
+        tls: Certificates for the agent; None for plaintext.
+        answered: True if the agent has replied before: then the certificates are right.
     """
     if error.reason == grpc.StatusCode.UNIMPLEMENTED.name:
         return f"no agent answers there ({error.message})"
@@ -68,41 +68,41 @@ def in_words(error: ServiceError, tls: ClientTLS | None, *, answered: bool = Fal
 
 
 FIRST_ANSWER = 10.0
-"""Seconds within which a stream must bring its first message, or it counts as broken."""
+"""Seconds within which a stream must bring its first message; else it counts as broken."""
 
 LAST_WORDS = 3.0
-"""Seconds for which an agent is tried that has gone after the end of its job, for the rest of the output."""
+"""Seconds to retry an agent that is gone after the end of its job, for the rest of the output."""
 
 
 class Lost(Exception):
-    """The agent can't be followed any more; one line that says why."""
+    """The agent can't be followed any more; one line with the reason."""
 
 
 class Retries:
-    """How long to go on trying while an agent is away."""
+    """Back-off and time limit of the retries while an agent is unreachable."""
 
-    def __init__(self, patience: Callable[[], float], pace: Pace) -> None:
-        """`patience`: seconds that it may be away before it counts as lost, as things are."""
-        self._timeout = patience
+    def __init__(self, timeout: Callable[[], float], pace: Pace) -> None:
+        """`timeout`: returns the seconds that the agent may now be unreachable before it counts as lost."""
+        self._timeout = timeout
         self._pace = pace
         self._since: float | None = None
         self._backoff = pace.backoff()
 
     @property
     def away(self) -> bool:
-        """Whether it did not answer the last time."""
+        """True if the last attempt failed."""
         return self._since is not None
 
     def answered(self) -> None:
-        """It is there."""
+        """Record a reply: the next failure starts a new time limit."""
         self._since = None
         self._backoff.reset()
 
     async def failed(self, why: str) -> None:
-        """It did not answer; returns when to try again.
+        """Record a failure, and return when it is time for the next attempt.
 
         Raises:
-            Lost: That has gone on for too long.
+            Lost: The agent has been unreachable for too long.
         """
         now = self._pace.clock()
         if self._since is None:
@@ -113,10 +113,10 @@ class Retries:
 
 
 class LogPieces:
-    """The pieces of a stream of logs, read on after every break where that came.
+    """The pieces of a log stream; after a broken connection the stream resumes at the last received piece.
 
     Attributes:
-        begun: whether the agent has answered yet.
+        begun: True if the agent has replied.
     """
 
     def __init__(
@@ -124,31 +124,31 @@ class LogPieces:
         stub: pb_grpc.SupervisorServiceAsyncStub,
         request: pb.StreamLogsRequest,
         tls: ClientTLS | None,
-        patience: Callable[[], float],
+        timeout: Callable[[], float],
         pace: Pace | None = None,
     ) -> None:
-        """Set up.
+        """Store the settings.
 
         Args:
-            stub: Of the agent.
-            request: What is wanted.
-            tls: What is spoken with the agent, for advice.
-            patience: Seconds that it may be away, as things are.
-            pace: How time passes.
+            stub: Stub of the agent.
+            request: The logs to read.
+            tls: Certificates for the agent, for advice in errors.
+            timeout: Returns the seconds that the agent may now be unreachable.
+            pace: Clock and sleep.
         """
         self.begun = False
         self._stub = stub
         self._request = request
         self._tls = tls
-        self._timeout = patience
+        self._timeout = timeout
         self._pace = pace or Pace()
         self._cursors: dict[tuple[int, int], pb.LogCursor] = {}
 
     async def read(self) -> AsyncGenerator[pb.StreamLogsResponse, None]:
-        """Each piece, in order and once; ends where the stream does.
+        """Yield each piece once and in order, until the stream ends.
 
         Raises:
-            Lost: The agent refuses, or was away for too long.
+            Lost: The agent refuses, or was unreachable for too long.
         """
         retries = Retries(self._timeout, self._pace)
         while True:
@@ -174,12 +174,12 @@ class LogPieces:
 
 
 class Followed:
-    """One agent of a job.
+    """A followed job on one agent.
 
     Attributes:
-        agent: which.
-        job: its latest state there; None before it was first told.
-        lost: why it can't be followed any more; None if that is not so.
+        agent: The agent.
+        job: Latest state of the job there; None before the first report.
+        lost: Reason why it can't be followed any more; None if it can.
     """
 
     def __init__(
@@ -188,36 +188,36 @@ class Followed:
         launch: pb.LaunchJobRequest,
         tls: ClientTLS | None,
         *,
-        patience: float,
+        timeout: float,
         note: Callable[[str], None],
         pace: Pace | None = None,
     ) -> None:
-        """Set up.
+        """Store the settings.
 
         Args:
-            agent: Which.
-            launch: By which the job was launched there.
-            tls: What is spoken with it, for advice.
-            patience: Seconds that it may be away before it counts as lost.
-            note: Takes a sentence about the connection.
-            pace: How time passes.
+            agent: The agent.
+            launch: The request that launched the job there.
+            tls: Certificates for the agent, for advice in errors.
+            timeout: Seconds that the agent may be unreachable before it counts as lost.
+            note: Called with sentences about the connection.
+            pace: Clock and sleep.
         """
         self.agent = agent
         self.job: pb.Job | None = None
         self.lost: str | None = None
         self._launch = launch
         self._tls = tls
-        self._timeout = patience
+        self._timeout = timeout
         self._note = note
         self._pace = pace or Pace()
 
     @property
     def ended(self) -> bool:
-        """Whether the job has ended there, as far as can be known."""
+        """True if the job has ended there, or if its state can't be known any more."""
         return self.lost is not None or (self.job is not None and self.job.state == pb.JOB_STATE_ENDED)
 
     async def watch(self, on_change: Callable[[Followed], None]) -> None:
-        """Call `on_change` with each new state; returns once `ended`."""
+        """Call `on_change` with each new state; return once `ended`."""
         retries = Retries(lambda: self._timeout, self._pace)
         try:
             while not self.ended:
@@ -259,16 +259,16 @@ class Followed:
         except grpc.aio.AioRpcError as rpc_error:
             error = decode(rpc_error)
             if error.reason == "NO_JOB":
-                raise Lost("its agent was restarted, and the job there ended with the one before") from None
+                raise Lost("its agent was restarted, and the job there ended with the former agent") from None
             raise error from None
         finally:
             call.cancel()
 
     async def follow_logs(self, take: Callable[[Followed, pb.StreamLogsResponse], Awaitable[None]]) -> None:
-        """Call `take` with each piece of output, in order and once each; returns at the end of it, or if lost."""
+        """Call `take` with each piece of output, once and in order; return at its end, or if the agent is lost."""
         request = pb.StreamLogsRequest(run_id=self._launch.spec.run_id, follow=True)
         pieces = LogPieces(self.agent.stub, request, self._tls, self._log_timeout, self._pace)
-        pieces.begun = True  # it has answered the launch
+        pieces.begun = True  # the agent has replied to the launch
         try:
             async for piece in pieces.read():
                 await take(self, piece)
@@ -279,7 +279,7 @@ class Followed:
         return min(self._timeout, LAST_WORDS) if self.ended else self._timeout
 
     async def stop(self, reason: str, *, now: bool, timeout: float) -> str | None:
-        """Have the job stop there; why it could not be told to, if so."""
+        """Stop the job there; return the reason if that failed, else None."""
         if self.ended:
             return None
         request = pb.StopJobRequest(run_id=self._launch.spec.run_id, reason=reason, now=now)

@@ -1,4 +1,4 @@
-"""Launches a job on the agents of all its hosts, or on none."""
+"""Launch a job on the agents of all its hosts, or on none."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from rallypoint.rpc.pace import Pace
 from rallypoint.submission.following import RemoteAgent, in_words, is_lost
 
 LAUNCH_TIMEOUT = 20.0
-"""Seconds in which every agent must have taken the job on: starting agents are waited for, hosts that are down not."""
+"""Seconds in which every agent must accept the job: enough for starting agents, not for hosts that are down."""
 
 TAKE_BACK_TIMEOUT = 10.0
-"""Seconds in which agents are to be told that the job is not to run after all."""
+"""Seconds in which agents must confirm that a cancelled job does not run."""
 
 
 class NotLaunched(Exception):
-    """An agent did not take the job on, and now none has it; one line that says which and why."""
+    """An agent did not accept the job, so no agent runs it; one line with agent and reason."""
 
 
 async def launch_everywhere(
@@ -32,19 +32,19 @@ async def launch_everywhere(
     timeout: float = LAUNCH_TIMEOUT,
     pace: Pace | None = None,
 ) -> list[pb.LaunchJobResponse]:
-    """Have all agents take a job on; those that have are told to stop it if another does not.
+    """Launch a job on all agents; if one of them fails, stop the job on the others.
 
-    Cancelled, it takes the job back as well.
+    Cancellation of this call stops the job as well.
 
     Args:
-        agents: All of them.
+        agents: All agents of the job.
         request: The same for each; it must have a launch_id.
-        tls: What is spoken with them, for advice when that is wrong.
-        timeout: Seconds that it may take.
-        pace: How time passes.
+        tls: Certificates for the agents, for advice in errors.
+        timeout: Seconds for all launches.
+        pace: Clock and sleep.
 
     Raises:
-        NotLaunched: One did not.
+        NotLaunched: An agent did not accept the job.
     """
     pace = pace or Pace()
     calls = [asyncio.create_task(_launch(agent, request, timeout, pace)) for agent in agents]
@@ -59,24 +59,24 @@ async def launch_everywhere(
             return [call.result() for call in calls]
     except asyncio.CancelledError:
         await _end(calls)
-        await take_back(agents, request, "its submission was broken off")
+        await take_back(agents, request, "its submission was interrupted")
         raise
     await _end(calls)
     refused, error = failed[0]
-    left = await take_back(agents, request, f"{refused.label} did not take it on")
+    left = await take_back(agents, request, f"{refused.label} did not accept it")
     if not isinstance(error, ServiceError):
         raise error or AssertionError("a call that failed has an error")
-    perhaps = f"; it may still run on {', '.join(left)}: look there" if left else ""
+    perhaps = f"; it may still run on {', '.join(left)}: check there" if left else ""
     raise NotLaunched(
-        f"agent {refused.endpoint} did not take the job on: {in_words(error, tls)}; "
+        f"agent {refused.endpoint} did not accept the job: {in_words(error, tls)}; "
         f"this launch runs nowhere now{perhaps}"
     )
 
 
 async def take_back(agents: Sequence[RemoteAgent], request: pb.LaunchJobRequest, reason: str) -> list[str]:
-    """Stop a launch's job at once wherever it runs; returns the agents of which that is not known."""
-    told = await asyncio.gather(*(_take_back(agent, request, reason) for agent in agents))
-    return [agent.label for agent, sure in zip(agents, told, strict=True) if not sure]
+    """Stop a launch's job at once on all agents; return the names of agents where it may still run."""
+    stopped = await asyncio.gather(*(_take_back(agent, request, reason) for agent in agents))
+    return [agent.label for agent, sure in zip(agents, stopped, strict=True) if not sure]
 
 
 async def _launch(
@@ -95,7 +95,7 @@ async def _launch(
 
 
 async def _take_back(agent: RemoteAgent, request: pb.LaunchJobRequest, reason: str) -> bool:
-    """Whether the job of this launch does not run there now; another job of the same run is left alone."""
+    """Return True if the job of this launch does not run there now; another job of the run is not touched."""
     run_id = request.spec.run_id
     try:
         async with asyncio.timeout(TAKE_BACK_TIMEOUT):
@@ -104,7 +104,7 @@ async def _take_back(agent: RemoteAgent, request: pb.LaunchJobRequest, reason: s
                 await agent.stub.StopJob(pb.StopJobRequest(run_id=run_id, reason=reason[:500], now=True))
     except grpc.aio.AioRpcError as rpc_error:
         error = decode(rpc_error)
-        # An agent that can't be reached never was, as a rule: it is the one that did not take the job on.
+        # An unreachable agent usually never had the job: it is the agent that did not accept it.
         return not is_lost(error) or error.code is grpc.StatusCode.UNAVAILABLE
     except TimeoutError:
         return False

@@ -1,4 +1,4 @@
-"""Output of many workers on one terminal: whole lines, each with a prefix that says whose it is."""
+"""Output of many workers on one terminal: whole lines, each with a prefix that names its worker."""
 
 from __future__ import annotations
 
@@ -8,41 +8,41 @@ from typing import Generic, Protocol, TypeVar
 from rallypoint.agent.v1 import supervisor_service_pb2 as pb
 
 LONGEST = 128 * 1024
-"""Bytes of a line without an end that are kept back; a longer one goes out in pieces."""
+"""Longest unfinished line in bytes that is held back; a longer line is printed in pieces."""
 
 
 _Source = TypeVar("_Source", bound=Hashable)
 
 
 class LineSink(Protocol):
-    """Where lines go: rallypoint.agent.logs.follower.OutputThread, for one."""
+    """A destination of lines, for example rallypoint.agent.logs.follower.OutputThread."""
 
     async def write(self, data: bytes) -> None:
-        """Returns when all of it is taken; one write's bytes are never mixed with another's."""
+        """Return when all of `data` is accepted; the bytes of two writes are never mixed."""
 
 
 class Lines(Generic[_Source]):
-    """Puts pieces of output together to lines. Bytes are never decoded."""
+    """Assemble pieces of output to lines. Bytes are never decoded."""
 
     def __init__(self, outputs: Mapping[int, LineSink]) -> None:
         """`outputs`: by the number of the stream."""
         self._outputs = outputs
-        # By whose output it is: the line that has no end yet, its prefix, and whether its beginning is out.
+        # By source and stream: the unfinished line, its prefix, and True if its beginning is printed already.
         self._unfinished: dict[tuple[_Source, int], tuple[bytes, bytes, bool]] = {}
 
     @property
     def sources(self) -> set[_Source]:
-        """Whose last line has no end yet."""
+        """The sources whose last line is unfinished."""
         return {source for source, _ in self._unfinished}
 
     async def add(self, source: _Source, stream: int, prefix: bytes, data: bytes) -> None:
-        """Output of a worker.
+        """Print a piece of a worker's output, and hold back an unfinished last line.
 
         Args:
-            source: Whose.
-            stream: Which of its streams.
-            prefix: What comes before each line.
-            data: A piece; its first line may go on where that of the piece before had no end.
+            source: The worker.
+            stream: Number of its stream.
+            prefix: Prefix of each line.
+            data: The piece; it may continue the unfinished line of the piece before.
         """
         begun, of_begun, in_line = self._unfinished.pop((source, stream), (b"", prefix, False))
         data = begun + data
@@ -62,29 +62,29 @@ class Lines(Generic[_Source]):
             await self._outputs[stream].write(out)
 
     async def finish(self, source: _Source) -> None:
-        """Nothing more comes of a worker: its last line goes out, whether or not it has an end."""
+        """Print a worker's unfinished last line: it has no further output."""
         for key in [key for key in self._unfinished if key[0] == source]:
             rest, prefix, in_line = self._unfinished.pop(key)
             await self._outputs[key[1]].write((b"" if in_line else prefix) + rest + b"\n")
 
 
-# ---- What is worth telling of a job that runs on many hosts, made of what each of them says. Pure.
+# ---- Sentences about a job on many hosts, made of the hosts' states. Pure.
 
 
 class JobStatusLines:
-    """Turns the states of a job on its hosts into sentences; what all hosts say alike is told once."""
+    """Turn the states of a job on its hosts into sentences; a sentence that holds for all hosts is printed once."""
 
     def __init__(self, max_restarts: int) -> None:
         """`max_restarts`: of the run."""
         self._max_restarts = max_restarts
-        self._waiting = 0, ""  # after which round, and for what
+        self._waiting = 0, ""  # the latest round, and the reason to wait
         self._stopped_round = 0
         self._running_round = 0
         self._restarts = 0
         self._shown: dict[str, str] = {}
 
     def update(self, label: str, job: pb.Job) -> Iterator[str]:
-        """What is new in the state of the job on a host."""
+        """Yield sentences about changes in a host's state of the job."""
         match job.state:
             case pb.JOB_STATE_WAITING if self._is_new(job):
                 self._waiting = job.round, job.detail
@@ -102,15 +102,15 @@ class JobStatusLines:
             case pb.JOB_STATE_DRAINING:
                 yield from self._once(label, f"{label} is drained: {job.detail}")
             case pb.JOB_STATE_ENDED:
-                how = f" with exit code {job.exit_code}" if job.exit_code else ""
-                yield from self._once(label, f"{label} has ended{how}: {job.detail}")
+                code = f" with exit code {job.exit_code}" if job.exit_code else ""
+                yield from self._once(label, f"{label} has ended{code}: {job.detail}")
 
     def lose(self, label: str, why: str) -> Iterator[str]:
-        """A host can't be followed any more."""
+        """Report that a host can't be followed any more."""
         yield from self._once(label, f"{label} is lost: {why}")
 
     def _is_new(self, job: pb.Job) -> bool:
-        """Whether a host that waits does so after the latest round, and for something else than told."""
+        """Return True if a host waits after the latest round, and for another reason than the last printed one."""
         latest = max(self._waiting[0], self._running_round)
         return job.round >= latest and (job.round, job.detail) != self._waiting
 
@@ -121,6 +121,6 @@ class JobStatusLines:
 
 
 def lost_in_words(piece: pb.StreamLogsResponse) -> str:
-    """What is missing before a piece of output."""
+    """Describe the gap before a piece of output."""
     lost = f"{piece.lost_bytes} bytes" if piece.lost_bytes > 0 else "whole attempts"
-    return f"{lost} of rank {piece.rank}'s output are gone already"
+    return f"{lost} of rank {piece.rank}'s output are no longer available"

@@ -1,4 +1,4 @@
-"""One submitted job from its launch to its end, with somebody at a terminal who may want it stopped."""
+"""One submitted job from its launch to its end, with signals from a terminal that stop it."""
 
 from __future__ import annotations
 
@@ -23,53 +23,53 @@ from rallypoint.submission.following import Followed, RemoteAgent, labels
 from rallypoint.submission.launching import launch_everywhere
 from rallypoint.submission.output import JobStatusLines, Lines, LineSink, lost_in_words
 
-# ---- The exit code of a job that ran on many hosts, made of those of its hosts.
+# ---- The exit code of a job on many hosts, from the exit codes of its hosts.
 
 
 def exit_code_of(codes: Sequence[int | None], *, succeeded: bool | None = None) -> int:
-    """The exit code that says how the job ended.
+    """Return the exit code of the job.
 
     Args:
-        codes: Of its hosts; None: the host was lost.
-        succeeded: Whether the run did, as its rendezvous service says; None: nobody knows.
+        codes: Exit codes of its hosts; None: the host was lost.
+        succeeded: Outcome of the run at its rendezvous service; None: unknown.
     """
     known = [code for code in codes if code is not None]
     if succeeded:
         return SUCCEEDED
-    # What ends a run comes before what becomes of single hosts, as that one is not fit, or was told to leave.
-    for grave in (PERMANENT, FAILED):
-        if grave in known:
-            return grave
+    # The end of the run comes before the end of single hosts, which may be unhealthy or drained.
+    for code in (PERMANENT, FAILED):
+        if code in known:
+            return code
     if SUCCEEDED in known and succeeded is None:
         return SUCCEEDED
-    for grave in (UNFIT, REFUSED):
-        if grave in known:
-            return grave
+    for code in (UNFIT, REFUSED):
+        if code in known:
+            return code
     return next((code for code in known if code != SUCCEEDED), FAILED)
 
 
 STOP_TIMEOUT = 10.0
-"""Seconds in which agents are to be told that the job is to stop."""
+"""Seconds in which agents must confirm that the job stops."""
 
 LAST_ROUND_UP = 15.0
-"""Seconds that hosts get to end the job once its workers are to be killed; past it, who has not is named."""
+"""Seconds for hosts to end the job after its workers are killed; the hosts that exceed it are named."""
 
 _OUTCOME_TIMEOUT = 5.0
-# Ctrl-C may arrive twice, from the terminal and from a wrapper that passes it on: signals that come within so many
-# seconds are one.
+# Ctrl-C may arrive twice, from the terminal and from a wrapper that passes it on: signals within this number of
+# seconds count as one.
 _ONE_REQUEST = 0.2
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """What is to be run, and where.
+    """A job to run, and its hosts.
 
     Attributes:
-        endpoints: The agents.
-        launch: What each of them gets.
-        tls: Certificates towards them; None: plaintext.
-        patience: Seconds that an agent may be away before it counts as lost.
+        endpoints: Addresses of the agents.
+        launch: The request for each of them.
+        tls: Certificates for them; None: plaintext.
+        timeout: Seconds that an agent may be unreachable before it counts as lost.
         detach: Return when the job is launched.
     """
 
@@ -81,40 +81,40 @@ class Submission:
 
 
 class SubmissionSession:
-    """Carries a submission out. Lives once.
+    """Run one submission; used once.
 
     Attributes:
-        launches: What each agent answered when it took the job on; empty before all have.
+        launches: The agents' replies to the launch; empty before all have accepted the job.
     """
 
     def __init__(
-        self, submission: Submission, outputs: Mapping[int, LineSink], say: Callable[[str], None]
+        self, submission: Submission, outputs: Mapping[int, LineSink], report_line: Callable[[str], None]
     ) -> None:
-        """Set up.
+        """Store the settings.
 
         Args:
-            submission: What.
-            outputs: Where the workers' output goes, by stream.
-            say: Takes what is told of the job itself, a line at a time.
+            submission: The job and its hosts.
+            outputs: Destinations of the workers' output, by stream.
+            report_line: Called with each line about the job itself.
         """
         self.launches: Sequence[pb.LaunchJobResponse] = ()
         self._submission = submission
-        # By whose output it is: an agent, and the rank of a worker there.
+        # Sources of output: an agent, and the rank of a worker there.
         self._lines: Lines[tuple[Followed, int]] = Lines(outputs)
-        self._report_line = say
+        self._report_line = report_line
         self._status_lines = JobStatusLines(submission.launch.spec.max_restarts)
         self._agents: list[RemoteAgent] = []
         self._followed: list[Followed] = []
         self._signals: list[signal.Signals] = []
         self._signalled = asyncio.Event()
-        self._deaf_until = 0.0
+        self._ignore_signals_until = 0.0
         self._stops: set[asyncio.Task[None]] = set()
 
     async def run(self) -> int:
-        """Launch the job, follow it to its end; returns the exit code.
+        """Launch the job, follow it to its end, and return the exit code.
 
         Raises:
-            NotLaunched: An agent did not take it on, and now none has it.
+            NotLaunched: An agent did not accept the job, so no agent runs it.
         """
         async with AsyncExitStack() as stack:
             endpoints = self._submission.endpoints
@@ -137,14 +137,14 @@ class SubmissionSession:
             return await self._conclude(launches[0].rendezvous_endpoint)
 
     async def _launch(self) -> list[pb.LaunchJobResponse] | None:
-        """None: it was broken off by a signal, and taken back."""
+        """Return None if a signal interrupted the launch; the job is then stopped everywhere."""
         submission = self._submission
         launching = asyncio.create_task(launch_everywhere(self._agents, submission.launch, submission.tls))
         signalled = asyncio.create_task(self._signalled.wait())
         try:
             await asyncio.wait({launching, signalled}, return_when=asyncio.FIRST_COMPLETED)
             if not launching.done():
-                self._report_line("taking the launch back")
+                self._report_line("cancelling the launch")
                 launching.cancel()
                 await asyncio.wait({launching})
             return None if launching.cancelled() else launching.result()
@@ -155,7 +155,7 @@ class SubmissionSession:
         submission = self._submission
         self._followed = [
             Followed(
-                agent, submission.launch, submission.tls, patience=submission.timeout, note=self._report_line
+                agent, submission.launch, submission.tls, timeout=submission.timeout, note=self._report_line
             )
             for agent in self._agents
         ]
@@ -185,13 +185,13 @@ class SubmissionSession:
                     await self._lines.finish(source)
 
     async def _wait_or_stop(self, everything: asyncio.Future[list[None]]) -> None:
-        """Returns when the job is over everywhere, or somebody wants to wait no longer."""
+        """Return when the job has ended on all hosts, or signals end the wait."""
         handled = 0
         while not everything.done():
             signalled: asyncio.Future[Any] = asyncio.create_task(self._signalled.wait())
-            patience = None if handled < 2 else LAST_ROUND_UP
+            timeout = None if handled < 2 else LAST_ROUND_UP
             waiting: set[asyncio.Future[Any]] = {everything, signalled}
-            done, _ = await asyncio.wait(waiting, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait(waiting, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
             signalled.cancel()
             self._signalled.clear()
             if not done or len(self._signals) > 2:
@@ -205,10 +205,10 @@ class SubmissionSession:
 
     def _stop(self, number: signal.Signals, *, now: bool) -> None:
         if now:
-            self._report_line("killing the workers everywhere")
+            self._report_line("killing the workers on all hosts")
         else:
             self._report_line(
-                f"got {number.name}: stopping the job everywhere; once more, and its workers are killed"
+                f"got {number.name}: stopping the job on all hosts; a second signal kills its workers"
             )
         for followed in self._followed:
             task = asyncio.create_task(self._stop_one(followed, f"{number.name} at rallypoint submit", now))
@@ -218,7 +218,7 @@ class SubmissionSession:
     async def _stop_one(self, followed: Followed, reason: str, now: bool) -> None:
         why = await followed.stop(reason, now=now, timeout=STOP_TIMEOUT)
         if why is not None:
-            self._report_line(f"{followed.agent.label}: could not be told to stop: {why}")
+            self._report_line(f"{followed.agent.label}: could not be stopped: {why}")
 
     def _changed(self, followed: Followed) -> None:
         label = followed.agent.label
@@ -253,13 +253,13 @@ class SubmissionSession:
         return exit_code_of(codes, succeeded=succeeded)
 
     async def _request_outcome(self, endpoint: str) -> bool | None:
-        """Whether the run succeeded, as its rendezvous service has it; None if that can't be known, or not yet."""
+        """Return the run's success at its rendezvous service; None if it is unknown or the run has not ended."""
         request = rendezvous_pb.GetRunRequest(run_id=self._submission.launch.spec.run_id)
-        async with ReplicaClient(endpoint, self._submission.tls) as board:
+        async with ReplicaClient(endpoint, self._submission.tls) as client:
             try:
                 async with asyncio.timeout(_OUTCOME_TIMEOUT):
                     answer: rendezvous_pb.GetRunResponse = await call_any(
-                        board, rendezvous_grpc.RendezvousServiceStub, lambda stub: stub.GetRun(request)
+                        client, rendezvous_grpc.RendezvousServiceStub, lambda stub: stub.GetRun(request)
                     )
             except (TimeoutError, ServiceError):
                 return None
@@ -281,7 +281,7 @@ class SubmissionSession:
 
     def _received(self, number: signal.Signals) -> None:
         now = asyncio.get_running_loop().time()
-        if now >= self._deaf_until:
-            self._deaf_until = now + _ONE_REQUEST
+        if now >= self._ignore_signals_until:
+            self._ignore_signals_until = now + _ONE_REQUEST
             self._signals.append(number)
             self._signalled.set()

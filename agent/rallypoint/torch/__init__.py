@@ -1,4 +1,4 @@
-"""PyTorch's side: what lets code written for torch.distributed.elastic run here as it is.
+"""For PyTorch programs: code written for torch.distributed.elastic runs here unchanged.
 
-The modules in here import torch, and nothing else of Rallypoint does.
+Only the modules of this package import torch.
 """

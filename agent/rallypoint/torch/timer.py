@@ -1,6 +1,6 @@
-"""torch's own `timer.expires`, carried by Rallypoint's watchdog.
+"""torch's own `timer.expires`, watched by Rallypoint's timer service.
 
-One line of a program changes, the one with `configure`:
+Only the line with `configure` changes in a program:
 
     from torch.distributed.elastic import timer
     from rallypoint.torch.timer import RallypointTimerClient
@@ -28,51 +28,51 @@ if TYPE_CHECKING:
 
 __all__ = ["RallypointTimerClient"]
 
-# Ten years: the longest that a timer can have. torch takes any time to come, infinity too.
+# Ten years: the longest time of a timer. torch accepts any later time, infinity too.
 _LONGEST = 315_360_000.0
-# A timer that ran out before it was set runs out at once, rather than being no timer.
+# A timer whose time has passed already expires at once.
 _SHORTEST = 1e-9
-# torch 2.13 looks one frame too near for its default scope, so that it names a line of contextlib for all blocks.
+# torch 2.13 looks one frame too near for its default scope, which is then a line of contextlib for all blocks.
 _DEFAULT_SCOPE = f"{contextlib.__file__}#"
 _NOT_THE_CALLER = (contextlib.__file__, api.__file__)
 
 
 class RallypointTimerClient(TimerClient):  # type: ignore[misc]  # torch has no types here
-    """Timers of this process, at the agent that `rallypoint.timer.expires` uses too.
+    """Timers of this process, at the same agent that `rallypoint.timer.expires` uses.
 
-    As torch has it, there is one timer for each scope of a process: acquiring it anew replaces its deadline, also
-    from another thread. A child process that is forked begins without any. Where threads or nested blocks share
-    a scope, `rallypoint.timer.expires` is better: each of its blocks has a timer of its own. To torch 2.13 all
-    blocks that name no scope have the same one; what is shown of them here is the line that they are in.
+    As in torch, a process has one timer per scope: a second `acquire` replaces its deadline, also from another
+    thread. A forked child starts without timers. If threads or nested blocks share a scope, use
+    `rallypoint.timer.expires`: each of its blocks has its own timer. To torch 2.13 all blocks without a named scope
+    have the same one; here they are shown with the line that they are in.
     """
 
     def __init__(self, signal: int | None = None) -> None:
-        """Makes a client without timers.
+        """Make a client without timers.
 
         Args:
-            signal: what a worker that hangs is sent before SIGKILL, 1 to 64; 0: it is not killed, only reported.
-                Default: SIGKILL at once.
+            signal: Signal sent to a hung worker before SIGKILL, 1 to 64; 0: the hang is only reported. Default: SIGKILL
+                at once.
         """
         self._signal = signal
         self._begin()
 
     def _begin(self) -> None:
         self._pid = os.getpid()
-        # A signal handler may interrupt the thread that has it, and use a timer itself.
+        # A signal handler may interrupt the thread that holds the lock, and use a timer itself.
         self._changing = threading.RLock()
         self._held: dict[str, Guard] = {}
 
     def acquire(self, scope_id: str, expiration_time: float) -> None:
-        """Starts a timer, in place of the one of that scope.
+        """Start a timer, in place of the scope's present one.
 
         Args:
-            scope_id: what the code is doing.
-            expiration_time: seconds since the epoch, as `time.time()` has them now. That clock may be set, so
-                what counts is how far off it is at this moment. Less than zero: release.
+            scope_id: Name of the code that runs under the timer.
+            expiration_time: Seconds since the epoch by `time.time()`. That clock may be set, so only the distance from
+                now counts. Less than zero: release.
 
         Raises:
-            RuntimeError: there is no agent; see `rallypoint.timer.configure`.
-            ValueError: `expiration_time` or the client's signal makes no sense.
+            RuntimeError: There is no agent; see `rallypoint.timer.configure`.
+            ValueError: `expiration_time` or the client's signal is invalid.
         """
         after = expiration_time - time.time()
         if expiration_time < 0:
@@ -82,14 +82,14 @@ class RallypointTimerClient(TimerClient):  # type: ignore[misc]  # torch has no 
         self._own()
         with self._changing:
             former = self._held.get(scope_id)
-            # Noted first: if a signal handler raises, the scope's next acquire or release finds it.
+            # Stored first: if a signal handler raises, the scope's next acquire or release finds it.
             self._held[scope_id] = guard
             if former is not None:
                 former.__exit__(None, None, None)
             guard.__enter__()
 
     def release(self, scope_id: str) -> None:
-        """Ends a timer. One that this process doesn't hold is no error."""
+        """End a timer. A timer that this process does not hold is ignored."""
         self._own()
         with self._changing:
             guard = self._held.pop(scope_id, None)
@@ -97,7 +97,7 @@ class RallypointTimerClient(TimerClient):  # type: ignore[misc]  # torch has no 
                 guard.__exit__(None, None, None)
 
     def _own(self) -> None:
-        """After a fork: the timers are the parent's, and so may be the lock's holder."""
+        """Start without timers after a fork: they are the parent's, and so may be the lock's holder."""
         if os.getpid() != self._pid:
             self._begin()
 
@@ -107,9 +107,9 @@ def _within_bounds(after: float) -> float:
 
 
 def _shown(scope_id: str) -> str:
-    """What people are shown of a scope."""
+    """Return the name under which a scope is shown to people."""
     if not scope_id.startswith(_DEFAULT_SCOPE):
-        # An empty one would be taken for one that was not given.
+        # An empty name would count as not given.
         return scope_id or "unnamed"
     frame = sys._getframe(2)
     while frame.f_code.co_filename in _NOT_THE_CALLER:

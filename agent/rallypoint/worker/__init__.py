@@ -1,4 +1,4 @@
-"""What runs inside a worker process: imports no gRPC and no protobuf, starts fast, may be forked."""
+"""Library for worker processes: imports no gRPC and no protobuf, starts fast, may be forked."""
 
 from rallypoint.worker.notice import Notice, checkpoint_saved, notice, should_checkpoint
 from rallypoint.worker.record import record

@@ -1,7 +1,7 @@
-"""A worker that is a call of a Python function: how the function comes to it, and how what it returns comes back.
+"""Workers that call a Python function: how they receive the function, and return its result.
 
-Both go through files of one folder, pickled. `call` holds what multiprocessing calls preparation (the module that is
-the user's program, the search path), then the function with its arguments. A worker that has returned leaves
+Both are pickled into files of one folder. `call` holds multiprocessing's preparation data (the main module of the
+user's program, the search path), then the function with its arguments. A worker that has returned leaves
 `<round>.<rank>`.
 
 Run as a program, `python -m rallypoint.worker.call <folder>`, this is one worker of `start_method="spawn"`.
@@ -28,37 +28,37 @@ _LOCAL_RANK = "${local_rank}"
 
 
 class CallError(Exception):
-    """A function can't be brought to the workers, or what it returned can't be brought back; one line."""
+    """A function can't be sent to the workers, or its result can't be sent back; one line."""
 
 
 class UnpicklableResult(CallError, Unrecoverable):
-    """A worker has returned what can't be pickled, and would do so again."""
+    """A worker's result can't be pickled; a restart would not help."""
 
 
 def describe(function: Callable[..., object]) -> str:
-    """A function's name, for people."""
+    """Return a function's name, for people."""
     return str(getattr(function, "__qualname__", None) or repr(function))
 
 
 def save_call(folder: Path, function: Callable[..., object], args: Sequence[object]) -> None:
-    """Leaves a function and its arguments for workers that are no forks of this process.
+    """Save a function and its arguments for workers that are not forks of this process.
 
     Raises:
-        CallError: they can't be pickled, or the workers could not find the function.
-        OSError: the folder can't be written.
+        CallError: They can't be pickled, or workers can't import the function.
+        OSError: The folder can't be written.
     """
     preparation = _preparation()
     if getattr(function, "__module__", None) == "__main__" and not preparation.keys() & _MAIN:
         raise CallError(
-            f"{describe(function)} is defined where no worker finds it (a notebook, an interactive session, a "
-            "__main__.py): move it into a module, or take start_method='fork'"
+            f"{describe(function)} is defined where workers can't import it (a notebook, an interactive session, a "
+            "__main__.py): move it into a module, or use start_method='fork'"
         )
     try:
         content = pickle.dumps((function, tuple(args)))
     except Exception as error:
         raise CallError(
             f"{describe(function)} or its arguments can't be pickled ({error}): the function must be at the top of a "
-            "module, the arguments plain data; or take start_method='fork'"
+            "module, the arguments plain data; or use start_method='fork'"
         ) from None
     with folder.joinpath(_CALL).open("wb") as file:
         pickle.dump(preparation, file)
@@ -66,13 +66,13 @@ def save_call(folder: Path, function: Callable[..., object], args: Sequence[obje
 
 
 def load_call(folder: Path) -> Callable[[], object]:
-    """The call that `save_call` left, after making this process like the one that left it.
+    """Return the call that `save_call` saved, after preparing this process like the one that saved it.
 
-    The user's main module is imported under the name __mp_main__, as multiprocessing does it.
+    The user's main module is imported under the name __mp_main__, as in multiprocessing.
     """
     with folder.joinpath(_CALL).open("rb") as file:
         preparation = pickle.load(file)  # noqa: S301 (ours, in a folder of this user's)
-        # For code at the top of the main module that would launch again: see `is_importing_main`.
+        # Detects code at the top of the main module that would launch again: see `is_importing_main`.
         process.current_process()._inheriting = True  # type: ignore[attr-defined]
         try:
             spawn.prepare(preparation)
@@ -83,7 +83,7 @@ def load_call(folder: Path) -> Callable[[], object]:
 
 
 def bound(function: Callable[..., object], args: Sequence[object]) -> Callable[[], object]:
-    """The call of a function; `${local_rank}` in an argument that is text is replaced, as in those of a program."""
+    """Bind arguments to a function; `${local_rank}` in a text argument is replaced, as in a program's arguments."""
 
     def call() -> object:
         local_rank = os.environ.get("LOCAL_RANK", "")
@@ -95,12 +95,12 @@ def bound(function: Callable[..., object], args: Sequence[object]) -> Callable[[
 
 
 def is_importing_main() -> bool:
-    """Whether this process is a worker that imports the user's main module, so that its top level must not launch."""
+    """Return True in a worker that is importing the user's main module: its top level must not launch a job."""
     return bool(getattr(process.current_process(), "_inheriting", False))
 
 
 def run_call(call: Callable[[], object], folder: Path) -> None:
-    """Does the worker's work: makes the call, records an exception, and leaves what was returned."""
+    """Run the worker: make the call, record an exception, and save the result."""
 
     @record
     def work() -> None:
@@ -109,7 +109,7 @@ def run_call(call: Callable[[], object], folder: Path) -> None:
             content = pickle.dumps(result)
         except Exception as error:
             raise UnpicklableResult(
-                f"what it returned, of type {type(result).__qualname__}, can't be brought back ({error}): return "
+                f"its return value, of type {type(result).__qualname__}, can't be pickled ({error}): return "
                 "plain data"
             ) from error
         path = folder / f"{os.environ['RALLYPOINT_ROUND']}.{os.environ['RANK']}"
@@ -121,10 +121,10 @@ def run_call(call: Callable[[], object], folder: Path) -> None:
 
 
 def load_results(folder: Path, ranks: Sequence[int]) -> dict[int, Any]:
-    """What the workers of these global ranks returned in the last round; None where one left without returning.
+    """Return the results of these global ranks in the last round; None for a worker that did not return.
 
     Raises:
-        CallError: this process can't make an object of it.
+        CallError: A result can't be unpickled in this process.
     """
     found = [path for path in folder.glob("*.*") if path.suffix != ".tmp"]
     last = max((int(path.stem) for path in found), default=0)
@@ -133,39 +133,39 @@ def load_results(folder: Path, ranks: Sequence[int]) -> dict[int, Any]:
         path = folder / f"{last}.{rank}"
         if path in found:
             try:
-                # Classes of the workers' main module are said to be of __mp_main__. Importing multiprocessing has made
-                # that a name of __main__ here.
+                # Classes of the workers' main module belong to __mp_main__. Importing multiprocessing has made that a
+                # name of __main__ here.
                 results[rank] = pickle.loads(path.read_bytes())  # noqa: S301
             except Exception as error:
                 raise CallError(
-                    f"what rank {rank} returned can't be loaded here ({type(error).__name__}: {error}): return plain "
-                    "data, or objects of a module that both sides import"
+                    f"the return value of rank {rank} can't be loaded here ({type(error).__name__}: {error}): return "
+                    "plain data, or objects of a module that both sides import"
                 ) from error
     return results
 
 
 class _ForkedCall(process.BaseProcess):
-    _start_method = None  # of its children: whatever is usual
+    _start_method = None  # start method of its own children: the default
 
 
 def run_forked(call: Callable[[], object], folder: Path) -> int:
-    """Does the worker's work in a fork, which has become like a fresh process in all that the kernel knows.
+    """Run the worker in a fork that looks like a fresh process to the kernel.
 
     Returns:
-        Its exit code.
+        The exit code.
     """
     renew_streams()
     renew_signals()
     worker = _ForkedCall(target=run_call, args=(call, folder), name=f"rank {os.environ['RANK']}")
-    # What multiprocessing does in a child of its own: forget the parent's children, run, wait for threads and
-    # for processes of its own, flush.
+    # As multiprocessing in its children: forget the parent's children, run, wait for threads and child processes,
+    # flush.
     return int(worker._bootstrap())  # type: ignore[attr-defined]
 
 
 def renew_streams() -> None:
-    """Has this process, a fork, speak through its own standard streams, at once.
+    """Replace the standard streams of this fork by unbuffered ones.
 
-    Those objects that it has inherited are its parent's: a notebook's, or full of what the parent has printed.
+    The inherited objects are the parent's: a notebook's, or with unprinted output of the parent.
     """
     sys.stdin = open(0, closefd=False)  # noqa: SIM115
     for number, name in ((1, "stdout"), (2, "stderr")):
@@ -176,12 +176,12 @@ def renew_streams() -> None:
 
 
 def renew_signals() -> None:
-    """Gives this process, a fork, the signal handlers of a fresh interpreter; an ignored SIGHUP (nohup) stays so."""
+    """Give this fork the signal handlers of a fresh interpreter; an ignored SIGHUP (nohup) stays ignored."""
     signal.set_wakeup_fd(-1)
     for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
         if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
             continue
-        with contextlib.suppress(OSError, ValueError):  # those of the C library's own
+        with contextlib.suppress(OSError, ValueError):  # signals reserved by the C library
             signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in (signal.SIGPIPE, signal.SIGXFSZ):
@@ -192,7 +192,7 @@ _MAIN = {"init_main_from_name", "init_main_from_path"}
 
 
 def _preparation() -> Mapping[str, Any]:
-    """What multiprocessing.spawn.prepare takes, as far as it can be had without touching multiprocessing's state."""
+    """Return the data for multiprocessing.spawn.prepare that is available without touching multiprocessing's state."""
     preparation: dict[str, Any] = {
         "sys_path": [path or os.getcwd() for path in sys.path],
         "sys_argv": list(sys.argv),
@@ -202,7 +202,7 @@ def _preparation() -> Mapping[str, Any]:
     specification = getattr(main, "__spec__", None)
     path = getattr(main, "__file__", None)
     if specification is not None:
-        if not specification.name.endswith("__main__"):  # what such a module does it does at its top level
+        if not specification.name.endswith("__main__"):  # such a module runs the program when imported
             preparation["init_main_from_name"] = specification.name
     elif path is not None and os.path.isfile(path):  # a program from standard input has "<stdin>"
         preparation["init_main_from_path"] = os.path.abspath(path)
@@ -210,7 +210,7 @@ def _preparation() -> Mapping[str, Any]:
 
 
 if __name__ == "__main__":
-    from rallypoint.worker import call as this  # once: what is loaded may import it too
+    from rallypoint.worker import call as this  # the loaded program may import it too: one module object
 
     given = Path(sys.argv[1])
 

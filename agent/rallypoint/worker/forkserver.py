@@ -1,4 +1,4 @@
-"""A spawner in a full interpreter that has loaded what its workers call: `start_method="forkserver"`.
+"""A spawner in a full interpreter that has loaded the workers' function: `start_method="forkserver"`.
 
 Run as a program: `python -m rallypoint.worker.forkserver <folder of the call> <fd> <fd>`, the descriptors as for
 rallypoint.agent.spawner.spawner.
@@ -15,12 +15,12 @@ from rallypoint.worker.call import load_call, run_forked
 
 
 def load(folder: Path) -> spawner.Call:
-    """Imports what the function needs, once for all workers; returns what each of them calls."""
+    """Import the function's modules, once for all workers; return the call of each worker."""
     return partial(run_forked, load_call(folder), folder)
 
 
 def main(folder: str, agent: str, folders: str) -> None:
-    """Becomes guard and spawner."""
+    """Become guard and spawner."""
     spawner.main(int(agent), int(folders), partial(load, Path(folder)))
 
 

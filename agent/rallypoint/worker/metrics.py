@@ -1,4 +1,4 @@
-"""Lets a worker measure what it does: how long a function takes, how large something is.
+"""Measurements of a worker: durations of functions and blocks, and values.
 
     from rallypoint.worker.metrics import put, timed, timing
 
@@ -9,9 +9,9 @@
         batch = next(batches)
     put("queue_depth", len(queue))
 
-Measurements go to the agent, if it has anybody to tell (`--metrics-address`, `--event-log-handler`), else nowhere; a
-sink of your own takes them instead with `configure`. Measuring never blocks and never raises: what the agent has no
-room for is lost.
+Measurements go to the agent if it has a destination for them (`--metrics-address`, `--event-log-handler`), else they
+are dropped; a sink of your own replaces the agent with `configure`. Measuring never blocks and never raises:
+measurements that exceed the agent's buffer are lost.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from typing import Any, ParamSpec, TypeVar, overload
 __all__ = ["METRICS_VARIABLE", "Measurement", "configure", "put", "timed", "timing"]
 
 METRICS_VARIABLE = "RALLYPOINT_METRICS_SOCKET"
-"""Names the agent's socket in the worker's environment; not set where nobody wants to know."""
+"""Variable with the agent's socket in the worker's environment; not set if measurements have no destination."""
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -37,13 +37,13 @@ _R = TypeVar("_R")
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """What was measured: either how long something took, or a value.
+    """A measurement: a duration or a value.
 
     Attributes:
-        name: of what.
-        seconds: how long it took; None for a value.
-        raised: whether it ended with an exception.
-        value: the value; None for a duration.
+        name: Name of the measurement.
+        seconds: The duration; None for a value.
+        raised: True if the measured code ended with an exception.
+        value: The value; None for a duration.
     """
 
     name: str
@@ -56,10 +56,10 @@ _Sink = Callable[[Measurement], object]
 
 
 def configure(sink: _Sink | None) -> None:
-    """Sends measurements of this process to a sink of your own; None: to the agent again.
+    """Send measurements of this process to a sink of your own; None: to the agent again.
 
     Args:
-        sink: called in the thread that measures; what it raises is dropped.
+        sink: Called in the measuring thread; its exceptions are dropped.
     """
     global _sink  # noqa: PLW0603 (one for the process, as logging has)
     if isinstance(_sink, _AgentSink):
@@ -76,11 +76,11 @@ def timed(*, name: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]: ...
 
 
 def timed(function: Callable[..., Any] | None = None, /, *, name: str = "") -> Any:
-    """Decorates a function so that the time of every call is measured, and whether it raised.
+    """Decorate a function to measure the duration of every call, and whether it raised.
 
     Args:
-        function: the function, where the decorator is used without arguments.
-        name: of the measurement; without it, `Class.method`, or `module.function` with the last part of the module.
+        function: The function, if the decorator is used without arguments.
+        name: Name of the measurement; default: `Class.method`, or `module.function` with the last part of the module.
     """
     if function is None:
         return functools.partial(_timed, name)
@@ -100,7 +100,7 @@ def _timed(name: str, function: Callable[_P, _R]) -> Callable[_P, _R]:
 
 @contextlib.contextmanager
 def timing(name: str) -> Iterator[None]:
-    """Measures the time of a block, and whether it raised."""
+    """Measure the duration of a block, and whether it raised."""
     began, raised = time.perf_counter(), True
     try:
         yield
@@ -110,7 +110,7 @@ def timing(name: str) -> Iterator[None]:
 
 
 def put(name: str, value: float) -> None:
-    """Says how much of something there is now; the latest counts."""
+    """Report a value, for example a queue's depth; the latest one counts."""
     _send(Measurement(name, value=float(value)))
 
 
@@ -122,12 +122,12 @@ def _name_of(function: Callable[..., Any]) -> str:
 
 
 def _send(measurement: Measurement) -> None:
-    with contextlib.suppress(Exception):  # who trains must not be stopped by who measures
+    with contextlib.suppress(Exception):  # a failing sink must not stop the training
         _sink(measurement)
 
 
 class _AgentSink:
-    """Sends to the agent's socket, if there is one."""
+    """Send measurements to the agent's socket, if there is one."""
 
     def __init__(self) -> None:
         self._path = os.environ.get(METRICS_VARIABLE, "")

@@ -1,7 +1,7 @@
-"""Tells a worker that its host is going to leave, and the agent that the worker has saved its state.
+"""Notice of the host's departure for workers, and their confirmation that state is saved.
 
-The agent names a file in RALLYPOINT_NOTICE. As long as nothing is wrong there is no such file; docs/draining.md says
-what is in it, for other languages. Nothing here loads gRPC, waits, or fails where there is no agent.
+The agent names a file in RALLYPOINT_NOTICE, which exists only after an announcement; docs/draining.md describes its
+content, for other languages. This module loads no gRPC, never waits, and does not fail without an agent.
 
     for step in range(steps):
         train(step)
@@ -22,11 +22,11 @@ NOTICE_VARIABLE = "RALLYPOINT_NOTICE"
 
 
 class Notice(NamedTuple):
-    """What the agent has announced.
+    """An announced departure of the host.
 
     Attributes:
         reason: Why the host leaves, for people.
-        seconds_left: Until the workers are stopped if they have not saved their state; 0 if that is due.
+        seconds_left: Seconds until the workers are stopped if they have not saved their state; 0 if it is due.
     """
 
     reason: str
@@ -35,7 +35,7 @@ class Notice(NamedTuple):
 
 @dataclass(slots=True)
 class _Board:
-    """Where this process looks; None: there is no agent."""
+    """The notice file of this process; `path` None: there is no agent."""
 
     path: bytes | None
     saved: bool = False
@@ -51,18 +51,18 @@ _board: _Board | None = None
 
 
 def should_checkpoint() -> bool:
-    """Whether this worker is to save its state now, because its host is going to leave.
+    """Return True if this worker must save its state now, because its host will leave.
 
-    True from the moment of the announcement until `checkpoint_saved` is called. Only the workers of the host that
-    leaves see it: ranks that save together must agree first, as by an all-reduce of the answer. Costs about a
-    microsecond (one look for a file that is not there).
+    True from the announcement until `checkpoint_saved` is called. Only workers of the leaving host see it: ranks that
+    save together must agree first, for example by an all-reduce of the result. Costs about a microsecond (one check
+    for a file that does not exist).
     """
     board = _board or _find_notice_file()
     return board.path is not None and not board.saved and os.access(board.path, os.F_OK)
 
 
 def notice() -> Notice | None:
-    """What was announced; None if nothing was."""
+    """Return the announced departure of the host; None if there is none."""
     content = _read()
     if content is None:
         return None
@@ -70,28 +70,28 @@ def notice() -> Notice | None:
 
 
 def checkpoint_saved() -> bool:
-    """Tells the agent that this worker has saved its state, and can be stopped at any moment.
+    """Report to the agent that this worker has saved its state and can be stopped at any moment.
 
-    Once all workers of the host have said so, it leaves at once. Call it after the checkpoint is where another host
-    can read it; go on training, or wait: the worker is stopped like any other, and has not failed. Where nothing
-    was announced, as on the hosts that stay, nothing happens.
+    When all workers of the host have reported it, the host leaves at once. Call it when another host can read the
+    checkpoint; then continue training, or wait: the worker is stopped like any other, and has not failed. Without an
+    announcement, as on the hosts that stay, this does nothing.
 
     Returns:
-        Whether the agent was told.
+        True if the agent received the report.
     """
     board = _board or _find_notice_file()
     content = _read()
     if content is None:
         return False
     try:
-        # Never waits: with an agent that is gone there is no reader, and that is an error.
+        # Non-blocking: if the agent is gone, the pipe has no reader, and that is an error.
         pipe = os.open(content.saved, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
             os.write(pipe, f"{os.environ.get('RANK', '')}\n".encode())
         finally:
             os.close(pipe)
     except OSError:
-        return False  # an agent that is gone takes its workers along
+        return False  # the workers of a dead agent are killed
     board.saved = True
     return True
 
@@ -109,14 +109,14 @@ def _read() -> _Content | None:
 
 
 def _find_notice_file() -> _Board:
-    global _board  # noqa: PLW0603  # the environment is a global too, and reading it each time would cost as much again
+    global _board  # noqa: PLW0603  # cached: reading the environment each time would double the cost
     path = os.environ.get(NOTICE_VARIABLE)
     _board = _Board(os.fsencode(path) if path else None)
     return _board
 
 
 def _forget() -> None:
-    """A worker may be the fork of a process that has looked before it knew whose worker it is going to be."""
+    """Forget the file in a forked child: its parent may have looked for one before it had an agent."""
     global _board  # noqa: PLW0603
     _board = None
 

@@ -1,4 +1,4 @@
-"""Leaves the story of a worker's failure where its agent finds it."""
+"""Write a worker's exception into a file for its agent."""
 
 from __future__ import annotations
 
@@ -20,23 +20,22 @@ _R = TypeVar("_R")
 
 ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 
-# Characters. The agent refuses a file of more than 4 MiB, and an exception may quote a whole tensor.
+# Characters. The agent refuses files above 4 MiB, and an exception may quote a whole tensor.
 _MAX_MESSAGE = 64 * 1024
 _MAX_CALLSTACK = 256 * 1024
 
 
 def record(function: Callable[_P, _R]) -> Callable[_P, _R | None]:
-    """Decorates a worker's main function, so that an exception that ends it is in the agent's report.
+    """Decorate a worker's main function, so that the agent's report contains the exception that ended it.
 
-    The exception goes on its way; before that it is written to the file named by TORCHELASTIC_ERROR_FILE, in
-    torch's format, so that either's agent can read it. Without that variable nothing is written. Python's
-    faulthandler is turned on as well, so that a crash in native code leaves a traceback in the log.
+    The exception is written to the file named by TORCHELASTIC_ERROR_FILE, in torch's format, so that torch's agent
+    can read it too, and then raised. Without that variable no file is written. Python's faulthandler is turned on as
+    well, so that a crash in native code leaves a traceback in the log.
 
-    `sys.exit(0)` inside the function returns None; any other SystemExit goes on its way and isn't recorded. In
-    a process that the function has forked nothing is recorded: the worker is its parent.
+    `sys.exit(0)` inside the function returns None; any other SystemExit is raised and not recorded. In a child process
+    that the function has forked nothing is recorded: the worker is its parent.
 
-    `Unrecoverable` is recorded as such, printed as Python prints what nobody caught, and ends the worker with exit
-    code 93.
+    `Unrecoverable` is recorded as such, printed like an uncaught exception, and ends the worker with exit code 93.
 
     Use it once, on the outermost function:
 
@@ -74,15 +73,15 @@ def record(function: Callable[_P, _R]) -> Callable[_P, _R | None]:
 
 
 def write_error_file(error: Exception, path: str, timestamp: float, raised_at: float | None = None) -> None:
-    """Writes an exception to a file, all of it or nothing; says so on standard error if that fails.
+    """Write an exception to a file, completely or not at all; report a failed write on standard error.
 
-    The format is torch's; what is ours is in an object beside its timestamp, which counts whole seconds.
+    The format is torch's. Our fields are in an object beside its timestamp, which counts whole seconds.
 
     Args:
-        error: what was raised.
-        path: the file, replaced if it is there.
-        timestamp: when, in Unix seconds.
-        raised_at: the same in monotonic seconds, by which the failures of a host are put in order; None: now.
+        error: The exception.
+        path: The file; an existing one is replaced.
+        timestamp: Time of the exception, in Unix seconds.
+        raised_at: The same in monotonic seconds, which order the failures of a host; None: now.
     """
     try:
         message = f"{type(error).__name__}: {error}"

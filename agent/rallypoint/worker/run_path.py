@@ -1,7 +1,7 @@
-"""`python -m rallypoint.worker.run_path PROGRAM …`: a worker of `--run-path`, as torchrun has it.
+"""`python -m rallypoint.worker.run_path PROGRAM …`: a worker of `--run-path`, as in torchrun.
 
-PROGRAM runs by way of `runpy.run_path`: a script, or a folder or zip file with a `__main__.py`. What it raises is
-recorded, and its own folder is not put on `sys.path` (a folder or zip file is).
+`runpy.run_path` runs PROGRAM: a script, or a folder or zip file with a `__main__.py`. Its exceptions are recorded. The
+folder of a script is not put on `sys.path`; a folder or zip file is.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The run's key-value store, from inside a worker: small data that workers exchange.
+"""The run's key-value store for workers: small data that they exchange.
 
-A worker talks to its agent over a Unix socket, and the agent to the store service; docs/store-socket.md says
-how. No gRPC is loaded. While the service is being restarted calls take longer, and that is all one sees of it.
+A worker talks to its agent over a Unix socket, and the agent to the store service; docs/store-socket.md describes the
+protocol. No gRPC is loaded. While the service restarts, calls only take longer.
 
     store = Store.from_environment()
     store.set(f"address/{rank}", "10.0.0.7:4000")
@@ -21,18 +21,18 @@ from contextlib import contextmanager
 from typing import Any, Literal
 
 DEFAULT_TIMEOUT = 300.0
-"""Seconds that a call takes at most unless it says otherwise; long enough for a service to be restarted."""
+"""Default time limit of a call in seconds; long enough for a restart of the service."""
 
 MAX_VALUE_BYTES = 4 * 1024 * 1024 - 16 * 1024
-"""Bytes of the largest value; the two values of `compare_set`, together, have as many."""
+"""Size limit of a value in bytes; for `compare_set`, of both values together."""
 
 MAX_PART_BYTES = 4 * 1024 * 1024
-"""Bytes of the largest header and of the largest body of a frame."""
+"""Size limit in bytes of a frame's header, and of its body."""
 
 PREFIX = struct.Struct("!II")
-"""How a frame begins: the lengths of its header and of its body."""
+"""Prefix of a frame: the lengths of its header and of its body."""
 
-# The agent answers within a call's timeout and a little more; only an agent that hangs doesn't. Seconds.
+# Seconds. The agent replies within a call's timeout and a little more, unless it hangs.
 _AGENT_GRACE = 10.0
 
 Value = bytes | bytearray | memoryview | str
@@ -48,10 +48,10 @@ class StoreTimeoutError(StoreError, TimeoutError):
 
 
 class RoundOverError(StoreError):
-    """The worker's round is over: others have gone on without it, and it should end.
+    """The worker's round is over: other workers continue without it, and it should exit.
 
     Attributes:
-        current_round: The round that the run is in now; None if that isn't known.
+        current_round: The present round of the run; None if unknown.
     """
 
     def __init__(self, message: str, current_round: int | None = None) -> None:
@@ -60,14 +60,14 @@ class RoundOverError(StoreError):
 
 
 class StoreUnavailableError(StoreError, ConnectionError):
-    """The agent or the store service gave no answer. Whether a write took effect is unknown."""
+    """The agent or the store service did not reply. It is unknown whether a write took effect."""
 
 
 class StoreRequestError(StoreError):
-    """The store refused the call; to repeat it would change nothing.
+    """The store refused the call; a repetition would not help.
 
     Attributes:
-        reason: Why, for programs: RUN_STORE_FULL, NOT_AN_INTEGER, … (store_service.proto has the list).
+        reason: Reason for programs: RUN_STORE_FULL, NOT_AN_INTEGER, … (store_service.proto has the list).
     """
 
     def __init__(self, message: str, reason: str) -> None:
@@ -76,7 +76,7 @@ class StoreRequestError(StoreError):
 
 
 def encode_frame(header: Mapping[str, object], body: bytes) -> bytes:
-    """Return a frame's bytes; the header is JSON, the body is as it is.
+    """Return the bytes of a frame; the header is JSON, the body is raw.
 
     Raises:
         ValueError: The header is too long.
@@ -88,14 +88,14 @@ def encode_frame(header: Mapping[str, object], body: bytes) -> bytes:
 
 
 class Store:
-    """The store of the worker's run, in the worker's round (`scope="round"`) or over all rounds ("run").
+    """The store of the worker's run: of the worker's round (`scope="round"`) or of all rounds ("run").
 
-    What is set in a round is gone when the next round begins; what is set in the run stays. A worker whose round
-    is over can write to neither, and is told so by RoundOverError.
+    Keys of a round are deleted when the next round begins; keys of the run stay. A worker whose round is over can
+    write to neither, and gets RoundOverError.
 
-    Any thread may call, and a call that waits holds up no other: each concurrent call has a connection of its
-    own. A forked child connects anew. Keys are strings of 1 to 1,024 bytes of UTF-8; values are bytes, and
-    strings are stored as their UTF-8. Every method may raise StoreError in one of its forms.
+    All methods are thread-safe, and a waiting call blocks no other: each concurrent call has its own connection. A
+    forked child opens new connections. Keys are strings of 1 to 1,024 bytes of UTF-8; values are bytes, and strings
+    are stored as UTF-8. Every method may raise StoreError or one of its subclasses.
     """
 
     def __init__(
@@ -106,13 +106,13 @@ class Store:
         scope: Literal["round", "run"] = "round",
         timeout: float = DEFAULT_TIMEOUT,
     ) -> None:
-        """Make a store; it connects when it is first used.
+        """Make a store; it connects on first use.
 
         Args:
             path: The agent's socket.
             round: The worker's round; at least 1.
             scope: "round" or "run".
-            timeout: Seconds that calls without a timeout of their own take at most; at least 0.
+            timeout: Time limit in seconds of calls without their own timeout; 0 to 86,400.
         """
         if scope not in ("round", "run"):
             raise ValueError(f'scope is {scope!r}; expected "round" or "run"')
@@ -132,10 +132,10 @@ class Store:
         timeout: float = DEFAULT_TIMEOUT,
         environment: Mapping[str, str] = os.environ,
     ) -> Store:
-        """Make the store of this worker, from what its agent set in the environment.
+        """Make the store of this worker, from the variables that its agent has set.
 
         Raises:
-            StoreUnavailableError: The process was not started by an agent.
+            StoreUnavailableError: No agent has started this process.
         """
         path, round = environment.get("RALLYPOINT_STORE_SOCKET"), environment.get("RALLYPOINT_ROUND")
         if not path or not round:
@@ -149,25 +149,25 @@ class Store:
         return cls(path, round=int(round), scope=scope, timeout=timeout)
 
     def set(self, key: str, value: Value) -> None:
-        """Store a value, in the place of any that was there. It is durable when this returns."""
+        """Store a value, and replace an existing one. It is durable when this returns."""
         self._call({"op": "set", "key": key}, _bytes(value))
 
     def get(self, key: str, timeout: float = DEFAULT_TIMEOUT) -> bytes:
-        """Return the value of a key, waiting for somebody to set it.
+        """Return the value of a key; wait until the key is set.
 
         Args:
             key: The key.
-            timeout: Seconds to wait at most; 0: not at all.
+            timeout: Longest wait in seconds; 0: no wait.
 
         Raises:
-            StoreTimeoutError: Nobody did in time.
+            StoreTimeoutError: The key was not set in time.
         """
         return self._call({"op": "get", "key": key}, timeout=timeout)[1]
 
     def add(self, key: str, amount: int) -> int:
-        """Add to an integer of 64 bits, 0 if the key is absent; return the sum.
+        """Add to a 64-bit integer, 0 if the key is absent; return the sum.
 
-        It is added once, whatever happens to the service meanwhile. The value is kept as decimal ASCII.
+        The amount is added exactly once, also across restarts of the service. The value is stored as decimal ASCII.
         """
         return int(self._call({"op": "add", "key": key, "amount": int(amount)})[0]["value"])
 
@@ -175,8 +175,8 @@ class Store:
         """Set a key to `desired` if its value is `expected`, or if it is absent and `expected` is empty.
 
         Returns:
-            The value afterwards, as torch's stores do: `desired` if it was set. Of a key that is absent, and
-            stays so because `expected` is not empty: `expected`.
+            The value afterwards, as in torch's stores: `desired` if it was set. If the key is absent and stays so,
+            because `expected` is not empty: `expected`.
         """
         before, after = _bytes(expected), _bytes(desired)
         header, value = self._call(
@@ -185,11 +185,11 @@ class Store:
         return value if header["exists"] else before
 
     def wait(self, keys: Sequence[str], timeout: float = DEFAULT_TIMEOUT) -> None:
-        """Return when all keys are there.
+        """Return when all keys are set.
 
         Args:
             keys: The keys; at least one.
-            timeout: Seconds to wait at most; 0: not at all.
+            timeout: Longest wait in seconds; 0: no wait.
 
         Raises:
             StoreTimeoutError: Some were not set in time; the message names them.
@@ -197,11 +197,11 @@ class Store:
         self._call({"op": "wait", "keys": _keys(keys)}, timeout=timeout)
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Return whether all keys, at least one, are there now."""
+        """Return True if all keys, at least one, are set now."""
         return bool(self._call({"op": "check", "keys": _keys(keys)})[0]["present"])
 
     def delete(self, key: str) -> bool:
-        """Remove a key; return whether it was there."""
+        """Remove a key; return True if it was set."""
         return bool(self._call({"op": "delete", "key": key})[0]["deleted"])
 
     def keys(self, prefix: str = "") -> list[str]:
@@ -216,7 +216,7 @@ class Store:
                 return found
 
     def close(self) -> None:
-        """Close the connections that are idle. The store may be used again."""
+        """Close the idle connections. The store may be used again."""
         self._connections.close()
 
     def __enter__(self) -> Store:
@@ -237,7 +237,7 @@ class Store:
         header |= {"round": self._space, "writer_round": self._round, "timeout": seconds}
         frame = encode_frame(header, body)
         if self._connections.process != os.getpid():
-            # A forked child: the parent's connections carry the parent's answers.
+            # A forked child: replies on the inherited connections belong to the parent.
             self._connections.close()
             self._connections = _Connections()
         deadline = time.monotonic() + seconds + _AGENT_GRACE
@@ -257,7 +257,7 @@ class _Connections:
 
     @contextmanager
     def one(self, path: str, deadline: float) -> Iterator[_StoreConnection]:
-        """Lend a connection for one call; one whose call didn't end well is closed, with its late answer."""
+        """Lend a connection for one call; after a failed call it is closed, because a late reply may follow."""
         try:
             connection = self._idle.pop()
         except IndexError:
@@ -271,21 +271,21 @@ class _Connections:
             self._idle.append(connection)
 
     def close(self) -> None:
-        """Close what is idle."""
+        """Close the idle connections."""
         while self._idle:
             self._idle.pop().close()
 
 
 class _StoreConnection:
-    """One connection to the agent, with at most one call under way."""
+    """One connection to the agent, with at most one call at a time."""
 
     def __init__(self, path: str, deadline: float) -> None:
         self.open = True
         self._path = path
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            # Not settimeout: that makes the socket non-blocking, and connect then fails at once when the agent
-            # has many connections to accept, where it should wait.
+            # Not settimeout: it makes the socket non-blocking, and connect then fails at once while the agent has many
+            # connections to accept, instead of waiting.
             wait = max(1, int(deadline - time.monotonic()))
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", wait, 0))
             self._socket.connect(path)
@@ -333,7 +333,7 @@ def _error(error: Mapping[str, Any]) -> StoreError:
     reason, message = error["reason"], error["message"]
     if reason == "KEY_WAIT_TIMED_OUT":
         return StoreTimeoutError(message)
-    if reason in ("ROUND_OVER", "LEASE_LOST"):  # either way others go on, and without this worker
+    if reason in ("ROUND_OVER", "LEASE_LOST"):  # in both cases other workers continue without this one
         return RoundOverError(message, error.get("current_round"))
     if error["code"] == "UNAVAILABLE":
         return StoreUnavailableError(message)
@@ -343,7 +343,7 @@ def _error(error: Mapping[str, Any]) -> StoreError:
 def _bytes(value: Value) -> bytes:
     if isinstance(value, str):
         return value.encode()
-    # Not bytes(value): of an integer that makes as many zeros.
+    # Not bytes(value): for an integer n that makes n zeros.
     return value if isinstance(value, bytes) else bytes(memoryview(value))
 
 

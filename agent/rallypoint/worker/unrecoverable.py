@@ -1,19 +1,19 @@
-"""What a worker raises when no restart can mend it."""
+"""The exception of a worker that no restart can help."""
 
 from __future__ import annotations
 
 UNRECOVERABLE = 93
-"""Exit code of such a worker. NVIDIA's resiliency extension has it too; the agent knows it as its own."""
+"""Exit code of such a worker, the same as in NVIDIA's resiliency extension; the agent recognises it."""
 
 
 class Unrecoverable(Exception):
-    """No restart can mend this: the data is not there, the loss is not a number, the configuration is wrong.
+    """An error that no restart can help: missing data, a loss that is not a number, a wrong configuration.
 
-    Raised out of a function decorated with `record`, it ends the worker with exit code 93: the run is closed at once,
-    however many restarts it has left, and its agents end with 93 as well, which tells the scheduler not to try again.
-    A worker may as well call `sys.exit(93)`.
+    Raised from a function decorated with `record`, it ends the worker with exit code 93. The run is then closed at
+    once, even if restarts are left, and its agents exit with 93 too, so that the scheduler does not retry. A worker
+    may also call `sys.exit(93)`.
     """
 
 
-# What a user raises and reads in a traceback is named as he imported it.
+# Users see this name in tracebacks: it is the name that they import.
 Unrecoverable.__module__ = "rallypoint.worker"

@@ -59,5 +59,5 @@ async def test_who_is_connected_is_asked_of_the_owner(address: EtcdAddress) -> N
         told = (await _status(run_id, a.address)).splitlines()
         (line,) = [line for line in told if "node-1" in line]
         assert line.split()[-1] == "-"
-        why = f"the replica at {b.address}, which owns the run, gave no answer"
-        assert told[-1] == f"who is connected is not known: {why}"
+        why = f"the replica at {b.address}, which owns the run, did not reply"
+        assert told[-1] == f"connections are unknown: {why}"
