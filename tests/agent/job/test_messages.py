@@ -59,5 +59,5 @@ def test_kinds_of_failure_keep_their_numbers() -> None:
     """One of a newer server is not known."""
     for kind in FailureKind:
         message = failure_message(replace(FAILURE, kind=kind), 3, now=1001.0)
-        assert (message.kind, failure_value(message).kind) == (kind, kind)
+        assert (int(message.kind), failure_value(message).kind) == (int(kind), kind)
     assert failure_value(pb.WorkerFailure(kind=pb.FailureKind.ValueType(77))).kind is FailureKind.UNKNOWN
