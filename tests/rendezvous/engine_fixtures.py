@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from rallypoint.rendezvous.base.entries import StoreChange
 from rallypoint.rendezvous.base.limits import RendezvousLimits
 from rallypoint.rendezvous.core import commands
-from rallypoint.rendezvous.core.state import RunSettings, RunState, WorkerFailure
+from rallypoint.rendezvous.core.state import ReportedFailure, RunSettings, RunState
 from rallypoint.rendezvous.journal.journal import (
     Checkpoint,
     Dropped,
@@ -155,7 +155,7 @@ class Stage:
             await self.engine.execute(RUN, command)
 
     async def fail(self, member: Member, round_: int) -> None:
-        failure = WorkerFailure(
+        failure = ReportedFailure(
             round_, 0, 0, "trainer", member.node_id, "host", 1, 1, 1.7e9, "it broke", "", ""
         )
         command = commands.ReportFailure(member.node_id, member.lease.lease, failure)

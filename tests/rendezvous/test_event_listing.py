@@ -11,7 +11,7 @@ import pytest
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from rallypoint.rendezvous.core import facts
-from rallypoint.rendezvous.core.state import WorkerFailure
+from rallypoint.rendezvous.core.state import ReportedFailure
 from rallypoint.rendezvous.journal.journal import Record
 from rallypoint.rendezvous.runs.codec import encode_record
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
@@ -86,7 +86,7 @@ async def test_a_page_stays_within_what_a_client_takes(served: Served) -> None:
     """However large the failures are; the rest is on the next page."""
     history = served.stage.engine.history(RUN)
     history._most_events = history._most_bytes = 10**9
-    failure = WorkerFailure(1, 0, 0, "t", "a", "h", 1, 1, 1.7e9, "it broke", "x" * 16_384, "")
+    failure = ReportedFailure(1, 0, 0, "t", "a", "h", 1, 1, 1.7e9, "it broke", "x" * 16_384, "")
     for revision in range(8, 308):
         content = encode_record(RUN, revision, facts.WorkerFailed(failure), 1.7e9, "node a")
         history.add(Record(RUN, revision, content.SerializeToString()))

@@ -10,7 +10,7 @@ import pytest
 from rallypoint.rendezvous.core import commands
 from rallypoint.rendezvous.core.commands import NodeIsEvicted
 from rallypoint.rendezvous.core.failures import SETTLE_WINDOW
-from rallypoint.rendezvous.core.state import WorkerFailure
+from rallypoint.rendezvous.core.state import ReportedFailure
 from rallypoint.rendezvous.runs.engine import RendezvousEngine
 from rallypoint.rendezvous.runs.run import Member
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
@@ -29,7 +29,7 @@ def report(
     member: Member, message: str = "it broke", round_: int = 1, age: float = 0.0
 ) -> commands.ReportFailure:
     """What a member says of a failure of its first worker."""
-    failure = WorkerFailure(round_, 0, 0, "", member.node_id, "host", 1, 1, 1.7e9, message, "", "")
+    failure = ReportedFailure(round_, 0, 0, "", member.node_id, "host", 1, 1, 1.7e9, message, "", "")
     return commands.ReportFailure(member.node_id, member.lease.lease, replace(failure, age=age))
 
 

@@ -146,7 +146,7 @@ _JoinCall: TypeAlias = "grpc.aio.StreamStreamCall[pb.JoinRequest, pb.JoinRespons
 Event: TypeAlias = Admitted | MembershipUpdate | MembershipReset
 
 
-class _ServerDraining(Exception):
+class _StreamDrained(Exception):
     """The server ends the stream because it drains; it may not have processed the last request."""
 
 
@@ -344,7 +344,7 @@ class Membership:
                 first = await call.read()
             if isinstance(first, pb.JoinResponse):
                 if not first.HasField("lease"):  # the server drained before it processed the request
-                    raise _ServerDraining
+                    raise _StreamDrained
                 connection.answered()
                 at = self._endpoint if connection.alone else connection.address
                 self._outage.over(at, replicated=not connection.alone)
@@ -357,7 +357,7 @@ class Membership:
             owner = {"owner": str(moved.owner)}
             message = f"{moved.owner} owns the run now"
             return ServiceError(grpc.StatusCode.UNAVAILABLE, "NOT_OWNER", message, metadata=owner)
-        except _ServerDraining:
+        except _StreamDrained:
             return ServiceError(grpc.StatusCode.UNAVAILABLE, "DRAINING", "the server is going away")
         except grpc.aio.AioRpcError as error:
             self._last_error = decode(error).message
@@ -399,7 +399,7 @@ class Membership:
                     if response.HasField("update"):
                         self._take(response.update)
                     if response.HasField("draining"):
-                        raise _ServerDraining
+                        raise _StreamDrained
                     response = await call.read()
         except TimeoutError:
             raise _Moved(moved[-1]) from None

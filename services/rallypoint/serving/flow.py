@@ -179,7 +179,7 @@ _M = TypeVar("_M")
 
 
 class ServerDraining(Exception):
-    """The server is draining, and the stream has not sent its first message."""
+    """The server drains: it accepts no more requests, nor streams that have not sent their first message."""
 
 
 class UnopenedStreams:

@@ -16,7 +16,6 @@ from rallypoint.agent.failures.failure import (
     MAX_MESSAGE,
     MAX_TRACEBACK,
     UNWINDING,
-    FailureKind,
     WorkerFailure,
     describe_failure,
     failure_of_port,
@@ -27,6 +26,7 @@ from rallypoint.agent.failures.failure import (
 )
 from rallypoint.agent.logs.plan import WorkerLogs
 from rallypoint.agent.spawner.protocol import WorkerExit
+from rallypoint.rendezvous.core.state import FailureKind
 
 ENDED = 1_800_000_000.0
 TRACEBACK = 'Traceback (most recent call last):\n  File "train.py", line 3, in main\nValueError: bad'

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from rallypoint.agent.failures.analysis import LocalFailures, PostMortem
-from rallypoint.agent.failures.failure import FailureKind, WorkerFailure
+from rallypoint.agent.failures.failure import WorkerFailure
 from rallypoint.agent.logs.plan import WorkerLogs
 from rallypoint.agent.spawner.protocol import WorkerExit
+from rallypoint.rendezvous.core.state import FailureKind
 
 
 class Scene:

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 from rallypoint.agent.config.job import JobConfig, Peer
-from rallypoint.agent.failures.failure import FailureKind, WorkerFailure
+from rallypoint.agent.failures.failure import WorkerFailure
 from rallypoint.agent.job.failure_file import SCHEMA, failure_document, write_failure_files
 from rallypoint.agent.job.result import FAILED, PERMANENT, REFUSED, UNFIT, JobResult
+from rallypoint.rendezvous.core.state import FailureKind
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 
 CONFIG = JobConfig(
@@ -107,6 +108,9 @@ def test_a_failure_is_told_with_all_that_is_known() -> None:
             }
         ],
     }
+    kinds = [document(JobResult(FAILED, "", replace(FIRST, kind=kind))) for kind in FailureKind]
+    words = "unknown exception exit_code signal out_of_memory hung not_started port_taken"
+    assert [each["first_failure"]["kind"] for each in kinds] == words.split()
 
 
 @pytest.mark.parametrize(

@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import pytest
-
 from rallypoint.agent.core.core import Assignment, Phase
-from rallypoint.agent.failures.failure import FailureKind, WorkerFailure
+from rallypoint.agent.failures.failure import WorkerFailure
 from rallypoint.agent.job.result import assignment_value, failure_message, failure_value, phase_value
+from rallypoint.rendezvous.core.state import FailureKind
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 
 FAILURE = WorkerFailure(
@@ -39,15 +38,10 @@ def test_a_place_in_a_round_is_taken_over_field_by_field() -> None:
     assert assignment_value(pb.Assignment(**values)) == Assignment(**values)
 
 
-@pytest.mark.parametrize("phase", list(Phase))
-def test_phases_keep_their_names(phase: Phase) -> None:
-    """A phase is what its name says."""
-    assert phase_value(pb.Phase.Value(f"PHASE_{phase.name}")) is phase
-
-
 def test_a_phase_of_a_newer_server_stops_workers_and_waits() -> None:
     """Running on without knowing whether one may would be worse."""
-    assert phase_value(pb.Phase.ValueType(77)) is Phase.JOINABLE
+    phases = [phase_value(pb.Phase.ValueType(number)) for number in (*Phase, 77)]
+    assert phases == [*Phase, Phase.JOINABLE]
 
 
 def test_a_failure_travels_and_comes_back_whole() -> None:
@@ -61,10 +55,9 @@ def test_a_failure_travels_and_comes_back_whole() -> None:
     assert (failure_value(message).node, failure_value(message).at) == ("b", None)
 
 
-@pytest.mark.parametrize("kind", list(FailureKind))
-def test_kinds_of_failure_keep_their_names(kind: FailureKind) -> None:
-    """A kind is what its name says; one of a newer server is not known."""
-    message = failure_message(replace(FAILURE, kind=kind), 3, now=1001.0)
-    assert pb.FailureKind.Name(message.kind) == f"FAILURE_KIND_{kind.name}"
-    assert failure_value(message).kind is kind
-    assert failure_value(pb.WorkerFailure(kind=pb.FailureKind.ValueType(77))).kind is FailureKind.UNSPECIFIED
+def test_kinds_of_failure_keep_their_numbers() -> None:
+    """One of a newer server is not known."""
+    for kind in FailureKind:
+        message = failure_message(replace(FAILURE, kind=kind), 3, now=1001.0)
+        assert (int(message.kind), failure_value(message).kind) == (int(kind), kind)
+    assert failure_value(pb.WorkerFailure(kind=pb.FailureKind.ValueType(77))).kind is FailureKind.UNKNOWN

@@ -20,7 +20,7 @@ from rallypoint.agent.config.job import JobConfig, Peer
 from rallypoint.agent.core.core import Assignment
 from rallypoint.agent.events.publisher import JobEvents, JobIdentity
 from rallypoint.agent.failures import analysis
-from rallypoint.agent.failures.failure import COULD_NOT_START, FailureKind, WorkerFailure
+from rallypoint.agent.failures.failure import COULD_NOT_START, WorkerFailure
 from rallypoint.agent.hangs import reaper
 from rallypoint.agent.hangs.hung_worker import HungWorker
 from rallypoint.agent.logs.follower import Console
@@ -33,6 +33,7 @@ from rallypoint.agent.workers import group as group_module
 from rallypoint.agent.workers.affinity import Cpus
 from rallypoint.agent.workers.group import WorkerGroup
 from rallypoint.agent.workers.processes import StopReport
+from rallypoint.rendezvous.core.state import FailureKind
 from rallypoint.rendezvous.v1.rendezvous_service_pb2 import RunSettings
 from support.waiting import until, wait_until
 

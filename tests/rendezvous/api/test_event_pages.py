@@ -13,7 +13,7 @@ from rallypoint.rendezvous.api.events import EventFilter
 from rallypoint.rendezvous.base.errors import EventsCompacted
 from rallypoint.rendezvous.core import facts
 from rallypoint.rendezvous.core.commands import RevisionAhead
-from rallypoint.rendezvous.core.state import RunSettings, WorkerFailure
+from rallypoint.rendezvous.core.state import ReportedFailure, RunSettings
 from rallypoint.rendezvous.journal.journal import Record
 from rallypoint.rendezvous.runs.codec import encode_record
 from rallypoint.rendezvous.runs.history import History
@@ -123,7 +123,7 @@ async def test_events_that_come_within_a_page_shift_nothing(backwards: bool) -> 
 async def test_a_page_ends_where_it_would_grow_too_large(backwards: bool) -> None:
     """Failures carry tracebacks; what did not fit comes next."""
     kept = History(NO_BOUND, NO_BOUND)
-    failure = WorkerFailure(1, 0, 0, "t", "n1", "h", 1, 1, 1.7e9, "it broke", "x" * 16_000, "")
+    failure = ReportedFailure(1, 0, 0, "t", "n1", "h", 1, 1, 1.7e9, "it broke", "x" * 16_000, "")
     for revision in range(1, 41):
         kept.add(record(revision, facts.WorkerFailed(failure)))
     at = reader(kept, 41 if backwards else 0, backwards)

@@ -11,19 +11,19 @@ from rallypoint.rendezvous.core import facts
 from rallypoint.rendezvous.core.state import (
     LossReason,
     Outcome,
+    ReportedFailure,
     RoundEnd,
     RoundEndCause,
     RunEnd,
     RunSettings,
     Seat,
-    WorkerFailure,
 )
 from rallypoint.rendezvous.runs.codec import encode_record, to_message
 from rallypoint.rendezvous.v1 import journal_pb2
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 
 SETTINGS = RunSettings(min_nodes=2, max_nodes=4, max_restarts=3)
-FAILURE = WorkerFailure(
+FAILURE = ReportedFailure(
     7, 3, 1, "trainer", "n1", "host1", 4711, -9, 1.7e9, "killed by SIGKILL", "Traceback …", "/l"
 )
 LOST = RoundEnd(7, RoundEndCause.NODE_LOST, "n3", "node n3 was lost: its connection broke")

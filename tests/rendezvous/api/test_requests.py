@@ -25,9 +25,9 @@ from rallypoint.rendezvous.core.state import (
     FailureKind,
     Node,
     RankPolicy,
+    ReportedFailure,
     RunSettings,
     ScaleUpPolicy,
-    WorkerFailure,
 )
 from rallypoint.rendezvous.runs.codec import from_message, to_message
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
@@ -271,7 +271,7 @@ class TestFailureReports:
             permanent=True,
             core_file="/cores/4711",
         )
-        assert worker_failure(message, "node1") == WorkerFailure(
+        assert worker_failure(message, "node1") == ReportedFailure(
             round=3,
             rank=5,
             local_rank=1,

@@ -20,7 +20,7 @@ from rallypoint.rendezvous.api.requests import (
 )
 from rallypoint.rendezvous.core import commands
 from rallypoint.rendezvous.core.decide import carry_out
-from rallypoint.rendezvous.core.state import Outcome, RunEnd, RunSettings, RunState, WorkerFailure
+from rallypoint.rendezvous.core.state import Outcome, ReportedFailure, RunEnd, RunSettings, RunState
 from rallypoint.rendezvous.runs.run import NODES_PER_MESSAGE, run_message, run_summary
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rpc.channel import MAX_MESSAGE_BYTES
@@ -88,7 +88,7 @@ def test_runs_that_come_and_go_between_pages_shift_no_other() -> None:
 
 def test_a_page_of_runs_with_long_failures_fits_a_message() -> None:
     """It has fewer of them then, and the others follow."""
-    failure = WorkerFailure(
+    failure = ReportedFailure(
         *(1, 0, 0, "r" * NAME_BYTES, "n" * NAME_BYTES, "h" * NAME_BYTES, 1, 1, 1.7e9),
         *("m" * SENTENCE_BYTES, "t" * TRACEBACK_BYTES, "f" * PATH_BYTES),
     )

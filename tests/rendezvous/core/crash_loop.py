@@ -15,7 +15,7 @@ from itertools import count
 
 from rallypoint.rendezvous.core import apply, commands, decide, facts
 from rallypoint.rendezvous.core.commands import Refused
-from rallypoint.rendezvous.core.state import Phase, RunSettings, RunState, WorkerFailure
+from rallypoint.rendezvous.core.state import Phase, ReportedFailure, RunSettings, RunState
 
 HEALTHY = ("a", "b")
 # Seconds that an agent takes to stop its workers and to confirm.
@@ -189,7 +189,7 @@ class CrashLoop:
         seat = self.state.seats.get(process.node_id)
         if self.state.phase is not Phase.FINAL or self.state.round != round_ or seat is None:
             return
-        failure = WorkerFailure(
+        failure = ReportedFailure(
             round_, seat.base_rank, 0, "trainer", process.node_id, "host", 4711, 1, 1.7e9, message, "", ""
         )
         self._send(process, commands.ReportFailure(process.node_id, process.lease, failure))

@@ -22,11 +22,11 @@ from rallypoint.rendezvous.core.snapshot import restore, take_snapshot, take_tom
 from rallypoint.rendezvous.core.state import (
     Phase,
     RankPolicy,
+    ReportedFailure,
     RoundEndCause,
     RunSettings,
     RunState,
     ScaleUpPolicy,
-    WorkerFailure,
 )
 from rallypoint.rendezvous.runs.codec import decode_record, encode_record, from_message, to_message
 from rallypoint.rendezvous.runs.run import node_update, run_message
@@ -421,9 +421,9 @@ class History:
         require(agent.workers_of is None, "who confirms has no workers")
         self.execute(commands.Confirm(agent.node_id, agent.lease, round_, 29500))
 
-    def _failure(self, agent: Agent, round_: int) -> WorkerFailure:
+    def _failure(self, agent: Agent, round_: int) -> ReportedFailure:
         rank = agent.view.assignment.base_rank if agent.view is not None else 0
-        return WorkerFailure(
+        return ReportedFailure(
             round_,
             rank,
             0,

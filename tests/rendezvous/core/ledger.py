@@ -16,11 +16,11 @@ from rallypoint.rendezvous.core.failures import MOST_EVICTED, SETTLE_WINDOW, STE
 from rallypoint.rendezvous.core.state import (
     Outcome,
     Phase,
+    ReportedFailure,
     RoundEndCause,
     RunSettings,
     ScaleUpPolicy,
     Seat,
-    WorkerFailure,
 )
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 
@@ -54,7 +54,7 @@ class FrozenRound:
     failed: set[tuple[str, int]] = field(default_factory=set)
     first_report_at: float = math.inf
     # The failure that counts as the first, and when it was by the reports: -inf once the server has started again.
-    first: WorkerFailure | None = None
+    first: ReportedFailure | None = None
     first_failed_at: float = -math.inf
     # The node whose loss turned out to be what its workers failed of.
     lost: str = ""
@@ -111,7 +111,7 @@ class Ledger:
         self._quick = self._failed_scale_ups = 0
         # The round that ended with a counted restart, until the next one is FINAL.
         self._counted_round = 0
-        self._unmendable: WorkerFailure | None = None
+        self._unmendable: ReportedFailure | None = None
         self._last_end: facts.RoundEnded | None = None
         # Whether an operator would not have the next round held back.
         self._hurried = False
@@ -311,7 +311,7 @@ class Ledger:
                 for round_, then, node in self._caused
             ]
 
-    def _require_just_failed(self, failure: WorkerFailure) -> None:
+    def _require_just_failed(self, failure: ReportedFailure) -> None:
         end = self._last_end
         require(
             end is not None and end.end.round == failure.round, "a late report is of the round just ended"

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from rallypoint.rendezvous.core import apply, commands, decide, facts
 from rallypoint.rendezvous.core.newcomers import READY_AFTER
-from rallypoint.rendezvous.core.state import Phase, RunSettings, RunState, WorkerFailure
+from rallypoint.rendezvous.core.state import Phase, ReportedFailure, RunSettings, RunState
 
 _F = TypeVar("_F", bound=facts.Fact)
 
@@ -60,12 +60,14 @@ class ScriptedRun:
         self.confirm(*self.ranks)
         assert self.phase is Phase.FINAL
 
-    def failure(self, node_id: str, message: str = "it broke", *, round_: int | None = None) -> WorkerFailure:
+    def failure(
+        self, node_id: str, message: str = "it broke", *, round_: int | None = None
+    ) -> ReportedFailure:
         """What a node reports of its first worker."""
         number = self.state.round if round_ is None else round_
         seat = self.state.seats.get(node_id)
         rank = seat.base_rank if seat is not None else 0
-        return WorkerFailure(number, rank, 0, "trainer", node_id, "host", 4711, 1, 1.7e9, message, "", "")
+        return ReportedFailure(number, rank, 0, "trainer", node_id, "host", 4711, 1, 1.7e9, message, "", "")
 
     def fail(
         self, node_id: str, message: str = "it broke", *, round_: int | None = None, **more: object

@@ -49,7 +49,7 @@ settings = st.builds(
     rank_policy=st.sampled_from(state.RankPolicy),
 )
 failures = st.builds(
-    state.WorkerFailure,
+    state.ReportedFailure,
     round=numbers,
     rank=numbers,
     local_rank=numbers,
@@ -145,7 +145,7 @@ def test_every_fact_has_a_place_in_a_record() -> None:
     ("kind", "module"),
     [(fact, journal_pb2) for fact in FACTS]
     + [(kind, journal_pb2) for kind in (state.Seat, snapshot.RunSnapshot, snapshot.FormerRank)]
-    + [(kind, rendezvous_service_pb2) for kind in (state.RunSettings, state.WorkerFailure)]
+    + [(kind, rendezvous_service_pb2) for kind in (state.RunSettings, state.ReportedFailure)]
     + [(kind, rendezvous_service_pb2) for kind in (state.RoundEnd, state.RunEnd)],
     ids=lambda value: getattr(value, "__name__", ""),
 )

@@ -20,7 +20,7 @@ from rallypoint.rendezvous.base.cooperative import LatestValue
 from rallypoint.rendezvous.base.limits import RendezvousLimits
 from rallypoint.rendezvous.core import commands, facts
 from rallypoint.rendezvous.core.commands import Refused
-from rallypoint.rendezvous.core.state import RankPolicy, ScaleUpPolicy, WorkerFailure
+from rallypoint.rendezvous.core.state import RankPolicy, ReportedFailure, ScaleUpPolicy
 from rallypoint.rendezvous.journal.journal import Record
 from rallypoint.rendezvous.runs import run as hosted_run
 from rallypoint.rendezvous.runs.codec import decode_record
@@ -118,7 +118,7 @@ class Story:
         if draw < 0.6:
             return commands.Confirm(node_id, lease, round_, 29500)
         if draw < 0.65:
-            failure = WorkerFailure(round_, 0, 0, "trainer", node_id, "h", 1, 1, 1.7e9, "it broke", "", "")
+            failure = ReportedFailure(round_, 0, 0, "trainer", node_id, "h", 1, 1, 1.7e9, "it broke", "", "")
             return commands.ReportFailure(node_id, lease, failure)
         if draw < 0.68:
             return commands.Depart(node_id, lease, "bye")

@@ -20,7 +20,7 @@ from rallypoint.rendezvous.base.limits import MAX_VALUE_BYTES, RendezvousLimits
 from rallypoint.rendezvous.base.refusals import AnswerTooLarge, KeyWaitTimedOut, RoundOver
 from rallypoint.rendezvous.core import commands
 from rallypoint.rendezvous.core.commands import Refused, RunNotFound
-from rallypoint.rendezvous.core.state import RunState, WorkerFailure
+from rallypoint.rendezvous.core.state import ReportedFailure, RunState
 from rallypoint.rendezvous.journal.journal import JournalError, Record
 from rallypoint.rendezvous.runs import run as hosted_run
 from rallypoint.rendezvous.shard.locator import RunLocator
@@ -112,7 +112,7 @@ class Life:
         run = engine._runs.get(run_id)
         node = run.state.nodes.get(node_id) if run is not None else None
         lease, round_ = (node.lease, run.state.round) if run is not None and node is not None else (0, 0)
-        failure = WorkerFailure(round_, 0, 0, "trainer", node_id, "host", 1, 1, 1.7e9, "it broke", "", "")
+        failure = ReportedFailure(round_, 0, 0, "trainer", node_id, "host", 1, 1, 1.7e9, "it broke", "", "")
         command: dict[str, commands.Command] = {
             "confirm": commands.Confirm(node_id, lease, round_, 29500),
             "fail": commands.ReportFailure(node_id, lease, failure),

@@ -11,11 +11,11 @@ from rallypoint.timer.core.core import MAX_AFTER, TimerTable
 from rallypoint.timer.core.values import (
     InvalidField,
     Learned,
-    LeaseLost,
-    Refused,
-    StreamReplaced,
+    LeaseSuperseded,
     Subscription,
+    SubscriptionReplaced,
     TimerName,
+    TimerRefused,
     TimerSettings,
     TimerState,
     TooMany,
@@ -127,7 +127,7 @@ def test_what_nobody_claims_is_forgotten() -> None:
     agent = timers.subscribe(RUN, "a", 3, 0.0)
     timers.register(agent, "0@1", "s", 1.0, 0.0, sequence=1)
     timers.unsubscribe(agent, 0.0)
-    with pytest.raises(LeaseLost):
+    with pytest.raises(LeaseSuperseded):
         timers.subscribe(RUN, "a", 2, 0.0)
     assert timers.advance(1.0, due=1.0).unclaimed == 1
     assert timers.advance(3601.0, due=3601.0).abandoned == 1
@@ -144,14 +144,14 @@ def test_leases_of_two_lives_of_a_run_are_not_compared() -> None:
     second = timers.subscribe(RUN, "a", 2, 101.0, incarnation="second", lease_age=1.0)
     assert len(timers) == 0  # it was a worker's of the life that is over
     for _ in range(3):
-        with pytest.raises(LeaseLost, match="newer run") as refused:
+        with pytest.raises(LeaseSuperseded, match="newer run") as refused:
             timers.subscribe(RUN, "a", 50, 102.0, incarnation="first", lease_age=92.0)
         assert refused.value.of_other_run
-        with pytest.raises(LeaseLost):
+        with pytest.raises(LeaseSuperseded):
             timers.register(first, "0@1", "s", 5.0, 102.0, sequence=2)
         timers.register(second, "0@1", "s", 60.0, 102.0, sequence=1)
     # Within its own life, numbers are what counts.
-    with pytest.raises(LeaseLost, match="lease 2 superseded"):
+    with pytest.raises(LeaseSuperseded, match="lease 2 superseded"):
         timers.subscribe(RUN, "a", 1, 102.0, incarnation="second", lease_age=0.0)
     # While it is away another one may come, and takes nothing from it: it comes back, and says again what it holds.
     timers.unsubscribe(second, 103.0)
@@ -165,7 +165,7 @@ def test_what_arrives_late_does_not_become_the_newer_one() -> None:
     timers.subscribe(RUN, "a", 50, 100.0, incarnation="first", lease_age=90.0)
     timers.subscribe(RUN, "a", 50, 112.0, incarnation="first", lease_age=90.0)  # 12 s on its way
     timers.subscribe(RUN, "a", 2, 113.0, incarnation="second", lease_age=5.0)
-    with pytest.raises(LeaseLost):  # 12 s on its way again, as all of it was while the service stood still
+    with pytest.raises(LeaseSuperseded):  # 12 s on its way again, all while the service stood still
         timers.subscribe(RUN, "a", 50, 120.0, incarnation="first", lease_age=11.0)
 
 
@@ -173,13 +173,13 @@ def test_who_knows_no_incarnations_is_judged_by_numbers() -> None:
     """Clients of other authors, and of older versions."""
     timers = table()
     timers.subscribe(RUN, "a", 3, 0.0)
-    with pytest.raises(LeaseLost):
+    with pytest.raises(LeaseSuperseded):
         timers.subscribe(RUN, "a", 2, 1.0)
     newer = timers.subscribe(RUN, "a", 2, 2.0, incarnation="second")
-    with pytest.raises(LeaseLost):
+    with pytest.raises(LeaseSuperseded):
         timers.subscribe(RUN, "a", 1, 3.0)
     timers.subscribe(RUN, "a", 2, 3.0)
-    with pytest.raises(StreamReplaced):
+    with pytest.raises(SubscriptionReplaced):
         timers.register(newer, "0@1", "s", 5.0, 3.0, sequence=1)
 
 
@@ -235,7 +235,7 @@ def test_bounds() -> None:
     acquire("a", "1")
     acquire("a", "2")
     acquire("a", "2")
-    refused: list[Refused] = []
+    refused: list[TimerRefused] = []
     for node, scope in (("a", "3"), ("b", "1"), ("b", "2"), ("c", "1")):
         try:
             acquire(node, scope)
@@ -292,7 +292,7 @@ def test_clearing_a_worker_by_a_single_call() -> None:
     timers.register(agent, "gone", "2", 60.0, 0.0, sequence=2)
     timers.register(agent, "stays", "1", 60.0, 0.0, sequence=3)
     timers.advance(1.0, due=1.0)
-    with pytest.raises(LeaseLost):
+    with pytest.raises(LeaseSuperseded):
         timers.clear_worker(RUN, "a", "gone", 1.0, lease=1)
     assert timers.clear_worker(RUN, "a", "gone", 1.0, lease=2) == 2
     assert timers.clear_worker(RUN, "a", "gone", 1.0) == 0
@@ -480,7 +480,7 @@ def test_a_single_call_with_a_newer_lease_supersedes_the_stream() -> None:
     timers = table()
     agent = timers.subscribe(RUN, "a", 1, 0.0)
     timers.acquire(TimerName(RUN, "a", "w", "s"), 60.0, 0.0, lease=2)
-    with pytest.raises(LeaseLost) as refusal:
+    with pytest.raises(LeaseSuperseded) as refusal:
         timers.end(agent, "w", "s")
     assert refusal.value.current == 2
     assert len(timers) == 1
@@ -491,9 +491,9 @@ def test_who_is_superseded_teaches_nothing() -> None:
     timers = table()
     stale = timers.subscribe(RUN, "a", 0, 0.0)
     timers.subscribe(RUN, "a", 0, 0.0)
-    with pytest.raises(StreamReplaced):
+    with pytest.raises(SubscriptionReplaced):
         timers.observe(stale, "step", 1, 1.0)
-    with pytest.raises(StreamReplaced):
+    with pytest.raises(SubscriptionReplaced):
         timers.learn(stale, "step", 1, 1.0)
     assert timers.learned_of(RUN) == []
 

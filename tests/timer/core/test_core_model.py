@@ -25,9 +25,9 @@ from rallypoint.timer.core.values import (
     Advance,
     Expiry,
     Learned,
-    LeaseLost,
-    StreamReplaced,
+    LeaseSuperseded,
     Subscription,
+    SubscriptionReplaced,
     TimerName,
     TimerState,
     TooMany,
@@ -91,7 +91,7 @@ class Against(RuleBasedStateMachine):
         if self.model.in_force(subscription):
             call()
             return True
-        with pytest.raises((StreamReplaced, LeaseLost)):
+        with pytest.raises((SubscriptionReplaced, LeaseSuperseded)):
             call()
         return False
 
@@ -222,7 +222,7 @@ class Against(RuleBasedStateMachine):
         current = self.model.nodes.get(place, Known()).lease
         lease = None if newer is None else max(0, current + newer)
         if lease is not None and lease < current:
-            with pytest.raises(LeaseLost):
+            with pytest.raises(LeaseSuperseded):
                 self.table.acquire(name, after, self.model.now, lease=lease)
             return
         self.table.acquire(name, after, self.model.now, lease=lease)
@@ -243,7 +243,7 @@ class Against(RuleBasedStateMachine):
     def clear_worker(self, place: Place, worker: str, stale: bool) -> None:
         lease = self.model.nodes.get(place, Known()).lease
         if stale and lease:
-            with pytest.raises(LeaseLost):
+            with pytest.raises(LeaseSuperseded):
                 self.table.clear_worker(*place, worker, self.model.now, lease=lease - 1)
             return
         gone = [name for name in self.model.on(place) if name.worker_id == worker]

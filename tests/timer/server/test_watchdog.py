@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from rallypoint.timer.core.progress import Stall
-from rallypoint.timer.core.values import Learned, StreamReplaced, Subscription, TimerName, TimerSettings
+from rallypoint.timer.core.values import Learned, Subscription, SubscriptionReplaced, TimerName, TimerSettings
 from rallypoint.timer.server.outbox import Outbox, OutboxBatch
 from rallypoint.timer.server.watchdog import Watchdog
 from support.waiting import until
@@ -181,7 +181,7 @@ async def test_an_older_stream_tells_no_progress(clock: Clock) -> None:
     watchdog = Watchdog(clock=clock)
     older, _ = standing(watchdog)
     standing(watchdog, step=9)
-    with pytest.raises(StreamReplaced):
+    with pytest.raises(SubscriptionReplaced):
         watchdog.report_progress(older, "0@1", rank=0, step=8, elapsed=0)
     watchdog.unsubscribe(older)
     assert watchdog.progress_of("run", 1).lowest_step == 9

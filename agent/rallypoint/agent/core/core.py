@@ -24,7 +24,6 @@ from rallypoint.agent.core.events import (
     LeaseEnded,
     MembershipEnded,
     NodeUnhealthy,
-    Phase,
     RunUpdated,
     SendConfirm,
     SendDeparture,
@@ -37,6 +36,7 @@ from rallypoint.agent.core.events import (
     WarnWorkers,
     Workers,
 )
+from rallypoint.rendezvous.core.state import Phase
 
 __all__ = [
     "AgentState",

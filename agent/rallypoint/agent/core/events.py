@@ -6,14 +6,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import TypeAlias
 
-
-class Phase(Enum):
-    """Phase of the run, by the latest update that the agent received."""
-
-    JOINABLE = auto()
-    FROZEN = auto()
-    FINAL = auto()
-    CLOSED = auto()
+from rallypoint.rendezvous.core.state import Phase
 
 
 class Workers(Enum):

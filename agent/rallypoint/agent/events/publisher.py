@@ -100,7 +100,7 @@ class JobEvents:
 
     def worker_failed(self, failure: WorkerFailure, exit_: WorkerExit | None) -> None:
         """Record that a worker has failed by itself; `exit_`: its exit, None if it never started, or does not end."""
-        rank, kind, reason, at = failure.rank, failure.kind.value, failure.message, self._clock()
+        rank, kind, reason, at = failure.rank, failure.kind.name.lower(), failure.message, self._clock()
         if exit_ is None:
             pid = failure.pid
             self._emit(self._recorder.worker_lost(rank, failure.local_rank, pid, reason, at, kind=kind))

@@ -6,7 +6,6 @@ The most reliable source comes first: the kernel's record that it killed the wor
 
 from __future__ import annotations
 
-import enum
 import json
 import math
 import os
@@ -21,6 +20,7 @@ from rallypoint.agent.failures.core_dump import CoreDump
 from rallypoint.agent.logs.files import read_end
 from rallypoint.agent.logs.plan import WorkerLogs
 from rallypoint.agent.spawner.protocol import WorkerExit
+from rallypoint.rendezvous.core.state import FailureKind
 
 # ---- Meaning of an exit code or a signal, as text.
 
@@ -221,19 +221,6 @@ _TAIL = 64 * 1024  # bytes of stderr.log that are searched
 _LAST_LINES = 10
 
 
-class FailureKind(enum.Enum):
-    """Kind of a worker's failure; the names are those of the protocol."""
-
-    UNSPECIFIED = "unknown"
-    EXCEPTION = "exception"
-    EXIT_CODE = "exit_code"
-    SIGNAL = "signal"
-    OUT_OF_MEMORY = "out_of_memory"
-    HUNG = "hung"
-    NOT_STARTED = "not_started"
-    PORT_TAKEN = "port_taken"
-
-
 @dataclass(frozen=True, slots=True)
 class WorkerFailure:
     """A worker's failure, with all that an engineer needs to find its cause.
@@ -267,7 +254,7 @@ class WorkerFailure:
     message: str
     traceback: str = ""
     log_file: str = ""
-    kind: FailureKind = FailureKind.UNSPECIFIED
+    kind: FailureKind = FailureKind.UNKNOWN
     permanent: bool = False
     core_file: str = ""
     node: str = field(default="", compare=False)

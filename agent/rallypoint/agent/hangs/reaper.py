@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-from rallypoint.agent.failures.failure import MAX_TRACEBACK, FailureKind, WorkerFailure
+from rallypoint.agent.failures.failure import MAX_TRACEBACK, WorkerFailure
 from rallypoint.agent.hangs.diagnostics import (
     Diagnostics,
     InspectedProcess,
@@ -25,6 +25,7 @@ from rallypoint.agent.hangs.hung_worker import HungWorker
 from rallypoint.agent.hangs.kernel_stacks import ProcessLook, caught_signals, inspect_process
 from rallypoint.agent.hangs.python_stacks import StackPipe, in_order, last_dump
 from rallypoint.agent.spawner.protocol import KillResult
+from rallypoint.rendezvous.core.state import FailureKind
 from rallypoint.rpc.logs import get_logger
 
 SIGNAL_TIMEOUT = 5.0

@@ -115,7 +115,7 @@ def _failure(failure: WorkerFailure, node: str = "") -> dict[str, Any]:
         "pid": failure.pid or None,
         "exit_code": failure.exit_code if failure.exit_code >= 0 else None,
         "signal": failure.signal_name,
-        "kind": failure.kind.value,
+        "kind": failure.kind.name.lower(),
         "permanent": failure.permanent,
         "time": _moment(failure.time),
         "message": failure.message,

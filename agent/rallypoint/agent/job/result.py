@@ -9,27 +9,18 @@ from typing import Literal
 
 import grpc
 
-from rallypoint.agent.core.core import AgentState, Assignment, Phase
-from rallypoint.agent.failures.failure import UNRECOVERABLE, FailureKind, WorkerFailure
+from rallypoint.agent.core.core import AgentState, Assignment
+from rallypoint.agent.failures.failure import UNRECOVERABLE, WorkerFailure
+from rallypoint.rendezvous.core.state import FailureKind, Phase
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rpc.errors import ServiceError
 
 # ---- Protocol messages of the rendezvous service to the agent's own values and back.
 
 
-_PHASES = {
-    pb.PHASE_JOINABLE: Phase.JOINABLE,
-    pb.PHASE_FROZEN: Phase.FROZEN,
-    pb.PHASE_FINAL: Phase.FINAL,
-    pb.PHASE_CLOSED: Phase.CLOSED,
-}
-
-_KINDS = {pb.FailureKind.Value(f"FAILURE_KIND_{kind.name}"): kind for kind in FailureKind}
-
-
 def phase_value(phase: pb.Phase.ValueType) -> Phase:
     """The phase; an unknown one, of a newer server, becomes JOINABLE: the workers stop and the node waits."""
-    return _PHASES.get(phase, Phase.JOINABLE)
+    return Phase(phase) if phase in map(int, Phase) else Phase.JOINABLE
 
 
 def assignment_value(message: pb.Assignment) -> Assignment:
@@ -61,7 +52,7 @@ def failure_message(failure: WorkerFailure, round_: int, now: float) -> pb.Worke
         message=failure.message,
         traceback=failure.traceback,
         log_file=failure.log_file,
-        kind=pb.FailureKind.Value(f"FAILURE_KIND_{failure.kind.name}"),
+        kind=pb.FailureKind.ValueType(failure.kind),
         permanent=failure.permanent,
         core_file=failure.core_file,
     )
@@ -84,7 +75,7 @@ def failure_value(message: pb.WorkerFailure) -> WorkerFailure:
         message=message.message,
         traceback=message.traceback,
         log_file=message.log_file,
-        kind=_KINDS.get(message.kind, FailureKind.UNSPECIFIED),
+        kind=FailureKind(message.kind) if message.kind in map(int, FailureKind) else FailureKind.UNKNOWN,
         permanent=message.permanent,
         core_file=message.core_file,
         node=message.node_id,

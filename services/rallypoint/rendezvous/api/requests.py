@@ -14,10 +14,10 @@ from rallypoint.rendezvous.core import commands
 from rallypoint.rendezvous.core.state import (
     FailureKind,
     RankPolicy,
+    ReportedFailure,
     RunSettings,
     RunState,
     ScaleUpPolicy,
-    WorkerFailure,
 )
 from rallypoint.rendezvous.runs.codec import from_message
 from rallypoint.rendezvous.runs.run import NODES_PER_MESSAGE, run_message, run_summary
@@ -137,7 +137,7 @@ def _check_budgets(message: pb.RunSettings, window: float) -> None:
         )
 
 
-def worker_failure(message: pb.WorkerFailure, node_id: str) -> WorkerFailure:
+def worker_failure(message: pb.WorkerFailure, node_id: str) -> ReportedFailure:
     """Return a failure report, shortened to the bounds of the protocol: an overlong report must not be lost."""
     kept = pb.WorkerFailure()
     kept.CopyFrom(message)
@@ -153,7 +153,7 @@ def worker_failure(message: pb.WorkerFailure, node_id: str) -> WorkerFailure:
     if not (0 <= message.time.seconds < _LATEST and 0 <= message.time.nanos < 10**9):
         kept.ClearField("time")
     kept.traceback = message.traceback.encode()[-TRACEBACK_BYTES:].decode(errors="ignore")
-    return from_message(kept, WorkerFailure)
+    return from_message(kept, ReportedFailure)
 
 
 def _seconds(message: pb.RunSettings, field: str, default: float, *, zero: bool = False) -> float:

@@ -13,11 +13,11 @@ from rallypoint.rendezvous.core.state import (
     LossReason,
     Node,
     Phase,
+    ReportedFailure,
     RoundEnd,
     RoundEndCause,
     RunState,
     ScaleUpPolicy,
-    WorkerFailure,
 )
 
 # ---- Signs of life of nodes, which keep leases alive. None of them is a fact; see `RunState`.
@@ -331,11 +331,11 @@ def _worker_failed(fact: facts.WorkerFailed, state: RunState, now: float) -> Non
         state.breach = _end_by(failure)
 
 
-def _end_by(failure: WorkerFailure) -> RoundEnd:
+def _end_by(failure: ReportedFailure) -> RoundEnd:
     return RoundEnd(failure.round, RoundEndCause.WORKER_FAILED, failure.node_id, explain_failure(failure))
 
 
-def _correct_round_end(state: RunState, failure: WorkerFailure) -> None:
+def _correct_round_end(state: RunState, failure: ReportedFailure) -> None:
     """Attribute an already announced round end to an earlier failure that has since been reported."""
     failures.blame(state, failure.round, failure.node_id)
     if state.last_round_end is not None and state.last_round_end.round == failure.round:

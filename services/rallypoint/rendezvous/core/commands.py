@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import TypeAlias
 
-from rallypoint.rendezvous.core.state import Outcome, RunSettings, WorkerFailure
+from rallypoint.rendezvous.core.state import Outcome, ReportedFailure, RunSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class ReportFailure:
 
     node_id: str
     lease: int
-    failure: WorkerFailure
+    failure: ReportedFailure
 
     def aged(self, seconds: float) -> ReportFailure:
         """Return the report with its age increased by `seconds`, the time that it waited in the server."""

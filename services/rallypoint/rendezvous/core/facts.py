@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from rallypoint.rendezvous.core.state import LossReason, RoundEnd, RunEnd, RunSettings, Seat, WorkerFailure
+from rallypoint.rendezvous.core.state import LossReason, ReportedFailure, RoundEnd, RunEnd, RunSettings, Seat
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,7 @@ class RoundFinalized:
 class WorkerFailed:
     """A worker failed; `earliest`: before all known failures of its round."""
 
-    failure: WorkerFailure
+    failure: ReportedFailure
     earliest: bool = False
 
 
@@ -206,12 +206,12 @@ def explain_eviction(node_id: str, reason: str, *, by_service: bool) -> str:
     return f"node {node_id} was taken out{'' if by_service else ' by an operator'}: {reason}"
 
 
-def explain_failure(failure: WorkerFailure) -> str:
+def explain_failure(failure: ReportedFailure) -> str:
     """Return one sentence: the worker that failed, and its error."""
     return f"worker of rank {failure.rank} on node {failure.node_id} failed: {failure.message}"
 
 
-def explain_worn_out(failures: int, window: float, last: WorkerFailure) -> str:
+def explain_worn_out(failures: int, window: float, last: ReportedFailure) -> str:
     """Return the reason for evicting a node whose workers failed too often; `window` in seconds, 0: the whole run."""
     times = "once" if failures == 1 else f"{failures} times"
     return (

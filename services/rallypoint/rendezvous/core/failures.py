@@ -16,12 +16,12 @@ from rallypoint.rendezvous.core.state import (
     FailureRestart,
     Outcome,
     Phase,
+    ReportedFailure,
     RoundEnd,
     RoundEndCause,
     RunEnd,
     RunSettings,
     RunState,
-    WorkerFailure,
 )
 
 # ---- Restarts after failures: which still count against a budget, and how long the next one is delayed (back-off).
@@ -133,7 +133,7 @@ MOST_EVICTED = 1_000
 
 
 def take(
-    state: RunState, node_id: str, failure: WorkerFailure, now: float, *, running: bool
+    state: RunState, node_id: str, failure: ReportedFailure, now: float, *, running: bool
 ) -> facts.WorkerFailed | None:
     """Return the fact for a report by a node that holds its lease, or None; `running`: its round is FINAL."""
     if not running and not _late(state, node_id, failure.round):
@@ -159,14 +159,14 @@ def _late(state: RunState, node_id: str, round_: int) -> bool:
     )
 
 
-def failed_worker(state: RunState, node_id: str, failure: WorkerFailure) -> FailedWorker:
+def failed_worker(state: RunState, node_id: str, failure: ReportedFailure) -> FailedWorker:
     """Return the worker of a report; its rank is clipped, since a node has no more workers than it joined with."""
     node = state.nodes.get(node_id)
     workers = node.local_world_size if node is not None else 1
     return FailedWorker(node_id, min(max(failure.local_rank, 0), workers - 1))
 
 
-def failed_at(state: RunState, failure: WorkerFailure, now: float) -> float:
+def failed_at(state: RunState, failure: ReportedFailure, now: float) -> float:
     """The time of a failure that is reported now: not later than now, and not before its round began.
 
     By the clock that forgives no pauses: by the other, a failure before a pause would seem to come after it.
@@ -272,7 +272,7 @@ def ended(state: RunState, end: RoundEnd, now: float, cost: int = 0) -> facts.Ro
     )
 
 
-def end_by_permanent_failure(failure: WorkerFailure) -> facts.RunClosed:
+def end_by_permanent_failure(failure: ReportedFailure) -> facts.RunClosed:
     """Return the end of a run after a failure that its worker reported as permanent."""
     detail = f"{explain_failure(failure)}; reported as permanent, so not restarted"
     return facts.RunClosed(RunEnd(Outcome.FAILED, detail, failure))

@@ -13,12 +13,12 @@ from rallypoint.rendezvous.core.state import (
     FailureRestart,
     Node,
     Phase,
+    ReportedFailure,
     RoundEnd,
     RunEnd,
     RunSettings,
     RunState,
     Seat,
-    WorkerFailure,
 )
 
 
@@ -76,12 +76,12 @@ class RunSnapshot:
     former_size: int = 0
     last_round_end: RoundEnd | None = None
     breach: RoundEnd | None = None
-    failure: WorkerFailure | None = None
+    failure: ReportedFailure | None = None
     run_end: RunEnd | None = None
     restarts: tuple[KeptRestart, ...] = ()
     quick_restarts: int = 0
     failed_workers: tuple[FailedWorker, ...] = ()
-    permanent_failure: WorkerFailure | None = None
+    permanent_failure: ReportedFailure | None = None
     former_fencing_token: int = 0
     counted_round: int = 0
     newcomers: tuple[str, ...] = ()

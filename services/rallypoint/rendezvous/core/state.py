@@ -55,7 +55,7 @@ class RoundEndCause(IntEnum):
 
 
 class FailureKind(IntEnum):
-    """The kind of a worker's failure."""
+    """The kind of a worker's failure; agents write the names, in lower case, into their failure files and events."""
 
     UNKNOWN = 0
     EXCEPTION = 1
@@ -129,8 +129,8 @@ class RunSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerFailure:
-    """A worker's failure as its agent reported it; see the protocol's message of the same name."""
+class ReportedFailure:
+    """A worker's failure as its agent reported it; see the protocol's message WorkerFailure."""
 
     round: int
     rank: int
@@ -193,7 +193,7 @@ class RunEnd:
 
     outcome: Outcome
     detail: str
-    failure: WorkerFailure | None = None
+    failure: ReportedFailure | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,8 +292,8 @@ class RunState:
 
     # The first failure of the round, over all nodes, the first permanent one, and all workers with a known failure.
     # They stay until the next round is FINAL: some are reported only after their round has ended.
-    failure: WorkerFailure | None = None
-    permanent_failure: WorkerFailure | None = None
+    failure: ReportedFailure | None = None
+    permanent_failure: ReportedFailure | None = None
     failed_workers: set[FailedWorker] = field(default_factory=set)
     # The round that ended with a counted restart, until the next one is FINAL; 0: there is none. If the loss of a node
     # turns out to be the cause meanwhile, the restart no longer counts.

@@ -48,7 +48,7 @@ _MESSAGES: dict[type, type[Message]] = {
     )
 } | {
     state.RunSettings: rendezvous_service_pb2.RunSettings,
-    state.WorkerFailure: rendezvous_service_pb2.WorkerFailure,
+    state.ReportedFailure: rendezvous_service_pb2.WorkerFailure,
     state.RoundEnd: rendezvous_service_pb2.RoundEnd,
     state.RunEnd: rendezvous_service_pb2.RunEnd,
     state.Seat: journal_pb2.Seat,

@@ -32,9 +32,10 @@ MAX_AFTER = 315_360_000.0
 
 
 class TimerTable:
-    """All timers of a service. A rejected request raises values.Refused and changes nothing.
+    """All timers of a service. A rejected request raises values.TimerRefused and changes nothing.
 
-    Requests with a Subscription that is not in force any more raise LeaseLost or StreamReplaced, except `unsubscribe`.
+    Requests with a Subscription that is not in force any more raise LeaseSuperseded or SubscriptionReplaced, except
+    `unsubscribe`.
     `now` is monotonic seconds and never goes back.
     """
 
@@ -69,7 +70,7 @@ class TimerTable:
 
         Raises:
             InvalidField: a name is empty or too long, or a number is out of range.
-            LeaseLost: a newer lease of the node is known.
+            LeaseSuperseded: a newer lease of the node is known.
             TooMany: too many nodes.
         """
         _check_seconds("lease_age", lease_age)
@@ -197,7 +198,7 @@ class TimerTable:
 
         Raises:
             InvalidField, TooMany: the timer is rejected.
-            LeaseLost: a newer lease of the node is known.
+            LeaseSuperseded: a newer lease of the node is known.
         """
         _check_seconds("elapsed", elapsed)
         node = self._nodes.claim(name.run_id, name.node_id, lease)
@@ -213,7 +214,7 @@ class TimerTable:
 
         Raises:
             InvalidField: a name is empty or too long.
-            LeaseLost: a newer lease of the node is known.
+            LeaseSuperseded: a newer lease of the node is known.
         """
         check_name("run_id", name.run_id)
         check_name("node_id", name.node_id)
@@ -237,7 +238,7 @@ class TimerTable:
 
         Raises:
             InvalidField: a name is empty or too long.
-            LeaseLost: a newer lease of the node is known.
+            LeaseSuperseded: a newer lease of the node is known.
         """
         check_name("run_id", run_id)
         check_name("node_id", node_id)

@@ -10,9 +10,9 @@ from rallypoint.timer.core.learning import Scope, ScopeBook
 from rallypoint.timer.core.values import (
     InvalidField,
     Learned,
-    LeaseLost,
-    StreamReplaced,
+    LeaseSuperseded,
     Subscription,
+    SubscriptionReplaced,
     TimerName,
     TooMany,
     check_name,
@@ -114,9 +114,9 @@ class TimerNode:
             raise InvalidField("lease", "must not be negative")
         if self.began_again(incarnation):
             if self.stream and self.held_since(incarnation, leased_at) < self.leased_at:
-                raise LeaseLost(self.run_id, self.node_id, lease, self.lease, of_other_run=True)
+                raise LeaseSuperseded(self.run_id, self.node_id, lease, self.lease, of_other_run=True)
         elif lease < self.lease:
-            raise LeaseLost(self.run_id, self.node_id, lease, self.lease)
+            raise LeaseSuperseded(self.run_id, self.node_id, lease, self.lease)
 
     def succeed(self, incarnation: str, leased_at: float) -> None:
         """Move the node to another incarnation of the run, with a lease held since `leased_at`."""
@@ -158,7 +158,7 @@ class Nodes:
 
         Raises:
             InvalidField: A name is empty or too long, or the lease is negative.
-            LeaseLost: A newer lease of the node is known.
+            LeaseSuperseded: A newer lease of the node is known.
             TooMany: Too many nodes.
         """
         node = self._nodes.get((run_id, node_id))
@@ -193,16 +193,18 @@ class Nodes:
         """Return the node of a subscription that is in force.
 
         Raises:
-            LeaseLost, StreamReplaced: The subscription is not in force.
+            LeaseSuperseded, SubscriptionReplaced: The subscription is not in force.
         """
         node = self._nodes.get((subscription.run_id, subscription.node_id))
         if node is not None and node.stream == subscription.number and subscription.lease >= node.lease:
             return node
         if node is not None:
             if node.began_again(subscription.incarnation):
-                raise LeaseLost(node.run_id, node.node_id, subscription.lease, node.lease, of_other_run=True)
+                raise LeaseSuperseded(
+                    node.run_id, node.node_id, subscription.lease, node.lease, of_other_run=True
+                )
             node.check_lease(subscription.lease)
-        raise StreamReplaced(subscription.run_id, subscription.node_id)
+        raise SubscriptionReplaced(subscription.run_id, subscription.node_id)
 
     def remove(self, node: TimerNode, now: float) -> None:
         """Forget a node that has no timers."""

@@ -160,15 +160,15 @@ class ScopeView:
 # ---- Refusals: why a request was rejected. Each carries fields for programs and one sentence for people.
 
 
-class Refused(Exception):
-    """A request was refused; no timer has changed."""
+class TimerRefused(Exception):
+    """A request to the timer service was refused; no timer has changed."""
 
     # The reason sent on the wire; see timer_service.proto.
     reason: ClassVar[str]
 
 
 @dataclass(eq=False)
-class InvalidField(Refused):
+class InvalidField(TimerRefused):
     """A field is malformed; the state of the service does not matter."""
 
     reason: ClassVar[str] = "INVALID_ARGUMENT"
@@ -180,7 +180,7 @@ class InvalidField(Refused):
 
 
 @dataclass(eq=False)
-class LeaseLost(Refused):
+class LeaseSuperseded(TimerRefused):
     """A newer lease of the node is known: a higher number, or from a newer incarnation of the run."""
 
     reason: ClassVar[str] = "LEASE_LOST"
@@ -204,7 +204,7 @@ class LeaseLost(Refused):
 
 
 @dataclass(eq=False)
-class StreamReplaced(Refused):
+class SubscriptionReplaced(TimerRefused):
     """The node opened a newer stream with the same lease."""
 
     reason: ClassVar[str] = "STREAM_REPLACED"
@@ -216,7 +216,7 @@ class StreamReplaced(Refused):
 
 
 @dataclass(eq=False)
-class TooMany(Refused):
+class TooMany(TimerRefused):
     """A limit of the service is reached."""
 
     reason: ClassVar[str] = "TOO_MANY_TIMERS"
@@ -226,15 +226,6 @@ class TooMany(Refused):
 
     def __str__(self) -> str:
         return f"{self.problem}: the service holds at most {self.limit:,}; {self.remedy}"
-
-
-class Draining(Refused):
-    """The service is draining."""
-
-    reason: ClassVar[str] = "DRAINING"
-
-    def __str__(self) -> str:
-        return "the timer service is draining; reconnect"
 
 
 # ---- The names of runs, nodes, workers and scopes.

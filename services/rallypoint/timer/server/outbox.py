@@ -13,8 +13,8 @@ from rallypoint.timer.core.values import (
     MAX_SCOPE_BYTES,
     Expiry,
     Learned,
-    Refused,
     ScopeView,
+    TimerRefused,
     TimerState,
     TimerView,
 )
@@ -34,7 +34,7 @@ class Refusal:
 
     __slots__ = ("error", "scope", "sequence", "worker_id")
 
-    def __init__(self, worker_id: str, scope: str, sequence: int, error: Refused) -> None:
+    def __init__(self, worker_id: str, scope: str, sequence: int, error: TimerRefused) -> None:
         # A name that is too long may be the cause of the refusal: a thousand of them must not fill the memory.
         self.worker_id = worker_id[:MAX_NAME_BYTES]
         self.scope = scope[:MAX_SCOPE_BYTES]

@@ -11,13 +11,13 @@ from pathlib import Path
 from grpc import StatusCode
 
 from rallypoint.rpc.errors import ServiceError, invalid
+from rallypoint.serving.flow import ServerDraining
 from rallypoint.serving.server import Registration
 from rallypoint.timer.core.values import (
-    Draining,
     InvalidField,
-    LeaseLost,
-    Refused,
-    StreamReplaced,
+    LeaseSuperseded,
+    SubscriptionReplaced,
+    TimerRefused,
     TimerSettings,
     TooMany,
 )
@@ -37,24 +37,25 @@ def translate(error: Exception) -> ServiceError | None:
     match error:
         case InvalidField():
             return invalid(error.field, error.problem)
-        case LeaseLost():
+        case LeaseSuperseded():
             numbers = {"lease": str(error.lease), "current_lease": str(error.current)}
             return _error(StatusCode.FAILED_PRECONDITION, error, **_node(error), **numbers)
-        case StreamReplaced():
+        case SubscriptionReplaced():
             return _error(StatusCode.ABORTED, error, **_node(error))
         case TooMany():
             return _error(StatusCode.RESOURCE_EXHAUSTED, error, _RETRY_AFTER, limit=str(error.limit))
-        case Draining():
-            return _error(StatusCode.UNAVAILABLE, error, _RETRY_AFTER)
+        case ServerDraining():
+            message = "the timer service is draining; reconnect"
+            return ServiceError(StatusCode.UNAVAILABLE, "DRAINING", message, retry_after=_RETRY_AFTER)
     return None
 
 
-def _node(error: LeaseLost | StreamReplaced) -> dict[str, str]:
+def _node(error: LeaseSuperseded | SubscriptionReplaced) -> dict[str, str]:
     return {"run_id": error.run_id, "node_id": error.node_id}
 
 
 def _error(
-    code: StatusCode, error: Refused, retry_after: float | None = None, /, **metadata: str
+    code: StatusCode, error: TimerRefused, retry_after: float | None = None, /, **metadata: str
 ) -> ServiceError:
     return ServiceError(code, error.reason, str(error), metadata=metadata, retry_after=retry_after)
 

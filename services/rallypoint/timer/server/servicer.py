@@ -15,7 +15,6 @@ import grpc
 from rallypoint.serving.flow import ServerDraining, UnopenedStreams
 from rallypoint.timer.core.core import MAX_AFTER
 from rallypoint.timer.core.values import (
-    Draining,
     InvalidField,
     Subscription,
     TimerName,
@@ -44,7 +43,7 @@ class Supervision:
         """Subscribe as the first action requests. `read` processes the other actions of that message.
 
         Raises:
-            Refused: The first action is not a subscription, or the subscription is rejected.
+            TimerRefused: The first action is not a subscription, or the subscription is rejected.
         """
         check_number(len(first.actions))
         if not first.actions or first.actions[0].WhichOneof("action") != "subscribe":
@@ -212,8 +211,6 @@ class TimerServicer(pb_grpc.TimerServiceServicer):
             first = await self._unopened.first(request_iterator)
         except StopAsyncIteration:
             return
-        except ServerDraining:
-            raise Draining from None
         self._refuse_if_draining()
         supervision = Supervision(self._watchdog, first)
         reading = asyncio.create_task(supervision.read(request_iterator))
@@ -352,7 +349,7 @@ class TimerServicer(pb_grpc.TimerServiceServicer):
 
     def _refuse_if_draining(self) -> None:
         if self._watchdog.draining:
-            raise Draining
+            raise ServerDraining
 
 
 def _event(event: pb.SuperviseEvent) -> pb.SuperviseResponse:

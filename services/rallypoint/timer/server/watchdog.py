@@ -14,9 +14,9 @@ from rallypoint.timer.core.values import (
     MAX_SCOPE_BYTES,
     Expiry,
     Learned,
-    LeaseLost,
-    StreamReplaced,
+    LeaseSuperseded,
     Subscription,
+    SubscriptionReplaced,
     TimerSettings,
     TooMany,
     check_name,
@@ -33,7 +33,7 @@ class Watchdog:
 
     Requests that concern only timers go to `table`, those that also concern progress or learned scopes to the
     watchdog. Call `arm` after every change of the table. Requests with a Subscription that is not in force any more
-    raise LeaseLost or StreamReplaced, except `unsubscribe` and `has_forgotten`.
+    raise LeaseSuperseded or SubscriptionReplaced, except `unsubscribe` and `has_forgotten`.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Watchdog:
         other arguments are as for TimerTable.subscribe.
 
         Raises:
-            Refused: as TimerTable.subscribe.
+            TimerRefused: as TimerTable.subscribe.
         """
         subscription = self.table.subscribe(
             run_id, node_id, lease, self.now(), incarnation=incarnation, lease_age=lease_age
@@ -142,7 +142,7 @@ class Watchdog:
         """Remove a worker that is gone, on a unary call. Return how many timers it had.
 
         Raises:
-            Refused: as TimerTable.clear_worker.
+            TimerRefused: as TimerTable.clear_worker.
         """
         cleared = self.table.clear_worker(run_id, node_id, worker_id, self.now(), lease=lease)
         self._progress.clear(run_id, node_id, worker_id, self._watch())
@@ -158,7 +158,7 @@ class Watchdog:
         """
         run_id, node_id = subscription.run_id, subscription.node_id
         if not self._is_in_force(subscription):
-            raise StreamReplaced(run_id, node_id)
+            raise SubscriptionReplaced(run_id, node_id)
         if not self._progress.report(
             run_id, node_id, worker_id, self._watch(), rank=rank, step=step, elapsed=elapsed
         ):
@@ -329,12 +329,12 @@ class Watchdog:
             subscriber[1].offer(expiry)
 
 
-def _superseded(older: Subscription, newer: Subscription) -> LeaseLost | StreamReplaced:
+def _superseded(older: Subscription, newer: Subscription) -> LeaseSuperseded | SubscriptionReplaced:
     run_id, node_id, lease = older.run_id, older.node_id, older.lease
     of_other_run = bool(older.incarnation and newer.incarnation) and older.incarnation != newer.incarnation
     if of_other_run or lease < newer.lease:
-        return LeaseLost(run_id, node_id, lease, newer.lease, of_other_run)
-    return StreamReplaced(run_id, node_id)
+        return LeaseSuperseded(run_id, node_id, lease, newer.lease, of_other_run)
+    return SubscriptionReplaced(run_id, node_id)
 
 
 def _learned_fields(learned: Learned | None) -> dict[str, object]:
