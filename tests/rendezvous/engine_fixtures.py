@@ -126,12 +126,20 @@ class Stage:
             self.journal,
             clock=lambda: self.now,
             wall_clock=lambda: self.wall,
-            on_round_end=lambda run_id, next_round: self.ended_rounds.append((run_id, next_round)),
-            on_expiry=self.expired_runs.append,
             limits=limits,
             lag=lag,
         )
+        self.engine.data = [self]
         self.engine.recover(self.journal.kept())
+
+    def forget_rounds_before(self, run_id: str, round: int) -> None:
+        self.ended_rounds.append((run_id, round))
+
+    def forget_run(self, run_id: str) -> None:
+        self.expired_runs.append(run_id)
+
+    def stop_run(self, refusal: object) -> None:
+        pass
 
     def join_command(self, node_id: str) -> commands.Join:
         return commands.Join(node_id, self.settings, f"{node_id}.cluster", 2, "trainer")

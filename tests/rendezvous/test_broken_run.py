@@ -103,7 +103,7 @@ async def test_one_run_is_stopped_and_the_others_go_on(
         assert (await taken(resumed)).assignment.round == 1
 
 
-async def test_a_mistake_in_a_deadline_stops_that_run_only() -> None:
+async def test_a_mistake_in_a_deadline_stops_that_run_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody asks for anything: it is forgotten, say, and then something goes wrong."""
     async with staged(Stage(limits=RendezvousLimits(run_ttl=10.0))) as stage:
         for run_id in (RUN, OTHER):
@@ -114,7 +114,7 @@ async def test_a_mistake_in_a_deadline_stops_that_run_only() -> None:
             if run_id == RUN:
                 raise KeyError("planted")
 
-        stage.engine._on_expiry = trip
+        monkeypatch.setattr(stage, "forget_run", trip)
         stage.now += 10
         await stage.list_runs()
         assert [run.broken for run in await stage.list_runs()] == ["KeyError"]

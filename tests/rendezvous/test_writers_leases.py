@@ -70,16 +70,11 @@ async def test_a_refusal_waits_until_its_cause_is_durable(kind: str) -> None:
         stage.journal.hold()
         (leaving,) = await begun(stage.leave(b))
         await stage.journal.held()
-        guard: dict[str, Any] = {"check_lease": engine.check_lease, "settled": engine.settled}
         if kind == "store":
-            store = StoreService(TestJournal(), engine.writable_round, **guard)
-            write: Coroutine[Any, Any, object] = store.write(
-                RUN, Set(round=0, key="k", value=b"", writer=writer)
-            )
+            request = Set(round=0, key="k", value=b"", writer=writer)
+            write: Coroutine[Any, Any, object] = StoreService(TestJournal(), engine).write(RUN, request)
         else:
-            states = FencedStateService(
-                TestJournal(), clock=lambda: stage.now, draw=secrets.token_bytes, **guard
-            )
+            states = FencedStateService(TestJournal(), engine, clock=lambda: 0.0, draw=secrets.token_bytes)
             serving = asyncio.create_task(states.serve())
             write = states.set(SetState(run_id=RUN, state=b"", writer=writer))
         (writing,) = await begun(write)

@@ -13,7 +13,6 @@ import grpc.aio
 import pytest
 from google.protobuf.duration_pb2 import Duration
 
-from rallypoint.rendezvous.base.entries import CheckLease
 from rallypoint.rendezvous.base.limits import MAX_MULTI_BYTES, MAX_VALUE_BYTES, StoreLimits
 from rallypoint.rendezvous.core.commands import LeaseLost, Refused, RunIsClosed
 from rallypoint.rendezvous.core.state import Outcome
@@ -37,23 +36,16 @@ class Served:
     store: StoreService
     journal: TestJournal
     rounds: Rounds
-    check_lease: list[CheckLease]
 
 
 @pytest.fixture
 async def served(tmp_path: Path) -> AsyncIterator[Served]:
     journal, rounds = TestJournal(), Rounds()
     limits = StoreLimits(run_bytes=3 * MAX_VALUE_BYTES, run_keys=10_001)
-    checks: list[CheckLease] = []
-    store = StoreService(
-        journal,
-        rounds,
-        limits=limits,
-        check_lease=lambda *lease: checks[-1](*lease) if checks else None,
-    )
+    store = StoreService(journal, rounds, limits=limits)
     path = f"{tmp_path}/store.sock"
     async with serving(store, path) as server, channel_to(path) as channel:
-        yield Served(rpc.StoreServiceStub(channel), server, store, journal, rounds, checks)
+        yield Served(rpc.StoreServiceStub(channel), server, store, journal, rounds)
 
 
 async def refused(call: Awaitable[object]) -> ServiceError:
@@ -198,7 +190,7 @@ async def test_every_write_is_fenced_by_its_lease(served: Served) -> None:
         asked.append((run_id, node_id, lease))
         raise refusal
 
-    served.check_lease.append(check_lease)
+    served.rounds.check = check_lease
 
     def writes(place: dict[str, Any]) -> list[Awaitable[object]]:
         return [

@@ -15,7 +15,7 @@ from rallypoint.rendezvous.state.core import SetState, StateLimits
 from rallypoint.rendezvous.state.service import FencedStateService
 from rallypoint.serving.server import Server, ServerOptions
 from rendezvous.locators import home_of
-from rendezvous.store.store_fakes import RUN, TestJournal, channel_to
+from rendezvous.store.store_fakes import RUN, Rounds, TestJournal, channel_to
 
 __all__ = [
     "RUN",
@@ -58,10 +58,10 @@ def open_states(
     """A service over what the journal holds, as after a restart."""
     return FencedStateService(
         journal,
+        Rounds(check=check_lease),
         journal.entries(),
         clock=clock or Clock(),
         draw=_draw.randbytes,
-        check_lease=check_lease,
         limits=limits,
         ttl=ttl,
     )

@@ -15,13 +15,14 @@ from rallypoint.rendezvous.state.core import SPACE
 from rallypoint.rendezvous.state.service import FencedStateService
 from rallypoint.serving.server import Server, ServerOptions
 from rendezvous.locators import home_of
+from rendezvous.store.store_fakes import Rounds
 
 
 async def serve(journal_path: str, endpoint: str) -> None:
     journal = SqliteJournal(Path(journal_path))
     recovered = await journal.open()
     entries = [entry for entry in recovered.store_entries if entry.round == SPACE]
-    states = FencedStateService(journal, entries, clock=time.monotonic, draw=secrets.token_bytes)
+    states = FencedStateService(journal, Rounds(), entries, clock=time.monotonic, draw=secrets.token_bytes)
     serving = asyncio.create_task(states.serve())
     server = Server(
         ServerOptions(host=endpoint), services=[fenced_registration(home_of(states))], translate=translate

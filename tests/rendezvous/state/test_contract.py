@@ -21,6 +21,7 @@ from rallypoint.rendezvous.state.service import FencedStateService
 from rallypoint.serving.server import Server, ServerOptions
 from rendezvous.locators import home_of
 from rendezvous.state.state_fakes import RUN, channel_to
+from rendezvous.store.store_fakes import Rounds
 
 JOURNALS: dict[str, Callable[[Path], Journal]] = {
     "memory": lambda folder: MemoryJournal(),
@@ -33,7 +34,7 @@ async def backend_of(journal: Journal, path: str) -> AsyncIterator[FencedStateCl
     """A client of a service over a journal, from its opening to its closing."""
     recovered = await journal.open()
     entries = [entry for entry in recovered.store_entries if entry.round == SPACE]
-    states = FencedStateService(journal, entries, clock=time.monotonic, draw=secrets.token_bytes)
+    states = FencedStateService(journal, Rounds(), entries, clock=time.monotonic, draw=secrets.token_bytes)
     serving = asyncio.create_task(states.serve())
     server = Server(
         ServerOptions(host=f"unix:{path}"),

@@ -96,17 +96,28 @@ class TestJournal:
 
 
 class Rounds:
-    """The current rounds of runs, as the rest of the service would know them."""
+    """The current rounds of runs, and a check of leases, as an engine has them when all is durable at once."""
 
-    def __init__(self, rounds: Mapping[str, int] | None = None) -> None:
+    def __init__(
+        self, rounds: Mapping[str, int] | None = None, check: Callable[..., None] = lambda *lease: None
+    ) -> None:
         self.of = dict({RUN: 1} if rounds is None else rounds)
+        self.check = check
 
-    def __call__(self, run_id: str) -> int | None:
+    def writable_round(self, run_id: str) -> int | None:
         return self.of.get(run_id)
+
+    latest_round = writable_round
+
+    def check_lease(self, run_id: str, node_id: str, lease: int) -> None:
+        self.check(run_id, node_id, lease)
+
+    async def settled(self) -> None:
+        pass
 
 
 def open_store(
-    journal: TestJournal, rounds: Callable[[str], int | None] | None = None, limits: StoreLimits | None = None
+    journal: TestJournal, rounds: Rounds | None = None, limits: StoreLimits | None = None
 ) -> StoreService:
     """A service over what the journal holds, as after a restart."""
     return StoreService(journal, rounds or Rounds(), journal.entries(), limits=limits)

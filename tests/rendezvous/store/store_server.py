@@ -12,13 +12,13 @@ from rallypoint.rendezvous.journal.sqlite import SqliteJournal
 from rallypoint.rendezvous.store.service import StoreService
 from rallypoint.serving.server import Server, ServerOptions
 from rendezvous.locators import home_of
-from rendezvous.store.store_fakes import RUN
+from rendezvous.store.store_fakes import Rounds
 
 
 async def serve(journal_path: str, endpoint: str) -> None:
     journal = SqliteJournal(Path(journal_path))
     recovered = await journal.open()
-    store = StoreService(journal, {RUN: 1}.get, recovered.store_entries)
+    store = StoreService(journal, Rounds(), recovered.store_entries)
     server = Server(
         ServerOptions(host=endpoint), services=[store_registration(home_of(store))], translate=translate
     )

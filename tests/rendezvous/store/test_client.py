@@ -229,7 +229,7 @@ async def test_a_write_carries_the_lease_of_its_node(tmp_path: Path) -> None:
         lost.add(1)
         leases.append(2)
 
-    store = StoreService(journal, Rounds(), check_lease=check_lease)
+    store = StoreService(journal, Rounds(check=check_lease))
     async with serving(store, path), channel_to(path) as channel:
         client = StoreClient(channel, RUN, writer=lambda: Writer("node", leases[-1]), pace=Pace(sleep=sleep))
         await client.add("n", 1)

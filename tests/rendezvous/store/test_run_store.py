@@ -282,7 +282,7 @@ async def test_a_lost_lease_is_refused_when_the_write_is_decided() -> None:
         if lease in lost:
             raise LeaseLost(run_id, node_id, lease, 8)
 
-    store = StoreService(journal, Rounds(), check_lease=check_lease)
+    store = StoreService(journal, Rounds(check=check_lease))
     written = Set(round=0, key="k", value=b"1", writer=Writer("node", 7), operation=OPERATION)
     await store.write(RUN, written)
     journal.hold()
@@ -307,7 +307,7 @@ async def test_whoever_writes_for_an_evicted_node_has_lost_its_lease() -> None:
     def check_lease(run_id: str, node_id: str, lease: int) -> None:
         raise NodeIsEvicted(run_id, node_id, "bad memory")
 
-    store = StoreService(TestJournal(), Rounds(), check_lease=check_lease)
+    store = StoreService(TestJournal(), Rounds(check=check_lease))
     write = Set(round=0, key="k", value=b"1", writer=Writer("node", 7))
     with pytest.raises(LeaseLost, match=r"an operator took the node out \(bad memory\)") as refused:
         await store.write(RUN, write)

@@ -1,11 +1,12 @@
-"""The store's interface to the journal, and its operations."""
+"""Interfaces between the runs, their store and states, and the journal; the operations of the store."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import Protocol
 
+from rallypoint.rendezvous.base.errors import RunBroken
 from rallypoint.rendezvous.base.refusals import OperationReused, OperationSuperseded
 from rallypoint.rendezvous.core.commands import LeaseLost, NodeIsEvicted, RunIsClosed
 
@@ -42,23 +43,63 @@ class StoreJournal(Protocol):
 LEASE_REFUSALS = (RunIsClosed, NodeIsEvicted, LeaseLost)
 """Refusals of a write whose lease is not held."""
 
-Settled: TypeAlias = Callable[[], Awaitable[None]]
-"""Waits until everything is durable on which `CheckLease` has relied so far."""
 
+class WriteAdmission(Protocol):
+    """Decides which writes of a run are admitted, by its rounds and leases. `RendezvousEngine` implements it.
 
-async def at_once() -> None:
-    """Return at once: nothing is on its way to the journal."""
+    The store and the fenced states call it in the event loop, for reads and to decide writes: it must not block, nor
+    raise anything but these refusals.
+    """
 
+    def writable_round(self, run_id: str) -> int | None:
+        """Return the only round of a run whose workers may write, as durable; reads are judged by it.
 
-class CheckLease(Protocol):
-    """Checks that a node holds a lease."""
-
-    def __call__(self, run_id: str, node_id: str, lease: int, /) -> None:
-        """Do nothing if it does, otherwise raise.
+        It is 0 before the first round; None: there is no such run.
 
         Raises:
-            Refused: RunNotFound, RunIsClosed, NodeIsEvicted or LeaseLost, of the rendezvous core: it does not.
+            RunBroken: An unexpected error has stopped the run.
         """
+
+    def latest_round(self, run_id: str) -> int | None:
+        """As `writable_round`, by the latest facts appended to the same journal, durable or not.
+
+        Writes are judged by it, in the step of the event loop in which they are appended.
+        """
+
+    def check_lease(self, run_id: str, node_id: str, lease: int) -> None:
+        """Check that a node holds the lease it sent, by the latest facts, durable or not; called to decide a write.
+
+        Raises:
+            Refused: RunNotFound, RunIsClosed, NodeIsEvicted, LeaseLost or RunBroken: it does not.
+        """
+
+    async def settled(self) -> None:
+        """Return when all facts are durable on which the methods above have relied so far.
+
+        No refusal because of a round or a lease is sent before.
+        """
+
+
+class RunData(Protocol):
+    """Data of runs, kept beside them. `StoreService` and `FencedStateService` implement it.
+
+    `DurableRuns` calls it in the event loop, when it publishes a commit and before it replies to the commands of that
+    commit. A method must not block, nor raise: an error stops the run, and one of `stop_run` stops all runs.
+    """
+
+    def forget_rounds_before(self, run_id: str, round: int) -> None:
+        """Drop all rounds before `round`; called when the end of the round before it is durable."""
+
+    def forget_run(self, run_id: str) -> None:
+        """Drop a run; called when it is durable that the run is forgotten.
+
+        That append has also dropped the run's entries from the journal, and the append returned in the same step of the
+        event loop: later commits of the journal are still in flight. `writable_round` of the run is None from then on,
+        until the run comes again.
+        """
+
+    def stop_run(self, refusal: RunBroken) -> None:
+        """Refuse the requests of a run that an unexpected error has stopped; the journal keeps its entries."""
 
 
 # ---- The node for which something is written.

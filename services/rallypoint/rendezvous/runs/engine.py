@@ -8,6 +8,7 @@ from functools import partial
 from typing import TypeVar
 
 from rallypoint.rendezvous.base.cooperative import LatestValue
+from rallypoint.rendezvous.base.entries import WriteAdmission
 from rallypoint.rendezvous.base.errors import NotOwner
 from rallypoint.rendezvous.base.limits import LimitReached
 from rallypoint.rendezvous.core import apply, commands, facts
@@ -29,7 +30,7 @@ from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 _T = TypeVar("_T")
 
 
-class RendezvousEngine(DurableRuns):
+class RendezvousEngine(DurableRuns, WriteAdmission):
     """Runs with operations for clients. All that it returns, or puts into a `LatestValue`, is durable."""
 
     async def join(self, run_id: str, command: commands.Join) -> Member:
@@ -248,19 +249,13 @@ class RendezvousEngine(DurableRuns):
             )
 
     def writable_round(self, run_id: str) -> int | None:
-        """Return the only round whose workers may write: the latest, or the next once that has ended.
-
-        It changes when the corresponding fact is durable. 0 before the first round; None if there is no such run.
-
-        Raises:
-            RunBroken: An unexpected error has stopped the run.
-        """
+        """Return the latest round, or the next once that has ended, as durable; None if there is no such run."""
         self._check_whole(run_id)
         run = self._runs.get(run_id)
         return None if run is None else run.writable_round
 
     def latest_round(self, run_id: str) -> int | None:
-        """As `writable_round`, by the latest facts, durable or not; writes are checked against this one."""
+        """As `writable_round`, by the latest facts, durable or not."""
         self._check_whole(run_id)
         run = self._runs.get(run_id)
         return None if run is None else run.latest_round()
@@ -270,9 +265,5 @@ class RendezvousEngine(DurableRuns):
         await self._submit(lambda _: None)
 
     def check_lease(self, run_id: str, node_id: str, lease: int) -> None:
-        """Check that a node holds the lease it sent; by the latest facts, durable or not.
-
-        Raises:
-            RunNotFound, RunIsClosed, NodeIsEvicted, LeaseLost: It does not hold it.
-        """
+        """Check that a node holds the lease it sent, by the latest facts, durable or not. See `WriteAdmission`."""
         check_lease(self._run(run_id).state, node_id, lease)

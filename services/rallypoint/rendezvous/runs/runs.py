@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
 from rallypoint.rendezvous.base.cooperative import Work, finish
+from rallypoint.rendezvous.base.entries import RunData
 from rallypoint.rendezvous.base.errors import Draining, NotOwner, Refusal, RunBroken, of_unknown_outcome
 from rallypoint.rendezvous.base.limits import KeptEvents, LimitReached, Quota, RendezvousLimits, SharedTotals
 from rallypoint.rendezvous.base.ownership import CheckOwned, always_owned
@@ -199,6 +200,9 @@ class DurableRuns:
     One task changes the runs: it takes all waiting requests, carries out their commands, commits the facts as one
     group, and only then replies, publishes to members and watchers, and takes the next. So nothing that is sent, or
     read, can be ahead of the journal, and revisions are sent in order.
+
+    Attributes:
+        data: The services that keep data of these runs, called in this order. Set before `serve`: they need the runs.
     """
 
     def __init__(
@@ -207,9 +211,6 @@ class DurableRuns:
         *,
         clock: Callable[[], float],
         wall_clock: Callable[[], float],
-        on_round_end: Callable[[str, int], None] = lambda run_id, next_round: None,
-        on_expiry: Callable[[str], None] = lambda run_id: None,
-        on_broken: Callable[[RunBroken], None] = lambda refusal: None,
         limits: RendezvousLimits | None = None,
         totals: SharedTotals | None = None,
         check_owned: CheckOwned = always_owned,
@@ -222,9 +223,6 @@ class DurableRuns:
             journal: Opened already; its content goes to `recover`.
             clock: Monotonic seconds.
             wall_clock: Unix seconds, for the records that people read.
-            on_round_end: Called with (run_id, number of the next round) once the end of a round is durable.
-            on_expiry: Called with the run_id once it is durable that a run is forgotten.
-            on_broken: Called with the refusal of a run that an unexpected error has stopped.
             limits: Limits of the service and of each run.
             totals: The counters that all shards of the service share; None: there is no other shard.
             check_owned: Raises NotOwner once the runs may be another process's.
@@ -237,9 +235,7 @@ class DurableRuns:
         self._lease_clock = LeaseClock(clock, lag or LagSettings(), self._forgiven)
         self._now = self._lease_clock.now
         self._wall_clock = wall_clock
-        self._on_round_end = on_round_end
-        self._on_expiry = on_expiry
-        self._on_broken = on_broken
+        self.data: Sequence[RunData] = ()
         self._limits = limits = limits or RendezvousLimits()
         totals = totals or SharedTotals()
         self._histories = Histories(
@@ -410,7 +406,8 @@ class DurableRuns:
             run.history.clear()
             for slot in run.slots():
                 slot.cut(RunBroken(run_id, self._broken[run_id]))
-            self._on_broken(RunBroken(run_id, self._broken[run_id]))
+            for each in self.data:
+                each.stop_run(RunBroken(run_id, self._broken[run_id]))
 
     def _note_broken(self, run_id: str, error: Exception) -> None:
         self._broken[run_id] = type(error).__name__
@@ -526,7 +523,8 @@ class DurableRuns:
                 if isinstance(fact, facts.RoundFrozen):
                     begin_to_confirm(run.state, self._now())
                 if isinstance(fact, facts.RoundEnded):
-                    self._on_round_end(run_id, fact.end.round + 1)
+                    for each in self.data:
+                        each.forget_rounds_before(run_id, fact.end.round + 1)
                 if isinstance(fact, (facts.NodeLost, facts.NodeLeft, facts.NodeEvicted)):
                     run.end_stale_member(fact)
         self._histories.keep_within()
@@ -549,7 +547,8 @@ class DurableRuns:
         for slot in run.slots():
             slot.end(RunNotFound(run_id))
         _log.info("run expired", run_id=run_id)
-        self._on_expiry(run_id)
+        for each in self.data:
+            each.forget_run(run_id)
 
     def _break(self, error: BaseException) -> None:
         if isinstance(error, OwnershipLost):

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 
 from rallypoint.rendezvous.base.cooperative import CooperativeRunner, Work
 from rallypoint.rendezvous.base.entries import StoreChange
-from rallypoint.rendezvous.base.errors import NotOwner, Refusal, RunBroken
+from rallypoint.rendezvous.base.errors import NotOwner, Refusal
 from rallypoint.rendezvous.base.limits import RendezvousLimits, SharedTotals, StoreLimits
 from rallypoint.rendezvous.base.ownership import checked_by
 from rallypoint.rendezvous.core.apply import LEAST_TERM_AFTER_RESTART
@@ -211,16 +211,6 @@ async def open_shard(
     recovered = await journal.open()
     shards: list[Shard] = []
 
-    def forget_ended_round(run_id: str, next_round: int) -> None:
-        store.forget_rounds_before(run_id, next_round)
-
-    def forget_run(run_id: str) -> None:
-        store.forget_run(run_id)
-        states.forget_run(run_id)
-
-    def end_waits(refusal: RunBroken) -> None:
-        store.stop_run(refusal)
-
     def fail(error: BaseException) -> None:
         for shard in shards:
             shard.fail(error)
@@ -230,9 +220,6 @@ async def open_shard(
         journal,
         clock=clock,
         wall_clock=wall_clock,
-        on_round_end=forget_ended_round,
-        on_expiry=forget_run,
-        on_broken=end_waits,
         limits=limits,
         totals=totals,
         check_owned=check_owned,
@@ -241,25 +228,18 @@ async def open_shard(
     )
     states = FencedStateService(
         journal,
+        engine,
         clock=clock,
         draw=draw,
-        check_lease=engine.check_lease,
         check_owned=check_owned,
-        settled=engine.settled,
         limits=state_limits,
         totals=totals,
         ttl=state_ttl,
     )
     store = StoreService(
-        journal,
-        engine.writable_round,
-        latest_round=engine.latest_round,
-        limits=store_limits,
-        on_journal_failure=fail,
-        check_lease=engine.check_lease,
-        check_owned=check_owned,
-        settled=engine.settled,
+        journal, engine, limits=store_limits, on_journal_failure=fail, check_owned=check_owned
     )
+    engine.data = (store, states)
     try:
         await (slices or CooperativeRunner()).carry_out(
             _restoring(recovered, least_lease, engine, states, store)

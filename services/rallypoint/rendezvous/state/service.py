@@ -10,11 +10,10 @@ from dataclasses import dataclass
 from rallypoint.rendezvous.base.cooperative import LatestValue, Work, finish, settle
 from rallypoint.rendezvous.base.entries import (
     LEASE_REFUSALS,
-    CheckLease,
-    Settled,
+    RunData,
     StoreChange,
     StoreJournal,
-    at_once,
+    WriteAdmission,
 )
 from rallypoint.rendezvous.base.errors import NotOwner, Refusal, RunBroken, draining_error, of_unknown_outcome
 from rallypoint.rendezvous.base.limits import Quota, SharedTotals
@@ -63,7 +62,7 @@ class _PendingSet:
     reply: asyncio.Future[SetOutcome]
 
 
-class FencedStateService:
+class FencedStateService(RunData):
     """The fenced states of all runs of one journal.
 
     One task changes them: it takes all waiting requests, decides them on durable state, commits the changes as one
@@ -73,12 +72,11 @@ class FencedStateService:
     def __init__(
         self,
         journal: StoreJournal,
+        admission: WriteAdmission,
         entries: Iterable[StoreChange] = (),
         *,
         clock: Callable[[], float],
         draw: Callable[[int], bytes],
-        check_lease: CheckLease = lambda run_id, node_id, lease: None,
-        settled: Settled = at_once,
         check_owned: CheckOwned = always_owned,
         limits: StateLimits | None = None,
         totals: SharedTotals | None = None,
@@ -88,11 +86,10 @@ class FencedStateService:
 
         Args:
             journal: Makes states durable.
+            admission: Refuses a set that names a writer whose node doesn't hold its lease.
             entries: The journal's entries in the space `core.SPACE`. If there may be many, see `restoring`.
             clock: Monotonic seconds.
             draw: Returns so many random bytes, never the same ones twice: fencing depends on it.
-            check_lease: Refuses a node that doesn't hold its lease. Called to decide a set that names a writer.
-            settled: Returns when the facts behind a refused lease are durable: no refusal is sent before.
             check_owned: Raises NotOwner once the states may be another process's.
             limits: Bounds of the service.
             totals: Totals shared by all shards of the service; None: there is one shard.
@@ -104,8 +101,7 @@ class FencedStateService:
         self._journal = journal
         self._clock = clock
         self._draw = draw
-        self._check_lease = check_lease
-        self._settled = settled
+        self._admission = admission
         self._check_owned = check_owned
         self._limits = limits or StateLimits()
         self._states = States()
@@ -229,7 +225,7 @@ class FencedStateService:
         try:
             return await answer
         except LEASE_REFUSALS:
-            await self._settled()
+            await self._admission.settled()
             raise
 
     def watch(self, run_id: str, token: bytes | None) -> LatestValue[StateView]:
@@ -259,6 +255,12 @@ class FencedStateService:
         if not watchers:
             del self._watchers[run_id]
             self._read(run_id)  # its time to live begins with the end of the watch
+
+    def forget_rounds_before(self, run_id: str, round: int) -> None:
+        """Do nothing: a state outlives its round."""
+
+    def stop_run(self, refusal: RunBroken) -> None:
+        """Do nothing: a state needs no run."""
 
     def forget_run(self, run_id: str) -> None:
         """Drop the state of a run, if it has one; sets already waiting find none."""
@@ -339,7 +341,7 @@ class FencedStateService:
             if (repeated := draft.repetition(request)) is not None:
                 return repeated
             if request.writer is not None:
-                self._check_lease(request.run_id, request.writer.node_id, request.writer.lease)
+                self._admission.check_lease(request.run_id, request.writer.node_id, request.writer.lease)
             return draft.set(request, self._draw(NONCE_BYTES))
         except Refused as refusal:
             return refusal

@@ -10,11 +10,10 @@ from typing import TypeVar
 from rallypoint.rendezvous.base.cooperative import Work, finish
 from rallypoint.rendezvous.base.entries import (
     LEASE_REFUSALS,
-    CheckLease,
-    Settled,
+    RunData,
     StoreChange,
     StoreJournal,
-    at_once,
+    WriteAdmission,
 )
 from rallypoint.rendezvous.base.errors import Draining, Refusal, RunBroken, draining_error
 from rallypoint.rendezvous.base.limits import FRAME_BYTES, MAX_MULTI_BYTES, StoreLimits
@@ -29,7 +28,7 @@ from rallypoint.rendezvous.store.writes import Write
 T = TypeVar("T")
 
 
-class StoreService:
+class StoreService(RunData):
     """The store of all runs.
 
     Readers see durable state only. A waiting request is ended by the write that completes it.
@@ -38,13 +37,10 @@ class StoreService:
     def __init__(
         self,
         journal: StoreJournal,
-        current_round: Callable[[str], int | None],
+        admission: WriteAdmission,
         entries: Iterable[StoreChange] = (),
         *,
-        latest_round: Callable[[str], int | None] | None = None,
         limits: StoreLimits | None = None,
-        check_lease: CheckLease = lambda run_id, node_id, lease: None,
-        settled: Settled = at_once,
         check_owned: CheckOwned = always_owned,
         on_journal_failure: Callable[[Exception], None] = lambda error: None,
     ) -> None:
@@ -52,29 +48,21 @@ class StoreService:
 
         Args:
             journal: Makes writes durable.
-            current_round: Returns the only round of a run whose workers may write, as durable, 0 before the first;
-                None: there is no such run. Reads are judged by it.
+            admission: The rounds and leases by which requests are judged.
             entries: The journal's entries; see `begin`. If there may be many, see `restoring`.
-            latest_round: The same by the latest facts, durable or not, that were appended to the same journal. Writes
-                are judged by it. None: every fact is durable at once.
             limits: Bounds of each run.
-            check_lease: Refuses a node that may not write, since it doesn't hold the lease. Called to decide a write.
-            settled: Returns when the facts behind a refused lease or round are durable: no refusal is sent before.
             check_owned: Raises NotOwner once the runs may be another process's.
             on_journal_failure: Called with the journal's error: it accepts no more, so the process must start again.
 
         Raises:
             JournalError: An entry can't be read by this version.
         """
-        self._current_round = current_round
-        self._settled = settled
+        self._admission = admission
         self._check_owned = check_owned
         self._open_run = partial(
             RunStore,
             journal=journal,
-            current_round=current_round,
-            latest_round=latest_round or current_round,
-            check_lease=check_lease,
+            admission=admission,
             check_owned=check_owned,
             limits=limits or StoreLimits(),
             on_journal_failure=on_journal_failure,
@@ -105,7 +93,7 @@ class StoreService:
         for run_id, run in [*self._runs.items()]:
             run.sweep(run.spaces.outdated())
             try:
-                current_round = self._current_round(run_id)
+                current_round = self._admission.writable_round(run_id)
             except Refused:
                 continue  # the run is unknown, so nothing is deleted
             if current_round is None:
@@ -127,11 +115,11 @@ class StoreService:
         try:
             answer = await self._run(run_id).write(write)
         except (*LEASE_REFUSALS, RoundOver, RoundNotBegun):
-            await self._settled()
+            await self._admission.settled()
             raise
         # An appended write is durable after the facts it was judged by. A write that changed nothing was not appended.
-        if max(write.round, write.writer_round) > (self._current_round(run_id) or 0):
-            await self._settled()
+        if max(write.round, write.writer_round) > (self._admission.writable_round(run_id) or 0):
+            await self._admission.settled()
         return answer
 
     async def get(self, run_id: str, round: int, key: str, timeout: float) -> bytes:
@@ -185,7 +173,7 @@ class StoreService:
         return self._reading(run_id, round).spaces.keys(round, prefix, after, count)
 
     def forget_rounds_before(self, run_id: str, round: int) -> None:
-        """Drop all rounds before `round`, which is durably final; end the waits in them."""
+        """Drop all rounds before `round`; end the waits in them."""
         run = self._runs.get(run_id)
         if run is not None:
             run.forget_rounds_before(round)
@@ -193,10 +181,8 @@ class StoreService:
     def forget_run(self, run_id: str) -> None:
         """Drop a run that has been forgotten; its waiting requests and writes fail with RunNotFound.
 
-        Call it when the journal has dropped the run's entries, in the same step of the event loop in which that append
-        returns: later commits of the journal are then still in flight here. `current_round` of the run is None from
-        then on, until the run comes again. A commit in flight is undone in the journal; if the process is killed before
-        that, its next start does it, as long as there is no run.
+        A commit in flight is undone in the journal; if the process is killed before that, its next start does it, as
+        long as there is no run.
         """
         run = self._runs.get(run_id)
         if run is not None:
@@ -238,7 +224,7 @@ class StoreService:
         if self._closed is not None:
             raise self._closed(run_id)
         self._check_owned(run_id)
-        if self._current_round(run_id) is None:
+        if self._admission.writable_round(run_id) is None:
             raise RunNotFound(run_id)
         run = self._runs.get(run_id)
         if run is None:
@@ -255,7 +241,7 @@ class StoreService:
         """Drop a run that does not exist, once nothing of it is left to write; it may come again before."""
         if run.committing is not None:
             run.committing.add_done_callback(lambda _: self._drop_when_idle(run_id, run))
-        elif self._current_round(run_id) is None and self._runs.get(run_id) is run:
+        elif self._admission.writable_round(run_id) is None and self._runs.get(run_id) is run:
             del self._runs[run_id]
 
 

@@ -11,7 +11,7 @@ from itertools import chain, islice
 from typing import Any, TypeVar
 
 from rallypoint.rendezvous.base.cooperative import settle
-from rallypoint.rendezvous.base.entries import CheckLease, StoreChange, StoreJournal
+from rallypoint.rendezvous.base.entries import StoreChange, StoreJournal, WriteAdmission
 from rallypoint.rendezvous.base.errors import NotOwner, OutcomeUnknown, Refusal, RunBroken, of_unknown_outcome
 from rallypoint.rendezvous.base.limits import StoreLimits
 from rallypoint.rendezvous.base.ownership import CheckOwned
@@ -98,9 +98,7 @@ class RunStore:
         spaces: RunSpaces,
         *,
         journal: StoreJournal,
-        current_round: Callable[[str], int | None],
-        latest_round: Callable[[str], int | None],
-        check_lease: CheckLease,
+        admission: WriteAdmission,
         check_owned: CheckOwned,
         limits: StoreLimits,
         on_journal_failure: Callable[[Exception], None],
@@ -109,9 +107,7 @@ class RunStore:
         self.spaces = spaces
         self.waits = Waits(spaces.run_id, limits)
         self._journal = journal
-        self._current_round = current_round
-        self._latest_round = latest_round
-        self._check_lease = check_lease
+        self._admission = admission
         self._check_owned = check_owned
         self._limits = limits
         self._on_journal_failure = on_journal_failure
@@ -134,7 +130,7 @@ class RunStore:
 
     def current_round(self) -> int:
         """Return the only round whose workers may write, as durable; 0 before the first. Raise RunNotFound if none."""
-        return self._known(self._current_round(self.spaces.run_id))
+        return self._known(self._admission.writable_round(self.spaces.run_id))
 
     def _known(self, round: int | None) -> int:
         if round is None:
@@ -211,7 +207,7 @@ class RunStore:
             return
         run_id = self.spaces.run_id
         try:
-            self._check_lease(run_id, writer.node_id, writer.lease)
+            self._admission.check_lease(run_id, writer.node_id, writer.lease)
         except NodeIsEvicted as refusal:
             # A writer need not know why the lease of its node has ended.
             cause = f"an operator took the node out ({refusal.reason})"
@@ -286,7 +282,7 @@ class RunStore:
             # round in the step of its own decision, and a journal makes entries durable in the order of appending. So a
             # write that was decided first is durable, and answered, no later than the end of its round; a write that is
             # decided after that fact is refused, even if the fact is still in flight.
-            latest_round = self._known(self._latest_round(self.spaces.run_id))
+            latest_round = self._known(self._admission.latest_round(self.spaces.run_id))
             self._check_writer(write)
             return decide(draft, write, latest_round)
         except Refused as refusal:
