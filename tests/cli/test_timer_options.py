@@ -13,9 +13,9 @@ from cli.cli_process import rallypoint, refusal, service
 from rallypoint.cli import serve as serve_module
 from rallypoint.cli.main import main
 from rallypoint.rpc.channel import open_channel
+from rallypoint.rpc.durations import to_duration
 from rallypoint.rpc.endpoint import ServerOptions
 from rallypoint.timer.core.values import TimerSettings
-from rallypoint.timer.durations import to_duration
 from rallypoint.timer.v1 import timer_service_pb2 as pb
 from rallypoint.timer.v1 import timer_service_pb2_grpc as pb_grpc
 

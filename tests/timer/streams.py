@@ -7,8 +7,8 @@ from typing import Any
 import grpc
 import pytest
 
+from rallypoint.rpc.durations import to_duration
 from rallypoint.rpc.errors import ServiceError, decode
-from rallypoint.timer.durations import to_duration
 from rallypoint.timer.v1 import timer_service_pb2 as pb
 
 from .conftest import Service

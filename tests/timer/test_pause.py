@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
+from rallypoint.rpc.durations import to_duration, to_seconds
 from rallypoint.timer.client.client import ClientSettings, ExpiredTimer, NodeTimers
-from rallypoint.timer.durations import to_duration, to_seconds
 from rallypoint.timer.v1 import timer_service_pb2 as pb
 from support.waiting import until
 
@@ -163,7 +163,7 @@ async def test_an_expiry_in_a_pause_is_not_obeyed_but_counted_anew(
         _, first, _, acknowledged, second, *rest = script.seen[0]
         assert acknowledged.acknowledge.expiry_id == 7
         assert second.acquire.sequence > first.acquire.sequence
-        assert 19.0 <= to_seconds(second.acquire.elapsed, "elapsed") <= 21.0
+        assert 19.0 <= to_seconds(second.acquire.elapsed) <= 21.0
         assert len(reaped) == hangs
         assert [action.WhichOneof("action") for action in rest] == (
             ["acknowledge", "release"] if hangs else []

@@ -10,7 +10,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from rallypoint.timer.durations import to_seconds
+from rallypoint.rpc.durations import to_seconds
 from rallypoint.timer.v1 import timer_service_pb2 as pb
 from rallypoint.timer.v1 import timer_service_pb2_grpc as pb_grpc
 from torture.length import ordinarily
@@ -55,8 +55,8 @@ def knows(node: GuardedNode) -> bool:
 
 def check_duration(scope: pb.Scope) -> None:
     """The timers of the scope are as long as the longest completion has made them."""
-    assert to_seconds(scope.longest, "longest") == pytest.approx(LONGEST)
-    assert to_seconds(scope.after, "after") == pytest.approx(LONGEST * FACTOR)
+    assert to_seconds(scope.longest) == pytest.approx(LONGEST)
+    assert to_seconds(scope.after) == pytest.approx(LONGEST * FACTOR)
 
 
 async def check_guarded(node: GuardedNode, worker: str) -> None:

@@ -16,6 +16,7 @@ from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
 from rallypoint.rpc.address import Address
 from rallypoint.rpc.backoff import Backoff
+from rallypoint.rpc.durations import set_seconds, to_seconds
 from rallypoint.rpc.errors import GONE, MOVED, UNHEARD, ServiceError, decode
 from rallypoint.rpc.logs import get_logger
 from rallypoint.rpc.replica_client import ReplicaConnection, Where, replica_client
@@ -380,9 +381,7 @@ class Membership:
         self._on_event(Admitted(lease.lease, resumed, at, lease.incarnation))
         if self._requests_to_send() or self._watchdog_trouble:
             self._unsent.set()
-        sender = asyncio.create_task(
-            self._send_requests(call, lease.keep_alive_interval.ToNanoseconds() / 1e9)
-        )
+        sender = asyncio.create_task(self._send_requests(call, to_seconds(lease.keep_alive_interval)))
         moved: list[Address] = []
         try:
             async with asyncio.timeout(None) as given_up:
@@ -469,5 +468,5 @@ def _aged(failure: pb.WorkerFailure, seconds: float) -> pb.WorkerFailure:
     """Return a copy of a failure whose age is greater by `seconds`."""
     aged = pb.WorkerFailure()
     aged.CopyFrom(failure)
-    aged.age.FromNanoseconds(failure.age.ToNanoseconds() + round(seconds * 1e9))
+    set_seconds(aged.age, to_seconds(failure.age) + seconds)
     return aged

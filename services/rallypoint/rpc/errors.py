@@ -12,6 +12,7 @@ from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
 from grpc_status import rpc_status  # type: ignore[import-untyped]
 
+from rallypoint.rpc.durations import set_seconds, to_seconds
 from rallypoint.rpc.endpoint import ClientTLS
 
 DOMAIN = "rallypoint"
@@ -105,7 +106,7 @@ def encode(error: ServiceError) -> grpc.Status:
     status = status_pb2.Status(code=error.code.value[0], message=_clip(error.message, _MESSAGE_BYTES))
     if error.retry_after is not None:
         retry = error_details_pb2.RetryInfo()
-        retry.retry_delay.FromNanoseconds(round(error.retry_after * 1e9))
+        set_seconds(retry.retry_delay, error.retry_after)
         status.details.add().Pack(retry)
     info = error_details_pb2.ErrorInfo(reason=_clip(error.reason, 63), domain=DOMAIN)
     room = _DETAILS_BYTES - status.ByteSize() - info.ByteSize()
@@ -160,7 +161,7 @@ def _unpack(detail: AnyDetail, into: ServiceError) -> None:
     elif detail.Unpack(bad):
         into.field_violations = tuple((each.field, each.description) for each in bad.field_violations)
     elif detail.Unpack(retry):
-        into.retry_after = retry.retry_delay.ToNanoseconds() / 1e9
+        into.retry_after = to_seconds(retry.retry_delay)
 
 
 def _clip(text: str, size: int) -> str:

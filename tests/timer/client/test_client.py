@@ -17,9 +17,9 @@ import pytest
 
 from rallypoint.rpc.channel import open_channel
 from rallypoint.rpc.clock import LagSettings
+from rallypoint.rpc.durations import to_duration
 from rallypoint.timer.client.client import ClientSettings, ExpiredTimer, NodeTimers
 from rallypoint.timer.core.values import TimerSettings
-from rallypoint.timer.durations import to_duration
 from rallypoint.timer.v1 import timer_service_pb2 as pb
 from support.waiting import until
 from timer.conftest import Clock, Service

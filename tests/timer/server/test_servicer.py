@@ -9,9 +9,9 @@ import grpc
 import pytest
 from google.protobuf.duration_pb2 import Duration
 
+from rallypoint.rpc.durations import to_duration
 from rallypoint.rpc.errors import decode
 from rallypoint.timer.core.values import TimerState
-from rallypoint.timer.durations import to_duration
 from rallypoint.timer.server.servicer import MAX_ACTIONS
 from rallypoint.timer.v1 import timer_service_pb2 as pb
 from support.waiting import until

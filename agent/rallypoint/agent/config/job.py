@@ -21,6 +21,7 @@ from rallypoint.agent.config.settings import (
 from rallypoint.agent.events.handlers import EventSink
 from rallypoint.agent.logs.streams import OutputOptions, Redirect
 from rallypoint.rendezvous.v1.rendezvous_service_pb2 import RunSettings
+from rallypoint.rpc.durations import to_seconds
 from rallypoint.rpc.endpoint import ClientTLS
 
 
@@ -146,7 +147,7 @@ class JobConfig:
     def max_restarts(self) -> int | None:
         """Limit of restarts over the whole run; None: they are counted in a window."""
         settings = self.settings
-        return None if settings.restart_window.ToNanoseconds() else settings.max_restarts
+        return None if to_seconds(settings.restart_window) else settings.max_restarts
 
     @property
     def output(self) -> OutputOptions:

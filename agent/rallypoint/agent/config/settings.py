@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
+from rallypoint.rpc.durations import set_seconds, to_seconds
 
 # ---- Bounds that no sensible job comes near.
 #
@@ -103,7 +104,7 @@ def rendezvous_conf(
     """
     settings = pb.RunSettings(min_nodes=nodes[0], max_nodes=nodes[1], max_restarts=max_restarts)
     if shutdown_timeout > SHUTDOWN_TIMEOUT:
-        settings.confirm_timeout.FromNanoseconds(round(min(2 * shutdown_timeout, MOST_SECONDS) * 1e9))
+        set_seconds(settings.confirm_timeout, min(2 * shutdown_timeout, MOST_SECONDS))
     local: dict[str, float] = {}
     for key, text in pairs.items():
         if key not in KNOWN_SETTINGS:
@@ -119,7 +120,7 @@ def rendezvous_conf(
         elif key in _LOCAL:
             local[key] = _number(key, text)
         else:
-            getattr(settings, key).FromNanoseconds(round(_number(key, text) * 1e9))
+            set_seconds(getattr(settings, key), _number(key, text))
     _check_budgets(settings)
     return RendezvousConf(settings, **local)
 
@@ -131,7 +132,7 @@ def _check_budgets(settings: pb.RunSettings) -> None:
             f"max_restarts_per_node={of_node} has no effect: the run ends after {of_run} restarts in all "
             "(--max-restarts); raise that, or lower this"
         )
-    if of_run > _MOST_RESTARTS_KEPT and (of_node or settings.restart_window.ToNanoseconds()):
+    if of_run > _MOST_RESTARTS_KEPT and (of_node or to_seconds(settings.restart_window)):
         raise RunSettingError(
             f"with restart_window or max_restarts_per_node, --max-restarts may be at most {_MOST_RESTARTS_KEPT}, "
             f"not {of_run}"

@@ -19,6 +19,7 @@ from rallypoint.agent.health.checks import CheckContext, HealthCheck
 from rallypoint.agent.health.helper_processes import HelperProcesses, ProgramTimeoutError
 from rallypoint.agent.spawner.protocol import SpawnError
 from rallypoint.rpc.backoff import Backoff
+from rallypoint.rpc.durations import to_seconds
 from rallypoint.rpc.endpoint import SettingError
 from rallypoint.rpc.logs import get_logger
 
@@ -113,7 +114,7 @@ def _side_programs(config: JobConfig, folder: Path) -> HelperProcesses:
 def _host_health(config: JobConfig, log_dir: Path, programs: HelperProcesses) -> HostHealth:
     from rallypoint.agent.health.checks import CheckContext, parse_health_check  # noqa: PLC0415
 
-    confirm_timeout = config.settings.confirm_timeout.ToNanoseconds() / 1e9 or _CONFIRM_TIMEOUT
+    confirm_timeout = to_seconds(config.settings.confirm_timeout) or _CONFIRM_TIMEOUT
     if config.health_timeout >= confirm_timeout:
         raise SettingError(
             f"a health timeout of {config.health_timeout:g} s is not below the run's confirm_timeout of "

@@ -14,6 +14,7 @@ from rallypoint.agent.failures.failure import WorkerFailure
 from rallypoint.agent.job.result import assignment_value, failure_message, phase_value, refusal_of
 from rallypoint.rendezvous.client import Admitted, Event, Membership, MembershipReset, RendezvousUnreachable
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
+from rallypoint.rpc.durations import to_seconds
 from rallypoint.rpc.errors import ServiceError, tls_advice
 from rallypoint.rpc.logs import get_logger
 from rallypoint.rpc.replica_client import Where
@@ -184,7 +185,7 @@ class NodeMembership:
             self.run_end = update.run_end
         # While no worker runs, the log must show the reason.
         elif update.phase == pb.PHASE_JOINABLE and update.HasField("held_back") and not self._leaving():
-            seconds = update.held_back.ToNanoseconds() / 1e9
+            seconds = to_seconds(update.held_back)
             detail = update.last_round_end.detail
             _log.warning("restart delayed (back-off after repeated failures)", seconds=seconds, reason=detail)
         elif update.phase == pb.PHASE_JOINABLE and not self._leaving():

@@ -13,6 +13,7 @@ from rallypoint.agent.core.core import AgentState, Assignment
 from rallypoint.agent.failures.failure import UNRECOVERABLE, WorkerFailure
 from rallypoint.rendezvous.core.state import FailureKind, Phase
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
+from rallypoint.rpc.durations import set_seconds, to_seconds
 from rallypoint.rpc.errors import ServiceError
 
 # ---- Protocol messages of the rendezvous service to the agent's own values and back.
@@ -57,8 +58,8 @@ def failure_message(failure: WorkerFailure, round_: int, now: float) -> pb.Worke
         core_file=failure.core_file,
     )
     if failure.at is not None:
-        message.age.FromNanoseconds(max(0, round((now - failure.at) * 1e9)))
-    message.time.FromNanoseconds(round(failure.time * 1e9))
+        set_seconds(message.age, max(0.0, now - failure.at))
+    set_seconds(message.time, failure.time)
     return message
 
 
@@ -71,7 +72,7 @@ def failure_value(message: pb.WorkerFailure) -> WorkerFailure:
         host=message.host,
         pid=message.pid,
         exit_code=message.exit_code,
-        time=message.time.ToNanoseconds() / 1e9,
+        time=to_seconds(message.time),
         message=message.message,
         traceback=message.traceback,
         log_file=message.log_file,

@@ -12,6 +12,7 @@ from rallypoint.agent.job.report import render
 from rallypoint.agent.v1 import supervisor_service_pb2 as pb
 from rallypoint.agent.workers.group import Worker
 from rallypoint.agent.workers.usage import Usage
+from rallypoint.rpc.durations import set_seconds
 from rallypoint.rpc.errors import ServiceError
 
 MOST_ENDED = 100
@@ -124,16 +125,16 @@ def job_message(taken: TakenJob, *, whole: bool = True) -> pb.Job:
         launch_id=taken.launch_id,
         watchdog_trouble=job.watchdog_trouble,
     )
-    message.start_time.FromNanoseconds(round(job.start_time * 1e9))
+    set_seconds(message.start_time, job.start_time)
     if job.end_time is not None:
-        message.end_time.FromNanoseconds(round(job.end_time * 1e9))
+        set_seconds(message.end_time, job.end_time)
     if job.result is not None:
         message.exit_code = job.result.exit_code
         if job.result.failure is not None and whole:
             report = render(job.result.failure, others=job.result.others).encode(errors="replace")
             message.failure_report = report[:_REPORT_BYTES].decode(errors="ignore")
     elif (draining := job.draining) is not None:
-        message.drain_deadline.FromNanoseconds(round(draining.deadline * 1e9))
+        set_seconds(message.drain_deadline, draining.deadline)
     return message
 
 
@@ -188,7 +189,7 @@ def worker_message(
     message = pb.Worker(
         local_rank=worker.local_rank, rank=worker.rank, pid=worker.pid, state=pb.WORKER_STATE_RUNNING
     )
-    message.start_time.FromNanoseconds(round(worker.start_time * 1e9))
+    set_seconds(message.start_time, worker.start_time)
     if worker.exit is not None:
         message.state = pb.WORKER_STATE_SUCCEEDED if worker.exit.succeeded else pb.WORKER_STATE_FAILED
         message.exit_code = -worker.exit.signal if worker.exit.signal else worker.exit.exit_code or 0
@@ -198,8 +199,8 @@ def worker_message(
         message.usage.memory_bytes = usage.memory_bytes
         message.usage.process_count = usage.processes
         message.usage.thread_count = usage.threads
-        message.usage.processor_time.FromNanoseconds(round(usage.processor_seconds * 1e9))
+        set_seconds(message.usage.processor_time, usage.processor_seconds)
     if progress is not None:
         message.progress.step = progress[0]
-        message.progress.age.FromNanoseconds(round(progress[1] * 1e9))
+        set_seconds(message.progress.age, progress[1])
     return message

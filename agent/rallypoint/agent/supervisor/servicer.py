@@ -18,6 +18,7 @@ from rallypoint.agent.supervisor.operator_actions import dump_stacks, reap_worke
 from rallypoint.agent.v1 import supervisor_service_pb2 as pb
 from rallypoint.agent.v1 import supervisor_service_pb2_grpc as pb_grpc
 from rallypoint.agent.workers.usage import UsageMeter
+from rallypoint.rpc.durations import to_seconds
 from rallypoint.rpc.errors import ServiceError, invalid
 from rallypoint.serving.flow import WRITE_TIMEOUT, Subscriber
 from rallypoint.serving.requests import NAME_BYTES, SENTENCE_BYTES, text
@@ -148,7 +149,7 @@ class SupervisorServicer(pb_grpc.SupervisorServiceServicer):
     async def Drain(self, request: pb.DrainRequest, context: _Context) -> pb.DrainResponse:
         """Drain this host: its jobs leave their runs once their workers are done or have saved their state."""
         reason = _reason(request.reason)
-        grace = request.grace.ToNanoseconds() / 1e9 if request.HasField("grace") else None
+        grace = to_seconds(request.grace) if request.HasField("grace") else None
         if grace is not None and not 0 <= grace <= MOST_SECONDS:
             raise invalid("grace", f"must be from 0 to {MOST_SECONDS} seconds")
         jobs = [job for job in self._jobs.running if not job.stopping]

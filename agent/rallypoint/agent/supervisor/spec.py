@@ -26,6 +26,7 @@ from rallypoint.agent.health.gpu import count_gpus, count_xpus
 from rallypoint.agent.job.options import OptionError, job_fields
 from rallypoint.agent.v1 import supervisor_service_pb2 as pb
 from rallypoint.agent.workers.environment import check_devices
+from rallypoint.rpc.durations import to_seconds
 from rallypoint.rpc.endpoint import ClientTLS, SettingError, parse_endpoint
 from rallypoint.rpc.errors import invalid
 from rallypoint.serving.requests import NAME_BYTES, PATH_BYTES, count, name, text
@@ -131,7 +132,7 @@ def _check(spec: pb.JobSpec) -> None:
 def _shutdown_timeout(spec: pb.JobSpec) -> float:
     if not spec.HasField("shutdown_timeout"):
         return SHUTDOWN_TIMEOUT
-    seconds = spec.shutdown_timeout.ToNanoseconds() / 1e9
+    seconds = to_seconds(spec.shutdown_timeout)
     if seconds < 0:
         raise invalid("spec.shutdown_timeout", "must not be negative")
     if seconds > MOST_SECONDS:

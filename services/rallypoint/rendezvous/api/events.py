@@ -13,6 +13,7 @@ from rallypoint.rendezvous.core.failures import hold
 from rallypoint.rendezvous.core.state import LossReason, RunSettings
 from rallypoint.rendezvous.v1 import journal_pb2
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
+from rallypoint.rpc.durations import set_seconds, to_seconds
 from rallypoint.rpc.errors import invalid
 from rallypoint.serving.requests import name
 
@@ -72,7 +73,7 @@ def event_of(record: journal_pb2.JournalRecord, settings: RunSettings) -> pb.Eve
             event.round_end.CopyFrom(fact.end)
             event.counted_restarts = fact.counted_restarts
             if seconds := _held_back(fact, settings):
-                event.held_back.FromNanoseconds(round(seconds * 1e9))
+                set_seconds(event.held_back, seconds)
         case "run_closed":
             event.run_end.CopyFrom(fact.end)
     return event
@@ -111,7 +112,7 @@ def _round_frozen(fact: journal_pb2.RoundFrozen, settings: RunSettings) -> str:
 
 def _worker_failed(fact: journal_pb2.WorkerFailed, settings: RunSettings) -> str:
     failure = fact.failure
-    age = failure.age.ToNanoseconds() / 1e9
+    age = to_seconds(failure.age)
     ago = f", {age:.3g} s before it was reported" if age >= _LEAST_SHOWN_AGE else ""
     return f"worker of rank {failure.rank} on node {failure.node_id} failed{ago}: {failure.message}"
 

@@ -8,8 +8,6 @@ from functools import partial
 from heapq import nsmallest
 from itertools import chain
 
-from google.protobuf.duration_pb2 import Duration
-
 from rallypoint.rendezvous.core import commands
 from rallypoint.rendezvous.core.state import (
     FailureKind,
@@ -23,6 +21,7 @@ from rallypoint.rendezvous.runs.codec import from_message
 from rallypoint.rendezvous.runs.run import NODES_PER_MESSAGE, run_message, run_summary
 from rallypoint.rendezvous.shard.reader import RunsReader
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
+from rallypoint.rpc.durations import set_seconds, to_seconds
 from rallypoint.rpc.errors import invalid
 from rallypoint.serving.requests import NAME_BYTES, PATH_BYTES, SENTENCE_BYTES, count, name, text
 
@@ -147,7 +146,7 @@ def worker_failure(message: pb.WorkerFailure, node_id: str) -> ReportedFailure:
     kept.message = one_line(message.message, SENTENCE_BYTES)
     kept.log_file = one_line(message.log_file, PATH_BYTES)
     kept.core_file = one_line(message.core_file, PATH_BYTES)
-    kept.age.FromNanoseconds(min(max(0, message.age.ToNanoseconds()), round(LONGEST * 1e9)))
+    set_seconds(kept.age, min(max(0.0, to_seconds(message.age)), LONGEST))
     if message.kind not in {int(kind) for kind in FailureKind}:
         kept.ClearField("kind")  # of a newer agent
     if not (0 <= message.time.seconds < _LATEST and 0 <= message.time.nanos < 10**9):
@@ -159,8 +158,7 @@ def worker_failure(message: pb.WorkerFailure, node_id: str) -> ReportedFailure:
 def _seconds(message: pb.RunSettings, field: str, default: float, *, zero: bool = False) -> float:
     if not message.HasField(field):  # type: ignore[arg-type]
         return default
-    duration: Duration = getattr(message, field)
-    seconds = duration.ToNanoseconds() / 1e9
+    seconds = to_seconds(getattr(message, field))
     if seconds < 0 or seconds > LONGEST or (seconds == 0 and not zero):
         least = "at least 0" if zero else "more than 0"
         raise invalid(

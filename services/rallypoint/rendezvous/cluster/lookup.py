@@ -24,6 +24,7 @@ from rallypoint.rendezvous.journal.journal import Recovered
 from rallypoint.rendezvous.shard.reader import RunReader
 from rallypoint.rendezvous.shard.shard import Shard
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
+from rallypoint.rpc.durations import set_seconds
 
 # ---- One read for all concurrent callers.
 
@@ -340,7 +341,7 @@ def _replicas(cluster: Cluster) -> list[pb.Replica]:
     found = []
     for name, registration in cluster.live.items():
         replica = pb.Replica(name=name, address=registration.address, instance=registration.instance)
-        replica.since.FromNanoseconds(round(registration.since * 1e9))
+        set_seconds(replica.since, registration.since)
         replica.shards = sum(
             count for owner, count in counts.items() if owner.instance == registration.instance
         )

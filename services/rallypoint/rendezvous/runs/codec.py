@@ -18,6 +18,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 
 from rallypoint.rendezvous.core import facts, snapshot, state
 from rallypoint.rendezvous.v1 import journal_pb2, rendezvous_service_pb2
+from rallypoint.rpc.durations import set_seconds, to_seconds
 
 _T = TypeVar("_T")
 
@@ -71,6 +72,7 @@ _ENUMS: dict[str, type[IntEnum]] = {
         state.LossReason,
     )
 }
+_TIMES = frozenset(kind.DESCRIPTOR.full_name for kind in (Duration, Timestamp))
 
 
 def to_message(value: Any) -> Any:
@@ -97,9 +99,8 @@ def encode_record(
     run_id: str, revision: int, fact: facts.Fact, wall_time: float, actor: str
 ) -> journal_pb2.JournalRecord:
     """Return a fact as a journal record; `wall_time`, in unix seconds, and `actor` are for people only."""
-    record = journal_pb2.JournalRecord(
-        run_id=run_id, revision=revision, time=_timestamp(wall_time), actor=actor
-    )
+    record = journal_pb2.JournalRecord(run_id=run_id, revision=revision, actor=actor)
+    set_seconds(record.time, wall_time)
     getattr(record, _fact_field(type(fact).__name__)).CopyFrom(to_message(fact))
     return record
 
@@ -137,10 +138,8 @@ def _encoders(kind: Any) -> list[tuple[str, _Encoder]]:
 def _encoder(field: Any) -> _Encoder:
     if field.message_type is None:
         return _encode_repeated if field.is_repeated else setattr
-    if _is_duration(field):
-        return _encode_duration
-    if field.message_type.full_name == Timestamp.DESCRIPTOR.full_name:
-        return lambda message, at, value: getattr(message, at).CopyFrom(_timestamp(value))
+    if field.message_type.full_name in _TIMES:
+        return lambda message, at, value: set_seconds(getattr(message, at), value)
     if field.is_repeated:
         return lambda message, at, value: getattr(message, at).extend([to_message(item) for item in value])
     return _encode_optional
@@ -150,19 +149,9 @@ def _encode_repeated(message: Any, name: str, values: Any) -> None:
     getattr(message, name).extend(values)
 
 
-def _encode_duration(message: Any, name: str, seconds: float) -> None:
-    getattr(message, name).FromNanoseconds(round(seconds * 1e9))
-
-
 def _encode_optional(message: Any, name: str, value: Any) -> None:
     if value is not None:
         getattr(message, name).CopyFrom(to_message(value))
-
-
-def _timestamp(seconds: float) -> Timestamp:
-    stamp = Timestamp()
-    stamp.FromNanoseconds(round(seconds * 1e9))
-    return stamp
 
 
 def _decode_message(message: Any) -> Any:
@@ -183,11 +172,7 @@ def _left_to_default(message: Any, described: Any, field: Field[Any]) -> bool:
         return False
     if described.enum_type is not None:
         return not getattr(message, field.name)
-    return _is_duration(described) and not message.HasField(field.name)
-
-
-def _is_duration(field: Any) -> bool:
-    return field.message_type is not None and field.message_type.full_name == Duration.DESCRIPTOR.full_name
+    return isinstance(getattr(message, field.name), Duration) and not message.HasField(field.name)
 
 
 def _decode_field(message: Any, field: Any) -> Any:
@@ -202,5 +187,5 @@ def _decode_field(message: Any, field: Any) -> Any:
     if field.is_repeated:
         return tuple(_decode_message(item) for item in raw)
     if isinstance(raw, (Duration, Timestamp)):
-        return raw.ToNanoseconds() / 1e9
+        return to_seconds(raw)
     return _decode_message(raw) if message.HasField(field.name) else None

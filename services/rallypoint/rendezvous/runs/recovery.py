@@ -19,6 +19,7 @@ from rallypoint.rendezvous.runs.codec import NewerVersion, decode_record, from_m
 from rallypoint.rendezvous.runs.history import History
 from rallypoint.rendezvous.runs.run import HostedRun
 from rallypoint.rendezvous.v1 import journal_pb2
+from rallypoint.rpc.durations import to_seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +139,7 @@ def _fold(run: HostedRun, record: Record, now: float, to_wall: float) -> None:
             "start without it"
         )
     message = journal_pb2.JournalRecord.FromString(record.content)
-    apply(run.state, decode_record(message), now, message.time.ToNanoseconds() / 1e9 - to_wall)
+    apply(run.state, decode_record(message), now, to_seconds(message.time) - to_wall)
 
 
 # ---- A journal with a way to wait for its commits under way.

@@ -11,8 +11,6 @@ from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import Any
 
-from google.protobuf.duration_pb2 import Duration
-
 from rallypoint.rendezvous.base.cooperative import LatestValue
 from rallypoint.rendezvous.base.errors import StreamReplaced
 from rallypoint.rendezvous.core import facts, failures
@@ -24,6 +22,7 @@ from rallypoint.rendezvous.runs.codec import to_message
 from rallypoint.rendezvous.runs.history import History
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rpc.clock import LagSettings, WatchClock
+from rallypoint.rpc.durations import set_seconds, to_duration
 
 # ---- First responses to newcomers, delayed while more of them are coming.
 #
@@ -113,12 +112,8 @@ def _heartbeat_interval(settings: RunSettings) -> float:
     return min(settings.keep_alive_interval, settings.time_to_live / 2)
 
 
-@functools.lru_cache(maxsize=256)
-def _duration(seconds: float) -> Duration:
-    """Return a shared duration that must not be changed: all leases of a run have the same two."""
-    duration = Duration()
-    duration.FromNanoseconds(round(seconds * 1e9))
-    return duration
+# Shared durations must not be changed: all leases of a run have the same two.
+_duration = functools.lru_cache(maxsize=256)(to_duration)
 
 
 @dataclass(slots=True)
@@ -203,7 +198,7 @@ def _fill_ends(message: pb.NodeUpdate | pb.Run, state: RunState) -> None:
 
 def _fill_hold(message: pb.NodeUpdate | pb.Run, state: RunState) -> None:
     if seconds := failures.held_back(state):
-        message.held_back.CopyFrom(_duration(seconds))
+        set_seconds(message.held_back, seconds)
 
 
 def _node_state(state: RunState, node_id: str) -> pb.NodeState.ValueType:

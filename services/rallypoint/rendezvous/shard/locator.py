@@ -9,6 +9,7 @@ from typing import Protocol, TypeAlias
 from rallypoint.rendezvous.shard.reader import RunReader
 from rallypoint.rendezvous.shard.shard import Shard
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
+from rallypoint.rpc.durations import set_seconds
 
 
 class RunLocator(Protocol):
@@ -101,7 +102,7 @@ class OnlyReplica:
         name = socket.gethostname()
         replica = pb.Replica(name=name, address=self._address, instance=self._instance, shards=1)
         if self._since is not None:
-            replica.since.FromNanoseconds(round(self._since * 1e9))
+            set_seconds(replica.since, self._since)
         response = pb.ListReplicasResponse(
             replicas=[replica], answered_by=name, journal=self._journal, shards=1
         )

@@ -9,8 +9,6 @@ from contextlib import contextmanager
 from heapq import heappop, heappush
 from typing import TypeAlias, TypeVar
 
-from google.protobuf.duration_pb2 import Duration
-
 from rallypoint.rendezvous.base.entries import Writer
 from rallypoint.rendezvous.store.requests import (
     WriteRequest,
@@ -23,6 +21,7 @@ from rallypoint.rendezvous.store.writes import Comparison
 from rallypoint.rendezvous.v1 import store_service_pb2 as pb
 from rallypoint.rendezvous.v1 import store_service_pb2_grpc as rpc
 from rallypoint.rpc.calls import RetryingCalls
+from rallypoint.rpc.durations import set_seconds
 from rallypoint.rpc.pace import Pace
 from rallypoint.rpc.replica_client import Where, replica_client
 
@@ -263,12 +262,6 @@ class StoreClient:
         end = self._pace.clock() + timeout
 
         def set_remaining_time() -> None:
-            request.timeout.CopyFrom(_duration(max(0.0, end - self._pace.clock())))
+            set_seconds(request.timeout, max(0.0, end - self._pace.clock()))
 
         return await self._calls.call(pick, request, timeout + ANSWER_MARGIN, set_remaining_time, waits=True)
-
-
-def _duration(seconds: float) -> Duration:
-    duration = Duration()
-    duration.FromNanoseconds(int(seconds * 1e9))
-    return duration

@@ -22,6 +22,7 @@ from rallypoint.rendezvous.base.limits import (
 )
 from rallypoint.rendezvous.v1 import state_service_pb2 as state_pb
 from rallypoint.rendezvous.v1 import store_service_pb2 as pb
+from rallypoint.rpc.durations import to_seconds
 from rallypoint.rpc.errors import invalid
 from rallypoint.serving.requests import name
 
@@ -120,7 +121,7 @@ def _check_multi(field: str, size: int) -> None:
 
 def wait_seconds(timeout: Duration) -> float:
     """Return the time to wait, in seconds."""
-    seconds = timeout.seconds + timeout.nanos / 1e9
+    seconds = to_seconds(timeout)
     if not (0 <= seconds <= MAX_WAIT and abs(timeout.nanos) < 1_000_000_000):
         raise invalid("timeout", f"is {seconds:g} s; expected 0 to {MAX_WAIT:,.0f} s")
     return seconds

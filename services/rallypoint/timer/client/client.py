@@ -9,19 +9,23 @@ import time
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 
 import grpc
 
 from rallypoint.rpc.backoff import Backoff
 from rallypoint.rpc.clock import LagSettings
+from rallypoint.rpc.durations import checked_seconds, to_duration
 from rallypoint.rpc.errors import decode
 from rallypoint.rpc.logs import get_logger, is_end_of_stream
 from rallypoint.timer.client.mirror import TimerMirror, action_of
 from rallypoint.timer.client.pacing import Batching, Watch
-from rallypoint.timer.durations import to_duration, to_seconds
+from rallypoint.timer.core.values import InvalidField
 from rallypoint.timer.v1 import timer_service_pb2 as pb
 from rallypoint.timer.v1 import timer_service_pb2_grpc as pb_grpc
+
+_seconds = partial(checked_seconds, refuse=InvalidField)
 
 # ---- Settings and events of the client.
 
@@ -405,8 +409,8 @@ class NodeTimers:
         expired = ExpiredTimer(
             event.worker_id,
             event.scope,
-            to_seconds(event.after, "after"),
-            to_seconds(event.late_by, "late_by"),
+            _seconds(event.after, "after"),
+            _seconds(event.late_by, "late_by"),
             event.sequence,
             event.learned.count if event.HasField("learned") else 0,
         )
@@ -449,7 +453,7 @@ class NodeTimers:
 
     def _learned(self, event: pb.Learned) -> None:
         if event.count:
-            self._mirror.learned(event.scope, event.count, to_seconds(event.longest, "longest"))
+            self._mirror.learned(event.scope, event.count, _seconds(event.longest, "longest"))
             return
         self._log.info("a scope was forgotten; learning starts again", scope=event.scope)
         # The counting side must drop its old observations before this client forgets the scope.
@@ -459,7 +463,7 @@ class NodeTimers:
         self._batching.note()
 
     def _stalled(self, event: pb.Stalled) -> None:
-        idle = round(to_seconds(event.idle, "idle"), 1)
+        idle = round(_seconds(event.idle, "idle"), 1)
         if event.over:
             # A warning, like the message it takes back: no log level may hide only one of them.
             self._log.warning("workers of the run advance again", idle=idle)
@@ -471,7 +475,7 @@ class NodeTimers:
             first_node=first.node_id,
             first_rank=first.rank,
             first_step=first.step,
-            first_idle=round(to_seconds(first.idle, "idle"), 1),
+            first_idle=round(_seconds(first.idle, "idle"), 1),
             at_same_step=event.at_same_step,
             workers=event.workers,
         )

@@ -7,6 +7,7 @@ from collections import deque
 from dataclasses import dataclass
 from itertools import islice
 
+from rallypoint.rpc.durations import to_duration
 from rallypoint.timer.core.progress import RunProgress, Stall, WorkerProgress
 from rallypoint.timer.core.values import (
     MAX_NAME_BYTES,
@@ -18,7 +19,6 @@ from rallypoint.timer.core.values import (
     TimerState,
     TimerView,
 )
-from rallypoint.timer.durations import to_duration
 from rallypoint.timer.v1 import timer_service_pb2 as pb
 
 # Refusals kept for a subscriber that does not read. Older ones are dropped.

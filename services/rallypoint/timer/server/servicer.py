@@ -7,11 +7,13 @@ import base64
 import json
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import islice
 from typing import Any
 
 import grpc
 
+from rallypoint.rpc.durations import checked_seconds, to_duration
 from rallypoint.serving.flow import ServerDraining, UnopenedStreams
 from rallypoint.timer.core.core import MAX_AFTER
 from rallypoint.timer.core.values import (
@@ -22,12 +24,13 @@ from rallypoint.timer.core.values import (
     TooMany,
     check_name,
 )
-from rallypoint.timer.durations import to_duration, to_seconds
 from rallypoint.timer.server import outbox
 from rallypoint.timer.server.outbox import Outbox, Refusal
 from rallypoint.timer.server.watchdog import Watchdog
 from rallypoint.timer.v1 import timer_service_pb2 as pb
 from rallypoint.timer.v1 import timer_service_pb2_grpc as pb_grpc
+
+_seconds = partial(checked_seconds, refuse=InvalidField)
 
 # ---- One Supervise stream: the agent's actions, processed in order.
 
@@ -61,7 +64,7 @@ class Supervision:
             wanted.lease,
             _stall_after(wanted),
             incarnation=wanted.incarnation,
-            lease_age=to_seconds(wanted.lease_age, "lease_age"),
+            lease_age=_seconds(wanted.lease_age, "lease_age"),
         )
 
     async def read(self, requests: AsyncIterator[pb.SuperviseRequest]) -> None:
@@ -91,7 +94,7 @@ class Supervision:
                 self._table.end(subscription, action.release.worker_id, action.release.scope)
             case "observe":
                 observe = action.observe
-                longest = to_seconds(observe.longest, "longest")
+                longest = _seconds(observe.longest, "longest")
                 self._watchdog.observe(subscription, observe.scope, observe.count, longest)
             case "progress":
                 self._report_progress(action.progress)
@@ -116,10 +119,10 @@ class Supervision:
                 self.subscription,
                 acquire.worker_id,
                 acquire.scope,
-                to_seconds(acquire.after, "after"),
+                _seconds(acquire.after, "after"),
                 self._watchdog.now(),
                 sequence=acquire.sequence,
-                elapsed=to_seconds(acquire.elapsed, "elapsed"),
+                elapsed=_seconds(acquire.elapsed, "elapsed"),
                 learned_as=acquire.learned_as,
             )
         except (InvalidField, TooMany) as error:
@@ -131,7 +134,7 @@ class Supervision:
             progress.worker_id,
             progress.rank,
             progress.step,
-            to_seconds(progress.elapsed, "elapsed"),
+            _seconds(progress.elapsed, "elapsed"),
         )
 
     def _learn(self, learned: pb.Learned) -> None:
@@ -140,7 +143,7 @@ class Supervision:
             return
         if self._registered:
             raise InvalidField("actions", "after registered, learned may only be sent with a count of 0")
-        longest = to_seconds(learned.longest, "longest")
+        longest = _seconds(learned.longest, "longest")
         self._watchdog.learn(self.subscription, learned.scope, learned.count, longest)
 
 
@@ -153,7 +156,7 @@ def check_number(actions: int) -> None:
 def _stall_after(wanted: pb.Subscribe) -> float | None:
     if not wanted.HasField("stall_after"):
         return None
-    seconds = to_seconds(wanted.stall_after, "stall_after")
+    seconds = _seconds(wanted.stall_after, "stall_after")
     if not 0 <= seconds <= MAX_AFTER:
         raise InvalidField("stall_after", "must be at least zero and at most ten years")
     return seconds
@@ -253,10 +256,7 @@ class TimerServicer(pb_grpc.TimerServiceServicer):
                 case "acquire":
                     _refuse_agent_requests(acquire)
                     name = TimerName(run_id, node_id, acquire.worker_id, acquire.scope)
-                    after, elapsed = (
-                        to_seconds(acquire.after, "after"),
-                        to_seconds(acquire.elapsed, "elapsed"),
-                    )
+                    after, elapsed = _seconds(acquire.after, "after"), _seconds(acquire.elapsed, "elapsed")
                     self._table.acquire(name, after, now, elapsed=elapsed, lease=lease)
                 case "release":
                     name = TimerName(run_id, node_id, release.worker_id, release.scope)
@@ -274,7 +274,7 @@ class TimerServicer(pb_grpc.TimerServiceServicer):
     ) -> pb.AcquireTimerResponse:
         """See timer_service.proto."""
         self._refuse_if_draining()
-        after = to_seconds(request.after, "after")
+        after = _seconds(request.after, "after")
         try:
             self._table.acquire(_name(request), after, self._watchdog.now(), lease=_lease(request))
         finally:

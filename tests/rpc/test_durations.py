@@ -7,8 +7,8 @@ from google.protobuf.duration_pb2 import Duration
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rallypoint.timer.core.values import InvalidField
-from rallypoint.timer.durations import to_duration, to_seconds
+from rallypoint.rpc.durations import checked_seconds, to_duration, to_seconds
+from rallypoint.rpc.errors import ServiceError, invalid
 
 
 @given(st.floats(-1e6, 1e6))
@@ -16,11 +16,12 @@ def test_there_and_back(seconds: float) -> None:
     """Of either sign; seconds and nanos agree in it."""
     duration = to_duration(seconds)
     assert duration.seconds * duration.nanos >= 0
-    assert to_seconds(duration, "after") == pytest.approx(seconds, abs=2e-9)
+    assert to_seconds(duration) == pytest.approx(seconds, abs=1e-9)
+    assert to_duration(checked_seconds(duration, "after", invalid)) == duration
 
 
 @pytest.mark.parametrize(("seconds", "nanos"), [(1, -1), (-1, 1), (0, 10**9), (0, -(10**9)), (10**12, 0)])
 def test_what_is_no_duration_is_refused(seconds: int, nanos: int) -> None:
     """By the definition of google.protobuf.Duration."""
-    with pytest.raises(InvalidField, match="after: is not a valid duration"):
-        to_seconds(Duration(seconds=seconds, nanos=nanos), "after")
+    with pytest.raises(ServiceError, match="after: is not a valid duration"):
+        checked_seconds(Duration(seconds=seconds, nanos=nanos), "after", invalid)
