@@ -11,8 +11,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from support.waiting import PATIENCE
+
 RALLYPOINT = Path(sys.executable).with_name("rallypoint")
-PATIENCE = 30.0
 
 
 def clean_environment(**more: str) -> dict[str, str]:

@@ -18,7 +18,7 @@ from support.etcd_server import NEEDS_ETCD, EtcdCluster, EtcdMember, etcd_cluste
 from support.mortal import mortal
 from support.waiting import wait_until
 
-pytestmark = [NEEDS_ETCD, pytest.mark.integration, pytest.mark.timeout(240)]
+pytestmark = [NEEDS_ETCD, pytest.mark.integration]
 
 PATIENCE = 90.0
 TTL = 5

@@ -12,8 +12,6 @@ from rallypoint.etcd.errors import ClientClosed, EtcdRefused, EtcdUnavailable, R
 from rallypoint.etcd.values import CreateRevision, Delete, Get, ModRevision, Put, Txn, prefix_end
 from support.etcd_server import EtcdCluster
 
-pytestmark = pytest.mark.timeout(240)
-
 
 async def test_a_transaction_does_one_thing_or_the_other(client: EtcdClient) -> None:
     """Whichever its conditions say, and what it finds comes in the order of its reads."""

@@ -21,8 +21,6 @@ from rallypoint.etcd.errors import (
 from rallypoint.etcd.values import Delete, Put, Txn
 from support.etcd_server import etcd_cluster
 
-pytestmark = pytest.mark.timeout(240)
-
 MEBIBYTE = 1024 * 1024
 
 

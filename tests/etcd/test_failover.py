@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from etcd.patient import FIRST, PATIENCE, put
+from etcd.patient import FIRST, put
 from rallypoint.etcd.client import EtcdClient
 from rallypoint.etcd.cluster import EtcdChannel
 from rallypoint.etcd.endpoint import Credentials
@@ -18,8 +18,7 @@ from rallypoint.etcd.v1 import kv_pb2
 from rallypoint.etcd.values import CreateRevision, Put, Txn
 from rallypoint.rpc.endpoint import Endpoint
 from support.etcd_server import EtcdCluster, EtcdMember, free_port
-
-pytestmark = pytest.mark.timeout(240)
+from support.waiting import PATIENCE
 
 
 async def elapsed(call: object) -> float:

@@ -10,7 +10,7 @@ from contextlib import AsyncExitStack
 
 import pytest
 
-from etcd.patient import FIRST, PATIENCE, put
+from etcd.patient import FIRST, put
 from etcd.relay import relay_to
 from rallypoint.etcd.client import EtcdClient
 from rallypoint.etcd.cluster import EtcdChannel
@@ -20,9 +20,7 @@ from rallypoint.etcd.values import Put, Txn
 from rallypoint.rpc.loop import boot_time
 from rallypoint.rpc.pace import Pace
 from support.etcd_server import EtcdCluster
-from support.waiting import until
-
-pytestmark = pytest.mark.timeout(240)
+from support.waiting import PATIENCE, until
 
 
 class Clock:

@@ -20,8 +20,6 @@ from rallypoint.etcd.values import Put, Txn, prefix_end
 from support.etcd_server import EtcdCluster, etcd_cluster
 from support.waiting import until
 
-pytestmark = pytest.mark.timeout(240)
-
 PREFIX = b"/rallypoint/"
 
 

@@ -17,8 +17,6 @@ from rallypoint.etcd.client import (
 from rallypoint.etcd.errors import EtcdRefused, EtcdUnavailable, Reason
 from support.etcd_server import EtcdCluster, free_port
 
-pytestmark = pytest.mark.timeout(240)
-
 
 def status(
     version: str = "3.6.9", size: int = 0, quota: int = 0, alarm: str = "", learner: bool = False

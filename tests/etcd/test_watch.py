@@ -11,16 +11,14 @@ from itertools import pairwise
 
 import pytest
 
-from etcd.patient import FIRST, PATIENCE, put
+from etcd.patient import FIRST, put
 from rallypoint.etcd.client import EtcdClient
 from rallypoint.etcd.errors import Compacted
 from rallypoint.etcd.streams import Position
 from rallypoint.etcd.v1 import kv_pb2, watch_pb2
 from rallypoint.etcd.values import Change, Delete, Put, Txn, prefix_end
 from support.etcd_server import EtcdCluster
-from support.waiting import until
-
-pytestmark = pytest.mark.timeout(240)
+from support.waiting import PATIENCE, until
 
 PREFIX = b"/watch/"
 

@@ -35,9 +35,9 @@ from rallypoint.rpc.pace import Pace
 from serving.conftest import make_certificates
 from support.etcd_server import EtcdCluster, etcd_cluster, free_port
 from support.log_events import log_events
+from support.waiting import PATIENCE
 
 RUN = "run-1"
-PATIENCE = 60.0
 NODES = 30
 
 

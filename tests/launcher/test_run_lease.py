@@ -25,6 +25,7 @@ from rallypoint.rendezvous.journal.etcd.keys import HIGH_WATER
 from rallypoint.rpc.endpoint import SettingError
 from rallypoint.rpc.pace import Pace
 from support.etcd_server import EtcdCluster, etcd_cluster
+from support.waiting import PATIENCE
 
 
 @pytest.fixture(scope="module")
@@ -129,11 +130,11 @@ async def test_a_lease_is_kept_alive_until_it_ends(client: EtcdClient) -> None:
 
     lease = await run_lease(client, "job", 600)
     keeping = asyncio.create_task(keep_alive(client, lease, Pace(sleep=sleep)))
-    assert await asyncio.wait_for(slept.get(), 30) == 100
+    assert await asyncio.wait_for(slept.get(), PATIENCE) == 100
     await client.revoke(lease)
     assert not keeping.done()
     go_on.set()
-    await asyncio.wait_for(keeping, 30)
+    await asyncio.wait_for(keeping, PATIENCE)
 
 
 @pytest.mark.parametrize("revoked", [True, False], ids=["lease revoked", "key deleted"])
@@ -150,7 +151,7 @@ async def test_who_serves_a_run_that_is_forgotten_hears_of_it_at_once(
         await client.revoke(lease)
     else:
         await client.transact(Txn([], [Delete(key)]))
-    await asyncio.wait_for(hearing, 30)
+    await asyncio.wait_for(hearing, PATIENCE)
     assert await run_lease(client, "job") != lease
 
 

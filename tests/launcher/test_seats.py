@@ -14,8 +14,7 @@ from rallypoint.etcd.endpoint import parse_address
 from rallypoint.etcd.session import Session
 from rallypoint.launcher.run_lease import SEATS, seat
 from support.etcd_server import EtcdCluster, etcd_cluster
-
-PATIENCE = 60.0
+from support.waiting import PATIENCE
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,8 @@ from rallypoint.rpc.endpoint import ClientTLS
 from rallypoint.rpc.pace import Pace
 from rallypoint.rpc.replica_client import ReplicaClient
 from rallypoint.serving.server import ServerOptions
-from serving.fleet import PATIENCE, Replica, Serve, Tiny, mute, refusing
+from serving.fleet import Replica, Serve, Tiny, mute, refusing
+from support.waiting import PATIENCE
 
 # The fixtures' Certificates, by its fields: ca, server, server_key, client, client_key.
 Certificates = Any

@@ -16,9 +16,7 @@ import pytest
 from rallypoint.agent.health.helper_processes import MOST_KEPT, HelperProcesses, ProgramTimeoutError, missing
 from rallypoint.agent.spawner.protocol import SpawnError
 from support.processes import fresh_marker, gone, living
-from support.waiting import until
-
-PATIENCE = 30.0
+from support.waiting import PATIENCE, until
 
 
 @pytest.fixture

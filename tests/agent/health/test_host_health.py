@@ -12,8 +12,7 @@ import pytest
 from rallypoint.agent.health.checks import CheckContext, HealthCheck
 from rallypoint.agent.health.helper_processes import HelperProcesses
 from rallypoint.agent.health.monitor import RECENT, HostHealth
-
-PATIENCE = 30.0
+from support.waiting import PATIENCE
 
 
 class Host:

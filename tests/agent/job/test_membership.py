@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from agent.job.test_job import PATIENCE, Bench
+from agent.job.test_job import Bench
 from agent.job.test_job import bench as bench  # noqa: PLC0414  # a fixture
 from rallypoint.agent.core import core
 from rallypoint.agent.job import rendezvous as membership_module
@@ -16,7 +16,7 @@ from rallypoint.agent.workers.group import WorkerGroup
 from rallypoint.agent.workers.processes import StopReport
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rpc.channel import open_channel
-from support.waiting import until
+from support.waiting import PATIENCE, until
 
 
 @pytest.mark.parametrize(

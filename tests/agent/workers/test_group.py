@@ -34,7 +34,7 @@ from rallypoint.agent.workers.affinity import Cpus
 from rallypoint.agent.workers.group import WorkerGroup
 from rallypoint.agent.workers.processes import StopReport
 from rallypoint.rendezvous.v1.rendezvous_service_pb2 import RunSettings
-from support.waiting import until, wait_until
+from support.waiting import PATIENCE, until, wait_until
 
 SEAT = Assignment(
     round=3,
@@ -311,7 +311,7 @@ async def test_a_crew_that_is_stopped_before_it_knows_its_processors_starts_noth
 
     def look(_: JobConfig) -> list[Cpus]:
         looking.set()
-        assert go_on.wait(30.0)
+        assert go_on.wait(PATIENCE)
         return [frozenset(os.sched_getaffinity(0))]
 
     monkeypatch.setattr(group_module, "_processors", look)
@@ -397,7 +397,7 @@ async def test_what_outlives_sigkill_has_failed_and_makes_the_host_unfit(
     assert failure.message == f"it did not leave 'save' within 2 s (found 0.010 s later); {why}"
     assert (failure.rank, failure.pid, failure.exit_code) == (5, pid, -9)
     # The other one ends of the signal; the one that was killed in vain lives, and is not waited for.
-    report = await asyncio.wait_for(group.stop(signal.SIGTERM, 3600.0), 60)
+    report = await asyncio.wait_for(group.stop(signal.SIGTERM, 3600.0), PATIENCE)
     assert report.killed == (1,)
     assert len(told.failures) == 1
 

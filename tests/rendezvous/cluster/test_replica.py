@@ -26,7 +26,6 @@ from rallypoint.rendezvous.v1 import state_service_pb2 as state_pb
 from rallypoint.rpc.endpoint import SettingError, parse_endpoint
 from rallypoint.rpc.errors import decode
 from rendezvous.cluster.served import (
-    PATIENCE,
     SHARDS,
     TTL,
     Served,
@@ -38,7 +37,7 @@ from rendezvous.cluster.served import (
 )
 from rendezvous.cut_proxy import CutProxy
 from support.etcd_server import NEEDS_ETCD
-from support.waiting import until
+from support.waiting import PATIENCE, until
 
 pytestmark = NEEDS_ETCD
 

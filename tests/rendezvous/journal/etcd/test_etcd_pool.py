@@ -18,8 +18,9 @@ from rallypoint.rpc.pace import Pace
 from rendezvous.journal.entries import change, record
 from rendezvous.journal.etcd_shelf import TTL, EtcdShelf, Fate, etcd_shelf
 from support.etcd_server import NEEDS_ETCD, etcd_cluster
+from support.waiting import PATIENCE
 
-pytestmark = [NEEDS_ETCD, pytest.mark.timeout(180)]
+pytestmark = NEEDS_ETCD
 
 
 class Bench:
@@ -74,7 +75,7 @@ class Bench:
 
 async def _until(condition: Callable[[], bool]) -> None:
     """Wait for something that no event tells of: as many steps of the event loop as it takes."""
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PATIENCE):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0)
 
