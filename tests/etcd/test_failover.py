@@ -17,7 +17,7 @@ from rallypoint.etcd.errors import EtcdUnavailable
 from rallypoint.etcd.v1 import kv_pb2
 from rallypoint.etcd.values import CreateRevision, Put, Txn
 from rallypoint.rpc.endpoint import Endpoint
-from support.etcd_server import EtcdCluster, EtcdMember, free_port
+from support.etcd_server import PATIENT, EtcdCluster, EtcdMember, free_port
 from support.waiting import PATIENCE
 
 
@@ -35,19 +35,19 @@ def called(client: EtcdClient, cluster: EtcdCluster) -> EtcdMember:
 
 async def test_a_dead_member_costs_nothing(connect: Callable[..., EtcdClient], trio: EtcdCluster) -> None:
     """Nobody listens there, so nothing was sent: even a transaction goes to the next one, within the same call."""
-    client = connect(trio.url, pace=FIRST)
+    client = connect(f"{trio.url}?{PATIENT}", pace=FIRST)
     await client.get(b"a")
     for dead in range(3):
         trio.members[dead].kill()
         if dead == 0:
             # Two are a majority; one is not.
             await put(client, b"a")
-            fresh = connect(trio.url, pace=FIRST)
+            fresh = connect(f"{trio.url}?{PATIENT}", pace=FIRST)
             await put(fresh, b"b")
         trio.members[dead].start()
         for member in trio.members:
             member.wait()
-    dead_first = connect(f"etcd://127.0.0.1:{free_port()},{trio.endpoints}", pace=FIRST)
+    dead_first = connect(f"etcd://127.0.0.1:{free_port()},{trio.endpoints}?{PATIENT}", pace=FIRST)
     result = await dead_first.transact(Txn([CreateRevision(b"c", 0)], [Put(b"c", b"")]))
     assert result.succeeded
 
@@ -56,7 +56,7 @@ async def test_a_stopped_member_holds_nobody_for_long(
     connect: Callable[..., EtcdClient], trio: EtcdCluster
 ) -> None:
     """A read goes on elsewhere after one attempt's time, and nobody asks the stopped one again."""
-    client = connect(trio.url + "?attempt-timeout=2&request-timeout=30", pace=FIRST)
+    client = connect(trio.url + "?attempt-timeout=2&request-timeout=60", pace=FIRST)
     await put(client, b"a")
     stopped = called(client, trio)
     stopped.send(signal.SIGSTOP)
@@ -73,7 +73,7 @@ async def test_a_stopped_member_holds_nobody_for_long(
 
 async def test_a_transaction_is_sent_once(connect: Callable[..., EtcdClient], trio: EtcdCluster) -> None:
     """If its member hangs, the outcome is unknown, which is said after one attempt's time: it is done once, or not."""
-    client = connect(trio.url + "?attempt-timeout=1&request-timeout=30", pace=FIRST)
+    client = connect(trio.url + "?attempt-timeout=1&request-timeout=60", pace=FIRST)
     await put(client, b"a")
     stopped = called(client, trio)
     stopped.send(signal.SIGSTOP)
@@ -87,7 +87,7 @@ async def test_a_transaction_is_sent_once(connect: Callable[..., EtcdClient], tr
     finally:
         stopped.send(signal.SIGCONT)
     # Whatever it had received, it has dealt with once it takes part again.
-    direct = connect(f"etcd://{stopped.endpoint}?request-timeout=30")
+    direct = connect(f"etcd://{stopped.endpoint}?request-timeout=60")
     await put(direct, b"c")
     assert [pair.version for pair in (await client.get(b"x")).pairs] in ([], [1])
 
@@ -105,7 +105,7 @@ async def test_a_place_that_never_answers_holds_nobody_for_long(
     connect: Callable[..., EtcdClient], shared_etcd: EtcdCluster, black_hole: str
 ) -> None:
     """Nothing was sent to it either, so that a transaction moves on as well."""
-    url = f"etcd://{black_hole},{shared_etcd.endpoints}?attempt-timeout=0.5&request-timeout=30"
+    url = f"etcd://{black_hole},{shared_etcd.endpoints}?attempt-timeout=0.5&request-timeout=60"
     assert (await connect(url, pace=FIRST).transact(Txn([], [Put(b"/hole", b"")]))).succeeded
     reader = connect(url, pace=FIRST)
     assert await elapsed(reader.get(b"/hole")) > 0.4

@@ -151,7 +151,7 @@ async def test_a_session_is_lost_before_its_keys_are(
 ) -> None:
     """Cut off from etcd without a word: whenever its key is gone, it does not think that it holds it."""
     async with relay_to(shared_etcd.endpoints) as relay:
-        session = await Session.open(connect(f"etcd://{relay.endpoint}"), 2)
+        session = await Session.open(connect(f"etcd://{relay.endpoint}"), 5)
         await leased_key(client, session, b"/session/cut")
         relay.cut()
         began = time.monotonic()
@@ -268,7 +268,7 @@ async def test_what_a_leader_of_the_past_answers_does_not_count(
 ) -> None:
     """Though the lease is there and it says so: its successor may have let it end."""
     async with ElectedMeanwhile(parse_address(shared_etcd.url, {})) as deceived:
-        session = await Session.open(deceived, 3)
+        session = await Session.open(deceived, 6)
         await asyncio.wait_for(session.lost(), PATIENCE)
         # It was prolonged all the time, and would have been for ever.
         assert await client.keep_alive(session.lease) > 0
@@ -293,8 +293,8 @@ async def test_a_bug_in_keeping_it_alive_loses_the_session(shared_etcd: EtcdClus
 
 async def test_an_election_is_seen_in_the_term(connect: Callable[..., EtcdClient], trio: EtcdCluster) -> None:
     """Whichever member is asked."""
-    client = connect(trio.url + "?request-timeout=30")
-    clients = [client, *(connect(f"etcd://{member.endpoint}?request-timeout=30") for member in trio.members)]
+    client = connect(trio.url + "?request-timeout=60")
+    clients = [client, *(connect(f"etcd://{member.endpoint}?request-timeout=60") for member in trio.members)]
     began = time.monotonic()
     while len(terms := {await each.term() for each in clients}) > 1:
         # A slow machine may have had an election between two answers.

@@ -17,7 +17,7 @@ from rallypoint.etcd.errors import Compacted
 from rallypoint.etcd.streams import Position
 from rallypoint.etcd.v1 import kv_pb2, watch_pb2
 from rallypoint.etcd.values import Change, Delete, Put, Txn, prefix_end
-from support.etcd_server import EtcdCluster
+from support.etcd_server import PATIENT, EtcdCluster
 from support.waiting import PATIENCE, until
 
 PREFIX = b"/watch/"
@@ -81,8 +81,8 @@ async def test_nothing_is_lost_or_told_twice_whichever_member_fails(
     connect: Callable[..., EtcdClient], trio: EtcdCluster
 ) -> None:
     """Members are killed and stopped in turn under a watch; it goes on from where it was."""
-    client = connect(trio.url + "?attempt-timeout=1", pace=FIRST)
-    writer = connect(trio.url + "?attempt-timeout=1")
+    client = connect(trio.url + "?attempt-timeout=1&request-timeout=60", pace=FIRST)
+    writer = connect(trio.url + "?attempt-timeout=1&request-timeout=60")
     start = (await client.get(PREFIX)).revision + 1
     watcher = Watcher(client, PREFIX, start)
     for number in range(3):
@@ -113,7 +113,7 @@ async def test_a_compaction_under_a_watch_is_told_where_changes_were_lost(
     connect: Callable[..., EtcdClient], trio: EtcdCluster
 ) -> None:
     """A watch that is up to date goes on; one that would have to tell what is gone says so, and from where it could."""
-    client = connect(trio.url, pace=FIRST)
+    client = connect(f"{trio.url}?{PATIENT}", pace=FIRST)
     for number in range(10):
         await put(client, PREFIX + b"%d" % number)
     current = (await client.get(PREFIX)).revision
@@ -134,9 +134,9 @@ async def test_a_watch_that_was_away_during_a_compaction_is_told(
     connect: Callable[..., EtcdClient], trio: EtcdCluster
 ) -> None:
     """Its member is stopped; meanwhile changes are made and compacted away; there is no way to tell them."""
-    client = connect(trio.url + "?attempt-timeout=1", pace=FIRST)
+    client = connect(trio.url + "?attempt-timeout=1&request-timeout=60", pace=FIRST)
     await put(client, PREFIX + b"a")
-    others = connect(f"etcd://{trio.members[1].endpoint},{trio.members[2].endpoint}")
+    others = connect(f"etcd://{trio.members[1].endpoint},{trio.members[2].endpoint}?{PATIENT}")
     watcher = Watcher(client, PREFIX, 1)
     await watcher.has(PREFIX + b"a")
     trio.members[0].send(signal.SIGSTOP)

@@ -24,7 +24,7 @@ from rallypoint.rendezvous.cluster.keys import Keys
 from rallypoint.rendezvous.journal.etcd.keys import HIGH_WATER
 from rallypoint.rpc.endpoint import SettingError
 from rallypoint.rpc.pace import Pace
-from support.etcd_server import EtcdCluster, etcd_cluster
+from support.etcd_server import PATIENT, EtcdCluster, etcd_cluster
 from support.waiting import PATIENCE
 
 
@@ -38,7 +38,7 @@ def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdCluster]:
 @pytest.fixture
 def address(etcd: EtcdCluster, tmp_path: Path) -> EtcdAddress:
     """A place of this test alone."""
-    return parse_address(f"{etcd.url}/{tmp_path.name}", {})
+    return parse_address(f"{etcd.url}/{tmp_path.name}?{PATIENT}", {})
 
 
 @pytest.fixture

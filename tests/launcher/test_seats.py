@@ -13,7 +13,7 @@ from rallypoint.etcd.client import EtcdClient
 from rallypoint.etcd.endpoint import parse_address
 from rallypoint.etcd.session import Session
 from rallypoint.launcher.run_lease import SEATS, seat
-from support.etcd_server import EtcdCluster, etcd_cluster
+from support.etcd_server import PATIENT, EtcdCluster, etcd_cluster
 from support.waiting import PATIENCE
 
 
@@ -27,7 +27,7 @@ def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdCluster]:
 @pytest.fixture
 async def client(etcd: EtcdCluster, tmp_path: Path) -> AsyncIterator[EtcdClient]:
     """A client at a place of this test alone."""
-    async with EtcdClient(parse_address(f"{etcd.url}/{tmp_path.name}", {})) as client:
+    async with EtcdClient(parse_address(f"{etcd.url}/{tmp_path.name}?{PATIENT}", {})) as client:
         yield client
 
 

@@ -69,7 +69,7 @@ async def test_watchers_of_one_run_are_no_business_of_another(stage: Stage) -> N
     """Neither their number nor what they are told."""
     await stage.join("a", FLOODED)
     watchers = [await stage.engine.watch(FLOODED, 0) for _ in range(50)]
-    with pytest.raises(LimitReached, match="as many watch"):
+    with pytest.raises(LimitReached, match="at its limit of watchers"):
         await stage.engine.watch(FLOODED, 0)
     await stage.join("a")
     watcher = await stage.engine.watch(RUN, 0)

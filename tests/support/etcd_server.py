@@ -25,6 +25,9 @@ ETCD = os.environ.get("RALLYPOINT_TEST_ETCD") or shutil.which("etcd")
 
 NEEDS_ETCD = pytest.mark.skipif(ETCD is None, reason="needs the etcd command (apt install etcd-server)")
 
+PATIENT = f"attempt-timeout={PATIENCE:g}&request-timeout={PATIENCE:g}"
+"""Query of a URL of etcd: whose test is not of a reply that does not come waits for it as for anything else."""
+
 
 def free_port() -> int:
     """A port on loopback that nobody listens on now."""

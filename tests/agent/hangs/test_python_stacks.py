@@ -181,7 +181,7 @@ async def test_a_py_spy_that_hangs_is_killed(tmp_path: Path, monkeypatch: pytest
     _py_spy(
         tmp_path,
         monkeypatch,
-        f"echo $$ > {tmp_path}/pid.new; mv {tmp_path}/pid.new {tmp_path}/pid; exec sleep 60",
+        f"echo $$ > {tmp_path}/pid.new; mv {tmp_path}/pid.new {tmp_path}/pid; exec sleep 600",
     )
     asking = asyncio.create_task(spy(4711))
     await until((tmp_path / "pid").exists, "py-spy to run")

@@ -177,7 +177,7 @@ async def test_who_ignores_the_chosen_signal_is_killed(
 ) -> None:
     """Patience has an end."""
     monkeypatch.setattr(reaping_module, "SIGNAL_TIMEOUT", 0.05)
-    with start("sh", "-c", 'trap "" TERM; exec sleep 60') as process:
+    with start("sh", "-c", 'trap "" TERM; exec sleep 600') as process:
         await until(lambda: _runs(process.pid, "sleep"), "it to ignore the signal")
         kill = Kill(process.pid)
         await asyncio.wait_for(make(process.pid, chosen=signal.SIGTERM).end(kill), PATIENCE)
@@ -194,7 +194,7 @@ async def test_a_stopped_process_hears_the_chosen_signal(
 ) -> None:
     """It is resumed, or it would not."""
     monkeypatch.setattr(reaping_module, "SIGNAL_TIMEOUT", 20.0)
-    with start("sh", "-c", "kill -STOP $$; exec sleep 60") as process:
+    with start("sh", "-c", "kill -STOP $$; exec sleep 600") as process:
         await until(lambda: bool((look := inspect_process(process.pid)) and look.stopped), "it to be stopped")
         kill = Kill(process.pid)
         await make(process.pid, chosen=signal.SIGTERM).end(kill)

@@ -51,7 +51,7 @@ async def test_a_host_on_which_a_worker_failed_is_looked_at_before_it_goes_on(
 ) -> None:
     """Healthy, it takes its place in the next round; not so, it is the others' next round."""
     script = "echo x >> looks; [ ! -e sick ]"
-    fails = "[ $RALLYPOINT_ROUND = 1 ] && [ $RANK = 0 ] && exit 1; touch $1/up.$RALLYPOINT_ROUND; sleep 60"
+    fails = "[ $RALLYPOINT_ROUND = 1 ] && [ $RANK = 0 ] && exit 1; touch $1/up.$RALLYPOINT_ROUND; sleep 600"
     job = bench.job(fails, restarts=5, health_checks=check(script))
     running = bench.start(job)
     await bench.has("up.2")
@@ -83,7 +83,7 @@ async def test_an_announced_maintenance_drains_the_host(bench: Bench) -> None:
         touch $1/started.$RANK
         while [ ! -e $RALLYPOINT_NOTICE ]; do sleep 0.02; done
         echo $RANK > $RALLYPOINT_NOTICE.saved
-        sleep 60
+        sleep 600
     """
     watch = ("sh", "-c", f"while [ ! -e {bench.folder}/announced ]; do sleep 0.02; done; echo TERMINATE")
     job = bench.job(script, maintenance_command=watch)
@@ -97,7 +97,7 @@ async def test_an_announced_maintenance_drains_the_host(bench: Bench) -> None:
 
 async def test_the_watch_for_maintenance_survives_a_round_and_not_the_job(bench: Bench) -> None:
     """The sweep that ends a round's workers spares it."""
-    watch = ("sh", "-c", f"echo $$ >> {bench.folder}/watch; sleep 60; exit 1")
+    watch = ("sh", "-c", f"echo $$ >> {bench.folder}/watch; sleep 600; exit 1")
     fails = """
         while [ ! -s $1/watch ]; do sleep 0.02; done
         [ $RALLYPOINT_ROUND = 1 ] && exit 1

@@ -29,7 +29,7 @@ SAVES = """
     mv $1/copy.$RANK $1/notice.$RANK
     while [ ! -e $1/save.$RANK ]; do sleep 0.02; done
     echo $RANK > $RALLYPOINT_NOTICE.saved
-    sleep 60
+    sleep 600
 """
 
 
@@ -140,7 +140,7 @@ async def test_the_end_of_the_last_that_has_not_saved_is_noticed(bench: Bench) -
     script = """
         touch $1/started.$RANK
         while [ ! -e $RALLYPOINT_NOTICE ]; do sleep 0.02; done
-        [ $RANK = 0 ] && echo 0 > $RALLYPOINT_NOTICE.saved && touch $1/saved && sleep 60
+        [ $RANK = 0 ] && echo 0 > $RALLYPOINT_NOTICE.saved && touch $1/saved && sleep 600
         while [ ! -e $1/go ]; do sleep 0.02; done
     """
     job = bench.job(script)

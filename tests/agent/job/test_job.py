@@ -126,7 +126,7 @@ async def test_a_job_whose_workers_succeed_ends_with_0(bench: Bench) -> None:
 
 async def test_a_job_whose_worker_fails_ends_with_1_and_the_failure(bench: Bench) -> None:
     """With no restart allowed, at once; the other worker does not live on."""
-    result = await bench.run(bench.job('[ $RANK = 1 ] && { echo "no data" >&2; exit 3; }; sleep 60'))
+    result = await bench.run(bench.job('[ $RANK = 1 ] && { echo "no data" >&2; exit 3; }; sleep 600'))
     assert result.exit_code == FAILED
     assert result.failure is not None
     assert (result.failure.rank, result.failure.exit_code, result.failure.traceback) == (1, 3, "no data")
@@ -138,7 +138,7 @@ async def test_a_failure_restarts_all_workers_in_the_next_round(bench: Bench) ->
     script = """
         echo "$RALLYPOINT_ROUND $TORCHELASTIC_RESTART_COUNT" >> $1/seen.$RANK
         [ $RALLYPOINT_ROUND = 2 ] && exit 0
-        [ $RANK = 0 ] && sleep 60
+        [ $RANK = 0 ] && sleep 600
         while [ ! -s $1/seen.0 ]; do sleep 0.01; done
         exit 1
     """
@@ -151,7 +151,7 @@ async def test_a_failure_restarts_all_workers_in_the_next_round(bench: Bench) ->
 
 async def test_a_failure_on_one_host_is_told_on_all(bench: Bench) -> None:
     """Also by the agent whose own workers were fine."""
-    script = "[ $RANK = 3 ] && exit 9; sleep 60"
+    script = "[ $RANK = 3 ] && exit 9; sleep 600"
     jobs = [bench.job(script, node_id, nodes=(2, 2)) for node_id in ("a", "b")]
     results = await asyncio.gather(*(bench.run(job) for job in jobs))
     assert results[0] == results[1]
@@ -250,7 +250,7 @@ async def test_a_service_that_is_away_holds_up_nobody_for_long(bench: Bench) -> 
     """The lease can't be given back: it runs out by itself, and the job ends after the close timeout."""
     async with AsyncExitStack() as service:
         rendezvous = await service.enter_async_context(embedded_rendezvous())
-        job = bench.job("touch $1/started.$RANK; sleep 60", rendezvous=Peer(rendezvous), close_timeout=0.2)
+        job = bench.job("touch $1/started.$RANK; sleep 600", rendezvous=Peer(rendezvous), close_timeout=0.2)
         running = bench.start(job)
         await bench.has("started.1")
     assert living(bench.marker), "workers run on while the service is away"
@@ -267,7 +267,7 @@ async def test_a_job_that_can_not_join_ends_with_2(bench: Bench) -> None:
         result = await bench.run(bench.job("exit 0", rendezvous=Peer(endpoint), connect_timeout=0.5))
     assert result.exit_code == REFUSED
     assert result.detail.startswith(f"no rendezvous service answered at {endpoint} within 0.5 s: ")
-    first = bench.job("sleep 60", nodes=(2, 2))
+    first = bench.job("sleep 600", nodes=(2, 2))
     bench.start(first)
     await until(lambda: hasattr(first, "_membership") and bool(first._membership.lease), "the first to be in")
     result = await bench.run(bench.job("exit 0", "b", nodes=(3, 3)))
@@ -279,10 +279,10 @@ async def test_a_job_that_can_not_join_ends_with_2(bench: Bench) -> None:
 
 async def test_a_job_that_another_took_the_name_of_ends_with_1(bench: Bench) -> None:
     """It did start as asked, so it is no mistake of its command line; its workers must not run beside the other's."""
-    first = bench.job("touch $1/started.$RANK; sleep 60")
+    first = bench.job("touch $1/started.$RANK; sleep 600")
     running = bench.start(first)
     await bench.has("started.1")
-    bench.start(bench.job("sleep 60"))
+    bench.start(bench.job("sleep 600"))
     result = await asyncio.wait_for(running, PATIENCE)
     assert result.exit_code == FAILED
     assert "an agent joined again under its name" in result.detail
@@ -307,7 +307,7 @@ async def test_a_job_that_is_done_waits_no_longer_than_the_exit_barrier(bench: B
 
 async def test_a_node_that_is_taken_out_stops_its_workers_and_ends_with_1(bench: Bench) -> None:
     """With the operator's reason; it does not try to come back until it is readmitted."""
-    running = bench.start(bench.job('touch "$1/up"; sleep 60'))
+    running = bench.start(bench.job('touch "$1/up"; sleep 600'))
     await bench.has("up")
     request = pb.EvictNodeRequest(run_id=RUN, node_id="a", reason="bad memory")
     async with open_channel(bench.rendezvous) as channel:
@@ -325,7 +325,7 @@ async def test_a_node_that_is_taken_out_stops_its_workers_and_ends_with_1(bench:
 
 async def test_a_closed_run_ends_the_job_with_1(bench: Bench) -> None:
     """An operator ended it, for all its hosts."""
-    job = bench.job("touch $1/started.$RANK; sleep 60")
+    job = bench.job("touch $1/started.$RANK; sleep 600")
     running = bench.start(job)
     await bench.has("started.1")
     async with open_channel(bench.rendezvous) as channel:
@@ -335,7 +335,7 @@ async def test_a_closed_run_ends_the_job_with_1(bench: Bench) -> None:
 
 async def test_a_spawner_that_dies_costs_a_restart_and_no_more(bench: Bench) -> None:
     """Its workers die with it; the next round has a new one."""
-    script = "touch $1/started.$RALLYPOINT_ROUND.$RANK; [ $RALLYPOINT_ROUND = 2 ] || sleep 60"
+    script = "touch $1/started.$RALLYPOINT_ROUND.$RANK; [ $RALLYPOINT_ROUND = 2 ] || sleep 600"
     job = bench.job(script, restarts=1)
     running = bench.start(job)
     await bench.has("started.1.1")
@@ -349,7 +349,7 @@ async def test_what_workers_leave_behind_is_gone_before_success_is_reported(benc
     """A daemon that outlives its worker would hold its port, its memory or its files in the next round."""
     with fresh_marker() as left_behind:
         leaves = f"""
-            setsid sh -c 'touch $0; sleep 60' $1/daemon.$RANK {left_behind} &
+            setsid sh -c 'touch $0; sleep 600' $1/daemon.$RANK {left_behind} &
             while [ ! -e $1/daemon.$RANK ]; do sleep 0.01; done
         """
         waits = "while [ ! -e $1/go ]; do sleep 0.02; done"
@@ -365,7 +365,7 @@ async def test_what_workers_leave_behind_is_gone_before_success_is_reported(benc
 
 async def test_what_goes_wrong_unforeseen_ends_the_job(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """A job that hangs is the worst failure: nobody learns of it. No worker is left either."""
-    job = bench.job("touch $1/started.$RANK; sleep 60")
+    job = bench.job("touch $1/started.$RANK; sleep 600")
     running = bench.start(job)
     await bench.has("started.1")
 
@@ -388,7 +388,7 @@ async def test_a_membership_that_breaks_ends_the_job_too(
         raise ZeroDivisionError("what nobody thought of")
 
     monkeypatch.setattr(f"rallypoint.agent.job.rendezvous.Membership.{method}", fail)
-    result = await bench.run(bench.job("sleep 60"))
+    result = await bench.run(bench.job("sleep 600"))
     assert (result.exit_code, "ZeroDivisionError" in result.detail) == (FAILED, True)
 
 
@@ -442,7 +442,7 @@ def survivor(monkeypatch: pytest.MonkeyPatch) -> int:
 
 async def test_what_outlives_a_stop_makes_the_host_unfit(bench: Bench, survivor: int) -> None:
     """It takes no part in the next round, although restarts are left, and its exit code says so."""
-    job = bench.job('[ $RANK = 1 ] && { echo "no data" >&2; exit 3; }; sleep 60', restarts=5)
+    job = bench.job('[ $RANK = 1 ] && { echo "no data" >&2; exit 3; }; sleep 600', restarts=5)
     result = await bench.run(job)
     assert result.exit_code == UNFIT == 3
     assert result.detail.startswith(
@@ -494,7 +494,7 @@ async def test_what_comes_to_light_as_workers_are_stopped_costs_nothing_if_their
     bench: Bench, monkeypatch: pytest.MonkeyPatch, going: str, told: list[int]
 ) -> None:
     """One that had raised before: a host that stays must tell it, one that goes takes its workers away in any case."""
-    job = bench.job("touch $1/up.$RANK; sleep 60")
+    job = bench.job("touch $1/up.$RANK; sleep 600")
     bench.start(job)
     await bench.has("up.1")
     reported: list[int] = []

@@ -10,8 +10,7 @@ import pytest
 
 from rallypoint.etcd.client import EtcdClient
 from rallypoint.etcd.endpoint import EtcdAddress, parse_address
-from support.etcd_server import EtcdCluster, etcd_cluster
-from support.waiting import PATIENCE
+from support.etcd_server import PATIENT, EtcdCluster, etcd_cluster
 
 _prefixes = count()
 
@@ -27,8 +26,7 @@ def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdCluster]:
 @pytest.fixture
 def address(etcd: EtcdCluster) -> EtcdAddress:
     """A prefix in it that nobody used before."""
-    query = f"attempt-timeout={PATIENCE:g}&request-timeout={PATIENCE:g}"
-    return parse_address(f"{etcd.url}/test{next(_prefixes)}?{query}")
+    return parse_address(f"{etcd.url}/test{next(_prefixes)}?{PATIENT}")
 
 
 @pytest.fixture
