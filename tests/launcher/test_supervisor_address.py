@@ -32,7 +32,7 @@ def plan(folder: Path, address: str, tls: ClientTLS | None) -> LaunchPlan:
         supervisor_address=address,
         tls=tls,
         signals=(),
-        job={"log_dir": folder / "logs", "shutdown_timeout": 1.0},
+        job={"log_dir": folder / "logs", "shutdown_timeout": PATIENCE},
     )
 
 
