@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,11 +23,13 @@ def clean_environment(**more: str) -> dict[str, str]:
 
 
 def rallypoint(
-    *arguments: str | Path, environment: Mapping[str, str] | None = None
+    *arguments: str | Path,
+    environment: Mapping[str, str] | None = None,
+    command: Sequence[str] = (str(RALLYPOINT),),
 ) -> subprocess.CompletedProcess[str]:
     """Run a command to its end."""
     return subprocess.run(
-        [str(RALLYPOINT), *map(str, arguments)],
+        [*command, *map(str, arguments)],
         capture_output=True,
         text=True,
         env=clean_environment(**environment or {}),

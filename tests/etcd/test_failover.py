@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import socket
 import time
@@ -118,11 +119,9 @@ async def test_without_any_member_the_wait_is_bounded(
     """And it is certain that nothing was done."""
     client = connect(f"etcd://{black_hole},127.0.0.1:{free_port()}?attempt-timeout=0.2&request-timeout=1")
     for call in (client.get(b"a"), client.transact(Txn([], [Put(b"a", b"")])), client.grant(5)):
-        began = time.monotonic()
         with pytest.raises(EtcdUnavailable, match="etcd gave no answer for 1 s") as unavailable:
-            await call
+            await asyncio.wait_for(call, PATIENCE)
         assert unavailable.value.unsent
-        assert time.monotonic() - began < PATIENCE
 
 
 @pytest.mark.slow

@@ -389,13 +389,7 @@ def alone() -> dict[str, str]:
 def test_alone_it_trains_from_one_command(tmp_path: Path) -> None:
     """With no agent and no options it learns to read, in the folder it is started in."""
     done = subprocess.run(
-        command(),
-        cwd=tmp_path,
-        env=alone(),
-        capture_output=True,
-        text=True,
-        timeout=2 * PATIENCE,
-        check=False,
+        command(), cwd=tmp_path, env=alone(), capture_output=True, text=True, timeout=PATIENCE, check=False
     )
     assert (done.returncode, done.stderr) == (0, "")
     *lines, last = done.stdout.splitlines()

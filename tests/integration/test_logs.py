@@ -45,14 +45,10 @@ sys.exit(main())
 def _run(folder: Path, program: str, *options: str) -> tuple[int, str, Path]:
     script = folder / "worker.py"
     script.write_text(program)
-    arguments = ["run", "--standalone", "--nproc-per-node", "2", "--log-dir", str(folder / "logs")]
-    result = subprocess.run(
-        [sys.executable, "-c", _PATIENT_RALLYPOINT, *arguments, "--redirects", "3", *options, str(script)],
-        capture_output=True,
-        text=True,
-        env=clean_environment(),
-        timeout=2 * PATIENCE,
-        check=False,
+    result = rallypoint(
+        *("run", "--standalone", "--nproc-per-node", "2", "--log-dir", str(folder / "logs")),
+        *("--redirects", "3", *options, str(script)),
+        command=(sys.executable, "-c", _PATIENT_RALLYPOINT),
     )
     (run,) = (folder / "logs").iterdir()
     return result.returncode, result.stderr, run

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -210,9 +209,7 @@ async def test_what_hangs_costs_no_more_than_the_bound(
     monkeypatch.setattr(evidence_module, "inspect_process", hang)
     evidence = Diagnostics(HANG, 2)
     with suspects(os.getpid()) as asked:
-        began = time.monotonic()
-        await collect_diagnostics(evidence, asked, pipe, 0.05)
-        assert time.monotonic() - began < PATIENCE
+        await asyncio.wait_for(collect_diagnostics(evidence, asked, pipe, 0.05), PATIENCE)
     release.set()
     assert "longer than 0.05 s" in evidence.text
 

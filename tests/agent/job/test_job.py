@@ -177,7 +177,7 @@ async def test_a_job_that_is_asked_to_stop_leaves_and_the_run_goes_on(bench: Ben
 async def test_ctrl_c_reaches_the_workers_as_sigint(bench: Bench) -> None:
     """Python programs turn it into KeyboardInterrupt; those that ignore it are killed after the timeout."""
     ignoring = 'trap "touch $1/got.$RANK" INT; touch $1/started.$RANK; while :; do sleep 0.02; done'
-    job = bench.job(ignoring, shutdown_timeout=0.3)
+    job = bench.job(ignoring, shutdown_timeout=3.0)
     running = bench.start(job)
     await bench.has("started.1")
     job.request_stop("got SIGINT", signal.SIGINT)

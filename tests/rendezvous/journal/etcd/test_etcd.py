@@ -18,7 +18,7 @@ from rallypoint.rpc.pace import Pace
 from rendezvous.journal.entries import change, record
 from rendezvous.journal.etcd_shelf import TTL, EtcdShelf, Fate, etcd_shelf
 from support.etcd_server import NEEDS_ETCD, EtcdCluster, etcd_cluster
-from support.waiting import PATIENCE
+from support.waiting import PATIENCE, until
 
 pytestmark = NEEDS_ETCD
 
@@ -246,9 +246,7 @@ async def test_a_full_etcd_is_waited_for(cluster: EtcdCluster) -> None:
                 await journal.append([change(f"k{number}", b"x" * 900_000)])
 
         filling = asyncio.create_task(fill())
-        async with asyncio.timeout(PATIENCE):
-            while not pool.full:  # noqa: ASYNC110 (asked as a servicer asks)
-                await asyncio.sleep(0.05)
+        await until(lambda: bool(pool.full), "the pool to be full")
         assert "or raise its --quota-backend-bytes" in pool.full
         assert not filling.done()
         assert await shelf.owner() is not None
