@@ -23,13 +23,11 @@ def clean_environment(**more: str) -> dict[str, str]:
 
 
 def rallypoint(
-    *arguments: str | Path,
-    environment: Mapping[str, str] | None = None,
-    command: Sequence[str] = (str(RALLYPOINT),),
+    *arguments: str | Path, environment: Mapping[str, str] | None = None, program: Sequence[str] = ()
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command to its end."""
+    """Run a command to its end; `program` takes the place of the installed one."""
     return subprocess.run(
-        [*command, *map(str, arguments)],
+        [*(program or [str(RALLYPOINT)]), *map(str, arguments)],
         capture_output=True,
         text=True,
         env=clean_environment(**environment or {}),

@@ -32,13 +32,6 @@ while not (where / "end").exists():
 """
 
 
-@pytest.fixture(scope="module")
-def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdCluster]:
-    """One member."""
-    with etcd_cluster(tmp_path_factory.mktemp("etcd")) as cluster:
-        yield cluster
-
-
 class Process:
     """One `serve rendezvous`, and what it writes."""
 

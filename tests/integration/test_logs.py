@@ -48,7 +48,7 @@ def _run(folder: Path, program: str, *options: str) -> tuple[int, str, Path]:
     result = rallypoint(
         *("run", "--standalone", "--nproc-per-node", "2", "--log-dir", str(folder / "logs")),
         *("--redirects", "3", *options, str(script)),
-        command=(sys.executable, "-c", _PATIENT_RALLYPOINT),
+        program=(sys.executable, "-c", _PATIENT_RALLYPOINT),
     )
     (run,) = (folder / "logs").iterdir()
     return result.returncode, result.stderr, run

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -24,15 +24,8 @@ from rallypoint.rendezvous.cluster.keys import Keys
 from rallypoint.rendezvous.journal.etcd.keys import HIGH_WATER
 from rallypoint.rpc.endpoint import SettingError
 from rallypoint.rpc.pace import Pace
-from support.etcd_server import PATIENT, EtcdCluster, etcd_cluster
+from support.etcd_server import PATIENT, EtcdCluster
 from support.waiting import PATIENCE
-
-
-@pytest.fixture(scope="module")
-def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdCluster]:
-    """One member."""
-    with etcd_cluster(tmp_path_factory.mktemp("etcd")) as cluster:
-        yield cluster
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -13,15 +13,8 @@ from rallypoint.etcd.client import EtcdClient
 from rallypoint.etcd.endpoint import parse_address
 from rallypoint.etcd.session import Session
 from rallypoint.launcher.run_lease import SEATS, seat
-from support.etcd_server import PATIENT, EtcdCluster, etcd_cluster
+from support.etcd_server import PATIENT, EtcdCluster
 from support.waiting import PATIENCE
-
-
-@pytest.fixture(scope="module")
-def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdCluster]:
-    """One member."""
-    with etcd_cluster(tmp_path_factory.mktemp("etcd")) as cluster:
-        yield cluster
 
 
 @pytest.fixture

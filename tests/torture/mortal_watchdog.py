@@ -81,11 +81,7 @@ async def listed(channel: grpc.aio.Channel) -> list[pb.Timer]:
 
 
 async def until_listed(channel: grpc.aio.Channel, count: int) -> None:
-    """Wait until the service has so many timers.
-
-    Raises:
-        AssertionError: It has not got them.
-    """
+    """Wait until the service has so many timers."""
     deadline = time.monotonic() + PATIENCE
     while (found := len(await listed(channel))) != count:
         assert time.monotonic() < deadline, f"the service has {found} timers, not {count}"

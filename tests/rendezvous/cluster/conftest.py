@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from itertools import count
-from pathlib import Path
 
 import pytest
 
 from rallypoint.etcd.client import EtcdClient
 from rallypoint.etcd.endpoint import EtcdAddress, parse_address
-from support.etcd_server import PATIENT, EtcdCluster, etcd_cluster
+from support.etcd_server import PATIENT, EtcdCluster
 
 _prefixes = count()
-
-
-@pytest.fixture(scope="session")
-def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdCluster]:
-    """One member that runs as long as the tests do."""
-    folder: Path = tmp_path_factory.mktemp("replicas")
-    with etcd_cluster(folder) as cluster:
-        yield cluster
 
 
 @pytest.fixture
