@@ -130,10 +130,13 @@ async def test_a_watch_that_was_away_during_a_compaction_is_told(
     """Its member is stopped; meanwhile changes are made and compacted away; there is no way to tell them."""
     client = connect(trio.url + "?attempt-timeout=1&request-timeout=60", pace=FIRST)
     await put(client, PREFIX + b"a")
-    others = connect(f"etcd://{trio.members[1].endpoint},{trio.members[2].endpoint}?{PATIENT}")
     watcher = Watcher(client, PREFIX, 1)
     await watcher.has(PREFIX + b"a")
-    trio.members[0].send(signal.SIGSTOP)
+    where = client.members.current.where
+    (stopped,) = [member for member in trio.members if member.endpoint == where]
+    going = ",".join(member.endpoint for member in trio.members if member is not stopped)
+    others = connect(f"etcd://{going}?{PATIENT}")
+    stopped.send(signal.SIGSTOP)
     try:
         await put(others, PREFIX + b"b")
         await put(others, PREFIX + b"c")
@@ -141,7 +144,7 @@ async def test_a_watch_that_was_away_during_a_compaction_is_told(
         with pytest.raises(Compacted):
             await asyncio.wait_for(watcher.task, PATIENCE)
     finally:
-        trio.members[0].send(signal.SIGCONT)
+        stopped.send(signal.SIGCONT)
     assert PREFIX + b"b" not in watcher.keys
 
 
