@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
+
+from support.etcd_server import EtcdCluster, etcd_cluster
 
 # No test may fail because the machine is slow.
 settings.register_profile("rallypoint", deadline=None)
@@ -20,3 +23,10 @@ for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Start the longest test first: at the end, the other workers would wait six minutes for it."""
     items.sort(key=lambda item: "test_nemesis.py" not in item.nodeid)
+
+
+@pytest.fixture(scope="session")
+def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdCluster]:
+    """One member for all tests that do it no harm: each has a prefix of its own."""
+    with etcd_cluster(tmp_path_factory.mktemp("etcd")) as cluster:
+        yield cluster

@@ -21,7 +21,7 @@ from rallypoint.agent.spawner.spawner import descendants, read_process
 from rallypoint.agent.spawner.start import start_forkserver
 from rallypoint.agent.workers.processes import WorkerProcesses
 from rallypoint.worker.call import load_results, save_call
-from support.waiting import until
+from support.waiting import PATIENCE, until
 
 pytestmark = pytest.mark.integration
 
@@ -159,7 +159,7 @@ async def main():
 asyncio.run(main())
 """
     ran = subprocess.run(
-        [sys.executable, "-u", "-c", program], capture_output=True, text=True, timeout=30, check=True
+        [sys.executable, "-u", "-c", program], capture_output=True, text=True, timeout=PATIENCE, check=True
     )
     assert ran.stderr == ""
     first, second, third = ran.stdout.splitlines()

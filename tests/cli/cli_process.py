@@ -6,13 +6,14 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from support.waiting import PATIENCE
+
 RALLYPOINT = Path(sys.executable).with_name("rallypoint")
-PATIENCE = 30.0
 
 
 def clean_environment(**more: str) -> dict[str, str]:
@@ -22,11 +23,11 @@ def clean_environment(**more: str) -> dict[str, str]:
 
 
 def rallypoint(
-    *arguments: str | Path, environment: Mapping[str, str] | None = None
+    *arguments: str | Path, environment: Mapping[str, str] | None = None, program: Sequence[str] = ()
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command to its end."""
+    """Run a command to its end; `program` takes the place of the installed one."""
     return subprocess.run(
-        [str(RALLYPOINT), *map(str, arguments)],
+        [*(program or [str(RALLYPOINT)]), *map(str, arguments)],
         capture_output=True,
         text=True,
         env=clean_environment(**environment or {}),

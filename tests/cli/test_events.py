@@ -14,12 +14,13 @@ import pytest
 from click.testing import CliRunner, Result
 from google.protobuf.duration_pb2 import Duration
 
-from cli.cli_process import PATIENCE, RALLYPOINT, clean_environment, rallypoint, refusal, service
+from cli.cli_process import RALLYPOINT, clean_environment, rallypoint, refusal, service
 from rallypoint.cli import events as events_module
 from rallypoint.cli.main import main
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
 from rallypoint.rpc.channel import open_channel
+from support.waiting import PATIENCE
 
 # Nodes that go without a word are lost only after these tests.
 SETTINGS = pb.RunSettings(

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from support.waiting import PATIENCE
+
 RALLYPOINT = f"{Path(sys.executable).parent}/rallypoint"
 
 
@@ -22,7 +24,7 @@ def test_a_job_runs_without_a_standard_stream(tmp_path: Path, closed: str) -> No
     script.write_text("import sys; print('x' * 10_000); print('y' * 10_000, file=sys.stderr)")
     command = f'exec "$0" run --standalone --nproc-per-node 2 "$1" {closed}'
     ended = subprocess.run(
-        ["sh", "-c", command, RALLYPOINT, str(script)], capture_output=True, check=False, timeout=50
+        ["sh", "-c", command, RALLYPOINT, str(script)], capture_output=True, check=False, timeout=PATIENCE
     )
     assert (ended.returncode, b"spawner" in ended.stderr) == (0, False)
 

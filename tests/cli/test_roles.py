@@ -16,6 +16,7 @@ from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
 from rallypoint.rpc.channel import open_channel
 from rallypoint.rpc.endpoint import ServerOptions, SettingError
 from rallypoint.serving.server import Server
+from support.waiting import PATIENCE
 
 
 class FullDisk(MemoryJournal):
@@ -47,5 +48,5 @@ async def test_a_service_whose_journal_breaks_ends_with_the_reason(monkeypatch: 
         )
         await call.write(pb.JoinRequest(join=join))
         with pytest.raises(SettingError, match="the disk is full"):
-            await asyncio.wait_for(serving, 20)
+            await asyncio.wait_for(serving, PATIENCE)
         call.cancel()

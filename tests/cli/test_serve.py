@@ -25,6 +25,7 @@ from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
 from rallypoint.rpc.channel import open_channel
 from rallypoint.rpc.endpoint import ServerOptions
 from rallypoint.rpc.errors import decode
+from support.waiting import PATIENCE
 
 KEEPING_NOTHING = {"rendezvous": ("--journal", "memory"), "timer": ("--learned", "none")}
 
@@ -244,7 +245,7 @@ async def test_limits_hold_on_the_wire() -> None:
             stub = pb_grpc.RendezvousServiceStub(channel)
             reasons = [await join_refused(stub, name) for name in ("first", "second")]
             assert reasons == [None, "TOO_MANY_RUNS"]
-            asked = (stub.ListRuns(pb.ListRunsRequest(), timeout=20) for _ in range(9))
+            asked = (stub.ListRuns(pb.ListRunsRequest(), timeout=PATIENCE) for _ in range(9))
             results = await asyncio.gather(*asked, return_exceptions=True)
             told = [decode(result).reason for result in results if isinstance(result, grpc.aio.AioRpcError)]
             assert told
@@ -253,7 +254,7 @@ async def test_limits_hold_on_the_wire() -> None:
 
 async def join_refused(stub: pb_grpc.RendezvousServiceAsyncStub, run_id: str) -> str | None:
     """The reason for which a node is refused; None: it got its lease."""
-    call = stub.Join(timeout=20)
+    call = stub.Join(timeout=PATIENCE)
     join = pb.JoinRun(run_id=run_id, node_id="n", address="n", local_world_size=1)
     join.settings.min_nodes = join.settings.max_nodes = 1
     await call.write(pb.JoinRequest(join=join))

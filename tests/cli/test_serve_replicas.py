@@ -18,7 +18,7 @@ from support.etcd_server import NEEDS_ETCD, EtcdCluster, EtcdMember, etcd_cluste
 from support.mortal import mortal
 from support.waiting import wait_until
 
-pytestmark = [NEEDS_ETCD, pytest.mark.integration, pytest.mark.timeout(240)]
+pytestmark = [NEEDS_ETCD, pytest.mark.integration]
 
 PATIENCE = 90.0
 TTL = 5
@@ -30,13 +30,6 @@ where = pathlib.Path(os.environ["WHERE"])
 while not (where / "end").exists():
     time.sleep(0.05)
 """
-
-
-@pytest.fixture(scope="module")
-def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdCluster]:
-    """One member."""
-    with etcd_cluster(tmp_path_factory.mktemp("etcd")) as cluster:
-        yield cluster
 
 
 class Process:

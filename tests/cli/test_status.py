@@ -15,6 +15,7 @@ from rallypoint.cli import operator
 from rallypoint.cli.main import main
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.timer.v1 import timer_service_pb2 as timer_pb
+from support.waiting import PATIENCE
 
 
 def run_message(**more: Any) -> pb.Run:
@@ -250,7 +251,8 @@ def test_a_timer_service_that_does_not_answer_spoils_nothing(
         nobody.bind(("127.0.0.1", 0))
         port = {"mute": mute, "nobody": nobody}.get(endpoint, mute).getsockname()[1]
         address = "here" if endpoint == "here" else f"127.0.0.1:{port}"
-        asking = ["digits", "--timeout", "0.3", "--timer-endpoint", address]
+        timeout = "0.3" if endpoint == "mute" else str(PATIENCE)
+        asking = ["digits", "--timeout", timeout, "--timer-endpoint", address]
         shown = answer(response, asking)
         fields = json.loads(answer(response, [*asking, "--json"]))
     assert shown.startswith(plain)

@@ -18,6 +18,7 @@ from rallypoint.rpc.endpoint import ServerOptions
 from rallypoint.timer.core.values import TimerSettings
 from rallypoint.timer.v1 import timer_service_pb2 as pb
 from rallypoint.timer.v1 import timer_service_pb2_grpc as pb_grpc
+from support.waiting import PATIENCE
 
 # Every setting that has a flag, with a value that no default has.
 SETTINGS: dict[str, int | float] = {
@@ -135,7 +136,7 @@ def test_a_file_that_can_not_be_read_is_told_in_one_line_and_not_touched(
 async def observe(address: str, *, count: int) -> None:
     """Tells a service that workers of run "run" left scope "step" so many times, as an agent would."""
     async with open_channel(address) as channel:
-        call = pb_grpc.TimerServiceStub(channel).Supervise(timeout=20)
+        call = pb_grpc.TimerServiceStub(channel).Supervise(timeout=PATIENCE)
         actions = [
             pb.SuperviseAction(subscribe=pb.Subscribe(run_id="run", node_id="a")),
             pb.SuperviseAction(observe=pb.Observe(scope="step", count=count, longest=to_duration(4))),
@@ -148,7 +149,7 @@ async def observe(address: str, *, count: int) -> None:
 
 async def scopes(address: str) -> list[pb.Scope]:
     async with open_channel(address) as channel:
-        answer = await pb_grpc.TimerServiceStub(channel).ListScopes(pb.ListScopesRequest(), timeout=20)
+        answer = await pb_grpc.TimerServiceStub(channel).ListScopes(pb.ListScopesRequest(), timeout=PATIENCE)
         return list(answer.scopes)
 
 

@@ -10,11 +10,12 @@ import grpc
 import pytest
 from click.testing import CliRunner, Result
 
-from cli.cli_process import PATIENCE, service
+from cli.cli_process import service
 from cli.scripted_timers import ScriptedTimers, scripted_timers, seconds, timer
 from rallypoint.cli.main import main
 from rallypoint.timer.v1 import timer_service_pb2 as pb
 from rallypoint.timer.v1 import timer_service_pb2_grpc as pb_grpc
+from support.waiting import PATIENCE
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import pytest
 from rallypoint.etcd.client import EtcdClient
 from rallypoint.etcd.endpoint import parse_address
 from serving.conftest import Certificates, make_certificates
-from support.etcd_server import ETCD, EtcdCluster, etcd_cluster
+from support.etcd_server import ETCD, PATIENT, EtcdCluster, etcd_cluster
 
 
 @pytest.fixture(scope="session")
@@ -47,8 +47,8 @@ async def connect() -> AsyncIterator[Callable[..., EtcdClient]]:
 
 @pytest.fixture
 def client(connect: Callable[..., EtcdClient], shared_etcd: EtcdCluster) -> EtcdClient:
-    """A client of the shared member."""
-    return connect(shared_etcd.url)
+    """A client of the shared member that waits for each reply as long as a loaded machine needs."""
+    return connect(f"{shared_etcd.url}?{PATIENT}")
 
 
 @pytest.fixture(scope="session")

@@ -9,9 +9,7 @@ from rallypoint.etcd.client import EtcdClient
 from rallypoint.etcd.errors import EtcdUnavailable
 from rallypoint.etcd.values import Put, Txn
 from rallypoint.rpc.pace import Pace
-
-PATIENCE = 40.0
-"""Seconds that a test waits for what should take few, before it gives up."""
+from support.waiting import PATIENCE
 
 FIRST = Pace(draw=lambda: 0.0)
 """Begins with the first member of the URL."""

@@ -10,9 +10,7 @@ import pytest
 from rallypoint.etcd.client import EtcdClient, next_page_size
 from rallypoint.etcd.errors import ClientClosed, EtcdRefused, EtcdUnavailable, Reason
 from rallypoint.etcd.values import CreateRevision, Delete, Get, ModRevision, Put, Txn, prefix_end
-from support.etcd_server import EtcdCluster
-
-pytestmark = pytest.mark.timeout(240)
+from support.etcd_server import PATIENT, EtcdCluster
 
 
 async def test_a_transaction_does_one_thing_or_the_other(client: EtcdClient) -> None:
@@ -109,7 +107,7 @@ async def test_whoever_is_waiting_when_the_client_is_closed_is_told(
     connect: Callable[..., EtcdClient], trio: EtcdCluster
 ) -> None:
     """With an error, not with the cancellation that gRPC lets loose; and so is whoever comes later."""
-    client = connect(trio.url)
+    client = connect(f"{trio.url}?{PATIENT}")
     await client.get(b"a")
     for member in trio.members[1:]:
         member.kill()

@@ -19,9 +19,7 @@ from rallypoint.etcd.errors import (
     error_for,
 )
 from rallypoint.etcd.values import Delete, Put, Txn
-from support.etcd_server import etcd_cluster
-
-pytestmark = pytest.mark.timeout(240)
+from support.etcd_server import PATIENT, etcd_cluster
 
 MEBIBYTE = 1024 * 1024
 
@@ -46,7 +44,7 @@ async def test_a_full_database_is_told_and_can_be_emptied(
 ) -> None:
     """Writes are refused with NO_SPACE, the alarm is told, and deletes still work."""
     with etcd_cluster(tmp_path, extra=["--quota-backend-bytes", str(20 * MEBIBYTE)]) as cluster:
-        client = connect(cluster.url)
+        client = connect(f"{cluster.url}?{PATIENT}")
         reason = None
         for number in range(60):
             try:

@@ -16,8 +16,6 @@ from rallypoint.etcd.values import Put, Txn, prefix_end
 from rallypoint.rpc.pace import Pace
 from support.etcd_server import EtcdCluster, etcd_cluster
 
-pytestmark = pytest.mark.timeout(240)
-
 KIB = 1024
 MIB = 1024 * KIB
 
@@ -136,7 +134,7 @@ async def test_a_revision_compacted_after_a_lost_page_is_read_anew(
     """At a newer one, all of it; who asked for that very revision is told that it is gone."""
     # Its own: tests of watches read the history of the shared one.
     with etcd_cluster(tmp_path) as cluster:
-        client = connect(cluster.url)
+        client = connect(f"{cluster.url}?attempt-timeout={ATTEMPT:g}&request-timeout={REQUEST:g}")
         await fill(client, b"k", (400, 100), (64, 100 * KIB))
         before = await client.get(b"k", b"l")
         link = Link(connect, cluster, 2 * MIB)

@@ -10,7 +10,7 @@ from contextlib import AsyncExitStack
 
 import pytest
 
-from etcd.patient import FIRST, PATIENCE, put
+from etcd.patient import FIRST, put
 from etcd.relay import relay_to
 from rallypoint.etcd.client import EtcdClient
 from rallypoint.etcd.cluster import EtcdChannel
@@ -20,9 +20,7 @@ from rallypoint.etcd.values import Put, Txn
 from rallypoint.rpc.loop import boot_time
 from rallypoint.rpc.pace import Pace
 from support.etcd_server import EtcdCluster
-from support.waiting import until
-
-pytestmark = pytest.mark.timeout(240)
+from support.waiting import PATIENCE, until
 
 
 class Clock:
@@ -153,7 +151,7 @@ async def test_a_session_is_lost_before_its_keys_are(
 ) -> None:
     """Cut off from etcd without a word: whenever its key is gone, it does not think that it holds it."""
     async with relay_to(shared_etcd.endpoints) as relay:
-        session = await Session.open(connect(f"etcd://{relay.endpoint}"), 2)
+        session = await Session.open(connect(f"etcd://{relay.endpoint}"), 5)
         await leased_key(client, session, b"/session/cut")
         relay.cut()
         began = time.monotonic()
@@ -161,9 +159,7 @@ async def test_a_session_is_lost_before_its_keys_are(
             assert time.monotonic() - began < PATIENCE
         assert not session.held()
         await asyncio.wait_for(session.lost(), PATIENCE)
-        began = time.monotonic()
-        await session.close()
-        assert time.monotonic() - began < PATIENCE / 2
+        await asyncio.wait_for(session.close(), PATIENCE / 2)
 
 
 @pytest.mark.slow
@@ -270,7 +266,7 @@ async def test_what_a_leader_of_the_past_answers_does_not_count(
 ) -> None:
     """Though the lease is there and it says so: its successor may have let it end."""
     async with ElectedMeanwhile(parse_address(shared_etcd.url, {})) as deceived:
-        session = await Session.open(deceived, 3)
+        session = await Session.open(deceived, 6)
         await asyncio.wait_for(session.lost(), PATIENCE)
         # It was prolonged all the time, and would have been for ever.
         assert await client.keep_alive(session.lease) > 0
@@ -295,12 +291,11 @@ async def test_a_bug_in_keeping_it_alive_loses_the_session(shared_etcd: EtcdClus
 
 async def test_an_election_is_seen_in_the_term(connect: Callable[..., EtcdClient], trio: EtcdCluster) -> None:
     """Whichever member is asked."""
-    client = connect(trio.url + "?request-timeout=30")
-    clients = [client, *(connect(f"etcd://{member.endpoint}?request-timeout=30") for member in trio.members)]
-    began = time.monotonic()
-    while len(terms := {await each.term() for each in clients}) > 1:
-        # A slow machine may have had an election between two answers.
-        assert time.monotonic() - began < PATIENCE
+    client = connect(trio.url + "?request-timeout=60")
+    clients = [client, *(connect(f"etcd://{member.endpoint}?request-timeout=60") for member in trio.members)]
+    async with asyncio.timeout(PATIENCE):
+        while len(terms := {await each.term() for each in clients}) > 1:
+            pass  # a slow machine may have had an election between two answers
     (before,) = terms
     for member in trio.members:
         if member.metric("etcd_server_is_leader") == 1:

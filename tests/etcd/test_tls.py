@@ -18,8 +18,6 @@ from rallypoint.rpc.tls import TLSFileError
 from serving.conftest import Certificates, make_certificates
 from support.etcd_server import EtcdCluster, EtcdTLS, etcd_cluster
 
-pytestmark = pytest.mark.timeout(240)
-
 QUICK = "attempt-timeout=5&request-timeout=10"
 
 

@@ -20,8 +20,6 @@ from rallypoint.etcd.values import Put, Txn, prefix_end
 from support.etcd_server import EtcdCluster, etcd_cluster
 from support.waiting import until
 
-pytestmark = pytest.mark.timeout(240)
-
 PREFIX = b"/rallypoint/"
 
 
@@ -61,7 +59,7 @@ def guarded(tmp_path: Path) -> Iterator[EtcdCluster]:
 
 
 def of_me(cluster: EtcdCluster, password: str = "password") -> str:  # noqa: S107
-    return cluster.url.replace("://", f"://me:{password}@") + "?attempt-timeout=5&request-timeout=30"
+    return cluster.url.replace("://", f"://me:{password}@") + "?attempt-timeout=20&request-timeout=60"
 
 
 async def refusal(client: EtcdClient, key: bytes) -> Reason:
@@ -179,7 +177,7 @@ async def test_a_member_that_hangs_while_it_checks_passwords_holds_nobody_for_lo
             member.wait()
         warm = connect(of_me(cluster))
         await put(warm, PREFIX + b"a")
-        client = connect(of_me(cluster).replace("attempt-timeout=5", "attempt-timeout=1"), pace=FIRST)
+        client = connect(of_me(cluster).replace("attempt-timeout=20", "attempt-timeout=1"), pace=FIRST)
         await client.members.current.ready(10)
         stopped = cluster.members[0]
         stopped.send(signal.SIGSTOP)
@@ -187,6 +185,6 @@ async def test_a_member_that_hangs_while_it_checks_passwords_holds_nobody_for_lo
             began = asyncio.get_running_loop().time()
             await asyncio.gather(*(client.get(PREFIX + b"a") for _ in range(50)))
             # One after the other would take 50 s; the rest is room for an election on a busy machine.
-            assert asyncio.get_running_loop().time() - began < 30
+            assert asyncio.get_running_loop().time() - began < 45
         finally:
             stopped.send(signal.SIGCONT)

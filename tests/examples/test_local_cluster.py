@@ -15,6 +15,7 @@ from local_cluster import RENDEZVOUS, Job, LocalCluster
 from programs import ClusterError, Program
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from support.processes import fresh_marker, gone, living
+from support.waiting import PATIENCE
 
 pytestmark = pytest.mark.integration
 
@@ -192,7 +193,7 @@ async def test_a_service_that_ends_unasked_ends_the_work(
             await asyncio.Event().wait()
 
         with pytest.raises(ClusterError, match=rf"^timer ended with {how}, see .*timer\.log$"):
-            await asyncio.wait_for(cluster.unless_one_fails(work()), 20)
+            await asyncio.wait_for(cluster.unless_one_fails(work()), PATIENCE)
     assert gone(marker)
 
 

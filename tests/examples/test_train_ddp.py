@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from support.waiting import PATIENCE
+
 pytestmark = [pytest.mark.torch, pytest.mark.integration]
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "train_ddp.py"
@@ -23,14 +25,13 @@ def torchrun(checkpoint: Path, *arguments: object) -> list[str]:
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=55,
+        timeout=2 * PATIENCE,
         check=False,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 
 
-@pytest.mark.timeout(120)
 def test_it_trains_and_resumes_under_stock_torchrun(tmp_path: Path) -> None:
     """A second launch goes on after the first one's last epoch, with its optimizer, and passes the bar."""
     pytest.importorskip("torch")

@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 import train_digits
 from digits import fresh_state
 from rallypoint.timer import configure
+from support.waiting import PATIENCE
 from train_digits import World, batches, load_or_start, pack, parse, save, train, unpack
 
 SCRIPT = Path(train_digits.__file__)
@@ -388,7 +389,7 @@ def alone() -> dict[str, str]:
 def test_alone_it_trains_from_one_command(tmp_path: Path) -> None:
     """With no agent and no options it learns to read, in the folder it is started in."""
     done = subprocess.run(
-        command(), cwd=tmp_path, env=alone(), capture_output=True, text=True, timeout=50, check=False
+        command(), cwd=tmp_path, env=alone(), capture_output=True, text=True, timeout=PATIENCE, check=False
     )
     assert (done.returncode, done.stderr) == (0, "")
     *lines, last = done.stdout.splitlines()
@@ -430,7 +431,7 @@ def test_told_to_stop_it_stops_without_a_word(number: signal.Signals, tmp_path: 
         assert process.stdout is not None
         assert b"resumed after epoch 3" in process.stdout.readline()
         process.send_signal(number)
-        _, errors = process.communicate(timeout=30)
+        _, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == -number
     assert errors == b""
 

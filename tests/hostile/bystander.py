@@ -11,8 +11,8 @@ from rallypoint.rendezvous.client import Event, Membership, MembershipReset, Mem
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
 from rallypoint.rpc.channel import open_channel
+from support.waiting import PATIENCE
 
-PATIENCE = 30.0
 _NODES = ("left", "right")
 
 

@@ -14,13 +14,14 @@ import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
 
 from hostile.attacker import Attacker
-from hostile.bystander import PATIENCE, Bystander
+from hostile.bystander import Bystander
 from hostile.contract import documented_reasons
 from hostile.requests import hostile_request
 from hostile.target import MOST_NODES, MOST_RUNS, Target
 from hostile.verdict import fault
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rpc.channel import open_channel
+from support.waiting import PATIENCE
 
 _CONNECTIONS = 8
 _SENDERS = 64

@@ -18,10 +18,9 @@ from rallypoint.agent.v1 import supervisor_service_pb2 as pb
 from rallypoint.agent.v1 import supervisor_service_pb2_grpc as pb_grpc
 from support.mortal import mortal
 from support.processes import fresh_marker
-from support.waiting import wait_until
+from support.waiting import PATIENCE, wait_until
 
 WORKER = Path(__file__).with_name("submitted_worker.py")
-PATIENCE = 60.0
 
 
 @dataclass

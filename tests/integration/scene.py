@@ -15,11 +15,11 @@ from local_cluster import Job, LocalCluster, RunWatch
 from programs import Line, Program
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from support.processes import fresh_marker, gone
+from support.waiting import PATIENCE
 
 WORKER = Path(__file__).with_name("obedient_worker.py")
 RUN = "run-1"
 # Seconds. What a test asserts of times is this far from what an idle machine needs.
-PATIENCE = 60.0
 
 
 @dataclass

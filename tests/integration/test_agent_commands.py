@@ -10,12 +10,12 @@ from typing import Any
 import grpc
 import pytest
 
-from integration.daemons import PATIENCE, WORKER, Cluster, Started, cluster
+from integration.daemons import WORKER, Cluster, Started, cluster
 from rallypoint.agent.v1 import supervisor_service_pb2 as pb
 from rallypoint.agent.v1 import supervisor_service_pb2_grpc as pb_grpc
-from support.waiting import wait_until
+from support.waiting import PATIENCE, wait_until
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.integration
 
 FLOOD = 40_000_000
 """Bytes that a worker writes at once: many times what any buffer between it and a reader holds."""

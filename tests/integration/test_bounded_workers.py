@@ -19,7 +19,7 @@ from rallypoint.agent.workers.affinity import bind, read_topology
 from support.mortal import mortal
 from support.waiting import PATIENCE, wait_until
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(90)]
+pytestmark = pytest.mark.integration
 
 PROBE = """
 import json, os, pathlib, resource, sys

@@ -13,7 +13,7 @@ import pytest
 import demo
 from support.processes import fresh_marker, gone
 
-pytestmark = [pytest.mark.slow, pytest.mark.integration, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.slow, pytest.mark.integration]
 
 
 def test_every_fault_is_recovered_and_named(tmp_path: Path) -> None:

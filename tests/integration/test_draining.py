@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from cli.cli_process import RALLYPOINT, clean_environment
-from integration.scene import PATIENCE, Scene, scene
+from integration.scene import Scene, scene
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
-from support.waiting import until
+from support.waiting import PATIENCE, until
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.integration
 
 WORKER = Path(__file__).with_name("leaving_worker.py")
 

@@ -16,16 +16,17 @@ from typing import Any
 import pytest
 
 from cli.cli_process import RALLYPOINT, clean_environment
-from integration.scene import PATIENCE, WORKER
+from integration.scene import WORKER
 from programs import Program
 from support.processes import STUBBORN, all_there, fresh_marker, gone
-from support.waiting import until, wait_until
+from support.waiting import PATIENCE, until, wait_until
 
 pytestmark = pytest.mark.integration
 
 
 async def test_a_killed_agent_takes_everything_along(tmp_path: Path) -> None:
-    """Within a second none of its workers, their children, or the daemons they made exists."""
+    """Within a second none of its workers, their children, or the daemons they made exists; on a machine that is busy,
+    within the time of fifty starts of an interpreter, which take less on one that is not."""
     with fresh_marker() as marker:
         command = [
             str(RALLYPOINT),
@@ -39,12 +40,21 @@ async def test_a_killed_agent_takes_everything_along(tmp_path: Path) -> None:
         worker = ["--no-python", sys.executable, "-c", STUBBORN, marker, str(tmp_path)]
         agent = Program("agent", [*command, *worker], tmp_path, clean_environment())
         await until(lambda: all_there(tmp_path, 2), "all parts of the stubborn workers")
-        killed = await agent.kill()
+        start = _seconds_of_a_start()
+        killed = await agent.kill(PATIENCE)
+        start = max(start, _seconds_of_a_start())
         # Exact for those that were seen before; one that is never the same process for long was not among them.
         seconds = killed.all_dead - killed.at
-        print(f"killed → all {len(killed.pids)} dead {seconds:.3f} s")  # noqa: T201
-        assert seconds < 1.0
+        print(f"killed → all {len(killed.pids)} dead {seconds:.3f} s, a start {start:.3f} s")  # noqa: T201
+        assert seconds < max(1.0, 50 * start)
         await until(lambda: gone(marker), "the end of the rest")
+
+
+def _seconds_of_a_start() -> float:
+    """Measure how long this machine needs now for an interpreter that does nothing."""
+    began = time.monotonic()
+    subprocess.run([sys.executable, "-I", "-S", "-c", ""], check=True)
+    return time.monotonic() - began
 
 
 class Terminal:

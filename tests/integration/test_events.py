@@ -17,13 +17,12 @@ from typing import Any
 import pytest
 
 from support.mortal import mortal
-from support.waiting import wait_until
+from support.waiting import PATIENCE, wait_until
 
 RALLYPOINT = Path(sys.executable).with_name("rallypoint")
 WORKER = Path(__file__).with_name("measuring_worker.py")
-PATIENCE = 40.0
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.integration
 
 
 def _agent(folder: Path, *flags: str) -> AbstractContextManager[subprocess.Popen[bytes]]:

@@ -18,9 +18,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.clients.flooding import FloodOrder, lines
-from cli.cli_process import PATIENCE, RALLYPOINT, clean_environment
+from cli.cli_process import RALLYPOINT, clean_environment
 from support.mortal import mortal
-from support.waiting import wait_until
+from support.waiting import PATIENCE, wait_until
 
 pytestmark = pytest.mark.integration
 
@@ -51,7 +51,6 @@ def agent(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[subprocess
     process.communicate()
 
 
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize(
     "agent",
     [(), pytest.param(("--log-max-size", "1MiB", "--log-keep-files", "100"), marks=pytest.mark.slow)],

@@ -14,12 +14,13 @@ from typing import Any
 import pytest
 from google.protobuf.duration_pb2 import Duration
 
-from integration.scene import PATIENCE, RUN, Scene, scene
+from integration.scene import RUN, Scene, scene
 from programs import Deaths
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rpc.channel import open_channel
 from rallypoint.timer.v1 import timer_service_pb2 as timer_pb
 from rallypoint.timer.v1 import timer_service_pb2_grpc as timer_grpc
+from support.waiting import PATIENCE
 
 pytestmark = pytest.mark.integration
 

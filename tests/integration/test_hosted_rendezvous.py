@@ -11,11 +11,10 @@ import pytest
 
 from cli.cli_process import RALLYPOINT, clean_environment
 from support.mortal import mortal
-from support.waiting import wait_until
+from support.waiting import PATIENCE, wait_until
 
 pytestmark = pytest.mark.integration
 
-PATIENCE = 60.0
 WORKER = """
 import os, pathlib, sys, time
 folder = pathlib.Path(sys.argv[1])

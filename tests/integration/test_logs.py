@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 from contextlib import suppress
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import pytest
 from cli.cli_process import RALLYPOINT, clean_environment, rallypoint
 from support.mortal import mortal
 from support.processes import fresh_marker, gone, living
-from support.waiting import wait_until
+from support.waiting import PATIENCE, wait_until
 
 pytestmark = pytest.mark.integration
 
@@ -25,7 +26,19 @@ for number in range(2000):
 if os.environ["RANK"] == "1":
     raise RuntimeError("no such layer")
 import time
-time.sleep(60)
+time.sleep(600)
+"""
+
+
+# The command, whose agent waits for the last lines of a log as long as a loaded machine needs.
+_PATIENT_RALLYPOINT = f"""
+import sys
+from rallypoint.agent.logs import output
+from rallypoint.agent.workers import group
+from rallypoint.cli.main import main
+
+output.ROTATION_TIMEOUT = group._LAST_OUTPUT_TIMEOUT = {PATIENCE}
+sys.exit(main())
 """
 
 
@@ -35,6 +48,7 @@ def _run(folder: Path, program: str, *options: str) -> tuple[int, str, Path]:
     result = rallypoint(
         *("run", "--standalone", "--nproc-per-node", "2", "--log-dir", str(folder / "logs")),
         *("--redirects", "3", *options, str(script)),
+        program=(sys.executable, "-c", _PATIENT_RALLYPOINT),
     )
     (run,) = (folder / "logs").iterdir()
     return result.returncode, result.stderr, run

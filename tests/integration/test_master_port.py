@@ -12,7 +12,7 @@ import pytest
 
 from cli.cli_process import RALLYPOINT, clean_environment
 from support.mortal import mortal
-from support.waiting import wait_until
+from support.waiting import PATIENCE, wait_until
 
 pytestmark = pytest.mark.integration
 
@@ -38,7 +38,7 @@ def _in_a_small_host(*command: str) -> subprocess.CompletedProcess[str]:
         env=clean_environment(),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE,
         check=False,
     )
 
@@ -59,7 +59,6 @@ def test_no_other_program_is_given_the_workers_port(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize("how", ["plain", pytest.param("torch", marks=pytest.mark.torch)])
 def test_a_port_that_was_taken_costs_no_restart(tmp_path: Path, how: str) -> None:
     """A program that binds just this port, after the worker has started, is no failure of the job's: it is tried again

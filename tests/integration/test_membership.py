@@ -12,9 +12,10 @@ import psutil
 import pytest
 
 from cli.cli_process import rallypoint
-from integration.scene import PATIENCE, RUN, scene
+from integration.scene import RUN, scene
 from rallypoint.agent.v1 import supervisor_service_pb2 as agent_pb
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
+from support.waiting import PATIENCE
 
 pytestmark = [pytest.mark.slow, pytest.mark.integration]
 

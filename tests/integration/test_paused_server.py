@@ -36,7 +36,6 @@ def server() -> Iterator[tuple[subprocess.Popen[str], str]]:
 
 @pytest.mark.slow
 @pytest.mark.integration
-@pytest.mark.timeout(120)
 async def test_a_stream_to_a_paused_server_ends(server: tuple[subprocess.Popen[str], str]) -> None:
     """It takes 10 s to ask and 5 s for an answer; a node that hears later has lost its lease with the next owner."""
     process, address = server

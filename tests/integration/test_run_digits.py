@@ -15,8 +15,9 @@ import pytest
 
 import run_digits
 from support.processes import fresh_marker, gone
+from support.waiting import PATIENCE
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.integration
 
 
 @contextmanager
@@ -41,7 +42,7 @@ def test_it_trains_to_the_end_and_says_how_to_look_at_it(tmp_path: Path) -> None
             shown.append(process.stdout.readline())
         look = next(line for line in shown if line.startswith("look at it with"))
         status = subprocess.run(
-            look.split("with", 1)[1].split(), capture_output=True, text=True, timeout=30, check=False
+            look.split("with", 1)[1].split(), capture_output=True, text=True, timeout=PATIENCE, check=False
         )
         assert "FINAL, round 1, 4 workers on 2 nodes" in status.stdout
         rest, errors = process.communicate(timeout=150)

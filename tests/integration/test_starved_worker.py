@@ -16,7 +16,6 @@ from support.small_cgroup import GLUTTON, small_cgroup
 
 pytestmark = [
     pytest.mark.integration,
-    pytest.mark.timeout(180),
     pytest.mark.skipif(os.geteuid() != 0, reason="only root may make a cgroup"),
 ]
 

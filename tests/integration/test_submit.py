@@ -14,7 +14,7 @@ from rallypoint.agent.v1 import supervisor_service_pb2 as pb
 from serving.conftest import make_certificates
 from support.waiting import wait_until
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.integration
 
 
 @pytest.fixture

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from integration.scene import PATIENCE, scene
+from integration.scene import scene
 from integration.test_draining import drain, with_flags
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
+from support.waiting import PATIENCE
 
-pytestmark = [pytest.mark.integration, pytest.mark.torch, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.integration, pytest.mark.torch]
 
 WORKER = Path(__file__).with_name("torch_leaving_worker.py")
 

@@ -35,7 +35,6 @@ def test_a_worker_can_not_have_another_one_killed(tmp_path: Path) -> None:
 
 
 @pytest.mark.torch
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize("client", ["stock", "ours"])
 def test_a_worker_that_hangs_in_torchs_expires_is_reaped_and_the_job_goes_on(
     tmp_path: Path, client: str

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from integration.scene import PATIENCE, Scene, scene
+from integration.scene import Scene, scene
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
+from support.waiting import PATIENCE
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.integration,
-    pytest.mark.timeout(180),
     pytest.mark.skipif(os.geteuid() != 0, reason="only root may freeze a file system"),
 ]
 

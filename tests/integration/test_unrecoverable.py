@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from local_cluster import Job, LocalCluster
+from support.waiting import PATIENCE
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.integration
 
-PATIENCE = 60.0
 SAYS_SO = {
     "raises": """
 from rallypoint.worker import Unrecoverable, record

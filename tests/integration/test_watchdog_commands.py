@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 
 from cli.cli_process import rallypoint
-from integration.scene import PATIENCE, RUN
+from integration.scene import RUN
 from local_cluster import Job, LocalCluster
+from support.waiting import PATIENCE
 
 pytestmark = [pytest.mark.slow, pytest.mark.integration]
 
 WORKER = Path(__file__).with_name("watched_worker.py")
 
 
-@pytest.mark.timeout(120)
 async def test_operators_see_what_workers_said(tmp_path: Path) -> None:
     """Of two workers on each of two hosts, through one timer service; and that it forgets what it is told to."""
     async with LocalCluster(tmp_path / "cluster") as cluster:

@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 
 from cli.cli_process import RALLYPOINT, clean_environment, rallypoint, service
-from integration.scene import PATIENCE, RUN
+from integration.scene import RUN
 from local_cluster import Job, LocalCluster
 from support.mortal import mortal
+from support.waiting import PATIENCE
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.integration
 
 WORKER = Path(__file__).with_name("second_worker.py")
 OBEDIENT = Path(__file__).with_name("obedient_worker.py")
@@ -58,7 +59,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 def ended(agent: subprocess.Popen[str]) -> tuple[int, str]:
     """How an agent ended, and what it said."""
-    _, said = agent.communicate(timeout=60)
+    _, said = agent.communicate(timeout=PATIENCE)
     return agent.returncode, said
 
 

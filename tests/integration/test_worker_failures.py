@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from integration.scene import PATIENCE, scene
+from integration.scene import scene
+from support.waiting import PATIENCE
 
 pytestmark = pytest.mark.integration
 

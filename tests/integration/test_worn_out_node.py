@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from integration.scene import PATIENCE, scene
+from integration.scene import scene
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
+from support.waiting import PATIENCE
 
 pytestmark = [pytest.mark.slow, pytest.mark.integration]
 

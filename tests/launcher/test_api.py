@@ -21,7 +21,7 @@ from rallypoint.launcher import (
     elastic_launch,
 )
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.integration
 
 FRESH = [
     "spawn",

@@ -21,7 +21,7 @@ from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
 from rallypoint.rpc.channel import open_channel
 from rallypoint.rpc.endpoint import ClientTLS, SettingError
 from serving.conftest import make_certificates
-from support.waiting import until
+from support.waiting import PATIENCE, until
 
 RUN = "run-1"
 
@@ -52,7 +52,7 @@ class Member:
 
     async def ends(self) -> pb.RunEnd:
         """How it hears that the run has ended."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE):
             while True:
                 update = await self.updates.get()
                 if update.phase == pb.PHASE_CLOSED:
@@ -82,7 +82,7 @@ async def member(endpoint: str, node_id: str = "other") -> AsyncIterator[Member]
 
         reading = asyncio.create_task(read())
         reading.add_done_callback(lambda _: call.cancel())
-        await asyncio.wait_for(joined.wait(), 20)
+        await asyncio.wait_for(joined.wait(), PATIENCE)
         try:
             yield Member(call, updates)
         finally:
@@ -151,7 +151,7 @@ async def test_with_tls_whoever_has_no_certificate_is_kept_out(port: int, tmp_pa
         assert await answers_calls(host.peer.endpoint, tls)
         assert not await answers_calls(host.peer.endpoint, ClientTLS(files.ca))
         assert not await answers_calls(host.peer.endpoint, None)
-        await asyncio.wait_for(host.stop_when_over(RUN, "done", (), succeeded=True), 20)
+        await asyncio.wait_for(host.stop_when_over(RUN, "done", (), succeeded=True), PATIENCE)
 
 
 async def test_what_others_can_reach_in_plaintext_is_said(
@@ -197,7 +197,7 @@ async def test_a_host_that_left_closes_the_run(port: int) -> None:
             end = await other.ends()
             assert end.outcome == pb.OUTCOME_CANCELLED
             assert end.detail.endswith("the host that served the run's rendezvous is gone: got SIGTERM")
-            await asyncio.wait_for(leaving, 20)
+            await asyncio.wait_for(leaving, PATIENCE)
 
 
 async def test_a_host_that_is_done_waits_for_the_others(port: int) -> None:
@@ -210,7 +210,7 @@ async def test_a_host_that_is_done_waits_for_the_others(port: int) -> None:
             assert not waiting.done()
             await close(host)
             await other.ends()
-            await asyncio.wait_for(waiting, 20)
+            await asyncio.wait_for(waiting, PATIENCE)
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
@@ -223,15 +223,15 @@ async def test_a_signal_ends_that_wait(port: int) -> None:
             await until(lambda: signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL, "the wait to begin")
             signal.raise_signal(signal.SIGTERM)
             assert (await other.ends()).detail.endswith("is gone: got SIGTERM")
-            await asyncio.wait_for(waiting, 20)
+            await asyncio.wait_for(waiting, PATIENCE)
 
 
 async def test_a_run_that_is_over_or_never_began_holds_nobody_up(port: int) -> None:
     """There is nobody to tell."""
     async with rendezvous_at(Hosted(f"localhost:{port}"), None) as host:
         assert host is not None
-        await asyncio.wait_for(host.stop_when_over(RUN, "it failed", (), succeeded=False), 20)
+        await asyncio.wait_for(host.stop_when_over(RUN, "it failed", (), succeeded=False), PATIENCE)
         async with member(host.peer.endpoint) as other:
             await close(host)
             await other.ends()
-        await asyncio.wait_for(host.stop_when_over(RUN, "done", (), succeeded=True), 20)
+        await asyncio.wait_for(host.stop_when_over(RUN, "done", (), succeeded=True), PATIENCE)

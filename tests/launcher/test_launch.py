@@ -18,7 +18,7 @@ from rallypoint.agent.spawner.client import Spawner
 from rallypoint.launcher.launch import launch
 from rallypoint.launcher.plan import ExternalService, LaunchPlan
 from rallypoint.rpc.endpoint import ClientTLS, SettingError
-from support.waiting import until
+from support.waiting import PATIENCE, until
 
 
 @pytest.fixture
@@ -41,8 +41,8 @@ def plan(log_dir: Path, **attributes: Any) -> LaunchPlan:
         "command": ("true",),
         "environment": {"PATH": "/usr/bin:/bin"},
         "run_id": "run-1",
-        "conf": {"read_timeout": "0.2"},
-        "job": {"log_dir": log_dir, "shutdown_timeout": 1.0},
+        "conf": {"read_timeout": str(PATIENCE)},
+        "job": {"log_dir": log_dir, "shutdown_timeout": PATIENCE},
     }
     return LaunchPlan(**{**given, **attributes})
 
@@ -83,7 +83,7 @@ def plan(log_dir: Path, **attributes: Any) -> LaunchPlan:
             "--numa-binding: NUMA node 0 has .* they can't have one each",
         ),
         (
-            {"service": ExternalService("nowhere.invalid:29400")},
+            {"service": ExternalService("nowhere.invalid:29400"), "conf": {"read_timeout": "0.2"}},
             "can't find a route to nowhere.invalid:29400: .*retried for 0.2 s",
         ),
     ],

@@ -16,7 +16,7 @@ from support.mortal import mortal
 from support.processes import all_there, fresh_marker, gone
 from support.waiting import PATIENCE, wait_until
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.integration
 
 TESTS = Path(__file__).parent.parent
 PROGRAM = TESTS / "launcher" / "launching.py"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import shutil
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -33,19 +33,12 @@ from rallypoint.rpc.endpoint import ClientTLS, SettingError
 from rallypoint.rpc.errors import decode
 from rallypoint.rpc.pace import Pace
 from serving.conftest import make_certificates
-from support.etcd_server import EtcdCluster, etcd_cluster, free_port
+from support.etcd_server import EtcdCluster, free_port
 from support.log_events import log_events
+from support.waiting import PATIENCE
 
 RUN = "run-1"
-PATIENCE = 60.0
 NODES = 30
-
-
-@pytest.fixture(scope="module")
-def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdCluster]:
-    """One member."""
-    with etcd_cluster(tmp_path_factory.mktemp("etcd")) as cluster:
-        yield cluster
 
 
 @pytest.fixture

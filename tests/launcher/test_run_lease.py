@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -24,20 +24,14 @@ from rallypoint.rendezvous.cluster.keys import Keys
 from rallypoint.rendezvous.journal.etcd.keys import HIGH_WATER
 from rallypoint.rpc.endpoint import SettingError
 from rallypoint.rpc.pace import Pace
-from support.etcd_server import EtcdCluster, etcd_cluster
-
-
-@pytest.fixture(scope="module")
-def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdCluster]:
-    """One member."""
-    with etcd_cluster(tmp_path_factory.mktemp("etcd")) as cluster:
-        yield cluster
+from support.etcd_server import PATIENT, EtcdCluster
+from support.waiting import PATIENCE
 
 
 @pytest.fixture
 def address(etcd: EtcdCluster, tmp_path: Path) -> EtcdAddress:
     """A place of this test alone."""
-    return parse_address(f"{etcd.url}/{tmp_path.name}", {})
+    return parse_address(f"{etcd.url}/{tmp_path.name}?{PATIENT}", {})
 
 
 @pytest.fixture
@@ -129,11 +123,11 @@ async def test_a_lease_is_kept_alive_until_it_ends(client: EtcdClient) -> None:
 
     lease = await run_lease(client, "job", 600)
     keeping = asyncio.create_task(keep_alive(client, lease, Pace(sleep=sleep)))
-    assert await asyncio.wait_for(slept.get(), 30) == 100
+    assert await asyncio.wait_for(slept.get(), PATIENCE) == 100
     await client.revoke(lease)
     assert not keeping.done()
     go_on.set()
-    await asyncio.wait_for(keeping, 30)
+    await asyncio.wait_for(keeping, PATIENCE)
 
 
 @pytest.mark.parametrize("revoked", [True, False], ids=["lease revoked", "key deleted"])
@@ -150,7 +144,7 @@ async def test_who_serves_a_run_that_is_forgotten_hears_of_it_at_once(
         await client.revoke(lease)
     else:
         await client.transact(Txn([], [Delete(key)]))
-    await asyncio.wait_for(hearing, 30)
+    await asyncio.wait_for(hearing, PATIENCE)
     assert await run_lease(client, "job") != lease
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -13,22 +13,14 @@ from rallypoint.etcd.client import EtcdClient
 from rallypoint.etcd.endpoint import parse_address
 from rallypoint.etcd.session import Session
 from rallypoint.launcher.run_lease import SEATS, seat
-from support.etcd_server import EtcdCluster, etcd_cluster
-
-PATIENCE = 60.0
-
-
-@pytest.fixture(scope="module")
-def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdCluster]:
-    """One member."""
-    with etcd_cluster(tmp_path_factory.mktemp("etcd")) as cluster:
-        yield cluster
+from support.etcd_server import PATIENT, EtcdCluster
+from support.waiting import PATIENCE
 
 
 @pytest.fixture
 async def client(etcd: EtcdCluster, tmp_path: Path) -> AsyncIterator[EtcdClient]:
     """A client at a place of this test alone."""
-    async with EtcdClient(parse_address(f"{etcd.url}/{tmp_path.name}", {})) as client:
+    async with EtcdClient(parse_address(f"{etcd.url}/{tmp_path.name}?{PATIENT}", {})) as client:
         yield client
 
 

@@ -20,7 +20,7 @@ from serving.conftest import make_certificates
 from support.etcd_server import free_port
 from support.waiting import PATIENCE, until
 
-WAIT = ("sh", "-c", "touch $1; exec sleep 60", "worker")
+WAIT = ("sh", "-c", "touch $1; exec sleep 600", "worker")
 
 
 def plan(folder: Path, address: str, tls: ClientTLS | None) -> LaunchPlan:
@@ -32,7 +32,7 @@ def plan(folder: Path, address: str, tls: ClientTLS | None) -> LaunchPlan:
         supervisor_address=address,
         tls=tls,
         signals=(),
-        job={"log_dir": folder / "logs", "shutdown_timeout": 1.0},
+        job={"log_dir": folder / "logs", "shutdown_timeout": PATIENCE},
     )
 
 

@@ -15,11 +15,12 @@ from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
 from rallypoint.rpc.channel import open_channel
 from rallypoint.rpc.endpoint import SettingError
+from support.waiting import PATIENCE
 
 
 def node(endpoint: str, node_id: str = "rank1") -> JobConfig:
     """A node of the run."""
-    return replace(CONFIG, node_id=node_id, rendezvous=Peer(endpoint), connect_timeout=20.0)
+    return replace(CONFIG, node_id=node_id, rendezvous=Peer(endpoint), connect_timeout=PATIENCE)
 
 
 async def test_the_second_of_two_is_refused() -> None:
@@ -44,7 +45,7 @@ async def test_the_second_of_two_is_refused() -> None:
             await refuse_duplicate(node(endpoint))
         await refuse_duplicate(node(endpoint, "rank2"))
         first.cancel()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE):
             while (await stub.GetRun(pb.GetRunRequest(run_id=CONFIG.run_id))).run.nodes[0].connected:
                 pass
         await refuse_duplicate(node(endpoint))

@@ -22,8 +22,8 @@ from rallypoint.rpc.errors import ServiceError, decode
 from rallypoint.serving.server import Registration, Server, ServerOptions
 from rendezvous.engine_fixtures import RUN, Stage, staged
 from rendezvous.locators import home_of
+from support.waiting import PATIENCE
 
-PATIENCE = 20.0
 LIMITS = RendezvousLimits(events_per_run=200, subscribers_per_run=3)
 
 BEGINNING = [

@@ -32,9 +32,8 @@ from rallypoint.rpc.endpoint import ServerOptions
 from rallypoint.rpc.errors import ServiceError
 from rallypoint.serving.server import Registration, Server
 from rendezvous.cut_proxy import CutProxy
-from support.waiting import until
+from support.waiting import PATIENCE, until
 
-PATIENCE = 20.0
 RUN = "run-1"
 
 

@@ -13,8 +13,8 @@ from rallypoint.rendezvous.client import Admitted, Event, Membership, Rendezvous
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rpc.channel import open_channel
 from rallypoint.rpc.endpoint import ServerOptions
+from support.waiting import PATIENCE
 
-PATIENCE = 20.0
 JOIN = pb.JoinRun(
     run_id="r",
     node_id="n",

@@ -28,8 +28,8 @@ from rallypoint.rpc.replica_client import ReplicaClient, ReplicaConnection
 from rallypoint.serving.server import Registration, Server
 from serving.fleet import mute, not_owner, refusing
 from support.log_events import log_events
+from support.waiting import PATIENCE
 
-PATIENCE = 30.0
 JOIN = pb.JoinRun(
     run_id="r",
     node_id="n",

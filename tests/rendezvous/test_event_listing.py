@@ -19,13 +19,13 @@ from rallypoint.rpc.errors import ServiceError
 from rendezvous.engine_fixtures import RUN
 from rendezvous.event_fixtures import (
     BEGINNING,
-    PATIENCE,
     Served,
     kinds,
     refused,
     revisions,
     serving_events,
 )
+from support.waiting import PATIENCE
 
 Code = grpc.StatusCode
 

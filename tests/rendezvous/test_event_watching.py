@@ -15,13 +15,13 @@ from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rendezvous.engine_fixtures import RUN
 from rendezvous.event_fixtures import (
     BEGINNING,
-    PATIENCE,
     Served,
     Watch,
     kinds,
     revisions,
     serving_events,
 )
+from support.waiting import PATIENCE
 
 Code = grpc.StatusCode
 

@@ -25,6 +25,7 @@ from rendezvous.journal.conftest import etcd as etcd  # noqa: PLC0414 - a fixtur
 from rendezvous.journal.etcd_shelf import etcd_shelf
 from rendezvous.shard_fixtures import RUN, begun, elsewhere, idle, opened, refusal_of
 from support.etcd_server import NEEDS_ETCD
+from support.waiting import PATIENCE
 
 # ---- one after the other, over a journal whose commits the test holds
 
@@ -270,7 +271,7 @@ async def test_no_write_is_acknowledged_after_the_end_of_its_round_is_announced(
         shard = await open_shard(journal)
         if not jobs:
             jobs.append(Job(shard, Random(5)))
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(PATIENCE):
                 await jobs[0].run()
         job = jobs[0]
         assert len(job.acknowledged) > job.ROUNDS

@@ -32,8 +32,7 @@ from rallypoint.rpc.errors import decode
 from rallypoint.serving.server import Server, ServerOptions
 from rendezvous.engine_fixtures import RUN, Stage, begun, idle, staged
 from rendezvous.store.store_fakes import TestJournal
-
-PATIENCE = 20.0
+from support.waiting import PATIENCE
 
 
 async def test_the_engine_refuses_by_its_latest_facts() -> None:

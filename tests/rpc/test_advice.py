@@ -11,6 +11,7 @@ import pytest
 from rallypoint.rpc.endpoint import ClientTLS
 from rallypoint.rpc.errors import tls_advice
 from rallypoint.serving.server import ServerOptions
+from support.waiting import PATIENCE
 
 # The fixtures' Certificates, by its fields: ca, server, server_key, client, client_key.
 Certificates = Any
@@ -24,7 +25,7 @@ def advised(serve: Start, connect: Start) -> Callable[..., Any]:
     async def ask(options: ServerOptions, tls: ClientTLS | None) -> str | None:
         channel = connect(await serve({}, options=options), tls)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await channel.unary_unary("/tiny.v1.TinyService/Any")(b"", timeout=20)
+            await channel.unary_unary("/tiny.v1.TinyService/Any")(b"", timeout=PATIENCE)
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
         return tls_advice(caught.value.details() or "", tls)
 

@@ -13,6 +13,7 @@ import pytest
 
 from rallypoint.rpc.channel import CLIENT_ARGUMENTS, EndpointError, open_channel
 from rallypoint.serving.server import SERVER_ARGUMENTS, ServerOptions
+from support.waiting import PATIENCE
 
 Start = Callable[..., Any]
 METHOD = "/tiny.v1.TinyService/Echo"
@@ -52,33 +53,33 @@ def test_the_server_permits_the_pings_that_clients_send() -> None:
 async def test_ipv6_works(serve: Start, connect: Start) -> None:
     server = await serve(HANDLERS, options=ServerOptions(host="::1"))
     assert server.address.startswith("[::1]:")
-    assert await connect(server).unary_unary(METHOD)(b"over six", timeout=20) == b"over six"
+    assert await connect(server).unary_unary(METHOD)(b"over six", timeout=PATIENCE) == b"over six"
 
 
 async def test_a_name_works(serve: Start, connect: Start) -> None:
     server = await serve(HANDLERS, options=ServerOptions(host="localhost"))
     assert server.address.startswith("localhost:")
-    assert await connect(server).unary_unary(METHOD)(b"by name", timeout=20) == b"by name"
+    assert await connect(server).unary_unary(METHOD)(b"by name", timeout=PATIENCE) == b"by name"
 
 
 async def test_no_proxy_stands_between(serve: Start, connect: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("http_proxy", "grpc_proxy", "https_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     server = await serve(HANDLERS, options=ServerOptions(host="localhost"))
-    assert await connect(server).unary_unary(METHOD)(b"direct", timeout=20) == b"direct"
+    assert await connect(server).unary_unary(METHOD)(b"direct", timeout=PATIENCE) == b"direct"
 
 
 async def test_a_restarted_server_is_found_again(serve: Start, connect: Start) -> None:
     server = await serve(HANDLERS)
     call = connect(server).unary_unary(METHOD)
-    assert await call(b"one", timeout=20) == b"one"
+    assert await call(b"one", timeout=PATIENCE) == b"one"
     await server.stop()
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await call(b"two", timeout=20)
+        await call(b"two", timeout=PATIENCE)
     assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
     port = int(server.address.rpartition(":")[2])
     await serve(HANDLERS, options=dataclasses.replace(ServerOptions(), port=port))
-    assert await call(b"three", timeout=20, wait_for_ready=True) == b"three"
+    assert await call(b"three", timeout=PATIENCE, wait_for_ready=True) == b"three"
 
 
 async def test_a_goodbye_instead_of_a_welcome_ends_the_call() -> None:
@@ -95,7 +96,7 @@ async def test_a_goodbye_instead_of_a_welcome_ends_the_call() -> None:
     async with listener, open_channel(f"{host}:{port}") as channel:
         call: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(METHOD)
         with pytest.raises(grpc.aio.AioRpcError) as ended:
-            await call(b"", timeout=5)
+            await call(b"", timeout=20)
         assert ended.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
@@ -107,7 +108,7 @@ async def test_two_channels_share_no_connection(serve: Start, connect: Start) ->
         return b""
 
     server = await serve({"Echo": grpc.unary_unary_rpc_method_handler(peer)})
-    await asyncio.gather(*(connect(server).unary_unary(METHOD)(b"", timeout=20) for _ in range(3)))
+    await asyncio.gather(*(connect(server).unary_unary(METHOD)(b"", timeout=PATIENCE) for _ in range(3)))
     assert len(peers) == 3
 
 
@@ -119,10 +120,10 @@ async def test_a_message_past_the_limit_is_refused_as_such(serve: Start, connect
     channel = connect(server)
     for method, request in ((METHOD, bytes(5 * 1024 * 1024)), ("/tiny.v1.TinyService/Much", b"")):
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await channel.unary_unary(method)(request, timeout=20)
+            await channel.unary_unary(method)(request, timeout=PATIENCE)
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     nearly = bytes(4 * 1024 * 1024 - 1024)
-    assert await channel.unary_unary(METHOD)(nearly, timeout=20) == nearly
+    assert await channel.unary_unary(METHOD)(nearly, timeout=PATIENCE) == nearly
 
 
 async def test_a_subscriber_that_stops_reading_makes_its_server_queue_little(
@@ -141,7 +142,7 @@ async def test_a_subscriber_that_stops_reading_makes_its_server_queue_little(
             written += 1000
 
     server = await serve({"Pour": grpc.unary_stream_rpc_method_handler(pour)})
-    call = connect(server).unary_stream("/tiny.v1.TinyService/Pour")(b"", timeout=20)
+    call = connect(server).unary_stream("/tiny.v1.TinyService/Pour")(b"", timeout=PATIENCE)
     await call.initial_metadata()
     await server.drain(20)
     assert written < 200_000

@@ -19,6 +19,7 @@ import pytest
 from rallypoint.rpc.logs import configure_logs, get_logger
 from rallypoint.serving.server import Server
 from serving.conftest import SERVICE
+from support.waiting import PATIENCE
 
 pytestmark = pytest.mark.usefixtures("logging_restored")
 
@@ -183,7 +184,7 @@ async def test_clients_that_go_are_no_errors_where_the_program_has_logs_of_its_o
         await call.read()
     for call in calls:
         call.cancel()
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(PATIENCE):
         await server.idle()
     failed_write = type("ExecuteBatchError", (grpc.aio.InternalError,), {})
     error = failed_write("Failed grpc_call_start_batch: 8")

@@ -16,6 +16,7 @@ import pytest
 
 from rallypoint.rpc import loop
 from rallypoint.rpc.channel import open_channel
+from support.waiting import PATIENCE
 
 pytestmark = pytest.mark.integration
 
@@ -120,7 +121,7 @@ def ended(program: subprocess.Popen[str]) -> tuple[str, str]:
     assert program.stdout is not None
     assert program.stderr is not None
     rest = program.stdout.read(), program.stderr.read()
-    program.wait(30)
+    program.wait(PATIENCE)
     return rest
 
 
@@ -147,7 +148,7 @@ async def test_a_second_signal_ends_a_drain_that_waits(start: Start) -> None:
     program = start(SERVER)
     channel = open_channel(event_of(program)["address"])
     wait: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = channel.unary_stream("/tiny.v1.T/Wait")
-    stream = wait(b"", timeout=50)
+    stream = wait(b"", timeout=PATIENCE)
     assert await stream.read() == b"in"
     program.send_signal(signal.SIGTERM)
     assert [event_of(program)["event"] for _ in range(3)] == ["signal received", "draining", "told"]

@@ -10,8 +10,7 @@ import pytest
 from rallypoint.rpc import address
 from rallypoint.rpc.address import Address, has_name, listed_addresses
 from rallypoint.rpc.endpoint import parse_endpoint, parse_endpoints
-
-PATIENCE = 20.0
+from support.waiting import PATIENCE
 
 
 async def three(host: str, port: int) -> Sequence[str]:

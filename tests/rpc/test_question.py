@@ -12,7 +12,8 @@ from rallypoint.rpc import replica_client
 from rallypoint.rpc.calls import call_any
 from rallypoint.rpc.errors import ServiceError
 from rallypoint.rpc.replica_client import ReplicaClient
-from serving.fleet import PATIENCE, Replica, Serve, Tiny, mute, refusing
+from serving.fleet import Replica, Serve, Tiny, mute, refusing
+from support.waiting import PATIENCE
 
 
 async def ask(*places: str, repeatable: bool = True) -> str:

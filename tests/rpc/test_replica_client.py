@@ -16,7 +16,8 @@ from rallypoint.rpc.endpoint import ClientTLS
 from rallypoint.rpc.pace import Pace
 from rallypoint.rpc.replica_client import ReplicaClient
 from rallypoint.serving.server import ServerOptions
-from serving.fleet import PATIENCE, Replica, Serve, Tiny, mute, refusing
+from serving.fleet import Replica, Serve, Tiny, mute, refusing
+from support.waiting import PATIENCE, until
 
 # The fixtures' Certificates, by its fields: ca, server, server_key, client, client_key.
 Certificates = Any
@@ -235,9 +236,7 @@ async def test_a_connection_that_nobody_needs_is_closed(
     first.owner = owner.address
     client = Client(stack, first.address)
     assert await client.ask() == "b"
-    async with asyncio.timeout(PATIENCE):
-        while len(client.board._connections) > 1:  # noqa: ASYNC110 (nobody is told when a channel is closed)
-            await asyncio.sleep(0.01)
+    await until(lambda: len(client.board._connections) == 1, "the other channel to be closed")
     assert [str(place) for place in client.board._connections] == [owner.address]
     assert await client.ask() == "b"
 

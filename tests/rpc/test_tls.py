@@ -18,6 +18,7 @@ from rallypoint.rpc.channel import open_channel
 from rallypoint.rpc.endpoint import ClientTLS, FileNames
 from rallypoint.rpc.tls import TLSFileError, transport
 from rallypoint.serving.server import Server, ServerOptions, ServiceStartError
+from support.waiting import PATIENCE
 
 # The fixtures' Certificates, by its fields: ca, server, server_key, client, client_key.
 Certificates = Any
@@ -39,7 +40,7 @@ async def ask(channel: grpc.aio.Channel) -> bytes:
     method: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(
         "/tiny.v1.TinyService/WhoAmI"
     )
-    return await method(b"", timeout=20)
+    return await method(b"", timeout=PATIENCE)
 
 
 def options_for(certificates: Certificates, **changes: Any) -> ServerOptions:

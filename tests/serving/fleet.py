@@ -13,8 +13,6 @@ import grpc.aio
 from rallypoint.rpc.errors import ServiceError
 from rallypoint.serving.server import Server
 
-PATIENCE = 30.0
-
 Serve = Callable[..., Awaitable[Server]]
 
 

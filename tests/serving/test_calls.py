@@ -15,6 +15,7 @@ import pytest
 
 from rallypoint.rpc.errors import ServiceError, decode
 from rallypoint.serving.interceptor import CallInterceptor
+from support.waiting import PATIENCE
 
 SERVICE = "tiny.v1.TinyService"
 METHOD = f"/{SERVICE}/Do"
@@ -82,7 +83,7 @@ def start_call(channel: grpc.aio.Channel, shape: str, request: bytes = b"please"
         yield request
 
     call = getattr(channel, kind)(METHOD)
-    return call(requests() if kind.startswith("stream") else request, timeout=20)
+    return call(requests() if kind.startswith("stream") else request, timeout=PATIENCE)
 
 
 async def answers_of(call: Any, shape: str) -> list[bytes]:
@@ -311,11 +312,11 @@ async def test_a_client_that_goes_away_ends_its_handler_and_is_no_error(
     server = await serve({"Do": handler_of(shape, body)})
     call = start_call(connect(server), shape)
     reading = asyncio.create_task(answers_of(call, shape))
-    await asyncio.wait_for(waiting.wait(), 20)
+    await asyncio.wait_for(waiting.wait(), PATIENCE)
     call.cancel()
-    await asyncio.wait({reading}, timeout=20)
+    await asyncio.wait({reading}, timeout=PATIENCE)
     assert reading.done()
-    await asyncio.wait_for(ended.wait(), 20)
+    await asyncio.wait_for(ended.wait(), PATIENCE)
     await server.drain(10)
     assert not [each for each in caplog.records if each.levelno >= logging.WARNING]
 
@@ -345,11 +346,11 @@ async def test_a_handler_blocked_in_a_write_is_ended_when_its_client_goes_away(
 
     function = generator if style == "generator" else writer
     server = await serve({"Do": grpc.unary_stream_rpc_method_handler(function)})
-    call = connect(server).unary_stream(METHOD)(b"", timeout=20)
+    call = connect(server).unary_stream(METHOD)(b"", timeout=PATIENCE)
     assert await call.read() == chunk
-    await asyncio.wait_for(full.wait(), 20)
+    await asyncio.wait_for(full.wait(), PATIENCE)
     call.cancel()
-    await asyncio.wait_for(ended.wait(), 20)
+    await asyncio.wait_for(ended.wait(), PATIENCE)
 
 
 async def test_a_status_set_by_the_handler_is_sent_without_an_answer(serve: Start, connect: Start) -> None:
@@ -375,7 +376,7 @@ async def test_a_handler_that_is_not_async_is_a_bug_and_not_a_hang(
 ) -> None:
     server = await serve({"Do": grpc.unary_unary_rpc_method_handler(lambda request, context: request)})
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await connect(server).unary_unary(METHOD)(b"", timeout=20)
+        await connect(server).unary_unary(METHOD)(b"", timeout=PATIENCE)
     assert_hidden_bug(decode(caught.value), caplog)
 
 

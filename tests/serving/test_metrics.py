@@ -11,8 +11,7 @@ from prometheus_client import CollectorRegistry, Counter
 from rallypoint.rpc.endpoint import EndpointError, ServiceStartError
 from rallypoint.serving import metrics
 from rallypoint.serving.metrics import parse_metrics_address, serve_metrics
-
-PATIENCE = 30.0
+from support.waiting import PATIENCE
 
 
 def _registry() -> CollectorRegistry:

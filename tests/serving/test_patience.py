@@ -12,6 +12,7 @@ import pytest
 
 from rallypoint.rpc.errors import decode
 from rallypoint.serving.flow import Subscriber
+from support.waiting import PATIENCE
 
 METHOD = "/tiny.v1.TinyService/Do"
 # More than a transport takes for a client that doesn't read.
@@ -37,7 +38,7 @@ async def test_who_takes_nothing_is_told_to_come_back(
             given_up.set()
 
     server = await serve({"Do": grpc.unary_stream_rpc_method_handler(answer)})
-    call = connect(server).unary_stream(METHOD)(b"please", timeout=20)
+    call = connect(server).unary_stream(METHOD)(b"please", timeout=PATIENCE)
     answers = aiter(call)
     for _ in range(taken):
         assert await anext(answers) == b"small"

@@ -14,10 +14,10 @@ from rallypoint.rpc.errors import ServiceError, decode
 from rallypoint.serving.flow import Rate
 from rallypoint.serving.interceptor import CallInterceptor
 from rallypoint.serving.server import Registration, Server, ServerOptions
+from support.waiting import PATIENCE
 
 SERVICE = "tiny.v1.TinyService"
 METHOD = f"/{SERVICE}/Do"
-PATIENCE = 20.0
 
 
 class Clock:

@@ -18,6 +18,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc  # type:
 
 from rallypoint.rpc.errors import decode
 from rallypoint.serving.server import Registration, Server, ServerOptions, ServiceStartError
+from support.waiting import PATIENCE
 
 Start = Callable[..., Any]
 SERVICE = "tiny.v1.TinyService"
@@ -56,7 +57,7 @@ class Hall:
 
 def wait_call(channel: grpc.aio.Channel) -> Any:
     wait: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = channel.unary_stream(f"/{SERVICE}/Wait")
-    return wait(b"", timeout=50)
+    return wait(b"", timeout=PATIENCE)
 
 
 async def read_all(call: Any) -> list[bytes]:
@@ -65,13 +66,13 @@ async def read_all(call: Any) -> list[bytes]:
 
 async def health_of(channel: grpc.aio.Channel, service: str) -> int:
     stub = health_pb2_grpc.HealthStub(channel)
-    answer = await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=20)
+    answer = await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=PATIENCE)
     return int(answer.status)
 
 
 async def soon(awaitable: Awaitable[Any]) -> Any:
     """Well before the grace of a minute that these tests drain with, and well after what a slow machine needs."""
-    return await asyncio.wait_for(awaitable, 25)
+    return await asyncio.wait_for(awaitable, PATIENCE)
 
 
 def can_listen(port: int) -> bool:
@@ -92,7 +93,7 @@ async def test_a_started_server_answers_at_its_address(serve: Start, connect: St
     server = await serve(ECHO)
     assert server.address.startswith("127.0.0.1:")
     assert port_of(server) > 0
-    assert await connect(server).unary_unary(f"/{SERVICE}/Echo")(b"hello", timeout=20) == b"hello"
+    assert await connect(server).unary_unary(f"/{SERVICE}/Echo")(b"hello", timeout=PATIENCE) == b"hello"
 
 
 async def test_the_ready_line_says_what_is_served_where_and_how(
@@ -201,7 +202,7 @@ async def test_a_unix_socket_is_served_alone_and_cleaned_up(
     options = ServerOptions(host=f"unix:{path}")
     server = await serve(ECHO, options=options)
     assert server.address == f"unix:{path}"
-    assert await connect(server).unary_unary(f"/{SERVICE}/Echo")(b"hello", timeout=20) == b"hello"
+    assert await connect(server).unary_unary(f"/{SERVICE}/Echo")(b"hello", timeout=PATIENCE) == b"hello"
     with pytest.raises(ServiceStartError, match="in use"):
         await serve(ECHO, options=options)
     await server.stop()
@@ -230,7 +231,7 @@ async def test_health_says_what_the_services_say_of_themselves(serve: Start, con
     server = await serve(ECHO)
     channel = connect(server)
     watch = health_pb2_grpc.HealthStub(channel).Watch(
-        health_pb2.HealthCheckRequest(service=SERVICE), timeout=50
+        health_pb2.HealthCheckRequest(service=SERVICE), timeout=PATIENCE
     )
     assert (await watch.read()).status == SERVING
     for ready, said in ((False, NOT_SERVING), (True, SERVING), (False, NOT_SERVING)):
@@ -245,7 +246,7 @@ async def test_reflection_lists_the_services(serve: Start, connect: Start) -> No
     async def ask() -> AsyncIterator[Any]:
         yield reflection_pb2.ServerReflectionRequest(list_services="")
 
-    async for answer in stub.ServerReflectionInfo(ask(), timeout=20):
+    async for answer in stub.ServerReflectionInfo(ask(), timeout=PATIENCE):
         names = {service.name for service in answer.list_services_response.service}
     assert {SERVICE, "grpc.health.v1.Health"} <= names
 
@@ -267,7 +268,7 @@ async def test_a_drain_tells_streams_refuses_new_calls_and_lets_open_ones_end(
     assert await health_of(channel, SERVICE) == NOT_SERVING
     assert await health_of(channel, "") == NOT_SERVING
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await channel.unary_unary(f"/{SERVICE}/Echo")(b"too late", timeout=20)
+        await channel.unary_unary(f"/{SERVICE}/Echo")(b"too late", timeout=PATIENCE)
     refusal = decode(caught.value)
     assert (refusal.code, refusal.reason) == (grpc.StatusCode.UNAVAILABLE, "DRAINING")
     assert refusal.retry_after is not None
@@ -283,7 +284,7 @@ async def test_a_drain_tells_streams_refuses_new_calls_and_lets_open_ones_end(
 async def test_a_drain_waits_for_nobody_but_open_calls_of_ours(serve: Start, connect: Start) -> None:
     server = await serve(ECHO)
     watch = health_pb2_grpc.HealthStub(connect(server)).Watch(
-        health_pb2.HealthCheckRequest(service=SERVICE), timeout=50
+        health_pb2.HealthCheckRequest(service=SERVICE), timeout=PATIENCE
     )
     assert (await watch.read()).status == SERVING
     draining = asyncio.create_task(server.drain(60))

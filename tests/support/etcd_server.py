@@ -18,14 +18,15 @@ from pathlib import Path
 import pytest
 
 from support.mortal import mortal
+from support.waiting import PATIENCE
 
 ETCD = os.environ.get("RALLYPOINT_TEST_ETCD") or shutil.which("etcd")
 """The etcd that tests run: set the variable to try another version."""
 
 NEEDS_ETCD = pytest.mark.skipif(ETCD is None, reason="needs the etcd command (apt install etcd-server)")
 
-PATIENCE = 60.0
-"""Seconds that a member gets to be healthy."""
+PATIENT = f"attempt-timeout={PATIENCE:g}&request-timeout={PATIENCE:g}"
+"""Query of a URL of etcd: whose test is not of a reply that does not come waits for it as for anything else."""
 
 
 def free_port() -> int:

@@ -8,16 +8,14 @@ import socket
 from pathlib import Path
 
 from rallypoint.timer.worker import table, wire
-
-# Seconds. Far more than a call may take that doesn't wait for the agent, far less than one that waits for ever.
-SOON = 20.0
+from support.waiting import PATIENCE
 
 
 class Connection:
     """A worker process's connection."""
 
     def __init__(self, connected: socket.socket) -> None:
-        connected.settimeout(SOON)
+        connected.settimeout(PATIENCE)
         self.socket = connected
         # Of the table that came with the last TABLE.
         self.table: table.TableReader
@@ -44,7 +42,7 @@ class Connection:
                 messages.append(message)
         except BlockingIOError:
             pass
-        self.socket.settimeout(SOON)
+        self.socket.settimeout(PATIENCE)
         return messages
 
     def scopes(self) -> list[str]:
@@ -64,7 +62,7 @@ class Agent:
         self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.listener.bind(self.path)
         self.listener.listen(1024)
-        self.listener.settimeout(SOON)
+        self.listener.settimeout(PATIENCE)
         self.connections: list[Connection] = []
 
     def accept(self) -> Connection:

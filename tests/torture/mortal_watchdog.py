@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import grpc
@@ -82,24 +81,8 @@ async def listed(channel: grpc.aio.Channel) -> list[pb.Timer]:
 
 
 async def until_listed(channel: grpc.aio.Channel, count: int) -> None:
-    """Wait until the service has so many timers.
-
-    Raises:
-        AssertionError: It has not got them.
-    """
+    """Wait until the service has so many timers."""
     deadline = time.monotonic() + PATIENCE
     while (found := len(await listed(channel))) != count:
         assert time.monotonic() < deadline, f"the service has {found} timers, not {count}"
-        await asyncio.sleep(_LOOK)
-
-
-async def until(what: str, condition: Callable[[], bool], timeout: float = PATIENCE) -> None:
-    """Wait until something is so of what nodes were told.
-
-    Raises:
-        AssertionError: It did not become so.
-    """
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < deadline, f"waited {timeout:g} s in vain for {what}"
         await asyncio.sleep(_LOOK)

@@ -12,9 +12,10 @@ from typing import NamedTuple
 
 import pytest
 
+from support.waiting import until
 from torture.length import ordinarily
 from torture.mortal_server import PATIENCE, serving
-from torture.mortal_watchdog import GuardedNode, MortalWatchdog, until, until_listed
+from torture.mortal_watchdog import GuardedNode, MortalWatchdog, until_listed
 
 pytestmark = [pytest.mark.slow, pytest.mark.integration, pytest.mark.timeout(5 * PATIENCE)]
 
@@ -65,7 +66,7 @@ async def test_timers_outlive_the_watchdog(tmp_path: Path) -> None:
             await asyncio.to_thread(server.kill)
             await asyncio.to_thread(server.start)
             outages.append(Outage(killed, time.monotonic()))
-        await until("every timer to run out", lambda: due.keys() <= _reaped(nodes).keys())
+        await until(lambda: due.keys() <= _reaped(nodes).keys(), "every timer to run out")
         await until_listed(channel, 0)
         assert set(_reaped(nodes).values()) == {1}, "nobody is reaped twice"
     late = {scope: when - due[scope] for node in nodes for scope, when in node.reaped}

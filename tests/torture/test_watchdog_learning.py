@@ -13,9 +13,10 @@ import pytest
 from rallypoint.rpc.durations import to_seconds
 from rallypoint.timer.v1 import timer_service_pb2 as pb
 from rallypoint.timer.v1 import timer_service_pb2_grpc as pb_grpc
+from support.waiting import until
 from torture.length import ordinarily
 from torture.mortal_server import PATIENCE, serving
-from torture.mortal_watchdog import RUN, GuardedNode, MortalWatchdog, until
+from torture.mortal_watchdog import RUN, GuardedNode, MortalWatchdog
 
 pytestmark = [pytest.mark.slow, pytest.mark.integration, pytest.mark.timeout(5 * PATIENCE)]
 
@@ -63,7 +64,7 @@ async def check_guarded(node: GuardedNode, worker: str) -> None:
     """A worker that hangs in the scope is told of, after what was learned and not before."""
     began = time.monotonic()
     node.client.acquire(worker, f"{SCOPE}~{worker}", 0.0, began, learned_as=SCOPE)
-    await until("the worker to be reaped", lambda: f"{SCOPE}~{worker}" in dict(node.reaped))
+    await until(lambda: f"{SCOPE}~{worker}" in dict(node.reaped), "the worker to be reaped")
     assert dict(node.reaped)[f"{SCOPE}~{worker}"] - began >= LONGEST * FACTOR
 
 
@@ -78,7 +79,7 @@ async def test_agents_bring_back_what_a_service_without_a_file_had_learned(tmp_p
             node.client.observe(SCOPE, EACH, LONGEST)
         seen = NODES * EACH
         assert (await until_learned(channel, seen)).count == seen
-        await until("every agent to know", lambda: all(map(knows, nodes)))
+        await until(lambda: all(map(knows, nodes)), "every agent to know")
         for kill in range(KILLS):
             await asyncio.to_thread(server.kill)
             await asyncio.to_thread(server.start)
@@ -101,7 +102,7 @@ async def test_the_file_alone_brings_back_what_was_learned(tmp_path: Path) -> No
         node.client.observe(SCOPE, EACH, LONGEST)
         await until_learned(channel, EACH)
         await node.close()
-        await until("the file to be written", lambda: file.exists() and SCOPE in file.read_text())
+        await until(lambda: file.exists() and SCOPE in file.read_text(), "the file to be written")
         for kill in range(KILLS):
             await asyncio.to_thread(server.kill)
             await asyncio.to_thread(server.start)

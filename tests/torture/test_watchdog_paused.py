@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from support.waiting import until
 from torture.length import ordinarily
 from torture.mortal_server import PATIENCE, serving
-from torture.mortal_watchdog import GuardedNode, MortalWatchdog, until, until_listed
+from torture.mortal_watchdog import GuardedNode, MortalWatchdog, until_listed
 
 pytestmark = [pytest.mark.slow, pytest.mark.integration, pytest.mark.timeout(3 * PATIENCE)]
 
@@ -55,7 +56,7 @@ async def test_a_pause_of_the_watchdog_accuses_nobody_who_released_in_time(tmp_p
         server.go_on()
         woken = time.monotonic()
         hung = {timer.scope for timer in timers if timer.hangs}
-        await until("all who hang", lambda: hung <= _reaped(nodes), timers[-1].due - paused + PATIENCE)
+        await until(lambda: hung <= _reaped(nodes), "all who hang", timers[-1].due - paused + PATIENCE)
         told = time.monotonic()
         safe = {timer.scope for timer in timers if timer.released and timer.released < timer.due}
         assert len(safe) > TIMERS / 2

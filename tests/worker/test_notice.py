@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from rallypoint.worker import checkpoint_saved, notice, should_checkpoint
+from support.waiting import PATIENCE
 
 
 @pytest.fixture
@@ -100,7 +101,7 @@ def test_a_fork_looks_for_itself(announce: Callable[[], int], tmp_path: Path) ->
         target=_asks_elsewhere, args=(tmp_path / "elsewhere",)
     )
     child.start()
-    child.join(30)
+    child.join(PATIENCE)
     assert child.exitcode == 7
     assert not should_checkpoint()
 
@@ -111,8 +112,8 @@ def _asks_elsewhere(path: Path) -> None:
 
 
 def test_it_costs_little(announce: Callable[[], int]) -> None:
-    """It is asked for in every step. A microsecond or so; the bound is a loaded machine's."""
-    began = time.perf_counter()
+    """It is asked for in every step. A microsecond or so of processor time; the bound is a slow machine's."""
+    began = time.thread_time()
     for _ in range(1000):
         should_checkpoint()
-    assert time.perf_counter() - began < 0.5
+    assert time.thread_time() - began < 0.5

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from support.waiting import PATIENCE
+
 SHOW = "import sys; print(__name__, sys.argv, {folder!r} in sys.path)"
 
 
@@ -22,7 +24,7 @@ def run(program: Path, *arguments: str, **environment: str) -> subprocess.Comple
         text=True,
         cwd=program.parent,
         env=os.environ | environment,
-        timeout=60,
+        timeout=PATIENCE,
         check=False,
     )
 

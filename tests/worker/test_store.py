@@ -38,6 +38,7 @@ from rendezvous.store.store_fakes import (
     open_store,
     serving,
 )
+from support.waiting import PATIENCE
 
 in_thread = asyncio.to_thread
 
@@ -196,7 +197,7 @@ async def test_threads_share_a_store(agent: Agent, store: Store) -> None:
     begin = threading.Barrier(8)
 
     def work(number: int) -> None:
-        begin.wait(30)
+        begin.wait(PATIENCE)
         for turn in range(20):
             store.set(f"{number}", f"{number}/{turn}")
             assert store.get(f"{number}") == f"{number}/{turn}".encode()

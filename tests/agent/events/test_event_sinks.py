@@ -21,9 +21,9 @@ from rallypoint.agent.events.handlers import (
 )
 from rallypoint.agent.events.recorder import AgentEvent, JobIdentity, Source
 from rallypoint.rpc.endpoint import SettingError
+from support.waiting import PATIENCE
 
 SUBJECT = JobIdentity("run-1", "a", "trainer", 3)
-PATIENCE = 30.0
 
 
 def _event(name: str, **details: object) -> AgentEvent:

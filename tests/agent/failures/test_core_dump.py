@@ -15,6 +15,7 @@ import pytest
 from rallypoint.agent.failures.core_dump import CoreDump, find_core_dump, judge
 from rallypoint.agent.spawner.client import Spawner
 from rallypoint.agent.spawner.protocol import WorkerExit, WorkerSpec
+from support.waiting import PATIENCE
 
 DUMPED = WorkerExit(0, 4711, None, signal.SIGSEGV, at=5.0, time=1.8e9, core_dumped=True)
 NOT_DUMPED = WorkerExit(0, 4711, None, signal.SIGSEGV, at=5.0, time=1.8e9)
@@ -100,7 +101,7 @@ async def test_a_real_one_is_found_where_the_kernel_writes_files(tmp_path: Path,
     async with Spawner.start() as spawner:
         argv = ["sh", "-c", f"ulimit -c {'unlimited' if limit else 0}; kill -SEGV $$"]
         await spawner.spawn(WorkerSpec(0, argv, dict(os.environ), cwd=tmp_path), ended.set_result)
-        how = await asyncio.wait_for(ended, 30)
+        how = await asyncio.wait_for(ended, PATIENCE)
     found = find_core_dump(how, cwd=tmp_path, rlimits={"core": (limit, limit)}, started=started)
     assert found is not None
     assert how.core_dumped is bool(limit)

@@ -24,7 +24,7 @@ from rallypoint.agent.hangs.kernel_stacks import ProcessLook, Thread, caught_sig
 from rallypoint.agent.hangs.python_stacks import StackPipe
 from rallypoint.agent.hangs.reaper import HungProcess, Reaping, describe_left, hang_message, survivors_of
 from rallypoint.agent.spawner.protocol import KillResult
-from support.waiting import until
+from support.waiting import PATIENCE, until
 
 FAILURE = WorkerFailure(1, 5, "trainer", "host", 7, -9, 1.0, "killed by SIGKILL", "the last lines")
 
@@ -69,7 +69,7 @@ def make(tmp_path: Path) -> Callable[..., Reaping]:
         *,
         chosen: int | None = 0,
         holder: int = 0,
-        timeout: float = 20.0,
+        timeout: float = PATIENCE,
         pipe: StackPipe | None = None,
         is_ours: Callable[[int], bool] = lambda _pid: True,
     ) -> Reaping:
@@ -177,10 +177,10 @@ async def test_who_ignores_the_chosen_signal_is_killed(
 ) -> None:
     """Patience has an end."""
     monkeypatch.setattr(reaping_module, "SIGNAL_TIMEOUT", 0.05)
-    with start("sh", "-c", 'trap "" TERM; exec sleep 60') as process:
+    with start("sh", "-c", 'trap "" TERM; exec sleep 600') as process:
         await until(lambda: _runs(process.pid, "sleep"), "it to ignore the signal")
         kill = Kill(process.pid)
-        await asyncio.wait_for(make(process.pid, chosen=signal.SIGTERM).end(kill), 20)
+        await asyncio.wait_for(make(process.pid, chosen=signal.SIGTERM).end(kill), PATIENCE)
         assert kill.found_alive
 
 
@@ -194,7 +194,7 @@ async def test_a_stopped_process_hears_the_chosen_signal(
 ) -> None:
     """It is resumed, or it would not."""
     monkeypatch.setattr(reaping_module, "SIGNAL_TIMEOUT", 20.0)
-    with start("sh", "-c", "kill -STOP $$; exec sleep 60") as process:
+    with start("sh", "-c", "kill -STOP $$; exec sleep 600") as process:
         await until(lambda: bool((look := inspect_process(process.pid)) and look.stopped), "it to be stopped")
         kill = Kill(process.pid)
         await make(process.pid, chosen=signal.SIGTERM).end(kill)
@@ -284,7 +284,7 @@ async def test_a_file_that_cannot_be_written_costs_no_kill(
         (tmp_path / "hang.txt").rmdir()
         os.mkfifo(tmp_path / "hang.txt")  # opening it waits for a reader that never comes
         stuck = make(pid)
-        await asyncio.wait_for(stuck.examine(), 20)
+        await asyncio.wait_for(stuck.examine(), PATIENCE)
     for reaping in (refused, stuck):
         assert reaping.case.file is None
         assert reaping.case.complete_failure(FAILURE).traceback.startswith("rank 5, process")
@@ -315,8 +315,8 @@ async def test_describing_it_does_not_wait_for_it(monkeypatch: pytest.MonkeyPatc
     """A look into /proc may need the very lock that the process holds."""
     release = threading.Event()
     monkeypatch.setattr(reaping_module, "LOOK_TIMEOUT", 0.05)
-    monkeypatch.setattr(reaping_module, "inspect_process", lambda _pid: release.wait(60))
-    assert await asyncio.wait_for(describe_left([7]), 20) == "process of workers outlived SIGKILL: 7"
+    monkeypatch.setattr(reaping_module, "inspect_process", lambda _pid: release.wait(4 * PATIENCE))
+    assert await asyncio.wait_for(describe_left([7]), PATIENCE) == "process of workers outlived SIGKILL: 7"
     release.set()
 
 
@@ -332,15 +332,16 @@ async def test_looking_and_writing_share_one_bound(
     monkeypatch.setattr(evidence_module, "spy", spy)
     monkeypatch.setattr(reaping_module, "_COLLECTING", 0.02)
     with hung(None, "lock") as pid:
-        reaping = make(pid, timeout=20.0)
-        await asyncio.wait_for(reaping.examine(), 40)
-    assert "longer than 0.4 s" in read(tmp_path / "hang.txt")
+        reaping = make(pid, timeout=100.0)
+        await asyncio.wait_for(reaping.examine(), PATIENCE)
+    assert "longer than 2 s" in read(tmp_path / "hang.txt")
     assert f"Kernel state of process {pid}" in read(tmp_path / "hang.txt")
 
 
 async def test_who_is_slow_to_die_has_not_outlived_sigkill(monkeypatch: pytest.MonkeyPatch) -> None:
     """Freeing its memory takes time; who waits in the kernel for what may never come is not waited for."""
     with start("sleep", "60") as slow, start("sleep", "60") as stuck, start("sleep", "60") as dead:
+        monkeypatch.setattr(reaping_module, "SLOW_DEATH", 4 * PATIENCE)
         dead.kill()
         asleep = ProcessLook(stuck.pid, 0.0, (Thread(stuck.pid, "sleep", "D"),), 1)
         looks = {stuck.pid: asleep}
@@ -348,7 +349,7 @@ async def test_who_is_slow_to_die_has_not_outlived_sigkill(monkeypatch: pytest.M
             reaping_module, "inspect_process", lambda pid: looks.get(pid) or inspect_process(pid)
         )
         asyncio.get_running_loop().call_later(0.2, slow.kill)
-        assert await asyncio.wait_for(survivors_of([slow.pid, stuck.pid, dead.pid]), 19) == (stuck.pid,)
+        assert await asyncio.wait_for(survivors_of([slow.pid, stuck.pid, dead.pid]), PATIENCE) == (stuck.pid,)
         monkeypatch.setattr(reaping_module, "SLOW_DEATH", 0.05)
         looks.clear()
         assert await survivors_of([stuck.pid]) == (stuck.pid,)

@@ -18,6 +18,7 @@ from rallypoint.agent.hangs.uninterruptible import (
     uninterruptible_timeout,
 )
 from rallypoint.rpc.endpoint import SettingError
+from support.waiting import PATIENCE
 
 SLEEPS = BlockedThread(pid=7, tid=9, switches=100)
 RAN = BlockedThread(pid=7, tid=9, switches=101)
@@ -79,7 +80,7 @@ async def test_the_sentence_names_the_worker(monkeypatch: pytest.MonkeyPatch) ->
     """The sleep itself can't be had without a disk to freeze: here, this process is said to have it."""
     me = BlockedThread(os.getpid(), os.getpid(), 1)
     monkeypatch.setattr(uninterruptible, "find_sleepers", lambda pids: [me] if os.getpid() in pids else [])
-    told = await asyncio.wait_for(await_stuck(lambda: {3: os.getpid()}, 0.02), 30)
+    told = await asyncio.wait_for(await_stuck(lambda: {3: os.getpid()}, 0.02), PATIENCE)
     assert told.startswith(
         f"worker of rank 3 (process {os.getpid()}) has been in uninterruptible sleep for 0.02 s"
     )

@@ -16,9 +16,7 @@ import pytest
 from rallypoint.agent.health.helper_processes import MOST_KEPT, HelperProcesses, ProgramTimeoutError, missing
 from rallypoint.agent.spawner.protocol import SpawnError
 from support.processes import fresh_marker, gone, living
-from support.waiting import until
-
-PATIENCE = 30.0
+from support.waiting import PATIENCE, until
 
 
 @pytest.fixture
@@ -56,7 +54,7 @@ async def test_one_that_takes_too_long_is_killed_with_its_daemons(
 ) -> None:
     """However they left it."""
     marker = programs._environment["MARKER"]
-    script = f"setsid sh -c 'sleep 60' {marker} & trap '' TERM; sleep 60; true {marker}"
+    script = f"setsid sh -c 'sleep 600' {marker} & trap '' TERM; sleep 600; true {marker}"
     began = time.monotonic()
     with pytest.raises(ProgramTimeoutError, match=r"it did not end within 0\.5 s"):
         await programs.run(["sh", "-c", script, marker], 0.5)
@@ -67,14 +65,14 @@ async def test_one_that_takes_too_long_is_killed_with_its_daemons(
 async def test_what_one_leaves_behind_is_killed(programs: HelperProcesses) -> None:
     """It would add up, look after look."""
     marker = programs._environment["MARKER"]
-    await programs.run(["sh", "-c", f"setsid sh -c 'sleep 60' {marker} & exit 0", marker], PATIENCE)
+    await programs.run(["sh", "-c", f"setsid sh -c 'sleep 600' {marker} & exit 0", marker], PATIENCE)
     assert gone(marker)
 
 
 async def test_a_wait_that_is_cancelled_ends_the_program(programs: HelperProcesses) -> None:
     """The job is over."""
     marker = programs._environment["MARKER"]
-    waiting = asyncio.create_task(programs.run(["sh", "-c", "sleep 60; true", marker]))
+    waiting = asyncio.create_task(programs.run(["sh", "-c", "sleep 600; true", marker]))
     await until(lambda: bool(living(marker)), "the program")
     waiting.cancel()
     await asyncio.wait([waiting])

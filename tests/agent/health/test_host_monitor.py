@@ -5,20 +5,19 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from agent.job.test_job import PATIENCE, Bench
+from agent.job.test_job import Bench
 from agent.job.test_job import bench as bench  # noqa: PLC0414  # a fixture
 from rallypoint.agent.config.job import Peer
 from rallypoint.agent.job.result import SUCCEEDED, UNFIT
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rpc.endpoint import SettingError
-from support.waiting import until
+from support.waiting import PATIENCE, until
 
 
 @pytest.fixture
@@ -52,7 +51,7 @@ async def test_a_host_on_which_a_worker_failed_is_looked_at_before_it_goes_on(
 ) -> None:
     """Healthy, it takes its place in the next round; not so, it is the others' next round."""
     script = "echo x >> looks; [ ! -e sick ]"
-    fails = "[ $RALLYPOINT_ROUND = 1 ] && [ $RANK = 0 ] && exit 1; touch $1/up.$RALLYPOINT_ROUND; sleep 60"
+    fails = "[ $RALLYPOINT_ROUND = 1 ] && [ $RANK = 0 ] && exit 1; touch $1/up.$RALLYPOINT_ROUND; sleep 600"
     job = bench.job(fails, restarts=5, health_checks=check(script))
     running = bench.start(job)
     await bench.has("up.2")
@@ -68,13 +67,14 @@ async def test_who_is_told_to_stop_does_not_wait_for_a_check(
     bench: Bench, check: Callable[[str], tuple[str, ...]]
 ) -> None:
     """And the check does not outlive the job (the bench looks)."""
-    job = bench.job("exit 0", health_checks=check("touch looking; sleep 60"), health_timeout=50.0)
+    settings = pb.RunSettings(min_nodes=1, max_nodes=1)
+    settings.confirm_timeout.FromSeconds(900)
+    checks = check("touch looking; sleep 600")
+    job = bench.job("exit 0", settings=settings, health_checks=checks, health_timeout=500.0)
     running = bench.start(job)
     await bench.has("looking")
-    began = time.monotonic()
     job.request_stop("got SIGTERM")
     assert (await asyncio.wait_for(running, PATIENCE)).exit_code == 143
-    assert time.monotonic() - began < 20
 
 
 async def test_an_announced_maintenance_drains_the_host(bench: Bench) -> None:
@@ -83,7 +83,7 @@ async def test_an_announced_maintenance_drains_the_host(bench: Bench) -> None:
         touch $1/started.$RANK
         while [ ! -e $RALLYPOINT_NOTICE ]; do sleep 0.02; done
         echo $RANK > $RALLYPOINT_NOTICE.saved
-        sleep 60
+        sleep 600
     """
     watch = ("sh", "-c", f"while [ ! -e {bench.folder}/announced ]; do sleep 0.02; done; echo TERMINATE")
     job = bench.job(script, maintenance_command=watch)
@@ -97,7 +97,7 @@ async def test_an_announced_maintenance_drains_the_host(bench: Bench) -> None:
 
 async def test_the_watch_for_maintenance_survives_a_round_and_not_the_job(bench: Bench) -> None:
     """The sweep that ends a round's workers spares it."""
-    watch = ("sh", "-c", f"echo $$ >> {bench.folder}/watch; sleep 60; exit 1")
+    watch = ("sh", "-c", f"echo $$ >> {bench.folder}/watch; sleep 600; exit 1")
     fails = """
         while [ ! -s $1/watch ]; do sleep 0.02; done
         [ $RALLYPOINT_ROUND = 1 ] && exit 1

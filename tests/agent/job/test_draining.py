@@ -13,22 +13,23 @@ from pathlib import Path
 
 import pytest
 
-from agent.job.test_job import PATIENCE, Bench
+from agent.job.test_job import Bench
 from agent.job.test_job import bench as bench  # noqa: PLC0414  # a fixture
 from rallypoint.agent.core import core
 from rallypoint.agent.job.drain import Drain, all_saved
 from rallypoint.agent.job.result import SUCCEEDED, JobResult
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
-from support.waiting import until
+from support.waiting import PATIENCE, until
 
 WAITS = "touch $1/started.$RANK; while [ ! -e $1/go ]; do sleep 0.02; done"
 SAVES = """
     touch $1/started.$RANK
     while [ ! -e $RALLYPOINT_NOTICE ]; do sleep 0.02; done
-    cp $RALLYPOINT_NOTICE $1/notice.$RANK
+    cp $RALLYPOINT_NOTICE $1/copy.$RANK
+    mv $1/copy.$RANK $1/notice.$RANK
     while [ ! -e $1/save.$RANK ]; do sleep 0.02; done
     echo $RANK > $RALLYPOINT_NOTICE.saved
-    sleep 60
+    sleep 600
 """
 
 
@@ -139,7 +140,7 @@ async def test_the_end_of_the_last_that_has_not_saved_is_noticed(bench: Bench) -
     script = """
         touch $1/started.$RANK
         while [ ! -e $RALLYPOINT_NOTICE ]; do sleep 0.02; done
-        [ $RANK = 0 ] && echo 0 > $RALLYPOINT_NOTICE.saved && touch $1/saved && sleep 60
+        [ $RANK = 0 ] && echo 0 > $RALLYPOINT_NOTICE.saved && touch $1/saved && sleep 600
         while [ ! -e $1/go ]; do sleep 0.02; done
     """
     job = bench.job(script)

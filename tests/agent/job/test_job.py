@@ -7,7 +7,6 @@ import os
 import signal
 import socket
 import tempfile
-import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -29,12 +28,12 @@ from rallypoint.agent.workers.processes import StopReport
 from rallypoint.launcher.services import embedded_rendezvous, embedded_timer
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
+from rallypoint.rpc import channel
 from rallypoint.rpc.channel import open_channel
 from rallypoint.rpc.endpoint import ClientTLS, SettingError
 from support.processes import fresh_marker, gone, living
-from support.waiting import until
+from support.waiting import PATIENCE, until
 
-PATIENCE = 30.0
 RUN = "run-1"
 
 
@@ -65,7 +64,7 @@ class Bench:
                 "local_world_size": 2,
                 "redirects": Redirect(Streams.BOTH),
                 "log_dir": self.folder / "logs",
-                "connect_timeout": 0.5,
+                "connect_timeout": PATIENCE,
                 **more,
             }
         )
@@ -127,7 +126,7 @@ async def test_a_job_whose_workers_succeed_ends_with_0(bench: Bench) -> None:
 
 async def test_a_job_whose_worker_fails_ends_with_1_and_the_failure(bench: Bench) -> None:
     """With no restart allowed, at once; the other worker does not live on."""
-    result = await bench.run(bench.job('[ $RANK = 1 ] && { echo "no data" >&2; exit 3; }; sleep 60'))
+    result = await bench.run(bench.job('[ $RANK = 1 ] && { echo "no data" >&2; exit 3; }; sleep 600'))
     assert result.exit_code == FAILED
     assert result.failure is not None
     assert (result.failure.rank, result.failure.exit_code, result.failure.traceback) == (1, 3, "no data")
@@ -139,7 +138,7 @@ async def test_a_failure_restarts_all_workers_in_the_next_round(bench: Bench) ->
     script = """
         echo "$RALLYPOINT_ROUND $TORCHELASTIC_RESTART_COUNT" >> $1/seen.$RANK
         [ $RALLYPOINT_ROUND = 2 ] && exit 0
-        [ $RANK = 0 ] && sleep 60
+        [ $RANK = 0 ] && sleep 600
         while [ ! -s $1/seen.0 ]; do sleep 0.01; done
         exit 1
     """
@@ -152,7 +151,7 @@ async def test_a_failure_restarts_all_workers_in_the_next_round(bench: Bench) ->
 
 async def test_a_failure_on_one_host_is_told_on_all(bench: Bench) -> None:
     """Also by the agent whose own workers were fine."""
-    script = "[ $RANK = 3 ] && exit 9; sleep 60"
+    script = "[ $RANK = 3 ] && exit 9; sleep 600"
     jobs = [bench.job(script, node_id, nodes=(2, 2)) for node_id in ("a", "b")]
     results = await asyncio.gather(*(bench.run(job) for job in jobs))
     assert results[0] == results[1]
@@ -178,7 +177,7 @@ async def test_a_job_that_is_asked_to_stop_leaves_and_the_run_goes_on(bench: Ben
 async def test_ctrl_c_reaches_the_workers_as_sigint(bench: Bench) -> None:
     """Python programs turn it into KeyboardInterrupt; those that ignore it are killed after the timeout."""
     ignoring = 'trap "touch $1/got.$RANK" INT; touch $1/started.$RANK; while :; do sleep 0.02; done'
-    job = bench.job(ignoring, shutdown_timeout=0.3)
+    job = bench.job(ignoring, shutdown_timeout=3.0)
     running = bench.start(job)
     await bench.has("started.1")
     job.request_stop("got SIGINT", signal.SIGINT)
@@ -188,27 +187,29 @@ async def test_ctrl_c_reaches_the_workers_as_sigint(bench: Bench) -> None:
 
 async def test_asked_twice_a_job_stops_at_once(bench: Bench) -> None:
     """Whoever asks again won't wait for the shutdown timeout."""
-    job = bench.job('trap "touch $1/got.$RANK" TERM; touch $1/started.$RANK; while :; do sleep 0.02; done')
+    script = 'trap "touch $1/got.$RANK" TERM; touch $1/started.$RANK; while :; do sleep 0.02; done'
+    job = bench.job(script, shutdown_timeout=4 * PATIENCE)
     running = bench.start(job)
     await bench.has("started.1")
     job.request_stop("got SIGTERM")
     await bench.has("got.1")
     await asyncio.sleep(job_module._ONE_REQUEST)
     job.request_stop("got SIGTERM")
-    result = await asyncio.wait_for(running, 20)  # the shutdown timeout is 30 s
+    result = await asyncio.wait_for(running, PATIENCE)
     assert result.exit_code == 128 + signal.SIGTERM
 
 
 async def test_asked_twice_a_job_still_gives_its_lease_back(bench: Bench) -> None:
     """The others re-form at once, instead of when the lease of a node that is gone has ended."""
-    job = bench.job('trap "touch $1/got.$RANK" TERM; touch $1/started.$RANK; while :; do sleep 0.02; done')
+    script = 'trap "touch $1/got.$RANK" TERM; touch $1/started.$RANK; while :; do sleep 0.02; done'
+    job = bench.job(script, shutdown_timeout=4 * PATIENCE)
     running = bench.start(job)
     await bench.has("started.1")
     job.request_stop("got SIGTERM")
     await bench.has("got.1")
     await asyncio.sleep(job_module._ONE_REQUEST)
     job.request_stop("got SIGTERM")
-    await asyncio.wait_for(running, 20)
+    await asyncio.wait_for(running, PATIENCE)
     assert (await bench.state()).node_count == 0
 
 
@@ -217,39 +218,44 @@ async def test_asked_twice_a_job_waits_for_no_service_that_is_away(bench: Bench)
     async with AsyncExitStack() as service:
         rendezvous = await service.enter_async_context(embedded_rendezvous())
         script = "trap : TERM; touch $1/started.$RANK; while :; do sleep 0.02; done"
-        job = bench.job(script, rendezvous=Peer(rendezvous), close_timeout=PATIENCE)
+        job = bench.job(
+            script, rendezvous=Peer(rendezvous), close_timeout=4 * PATIENCE, shutdown_timeout=4 * PATIENCE
+        )
         running = bench.start(job)
         await bench.has("started.1")
     job.request_stop("got SIGTERM")
     await asyncio.sleep(job_module._ONE_REQUEST)
     job.request_stop("got SIGTERM")
-    result = await asyncio.wait_for(running, 20)
+    result = await asyncio.wait_for(running, PATIENCE)
     assert result == JobResult(128 + signal.SIGTERM, "left the run: got SIGTERM")
 
 
-async def test_a_job_that_never_got_in_stops_at_once(bench: Bench) -> None:
+async def test_a_job_that_never_got_in_stops_at_once(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """There is no lease to give back, and nobody to give it to."""
+    # gRPC itself does not give the connection up before the test does.
+    patient = {**dict(channel.CLIENT_ARGUMENTS), "grpc.min_reconnect_backoff_ms": 600_000}
+    monkeypatch.setattr(channel, "CLIENT_ARGUMENTS", tuple(patient.items()))
     with socket.create_server(("127.0.0.1", 0)) as mute:
         endpoint = f"127.0.0.1:{mute.getsockname()[1]}"
-        job = bench.job("exit 0", rendezvous=Peer(endpoint), connect_timeout=PATIENCE, close_timeout=PATIENCE)
+        job = bench.job(
+            "exit 0", rendezvous=Peer(endpoint), connect_timeout=4 * PATIENCE, close_timeout=4 * PATIENCE
+        )
         running = bench.start(job)
         await until(lambda: hasattr(job, "_membership"), "the job to begin")
         job.request_stop("got SIGINT", signal.SIGINT)
-        began = time.monotonic()
-        assert (await running).exit_code == 128 + signal.SIGINT
-        assert time.monotonic() - began < 4  # gRPC gives up after 5
+        assert (await asyncio.wait_for(running, PATIENCE)).exit_code == 128 + signal.SIGINT
 
 
 async def test_a_service_that_is_away_holds_up_nobody_for_long(bench: Bench) -> None:
     """The lease can't be given back: it runs out by itself, and the job ends after the close timeout."""
     async with AsyncExitStack() as service:
         rendezvous = await service.enter_async_context(embedded_rendezvous())
-        job = bench.job("touch $1/started.$RANK; sleep 60", rendezvous=Peer(rendezvous), close_timeout=0.2)
+        job = bench.job("touch $1/started.$RANK; sleep 600", rendezvous=Peer(rendezvous), close_timeout=0.2)
         running = bench.start(job)
         await bench.has("started.1")
     assert living(bench.marker), "workers run on while the service is away"
     job.request_stop("got SIGTERM")
-    result = await asyncio.wait_for(running, 20)
+    result = await asyncio.wait_for(running, PATIENCE)
     assert result == JobResult(128 + signal.SIGTERM, "left the run: got SIGTERM")
 
 
@@ -258,10 +264,10 @@ async def test_a_job_that_can_not_join_ends_with_2(bench: Bench) -> None:
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))
         endpoint = f"127.0.0.1:{nobody.getsockname()[1]}"
-        result = await bench.run(bench.job("exit 0", rendezvous=Peer(endpoint)))
+        result = await bench.run(bench.job("exit 0", rendezvous=Peer(endpoint), connect_timeout=0.5))
     assert result.exit_code == REFUSED
     assert result.detail.startswith(f"no rendezvous service answered at {endpoint} within 0.5 s: ")
-    first = bench.job("sleep 60", nodes=(2, 2))
+    first = bench.job("sleep 600", nodes=(2, 2))
     bench.start(first)
     await until(lambda: hasattr(first, "_membership") and bool(first._membership.lease), "the first to be in")
     result = await bench.run(bench.job("exit 0", "b", nodes=(3, 3)))
@@ -273,10 +279,10 @@ async def test_a_job_that_can_not_join_ends_with_2(bench: Bench) -> None:
 
 async def test_a_job_that_another_took_the_name_of_ends_with_1(bench: Bench) -> None:
     """It did start as asked, so it is no mistake of its command line; its workers must not run beside the other's."""
-    first = bench.job("touch $1/started.$RANK; sleep 60")
+    first = bench.job("touch $1/started.$RANK; sleep 600")
     running = bench.start(first)
     await bench.has("started.1")
-    bench.start(bench.job("sleep 60"))
+    bench.start(bench.job("sleep 600"))
     result = await asyncio.wait_for(running, PATIENCE)
     assert result.exit_code == FAILED
     assert "an agent joined again under its name" in result.detail
@@ -301,7 +307,7 @@ async def test_a_job_that_is_done_waits_no_longer_than_the_exit_barrier(bench: B
 
 async def test_a_node_that_is_taken_out_stops_its_workers_and_ends_with_1(bench: Bench) -> None:
     """With the operator's reason; it does not try to come back until it is readmitted."""
-    running = bench.start(bench.job('touch "$1/up"; sleep 60'))
+    running = bench.start(bench.job('touch "$1/up"; sleep 600'))
     await bench.has("up")
     request = pb.EvictNodeRequest(run_id=RUN, node_id="a", reason="bad memory")
     async with open_channel(bench.rendezvous) as channel:
@@ -319,7 +325,7 @@ async def test_a_node_that_is_taken_out_stops_its_workers_and_ends_with_1(bench:
 
 async def test_a_closed_run_ends_the_job_with_1(bench: Bench) -> None:
     """An operator ended it, for all its hosts."""
-    job = bench.job("touch $1/started.$RANK; sleep 60")
+    job = bench.job("touch $1/started.$RANK; sleep 600")
     running = bench.start(job)
     await bench.has("started.1")
     async with open_channel(bench.rendezvous) as channel:
@@ -329,7 +335,7 @@ async def test_a_closed_run_ends_the_job_with_1(bench: Bench) -> None:
 
 async def test_a_spawner_that_dies_costs_a_restart_and_no_more(bench: Bench) -> None:
     """Its workers die with it; the next round has a new one."""
-    script = "touch $1/started.$RALLYPOINT_ROUND.$RANK; [ $RALLYPOINT_ROUND = 2 ] || sleep 60"
+    script = "touch $1/started.$RALLYPOINT_ROUND.$RANK; [ $RALLYPOINT_ROUND = 2 ] || sleep 600"
     job = bench.job(script, restarts=1)
     running = bench.start(job)
     await bench.has("started.1.1")
@@ -343,7 +349,7 @@ async def test_what_workers_leave_behind_is_gone_before_success_is_reported(benc
     """A daemon that outlives its worker would hold its port, its memory or its files in the next round."""
     with fresh_marker() as left_behind:
         leaves = f"""
-            setsid sh -c 'touch $0; sleep 60' $1/daemon.$RANK {left_behind} &
+            setsid sh -c 'touch $0; sleep 600' $1/daemon.$RANK {left_behind} &
             while [ ! -e $1/daemon.$RANK ]; do sleep 0.01; done
         """
         waits = "while [ ! -e $1/go ]; do sleep 0.02; done"
@@ -359,7 +365,7 @@ async def test_what_workers_leave_behind_is_gone_before_success_is_reported(benc
 
 async def test_what_goes_wrong_unforeseen_ends_the_job(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """A job that hangs is the worst failure: nobody learns of it. No worker is left either."""
-    job = bench.job("touch $1/started.$RANK; sleep 60")
+    job = bench.job("touch $1/started.$RANK; sleep 600")
     running = bench.start(job)
     await bench.has("started.1")
 
@@ -382,7 +388,7 @@ async def test_a_membership_that_breaks_ends_the_job_too(
         raise ZeroDivisionError("what nobody thought of")
 
     monkeypatch.setattr(f"rallypoint.agent.job.rendezvous.Membership.{method}", fail)
-    result = await bench.run(bench.job("sleep 60"))
+    result = await bench.run(bench.job("sleep 600"))
     assert (result.exit_code, "ZeroDivisionError" in result.detail) == (FAILED, True)
 
 
@@ -430,12 +436,13 @@ def survivor(monkeypatch: pytest.MonkeyPatch) -> int:
 
     monkeypatch.setattr(WorkerGroup, "stop", stop_in_vain)
     monkeypatch.setattr(reaper, "SLOW_DEATH", 0.05)
+    monkeypatch.setattr(reaper, "LOOK_TIMEOUT", PATIENCE)
     return os.getpid()
 
 
 async def test_what_outlives_a_stop_makes_the_host_unfit(bench: Bench, survivor: int) -> None:
     """It takes no part in the next round, although restarts are left, and its exit code says so."""
-    job = bench.job('[ $RANK = 1 ] && { echo "no data" >&2; exit 3; }; sleep 60', restarts=5)
+    job = bench.job('[ $RANK = 1 ] && { echo "no data" >&2; exit 3; }; sleep 600', restarts=5)
     result = await bench.run(job)
     assert result.exit_code == UNFIT == 3
     assert result.detail.startswith(
@@ -487,7 +494,7 @@ async def test_what_comes_to_light_as_workers_are_stopped_costs_nothing_if_their
     bench: Bench, monkeypatch: pytest.MonkeyPatch, going: str, told: list[int]
 ) -> None:
     """One that had raised before: a host that stays must tell it, one that goes takes its workers away in any case."""
-    job = bench.job("touch $1/up.$RANK; sleep 60")
+    job = bench.job("touch $1/up.$RANK; sleep 600")
     bench.start(job)
     await bench.has("up.1")
     reported: list[int] = []

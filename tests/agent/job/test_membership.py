@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from agent.job.test_job import PATIENCE, Bench
+from agent.job.test_job import Bench
 from agent.job.test_job import bench as bench  # noqa: PLC0414  # a fixture
 from rallypoint.agent.core import core
 from rallypoint.agent.job import rendezvous as membership_module
@@ -16,7 +16,7 @@ from rallypoint.agent.workers.group import WorkerGroup
 from rallypoint.agent.workers.processes import StopReport
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rpc.channel import open_channel
-from support.waiting import until
+from support.waiting import PATIENCE, until
 
 
 @pytest.mark.parametrize(
@@ -37,9 +37,9 @@ def test_what_a_service_takes_of_a_text(text: str, told: str) -> None:
 
 async def test_a_host_with_a_long_story_leaves_like_any_other(bench: Bench) -> None:
     """It is not refused for it, and the run is told as much as it takes."""
-    stays = bench.job("touch $1/up; sleep 60", "a", nodes=(1, 2))
+    stays = bench.job("touch $1/up; sleep 600", "a", nodes=(1, 2))
     bench.start(stays)
-    leaves = bench.job("sleep 60", "b", nodes=(1, 2))
+    leaves = bench.job("sleep 600", "b", nodes=(1, 2))
     running = bench.start(leaves)
     await until(lambda: leaves.state.started > 0, "a round with it")
     leaves.drain(0.0, "x\n" * 1024)
@@ -82,7 +82,7 @@ async def test_workers_are_not_stopped_before_the_run_knows_that_their_host_goes
 ) -> None:
     """Those of other hosts fail for want of them: heard of first, that would use up a restart."""
     monkeypatch.setattr(membership_module, "DEPARTURE_TIMEOUT", PATIENCE)
-    job = bench.job("touch $1/up; sleep 60")
+    job = bench.job("touch $1/up; sleep 600")
     running = bench.start(job)
     await bench.has("up")
     seen: list[str] = []
@@ -112,7 +112,7 @@ async def test_a_run_that_does_not_hear_of_it_keeps_no_host_for_long(
 ) -> None:
     """Whoever asks a second time waits for nobody at all."""
     monkeypatch.setattr(membership_module, "DEPARTURE_TIMEOUT", 3600.0 if in_a_hurry else 0.1)
-    job = bench.job("touch $1/up; sleep 60")
+    job = bench.job("touch $1/up; sleep 600")
     running = bench.start(job)
     await bench.has("up")
     monkeypatch.setattr(job._membership, "depart", lambda reason: None)

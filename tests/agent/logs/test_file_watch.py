@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from rallypoint.agent.logs.watch import FileWatch
-from support.waiting import until
+from support.waiting import PATIENCE, until
 
 
 def _opened(path: Path) -> FileIO:
@@ -62,4 +62,4 @@ async def test_a_rotation_wakes(tmp_path: Path, watch: FileWatch) -> None:
         with _opened(log) as file:
             watch.arm(file.fileno(), woken.set)
             rotate()
-            await asyncio.wait_for(woken.wait(), 20)
+            await asyncio.wait_for(woken.wait(), PATIENCE)

@@ -20,6 +20,7 @@ from rallypoint.rendezvous.store.client import StoreClient
 from rallypoint.rendezvous.store.service import StoreService
 from rallypoint.worker.store import MAX_PART_BYTES, PREFIX, encode_frame
 from rendezvous.store.store_fakes import RUN, TestJournal, agent_socket, channel_to, open_store
+from support.waiting import PATIENCE
 
 SET = {"op": "set", "key": "k", "round": 1, "writer_round": 1, "timeout": 30.0}
 GET = {"op": "get", "key": "k", "round": 1, "timeout": 30.0}
@@ -61,7 +62,7 @@ class Worker:
 
 async def until(store: StoreService, path: str, waiting: int) -> None:
     """Return when so many calls wait in the service; each look is a call, so it takes part in the order."""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(PATIENCE):
         worker = await Worker.connect(path)
         while True:
             await worker.call({"op": "check", "keys": ["k"], "round": 1, "timeout": 30.0})
@@ -196,7 +197,7 @@ async def test_connections_are_bounded(path: str) -> None:
     assert answer["last"] is True
     await surplus.close()
     await workers.pop().close()
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(PATIENCE):
         while True:
             again = await Worker.connect(path)
             answer, _ = await again.call(SET)

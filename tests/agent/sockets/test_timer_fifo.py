@@ -426,7 +426,6 @@ ask("none")
 
 @pytest.mark.torch
 @pytest.mark.integration
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize("apart", [False, pytest.param(True, marks=needs_namespaces)])
 async def test_torchs_own_client_works_unchanged(agent: Agent, apart: bool) -> None:
     """The real one, nested, with and without a scope, and with a signal of its choice; also apart, as process 1."""

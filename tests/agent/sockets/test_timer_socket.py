@@ -247,7 +247,7 @@ async def test_a_worker_goes_on_when_its_agent_is_gone(host: Host) -> None:
         "    began = time.monotonic()\n"
         "    for _ in range(10000):\n"
         "        with expires(60): pass\n"
-        "    assert time.monotonic() - began < 20\n"
+        "    assert time.monotonic() - began < 60\n"
         "    ask()\n"
         "    for delay in range(1000):\n"
         "        with expires(60, 'after'):\n"

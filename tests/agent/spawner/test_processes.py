@@ -17,7 +17,7 @@ import pytest
 from rallypoint.agent.spawner.client import Spawner
 from rallypoint.agent.spawner.protocol import SpawnError, WorkerExit, WorkerSpec
 from rallypoint.agent.spawner.spawner import descendants, read_process
-from support.waiting import until
+from support.waiting import PATIENCE, until
 
 ENVIRONMENT = {"PATH": os.environ["PATH"]}
 
@@ -307,6 +307,6 @@ async def test_a_spawner_ends_although_no_descriptor_is_left() -> None:
         spawner.attach()
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(PATIENCE):
         await spawner.close()
     assert spawner.dead

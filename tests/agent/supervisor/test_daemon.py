@@ -111,8 +111,8 @@ async def test_a_job_is_run_as_it_was_specified(host: Host) -> None:
 
 async def test_no_more_jobs_run_than_there_is_room_for(host: Host) -> None:
     """One too many is refused by the name of the first; after the end of one there is room again."""
-    await host.launch("touch $1/started; sleep 60")
-    await host.launch("sleep 60", run_id="run-2")
+    await host.launch("touch $1/started; sleep 600")
+    await host.launch("sleep 600", run_id="run-2")
     await until((host.folder / "started").exists, "the worker")
     error = await host.refused(run_id="run-3")
     assert (error.code, error.reason) == (grpc.StatusCode.FAILED_PRECONDITION, "JOB_RUNNING")
@@ -131,7 +131,7 @@ async def test_no_more_jobs_run_than_there_is_room_for(host: Host) -> None:
 
 async def test_a_run_has_one_job_of_a_host(host: Host) -> None:
     """A second one of its name would be a second node of the host, with the same devices."""
-    await host.launch("sleep 60")
+    await host.launch("sleep 600")
     error = await host.refused()
     assert (error.reason, error.metadata) == ("JOB_RUNNING", {"run_id": "run-1"})
 
@@ -191,7 +191,7 @@ async def test_a_daemon_that_ends_takes_its_job_along_in_good_order(tmp_path: Pa
 
 async def test_who_hurries_a_daemon_has_its_workers_killed(tmp_path: Path) -> None:
     """A second signal cancels the wait for the job: nobody waits for workers that take their time."""
-    slow = 'trap "sleep 60" TERM; touch $1/started; while :; do sleep 0.02; done'
+    slow = 'trap "sleep 600" TERM; touch $1/started; while :; do sleep 0.02; done'
     async with embedded_rendezvous() as rendezvous, embedded_timer() as timer:
         async with Daemon(timer, None, {"PATH": os.environ["PATH"]}) as daemon:
             host = Host(tmp_path, rendezvous, None, "worker")  # type: ignore[arg-type]

@@ -35,7 +35,7 @@ from rallypoint.agent.workers.group import WorkerGroup
 from rallypoint.agent.workers.processes import StopReport
 from rallypoint.rendezvous.core.state import FailureKind
 from rallypoint.rendezvous.v1.rendezvous_service_pb2 import RunSettings
-from support.waiting import until, wait_until
+from support.waiting import PATIENCE, until, wait_until
 
 SEAT = Assignment(
     round=3,
@@ -174,7 +174,7 @@ async def test_who_has_raised_and_is_slow_to_end_was_before_those_that_die_of_it
 ) -> None:
     """It is told at the first end of another, and what it is stopped with is not how it failed."""
     group = make(
-        RAISES + '[ $LOCAL_RANK = 1 ] && { raise_ "no such layer"; touch $1/raised; sleep 60; };'
+        RAISES + '[ $LOCAL_RANK = 1 ] && { raise_ "no such layer"; touch $1/raised; sleep 600; };'
         "while [ ! -e $1/raised ]; do sleep 0.01; done; sleep 0.05; exit 7"
     )
     await group.start()
@@ -212,7 +212,7 @@ async def test_an_end_before_the_stop_is_a_failure_although_it_is_heard_of_after
     make: Callable[..., WorkerGroup], told: Told, tmp_path: Path
 ) -> None:
     """The agent was busy meanwhile."""
-    group = make("[ $LOCAL_RANK = 1 ] && while [ ! -e $1/go ]; do sleep 0.01; done && exit 7; sleep 60")
+    group = make("[ $LOCAL_RANK = 1 ] && while [ ! -e $1/go ]; do sleep 0.01; done && exit 7; sleep 600")
     await group.start()
     pid = group.workers[1].pid
     (tmp_path / "go").touch()
@@ -229,7 +229,7 @@ async def test_an_exception_of_long_ago_that_ended_nothing_is_nobody_s_failure(
     """It was caught; who fails now is the first."""
     monkeypatch.setattr(analysis, "UNWINDING", 0.05)
     group = make(
-        RAISES + '[ $LOCAL_RANK = 1 ] && { raise_ "caught"; touch $1/raised; sleep 60; };'
+        RAISES + '[ $LOCAL_RANK = 1 ] && { raise_ "caught"; touch $1/raised; sleep 600; };'
         "while [ ! -e $1/raised ]; do sleep 0.01; done; sleep 0.3; exit 7"
     )
     await group.start()
@@ -285,7 +285,7 @@ async def test_logs_that_can_not_be_written_are_a_failure_too(
 
 async def test_workers_that_are_stopped_have_not_failed(make: Callable[..., WorkerGroup], told: Told) -> None:
     """However they take it."""
-    group = make("sleep 60")
+    group = make("sleep 600")
     await group.start()
     await group.stop(signal.SIGTERM, 20.0)
     assert all(worker.exit is not None and not worker.exit.succeeded for worker in group.workers.values())
@@ -312,11 +312,11 @@ async def test_a_crew_that_is_stopped_before_it_knows_its_processors_starts_noth
 
     def look(_: JobConfig) -> list[Cpus]:
         looking.set()
-        assert go_on.wait(30.0)
+        assert go_on.wait(PATIENCE)
         return [frozenset(os.sched_getaffinity(0))]
 
     monkeypatch.setattr(group_module, "_processors", look)
-    group = make("touch $1/started; sleep 60", 1, numa_binding="node")
+    group = make("touch $1/started; sleep 600", 1, numa_binding="node")
     starting = asyncio.create_task(group.start())
     await until(looking.is_set, "the look at the processors")
     await group.stop(signal.SIGTERM, 1.0)
@@ -330,7 +330,7 @@ async def test_a_worker_that_hangs_is_killed_and_the_failure_says_why(
     make: Callable[..., WorkerGroup], told: Told
 ) -> None:
     """By its name, and the others are left to whoever decides about the round."""
-    group = make("sleep 60")
+    group = make("sleep 600")
     await group.start()
     assert sorted(group.names) == ["0@3", "1@3"]
     await group.reap(HungWorker("1@3", "step", after=2.0, late_by=0.01, pid=group.workers[1].pid))
@@ -348,7 +348,7 @@ async def test_a_worker_that_is_only_to_be_told_of_lives_on(
     make: Callable[..., WorkerGroup], told: Told, tmp_path: Path
 ) -> None:
     """What it was doing is in its file."""
-    group = make("sleep 60")
+    group = make("sleep 600")
     await group.start()
     await group.reap(
         HungWorker("1@3", "step", after=2.0, late_by=0.01, pid=group.workers[1].pid, signal=None)
@@ -380,7 +380,7 @@ async def test_what_outlives_sigkill_has_failed_and_makes_the_host_unfit(
     make: Callable[..., WorkerGroup], told: Told, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The failure first, and once; whoever stops the others does not wait for it."""
-    group = make('[ $LOCAL_RANK = 0 ] || trap "" TERM; touch $1/ready.$LOCAL_RANK; sleep 60')
+    group = make('[ $LOCAL_RANK = 0 ] || trap "" TERM; touch $1/ready.$LOCAL_RANK; sleep 600')
     await group.start()
     await until(lambda: len(_found(tmp_path, "ready.*")) == 2, "the handlers")
     pid = group.workers[1].pid
@@ -398,7 +398,7 @@ async def test_what_outlives_sigkill_has_failed_and_makes_the_host_unfit(
     assert failure.message == f"it did not leave 'save' within 2 s (found 0.010 s later); {why}"
     assert (failure.rank, failure.pid, failure.exit_code) == (5, pid, -9)
     # The other one ends of the signal; the one that was killed in vain lives, and is not waited for.
-    report = await asyncio.wait_for(group.stop(signal.SIGTERM, 3600.0), 60)
+    report = await asyncio.wait_for(group.stop(signal.SIGTERM, 3600.0), PATIENCE)
     assert report.killed == (1,)
     assert len(told.failures) == 1
 
@@ -442,7 +442,7 @@ async def test_without_a_place_for_pipes_workers_run_all_the_same(
 async def test_a_process_is_traced_to_its_worker(make: Callable[..., WorkerGroup], tmp_path: Path) -> None:
     """Timers may be set by a worker's children; who is no child of a worker is nobody."""
     group = make(
-        "sleep 60 & echo $! > $1/child.$LOCAL_RANK.new; mv $1/child.$LOCAL_RANK.new $1/child.$LOCAL_RANK; wait"
+        "sleep 600 & echo $! > $1/child.$LOCAL_RANK.new; mv $1/child.$LOCAL_RANK.new $1/child.$LOCAL_RANK; wait"
     )
     await group.start()
     child = tmp_path / "child.1"
@@ -459,7 +459,7 @@ async def test_a_daemon_is_traced_to_the_worker_that_left_it_behind(
 ) -> None:
     """Its parents are gone, and perhaps its session too: the timers that it sets are its worker's all the same."""
     group = make(
-        f"({session}sh -c 'echo $$ > $0.new; mv $0.new $0; sleep 60; :' $1/daemon.$LOCAL_RANK &) ; sleep 60"
+        f"({session}sh -c 'echo $$ > $0.new; mv $0.new $0; sleep 600; :' $1/daemon.$LOCAL_RANK &) ; sleep 600"
     )
     await group.start()
     spawner = group._spawner.pid
@@ -490,7 +490,7 @@ async def test_of_workers_that_all_hang_each_is_examined(
     make: Callable[..., WorkerGroup], told: Told, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Most of them wait for the one that hangs: the first to be killed ends the round, and may be any of them."""
-    group = make("sleep 60")
+    group = make("sleep 600")
     await group.start()
     reaped = [
         asyncio.create_task(group.reap(HungWorker(name, "step", after=2.0, late_by=0.01)))

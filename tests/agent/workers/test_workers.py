@@ -21,7 +21,7 @@ from rallypoint.agent.workers.processes import (
     WorkerSpec,
 )
 from support.processes import all_there, fresh_marker, gone, living, stubborn
-from support.waiting import until
+from support.waiting import PATIENCE, until
 
 SLEEPERS = [WorkerSpec(rank, ["sleep", "60"], {"PATH": os.environ["PATH"]}) for rank in range(4)]
 
@@ -149,7 +149,7 @@ while True: signal.pause()
     await group.start([python(program, 0, str(ready))])
     await until(ready.exists, "the worker")
     os.kill(group.pids[0], signal.SIGSTOP)
-    report = await group.stop(timeout=20.0)
+    report = await group.stop(timeout=PATIENCE)
     assert report.killed == ()
     assert [how.exit_code for how in exits] == [5]
 

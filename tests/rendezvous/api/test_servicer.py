@@ -24,11 +24,11 @@ from rallypoint.rpc.errors import ServiceError, decode
 from rallypoint.serving.server import Registration, Server, ServerOptions
 from rendezvous.engine_fixtures import RUN, Stage, staged
 from rendezvous.locators import home_of
+from support.waiting import PATIENCE
 
 Code = grpc.StatusCode
 SERVICE = "rallypoint.rendezvous.v1.RendezvousService"
 SETTINGS = pb.RunSettings(min_nodes=2, max_nodes=2, max_restarts=3)
-PATIENCE = 20.0
 
 
 class NodeStream:

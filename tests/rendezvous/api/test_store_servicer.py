@@ -22,6 +22,7 @@ from rallypoint.rendezvous.v1 import store_service_pb2_grpc as rpc
 from rallypoint.rpc.errors import ServiceError, decode
 from rallypoint.serving.server import Server
 from rendezvous.store.store_fakes import RUN, Rounds, TestJournal, channel_to, serving
+from support.waiting import PATIENCE
 
 Code = grpc.StatusCode
 LONG = Duration(seconds=3600)
@@ -298,7 +299,7 @@ async def test_a_caller_that_goes_is_forgotten(served: Served) -> None:
     call = served.stub.Get(pb.GetRequest(run_id=RUN, key="k", timeout=LONG))
     await served.stub.Set(pb.SetRequest(run_id=RUN, key="other"))
     call.cancel()
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(PATIENCE):
         # The server learns of it before it answers what was sent later on the same connection, or soon after.
         while served.store._runs[RUN].waits.rounds:
             await served.stub.Check(pb.CheckRequest(run_id=RUN, keys=["k"]))

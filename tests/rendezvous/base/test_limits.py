@@ -16,8 +16,7 @@ from rallypoint.rpc.channel import open_channel
 from rallypoint.rpc.errors import decode
 from rallypoint.serving.flow import Rate
 from rallypoint.serving.server import Server, ServerOptions
-
-PATIENCE = 20.0
+from support.waiting import PATIENCE
 
 
 async def test_the_streams_of_nodes_are_metered_and_no_others() -> None:

@@ -25,12 +25,10 @@ from rallypoint.rendezvous.v1 import state_service_pb2_grpc as state_grpc
 from rallypoint.rpc.channel import open_channel
 from rallypoint.rpc.errors import ServiceError, decode
 from rallypoint.serving.server import Server, ServerOptions
-from support.waiting import until
+from support.waiting import PATIENCE, until
 
 _T = TypeVar("_T")
 
-PATIENCE = 40.0
-"""Seconds that a test waits for what should take few, before it gives up."""
 
 SHARDS = 8
 TTL = 6.0

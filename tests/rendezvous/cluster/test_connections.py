@@ -7,16 +7,22 @@ import asyncio
 from cli.cli_process import RALLYPOINT
 from rallypoint.etcd.endpoint import EtcdAddress
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
-from rendezvous.cluster.served import PATIENCE, refusal, run_in, served, shared_out
+from rendezvous.cluster.served import refusal, run_in, served, shared_out
 from support.etcd_server import NEEDS_ETCD
 from support.mortal import mortal
+from support.waiting import PATIENCE
 
 pytestmark = NEEDS_ETCD
+
+LONG = 600.0
+"""Seconds that the lease of a replica lives: none ends here."""
 
 
 def _join(run_id: str) -> pb.JoinRequest:
     settings = pb.RunSettings(min_nodes=1, max_nodes=1)
     settings.keep_alive_interval.FromSeconds(300)
+    # The node stays in the run after its stream has broken, for as long as a slow machine may need.
+    settings.disconnect_grace.FromSeconds(600)
     return pb.JoinRequest(
         join=pb.JoinRun(
             run_id=run_id, node_id="node-1", settings=settings, address="a", local_world_size=1, role="d"
@@ -35,7 +41,7 @@ async def _status(run_id: str, endpoint: str) -> str:
 
 async def test_who_is_connected_is_asked_of_the_owner(address: EtcdAddress) -> None:
     """Another replica says that it does not know, and who does; `rallypoint status` finds out, or says so as well."""
-    async with served(address, "a") as a, served(address, "b") as b:
+    async with served(address, "a", ttl=LONG) as a, served(address, "b", ttl=LONG) as b:
         await shared_out(a, b)
         run_id = run_in(min(b.serving))
         stream = b.rendezvous.Join(timeout=2 * PATIENCE)

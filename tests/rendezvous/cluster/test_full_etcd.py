@@ -19,14 +19,13 @@ from rallypoint.etcd.errors import EtcdRefused, Reason
 from rallypoint.etcd.values import Delete, Put, Txn
 from rallypoint.rendezvous.base.errors import EtcdFull
 from rallypoint.rendezvous.cluster.keys import Keys
-from rendezvous.cluster.served import PATIENCE, SHARDS, Served, refusal, run_in, served, shared_out
+from rendezvous.cluster.served import SHARDS, Served, refusal, run_in, served, shared_out
 from support.etcd_server import NEEDS_ETCD, EtcdCluster, etcd_cluster
-from support.waiting import until
+from support.waiting import PATIENCE, until
 
 pytestmark = [
     NEEDS_ETCD,
     pytest.mark.skipif(shutil.which("etcdctl") is None, reason="needs etcdctl (apt install etcd-client)"),
-    pytest.mark.timeout(240),
 ]
 
 _FILLING, _MEBIBYTE = b"/filling/", 1 << 20

@@ -9,6 +9,7 @@ import pytest
 
 from rallypoint.rendezvous.cluster import rebalance_log
 from rallypoint.rendezvous.cluster.rebalance_log import RebalanceBatch, RebalanceBatches
+from support.waiting import PATIENCE
 
 
 async def test_a_wave_is_told_of_once_when_it_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -21,11 +22,11 @@ async def test_a_wave_is_told_of_once_when_it_is_over(monkeypatch: pytest.Monkey
         both.add("came", runs=2, seconds=number / 100)
     both.add("went", runs=5)
     assert told.empty()
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(PATIENCE):
         assert await told.get() == ("came", RebalanceBatch(64, 128, 0.63))
         assert await told.get() == ("went", RebalanceBatch(1, 5, 0.0))
     both.add("came", runs=1)
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(PATIENCE):
         assert await told.get() == ("came", RebalanceBatch(1, 1, 0.0))
 
 
@@ -35,7 +36,7 @@ async def test_a_wave_without_end_is_told_of_all_the_same(monkeypatch: pytest.Mo
     told: asyncio.Queue[RebalanceBatch] = asyncio.Queue()
     endless = RebalanceBatches(lambda alike, batch: told.put_nowait(batch))
     endless.add("came", runs=1)
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(PATIENCE):
         assert await told.get() == RebalanceBatch(1, 1, 0.0)
 
 

@@ -18,8 +18,8 @@ from rallypoint.rendezvous.cluster.registering import wait_for_name
 from rallypoint.rendezvous.cluster.view import ReplicaRegistration
 from rallypoint.rpc.endpoint import SettingError
 from support.etcd_server import etcd_cluster
+from support.waiting import PATIENCE
 
-PATIENCE = 60.0
 OTHERS = ReplicaRegistration("10.9.9.9:29400", "the other", 0.0, lease_ttl=0.5)
 OURS = ReplicaRegistration("10.9.9.8:29400", "ours", 0.0, lease_ttl=0.5)
 

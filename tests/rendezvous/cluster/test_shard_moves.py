@@ -13,11 +13,11 @@ from rallypoint.rendezvous.cluster import rebalance_log
 from rallypoint.rendezvous.cluster.ownership import MoveSettings
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rpc.endpoint import parse_endpoint
-from rendezvous.cluster.served import PATIENCE, SHARDS, Served, run_in, served, shared_out
+from rendezvous.cluster.served import SHARDS, Served, run_in, served, shared_out
 from rendezvous.cut_proxy import CutProxy
 from support.etcd_server import NEEDS_ETCD
 from support.log_events import log_events
-from support.waiting import until
+from support.waiting import PATIENCE, until
 
 pytestmark = NEEDS_ETCD
 

@@ -16,6 +16,7 @@ import pytest
 from rallypoint.rendezvous.journal.journal import Entry, JournalError, Recovered
 from rallypoint.rendezvous.journal.sqlite import SqliteJournal
 from rendezvous.journal.entries import change, record
+from support.waiting import PATIENCE
 
 TESTS = Path(__file__).parents[2]
 
@@ -103,7 +104,7 @@ def child(
 def killed(script: str, path: Path, environment: Mapping[str, str] | None = None) -> list[str]:
     """Lines that a script prints before it kills its own process with SIGKILL."""
     process = child(script, path, environment=environment)
-    output, _ = process.communicate(timeout=30)
+    output, _ = process.communicate(timeout=PATIENCE)
     assert process.returncode == -signal.SIGKILL
     return output.splitlines()
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from rendezvous.journal.files import child, kill, recover
+from support.waiting import PATIENCE
 
 CALLERS, ROUNDS = 5, 20
 
@@ -22,7 +23,7 @@ def strace() -> str:
     program = shutil.which("strace")
     if program is None:
         pytest.skip("strace is not installed")
-    tried = subprocess.run([program, "true"], capture_output=True, text=True, timeout=30, check=False)
+    tried = subprocess.run([program, "true"], capture_output=True, text=True, timeout=PATIENCE, check=False)
     if tried.returncode:
         pytest.skip(f"may not trace: {tried.stderr.splitlines()[-1:]}")
     return program
@@ -66,7 +67,7 @@ def test_every_acknowledgement_follows_a_sync_that_began_after_its_write(path: P
     trace = path.with_name("trace")
     calls = "trace=write,pwrite64,fsync,fdatasync"
     process = child(script, path, under=[strace, "-f", "-y", "-s", "70000", "-e", calls, "-o", str(trace)])
-    process.communicate(timeout=50)
+    process.communicate(timeout=PATIENCE)
     assert process.returncode == 0
 
     written: set[str] = set()  # entries that are in the log
@@ -96,7 +97,7 @@ def test_the_folder_that_is_made_for_a_journal_is_synced(path: Path, strace: str
     script = "asyncio.run(SqliteJournal(path).open())"
     trace = path.with_name("trace")
     process = child(script, place, under=[strace, "-f", "-y", "-e", "trace=fsync", "-o", str(trace)])
-    process.communicate(timeout=50)
+    process.communicate(timeout=PATIENCE)
     synced = set(re.findall(r"fsync\(\d+<(.*?)>\) += 0", trace.read_text()))
     assert synced >= {str(place.parents[2]), str(place.parents[1])}
 
@@ -248,7 +249,7 @@ def traced(strace: str, script: str, path: Path, *options: str) -> tuple[list[st
     calls = "trace=write,pwrite64,ftruncate,unlink,fsync,fdatasync"
     options = ("-f", "-y", "-xx", "-s", "2000000", "-e", calls, *options)
     process = child(script, path, under=[strace, *options, "-o", str(trace)])
-    output, _ = process.communicate(timeout=50)
+    output, _ = process.communicate(timeout=PATIENCE)
     return output.splitlines(), [call for moment, call in system_calls(trace) if moment == "end"]
 
 

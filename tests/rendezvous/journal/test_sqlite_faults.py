@@ -13,6 +13,7 @@ import pytest
 from rallypoint.rendezvous.journal.journal import JournalError
 from rendezvous.journal.entries import record
 from rendezvous.journal.files import append, killed, recover, refused, reopen
+from support.waiting import PATIENCE
 
 # Appends until it fails, tries again after `mend`, and dies. Prints how far it got.
 UNTIL_IT_FAILS = """
@@ -87,11 +88,11 @@ def small(tmp_path: Path) -> Iterator[Path]:
     folder = tmp_path / "small"
     folder.mkdir()
     command = [mount, "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(folder)]
-    mounted = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    mounted = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
     if mounted.returncode:
         pytest.skip(f"may not mount a tmpfs: {mounted.stderr.strip()}")
     yield folder / "rendezvous.db"
-    subprocess.run([umount, "--lazy", str(folder)], timeout=30, check=True)
+    subprocess.run([umount, "--lazy", str(folder)], timeout=PATIENCE, check=True)
 
 
 def test_a_full_disk_is_an_error_and_loses_nothing_acknowledged(small: Path) -> None:
@@ -122,9 +123,9 @@ def test_a_read_only_file_system_is_refused_in_one_line(small: Path) -> None:
     assert mount is not None
     for written in (False, True):
         if written:
-            subprocess.run([mount, "-o", "remount,rw", str(small.parent)], timeout=30, check=True)
+            subprocess.run([mount, "-o", "remount,rw", str(small.parent)], timeout=PATIENCE, check=True)
             killed(script(padding=5000), small)
-        subprocess.run([mount, "-o", "remount,ro", str(small.parent)], timeout=30, check=True)
+        subprocess.run([mount, "-o", "remount,ro", str(small.parent)], timeout=PATIENCE, check=True)
         message = refused(small)
         assert message.startswith(f"can't open the journal {small}: Read-only file system; fix that")
 
@@ -175,7 +176,9 @@ def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source.write_text(SHIM)
     library = source.with_suffix(".so")
     subprocess.run(
-        [compiler, "-shared", "-fPIC", "-O1", "-o", str(library), str(source), "-ldl"], timeout=50, check=True
+        [compiler, "-shared", "-fPIC", "-O1", "-o", str(library), str(source), "-ldl"],
+        timeout=PATIENCE,
+        check=True,
     )
     return library
 

@@ -11,6 +11,7 @@ from rallypoint.rendezvous.journal.journal import JournalError
 from rallypoint.rendezvous.journal.sqlite import SqliteJournal
 from rendezvous.journal.entries import record
 from rendezvous.journal.files import append, child, fill, killed, recover, refused, reopen
+from support.waiting import PATIENCE
 
 
 def test_a_second_process_is_locked_out(path: Path) -> None:
@@ -30,7 +31,7 @@ def test_a_second_process_is_locked_out(path: Path) -> None:
     with pytest.raises(JournalError, match=r"in use by another process.*--journal"):
         recover(path)
     holder.send_signal(signal.SIGKILL)
-    holder.communicate(timeout=30)
+    holder.communicate(timeout=PATIENCE)
     assert len(recover(path).records) == 1
 
 

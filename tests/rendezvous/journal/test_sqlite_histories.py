@@ -133,7 +133,6 @@ class History:
         self.locks = [b""]
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "seeds",
     [
@@ -230,7 +229,6 @@ PLANTS: tuple[Plant, ...] = (
 )
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.__name__)
 def test_a_planted_bug_is_found(plant: Plant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every bug that is planted in the file code is found by a few hundred seeds."""

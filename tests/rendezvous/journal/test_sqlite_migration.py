@@ -12,6 +12,7 @@ from rallypoint.rendezvous.journal.journal import JournalError
 from rallypoint.rendezvous.journal.sqlite_rows import SCHEMA_VERSION
 from rendezvous.journal.entries import change, checkpoint, record
 from rendezvous.journal.files import append, child, contents, recover, refused, reopen
+from support.waiting import PATIENCE
 
 # As that version had it.
 SCHEMA_1 = """
@@ -114,7 +115,7 @@ def test_killed_in_the_middle_it_begins_again(old: Path, statement: int) -> None
         asyncio.run(SqliteJournal(path).open())
     """
     process = child(script, old)
-    output, _ = process.communicate(timeout=30)
+    output, _ = process.communicate(timeout=PATIENCE)
     assert output == "killed\n"
     recovered = recover(old)
     assert sorted(recovered.records, key=lambda each: (each.run_id, each.revision)) == RECORDS

@@ -13,6 +13,7 @@ from rallypoint.rendezvous.journal.journal import JournalError
 from rallypoint.rendezvous.journal.sqlite_rows import SCHEMA_VERSION
 from rendezvous.journal.entries import change, checkpoint, record
 from rendezvous.journal.files import append, child, contents, fill, recover, refused
+from support.waiting import PATIENCE
 
 
 def test_a_file_that_is_no_journal_is_refused(path: Path) -> None:
@@ -73,7 +74,7 @@ def test_a_damaged_file_with_a_log_left_behind_is_refused(path: Path) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         asyncio.run(main())
     """
-    child(script, path).communicate(timeout=30)
+    child(script, path).communicate(timeout=PATIENCE)
     whole = path.read_bytes()
     path.write_bytes(whole.replace(b"42" * 20, b"42" * 19 + b"43"))
     assert set(contents(path.parent)) == {"rendezvous.db", "rendezvous.db-wal"}

@@ -28,6 +28,7 @@ from rallypoint.rendezvous.runs.run import Member
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1.journal_pb2 import JournalRecord
 from rendezvous.engine_fixtures import Stage, idle, staged
+from support.waiting import PATIENCE
 
 SEED = os.environ.get("RALLYPOINT_ENGINE_SEED")
 SEEDS = range(40) if SEED is None else range(int(SEED), int(SEED) + 1)
@@ -269,7 +270,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_an_engine_misses_nothing(seed: int) -> None:
     """Holds after every pause for breath, through restarts."""
     story = Story(seed)
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(PATIENCE):
         await story.play()
 
 

@@ -26,8 +26,8 @@ from rallypoint.rpc.errors import ServiceError, decode
 from rallypoint.serving.server import Server, ServerOptions
 from rendezvous.shard.test_read_only import reading
 from rendezvous.shard_fixtures import OWNER, Scene, ShardJournal, elsewhere, opened
+from support.waiting import PATIENCE
 
-PATIENCE = 60.0
 SETTINGS = pb.RunSettings(min_nodes=1, max_nodes=2)
 # A run whose shard is another's, and one that nobody owns.
 AWAY, NOBODYS = "away", "nobody's"

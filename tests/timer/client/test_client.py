@@ -21,7 +21,7 @@ from rallypoint.rpc.durations import to_duration
 from rallypoint.timer.client.client import ClientSettings, ExpiredTimer, NodeTimers
 from rallypoint.timer.core.values import TimerSettings
 from rallypoint.timer.v1 import timer_service_pb2 as pb
-from support.waiting import until
+from support.waiting import PATIENCE, until
 from timer.conftest import Clock, Service
 from timer.scripted import Scripted, listen, serving
 
@@ -279,7 +279,7 @@ async def test_closing_does_not_wait_for_a_service_that_is_gone(service: Service
     await until(lambda: node.client._subscribed)
     await service.server.stop()
     await until(lambda: not node.client._subscribed)
-    await asyncio.wait_for(node.client.close(grace=600), 30)
+    await asyncio.wait_for(node.client.close(grace=600), PATIENCE)
 
 
 async def test_who_is_superseded_says_so_and_goes_on_trying(service: Service) -> None:

@@ -17,6 +17,7 @@ from rallypoint.serving.server import Server, ServerOptions
 from rallypoint.timer.server.service import timer_service, translate
 from rallypoint.timer.v1 import timer_service_pb2 as pb
 from rallypoint.timer.v1 import timer_service_pb2_grpc as pb_grpc
+from support.waiting import PATIENCE
 from timer.streams import act, subscribe
 
 pytestmark = pytest.mark.integration
@@ -37,7 +38,7 @@ async def serving(folder: Path, learned: Path | None) -> AsyncIterator[pb_grpc.T
 
 async def tell(stub: pb_grpc.TimerServiceAsyncStub, *actions: pb.SuperviseAction, node_id: str = "a") -> None:
     """Says it on a stream of its own, which is over when it was taken."""
-    call = stub.Supervise(timeout=30)
+    call = stub.Supervise(timeout=PATIENCE)
     await call.write(pb.SuperviseRequest(actions=[subscribe(node_id), *actions]))
     await call.done_writing()
     async for _ in call:
@@ -45,7 +46,7 @@ async def tell(stub: pb_grpc.TimerServiceAsyncStub, *actions: pb.SuperviseAction
 
 
 async def counts(stub: pb_grpc.TimerServiceAsyncStub) -> list[tuple[str, int]]:
-    answer = await stub.ListScopes(pb.ListScopesRequest(), timeout=30)
+    answer = await stub.ListScopes(pb.ListScopesRequest(), timeout=PATIENCE)
     return [(scope.scope, scope.count) for scope in answer.scopes]
 
 
@@ -78,7 +79,7 @@ async def test_what_an_operator_forgot_stays_forgotten(tmp_path: Path) -> None:
     async with serving(tmp_path, file) as stub:
         await tell(stub, observed(60))
     async with serving(tmp_path, file) as stub:
-        await stub.ForgetScopes(pb.ForgetScopesRequest(run_id="run"), timeout=30)
+        await stub.ForgetScopes(pb.ForgetScopesRequest(run_id="run"), timeout=PATIENCE)
     async with serving(tmp_path, file) as stub:
         assert await counts(stub) == []
         await tell(stub, observed(2))
@@ -103,7 +104,7 @@ async def test_a_stream_that_says_nothing_holds_up_no_draining_server(tmp_path: 
         await server.start()
         async with open_channel(server.address) as channel:
             stub = pb_grpc.TimerServiceStub(channel)
-            silent = stub.Supervise(timeout=30)
+            silent = stub.Supervise(timeout=PATIENCE)
             await counts(stub)  # comes after it
             draining = asyncio.create_task(server.drain(60.0))
             with pytest.raises(grpc.aio.AioRpcError) as error:

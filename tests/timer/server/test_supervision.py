@@ -14,7 +14,7 @@ from rallypoint.rpc.errors import decode
 from rallypoint.timer.core.values import TimerSettings
 from rallypoint.timer.server.servicer import MAX_ACTIONS
 from rallypoint.timer.v1 import timer_service_pb2 as pb
-from support.waiting import until
+from support.waiting import PATIENCE, until
 from timer.conftest import Service
 from timer.random_messages import random_message
 from timer.streams import Stream, acquire, act, error_of, subscribe
@@ -202,7 +202,7 @@ async def test_a_subscriber_that_does_not_read_delays_nobody(quick: Service) -> 
     await deaf.send(subscribe("deaf"), acquire("s", 0.01, 1))
     await other.send(subscribe("other"), acquire("s", 0.3, 1))
     await other.next()
-    assert (await asyncio.wait_for(other.next(), 30)).scope == "s"
+    assert (await asyncio.wait_for(other.next(), PATIENCE)).scope == "s"
     _, mailbox = quick.watchdog._outboxes["run", "deaf"]
     assert len(mailbox._expiries) <= 1
 

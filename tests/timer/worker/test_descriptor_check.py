@@ -16,6 +16,7 @@ import pytest
 from rallypoint.timer.worker import wire
 from rallypoint.timer.worker.table import DescriptorCheck, SharedMemory
 from support.timer_agent import Agent
+from support.waiting import PATIENCE
 
 # Has used timers, and closes everything. What it opens next gets the numbers that the watchdog had.
 CLOSES_ALL = """
@@ -99,7 +100,7 @@ def test_its_timers_are_told_all_the_same(agent: Agent) -> None:
         process.stdin.write("go\n")
         process.stdin.flush()
         told = agent.accept().receive()
-        process.communicate(timeout=60)
+        process.communicate(timeout=PATIENCE)
     assert isinstance(told, wire.Acquire)
     assert told.scope == "hangs"
 

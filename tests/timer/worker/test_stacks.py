@@ -13,9 +13,7 @@ from pathlib import Path
 import pytest
 
 from rallypoint.timer.worker.process import STACK_SIGNAL, STACKS_VARIABLE
-
-# Seconds that anything may take that does happen.
-SOON = 20.0
+from support.waiting import PATIENCE
 
 
 class Fifo:
@@ -36,7 +34,7 @@ class Fifo:
         """All that comes until the text does."""
         seen = ""
         while text not in seen:
-            assert self.has_more(SOON), f"only this came: {seen}"
+            assert self.has_more(PATIENCE), f"only this came: {seen}"
             seen += os.read(self.descriptor, 65536).decode()
         return seen
 

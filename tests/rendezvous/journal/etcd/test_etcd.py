@@ -18,8 +18,9 @@ from rallypoint.rpc.pace import Pace
 from rendezvous.journal.entries import change, record
 from rendezvous.journal.etcd_shelf import TTL, EtcdShelf, Fate, etcd_shelf
 from support.etcd_server import NEEDS_ETCD, EtcdCluster, etcd_cluster
+from support.waiting import PATIENCE, until
 
-pytestmark = [NEEDS_ETCD, pytest.mark.timeout(180)]
+pytestmark = NEEDS_ETCD
 
 
 @pytest.fixture
@@ -155,7 +156,7 @@ async def test_closing_ends_though_etcd_is_away(cluster: EtcdCluster) -> None:
         cluster.members[0].send(signal.SIGSTOP)
         append = asyncio.create_task(journal.append([record(1)]))
         await asyncio.sleep(0)
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(PATIENCE):
             await journal.close()
         with pytest.raises(JournalError, match="is closed"):
             await append
@@ -245,9 +246,7 @@ async def test_a_full_etcd_is_waited_for(cluster: EtcdCluster) -> None:
                 await journal.append([change(f"k{number}", b"x" * 900_000)])
 
         filling = asyncio.create_task(fill())
-        async with asyncio.timeout(60):
-            while not pool.full:  # noqa: ASYNC110 (asked as a servicer asks)
-                await asyncio.sleep(0.05)
+        await until(lambda: bool(pool.full), "the pool to be full")
         assert "or raise its --quota-backend-bytes" in pool.full
         assert not filling.done()
         assert await shelf.owner() is not None

@@ -12,7 +12,7 @@ from rendezvous.journal.etcd_shelf import EtcdShelf, Fate
 from rendezvous.journal.model import Model, plain, random_call
 from support.etcd_server import NEEDS_ETCD
 
-pytestmark = [NEEDS_ETCD, pytest.mark.timeout(300)]
+pytestmark = NEEDS_ETCD
 
 SEEDS = 10
 _STEPS = 12

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Sequence
 from pathlib import Path
 
 import pytest
@@ -18,8 +18,9 @@ from rallypoint.rpc.pace import Pace
 from rendezvous.journal.entries import change, record
 from rendezvous.journal.etcd_shelf import TTL, EtcdShelf, Fate, etcd_shelf
 from support.etcd_server import NEEDS_ETCD, etcd_cluster
+from support.waiting import until
 
-pytestmark = [NEEDS_ETCD, pytest.mark.timeout(180)]
+pytestmark = NEEDS_ETCD
 
 
 class Bench:
@@ -60,7 +61,7 @@ class Bench:
         first = asyncio.create_task(self.first.append([]))
         await self.client.done.wait()
         begun: list[asyncio.Future[None]] = [asyncio.ensure_future(each) for each in appends]
-        await _until(lambda: len(self.pool._waiting) == len(appends))
+        await until(lambda: len(self.pool._waiting) == len(appends))
         self.client.hold = then_hold
         self.client.done.clear()
         hold.set()
@@ -70,13 +71,6 @@ class Bench:
     async def records(self, index: int) -> Sequence[object]:
         """What a journal has, as others see it."""
         return (await self.shelves[index].read()).recovered.records
-
-
-async def _until(condition: Callable[[], bool]) -> None:
-    """Wait for something that no event tells of: as many steps of the event loop as it takes."""
-    async with asyncio.timeout(60):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0)
 
 
 async def test_what_several_journals_append_during_a_commit_makes_up_the_next(shelf: EtcdShelf) -> None:
@@ -148,7 +142,7 @@ async def test_a_commit_of_several_whose_answer_is_lost_is_done_once_for_each(
     bench.client.from_now(lambda n: lost if n == 1 else Fate.ANSWERED)
     a, b, c = bench.journals
     begun = await bench.together(a.append([record(1)]), b.append([record(1)]))
-    await _until(lambda: len(bench.client.sent) == 2)
+    await until(lambda: len(bench.client.sent) == 2)
     # Again: a with c, then b alone.
     bench.gates[0].set()
     begun += await bench.together(c.append([record(1)]))
@@ -192,7 +186,7 @@ async def test_a_copy_of_several_that_lands_late_but_first_is_the_one_that_count
         gate.clear()
     bench.client.from_now(lambda n: Fate.REQUEST_LOST if n == 1 else Fate.ANSWERED)
     begun = await bench.together(*(each.append([record(1)]) for each in bench.journals))
-    await _until(lambda: len(bench.client.sent) == 2)
+    await until(lambda: len(bench.client.sent) == 2)
     assert (await EtcdClient.transact(bench.client, bench.client.sent[1])).succeeded
     before = [await each.snapshot() for each in bench.shelves]
     for gate, append in zip(bench.gates, begun, strict=True):
@@ -209,7 +203,7 @@ async def test_an_owner_that_goes_while_its_commit_waits_leaves_the_others_alone
     first = asyncio.create_task(bench.first.append([]))
     await bench.client.done.wait()
     begun = [asyncio.create_task(each.append([record(1)])) for each in bench.journals]
-    await _until(lambda: len(bench.pool._waiting) == 2)
+    await until(lambda: len(bench.pool._waiting) == 2)
     bench.client.hold = None
     await bench.journals[0]._give_up()
     with pytest.raises(JournalError, match="is closed"):

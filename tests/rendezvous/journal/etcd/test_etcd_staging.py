@@ -14,7 +14,7 @@ from rendezvous.journal.etcd_shelf import EtcdShelf, Fate
 from rendezvous.journal.model import Model, plain
 from support.etcd_server import NEEDS_ETCD
 
-pytestmark = [NEEDS_ETCD, pytest.mark.timeout(180)]
+pytestmark = NEEDS_ETCD
 
 _BEFORE: Sequence[Entry] = [
     *(record(n) for n in range(1, 6)),
