@@ -18,7 +18,8 @@ def test_an_acquire_arrives(token: int, since: int, after: int, scope: str) -> N
     """Token and scope exactly, times to the precision of a float."""
     message = wire.decode(wire.acquire(token, since, after / 1000, scope.encode()))
     assert isinstance(message, wire.Acquire)
-    assert message == wire.Acquire(token, since / 1e9, message.after, scope)
+    assert message == wire.Acquire(token, message.since, message.after, scope)
+    assert message.since == pytest.approx(since / 1e9, rel=1e-12)
     assert message.after == pytest.approx(after / 1000)
 
 
