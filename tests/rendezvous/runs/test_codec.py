@@ -151,7 +151,7 @@ def test_every_fact_has_a_place_in_a_record() -> None:
 )
 def test_a_value_and_its_message_have_the_same_fields(kind: type[Any], module: Any) -> None:
     """So that nothing is lost on the way, and nobody needs a table to read a journal."""
-    message = getattr(module, kind.__name__)
+    message = getattr(module, "WorkerFailure" if kind is state.ReportedFailure else kind.__name__)
     assert {field.name for field in fields(kind)} == set(message.DESCRIPTOR.fields_by_name)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -18,7 +18,7 @@ from rallypoint.rpc.pace import Pace
 from rendezvous.journal.entries import change, record
 from rendezvous.journal.etcd_shelf import TTL, EtcdShelf, Fate, etcd_shelf
 from support.etcd_server import NEEDS_ETCD, etcd_cluster
-from support.waiting import until
+from support.waiting import PATIENCE, until
 
 pytestmark = NEEDS_ETCD
 
@@ -61,7 +61,7 @@ class Bench:
         first = asyncio.create_task(self.first.append([]))
         await self.client.done.wait()
         begun: list[asyncio.Future[None]] = [asyncio.ensure_future(each) for each in appends]
-        await until(lambda: len(self.pool._waiting) == len(appends))
+        await _until(lambda: len(self.pool._waiting) == len(appends))
         self.client.hold = then_hold
         self.client.done.clear()
         hold.set()
@@ -71,6 +71,13 @@ class Bench:
     async def records(self, index: int) -> Sequence[object]:
         """What a journal has, as others see it."""
         return (await self.shelves[index].read()).recovered.records
+
+
+async def _until(condition: Callable[[], bool]) -> None:
+    """Wait for a condition that may hold for one step of the event loop only."""
+    async with asyncio.timeout(PATIENCE):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0)
 
 
 async def test_what_several_journals_append_during_a_commit_makes_up_the_next(shelf: EtcdShelf) -> None:
@@ -142,7 +149,7 @@ async def test_a_commit_of_several_whose_answer_is_lost_is_done_once_for_each(
     bench.client.from_now(lambda n: lost if n == 1 else Fate.ANSWERED)
     a, b, c = bench.journals
     begun = await bench.together(a.append([record(1)]), b.append([record(1)]))
-    await until(lambda: len(bench.client.sent) == 2)
+    await _until(lambda: len(bench.client.sent) == 2)
     # Again: a with c, then b alone.
     bench.gates[0].set()
     begun += await bench.together(c.append([record(1)]))
@@ -186,7 +193,7 @@ async def test_a_copy_of_several_that_lands_late_but_first_is_the_one_that_count
         gate.clear()
     bench.client.from_now(lambda n: Fate.REQUEST_LOST if n == 1 else Fate.ANSWERED)
     begun = await bench.together(*(each.append([record(1)]) for each in bench.journals))
-    await until(lambda: len(bench.client.sent) == 2)
+    await _until(lambda: len(bench.client.sent) == 2)
     assert (await EtcdClient.transact(bench.client, bench.client.sent[1])).succeeded
     before = [await each.snapshot() for each in bench.shelves]
     for gate, append in zip(bench.gates, begun, strict=True):
