@@ -75,7 +75,7 @@ def test_a_job_is_looked_at_steered_and_ended(host: Cluster, tmp_path: Path) -> 
     assert "it has 0, 1 (NO_WORKER)" in refused(host, "reap", "--rank", "5")
     reaped = agent(host, "reap", "--rank", "1", "--reason", "it is in the way").printed
     assert reaped.startswith(f"rank 1, process {workers[1]['pid']}, is killed; diagnostics are in ")
-    evidence = Path(reaped.strip().rpartition(" is in ")[2]).read_text()
+    evidence = Path(reaped.strip().rpartition(" are in ")[2]).read_text()
     assert "it was killed through SupervisorService: it is in the way" in evidence
     host.up(0, 1, restarts=1)
 

@@ -56,7 +56,7 @@ def believe_in_a_lease_for_ever(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Session, "held", lambda self: not self._lost.is_set())
 
 
-_TOLD = "nothing is told before it is durable|what is acknowledged is durable"
+_TOLD = "nothing is told before it is durable|what is acknowledged is durable|a lease that stands is honoured"
 
 REPLICA_PLANTS: dict[Plant, str] = {
     commit_whoever_owns_the_shard: "nobody but its owner writes to a shard",
