@@ -103,15 +103,30 @@ class Storm:
         await asyncio.sleep(self._draw.uniform(0.0, 0.5))
         node.join()
 
+    async def calm(self) -> int:
+        """Return the round of all nodes that forms after the storm.
+
+        Where the first round began without some nodes, these are newcomers on probation, and two that fail delay all
+        others by 60 s or more (rendezvous/core/newcomers.py). An operator's restart ends that delay.
+        """
+        for _ in range(4):
+            with suppress(AssertionError):
+                return await self._nodes.agree(PATIENCE / 4)
+            await self._request_restart(PATIENCE)
+        return await self._nodes.agree(PATIENCE)
+
     async def _restart(self) -> None:
         if self._draw.random() < 0.3:
             with suppress(grpc.aio.AioRpcError):  # then the outcome is unknown
-                request = pb.RestartRunRequest(run_id=RUN, reason="somebody wanted it")
-                answer = await self._operator.RestartRun(request, timeout=1.0)
-                self.restarts += [answer.ended_round] if answer.ended_round else []
+                await self._request_restart(1.0)
+
+    async def _request_restart(self, timeout: float) -> None:
+        request = pb.RestartRunRequest(run_id=RUN, reason="an operator wanted it")
+        answer = await self._operator.RestartRun(request, timeout=timeout)
+        self.restarts += [answer.ended_round] if answer.ended_round else []
 
 
-@pytest.mark.timeout(DURATION + 4 * PATIENCE)
+@pytest.mark.timeout(DURATION + 6 * PATIENCE)
 async def test_a_server_killed_again_and_again_tells_no_lie(tmp_path: Path) -> None:
     """Nothing acknowledged is lost, nothing told was not durable, and no round has two memberships."""
     seed = random.SystemRandom().randrange(2**32)
@@ -126,7 +141,7 @@ async def test_a_server_killed_again_and_again_tells_no_lie(tmp_path: Path) -> N
             storm = Storm(server, nodes, channel, draw)
             try:
                 await storm.rage(DURATION)
-                last = await nodes.agree(PATIENCE)
+                last = await storm.calm()
                 await writers.go_on(last, PATIENCE)
                 await writers.stop()
             finally:

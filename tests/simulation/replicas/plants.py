@@ -56,6 +56,7 @@ def believe_in_a_lease_for_ever(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Session, "held", lambda self: not self._lost.is_set())
 
 
+# A refusal is an announcement too: a lease that is superseded, but durably stands, must not be refused yet (seed 0).
 _TOLD = "nothing is told before it is durable|what is acknowledged is durable|a lease that stands is honoured"
 
 REPLICA_PLANTS: dict[Plant, str] = {
