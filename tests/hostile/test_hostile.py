@@ -26,16 +26,23 @@ async def test_a_server_bears_hostile_requests(tmp_path: Path, count: int) -> No
     """
     documented = documented_reasons()
     ours = {path for path, method in METHODS.items() if method.containing_service.full_name in documented}
+    answered: set[str] = set()
+    refusals: set[tuple[str, str, str]] = set()
+
+    def is_worth() -> bool:
+        return ours <= answered and len(refusals) >= 25
+
     with target(tmp_path, "sqlite:journal.db") as server:
-        report = await attack(server, SEED, count)
-        assert report.sent == count
-        # Many senders give up early. On a busy machine, these may be all those that one method would have answered.
-        unanswered = ours - set(report.answered)
-        if count == WORTH and unanswered:
-            unanswered -= set((await attack(server, SEED + 1, count)).answered)
+        # Many senders give up early. On a busy machine, these may be all that would show one method or reason: then
+        # another seed gets a turn.
+        for seed in (SEED, SEED + 1):
+            report = await attack(server, seed, count)
+            assert report.sent == count
+            answered |= set(report.answered)
+            refusals |= {refusal for refusal in report.refused if refusal[0] in documented}
+            assert report.faults == []
+            if count < WORTH or is_worth():
+                break
         server.stop()
-        assert report.faults + log_faults(server) == []
-    if count < WORTH:
-        return
-    assert unanswered == set()
-    assert len([reason for service, *reason in report.refused if service in documented]) >= 25
+        assert log_faults(server) == []
+    assert count < WORTH or is_worth(), (ours - answered, sorted(refusals))
