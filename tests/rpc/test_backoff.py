@@ -25,3 +25,9 @@ def test_it_begins_with_the_shortest_after_a_success() -> None:
         backoff.next()
     backoff.reset()
     assert backoff.next() == 0.5
+
+
+def test_no_delay_is_beyond_the_longest() -> None:
+    """Also if the first is set to more."""
+    backoff = Backoff(lambda: 1.0, first=5.0, longest=3.0)
+    assert [backoff.next(), backoff.next()] == [3.0, 3.0]

@@ -24,7 +24,7 @@ class Backoff:
             longest: The last bound, seconds.
         """
         self._draw = draw
-        self._first = self._bound = first
+        self._first = self._bound = min(first, longest)
         self._longest = longest
 
     def reset(self) -> None:
