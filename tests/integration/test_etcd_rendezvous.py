@@ -14,13 +14,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from cli.cli_process import RALLYPOINT, clean_environment
+from integration.agents import Start, ended, waiting_agents
 from rallypoint.etcd.client import EtcdClient
 from rallypoint.etcd.endpoint import parse_address
 from rallypoint.etcd.values import KeyValue
 from serving.conftest import Certificates, make_certificates
 from support.etcd_server import EtcdCluster, EtcdTLS, etcd_cluster, free_port
-from support.mortal import mortal
 from support.waiting import wait_until
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
@@ -36,15 +35,6 @@ while not (folder / "finish").exists():
     time.sleep(0.01)
 """
 
-Start = Callable[..., subprocess.Popen[str]]
-
-
-@pytest.fixture(scope="module")
-def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdCluster]:
-    """One member."""
-    with etcd_cluster(tmp_path_factory.mktemp("etcd")) as cluster:
-        yield cluster
-
 
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
@@ -57,28 +47,8 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
     """Starts an agent of a job whose workers wait for the file `finish`."""
-    started: list[subprocess.Popen[str]] = []
-    (tmp_path / "worker.py").write_text(WORKER)
-
-    def start(*flags: str) -> subprocess.Popen[str]:
-        command = [str(RALLYPOINT), "run", "--log-level", "warning", *flags, "worker.py", str(tmp_path)]
-        started.append(
-            subprocess.Popen(
-                mortal(*command), stderr=subprocess.PIPE, text=True, cwd=tmp_path, env=clean_environment()
-            )
-        )
-        return started[-1]
-
-    yield start
-    for agent in started:
-        agent.kill()
-        agent.communicate()
-
-
-def ended(agent: subprocess.Popen[str]) -> tuple[int, str]:
-    """How an agent ended, and what it said."""
-    _, said = agent.communicate(timeout=PATIENCE)
-    return agent.returncode, said
+    with waiting_agents(tmp_path, WORKER) as start:
+        yield start
 
 
 def in_etcd(etcd: EtcdCluster, space: str) -> list[KeyValue]:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import socket
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from cli.cli_process import RALLYPOINT, clean_environment
-from support.mortal import mortal
-from support.waiting import PATIENCE, wait_until
+from integration.agents import Start, ended, waiting_agents
+from support.waiting import wait_until
 
 pytestmark = pytest.mark.integration
 
@@ -23,8 +21,6 @@ names = ("RANK", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 while not (folder / "finish").exists():
     time.sleep(0.01)
 """
-
-Start = Callable[..., subprocess.Popen[str]]
 
 
 @pytest.fixture
@@ -43,22 +39,8 @@ def port() -> int:
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
     """Starts an agent of a job whose workers wait for the file `finish`."""
-    started: list[subprocess.Popen[str]] = []
-    (tmp_path / "worker.py").write_text(WORKER)
-
-    def start(*flags: str) -> subprocess.Popen[str]:
-        command = [str(RALLYPOINT), "run", "--log-level", "warning", *flags, "worker.py", str(tmp_path)]
-        started.append(
-            subprocess.Popen(
-                mortal(*command), stderr=subprocess.PIPE, text=True, cwd=tmp_path, env=clean_environment()
-            )
-        )
-        return started[-1]
-
-    yield start
-    for agent in started:
-        agent.kill()
-        agent.communicate()
+    with waiting_agents(tmp_path, WORKER) as start:
+        yield start
 
 
 def static(port: int, rank: int, *more: str) -> list[str]:
@@ -69,12 +51,6 @@ def static(port: int, rank: int, *more: str) -> list[str]:
 def running(folder: Path, round_: int) -> Callable[[], bool]:
     """Whether both workers of a round have started."""
     return lambda: all((folder / f"{rank}.{round_}").exists() for rank in (0, 1))
-
-
-def ended(agent: subprocess.Popen[str]) -> tuple[int, str]:
-    """How an agent ended, and what it said."""
-    _, said = agent.communicate(timeout=PATIENCE)
-    return agent.returncode, said
 
 
 def test_static_nodes_have_the_ranks_and_the_master_that_were_given(

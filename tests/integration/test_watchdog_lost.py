@@ -5,16 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from cli.cli_process import RALLYPOINT, clean_environment, rallypoint, service
+from cli.cli_process import rallypoint, service
+from integration.agents import Start, agents, ended
 from integration.scene import RUN
 from local_cluster import Job, LocalCluster
-from support.mortal import mortal
 from support.waiting import PATIENCE
 
 pytestmark = pytest.mark.integration
@@ -25,8 +24,6 @@ OBEDIENT = Path(__file__).with_name("obedient_worker.py")
 HANGS = "40"
 # Seconds without a watchdog after which a host leaves: an agent connects in less, and a service starts again in less.
 SOON, IN_TIME = 5.0, 20.0
-
-Start = Callable[..., subprocess.Popen[str]]
 
 
 @pytest.fixture
@@ -39,28 +36,8 @@ def port() -> int:
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
     """Starts an agent of a static job, with one worker."""
-    started: list[subprocess.Popen[str]] = []
-
-    def start(*flags: str | Path) -> subprocess.Popen[str]:
-        command = [str(RALLYPOINT), "run", "--log-format", "json", *map(str, flags)]
-        environment = clean_environment(PET_RDZV_BACKEND="static")
-        started.append(
-            subprocess.Popen(
-                mortal(*command), stderr=subprocess.PIPE, text=True, cwd=tmp_path, env=environment
-            )
-        )
-        return started[-1]
-
-    yield start
-    for agent in started:
-        agent.kill()
-        agent.communicate()
-
-
-def ended(agent: subprocess.Popen[str]) -> tuple[int, str]:
-    """How an agent ended, and what it said."""
-    _, said = agent.communicate(timeout=PATIENCE)
-    return agent.returncode, said
+    with agents(tmp_path, "--log-format", "json", PET_RDZV_BACKEND="static") as start:
+        yield start
 
 
 def joined(said: str) -> tuple[int, str]:
