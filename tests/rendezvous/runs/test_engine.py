@@ -583,7 +583,7 @@ async def test_a_server_that_drains_as_it_wakes_holds_its_sleep_against_nobody()
 async def test_a_commit_that_outlasts_a_lease_costs_none_when_the_server_drains_meanwhile(
     stage: Stage,
 ) -> None:
-    """Who waits for the commit has its heartbeats unread: an open stream counts as a sign of life (seed 80018051)."""
+    """While the commit is under way, heartbeats are not read: no lease may end meanwhile (seed 80018051)."""
     a, b = await stage.running("a", "b")
     stage.journal.hold()
     (succeeding,) = await begun(
@@ -597,6 +597,16 @@ async def test_a_commit_that_outlasts_a_lease_costs_none_when_the_server_drains_
     stage.journal.release()
     await succeeding
     assert states(await stage.later(100)) == {"a": "SUCCEEDED", "b": "RUNNING"}
+
+
+async def test_a_drain_is_no_disconnect() -> None:
+    """A stream that the server ends costs no lease, with a disconnect grace of 0 either (seed 95000104)."""
+    async with staged(Stage(disconnect_grace=0.0)) as stage:
+        members = await stage.running("a", "b")
+        stage.engine.drain(Draining())
+        for member in members:
+            stage.engine.disconnect(member)
+        assert states(await stage.later(100)) == {"a": "RUNNING", "b": "RUNNING"}
 
 
 # ---- starting again

@@ -82,6 +82,15 @@ def disconnect(state: RunState, node_id: str, now: float) -> None:
     enqueue(state, node)
 
 
+def suspend_leases(state: RunState) -> None:
+    """End no more leases: heartbeats are no longer read. The server that comes next gives each node a full term.
+
+    No sign of life is noted: a host that vanished earlier must stay the cause of the failures that followed.
+    """
+    for node in state.nodes.values():
+        node.lease_deadline = math.inf
+
+
 def prune(state: RunState, now: float) -> None:
     """Bring the head of the lease queue up to date: remove dead entries, move those of renewed leases back."""
     queue = state.lease_queue

@@ -125,7 +125,8 @@ class RendezvousEngine(DurableRuns, WriteAdmission):
             return
         del run.members[member.node_id]
         if run.holds_lease(member.node_id, member.lease.lease):
-            apply.disconnect(run.state, member.node_id, self._now())
+            broken = apply.note_broken if self._streams_over else apply.disconnect
+            broken(run.state, member.node_id, self._now())
             self._settle_at(run, run.next_deadline(self._limits.run_ttl))
 
     async def execute(

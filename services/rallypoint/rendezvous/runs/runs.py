@@ -593,14 +593,12 @@ class DurableRuns:
     def drain(self, ending: Exception) -> None:
         """Stop the clock of leases and deadlines, and end every stream with `ending`.
 
-        Nodes with an open stream get a full term first: while a commit took long, their heartbeats were not read.
+        No lease ends from here on: while a commit took long, heartbeats were not read, and a stream that the server
+        ends is no disconnect of its node.
         """
         self._lease_clock.stop()
-        now = self._now()
         for run in self._runs.values():
-            for node in run.state.nodes.values():
-                if node.connected:
-                    apply.renew(run.state, node.node_id, now)
+            apply.suspend_leases(run.state)
         self.end_streams(lambda _: ending)
 
     def end_streams(self, refusal: Callable[[str], Exception]) -> None:
