@@ -10,10 +10,10 @@ from typing import Any, TypeVar
 
 import click
 
-from rallypoint.agent.config.settings import MOST_RESTARTS
 from rallypoint.agent.job.options import split_commas
 from rallypoint.cli.run_command import flag, flags
 from rallypoint.cli.values import NodeCount, Pairs, SignalList, Text, WorkerCount
+from rallypoint.rendezvous.core.state import MOST_RESTARTS
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 

@@ -11,8 +11,8 @@ from typing import Any, TypeVar, cast
 import click
 
 from rallypoint.cli.values import Flag, count, seconds, size
-from rallypoint.rendezvous.api.requests import MOST_NODES
 from rallypoint.rendezvous.base.limits import RendezvousLimits, StoreLimits
+from rallypoint.rendezvous.core.state import MOST_NODES
 from rallypoint.rendezvous.state.core import StateLimits
 from rallypoint.rendezvous.state.service import DEFAULT_TTL
 from rallypoint.serving.options import Finite, Setting

@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from rallypoint.agent.config.settings import MOST_SECONDS, MOST_WORKERS, RunSettingError, rendezvous_conf
+from rallypoint.agent.config.settings import MOST_SECONDS, RunSettingError, rendezvous_conf
 from rallypoint.agent.job.options import OPTIONS, job_fields
 from rallypoint.cli.main import ENVIRONMENT
 from rallypoint.cli.run_command import RunCommand, flag, flags
 from rallypoint.cli.run_flags import run_flags
 from rallypoint.cli.values import NodeCount, Text, refuse_etcd_url
+from rallypoint.rendezvous.core.state import MOST_WORKERS_PER_NODE
 from rallypoint.rpc.endpoint import ClientTLS, EndpointError, SettingError, parse_endpoint, parse_endpoints
 from rallypoint.serving.options import Seconds, client_options
 
@@ -72,10 +73,11 @@ class HostsWorkers(click.ParamType[str]):
         """Check the value."""
         text = str(value)
         if text not in ("auto", "cpu", "gpu", "xpu") and not (
-            text.isascii() and text.isdigit() and 1 <= int(text) <= MOST_WORKERS
+            text.isascii() and text.isdigit() and 1 <= int(text) <= MOST_WORKERS_PER_NODE
         ):
             self.fail(
-                f"{text!r} is not a number of workers from 1 to {MOST_WORKERS}, and none of auto, cpu, gpu, xpu",
+                f"{text!r} is not a number of workers from 1 to {MOST_WORKERS_PER_NODE}, "
+                "and none of auto, cpu, gpu, xpu",
                 param,
                 ctx,
             )
@@ -263,7 +265,9 @@ def _options(given: Mapping[str, Any]) -> dict[str, str]:
     """Return the options of the job as text, checked here already: a mistake is reported without a launch."""
     named = {name: given.get(name.replace("-", "_")) for name in OPTIONS}
     known = {name: value for name, value in named.items() if value not in (None, ())}
-    job_fields({name: value for name, value in known.items() if name not in _OF_THE_HOST}, MOST_WORKERS)
+    job_fields(
+        {name: value for name, value in known.items() if name not in _OF_THE_HOST}, MOST_WORKERS_PER_NODE
+    )
     return {name: _text(value) for name, value in known.items()}
 
 

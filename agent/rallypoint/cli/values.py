@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 
 import click
 
-from rallypoint.agent.config.settings import MOST_NODES, MOST_WORKERS
 from rallypoint.agent.job.options import parse_signal
 from rallypoint.launcher.backends import is_etcd_url
+from rallypoint.rendezvous.core.state import MOST_NODES, MOST_WORKERS_PER_NODE
 from rallypoint.serving.options import Seconds, Setting, client_options
 
 
@@ -61,8 +61,12 @@ class WorkerCount(click.ParamType[int]):
             )
         if count < 1:
             self.fail(f"{value!r} workers can't form a job; the least is 1", param, ctx)
-        if count > MOST_WORKERS:
-            self.fail(f"{value!r} workers are more than the {MOST_WORKERS} that a host can have", param, ctx)
+        if count > MOST_WORKERS_PER_NODE:
+            self.fail(
+                f"{value!r} workers are more than the {MOST_WORKERS_PER_NODE} that a host can have",
+                param,
+                ctx,
+            )
         return count
 
     def _devices(self, kind: str, param: click.Parameter | None, ctx: click.Context | None) -> int:

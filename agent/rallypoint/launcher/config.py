@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rallypoint.agent.config.settings import MOST_NODES, MOST_RESTARTS, MOST_WORKERS
 from rallypoint.agent.job.options import idle_options, job_fields, parse_signal
 from rallypoint.launcher.backends import RequestedRendezvous, resolve_rendezvous
 from rallypoint.launcher.plan import LaunchPlan
+from rallypoint.rendezvous.core.state import MOST_NODES, MOST_RESTARTS, MOST_WORKERS_PER_NODE
 from rallypoint.rpc.endpoint import ClientTLS, SettingError
 
 START_METHODS = ("spawn", "fork", "forkserver")
@@ -22,7 +22,7 @@ START_METHODS = ("spawn", "fork", "forkserver")
 _BOUNDS = {
     "min_nodes": (1, MOST_NODES),
     "max_nodes": (1, MOST_NODES),
-    "nproc_per_node": (1, MOST_WORKERS),
+    "nproc_per_node": (1, MOST_WORKERS_PER_NODE),
     "max_restarts": (0, MOST_RESTARTS),
 }
 _LOG_LEVELS = ("debug", "info", "warning", "error")

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import quote, unquote
 
-from rallypoint.agent.config.settings import MOST_NODES, MOST_SECONDS
+from rallypoint.agent.config.settings import MOST_SECONDS
 from rallypoint.etcd.endpoint import (
     CONTROL,
     EtcdAddress,
@@ -21,6 +21,7 @@ from rallypoint.etcd.endpoint import (
     parse_userinfo,
     split_url,
 )
+from rallypoint.rendezvous.core.state import MOST_NODES
 from rallypoint.rpc.endpoint import ClientTLS, FileNames, SettingError, without_password
 
 EXPECTED = "expected etcd://HOST:PORT[,HOST:PORT...]/RUN_ID[?min_workers=N&max_workers=N&...]"

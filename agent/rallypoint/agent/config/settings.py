@@ -3,51 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import Field, dataclass, fields
+from enum import IntEnum
 from typing import Any
 
+from rallypoint.rendezvous.core.state import LONGEST, MOST_RESTARTS_KEPT, RunSettings
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rpc.durations import set_seconds, to_seconds
 
-# ---- Bounds that no sensible job comes near.
-#
-# The rendezvous service has the same bounds and refuses larger values. Here they give a one-line error before
-# anything is started, and keep numbers within the range of the messages' fields.
-
-
-MOST_NODES = 100_000
-MOST_WORKERS = 16_384
-MOST_RESTARTS = 1_000_000
-MOST_SECONDS = 25 * 24 * 3600
-
-_DURATIONS = (
-    "join_timeout",
-    "last_call_timeout",
-    "confirm_timeout",
-    "keep_alive_interval",
-    "disconnect_grace",
-    "exit_barrier_timeout",
-    "scale_up_delay",
-    "restart_window",
-    "restart_backoff",
-)
-_MAY_BE_ZERO = (
-    "last_call_timeout",
-    "disconnect_grace",
-    "scale_up_delay",
-    "restart_window",
-    "restart_backoff",
-)
+# Settings that are no keys: flags have them.
+_FLAGS = ("min_nodes", "max_nodes", "max_restarts")
 # Timeouts of the agent, not settings of the run.
 _LOCAL = ("close_timeout", "read_timeout")
-KNOWN_SETTINGS = (
-    *_DURATIONS,
-    *_LOCAL,
-    "keep_alive_max_attempt",
-    "max_restarts_per_node",
-    "scale_up_policy",
-    "rank_policy",
-)
+_SETTINGS = {field.name: field for field in fields(RunSettings) if field.name not in _FLAGS}
+KNOWN_SETTINGS = (*_SETTINGS, *_LOCAL)
+MOST_SECONDS = int(LONGEST)
+# The shortest time that may not be 0, seconds.
+_SHORTEST = 1e-3
 
 # Default of the seconds that workers get to stop; as in torchrun.
 SHUTDOWN_TIMEOUT = 30.0
@@ -66,9 +38,6 @@ HEALTH_TIMEOUT = 10.0
 # Seconds that the workers of a drained host get to finish or to checkpoint. The large clouds announce maintenance at
 # least two minutes ahead.
 DRAIN_GRACE = 90.0
-
-_MOST_RESTARTS_KEPT = 10_000
-_MOST_ATTEMPTS = 1000
 
 
 class RunSettingError(ValueError):
@@ -109,18 +78,10 @@ def rendezvous_conf(
     for key, text in pairs.items():
         if key not in KNOWN_SETTINGS:
             raise RunSettingError(f"{key!r} is not a setting; known: {', '.join(sorted(KNOWN_SETTINGS))}")
-        if key == "scale_up_policy":
-            settings.scale_up_policy = _choice(key, text, pb.ScaleUpPolicy)
-        elif key == "rank_policy":
-            settings.rank_policy = _choice(key, text, pb.RankPolicy)
-        elif key == "keep_alive_max_attempt":
-            settings.keep_alive_max_attempt = _whole(key, text, 1, _MOST_ATTEMPTS)
-        elif key == "max_restarts_per_node":
-            settings.max_restarts_per_node = _whole(key, text, 0, MOST_RESTARTS)
-        elif key in _LOCAL:
-            local[key] = _number(key, text)
+        if key in _LOCAL:
+            local[key] = _number(key, text, _SHORTEST)
         else:
-            set_seconds(getattr(settings, key), _number(key, text))
+            _set(settings, _SETTINGS[key], text)
     _check_budgets(settings)
     return RendezvousConf(settings, **local)
 
@@ -132,19 +93,30 @@ def _check_budgets(settings: pb.RunSettings) -> None:
             f"max_restarts_per_node={of_node} has no effect: the run ends after {of_run} restarts in all "
             "(--max-restarts); raise that, or lower this"
         )
-    if of_run > _MOST_RESTARTS_KEPT and (of_node or to_seconds(settings.restart_window)):
+    if of_run > MOST_RESTARTS_KEPT and (of_node or to_seconds(settings.restart_window)):
         raise RunSettingError(
-            f"with restart_window or max_restarts_per_node, --max-restarts may be at most {_MOST_RESTARTS_KEPT}, "
+            f"with restart_window or max_restarts_per_node, --max-restarts may be at most {MOST_RESTARTS_KEPT}, "
             f"not {of_run}"
         )
 
 
-def _number(key: str, text: str) -> float:
+def _set(settings: pb.RunSettings, setting: Field[Any], text: str) -> None:
+    key, default = setting.name, setting.default
+    if isinstance(default, float):
+        set_seconds(
+            getattr(settings, key), _number(key, text, 0.0 if setting.metadata["zero"] else _SHORTEST)
+        )
+    elif isinstance(default, IntEnum):
+        setattr(settings, key, _choice(key, text, type(default)))
+    else:
+        setattr(settings, key, _whole(key, text, setting.metadata["least"], setting.metadata["most"]))
+
+
+def _number(key: str, text: str, least: float) -> float:
     try:
         number = float(text)
     except ValueError:
         raise RunSettingError(f"{key}={text!r} is not a number of seconds") from None
-    least = 0.0 if key in _MAY_BE_ZERO else 1e-3
     if not least <= number <= MOST_SECONDS:
         raise RunSettingError(f"{key}={text} is out of range; expected {least:g} to {MOST_SECONDS} seconds")
     return number
@@ -156,12 +128,10 @@ def _whole(key: str, text: str, least: int, most: int) -> int:
     return int(text)
 
 
-def _choice(key: str, text: str, choices: Any) -> Any:
-    """Return an enum's value by its name without the prefix, in any case, with dashes or underscores."""
-    prefix = choices.Name(choices.values()[0]).removesuffix("UNSPECIFIED")
-    names = {name.removeprefix(prefix): number for name, number in choices.items() if number}
-    name = text.upper().replace("-", "_")
-    if name not in names:
-        known = ", ".join(each.lower().replace("_", "-") for each in names)
-        raise RunSettingError(f"{key}={text!r} is none of {known}")
-    return names[name]
+def _choice(key: str, text: str, choices: type[IntEnum]) -> IntEnum:
+    """Return a policy by its name, in any case, with dashes or underscores."""
+    try:
+        return choices[text.upper().replace("-", "_")]
+    except KeyError:
+        known = ", ".join(each.name.lower().replace("_", "-") for each in choices)
+        raise RunSettingError(f"{key}={text!r} is none of {known}") from None

@@ -13,10 +13,7 @@ from typing import Any
 from rallypoint.agent.addresses import local_address_towards
 from rallypoint.agent.config.job import JobConfig, Peer, new_node_id
 from rallypoint.agent.config.settings import (
-    MOST_NODES,
-    MOST_RESTARTS,
     MOST_SECONDS,
-    MOST_WORKERS,
     SHUTDOWN_TIMEOUT,
     RendezvousConf,
     RunSettingError,
@@ -26,6 +23,7 @@ from rallypoint.agent.health.gpu import count_gpus, count_xpus
 from rallypoint.agent.job.options import OptionError, job_fields
 from rallypoint.agent.v1 import supervisor_service_pb2 as pb
 from rallypoint.agent.workers.environment import check_devices
+from rallypoint.rendezvous.core.state import MOST_NODES, MOST_RESTARTS, MOST_WORKERS_PER_NODE
 from rallypoint.rpc.durations import to_seconds
 from rallypoint.rpc.endpoint import ClientTLS, SettingError, parse_endpoint
 from rallypoint.rpc.errors import invalid
@@ -119,8 +117,8 @@ def _check(spec: pb.JobSpec) -> None:
     for variable, value in spec.environment.items():
         if not variable or "=" in variable or "\0" in variable + value:
             raise invalid("spec.environment", f"{variable!r} or its value is not valid for a variable")
-    if not 0 <= spec.local_world_size <= MOST_WORKERS:
-        raise invalid("spec.local_world_size", f"must be from 1 to {MOST_WORKERS}, or unset for 1")
+    if not 0 <= spec.local_world_size <= MOST_WORKERS_PER_NODE:
+        raise invalid("spec.local_world_size", f"must be from 1 to {MOST_WORKERS_PER_NODE}, or unset for 1")
     count("spec.max_restarts", spec.max_restarts, 0, MOST_RESTARTS)
     least = spec.min_nodes or 1
     if not 1 <= least <= (spec.max_nodes or least) <= MOST_NODES:

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Sequence
+from dataclasses import Field, fields
+from enum import IntEnum
 from functools import partial
 from heapq import nsmallest
 from itertools import chain
+from typing import Any
 
 from rallypoint.rendezvous.core import commands
 from rallypoint.rendezvous.core.state import (
+    LONGEST,
+    MOST_RESTARTS_KEPT,
+    MOST_WORKERS_PER_NODE,
     FailureKind,
-    RankPolicy,
     ReportedFailure,
     RunSettings,
     RunState,
-    ScaleUpPolicy,
 )
 from rallypoint.rendezvous.runs.codec import from_message
 from rallypoint.rendezvous.runs.run import NODES_PER_MESSAGE, run_message, run_summary
@@ -26,17 +30,10 @@ from rallypoint.rpc.errors import invalid
 from rallypoint.serving.requests import NAME_BYTES, PATH_BYTES, SENTENCE_BYTES, count, name, text
 
 TRACEBACK_BYTES = 16 * 1024
-# Bounds that no sensible run comes near. The first two keep every rank within 32 bits. A time no longer than the
-# last (in nanoseconds below 2**51) goes through a float and back without losing one of them, so a node's settings
-# are the same on the wire, in the core and in a journal.
-MOST_NODES = 100_000
-MOST_WORKERS_PER_NODE = 16_384
-MOST_RESTARTS = 1_000_000
-# Where restarts are kept one by one, with time and node, each takes some 50 bytes of every checkpoint.
-MOST_RESTARTS_KEPT = 10_000
-LONGEST = 25 * 24 * 3600.0
 # All settings together take less than half of this; a larger message has unknown fields, and is not worth caching.
 _SETTINGS_BYTES = 512
+# Settings without a default.
+_NODE_COUNTS = ("min_nodes", "max_nodes")
 # The latest time that can be formatted (year 10,000), unix seconds.
 _LATEST = 253_402_300_000
 
@@ -82,58 +79,53 @@ def run_settings(message: pb.RunSettings) -> RunSettings:
     Raises:
         ServiceError: INVALID_ARGUMENT, naming the field.
     """
-    count("settings.min_nodes", message.min_nodes, 1, MOST_NODES)
-    if message.max_nodes < message.min_nodes:
+    settings = RunSettings(**{field.name: _setting(message, field) for field in fields(RunSettings)})
+    if settings.max_nodes < settings.min_nodes:
         raise invalid(
-            "settings.max_nodes", f"must be at least min_nodes ({message.min_nodes}), not {message.max_nodes}"
+            "settings.max_nodes",
+            f"must be at least min_nodes ({settings.min_nodes}), not {settings.max_nodes}",
         )
-    count("settings.max_nodes", message.max_nodes, 1, MOST_NODES)
-    count("settings.max_restarts", message.max_restarts, 0, MOST_RESTARTS)
-    count("settings.keep_alive_max_attempt", message.keep_alive_max_attempt, 0, 1000)
-    default = RunSettings()
-    window = _seconds(message, "restart_window", default.restart_window, zero=True)
-    _check_budgets(message, window)
-    try:
-        policy = ScaleUpPolicy(message.scale_up_policy or default.scale_up_policy)
-    except ValueError:
-        raise invalid("settings.scale_up_policy", f"unknown policy {message.scale_up_policy}") from None
-    try:
-        rank_policy = RankPolicy(message.rank_policy or default.rank_policy)
-    except ValueError:
-        raise invalid("settings.rank_policy", f"unknown policy {message.rank_policy}") from None
-    return RunSettings(
-        min_nodes=message.min_nodes,
-        max_nodes=message.max_nodes,
-        max_restarts=message.max_restarts,
-        join_timeout=_seconds(message, "join_timeout", default.join_timeout),
-        last_call_timeout=_seconds(message, "last_call_timeout", default.last_call_timeout, zero=True),
-        confirm_timeout=_seconds(message, "confirm_timeout", default.confirm_timeout),
-        keep_alive_interval=_seconds(message, "keep_alive_interval", default.keep_alive_interval),
-        keep_alive_max_attempt=message.keep_alive_max_attempt or default.keep_alive_max_attempt,
-        disconnect_grace=_seconds(message, "disconnect_grace", default.disconnect_grace, zero=True),
-        scale_up_policy=policy,
-        exit_barrier_timeout=_seconds(message, "exit_barrier_timeout", default.exit_barrier_timeout),
-        scale_up_delay=_seconds(message, "scale_up_delay", default.scale_up_delay, zero=True),
-        rank_policy=rank_policy,
-        restart_window=window,
-        max_restarts_per_node=message.max_restarts_per_node,
-        restart_backoff=_seconds(message, "restart_backoff", default.restart_backoff, zero=True),
-    )
-
-
-def _check_budgets(message: pb.RunSettings, window: float) -> None:
-    of_run, of_node = message.max_restarts, message.max_restarts_per_node
-    count("settings.max_restarts_per_node", of_node, 0, MOST_RESTARTS)
+    of_run, of_node = settings.max_restarts, settings.max_restarts_per_node
     if of_node > of_run:
         raise invalid(
             "settings.max_restarts_per_node",
             f"must be at most max_restarts ({of_run}), past which the run ends, not {of_node}",
         )
-    if of_run > MOST_RESTARTS_KEPT and (window or of_node):
+    if of_run > MOST_RESTARTS_KEPT and (settings.restart_window or of_node):
         raise invalid(
             "settings.max_restarts",
             f"must be at most {MOST_RESTARTS_KEPT} with a restart_window or max_restarts_per_node, not {of_run}",
         )
+    return settings
+
+
+def _setting(message: pb.RunSettings, field: Field[Any]) -> Any:
+    """Return a setting after a check of its range, or its default if it is absent."""
+    if isinstance(field.default, float):
+        return _seconds(message, field)
+    sent = getattr(message, field.name)
+    if isinstance(field.default, IntEnum):
+        try:
+            return type(field.default)(sent or field.default)
+        except ValueError:
+            raise invalid(f"settings.{field.name}", f"unknown policy {sent}") from None
+    if not sent and field.name not in _NODE_COUNTS:
+        return field.default
+    count(f"settings.{field.name}", sent, field.metadata["least"], field.metadata["most"])
+    return sent
+
+
+def _seconds(message: pb.RunSettings, field: Field[Any]) -> Any:
+    if not message.HasField(field.name):  # type: ignore[arg-type]
+        return field.default
+    seconds = to_seconds(getattr(message, field.name))
+    zero = field.metadata["zero"]
+    if seconds < 0 or seconds > LONGEST or (seconds == 0 and not zero):
+        least = "at least 0" if zero else "more than 0"
+        raise invalid(
+            f"settings.{field.name}", f"must be {least} and at most {LONGEST:.0f} seconds, not {seconds:g}"
+        )
+    return seconds
 
 
 def worker_failure(message: pb.WorkerFailure, node_id: str) -> ReportedFailure:
@@ -153,18 +145,6 @@ def worker_failure(message: pb.WorkerFailure, node_id: str) -> ReportedFailure:
         kept.ClearField("time")
     kept.traceback = message.traceback.encode()[-TRACEBACK_BYTES:].decode(errors="ignore")
     return from_message(kept, ReportedFailure)
-
-
-def _seconds(message: pb.RunSettings, field: str, default: float, *, zero: bool = False) -> float:
-    if not message.HasField(field):  # type: ignore[arg-type]
-        return default
-    seconds = to_seconds(getattr(message, field))
-    if seconds < 0 or seconds > LONGEST or (seconds == 0 and not zero):
-        least = "at least 0" if zero else "more than 0"
-        raise invalid(
-            f"settings.{field}", f"must be {least} and at most {LONGEST:.0f} seconds, not {seconds:g}"
-        )
-    return seconds
 
 
 def one_line(value: str, most_bytes: int) -> str:

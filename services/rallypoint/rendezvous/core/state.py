@@ -78,49 +78,74 @@ class LossReason(IntEnum):
     DEPARTURE_TIMED_OUT = 6
 
 
+# ---- Bounds that no sensible run comes near. The first two keep every rank within 32 bits. A time no longer than
+# LONGEST (in nanoseconds below 2**51) goes through a float and back without losing one of them, so a node's settings
+# are the same on the wire, in the core and in a journal.
+
+MOST_NODES = 100_000
+MOST_WORKERS_PER_NODE = 16_384
+MOST_RESTARTS = 1_000_000
+MOST_RESTARTS_KEPT = 10_000
+"""Bound of `max_restarts` where restarts are kept one by one, with time and node: some 50 bytes each in a snapshot."""
+LONGEST = 25 * 24 * 3600.0
+"""The longest time of a run, in seconds."""
+
+
+def _number(default: int, least: int, most: int) -> int:
+    number: int = field(default=default, metadata={"least": least, "most": most})
+    return number
+
+
+def _seconds(default: float, *, zero: bool = False) -> float:
+    """Define a time of at most LONGEST; `zero`: it may be 0."""
+    seconds: float = field(default=default, metadata={"zero": zero})
+    return seconds
+
+
 @dataclass(frozen=True, slots=True)
 class RunSettings:
     """The settings that all nodes of a run share. Times are in seconds.
 
-    The defaults are those of torch's dynamic rendezvous where it has the setting.
+    The defaults are those of torch's dynamic rendezvous where it has the setting. Each field has its range: the
+    service checks requests against it, and an agent checks `--rdzv-conf`.
     """
 
     # Nodes of a round. Raising min_nodes above the number that is surely there makes every loss wait for a replacement.
-    min_nodes: int = 1
-    max_nodes: int = 1
+    min_nodes: int = _number(1, 1, MOST_NODES)
+    max_nodes: int = _number(1, 1, MOST_NODES)
     # Restarts of failing workers, over the whole run; changes of membership don't count.
-    max_restarts: int = 0
+    max_restarts: int = _number(0, 0, MOST_RESTARTS)
     # How long a node waits for min_nodes. Long, since queues hand out hosts minutes apart.
-    join_timeout: float = 600.0
+    join_timeout: float = _seconds(600.0)
     # How long a round that could start waits for more. Every second of it is idle time of the nodes already there; too
     # short, and a newcomer a second late costs all nodes a restart.
-    last_call_timeout: float = 30.0
+    last_call_timeout: float = _seconds(30.0, zero=True)
     # How long a participant may take to stop its old workers. It must exceed the agents' shutdown timeout
     # (30 s), or a slow stop is taken for a dead agent.
-    confirm_timeout: float = 60.0
+    confirm_timeout: float = _seconds(60.0)
     # A lease lives keep_alive_interval * keep_alive_max_attempt without a heartbeat: the time to notice a
     # host that vanished without closing its connections.
-    keep_alive_interval: float = 5.0
-    keep_alive_max_attempt: int = 3
+    keep_alive_interval: float = _seconds(5.0)
+    keep_alive_max_attempt: int = _number(3, 1, 1000)
     # How long a node whose stream broke may stay away: the time to notice a killed agent. Less than a
     # reconnect takes, and every hiccup of the network ends a round.
-    disconnect_grace: float = 2.0
+    disconnect_grace: float = _seconds(2.0, zero=True)
     # How long participants that succeeded wait for the others; past it they may go. As long as torch's agents
     # wait. Shorter, and a failure late in the run finds fewer hosts to restart on; longer keeps idle hosts.
-    exit_barrier_timeout: float = 300.0
+    exit_barrier_timeout: float = _seconds(300.0)
     scale_up_policy: ScaleUpPolicy = ScaleUpPolicy.IMMEDIATE
     # Under the policy DELAYED: how long a round waits for more newcomers before it ends for them. Longer saves restarts
     # when hosts come one by one, and leaves them idle meanwhile.
-    scale_up_delay: float = 30.0
+    scale_up_delay: float = _seconds(30.0, zero=True)
     rank_policy: RankPolicy = RankPolicy.STABLE
     # Restarts older than this no longer count against the budgets; 0: they count for ever, as with torch. Without it,
     # a job of months dies of as many failures as one of an hour may have.
-    restart_window: float = 0.0
+    restart_window: float = _seconds(0.0, zero=True)
     # Restarts that the workers of one node may cause before the node is taken out; 0: any number, as with torch.
-    max_restarts_per_node: int = 0
+    max_restarts_per_node: int = _number(0, 0, MOST_RESTARTS)
     # The longest back-off before a restart when rounds fail in quick succession; 0: none. Longer reduces the load on
     # the cause of the failures (storage, a licence server) and keeps hosts idle.
-    restart_backoff: float = 30.0
+    restart_backoff: float = _seconds(30.0, zero=True)
 
     @property
     def time_to_live(self) -> float:
