@@ -11,7 +11,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, as_
 
 import click
 
-from simulation.blocks import KINDS, begin_process, play_block, scenario_of
+from simulation.blocks import KINDS, begin_process, play_block, scenario
 from simulation.planted import PLANTED, search_by_name
 
 # Seeds of one errand of a process.
@@ -44,7 +44,7 @@ def main(*, of: str, seed: int | None, seeds: int, first: int, planted: bool, jo
 
 
 def _replay(kind: str, seed: int) -> int:
-    lines, verdict = scenario_of(kind).replay(seed)
+    lines, verdict = scenario(kind, seed).replay()
     for line in lines:
         click.echo(line)
     click.echo(verdict or "no violation")

@@ -5,25 +5,26 @@ from __future__ import annotations
 import ctypes
 import signal
 from importlib import import_module
-from typing import Any
 
-from simulation.seeds import Failed
+from simulation.seeds import Failed, Scenario
 
 _PR_SET_PDEATHSIG = 1
 _SCENARIOS = {
-    "clusters": "simulation.scenario",
-    "herds": "simulation.herds",
-    "joiners": "simulation.joiners",
-    "timers": "simulation.timers.scenario",
-    "replicas": "simulation.replicas.scenario",
+    "clusters": "simulation.scenario.ClusterScenario",
+    "herds": "simulation.herds.Herd",
+    "joiners": "simulation.joiners.Joiners",
+    "timers": "simulation.timers.scenario.TimerScenario",
+    "replicas": "simulation.replicas.scenario.ReplicaScenario",
 }
 KINDS = tuple(_SCENARIOS)
 """What a seed may stand for."""
 
 
-def scenario_of(kind: str) -> Any:
-    """The module that plays seeds of a kind: it has `play` and `replay`."""
-    return import_module(_SCENARIOS[kind])
+def scenario(kind: str, seed: int) -> Scenario:
+    """Return the scenario of a seed."""
+    module, _, name = _SCENARIOS[kind].rpartition(".")
+    made: Scenario = getattr(import_module(module), name)(seed)
+    return made
 
 
 def begin_process() -> None:
@@ -34,10 +35,10 @@ def begin_process() -> None:
 
 def play_block(kind: str, seeds: range) -> list[str]:
     """Play seeds; returns a report for each that fails."""
-    play, reports = scenario_of(kind).play, []
+    reports: list[str] = []
     for seed in seeds:
         try:
-            play(seed)
+            scenario(kind, seed).play()
         except Failed as failure:
             reports.append(str(failure))
     return reports

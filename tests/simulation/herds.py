@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from simulation.cpu import Costs
 from simulation.plan import Plan, default_settings
-from simulation.scenario import Scenario, replay_of
+from simulation.scenario import ClusterScenario
 from simulation.workers import Fates
 
 NODES = 300
@@ -58,7 +58,7 @@ def draw_herd(seed: int) -> Plan:
     )
 
 
-class Herd(Scenario):
+class Herd(ClusterScenario):
     """One seed; `play` it once."""
 
     target = "simulate HERD=1"
@@ -71,7 +71,7 @@ class Herd(Scenario):
         cluster.clockwork.after(1e-3, lambda: None)
         self._await("a herd without trouble forms a round", FORM_WITHIN)
         cluster.referee.undisturbed = True
-        self._trouble(_ACTIONS)
+        self._cause_trouble(self.actions, _ACTIONS)
         self._let_pass(plan.trouble)
         cluster.calm_down()
         self._await("after faults stop, the whole herd still runs its round", AGREE_WITHIN)
@@ -79,17 +79,3 @@ class Herd(Scenario):
     def _waits_its_turn(self) -> bool:
         server = self.cluster.server
         return server is None or server.process.paused
-
-
-def play(seed: int) -> object:
-    """Play a seed.
-
-    Raises:
-        Failed: It breaks an invariant.
-    """
-    return Herd(seed).play()
-
-
-def replay(seed: int) -> tuple[list[str], str]:
-    """Play a seed; returns all that happened, and what came of it: empty if no invariant was broken."""
-    return replay_of(Herd(seed))

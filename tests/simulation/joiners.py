@@ -13,7 +13,7 @@ from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rendezvous.core.ledger import Violation
 from simulation.node import Node
 from simulation.plan import Plan, default_settings
-from simulation.scenario import FORM_WITHIN, Scenario, replay_of
+from simulation.scenario import FORM_WITHIN, ClusterScenario
 from simulation.workers import Fates
 
 # Virtual seconds that newcomers come for, the share of them in which a round must be FINAL, and how long nodes may take
@@ -54,7 +54,7 @@ def draw_joiners(seed: int) -> Plan:
     )
 
 
-class Joiners(Scenario):
+class Joiners(ClusterScenario):
     """One seed; `play` it once."""
 
     target = "simulate JOINERS=1"
@@ -67,7 +67,7 @@ class Joiners(Scenario):
         cluster.clockwork.after(1e-3, lambda: None)
         self._await("a cluster without trouble forms a round", FORM_WITHIN)
         begun = cluster.clockwork.now
-        self._trouble({})
+        self._start_newcomers()
         self._let_pass(plan.trouble)
         share = self._share_of_final(begun)
         cluster.note("share", round(share, 4))
@@ -78,7 +78,7 @@ class Joiners(Scenario):
         cluster.calm_down()
         self._await("after newcomers stop coming, all live nodes agree on one FINAL round", AGREE_WITHIN)
 
-    def _trouble(self, weights: dict[str, float]) -> None:
+    def _start_newcomers(self) -> None:
         """Have a newcomer come and go: under one name, or under a new one each time."""
         cluster, chance = self.cluster, self.cluster.chance
         names = (f"joiner{number}" for number in count()) if chance.random() < 0.5 else None
@@ -114,17 +114,3 @@ class Joiners(Scenario):
                 total, since = total + at - since, None
         now = self.cluster.clockwork.now
         return (total + (now - since if since is not None else 0.0)) / (now - begun)
-
-
-def play(seed: int) -> object:
-    """Play a seed.
-
-    Raises:
-        Failed: It breaks an invariant.
-    """
-    return Joiners(seed).play()
-
-
-def replay(seed: int) -> tuple[list[str], str]:
-    """Play a seed; returns all that happened, and what came of it: empty if no invariant was broken."""
-    return replay_of(Joiners(seed))

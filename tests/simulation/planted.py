@@ -10,7 +10,7 @@ from itertools import chain
 
 import pytest
 
-from simulation.blocks import scenario_of
+from simulation.blocks import scenario
 from simulation.host_plants import HOST_PLANTS
 from simulation.plants import PLANTS, Plant
 from simulation.replicas.plants import REPLICA_PLANTS
@@ -98,10 +98,9 @@ def search(kind: str, plant: Plant, *, afresh: bool = False) -> Found | None:
 
 
 def _first_failure(kind: str, seeds: Iterator[int]) -> tuple[int | None, str]:
-    play = scenario_of(kind).play
     for seed in seeds:
         try:
-            play(seed)
+            scenario(kind, seed).play()
         except Failed as failure:
             return seed, str(failure)
     return None, ""

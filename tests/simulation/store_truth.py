@@ -121,7 +121,7 @@ class StoreTruth:
         except Violation as violation:
             self.note("stored", *key, change.value)
             self.blame(violation)
-        line.values.append(change.value)
+        line.values += _values_between(key, line.current, change.value)
 
     def _record(self, change: StoreChange) -> None:
         if change.value is None:
@@ -309,6 +309,21 @@ class StoreTruth:
             return (None if value is None else _parted(value)) == wanted
 
         self._must_be(asked, (run_id, SPACE, STATE_KEY), same, "who reads sees nothing that is past")
+
+
+def _values_between(key: Key, before: bytes | None, value: bytes | None) -> list[bytes | None]:
+    """Return a new value, after those in between: several writes of a key may be one commit, and a reader that waited
+    for the key gets the value of the first of them (seed 412)."""
+    kind = key[2].partition("/")[0]
+    start = before or b""
+    if kind == LOG and value is not None and value.startswith(start):
+        entries = value.removeprefix(start).split(END)[:-1]
+        return [
+            start + b"".join(entry + END for entry in entries[:count]) for count in range(1, len(entries) + 1)
+        ]
+    if kind == COUNTER and value is not None:
+        return [b"%d" % number for number in range(int(start or b"0") + 1, int(value) + 1)] or [value]
+    return [value]
 
 
 def _parted(value: bytes) -> tuple[bytes, bytes]:

@@ -7,18 +7,19 @@ from __future__ import annotations
 
 import pytest
 
-from simulation import herds, joiners
+from simulation.herds import Herd
+from simulation.joiners import Joiners
 
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("seed", [2])
 def test_no_node_of_a_herd_is_lost(seed: int) -> None:
     """Pauses and restarts of the service change no membership and restart no worker, of 300 nodes."""
-    herds.play(seed)
+    Herd(seed).play()
 
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("seed", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_newcomers_that_come_and_go_cost_little(seed: int) -> None:
     """Healthy nodes run for more than 95 % of an hour in which newcomers come and go."""
-    joiners.play(seed)
+    Joiners(seed).play()

@@ -20,12 +20,11 @@ from pathlib import Path
 import pytest
 
 from rallypoint.rendezvous.core import facts
-from simulation import faults, scenario
-from simulation.blocks import scenario_of
+from simulation import faults
+from simulation.blocks import scenario
 from simulation.replicas import faults as replica_faults
-from simulation.replicas import scenario as replica_scenario
+from simulation.seeds import fingerprint, shown
 from simulation.timers import faults as timer_faults
-from simulation.timers import scenario as timer_scenario
 
 FACTOR = int(os.environ.get("RALLYPOINT_SIMULATIONS", "1"))
 # Of each kind: the seeds, the tests that share them, and how many of those `make test` has.
@@ -46,7 +45,7 @@ TESTS = Path(__file__).parent.parent
 def test_no_seed_breaks_an_invariant(kind: str, seeds: range) -> None:
     """No seed breaks an invariant, and each ends with all well: a round of all live nodes, or a run that is closed."""
     for seed in seeds:
-        scenario_of(kind).play(seed)
+        scenario(kind, seed).play()
 
 
 @pytest.mark.timeout(200)
@@ -61,9 +60,9 @@ def test_no_seed_breaks_an_invariant(kind: str, seeds: range) -> None:
 )
 def test_a_seed_is_one_history(kind: str, seeds: tuple[int, ...]) -> None:
     """The same seed is the same history, to the last message, and in a process that hashes differently too."""
-    module = scenario_of(kind)
-    code = f"from {module.__name__} import *; print(*[fingerprint(play(seed)) for seed in {seeds}])"
-    here = [module.fingerprint(module.play(seed)) for seed in seeds]
+    play = f"print(*[fingerprint(scenario({kind!r}, seed).play()) for seed in {seeds}])"
+    code = f"from simulation.blocks import scenario; from simulation.seeds import fingerprint; {play}"
+    here = [fingerprint(scenario(kind, seed).play()) for seed in seeds]
     assert len(set(here)) == len(seeds)
     for hash_seed in ("1", "2"):
         environment = {**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": str(TESTS)}
@@ -89,10 +88,10 @@ def test_clusters_reach_every_corner() -> None:
     struck: set[str] = set()
     calls: set[str] = set()
     for seed in range(250):
-        cluster = scenario.play(seed)
+        cluster = scenario("clusters", seed).play()
         struck.update(cluster.struck)
         calls.update(cluster.referee.store.seen)
-        for line in scenario.shown(cluster):
+        for line in shown(cluster):
             seen.update(line.replace("(", " ").replace(":", " ").split())
     wanted = {fact.__name__ for fact in facts.Fact.__args__} | {
         *(
@@ -133,9 +132,9 @@ def test_timers_reach_every_corner() -> None:
     seen: set[str] = set()
     struck: set[str] = set()
     for seed in range(60):
-        scene = timer_scenario.play(seed)
+        scene = scenario("timers", seed).play()
         struck.update(scene.struck)
-        for line in timer_scenario.shown(scene):
+        for line in shown(scene):
             seen.update(line.replace("(", " ").split())
         seen.update("reaped " + scope.rstrip("0123456789") for _, scope in scene.referee.reaped)
     wanted = {
@@ -154,7 +153,7 @@ def test_replicas_reach_every_kind_of_trouble() -> None:
     struck: set[str] = set()
     seen: set[str] = set()
     for seed in range(40):
-        cluster = replica_scenario.play(seed)
+        cluster = scenario("replicas", seed).play()
         struck.update(cluster.struck)
         seen.update(what for _, what, _ in cluster.trace)
     assert struck == set(replica_faults.ACTIONS)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -11,11 +13,7 @@ from simulation.plan import Plan
 from simulation.referee import Referee
 from simulation.replicas.cluster import ReplicaCluster, random_listener
 from simulation.replicas.faults import ACTIONS
-from simulation.scenario import Scenario as OneService
-from simulation.scenario import fingerprint
-from simulation.seeds import Failed, shown
-
-__all__ = ["Failed", "Scenario", "fingerprint", "play", "replay", "shown"]
+from simulation.scenario import ClusterScenario
 
 
 class ReplicaReferee(Referee):
@@ -32,8 +30,8 @@ class ReplicaReferee(Referee):
         pass
 
 
-class Scenario(OneService):
-    """One seed; `play` it once."""
+class ReplicaScenario(ClusterScenario):
+    """Three replicas over three members of etcd, and the nodes of their runs."""
 
     target = "simulate-replicas"
 
@@ -54,31 +52,9 @@ class Scenario(OneService):
         """What may befall it, by name."""
         return ACTIONS
 
-    def play(self) -> Cluster:
-        """Play it to the end.
-
-        Raises:
-            Failed: An invariant is broken.
-        """
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Replace the product's connections to etcd by simulated ones, too."""
         assert isinstance(self.cluster, ReplicaCluster)
-        with self.cluster.in_place():
-            return super().play()
-
-
-def play(seed: int) -> Cluster:
-    """Play a seed.
-
-    Raises:
-        Failed: It breaks an invariant.
-    """
-    return Scenario(seed).play()
-
-
-def replay(seed: int) -> tuple[list[str], str]:
-    """Play a seed; returns all that happened, and what came of it: empty if no invariant was broken."""
-    scenario, verdict = Scenario(seed), ""
-    try:
-        scenario.play()
-    except Failed as failure:
-        verdict = str(failure).splitlines()[0]
-    return [*shown(scenario.cluster), scenario.plan.describe()], verdict
+        with self.cluster.in_place(), super().in_place():
+            yield
