@@ -1,4 +1,4 @@
-"""`make demo`: the training of run_digits.py, while what it runs on is broken piece by piece.
+"""`make demo`: the training of run_digits.py, while one part after another of its environment fails.
 
     a  a worker is killed with SIGKILL
     b  a worker hangs, until its timer fires
@@ -50,10 +50,10 @@ class Training:
 
 
 class Demo:
-    """A job that runs, and what can be done to it."""
+    """A running job, and the faults that the demo injects."""
 
     def __init__(self, cluster: LocalCluster, job: Job, watch: RunWatch, hang_file: Path) -> None:
-        """Takes a job that was started; `hang_file` is what it was told with --hang-file."""
+        """Take a started job; `hang_file` is the value of its --hang-file."""
         self._cluster = cluster
         self._job = job
         self._watch = watch
@@ -119,7 +119,7 @@ class Demo:
             says="'step'",
             workers=4,
         )
-        expect(not self._hang_file.exists(), "the worker that was told to hang never took notice")
+        expect(not self._hang_file.exists(), "the worker that should hang never read its hang file")
         return after, recovery
 
     async def kill_agent(self, before: Training) -> tuple[Training, Recovery]:
@@ -244,7 +244,7 @@ FAULTS = (
 
 
 def expect(condition: bool, otherwise: str) -> None:
-    """Raises ClusterError, with what is the case otherwise, unless the condition holds."""
+    """Raise ClusterError, with a sentence about the failure, unless the condition holds."""
     if not condition:
         raise ClusterError(otherwise)
 
@@ -282,7 +282,7 @@ async def demo(var: Path) -> None:
 
 
 async def show(cluster: LocalCluster, job: Job, hang_file: Path) -> Timeline:
-    """The job from its first process to its last, with all faults; returns what happened when."""
+    """Run the job with all faults, from its first process to its last; return the timeline."""
     watch = await start_cluster(cluster, job)
     progress = Progress()
     demo = Demo(cluster, job, watch, hang_file)

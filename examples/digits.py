@@ -1,4 +1,4 @@
-"""What train_digits.py trains: a small network on 8x8 images of handwritten digits, in plain NumPy.
+"""The model of train_digits.py: a small network on 8x8 images of handwritten digits, in plain NumPy.
 
 Nothing here knows of other workers.
 """

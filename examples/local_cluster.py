@@ -54,7 +54,7 @@ _BACKOFF = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What an agent is to run.
+    """The program of an agent.
 
     Attributes:
         run_id: name of the run, new for every job.
@@ -77,7 +77,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """A run as the rendezvous service told of it, and when (Unix seconds)."""
+    """A run as the rendezvous service reported it, and when (Unix seconds)."""
 
     time: float
     run: pb.Run
@@ -89,7 +89,7 @@ class LocalCluster:
     Attributes:
         folder: where the journal and all logs are.
         programs: all that were started, by name; of one that was started again, the latest.
-        output: what the workers of all agents print.
+        output: the output of the workers of all agents.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -192,10 +192,10 @@ class LocalCluster:
                 reservation.close()
 
     async def unless_one_fails(self, work: Coroutine[Any, Any, T]) -> T:
-        """Does some work, and gives it up as soon as a process fails that nobody asked to end.
+        """Do some work; cancel it as soon as a process fails without a request to end.
 
         Raises:
-            ClusterError: one did; what it had to say is part of the message.
+            ClusterError: a process failed; its errors are part of the message.
         """
         doing = asyncio.create_task(work)
         failing = asyncio.create_task(self._failures.first("a failure", lambda _: True, timeout=None))
@@ -229,7 +229,7 @@ class LocalCluster:
 
     async def _await_failure(self, program: Program) -> None:
         code = await program.ended()
-        # An agent's job has an end; a service ends when it is told to.
+        # An agent ends with its job; a service ends on a signal.
         if not program.told_to_end and (code != 0 or program.name in self._ports):
             how, log = how_it_ended(code), self.folder / f"{program.name}.log"
             self._failures.put(f"{program.name} ended with {how}, see {log}\n{program.report}".rstrip())
@@ -267,7 +267,7 @@ class LocalCluster:
 
 
 class RunWatch:
-    """A run's states as the rendezvous service tells of them, over any number of deaths of that service.
+    """A run's states as the rendezvous service publishes them, through any number of restarts of that service.
 
     Attributes:
         states: all that were seen. A state that lasted for less than a message takes may be missing.
@@ -286,8 +286,8 @@ class RunWatch:
         """Waits for a state of the run; the latest one counts, those before it don't.
 
         Args:
-            what: what is waited for, for the error.
-            condition: whether a state is it.
+            what: the expected state, for the error.
+            condition: returns True for that state.
             timeout: seconds to wait.
 
         Raises:
@@ -328,9 +328,9 @@ async def _answer(call: Awaitable[T]) -> T:
 
 
 def _reserve_port() -> socket.socket:
-    """A free port, which the kernel gives to nobody else, nor to an outgoing connection, while this is open.
+    """A free port, which the kernel assigns to no other socket or outgoing connection while this is open.
 
-    A server can listen there nevertheless, since this socket does not, and both say SO_REUSEADDR.
+    A server can still listen there: this socket does not listen, and both have SO_REUSEADDR.
     """
     reservation = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

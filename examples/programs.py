@@ -1,6 +1,6 @@
 """Programs that run beside this one: their output as it comes, their end as it happens, no trace of them after.
 
-Nothing here looks twice at a clock or a file to learn whether something has happened: pipes and pidfds tell.
+Nothing here polls a clock or a file: pipes and pidfds report every event.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import psutil
 T = TypeVar("T")
 
 PATIENCE = 60.0
-"""Seconds to wait for what takes one or two on an idle machine. Ends a wait for what will never come; costs
+"""Seconds to wait for an event that takes one or two on an idle machine. It only bounds a failing wait; costs
 nothing otherwise."""
 
 _TO_DIE = 10.0  # seconds from a SIGKILL to the death of everything below; the kernel takes milliseconds
@@ -32,7 +32,7 @@ _WITH_US = ("setpriv", "--pdeathsig", "KILL", "--")
 
 
 class ClusterError(Exception):
-    """Something did not happen that should have; one sentence, and what is known of the cause."""
+    """An expected event did not happen; one sentence, and the known cause."""
 
 
 class Feed(Generic[T]):
@@ -50,7 +50,7 @@ class Feed(Generic[T]):
         self._wake()
 
     def end(self, why: str) -> None:
-        """Nothing comes any more; whoever waits is told why."""
+        """End the feed: no item follows, and every wait fails with the reason."""
         self._end = why
         self._wake()
 
@@ -60,8 +60,8 @@ class Feed(Generic[T]):
         """The first that is wanted, there already or yet to come.
 
         Args:
-            what: what is waited for, for the error.
-            wanted: whether an item is it.
+            what: the expected item, for the error.
+            wanted: returns True for that item.
             since: how many of the items not to look at.
             timeout: seconds to wait.
 
@@ -92,7 +92,7 @@ class Feed(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A line that a program wrote, when it was read (Unix seconds), and what it says if it is a log record."""
+    """A line of a program, when it was read (Unix seconds), and its fields if it is a log record."""
 
     program: str
     time: float
@@ -102,7 +102,7 @@ class Line:
 
     @classmethod
     def parse(cls, program: str, text: str) -> Line:
-        """Tells a log record, which is a JSON object, from anything else."""
+        """Return the fields of a log record, which is a JSON object; None for any other line."""
         with contextlib.suppress(ValueError):
             record = json.loads(text)
             if isinstance(record, dict):
@@ -111,7 +111,7 @@ class Line:
 
 
 class Deaths:
-    """Watches processes die, whoever's children they are. A process id that is used again is no confusion."""
+    """Waits for the deaths of processes, which need not be children. A reused process id causes no error."""
 
     def __init__(self, pids: Iterable[int]) -> None:
         """Watches from now on; who is dead already counts as dead."""
@@ -171,9 +171,9 @@ class Program:
     """One program, from its start to its end. In a session of its own: Ctrl-C here is none there.
 
     Attributes:
-        log: what it wrote to stderr, which is where logs go. Also in `<folder>/<name>.log`.
-        output: what it wrote to stdout. Also in `<folder>/<name>.out`.
-        told_to_end: whether its end was asked for here.
+        log: the lines of stderr, where logs go. Also in `<folder>/<name>.log`.
+        output: the lines of stdout. Also in `<folder>/<name>.out`.
+        told_to_end: True if this process requested its end.
     """
 
     def __init__(
@@ -187,7 +187,7 @@ class Program:
         """Starts it. Only in the main thread of a process: when that thread ends, the program is killed.
 
         Args:
-            name: what to call it, also in the names of its files.
+            name: its name, also in the names of its files.
             command: program and arguments.
             folder: for its files, to which it adds.
             environment: all of its environment.
@@ -216,12 +216,12 @@ class Program:
 
     @property
     def running(self) -> bool:
-        """Whether it has not ended."""
+        """True until it has ended."""
         return not self._ending.done()
 
     @property
     def report(self) -> str:
-        """What it wrote to stderr besides log records: errors for people."""
+        """The lines of stderr that are no log records: errors for people."""
         return "\n".join(line.text for line in self.log.items if not line.event)
 
     def signal(self, number: int) -> None:
@@ -272,7 +272,7 @@ class Program:
         return Killed(killed, all_dead, frozenset(family.pids))
 
     async def _family(self) -> Deaths:
-        """The deaths of it and everything that it has started; of nobody once it has ended."""
+        """The deaths of it and all processes that it has started; empty once it has ended."""
         if self._process.poll() is not None:  # its pid may be another's by now
             return Deaths([])
         # In a thread: on a machine with ten thousand processes it takes a second to find a few.
@@ -281,7 +281,7 @@ class Program:
     async def _end(self) -> int:
         await asyncio.wait({self._death})
         code = self._process.wait()
-        # Whoever inherited its streams may hold them open a little longer.
+        # A process that inherited its streams may hold them open a little longer.
         await asyncio.wait(self._copies, timeout=_TO_DIE)
         self.log.end(
             f"{self.name} ended with {how_it_ended(code)}" + (f": {self.report}" if self.report else "")

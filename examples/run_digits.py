@@ -55,7 +55,7 @@ def digits_job(folder: Path, run_id: str, *arguments: str, **settings: Any) -> J
 
 
 class Progress:
-    """Tells what happens, with the seconds since the beginning."""
+    """Prints events with the seconds since the beginning."""
 
     def __init__(self) -> None:
         """Begins now."""
@@ -68,7 +68,7 @@ class Progress:
 
     @asynccontextmanager
     async def shown(self, watch: RunWatch, output: Feed[Line]) -> AsyncIterator[None]:
-        """Prints rounds and what the workers print, as long as the context lasts."""
+        """Print rounds and the output of workers while the context is open."""
         showing = [
             asyncio.create_task(self._follow_rounds(watch)),
             asyncio.create_task(self._follow_output(output)),
@@ -102,7 +102,7 @@ class Progress:
 
 
 async def start_cluster(cluster: LocalCluster, job: Job) -> RunWatch:
-    """Starts services and agents, and says where they are; returns a watch of the run."""
+    """Start services and agents, and print their addresses; return a watch of the run."""
     await asyncio.gather(cluster.start_rendezvous(), cluster.start_timer())
     folder = _short(cluster.folder)
     print(f"rendezvous service  {cluster.rendezvous_endpoint}  (journal {folder}/rendezvous.db)")
@@ -160,7 +160,7 @@ def end_well(main: Callable[[Path], Coroutine[Any, Any, None]], description: str
     """Runs an example's `main` with its folder; returns the exit code. Ctrl-C stops it in good order.
 
     Args:
-        main: what to run.
+        main: the program.
         description: for --help.
     """
     parser = argparse.ArgumentParser(description=description)

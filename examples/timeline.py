@@ -1,4 +1,4 @@
-"""What a demonstration reports at its end: faults, who noticed them, and how long each recovery took."""
+"""The report of a demonstration: faults, the process that noticed each, and the time of each recovery."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _COLUMN = 9
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """One fault and what came of it. Times are Unix seconds.
+    """One fault and its consequences. Times are Unix seconds.
 
     Attributes:
-        fault: what was done.
+        fault: the injected fault.
         noticed_by: who noticed it.
-        detail: what it said.
+        detail: its message.
         injected: when it was done.
         noticed: when it was noticed.
         down_since: since when training could not go on.
@@ -55,7 +55,7 @@ class Recovery:
         return 0.0 if self.workers_back is None else self.workers_back - self.down_since
 
     def as_figures(self, began: float) -> dict[str, Any]:
-        """The same for programs: `at` since the beginning, what is `_after` since the fault; all in seconds."""
+        """The same for programs, in seconds: `at` since the beginning, fields with `_after` since the fault."""
         back = None if self.workers_back is None else round(self.workers_back - self.injected, 3)
         return {
             "fault": self.fault,

@@ -97,12 +97,12 @@ def train(options: argparse.Namespace) -> float:
             progress = f"epoch {epoch}/{options.epochs} · loss {loss.item():.2f}"
             accuracy = f"held-out accuracy {held_out_accuracy():.2f}"
             print(f"restart {restarts} · {progress} · {accuracy} · world {world}", flush=True)
-    dist.barrier()  # nobody leaves before rank 0 has saved
+    dist.barrier()  # no rank leaves before rank 0 has saved
     return held_out_accuracy()
 
 
 def main() -> None:
-    """Joins the process group of the environment and trains; rank 0 says how well it went."""
+    """Join the process group of the environment and train; rank 0 prints the accuracy."""
     parser = argparse.ArgumentParser(
         description="Elastic training on handwritten digits with DistributedDataParallel.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,

@@ -38,7 +38,7 @@ PATIENCE = 60.0
 
 @dataclass
 class World:
-    """This worker's place in the round, and what it exchanges with the other workers.
+    """This worker's ranks in the round, and its exchange with the other workers.
 
     Every worker must make the same calls in the same order, as with any collective.
     """
@@ -88,7 +88,7 @@ class World:
         for key in keys:
             total += decode(self.store.get(key, PATIENCE), like=state)
         mean = total / self.size
-        # Whoever has sent something this turn has read everything of the turns before it.
+        # A worker that has sent a value in this turn has read all values of the turns before.
         unneeded, self.outdated = keys + self.outdated, []
         self.broadcast(mean.tobytes())
         for key in unneeded:
@@ -126,7 +126,7 @@ def unpack(checkpoint: bytes) -> tuple[int, Array]:
 
 def save(path: Path, checkpoint: bytes, round_number: int) -> None:
     """Puts the checkpoint in place whole or not at all, whenever this process or its host may die."""
-    # A round has one rank 0, so nobody else writes this file: not even a rank 0 of an earlier round that
+    # A round has one rank 0, so no other worker writes this file: not even a rank 0 of an earlier round that
     # takes its time to die.
     unfinished = path.with_name(f"{path.name}.{round_number}.tmp")
     with open(unfinished, "wb") as file:
@@ -170,7 +170,7 @@ def train(world: World, options: argparse.Namespace) -> float:
     images, labels, held_images, held_labels = load_digits()
     prefix, suffix = f"round {world.round} · restart {world.restarts}", f"world {world.size}"
 
-    # Rank 0's checkpoint is everybody's: all start from the same step, on a shared disk or without one.
+    # All use rank 0's checkpoint: they start from the same step, on a shared disk or without one.
     checkpoint = load_or_start(options.checkpoint, options.seed) if world.rank == 0 else b""
     done, state = unpack(world.broadcast(checkpoint))
     if world.rank == 0 and done > 0:
@@ -201,7 +201,7 @@ def train(world: World, options: argparse.Namespace) -> float:
             held = f"held-out accuracy {accuracy(state[0], held_images, held_labels):.2f}"
             say(f"{prefix} · epoch {epoch}/{options.epochs} · loss {np.mean(losses):.2f} · {held} · {suffix}")
 
-    # Nobody leaves before rank 0 has saved: should it die just now, the others are there to go on.
+    # No rank leaves before rank 0 has saved: if it dies now, the others are there to go on.
     world.broadcast(b"saved")
     return accuracy(state[0], held_images, held_labels)
 
@@ -219,7 +219,7 @@ def hang_if_told(hang_file: Path, rank: int) -> None:
 
 
 def say(line: str) -> None:
-    """Prints at once: a worker that is killed loses whatever it had still in its buffer."""
+    """Print at once: a killed worker loses the rest of its buffer."""
     print(line, flush=True)
 
 
@@ -250,9 +250,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 @record
 def main(arguments: list[str] | None = None) -> None:
-    """Trains this worker's share; rank 0 says how well it went."""
+    """Train this worker's share; rank 0 prints the accuracy."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C: every step is safe to die in, no traceback needed
-    configure(required=False)  # of a worker without an agent, nobody watches timers and progress
+    configure(required=False)  # without an agent, timers and progress have no watchdog
     options = parse(arguments)
     world = World.from_environment()
     if world.size > BATCH:
