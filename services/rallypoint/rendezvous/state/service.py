@@ -17,9 +17,9 @@ from rallypoint.rendezvous.base.entries import (
 )
 from rallypoint.rendezvous.base.errors import NotOwner, Refusal, RunBroken, draining_error, of_unknown_outcome
 from rallypoint.rendezvous.base.limits import Quota, SharedTotals
-from rallypoint.rendezvous.base.ownership import CheckOwned, always_owned
 from rallypoint.rendezvous.base.refusals import JournalFailed, StateBusy, TooManyWatchers
 from rallypoint.rendezvous.core.commands import Refused
+from rallypoint.rendezvous.journal.commit_loop import CheckOwned, always_owned
 from rallypoint.rendezvous.journal.journal import JournalError, OwnershipLost
 from rallypoint.rendezvous.state.core import (
     NONCE_BYTES,

@@ -14,9 +14,9 @@ from rallypoint.rendezvous.base.cooperative import settle
 from rallypoint.rendezvous.base.entries import StoreChange, StoreJournal, WriteAdmission
 from rallypoint.rendezvous.base.errors import NotOwner, OutcomeUnknown, Refusal, RunBroken, of_unknown_outcome
 from rallypoint.rendezvous.base.limits import StoreLimits
-from rallypoint.rendezvous.base.ownership import CheckOwned
 from rallypoint.rendezvous.base.refusals import JournalFailed, RoundOver, StoreBusy
 from rallypoint.rendezvous.core.commands import LeaseLost, NodeIsEvicted, Refused, RunNotFound
+from rallypoint.rendezvous.journal.commit_loop import CheckOwned
 from rallypoint.rendezvous.journal.journal import OwnershipLost
 from rallypoint.rendezvous.store.core import RunDraft, RunSpaces
 from rallypoint.rendezvous.store.waits import Waits
