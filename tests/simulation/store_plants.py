@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -17,17 +16,14 @@ from rallypoint.rendezvous.state import core as states
 from rallypoint.rendezvous.state.core import SPACE, next_token
 from rallypoint.rendezvous.store import core, writes
 from rallypoint.rendezvous.store.store import RunStore
+from simulation.plants import publish_before_commit
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 
 
 def acknowledge_writes_before_commit(patch: pytest.MonkeyPatch) -> None:
     """The store answers while the journal still writes."""
-
-    async def rash(self: RunStore, entries: Sequence[Any]) -> None:
-        asyncio.get_running_loop().create_task(self._journal.append(list(entries)))
-
-    patch.setattr(RunStore, "_append", rash)
+    publish_before_commit(patch, RunStore)
 
 
 def carry_out_every_repetition(patch: pytest.MonkeyPatch) -> None:
