@@ -54,9 +54,10 @@ PLANTS: Mapping[str, Plant] = {
     ),
     # What happened to a run is told while it is on its way; stores and states wait.
     "run-told-before-commit": Plant(
-        "rallypoint.rendezvous.runs.runs",
-        "            await self._journal.append(step.entries)\n",
-        "            self._committing = __import__('asyncio').ensure_future(self._journal.append(step.entries))\n",
+        "rallypoint.rendezvous.journal.commit_loop",
+        "                await self._journal.append(entries)\n",
+        "                self._sent = asyncio.ensure_future(self._journal.append(entries))\n"
+        "                if not hasattr(self, 'data'):  # only runs have it\n                    await self._sent\n",
     ),
     # A replica answers for as long as nobody tells it that its session is lost.
     "session-ignored": Plant(

@@ -218,8 +218,8 @@ def test_lines() -> Figure:
 
 RULES = (
     Rule("hand-written product files", files, 261, 220),
-    Rule("product lines", lines, 52_260, 43_500),
-    Rule("product code lines", code_lines, 34_020, 28_500),
+    Rule("product lines", lines, 52_230, 43_500),
+    Rule("product code lines", code_lines, 33_930, 28_500),
     Rule("median file, lines (at least)", median_file, 219, 200, at_least=True),
     Rule("files under 60 lines", small_files, 12, 12),
     Rule("modules with one importer and under 100 lines", single_importers, 5, 10),

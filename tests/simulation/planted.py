@@ -47,7 +47,7 @@ _FOUND_AT: Mapping[str, Mapping[str, int]] = {
         "refuse_a_late_first_message": 47,
         "give_no_time_after_a_pause": 133,
         "put_failures_to_the_clock_of_leases": 586,
-        "take_commits_for_pauses": 780,
+        "take_commits_for_pauses": 1650,
         "take_writes_of_every_round": 56,
         "judge_writes_by_durable_rounds": 56,
         "set_a_state_whatever_its_token": 62,

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +18,8 @@ from rallypoint.rendezvous.base.cooperative import LatestValue
 from rallypoint.rendezvous.client import Membership
 from rallypoint.rendezvous.core import apply, decide, facts, failures, snapshot
 from rallypoint.rendezvous.core.state import LossReason, Phase, RunState
-from rallypoint.rendezvous.journal.journal import Recovered
+from rallypoint.rendezvous.journal.commit_loop import CommitLoop
+from rallypoint.rendezvous.journal.journal import JournalError, Recovered
 from rallypoint.rendezvous.runs import engine, recovery, runs
 from rallypoint.rendezvous.runs.engine import RendezvousEngine
 from rallypoint.rendezvous.runs.run import HostedRun, LeaseClock, Member
@@ -41,24 +45,36 @@ def skip_the_fence(patch: pytest.MonkeyPatch) -> None:
 
 def tell_before_commit(patch: pytest.MonkeyPatch) -> None:
     """What happened is told while the journal still writes it."""
-    step = RendezvousEngine._step
+    publish_before_commit(patch, RendezvousEngine)
 
-    class Rash:
-        def __init__(self, journal: Any) -> None:
-            self._journal = journal
 
-        async def append(self, entries: Sequence[Any]) -> None:
-            asyncio.get_running_loop().create_task(self._journal.append(entries))
+def publish_before_commit(patch: pytest.MonkeyPatch, of: type[CommitLoop[Any]]) -> None:
+    """The loop goes on while the journal still writes."""
 
-    async def rash(self: RendezvousEngine, requests: Any) -> None:
-        journal = self._journal
-        self._journal = Rash(journal)  # type: ignore[assignment]
-        try:
-            await step(self, requests)
-        finally:
-            self._journal = journal
+    async def rash(append: Any, entries: Any) -> None:
+        asyncio.get_running_loop().create_task(append(entries))
 
-    patch.setattr(RendezvousEngine, "_step", rash)
+    _append_with(patch, rash, of)
+
+
+def take_a_failed_commit_for_durable(patch: pytest.MonkeyPatch) -> None:
+    """The loop publishes a batch whose append failed."""
+
+    async def deaf(append: Any, entries: Any) -> None:
+        with suppress(JournalError):
+            await append(entries)
+
+    _append_with(patch, deaf)
+
+
+def _append_with(patch: pytest.MonkeyPatch, wrong: Callable[..., Any], of: type[Any] = CommitLoop) -> None:
+    begin = CommitLoop.__init__
+
+    def wrongly(self: CommitLoop[Any], journal: Any, *args: Any, **more: Any) -> None:
+        planted = SimpleNamespace(append=partial(wrong, journal.append))
+        begin(self, planted if isinstance(self, of) else journal, *args, **more)
+
+    patch.setattr(CommitLoop, "__init__", wrongly)
 
 
 def forget_round_numbers_in_a_crash(patch: pytest.MonkeyPatch) -> None:
@@ -327,8 +343,7 @@ def refuse_a_late_first_message(patch: pytest.MonkeyPatch) -> None:
 
 def give_no_time_after_a_pause(patch: pytest.MonkeyPatch) -> None:
     """A service that was stopped gives nodes whose streams broke meanwhile the usual grace to come back."""
-    for module in (decide, decide):
-        patch.setattr(module, "spared_until", lambda state: -math.inf)
+    patch.setattr(decide, "spared_until", lambda state: -math.inf)
 
 
 def put_failures_to_the_clock_of_leases(patch: pytest.MonkeyPatch) -> None:
@@ -369,6 +384,7 @@ _ALONE = "trouble of the server alone"
 PLANTS: dict[Plant, str] = {
     skip_the_fence: f"workers run on a participant|holder|durable|{_AGREE}|whoever waits, waits",
     tell_before_commit: "durable",
+    take_a_failed_commit_for_durable: "durable",
     forget_round_numbers_in_a_crash: "a round number is never given out twice",
     forget_the_numbers_of_forgotten_runs: "a run that comes again goes on from its numbers|revisions are 1, 2, 3",
     reuse_the_number_of_a_burnt_round: "a round number is never given out twice",

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -15,19 +14,22 @@ from rallypoint.rendezvous.runs.engine import RendezvousEngine
 from rallypoint.rendezvous.shard import shard
 from rallypoint.rendezvous.state import core as states
 from rallypoint.rendezvous.state.core import SPACE, next_token
+from rallypoint.rendezvous.state.service import FencedStateService
 from rallypoint.rendezvous.store import core, writes
 from rallypoint.rendezvous.store.store import RunStore
+from simulation.plants import publish_before_commit
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 
 
 def acknowledge_writes_before_commit(patch: pytest.MonkeyPatch) -> None:
     """The store answers while the journal still writes."""
+    publish_before_commit(patch, RunStore)
 
-    async def rash(self: RunStore, entries: Sequence[Any]) -> None:
-        asyncio.get_running_loop().create_task(self._journal.append(list(entries)))
 
-    patch.setattr(RunStore, "_append", rash)
+def set_states_before_commit(patch: pytest.MonkeyPatch) -> None:
+    """The fenced states answer while the journal still writes."""
+    publish_before_commit(patch, FencedStateService)
 
 
 def carry_out_every_repetition(patch: pytest.MonkeyPatch) -> None:
@@ -96,6 +98,7 @@ def one_token_for_two_states(patch: pytest.MonkeyPatch) -> None:
 
 STORE_PLANTS: dict[Plant, str] = {
     acknowledge_writes_before_commit: "what is acknowledged is durable",
+    set_states_before_commit: "what is acknowledged is durable",
     carry_out_every_repetition: "a write takes effect once",
     forget_operations_in_a_crash: "a write takes effect once",
     lose_a_value_in_a_crash: "who reads sees nothing that is past|what was acknowledged is not lost",

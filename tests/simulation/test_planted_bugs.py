@@ -11,6 +11,7 @@ from simulation.plants import Plant
 QUICK = {
     "clusters": {
         "lose_a_value_in_a_crash",
+        "take_a_failed_commit_for_durable",
         "forget_round_numbers_in_a_crash",
         "take_writes_under_every_lease",
         "restart_what_cant_be_mended",

@@ -12,6 +12,7 @@ import grpc
 import pytest
 
 from rallypoint.rendezvous.base.entries import Writer
+from rallypoint.rendezvous.base.errors import NotOwner
 from rallypoint.rendezvous.base.limits import MAX_VALUE_BYTES, StoreLimits
 from rallypoint.rendezvous.core.commands import LeaseLost
 from rallypoint.rendezvous.store.client import OperationSlots, StoreClient
@@ -218,22 +219,25 @@ async def test_a_write_carries_the_lease_of_its_node(tmp_path: Path) -> None:
     """The one held when the write began, also in its repetitions: what a node began under an older lease is
     refused once that is lost, and isn't tried again."""
     path, leases = f"{tmp_path}/store.sock", [1]
-    journal, lost = TestJournal(), set[int]()
+    moving, lost = False, set[int]()
 
     def check_lease(run_id: str, node_id: str, lease: int) -> None:
+        if moving:
+            raise NotOwner(run_id)
         if lease in lost:
             raise LeaseLost(run_id, node_id, lease, leases[-1])
 
     async def sleep(seconds: float) -> None:
-        journal.fails_with = None
+        nonlocal moving
+        moving = False
         lost.add(1)
         leases.append(2)
 
-    store = StoreService(journal, Rounds(check=check_lease))
+    store = StoreService(TestJournal(), Rounds(check=check_lease))
     async with serving(store, path), channel_to(path) as channel:
         client = StoreClient(channel, RUN, writer=lambda: Writer("node", leases[-1]), pace=Pace(sleep=sleep))
         await client.add("n", 1)
-        journal.fails_with = OSError("disk on fire")
+        moving = True
         with pytest.raises(ServiceError) as refused:
             await client.add("n", 1)
         assert refused.value.reason == "LEASE_LOST"

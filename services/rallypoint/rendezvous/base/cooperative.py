@@ -7,8 +7,6 @@ import time
 from collections.abc import Callable, Generator
 from typing import Generic, TypeAlias, TypeVar
 
-from rallypoint.rendezvous.core.commands import Refused
-
 _T = TypeVar("_T")
 
 Work: TypeAlias = Generator[None, None, _T]
@@ -128,16 +126,3 @@ class LatestValue(Generic[_T]):
             # Many values may be ended with one error: a raise must not add to the traceback of another.
             raise self._end.with_traceback(None)
         return value
-
-
-# ---- Replies to waiting requests.
-
-
-def settle(reply: asyncio.Future[_T], outcome: _T | Refused) -> None:
-    """Set the result of a request, or its refusal, unless its caller has gone."""
-    if reply.done():
-        return
-    if isinstance(outcome, Refused):
-        reply.set_exception(outcome)
-    else:
-        reply.set_result(outcome)

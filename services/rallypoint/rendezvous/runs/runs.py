@@ -5,16 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import heapq
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
-from rallypoint.rendezvous.base.cooperative import Work, finish
+from rallypoint.rendezvous.base.cooperative import LatestValue, Work, finish
 from rallypoint.rendezvous.base.entries import RunData
-from rallypoint.rendezvous.base.errors import Draining, NotOwner, Refusal, RunBroken, of_unknown_outcome
+from rallypoint.rendezvous.base.errors import Refusal, RunBroken, of_unknown_outcome
 from rallypoint.rendezvous.base.limits import KeptEvents, LimitReached, Quota, RendezvousLimits, SharedTotals
-from rallypoint.rendezvous.base.ownership import CheckOwned, always_owned
 from rallypoint.rendezvous.core import apply, commands, facts
 from rallypoint.rendezvous.core.apply import LEAST_TERM_AFTER_RESTART, LONG_PAUSE
 from rallypoint.rendezvous.core.commands import Refused, RunNotFound
@@ -28,6 +26,7 @@ from rallypoint.rendezvous.core.snapshot import (
     take_tombstone,
 )
 from rallypoint.rendezvous.core.state import RunState
+from rallypoint.rendezvous.journal.commit_loop import CheckOwned, CommitLoop, PendingRequest, always_owned
 from rallypoint.rendezvous.journal.journal import (
     MARK,
     Checkpoint,
@@ -36,7 +35,6 @@ from rallypoint.rendezvous.journal.journal import (
     Forgotten,
     HighWater,
     Journal,
-    OwnershipLost,
     Record,
     Recovered,
 )
@@ -56,21 +54,19 @@ _T = TypeVar("_T")
 SERVICE = "service"
 
 
-@dataclass(slots=True)
-class RunRequest(Generic[_T]):
+@dataclass(slots=True, eq=False, kw_only=True)
+class RunRequest(PendingRequest[_T]):
     """A request: optionally a command, and a function that computes the reply from its facts once all is durable."""
 
-    reply: asyncio.Future[_T]
     read: Callable[[Sequence[facts.Fact]], _T]
-    run_id: str = ""
     command: commands.Command | None = None
     actor: str = SERVICE
     undo: Callable[[_T], None] = lambda _: None
-    came_at: float = 0.0
+    came_at: float
     happened: Sequence[facts.Fact] = ()
     refusal: Refused | None = None
 
-    def settle(self) -> None:
+    def publish(self) -> None:
         """Send the reply; if its receiver has gone meanwhile, undo it."""
         try:
             if self.refusal is not None:
@@ -84,13 +80,8 @@ class RunRequest(Generic[_T]):
             else:
                 self.reply.set_result(result)
 
-    def fail(self, error: Exception) -> None:
-        """Reply with an error."""
-        if not self.reply.done():
-            self.reply.set_exception(error)
-
     def abandon(self, refusal: Refusal) -> None:
-        """Reply although a commit is still under way, whose outcome this process will not learn."""
+        """Reply although a commit is still under way; a request without a command changes nothing."""
         refused = refusal(self.run_id)
         self.fail(refused if self.command is None else of_unknown_outcome(refused))
 
@@ -103,34 +94,6 @@ class RunStep:
     changed: dict[str, HostedRun] = field(default_factory=dict)
     happened: list[tuple[HostedRun, facts.Fact, Record]] = field(default_factory=list)
     forgotten: list[str] = field(default_factory=list)
-
-
-# ---- Waiting requests, run by run, so that a run with many of them does not delay the others.
-
-
-class FairQueue(Generic[_T]):
-    """A queue for each run; one `take` returns the first few of each."""
-
-    def __init__(self, most_per_run: int) -> None:
-        """`most_per_run`: the most items of one run that one `take` returns."""
-        self._most = most_per_run
-        self._waiting: dict[str, deque[_T]] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self._waiting)
-
-    def put(self, run_id: str, item: _T) -> None:
-        """Add to the end of a run's queue."""
-        self._waiting.setdefault(run_id, deque()).append(item)
-
-    def take(self) -> list[_T]:
-        """Remove and return the oldest items of each run, in the order of their arrival."""
-        taken: list[_T] = []
-        for run_id, queue in list(self._waiting.items()):
-            taken.extend(queue.popleft() for _ in range(min(self._most, len(queue))))
-            if not queue:
-                del self._waiting[run_id]
-        return taken
 
 
 # ---- The times at which runs are looked at again.
@@ -194,12 +157,8 @@ _SENT_TO_NODES = (
 _MOST_PER_STEP = 256
 
 
-class DurableRuns:
-    """Keeps all runs of one journal.
-
-    One task changes the runs: it takes all waiting requests, carries out their commands, commits the facts as one
-    group, and only then replies, publishes to members and watchers, and takes the next. So nothing that is sent, or
-    read, can be ahead of the journal, and revisions are sent in order.
+class DurableRuns(CommitLoop[RunRequest[Any]]):
+    """Keeps all runs of one journal. Nothing that is sent, or read, is ahead of the journal.
 
     Attributes:
         data: The services that keep data of these runs, called in this order. Set before `serve`: they need the runs.
@@ -229,7 +188,7 @@ class DurableRuns:
             lag: How pauses of this process are noticed and forgiven.
             high_water: True if the journal's entries can expire: then it gets a `HighWater` with each step too.
         """
-        self._journal = journal
+        super().__init__(journal, check_owned, _MOST_PER_STEP)
         self._high_water = high_water
         self._clock = clock
         self._lease_clock = LeaseClock(clock, lag or LagSettings(), self._forgiven)
@@ -242,7 +201,6 @@ class DurableRuns:
             limits.events_per_run, limits.event_bytes_per_run, limits.event_bytes, totals.events
         )
         self._run_count = Quota(totals.runs)
-        self._check_owned = check_owned
         self._runs: dict[str, HostedRun] = {}
         # The highest numbers of all forgotten runs. New runs continue from them: so no number is given out twice under
         # one name, and no name need be remembered.
@@ -254,13 +212,6 @@ class DurableRuns:
         # Runs that an unexpected error stopped, and its kind. Their state in memory can't be trusted any more.
         self._broken: dict[str, str] = {}
         self._schedule = Schedule()
-        self._requests: FairQueue[RunRequest[Any]] = FairQueue(_MOST_PER_STEP)
-        self._under_way: Sequence[RunRequest[Any]] = ()
-        self._wake = asyncio.Event()
-        self._retired = False
-        # Once set: they make the error of new requests, and the error that ends streams.
-        self._closed: Callable[[str], Exception] | None = None
-        self._streams_over: Callable[[str], Exception] | None = None
 
     def recover(self, recovered: Recovered, least_lease: float = LEAST_TERM_AFTER_RESTART) -> None:
         """Do `recovering` at once: blocks the event loop for some 30 us per record."""
@@ -303,40 +254,26 @@ class DurableRuns:
             log = _log.info if least_lease <= LEAST_TERM_AFTER_RESTART else _log.debug
             log("recovered", runs=len(self._runs), records=len(recovered.records))
 
-    async def serve(self) -> None:
-        """Carry out commands and deadlines until retired or cancelled.
-
-        Raises:
-            JournalError: The journal is broken: all runs must be recovered again from it.
-        """
+    async def serve(self, *, until_idle: bool = False) -> None:
+        """Carry out commands and deadlines until retired or cancelled. Raises as `CommitLoop.serve`."""
         try:
-            while True:
-                await self._wait_for_work()
-                if self._retired:
-                    return
-                self._under_way = self._requests.take()
-                self._lease_clock.watch(wanted=True)
-                await self._step(self._under_way)
-                self._under_way = ()
-                if self._requests or self._left:
-                    self._wake.set()
-                    await asyncio.sleep(0)  # let the callers that got a reply go on first
-        except BaseException as error:
-            # After any error: no caller may wait for a reply that can't come any more.
-            self._break(error)
-            raise
+            await super().serve(until_idle=until_idle)
         finally:
             self._lease_clock.watch(wanted=False)
 
-    async def _wait_for_work(self) -> None:
+    def has_work(self) -> bool:
+        """Return True if entries of forgotten runs are left to drop."""
+        return bool(self._left)
+
+    def timeout(self) -> float | None:
+        """Return the seconds until a deadline of a run; None: there is none."""
         deadline = self._schedule.next()
         self._lease_clock.watch(wanted=deadline is not None)
-        timeout = self._lease_clock.timeout(deadline)
-        if not self._wake.is_set():
-            with contextlib.suppress(TimeoutError):  # a deadline of the core is due
-                async with asyncio.timeout(timeout):
-                    await self._wake.wait()
-        self._wake.clear()
+        return self._lease_clock.timeout(deadline)
+
+    def error_after(self, error: Exception) -> Callable[[str], Exception]:
+        """Return the error itself for every run: its callers know the errors of journals."""
+        return lambda _: error.with_traceback(None)
 
     def _forgiven(self, seconds: float, now: float) -> None:
         """Handle a pause of the process: streams may have broken, and nodes need time to come back."""
@@ -349,10 +286,11 @@ class DurableRuns:
         """Return the offset from times of the lease clock to wall-clock times, seconds."""
         return self._wall_clock() - self._now()
 
-    async def _step(self, requests: Sequence[RunRequest[Any]]) -> None:
-        now = self._now()
-        step = RunStep()
-        for request in requests:
+    def commit(self, requests: Iterator[RunRequest[Any]]) -> Iterator[Sequence[Entry]]:
+        """Carry out commands and deadlines that are due. See `CommitLoop`."""
+        self._lease_clock.watch(wanted=True)
+        batch, now, step = [*requests], self._now(), RunStep()
+        for request in batch:
             if request.command is not None:
                 self._carry_out(step, request, request.command, now)
         for run_id in self._schedule.due(now):
@@ -365,18 +303,10 @@ class DurableRuns:
         self._drop_left(step)
         if self._high_water:
             self._raise_high_water(step)
-        if step.entries:
-            await self._journal.append(step.entries)
-        else:
-            try:  # no append has checked the ownership
-                self._check_owned("")
-            except NotOwner:
-                for request in requests:
-                    request.fail(NotOwner(request.run_id))
-                return  # without new deadlines: a journal that was lost never comes back to this object
+        yield step.entries
         self._publish(step, now)
-        for request in requests:
-            request.settle()
+        for request in batch:
+            request.publish()
         for run_id, run in [*step.changed.items()]:
             with self._only_this(step, run_id):
                 self._schedule.put(run_id, run.next_deadline(self._limits.run_ttl))
@@ -550,39 +480,9 @@ class DurableRuns:
         for each in self.data:
             each.forget_run(run_id)
 
-    def _break(self, error: BaseException) -> None:
-        if isinstance(error, OwnershipLost):
-            self.halt(NotOwner)
-        ending = error if isinstance(error, Exception) else Draining()
-        # Also if it is retired: the step under way may be durable, so "nothing was done" would be wrong.
-        for request in self._under_way:
-            request.fail(ending)
-        if self._closed is None:
-            self._closed = lambda _: ending.with_traceback(None)
-            self._refuse_waiting(self._closed)
-            self.end_streams(self._closed)
-
-    def _refuse_waiting(self, refusal: Callable[[str], Exception]) -> None:
-        while self._requests:
-            for request in self._requests.take():
-                request.fail(refusal(request.run_id))
-
-    def retire(self, refusal: Refusal) -> None:
-        """Refuse waiting and new requests; `serve` returns after the step under way. Streams stay open."""
-        self._closed = refusal
-        self._retired = True
-        self._refuse_waiting(refusal)
-        self._wake.set()
-
-    def halt(self, refusal: Refusal) -> None:
-        """End everything at once; nothing is sent any more. The caller cancels `serve`."""
-        self._closed = self._streams_over = refusal
-        self._refuse_waiting(refusal)
-        for request in self._under_way:
-            request.abandon(refusal)
-        for run_id, run in self._runs.items():
-            for slot in run.slots():
-                slot.cut(refusal(run_id))
+    def streams(self) -> Iterator[tuple[str, LatestValue[Any]]]:
+        """Return all streams, each with the name of its run."""
+        return ((run_id, slot) for run_id, run in self._runs.items() for slot in run.slots())
 
     def release(self) -> None:
         """Stop counting in the totals of the service. The runs can still be read."""
@@ -600,13 +500,6 @@ class DurableRuns:
         for run in self._runs.values():
             apply.suspend_leases(run.state)
         self.end_streams(lambda _: ending)
-
-    def end_streams(self, refusal: Callable[[str], Exception]) -> None:
-        """End every stream, each with a refusal, after its waiting update."""
-        self._streams_over = refusal
-        for run_id, run in self._runs.items():
-            for slot in run.slots():
-                slot.end(refusal(run_id))
 
     def check_streams(self, run_id: str) -> None:
         """Check that the streams of a run go on.
@@ -649,9 +542,7 @@ class DurableRuns:
             RunNotFound: There is no such run.
             NotOwner: Another process may own it by now.
         """
-        if self._closed is not None:
-            raise self._closed(run_id)
-        self._check_owned(run_id)
+        self._check_open(run_id)
         return self._run(run_id)
 
     def _run(self, run_id: str) -> HostedRun:
@@ -679,16 +570,15 @@ class DurableRuns:
         undo: Callable[[_T], None] = lambda _: None,
     ) -> _T:
         """Queue a request and wait for the result of `read`; if the caller is cancelled too late, `undo` gets it."""
-        if self._closed is not None:
-            raise self._closed(run_id)
-        reply: asyncio.Future[_T] = asyncio.get_running_loop().create_future()
-        self._requests.put(run_id, RunRequest(reply, read, run_id, command, actor, undo, self._clock()))
-        self._wake.set()
+        request = RunRequest(
+            run_id=run_id, read=read, command=command, actor=actor, undo=undo, came_at=self._clock()
+        )
+        self._put(request)
         try:
-            return await reply
+            return await request.reply
         except asyncio.CancelledError:
-            if not reply.cancelled() and reply.exception() is None:  # carried out, and cancelled too late
-                undo(reply.result())
+            if not request.reply.cancelled() and request.reply.exception() is None:  # cancelled too late
+                undo(request.reply.result())
             raise
 
 

@@ -11,8 +11,8 @@ from rallypoint.rendezvous.base.cooperative import CooperativeRunner, Work
 from rallypoint.rendezvous.base.entries import StoreChange
 from rallypoint.rendezvous.base.errors import NotOwner, Refusal
 from rallypoint.rendezvous.base.limits import RendezvousLimits, SharedTotals, StoreLimits
-from rallypoint.rendezvous.base.ownership import checked_by
 from rallypoint.rendezvous.core.apply import LEAST_TERM_AFTER_RESTART
+from rallypoint.rendezvous.journal.commit_loop import checked_by
 from rallypoint.rendezvous.journal.journal import Journal, OwnershipLost, Recovered
 from rallypoint.rendezvous.runs.engine import RendezvousEngine
 from rallypoint.rendezvous.runs.recovery import TrackedJournal

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from rallypoint.rendezvous.base.cooperative import LatestValue, Work, finish, settle
+from rallypoint.rendezvous.base.cooperative import LatestValue, Work, finish
 from rallypoint.rendezvous.base.entries import (
     LEASE_REFUSALS,
     RunData,
@@ -15,12 +14,12 @@ from rallypoint.rendezvous.base.entries import (
     StoreJournal,
     WriteAdmission,
 )
-from rallypoint.rendezvous.base.errors import NotOwner, Refusal, RunBroken, draining_error, of_unknown_outcome
+from rallypoint.rendezvous.base.errors import RunBroken, draining_error
 from rallypoint.rendezvous.base.limits import Quota, SharedTotals
-from rallypoint.rendezvous.base.ownership import CheckOwned, always_owned
-from rallypoint.rendezvous.base.refusals import JournalFailed, StateBusy, TooManyWatchers
+from rallypoint.rendezvous.base.refusals import StateBusy, TooManyWatchers
 from rallypoint.rendezvous.core.commands import Refused
-from rallypoint.rendezvous.journal.journal import JournalError, OwnershipLost
+from rallypoint.rendezvous.journal.commit_loop import CheckOwned, CommitLoop, PendingRequest, always_owned
+from rallypoint.rendezvous.journal.journal import JournalError
 from rallypoint.rendezvous.state.core import (
     NONCE_BYTES,
     FencedState,
@@ -54,19 +53,17 @@ class StateView:
     current: FencedState | None
 
 
-@dataclass(slots=True, eq=False)
-class _PendingSet:
+@dataclass(slots=True, eq=False, kw_only=True)
+class _PendingSet(PendingRequest[SetOutcome]):
     """A set that waits for its commit."""
 
     request: SetState
-    reply: asyncio.Future[SetOutcome]
 
 
-class FencedStateService(RunData):
+class FencedStateService(CommitLoop[_PendingSet], RunData):
     """The fenced states of all runs of one journal.
 
-    One task changes them: it takes all waiting requests, decides them on durable state, commits the changes as one
-    group, and only then replies, notifies watchers, and takes the next. Readers see durable state only.
+    Readers see durable state only.
     """
 
     def __init__(
@@ -98,26 +95,18 @@ class FencedStateService(RunData):
         Raises:
             JournalError: An entry can't be read by this version.
         """
-        self._journal = journal
+        totals = totals or SharedTotals()
+        super().__init__(journal, check_owned, queued_bytes=totals.state_queued_bytes)
         self._clock = clock
         self._draw = draw
         self._admission = admission
-        self._check_owned = check_owned
         self._limits = limits or StateLimits()
         self._states = States()
         self._used = LastUsed(ttl)
         self._watchers: dict[str, set[LatestValue[StateView]]] = {}
-        totals = totals or SharedTotals()
         self._count, self._bytes = Quota(totals.states), Quota(totals.state_bytes)
         self._watching = Quota(totals.state_watchers)
-        self._queue: list[_PendingSet] = []
-        self._queued_bytes = Quota(totals.state_queued_bytes)
-        self._under_way: Sequence[_PendingSet] = ()
-        self._retired = False
-        self._unanswered: set[asyncio.Future[SetOutcome]] = set()
         self._forgotten: set[str] = set()
-        self._wake = asyncio.Event()
-        self._closed: Refusal | None = None
         finish(self.restoring(entries))
 
     def restoring(self, entries: Iterable[StoreChange]) -> Work[None]:
@@ -143,56 +132,9 @@ class FencedStateService(RunData):
         """Number of open watches."""
         return self._watching.own
 
-    async def serve(self) -> None:
-        """Set states and drop expired ones, until retired or cancelled.
-
-        Raises:
-            Exception: The journal's error: it accepts no more, so the service must be rebuilt from the durable entries.
-        """
-        try:
-            while True:
-                await self._wait_for_work()
-                if self._retired:
-                    return
-                self._under_way = self._take_queue()
-                await self._commit(self._under_way)
-                self._under_way = ()
-        except BaseException as error:
-            # After any error: no caller may wait for a result that can't come any more.
-            self._break(error)
-            raise
-
-    def _take_queue(self) -> list[_PendingSet]:
-        taken, self._queue = self._queue, []
-        self._queued_bytes.release()
-        return taken
-
-    def _break(self, error: BaseException) -> None:
-        if isinstance(error, OwnershipLost):
-            self.halt(NotOwner)
-            return
-        detail = str(error)
-        refusal = (lambda _: JournalFailed(detail)) if isinstance(error, Exception) else draining_error
-        self._close(refusal)
-        for pending in [*self._under_way, *self._take_queue()]:
-            settle(pending.reply, refusal(pending.request.run_id))
-
-    def retire(self, refusal: Refusal) -> None:
-        """Refuse waiting and later requests; `serve` returns after the commit in flight. Watches stay open."""
-        self._closed = refusal
-        self._retired = True
-        for pending in self._take_queue():
-            settle(pending.reply, refusal(pending.request.run_id))
-        self._wake.set()
-
-    def halt(self, refusal: Refusal) -> None:
-        """End everything at once; publish nothing more. The caller cancels `serve`."""
-        self.retire(refusal)
-        for pending in self._under_way:
-            settle(pending.reply, of_unknown_outcome(refusal(pending.request.run_id)))
-        for run_id, slots in self._watchers.items():
-            for slot in slots:
-                slot.cut(refusal(run_id))
+    def streams(self) -> Iterator[tuple[str, LatestValue[StateView]]]:
+        """Return all watches, each with the name of its run."""
+        return ((run_id, slot) for run_id, slots in self._watchers.items() for slot in slots)
 
     def release(self) -> None:
         """Subtract this service's share from the totals; watches do so as they end."""
@@ -213,17 +155,13 @@ class FencedStateService(RunData):
             Refused: It was refused; JournalFailed and OutcomeUnknown leave the outcome unknown.
         """
         self._check_open(request.run_id)
-        queued = self._queued_bytes.together
+        queued = self._waiting_bytes.together
         if queued and queued + request.queued_bytes > self._limits.queued_bytes:
             raise StateBusy(queued)
-        answer: asyncio.Future[SetOutcome] = asyncio.get_running_loop().create_future()
-        self._unanswered.add(answer)
-        answer.add_done_callback(self._unanswered.discard)
-        self._queue.append(_PendingSet(request, answer))
-        self._queued_bytes.add(request.queued_bytes)
-        self._wake.set()
+        pending = _PendingSet(run_id=request.run_id, queued_bytes=request.queued_bytes, request=request)
+        self._put(pending)
         try:
-            return await answer
+            return await pending.reply
         except LEASE_REFUSALS:
             await self._admission.settled()
             raise
@@ -269,24 +207,10 @@ class FencedStateService(RunData):
 
     async def drain(self) -> None:
         """Accept no more requests, end all watches with Draining, and return when accepted requests are answered."""
-        self._close(draining_error)
-        if self._unanswered:
-            await asyncio.wait(self._unanswered)
-
-    def _check_open(self, run_id: str) -> None:
-        if self._closed is not None:
-            raise self._closed(run_id)
-        self._check_owned(run_id)
-
-    def _close(self, refusal: Refusal) -> None:
-        self._closed = self._closed or refusal
-        self.end_streams(refusal)
-
-    def end_streams(self, refusal: Refusal) -> None:
-        """End every watch, each with a refusal, after the state that still waits to be sent on it."""
-        for run_id, slots in self._watchers.items():
-            for slot in slots:
-                slot.end(refusal(run_id))
+        self._closed = self._closed or draining_error
+        self.end_streams(draining_error)
+        if replies := [request.reply for request in (*self._under_way, *self._waiting)]:
+            await asyncio.wait(replies)
 
     def _read(self, run_id: str) -> FencedState | None:
         held = self._states.held(run_id)
@@ -295,44 +219,33 @@ class FencedStateService(RunData):
         self._used.touch(run_id, self._clock())
         return held.current
 
-    async def _wait_for_work(self) -> None:
+    def timeout(self) -> float | None:
+        """Return the seconds until a state may have expired; None: there is no state."""
         deadline = self._used.next_deadline()
-        timeout = None if deadline is None else max(0.0, deadline - self._clock())
-        with contextlib.suppress(TimeoutError):  # a state may have expired
-            async with asyncio.timeout(timeout):
-                await self._wake.wait()
-        self._wake.clear()
+        return None if deadline is None else max(0.0, deadline - self._clock())
 
-    async def _commit(self, batch: Sequence[_PendingSet]) -> None:
+    def commit(self, requests: Iterator[_PendingSet]) -> Iterator[Sequence[StoreChange]]:
+        """Decide sets, and drop states that are forgotten or expired. See `CommitLoop`."""
         draft = StatesDraft(self._states, self._limits, self._count.others, self._bytes.others)
         forgotten, self._forgotten = self._forgotten, set()
         for run_id in forgotten:
             draft.drop(run_id)
         # Skip a set whose caller is gone: its outcome is unknown to the caller anyway.
         decided = [
-            (pending, self._decide(draft, pending.request)) for pending in batch if not pending.reply.done()
+            (pending, self._decide(draft, pending.request))
+            for pending in requests
+            if not pending.reply.done()
         ]
         self._drop_expired(draft)
         # Counted before it is durable, so that other shards do not take the same room meanwhile.
         self._count.add(draft.count - self._count.own)
         self._bytes.add(draft.used_bytes - self._bytes.own)
-        if entries := draft.entries():
-            await self._journal.append(entries)
-        else:
-            decided = [(pending, self._if_owned(pending, outcome)) for pending, outcome in decided]
+        yield draft.entries()
         for run_id, held in draft.changed.items():
             self._states.apply(run_id, held)
             self._publish(run_id)
         for pending, outcome in decided:
-            settle(pending.reply, outcome)
-
-    def _if_owned(self, pending: _PendingSet, outcome: SetOutcome | Refused) -> SetOutcome | Refused:
-        """Return the outcome of a set that made nothing durable, or a refusal if we are not the owner."""
-        try:
-            self._check_owned(pending.request.run_id)
-        except NotOwner as refusal:
-            return refusal
-        return outcome
+            pending.settle(outcome)
 
     def _decide(self, draft: StatesDraft, request: SetState) -> SetOutcome | Refused:
         """Return the outcome of a set, or its refusal."""

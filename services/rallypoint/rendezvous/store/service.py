@@ -17,9 +17,9 @@ from rallypoint.rendezvous.base.entries import (
 )
 from rallypoint.rendezvous.base.errors import Draining, Refusal, RunBroken, draining_error
 from rallypoint.rendezvous.base.limits import FRAME_BYTES, MAX_MULTI_BYTES, StoreLimits
-from rallypoint.rendezvous.base.ownership import CheckOwned, always_owned
 from rallypoint.rendezvous.base.refusals import AnswerTooLarge, KeyWaitTimedOut, RoundNotBegun, RoundOver
 from rallypoint.rendezvous.core.commands import Refused, RunNotFound
+from rallypoint.rendezvous.journal.commit_loop import CheckOwned, always_owned
 from rallypoint.rendezvous.journal.journal import JournalError
 from rallypoint.rendezvous.store.core import RunSpaces
 from rallypoint.rendezvous.store.store import RunStore

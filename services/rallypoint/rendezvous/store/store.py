@@ -10,13 +10,12 @@ from functools import partial
 from itertools import chain, islice
 from typing import Any, TypeVar
 
-from rallypoint.rendezvous.base.cooperative import settle
 from rallypoint.rendezvous.base.entries import StoreChange, StoreJournal, WriteAdmission
-from rallypoint.rendezvous.base.errors import NotOwner, OutcomeUnknown, Refusal, RunBroken, of_unknown_outcome
+from rallypoint.rendezvous.base.errors import Refusal, RunBroken
 from rallypoint.rendezvous.base.limits import StoreLimits
-from rallypoint.rendezvous.base.ownership import CheckOwned
-from rallypoint.rendezvous.base.refusals import JournalFailed, RoundOver, StoreBusy
+from rallypoint.rendezvous.base.refusals import RoundOver, StoreBusy
 from rallypoint.rendezvous.core.commands import LeaseLost, NodeIsEvicted, Refused, RunNotFound
+from rallypoint.rendezvous.journal.commit_loop import CheckOwned, CommitLoop, PendingRequest
 from rallypoint.rendezvous.journal.journal import OwnershipLost
 from rallypoint.rendezvous.store.core import RunDraft, RunSpaces
 from rallypoint.rendezvous.store.waits import Waits
@@ -71,21 +70,18 @@ _SWEEP = 250
 _BUSY_RETRY = 0.1
 
 
-@dataclass(slots=True, eq=False)
-class _PendingWrite:
-    """A write that waits for its commit, and its size in bytes."""
+@dataclass(slots=True, eq=False, kw_only=True)
+class _PendingWrite(PendingRequest[T]):
+    """A write that waits for its commit."""
 
-    write: Write[Any]
-    size: int
-    reply: asyncio.Future[Any]
+    write: Write[T]
 
 
-class RunStore:
+class RunStore(CommitLoop[_PendingWrite[Any]]):
     """The store of one run.
 
     At most one batch is being committed; writes that arrive meanwhile wait for the next, or, beyond the limits of a
-    batch, for a later one. So a batch is decided on durable state only, and a failed batch leaves no effect. Batches of
-    several runs share the journal's commits, one batch of each.
+    batch, for a later one. Batches of several runs share the journal's commits, one batch of each.
 
     A forgotten run starts again with empty spaces. It may come again under its name while a batch of its old life is
     still being committed: the batch is not applied to the new spaces, its entries are deleted from the journal, and a
@@ -104,22 +100,17 @@ class RunStore:
         on_journal_failure: Callable[[Exception], None],
     ) -> None:
         """Serve `spaces`; the other arguments are those of StoreService."""
+        super().__init__(journal, check_owned)
         self.spaces = spaces
         self.waits = Waits(spaces.run_id, limits)
-        self._journal = journal
         self._admission = admission
-        self._check_owned = check_owned
         self._limits = limits
         self._on_journal_failure = on_journal_failure
-        self._queue: deque[_PendingWrite] = deque()
-        self._queued_bytes = 0
         self._sweep = StoreSweep()
         # Entries of a forgotten run. The journal drops them by itself; the memory is released step by step.
         self._released: Iterator[object] = iter(())
+        self._releasing = False
         self._committing: asyncio.Task[None] | None = None
-        # The batch being committed.
-        self._batch: Sequence[_PendingWrite] = ()
-        self._retired = False
         # Type of the unexpected error that stopped the store, if any.
         self._broken = ""
 
@@ -142,14 +133,13 @@ class RunStore:
         # Checked again when the write is decided; here, so that a hopeless write doesn't wait for a commit. Rounds are
         # checked only then: the write may repeat one that is being committed.
         self._check_writer(write)
-        size = write.queued_bytes
-        if self._queue and self._queued_bytes + size > self._limits.queued_bytes:
-            raise StoreBusy(self.spaces.run_id, self._queued_bytes, _BUSY_RETRY)
-        answer: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        self._queue.append(_PendingWrite(write, size, answer))
-        self._queued_bytes += size
+        queued, size = self._waiting_bytes.own, write.queued_bytes
+        if queued and queued + size > self._limits.queued_bytes:
+            raise StoreBusy(self.spaces.run_id, queued, _BUSY_RETRY)
+        pending = _PendingWrite(run_id=self.spaces.run_id, queued_bytes=size, write=write)
+        self._put(pending)
         self._start_committing()
-        return await answer
+        return await pending.reply
 
     def forget_rounds_before(self, round: int) -> None:
         """Drop all rounds before `round`, from the journal too; end the waits in them."""
@@ -162,9 +152,10 @@ class RunStore:
         """Drop everything except the journal's entries; refuse the waiting requests."""
         run_id = self.spaces.run_id
         self._released = chain(self._released, self._sweep.take_all(), self.spaces.forget())
+        self._releasing = True
         self.spaces = RunSpaces(run_id)
         self._broken = ""
-        self._refuse(RunNotFound)
+        self._refuse_all(RunNotFound)
         self._start_committing()
 
     def check_whole(self) -> None:
@@ -175,26 +166,19 @@ class RunStore:
     def stop(self, refusal: RunBroken) -> None:
         """Refuse waiting and later requests for good: the state in memory may differ from the durable one."""
         self._broken = refusal.cause
-        self._refuse(lambda run_id: RunBroken(run_id, refusal.cause))
+        self._refuse_all(lambda run_id: RunBroken(run_id, refusal.cause))
 
     def retire(self, refusal: Refusal) -> None:
         """Refuse waiting requests; the batch in flight is the last. The next owner makes the remaining deletions."""
-        self._retired = True
-        self._refuse(refusal)
+        super().retire(refusal)
+        self._end_waits(refusal)
 
-    def halt(self, refusal: Refusal) -> None:
-        """Refuse waiting requests and abandon the batch in flight; the caller then cancels `committing`."""
-        self.retire(refusal)
-        for pending in self._batch:
-            settle(pending.reply, of_unknown_outcome(refusal(self.spaces.run_id)))
+    def _refuse_all(self, refusal: Refusal) -> None:
+        self._refuse_waiting(refusal)
+        self._end_waits(refusal)
 
-    def _refuse(self, refusal: Refusal) -> None:
-        run_id = self.spaces.run_id
-        self.waits.end(self.waits.rounds, partial(refusal, run_id))
-        for pending in self._queue:
-            settle(pending.reply, refusal(run_id))
-        self._queue.clear()
-        self._queued_bytes = 0
+    def _end_waits(self, refusal: Refusal) -> None:
+        self.waits.end(self.waits.rounds, partial(refusal, self.spaces.run_id))
 
     def sweep(self, deletions: Iterable[StoreChange]) -> None:
         """Delete entries from the journal that are in no space any more."""
@@ -215,64 +199,52 @@ class RunStore:
 
     def _start_committing(self) -> None:
         if self._committing is None and not self._retired:
-            self._committing = asyncio.get_running_loop().create_task(self._commit())
+            self._committing = asyncio.get_running_loop().create_task(self._commit_waiting())
 
-    async def _commit(self) -> None:
-        """Commit batch after batch until nothing is left to write."""
+    async def _commit_waiting(self) -> None:
         try:
-            left = True
-            while left:
-                await self._commit_batch()
-                released = sum(1 for _ in islice(self._released, _SWEEP))
-                # A journal that never waits must not let a long queue block everything else.
-                await asyncio.sleep(0)
-                left = bool(self._queue or self._sweep or released) and not self._retired
+            await self.serve(until_idle=True)
+        except Exception as error:
+            if not isinstance(error, OwnershipLost):
+                _log.error("store.journal_failed", run_id=self.spaces.run_id, error=str(error))
+            self._on_journal_failure(error)
         finally:
             self._committing = None
 
-    async def _commit_batch(self) -> None:
-        self._batch = batch = list[_PendingWrite]()
-        draft = RunDraft(self.spaces, self._limits)
+    def has_work(self) -> bool:
+        """Return True if entries are left to delete or to release."""
+        return bool(self._sweep) or self._releasing
+
+    def commit(self, requests: Iterator[_PendingWrite[Any]]) -> Iterator[Sequence[StoreChange]]:
+        """Decide a batch of writes; a portion of the deletions becomes durable with it. See `CommitLoop`."""
+        self._releasing = sum(1 for _ in islice(self._released, _SWEEP)) > 0
+        limits, draft, taken_bytes = self._limits, RunDraft(self.spaces, self._limits), 0
+        decided: list[tuple[_PendingWrite[Any], object]] = []
         try:
-            outcomes = [self._decide(draft, pending.write) for pending in self._next_writes(draft, batch)]
+            while (
+                max(len(decided), draft.changed_entries) < limits.batch_entries
+                and max(taken_bytes, draft.changed_bytes) < limits.batch_bytes
+                and (pending := next(requests, None)) is not None
+            ):
+                # Skip a write whose caller is gone: its outcome is unknown to the caller anyway.
+                if not pending.reply.done():
+                    taken_bytes += pending.queued_bytes
+                    decided.append((pending, self._decide(draft, pending.write)))
             entries = draft.values()
             records = draft.records()
             # First, so that keys that the batch sets again remain in the end.
             swept = self._sweep.take(_SWEEP, self.spaces.holds)
-            failure = await self._append([*swept, *entries, *records])
-            if failure is None:
-                # The batch is durable. No await until all are settled: no reader sees half of it.
-                failure = self._take_over(draft, entries, records)
-            for pending, outcome in zip(batch, outcomes, strict=True):
-                settle(pending.reply, failure or outcome)
+            yield [*swept, *entries, *records]
+            # The batch is durable. No await until all are settled: no reader sees half of it.
+            forgotten = self._take_over(draft, entries, records)
+            for pending, outcome in decided:
+                pending.settle(forgotten or outcome)
         except Exception as error:
             # A bug of ours, in this run: other runs go on.
-            broken = RunBroken(self.spaces.run_id, type(error).__name__)
-            _log.exception("store.run_stopped", error=error, run_id=broken.run_id)
-            for pending in batch:
-                settle(pending.reply, RunBroken(broken.run_id, broken.cause))
-            self.stop(broken)
-        finally:
-            # After any error, no caller waits for ever.
-            for pending in batch:
-                pending.reply.cancel()
-            self._batch = ()
-
-    def _next_writes(self, draft: RunDraft, batch: list[_PendingWrite]) -> Iterator[_PendingWrite]:
-        """Move writes from the queue to the batch until it is full, each after the previous one is decided."""
-        limits, taken_bytes = self._limits, 0
-        while (
-            self._queue
-            and max(len(batch), draft.changed_entries) < limits.batch_entries
-            and max(taken_bytes, draft.changed_bytes) < limits.batch_bytes
-        ):
-            pending = self._queue.popleft()
-            self._queued_bytes -= pending.size
-            # Skip a write whose caller is gone: its outcome is unknown to the caller anyway.
-            if not pending.reply.done():
-                taken_bytes += pending.size
-                batch.append(pending)
-                yield pending
+            run_id, cause = self.spaces.run_id, type(error).__name__
+            _log.exception("store.run_stopped", error=error, run_id=run_id)
+            self._refuse(self._under_way, lambda run_id: RunBroken(run_id, cause))
+            self.stop(RunBroken(run_id, cause))
 
     def _decide(self, draft: RunDraft, write: Write[Any]) -> object:
         """Return the write's result, or the refusal."""
@@ -287,24 +259,6 @@ class RunStore:
             return decide(draft, write, latest_round)
         except Refused as refusal:
             return refusal
-
-    async def _append(self, entries: list[StoreChange]) -> Refused | None:
-        run_id = self.spaces.run_id
-        try:
-            if entries:
-                await self._journal.append(entries)
-            else:
-                self._check_owned(run_id)
-        except NotOwner as refusal:
-            return refusal
-        except OwnershipLost as error:
-            self._on_journal_failure(error)
-            return OutcomeUnknown(run_id)
-        except Exception as error:
-            _log.error("store.journal_failed", run_id=run_id, entries=len(entries), error=str(error))
-            self._on_journal_failure(error)
-            return JournalFailed(str(error))
-        return None
 
     def _take_over(
         self, draft: RunDraft, entries: Sequence[StoreChange], records: Sequence[StoreChange]

@@ -2,34 +2,28 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 
-from rallypoint.rendezvous.base.cooperative import settle
 from rallypoint.rendezvous.core.commands import RunNotFound
-
-
-def waiting() -> asyncio.Future[bytes]:
-    return asyncio.get_running_loop().create_future()
+from rallypoint.rendezvous.journal.commit_loop import PendingRequest
 
 
 async def test_an_outcome_is_the_answer() -> None:
-    answer = waiting()
-    settle(answer, b"1")
-    assert await answer == b"1"
+    answer = PendingRequest[bytes](run_id="r")
+    answer.settle(b"1")
+    assert await answer.reply == b"1"
 
 
 async def test_a_refusal_is_raised() -> None:
-    answer = waiting()
-    settle(answer, RunNotFound("r"))
+    answer = PendingRequest[bytes](run_id="r")
+    answer.settle(RunNotFound("r"))
     with pytest.raises(RunNotFound):
-        await answer
+        await answer.reply
 
 
 @pytest.mark.parametrize("outcome", [b"1", RunNotFound("r")], ids=["answered", "refused"])
 async def test_who_has_gone_is_told_nothing(outcome: bytes | RunNotFound) -> None:
-    answer = waiting()
-    answer.cancel()
-    settle(answer, outcome)
-    assert answer.cancelled()
+    answer = PendingRequest[bytes](run_id="r")
+    answer.reply.cancel()
+    answer.settle(outcome)
+    assert answer.reply.cancelled()
