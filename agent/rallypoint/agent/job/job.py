@@ -163,14 +163,7 @@ class Job:
             stack.push_async_callback(rendezvous.close)
             self._sockets = await stack.enter_async_context(
                 WorkerSockets(
-                    config,
-                    rendezvous,
-                    self._watchdog,
-                    worker_of=self._groups.worker_of,
-                    rank_of=self._groups.rank_of,
-                    on_hung=self._groups.reap,
-                    worker_at=self._groups.worker_at,
-                    entrust=self._groups.spawner.register_cleanup,
+                    config, rendezvous, self._watchdog, self._groups, self._groups.spawner.register_cleanup
                 )
             )
             environment = await self._listen_for_measurements(stack)
