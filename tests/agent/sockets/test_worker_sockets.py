@@ -35,7 +35,7 @@ def long_folder(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 def sockets(channel: grpc.aio.Channel) -> WorkerSockets:
     """The sockets of a job whose services nobody will ask."""
     config = JobConfig("run", "node", "127.0.0.1", RunSettings(), ("true",), {}, NOWHERE, NOWHERE, 2)
-    return WorkerSockets(config, channel, HostWatchdog(None, print, print), HostWorkers(), print)
+    return WorkerSockets(config, channel, HostWatchdog(None, print), HostWorkers(), print)
 
 
 async def test_the_sockets_are_there_as_long_as_the_job() -> None:
