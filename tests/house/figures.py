@@ -231,7 +231,7 @@ RULES = (
     Rule("cycles between files, for types only", type_only_cycles, 0, 0),
     Rule("class names in several modules", shared_class_names, 0, 15),
     Rule("hand-written back-off", backoffs, 0, 0),
-    Rule("constructors with more than 2 callables", callback_constructors, 5, 0),
+    Rule("constructors with more than 2 callables", callback_constructors, 0, 0),
     Rule("dialect words per 1,000 words", dialect, 0.2, 1),
     Rule("test lines", test_lines, 97_440, 70_000),
 )

@@ -13,6 +13,7 @@ import pytest
 
 from rallypoint.agent.hangs.hung_worker import HungWorker
 from rallypoint.agent.sockets.timers import TimerSocket
+from support.host_workers import HostWorkers
 from support.remembered_timers import RememberedTimers
 from support.waiting import until
 
@@ -98,29 +99,17 @@ ask("reaped")
 """
 
 
-class Host:
+class Host(HostWorkers):
     """An agent's socket, and one worker, which may have children."""
 
     def __init__(self, path: Path) -> None:
+        super().__init__()
         self.path = path
         self.timers = RememberedTimers()
         self.worker: asyncio.subprocess.Process
-        self.socket = TimerSocket(
-            path, self.timers, worker_of=self.worker_of, rank_of={"0@1": 0}.get, on_expired=self.on_expired
-        )
+        self.socket = TimerSocket(path, self.timers, self)
 
-    def worker_of(self, pid: int) -> str | None:
-        while pid > 1:
-            if pid == self.worker.pid:
-                return "0@1"
-            try:
-                status = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
-            except OSError:
-                return None
-            pid = int(status.rpartition(")")[2].split()[1])
-        return None
-
-    async def on_expired(self, hang: HungWorker) -> None:
+    async def reap(self, hang: HungWorker) -> bool | None:
         raise AssertionError(f"{hang} has not expired")
 
     async def run(self, script: str) -> None:
@@ -133,6 +122,7 @@ class Host:
             env={**os.environ, "RALLYPOINT_TIMER_SOCKET": str(self.path)},
             start_new_session=True,
         )
+        self.pids[self.worker.pid] = "0@1"
         self.socket.introduce()
 
     async def asked(self, text: str) -> None:

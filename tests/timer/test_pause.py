@@ -29,14 +29,17 @@ from rallypoint.agent.sockets.timers import TimerSocket
 from rallypoint.rpc.channel import open_channel
 from rallypoint.timer.client.client import NodeTimers
 
-async def reap(hang):
-    os.kill(hang.pid, signal.SIGKILL)
-    print("reaped", hang.scope, flush=True)
+class Workers:
+    worker_of, rank_of = staticmethod(str), staticmethod(lambda worker: 0)
+
+    async def reap(self, hang):
+        os.kill(hang.pid, signal.SIGKILL)
+        print("reaped", hang.scope, flush=True)
 
 async def main(address, path):
     async with open_channel(address) as channel:
         timers = NodeTimers(channel, run_id="run", node_id="a")
-        socket = TimerSocket(path, timers, worker_of=str, rank_of=lambda worker: 0, on_expired=reap)
+        socket = TimerSocket(path, timers, Workers())
         await socket.start()
         print("ready", flush=True)
         await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)

@@ -14,6 +14,7 @@ import pytest
 
 from rallypoint.agent.hangs.hung_worker import HungWorker
 from rallypoint.agent.sockets.timers import TimerSocket
+from support.host_workers import HostWorkers
 from support.remembered_timers import RememberedTimers
 from support.waiting import until
 
@@ -85,22 +86,17 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "worker"
 
 
-class Host:
+class Host(HostWorkers):
     """An agent's socket, and a worker written in C."""
 
     def __init__(self, path: Path) -> None:
+        super().__init__(base_rank=3)
         self.path = path
         self.timers = RememberedTimers()
         self.worker: asyncio.subprocess.Process
-        self.socket = TimerSocket(
-            path,
-            self.timers,
-            worker_of=lambda pid: "0@1" if pid == self.worker.pid else None,
-            rank_of={"0@1": 3}.get,
-            on_expired=self.on_expired,
-        )
+        self.socket = TimerSocket(path, self.timers, self)
 
-    async def on_expired(self, hang: HungWorker) -> None:
+    async def reap(self, hang: HungWorker) -> bool | None:
         raise AssertionError(f"{hang} has not expired")
 
     async def say(self, *lines: str) -> None:
@@ -126,6 +122,7 @@ async def host(tmp_path: Path, program: Path) -> AsyncIterator[Host]:
         stdout=asyncio.subprocess.PIPE,
         env={**os.environ, "RALLYPOINT_TIMER_SOCKET": str(host.path)},
     )
+    host.pids[host.worker.pid] = "0@1"
     host.socket.introduce()
     yield host
     assert host.worker.stdin is not None

@@ -219,6 +219,11 @@ class Membership:
         """The lease that the node holds, as far as it knows; 0: none."""
         return self._lease
 
+    @property
+    def departing(self) -> bool:
+        """True if the node has announced that it leaves."""
+        return self._leaving() or (self._latest is not None and self._latest.HasField("depart"))
+
     async def run(self) -> None:
         """Keep the membership; returns once the run is closed, or the node has left.
 
@@ -230,7 +235,7 @@ class Membership:
         backoff = Backoff(self._jitter.random, first=_FIRST_BACKOFF, longest=_LONGEST_BACKOFF)
         deadline = asyncio.get_running_loop().time() + self._connect_timeout
         # A node that leaves and holds no lease must not join in order to leave: it would cost a round.
-        while not self._over and (self._lease or not self._leaving_or_departing()):
+        while not self._over and (self._lease or not self.departing):
             self._progress = False
             error = await self._one_stream(deadline)
             if (task := asyncio.current_task()) is not None and task.cancelling():
@@ -263,7 +268,7 @@ class Membership:
 
     def confirm(self, round_: int, master_port: int) -> None:
         """Confirm that no worker of an earlier round is alive on the node; ignored if the node is leaving."""
-        if not self._leaving_or_departing():
+        if not self.departing:
             self._queue(pb.JoinRequest(confirm=pb.ConfirmRound(round=round_, master_port=master_port)))
 
     def report_failure(self, failure: pb.WorkerFailure) -> None:
@@ -302,7 +307,7 @@ class Membership:
             raise error  # two agents under one node name would supersede each other for ever, and neither would run
         if error.reason in _LEASE_ENDED and self._lease:
             self._lease = self._revision = 0
-            self._over = self._leaving_or_departing()
+            self._over = self.departing
             self._latest = self._success = None
             self._failures.clear()
             self._on_event(MembershipReset(error.message))
@@ -459,9 +464,6 @@ class Membership:
 
     def _leaving(self) -> bool:
         return self._latest is not None and self._latest.HasField("leave")
-
-    def _leaving_or_departing(self) -> bool:
-        return self._leaving() or (self._latest is not None and self._latest.HasField("depart"))
 
 
 def _aged(failure: pb.WorkerFailure, seconds: float) -> pb.WorkerFailure:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rallypoint.agent.failures.analysis import LocalFailures
+from rallypoint.agent.failures.analysis import FirstFailure, LocalFailures
 from rallypoint.agent.failures.failure import WorkerFailure
 
 
@@ -18,7 +18,9 @@ class Told:
         self.first: list[int] = []
         self.earlier: list[int] = []
         self.failures = LocalFailures(
-            lambda told: self.first.append(told.rank), lambda told: self.earlier.append(told.rank)
+            lambda event: (self.first if isinstance(event, FirstFailure) else self.earlier).append(
+                event.failure.rank
+            )
         )
 
     def end(self, rank: int, at: float) -> None:

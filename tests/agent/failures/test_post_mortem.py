@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rallypoint.agent.failures.analysis import LocalFailures, PostMortem
+from rallypoint.agent.failures.analysis import FirstFailure, LocalFailures, PostMortem
 from rallypoint.agent.failures.failure import WorkerFailure
 from rallypoint.agent.logs.plan import WorkerLogs
 from rallypoint.agent.spawner.protocol import WorkerExit
@@ -24,9 +24,12 @@ class Scene:
         self.first: list[WorkerFailure] = []
         self.earlier: list[WorkerFailure] = []
         self.logs = {rank: _logs(folder / str(rank)) for rank in range(2)}
-        self.post_mortem = PostMortem(
-            LocalFailures(self.first.append, self.earlier.append), identity, cwd=folder, rlimits={}
+        failures = LocalFailures(
+            lambda event: (self.first if isinstance(event, FirstFailure) else self.earlier).append(
+                event.failure
+            )
         )
+        self.post_mortem = PostMortem(failures, identity, cwd=folder, rlimits={})
         self.post_mortem.begin(self.logs)
 
     def raises(self, rank: int, at: float) -> None:

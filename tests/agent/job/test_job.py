@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from rallypoint.agent.config.job import JobConfig, Peer
+from rallypoint.agent.failures.analysis import EarlierFailure
 from rallypoint.agent.failures.failure import failure_to_start
 from rallypoint.agent.hangs import reaper
 from rallypoint.agent.job import job as job_module
@@ -363,15 +364,21 @@ async def test_what_workers_leave_behind_is_gone_before_success_is_reported(benc
         assert [(await job).exit_code for job in running] == [SUCCEEDED, SUCCEEDED]
 
 
-async def test_what_goes_wrong_unforeseen_ends_the_job(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("as_it_ends", [False, True])
+async def test_what_goes_wrong_unforeseen_ends_the_job(bench: Bench, as_it_ends: bool) -> None:
     """A job that hangs is the worst failure: nobody learns of it. No worker is left either."""
     job = bench.job("touch $1/started.$RANK; sleep 600")
     running = bench.start(job)
     await bench.has("started.1")
 
     async def fail() -> None:
-        raise ZeroDivisionError("what nobody thought of")
+        try:
+            await asyncio.sleep(3600 if as_it_ends else 0)
+        finally:
+            raise ZeroDivisionError("what nobody thought of")
 
+    if as_it_ends:
+        job.request_stop("got SIGTERM")
     job._background.begin(fail())
     result = await asyncio.wait_for(running, PATIENCE)
     assert result.exit_code == FAILED
@@ -503,5 +510,24 @@ async def test_what_comes_to_light_as_workers_are_stopped_costs_nothing_if_their
         job.drain(60.0, "maintenance")
     elif going == "was asked to stop":
         job.request_stop("got SIGTERM")
-    job._on_earlier_failure(failure_to_start("no such layer", local_rank=0, rank=0, role="", host=""))
+    failure = failure_to_start("no such layer", local_rank=0, rank=0, role="", host="")
+    job._events.put_nowait(EarlierFailure(failure))
+    await until(job._events.empty, "the end of its handling")
     assert reported == told
+
+
+async def test_of_ends_that_arrive_at_once_only_the_earliest_is_reported(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that is known to be a consequence could end the run, if no restart can mend it."""
+    job = bench.job("touch $1/up.$RANK; sleep 600")
+    bench.start(job)
+    await bench.has("up.1")
+    reported: list[int] = []
+    monkeypatch.setattr(job._membership, "report_failure", lambda each, _: reported.append(each.rank))
+    assert job.group is not None
+    for rank, at in ((1, 5.0), (0, 4.0)):
+        failure = failure_to_start("no such layer", local_rank=rank, rank=rank, role="", host="")
+        job.group._post_mortem.note(replace(failure, at=at), {})
+    await until(lambda: len(reported) == 2, "the reports")
+    assert reported == [0, 0]

@@ -70,7 +70,7 @@ async def test_a_membership_that_is_given_up_before_it_began_is_over_too(bench: 
     await job._groups.close(unfit=False)
     config = job.config
     async with open_channel(config.rendezvous.endpoint) as channel:
-        membership = NodeMembership(config, channel, told.append, ran=lambda: False, leaving=lambda: True)
+        membership = NodeMembership(config, channel, told.append)
         membership.join(Background(lambda error: None).begin)
         membership.abandon()
         await until(lambda: bool(told), "the end")

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import asyncio
 
-from rallypoint.agent.sockets.watchdog import HostWatchdog
+from rallypoint.agent.core.core import NodeUnhealthy
+from rallypoint.agent.sockets.watchdog import HostWatchdog, WatchdogChanged
 
 
 class Job:
     """A job on this host."""
 
     def __init__(self, most: float | None) -> None:
-        self.changes: list[tuple[bool, str]] = []
-        self.unfit: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self.watchdog = HostWatchdog(
-            most, lambda up, trouble: self.changes.append((up, trouble)), self.unfit.set_result
-        )
+        self.events: asyncio.Queue[WatchdogChanged | NodeUnhealthy] = asyncio.Queue()
+        self.watchdog = HostWatchdog(most, self.events.put_nowait)
 
 
 async def test_each_change_is_told_once() -> None:
@@ -24,7 +22,8 @@ async def test_each_change_is_told_once() -> None:
     for trouble in ("no answer", "refused", "", "", "refused"):
         job.watchdog.note(trouble)
         assert job.watchdog.trouble == trouble
-    assert job.changes == [(False, "no answer"), (True, ""), (False, "refused")]
+    changes = [job.events.get_nowait() for _ in range(job.events.qsize())]
+    assert changes == [WatchdogChanged("no answer"), WatchdogChanged(""), WatchdogChanged("refused")]
 
 
 async def test_workers_wait_for_a_watchdog_only_where_one_is_required() -> None:
@@ -48,9 +47,9 @@ async def test_a_host_without_the_watchdog_that_its_job_requires_becomes_unfit()
     assert job.watchdog._giving_up is None
     job.watchdog.note("no answer")
     job.watchdog.note("refused")
-    assert await job.unfit == (
-        "no watchdog has guarded its workers for 0.02 s, and the job requires one: refused"
-    )
+    while isinstance(event := await job.events.get(), WatchdogChanged):
+        pass
+    assert event.detail == "no watchdog has guarded its workers for 0.02 s, and the job requires one: refused"
     patient = Job(None)
     patient.watchdog.note("no answer")
     assert patient.watchdog._giving_up is None

@@ -20,12 +20,12 @@ from typing import Any
 
 import pytest
 
-from rallypoint.agent.hangs.hung_worker import HungWorker
 from rallypoint.agent.sockets.timer_tables import LONGEST, Holders, TimerLimits
 from rallypoint.agent.sockets.timers import TimerSocket
 from rallypoint.agent.sockets.torch_timers import MalformedRequest, TimerFifo, TimerRequest, parse
 from rallypoint.agent.spawner.spawner import descendants
 from rallypoint.timer.worker.wire import NO_SIGNAL
+from support.host_workers import HostWorkers
 from support.remembered_timers import RememberedTimers
 from support.waiting import until
 
@@ -82,32 +82,20 @@ def test_what_is_no_request_is_named(text: bytes, says: str) -> None:
         parse(text)
 
 
-def owner(pid: int, worker: tuple[str, int] | None) -> str | None:
-    """The name of a worker, if a process is that worker or a descendant of it."""
-    family = [worker[1], *(each.pid for each in descendants(worker[1]))] if worker is not None else []
-    return worker[0] if worker is not None and pid in family else None
-
-
-class Host:
+class Host(HostWorkers):
     """An agent's pipe, by clocks of the test's."""
 
     def __init__(self, path: Path) -> None:
         """This process is its worker; children of it are, too."""
+        super().__init__({os.getpid(): "0@1"})
         self.path = path
         self.now, self.wall = 1000.0, WALL
-        self.worker: tuple[str, int] | None = ("0@1", os.getpid())
         self.timers = RememberedTimers()
         limits = TimerLimits(introduction=0.05)
         self.holders = Holders(
             self.timers, rank_of=lambda worker: None, limits=limits, clock=lambda: self.now
         )
-        self.fifo = TimerFifo(
-            path,
-            self.holders,
-            worker=lambda: self.worker,
-            worker_of=lambda pid: owner(pid, self.worker),
-            wall_clock=lambda: self.wall,
-        )
+        self.fifo = TimerFifo(path, self.holders, self, 0, wall_clock=lambda: self.wall)
 
     def write(self, *lines: bytes) -> None:
         """As torch's client: each time it opens the pipe, writes and closes it."""
@@ -186,10 +174,10 @@ async def test_a_process_that_is_not_known_yet_is_guarded_once_it_is(
     host: Host, caplog: pytest.LogCaptureFixture
 ) -> None:
     """In the order in which it wrote; one that stays unknown is not."""
-    known, host.worker = host.worker, None
+    known, host.pids = host.pids, {}
     host.write(line(), line(scope_id="b"), host.release(), line(pid=1))
     await until(lambda: len(host.fifo._waiting) == 4)
-    host.worker = known
+    host.pids = known
     host.fifo.introduce()
     assert host.timers.scopes() == ["b"]
     host.now += 1
@@ -199,10 +187,10 @@ async def test_a_process_that_is_not_known_yet_is_guarded_once_it_is(
 
 async def test_what_was_written_before_a_process_was_known_comes_first(host: Host) -> None:
     """Or else the start of a timer would be taken after its end, and kill a worker that is done."""
-    known, host.worker = host.worker, None
+    known, host.pids = host.pids, {}
     host.write(line())
     await until(lambda: len(host.fifo._waiting) == 1)
-    host.worker = known
+    host.pids = known
     host.write(host.release(), line(scope_id="b"))
     host.fifo.read_requests()
     host.fifo.introduce()
@@ -216,7 +204,7 @@ async def test_only_the_worker_and_its_descendants_are_believed(
     mine, other = [
         await asyncio.create_subprocess_exec("sh", "-c", "cat; exit", stdin=subprocess.PIPE) for _ in range(2)
     ]
-    host.worker = ("0@1", mine.pid)
+    host.pids = {mine.pid: "0@1"}
     (grandchild,) = await _children(mine.pid)
     host.write(line(scope_id="a", pid=mine.pid), line(scope_id="b", pid=grandchild))
     host.write(*[line(pid=pid) for pid in (other.pid, os.getpid(), 1, 0, -1, 2**40) for _ in range(5)])
@@ -265,7 +253,7 @@ async def test_a_process_in_a_pid_namespace_of_its_own_is_guarded(host: Host) ->
     """It knows itself by another number than the agent does, and that may be a number of another worker's here."""
     program = _unshare(sys.executable, "-c", NAMESPACE, line().decode(), str(host.path))
     process = await asyncio.create_subprocess_exec(*program, stdin=subprocess.PIPE)
-    host.worker = ("0@1", process.pid)
+    host.pids = {process.pid: "0@1"}
     await host.timers.until(lambda: host.timers.scopes() == ["train.py#12"])
     (held,) = [known.holder.pid for known in host.fifo._processes.values()]
     assert held != 2
@@ -284,7 +272,7 @@ async def test_of_two_namespaces_with_the_same_number_none_is_believed(
     """Its timers would end with the wrong process, and the wrong one would be looked into."""
     script = " ".join(_unshare("sleep", "60"))
     process = await asyncio.create_subprocess_exec("sh", "-c", f"{script} & {script}")
-    host.worker = ("0@1", process.pid)
+    host.pids = {process.pid: "0@1"}
     await until(lambda: _sleeping(process.pid) == 2)
     host.write(line(pid=1))
     await until(lambda: len(host.fifo._waiting) == 1)
@@ -350,28 +338,15 @@ async def test_processes_with_timers_are_bounded(host: Host, monkeypatch: pytest
     await child.wait()
 
 
-class Agent:
+class Agent(HostWorkers):
     """A whole timer socket with a pipe beside it."""
 
     def __init__(self, folder: Path) -> None:
-        """Its only worker is `worker`."""
+        """It has no worker yet."""
+        super().__init__()
         self.pipe = folder / "torch"
-        self.worker: tuple[str, int] | None = None
         self.timers = RememberedTimers()
-        self.expired: list[HungWorker] = []
-        self.socket = TimerSocket(
-            folder / "s",
-            self.timers,
-            worker_of=lambda pid: owner(pid, self.worker),
-            rank_of=lambda worker: 0,
-            on_expired=self.on_expired,
-            fifos=[self.pipe],
-            worker_at=lambda local_rank: self.worker,
-        )
-
-    async def on_expired(self, hang: HungWorker) -> None:
-        """Takes note."""
-        self.expired.append(hang)
+        self.socket = TimerSocket(folder / "s", self.timers, self, fifos=[self.pipe])
 
 
 @pytest.fixture
@@ -386,7 +361,7 @@ async def agent(tmp_path: Path) -> AsyncIterator[Agent]:
 
 async def test_a_hang_says_what_torchs_client_asked_for(agent: Agent) -> None:
     """SIGKILL comes in any case, so nothing is sent before it; without a signal nobody is killed."""
-    agent.worker = ("0@1", os.getpid())
+    agent.pids = {os.getpid(): "0@1"}
     numbers = {"a": signal.SIGKILL, "b": signal.SIGUSR1, "c": 0, "gone": signal.SIGKILL}
     with agent.pipe.open("wb", buffering=0) as pipe:
         for scope, number in numbers.items():
@@ -437,7 +412,7 @@ async def test_torchs_own_client_works_unchanged(agent: Agent, apart: bool) -> N
         stdout=subprocess.PIPE,
         env={**os.environ, "TORCHELASTIC_TIMER_FILE": str(agent.pipe)},
     )
-    agent.worker = ("0@1", process.pid)
+    agent.pids = {process.pid: "0@1"}
     assert process.stdin is not None
     assert process.stdout is not None
     try:

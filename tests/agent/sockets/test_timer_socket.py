@@ -18,45 +18,26 @@ from rallypoint.agent.hangs.hung_worker import HungWorker
 from rallypoint.agent.sockets.timers import TimerLimits, TimerSocket, TimerSocketError
 from rallypoint.timer.client.client import ExpiredTimer
 from rallypoint.timer.worker import wire
+from support.host_workers import HostWorkers
 from support.remembered_timers import RememberedTimers
 
 pytestmark = pytest.mark.integration
 
 
-class Host:
+class Host(HostWorkers):
     """A timer socket, the workers of which are the processes that `start` started."""
 
     def __init__(self, path: Path, limits: TimerLimits | None = None) -> None:
+        super().__init__(base_rank=40)
         self.timers = RememberedTimers()
         self.path = path
-        self.workers: dict[int, str] = {}
         self.processes: list[asyncio.subprocess.Process] = []
-        self.expired: list[HungWorker] = []
-        self.reap: Callable[[str], Awaitable[bool | None]] | None = None
-        self.socket = TimerSocket(
-            path,
-            self.timers,
-            worker_of=self.worker_of,
-            rank_of={"0@1": 40}.get,
-            on_expired=self.on_expired,
-            limits=limits,
-        )
+        self.reaper: Callable[[str], Awaitable[bool | None]] | None = None
+        self.socket = TimerSocket(path, self.timers, self, limits=limits)
 
-    def worker_of(self, pid: int) -> str | None:
-        """The worker itself or its child, by /proc."""
-        while pid > 1:
-            if pid in self.workers:
-                return self.workers[pid]
-            try:
-                status = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
-            except FileNotFoundError:
-                return None
-            pid = int(status.rpartition(")")[2].split()[1])
-        return None
-
-    async def on_expired(self, hang: HungWorker) -> bool | None:
+    async def reap(self, hang: HungWorker) -> bool | None:
         self.expired.append(hang)
-        return await self.reap(hang.worker_id) if self.reap else None
+        return await self.reaper(hang.worker_id) if self.reaper else None
 
     async def start(self, script: str, worker_id: str = "0@1") -> asyncio.subprocess.Process:
         """Runs a script that has `expires`; each `ask()` of it waits for a line of the test's `answer`."""
@@ -77,14 +58,14 @@ class Host:
             stdout=asyncio.subprocess.PIPE,
             env={**os.environ, "RALLYPOINT_TIMER_SOCKET": str(self.path)},
         )
-        self.workers[process.pid] = worker_id
+        self.pids[process.pid] = worker_id
         self.socket.introduce()
         self.processes.append(process)
         return process
 
     def connect(self) -> socket.socket:
         """This process as a worker, in the raw."""
-        self.workers[os.getpid()] = "0@1"
+        self.pids[os.getpid()] = "0@1"
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         connection.connect(str(self.path))
         return connection
@@ -296,7 +277,7 @@ async def test_a_worker_with_two_timers_run_out_is_reaped_once(host: Host) -> No
         await worker.wait()
         return None
 
-    host.reap = reap
+    host.reaper = reap
     await asyncio.gather(host.timers.expire("0@1", "a"), host.timers.expire("0@1", "b"))
     assert [hang.scope for hang in host.expired] == ["a"]
 
@@ -307,7 +288,7 @@ async def test_a_reaping_that_failed_is_told(host: Host) -> None:
     async def fail(worker_id: str) -> bool | None:
         return False
 
-    host.reap = fail
+    host.reaper = fail
     with host.connect() as connection:
         connection.send(wire.acquire(1, 0, 60.0, b"s"))
         await host.timers.until(lambda: host.timers.scopes() == ["s"])
@@ -428,11 +409,11 @@ async def test_a_stranger_is_refused(host: Host) -> None:
 async def test_a_worker_that_connects_before_it_is_known_is_guarded_once_it_is(host: Host) -> None:
     """On a busy host a worker can be quicker than the news of its start."""
     connection = host.connect()
-    host.workers.clear()
+    host.pids.clear()
     connection.send(wire.acquire(1, time.monotonic_ns(), 60.0, b"early"))
     await asyncio.sleep(0)
     assert host.timers.scopes() == []
-    host.workers[os.getpid()] = "0@1"
+    host.pids[os.getpid()] = "0@1"
     host.socket.introduce()
     await host.timers.until(lambda: host.timers.scopes() == ["early"])
     connection.close()
@@ -447,7 +428,7 @@ async def test_a_process_that_cannot_be_looked_up_is_refused(
         monkeypatch.undo()
         raise ProcessLookupError(pid)
 
-    monkeypatch.setattr(host.socket, "_worker_of", fail)
+    monkeypatch.setattr(host, "worker_of", fail)
     with host.connect() as connection, host.connect() as another:
         connection.setblocking(False)
         await readable(connection)

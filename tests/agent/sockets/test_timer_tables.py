@@ -16,7 +16,6 @@ from unittest.mock import Mock
 
 import pytest
 
-from rallypoint.agent.hangs.hung_worker import HungWorker
 from rallypoint.agent.sockets import timer_tables
 from rallypoint.agent.sockets.timer_tables import (
     LONGEST,
@@ -31,6 +30,7 @@ from rallypoint.agent.sockets.timers import TimerSocket
 from rallypoint.timer.client.client import ExpiredTimer
 from rallypoint.timer.worker import wire
 from rallypoint.timer.worker.table import SIZE, SLOTS, TableWriter
+from support.host_workers import HostWorkers
 from support.remembered_timers import RememberedTimers
 from support.waiting import until
 
@@ -347,25 +347,15 @@ async def test_what_is_no_table_is_refused(host: Host) -> None:
     os.close(writing)
 
 
-class Agent:
+class Agent(HostWorkers):
     """A timer socket, of which this process is the only worker."""
 
     def __init__(self, path: Path) -> None:
         """It reaps nobody."""
+        super().__init__({os.getpid(): "0@1"}, base_rank=4)
         self.timers = RememberedTimers()
-        self.expired: list[HungWorker] = []
         self.path = str(path)
-        self.socket = TimerSocket(
-            path,
-            self.timers,
-            worker_of={os.getpid(): "0@1"}.get,
-            rank_of={"0@1": 4}.get,
-            on_expired=self.on_expired,
-        )
-
-    async def on_expired(self, hang: HungWorker) -> None:
-        """Takes note."""
-        self.expired.append(hang)
+        self.socket = TimerSocket(path, self.timers, self)
 
     def connect(self) -> socket.socket:
         """Another connection of the worker."""

@@ -11,12 +11,12 @@ import grpc
 import pytest
 
 from rallypoint.agent.config.job import JobConfig, Peer
-from rallypoint.agent.hangs.hung_worker import HungWorker
 from rallypoint.agent.sockets.watchdog import HostWatchdog
 from rallypoint.agent.sockets.worker_sockets import WorkerSockets
 from rallypoint.rendezvous.v1.rendezvous_service_pb2 import RunSettings
 from rallypoint.rpc.channel import open_channel
 from rallypoint.rpc.endpoint import SettingError
+from support.host_workers import HostWorkers
 
 NOWHERE = Peer("127.0.0.1:1")
 
@@ -34,19 +34,8 @@ def long_folder(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 
 def sockets(channel: grpc.aio.Channel) -> WorkerSockets:
     """The sockets of a job whose services nobody will ask."""
-
-    async def reap(hang: HungWorker) -> None:
-        raise AssertionError(hang)
-
     config = JobConfig("run", "node", "127.0.0.1", RunSettings(), ("true",), {}, NOWHERE, NOWHERE, 2)
-    return WorkerSockets(
-        config,
-        channel,
-        HostWatchdog(None, print, print),
-        worker_of=lambda pid: None,
-        rank_of=lambda worker: None,
-        on_hung=reap,
-    )
+    return WorkerSockets(config, channel, HostWatchdog(None, print), HostWorkers(), print)
 
 
 async def test_the_sockets_are_there_as_long_as_the_job() -> None:

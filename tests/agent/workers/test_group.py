@@ -17,9 +17,10 @@ from typing import Any
 import pytest
 
 from rallypoint.agent.config.job import JobConfig, Peer
-from rallypoint.agent.core.core import Assignment
+from rallypoint.agent.core.core import Assignment, NodeUnhealthy
 from rallypoint.agent.events.publisher import JobEvents, JobIdentity
 from rallypoint.agent.failures import analysis
+from rallypoint.agent.failures.analysis import EarlierFailure, FirstFailure
 from rallypoint.agent.failures.failure import COULD_NOT_START, WorkerFailure
 from rallypoint.agent.hangs import reaper
 from rallypoint.agent.hangs.hung_worker import HungWorker
@@ -31,7 +32,7 @@ from rallypoint.agent.spawner.protocol import KillResult
 from rallypoint.agent.spawner.spawner import read_process
 from rallypoint.agent.workers import group as group_module
 from rallypoint.agent.workers.affinity import Cpus
-from rallypoint.agent.workers.group import WorkerGroup
+from rallypoint.agent.workers.group import GroupEvent, WorkerGroup, WorkersSucceeded
 from rallypoint.agent.workers.processes import StopReport
 from rallypoint.rendezvous.core.state import FailureKind
 from rallypoint.rendezvous.v1.rendezvous_service_pb2 import RunSettings
@@ -61,9 +62,17 @@ class Told:
         self.unfit: list[str] = []
         self.successes = 0
 
-    def success(self) -> None:
-        """All have succeeded."""
-        self.successes += 1
+    def note(self, event: GroupEvent) -> None:
+        """What its job's queue would get."""
+        match event:
+            case FirstFailure(failure):
+                self.failures.append(failure)
+            case EarlierFailure(failure):
+                self.earlier.append(failure)
+            case NodeUnhealthy(why):
+                self.unfit.append(why)
+            case WorkersSucceeded():
+                self.successes += 1
 
 
 @pytest.fixture
@@ -108,10 +117,7 @@ async def make(tmp_path: Path, told: Told) -> AsyncIterator[Callable[..., Worker
                 events=JobEvents(
                     JobIdentity(config.run_id, config.node_id, config.role, config.max_restarts)
                 ),
-                on_failure=told.failures.append,
-                on_success=told.success,
-                on_unhealthy=told.unfit.append,
-                on_earlier=told.earlier.append,
+                publish=told.note,
             )
             stack.push_async_callback(group.stop, signal.SIGKILL, 0.0)
             return group

@@ -8,8 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from rallypoint.agent.core import core
-from rallypoint.agent.job.sync import Background
-from rallypoint.agent.workers.groups import Callbacks, WorkerGroups
+from rallypoint.agent.workers.groups import WorkerGroups
 from rallypoint.agent.workers.processes import StopReport
 from support.waiting import until
 
@@ -33,16 +32,14 @@ class SlowToSweep:
 
 async def test_a_success_that_a_stop_has_overtaken_is_told_no_more() -> None:
     """Its round is over, and the workers of the next may run when the sweep ends: they have not succeeded."""
-    told: list[core.Event] = []
-    background = Background(lambda error: None)
-    nothing: Any = lambda *_: None  # noqa: E731
-    callbacks = Callbacks(told.append, nothing, nothing, nothing, nothing, background.begin)
-    groups, group = WorkerGroups(None, None, callbacks), SlowToSweep()  # type: ignore[arg-type]
-    groups.group = group  # type: ignore[assignment]
-    sweeping = background.begin(groups._sweep(group))  # type: ignore[arg-type]
+    told: list[Any] = []
+    tasks: list[asyncio.Task[None]] = []
+    groups = WorkerGroups(None, None, told.append, lambda work: tasks.append(asyncio.create_task(work)))  # type: ignore[arg-type]
+    groups.group = group = SlowToSweep()  # type: ignore[assignment]
+    groups.sweep()
     await asyncio.sleep(0)
     groups.stop("a new round is being formed", signal.SIGTERM, 1.0)
     await until(lambda: bool(told), "the end of the stop")
     group.swept.set()
-    await sweeping
+    await tasks[0]
     assert told == [core.GroupStopped()]

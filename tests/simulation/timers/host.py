@@ -19,6 +19,7 @@ from simulation.timers.referee import Referee
 from simulation.timers.sockets import Line, Listener, ReadingProcess
 from simulation.timers.truth import Span, Stillness
 from simulation.wire import Channel
+from support.host_workers import HostWorkers
 
 RUN = "run"
 # Process ids begin above those that a kernel gives out: what the product reads of them in /proc is not there.
@@ -70,7 +71,7 @@ class _Socket(TimerSocket):
         self._timers.start(self._judge, self._tables.forget)
 
 
-class Host:
+class Host(HostWorkers):
     """An agent's life on a host."""
 
     def __init__(
@@ -105,6 +106,7 @@ class Host:
             temper: How its workers are.
             reaping: How its reaper is.
         """
+        super().__init__()
         self.name = name
         self.link = link
         self.stillness = Stillness()
@@ -140,15 +142,7 @@ class Host:
             jitter=chance.random,
         )
         self.door = Listener()
-        self.socket = _Socket(
-            "",
-            self.client,
-            worker_of=self._worker_of,
-            rank_of=lambda worker_id: None,
-            on_expired=self._reap,
-            clock=self.process.time,
-        )
-        self._known: dict[int, str] = {}
+        self.socket = _Socket("", self.client, self, clock=self.process.time)
         self.process.call_soon(self.socket.begin, self.process, self.door)
 
     def connect(self, pid: int) -> Line:
@@ -209,11 +203,8 @@ class Host:
 
     def _introduce(self, worker: Worker, pid: int) -> None:
         if worker.alive:
-            self._known[pid] = worker.worker_id
+            self.pids[pid] = worker.worker_id
             self.socket.introduce()
-
-    def _worker_of(self, pid: int) -> str | None:
-        return self._known.get(pid)
 
     def lose_worker(self, worker: Worker) -> None:
         """A worker dies, whoever killed it; after a while the agent hears of it."""
@@ -228,7 +219,7 @@ class Host:
 
     def _clear(self, worker: Worker) -> None:
         for program in worker.programs:
-            self._known.pop(program.pid, None)
+            self.pids.pop(program.pid, None)
         self.socket.clear(worker.worker_id)
         del self.workers[worker.worker_id]
         if not self._temper.steady:
@@ -236,7 +227,16 @@ class Host:
 
     # ---- reaping
 
-    async def _reap(self, hang: HungWorker) -> bool | None:
+    def worker_of(self, pid: int) -> str | None:
+        """One of those that were introduced."""
+        return self.pids.get(pid)
+
+    def rank_of(self, worker: str) -> int | None:
+        """Unknown: progress is not simulated."""
+        return None
+
+    async def reap(self, hang: HungWorker) -> bool | None:
+        """Take its time, and fail at times."""
         referee, chance, reaping = self._referee, self._chance, self._reaping
         referee.reap_asked(self, hang)
         try:

@@ -72,7 +72,7 @@ def judge_without_a_look(patch: pytest.MonkeyPatch) -> None:
         async with self._judging.setdefault(expired.worker_id, asyncio.Lock()):
             if not self._timers.holds(expired):
                 return None
-            return await self._on_expired(self._hang(expired))
+            return await self._workers.reap(self._hang(expired))
 
     patch.setattr(TimerSocket, "_judge", rash)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,24 +24,30 @@ from rallypoint.agent.spawner.protocol import WorkerExit
 # ---- The failures of one round's workers on this host, in order of time.
 
 
+@dataclass(frozen=True, slots=True)
+class FirstFailure:
+    """A worker of a group failed, or could not be started; published at most once for each group."""
+
+    failure: WorkerFailure
+
+
+@dataclass(frozen=True, slots=True)
+class EarlierFailure:
+    """A failure that was found later, but was before the published one, or before a stop for another reason."""
+
+    failure: WorkerFailure
+
+
 class LocalFailures:
-    """Collects failures, and reports the first one: at once, and again if an earlier one is found.
+    """Collects failures, and publishes the first one: at once, and again if an earlier one is found.
 
     The first worker to fail is not always the first to end: one that has raised may take long to unwind, while its
     peers, which lost their connection to it, end within milliseconds.
     """
 
-    def __init__(
-        self, on_first: Callable[[WorkerFailure], None], on_earlier: Callable[[WorkerFailure], None]
-    ) -> None:
-        """Start without failures.
-
-        Args:
-            on_first: called once, with the first failure known at that time.
-            on_earlier: called with a failure that was before the one reported last.
-        """
-        self._on_first = on_first
-        self._on_earlier = on_earlier
+    def __init__(self, publish: Callable[[FirstFailure | EarlierFailure], None]) -> None:
+        """Start without failures."""
+        self._publish = publish
         self._known: dict[int, WorkerFailure] = {}
         self._reported: WorkerFailure | None = None
 
@@ -58,7 +65,7 @@ class LocalFailures:
 
         Args:
             under_way: failures of workers that have raised, and have not ended by themselves.
-            stopping: True if the workers are being stopped already, for any reason. Then `on_first` is not called: its
+            stopping: True if the workers are being stopped already, for any reason. Then there is no FirstFailure: its
                 purpose is to have them stopped.
         """
         for failure in under_way:
@@ -68,9 +75,9 @@ class LocalFailures:
             return
         previous, self._reported = self._reported, first
         if previous is None:
-            (self._on_earlier if stopping else self._on_first)(first)
+            self._publish(EarlierFailure(first) if stopping else FirstFailure(first))
         elif (first.at or 0.0) < (previous.at or 0.0) and first.local_rank != previous.local_rank:
-            self._on_earlier(first)
+            self._publish(EarlierFailure(first))
         else:
             self._reported = previous
 
@@ -148,25 +155,22 @@ class PostMortem:
     def note(self, failure: WorkerFailure, others: Mapping[int, int]) -> None:
         """Add a failure; `others`: process ids of the workers that have not ended by themselves, by local rank."""
         self._failures.note(failure)
-        self._report(others)
+        self.examine(others)
 
     def examine(self, others: Mapping[int, int]) -> None:
-        """Check the workers here (see `note`) after a failure on another host: one that has raised may be the first."""
-        self._report(others)
+        """Check the workers here (see `note`) after a failure on any host: one that has raised may be the first."""
+        self._failures.report_first(self._under_way(others), stopping=self._stopped_at is not None)
 
     def stopping(self, others: Mapping[int, int]) -> None:
         """Note that workers (see `note`) are about to be stopped: only one that has raised before that has failed."""
         if self._stopped_at is None:
             self._stopped_at = time.monotonic()
-        self._report(others)
+        self.examine(others)
 
     def close(self) -> None:
         """Release the kernel's log, after all workers have ended."""
         if self._memory is not None:
             self._memory.close()
-
-    def _report(self, others: Mapping[int, int]) -> None:
-        self._failures.report_first(self._under_way(others), stopping=self._stopped_at is not None)
 
     def _under_way(self, others: Mapping[int, int]) -> Iterable[WorkerFailure]:
         now, clock_time = time.monotonic(), time.time()

@@ -9,8 +9,9 @@ import asyncio
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from rallypoint.agent.config.job import JobConfig
 from rallypoint.agent.core import core
@@ -31,11 +32,26 @@ _STUCK_VARIABLE = "TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT"
 _CONFIRM_TIMEOUT = 60.0
 
 
+@dataclass(frozen=True, slots=True)
+class MaintenanceAnnounced:
+    """Maintenance of the host was announced; `reason`: for people."""
+
+    reason: str
+
+
+HostEvent: TypeAlias = MaintenanceAnnounced | core.HealthChecked | core.NodeUnhealthy
+
+
 class HostMonitor:
     """Monitor of the host for one job."""
 
     def __init__(
-        self, config: JobConfig, folder: Path, log_dir: Path, pids: Callable[[], Mapping[int, int]]
+        self,
+        config: JobConfig,
+        folder: Path,
+        log_dir: Path,
+        pids: Callable[[], Mapping[int, int]],
+        publish: Callable[[HostEvent], None],
     ) -> None:
         """Set up; start nothing.
 
@@ -44,10 +60,12 @@ class HostMonitor:
             folder: For temporary files.
             log_dir: Of the job's logs.
             pids: Process ids of the running workers, by rank.
+            publish: Receives the events. NodeUnhealthy: a worker is stuck in the kernel, or a health check failed.
 
         Raises:
             SettingError: This host can't run a configured check or program; one line.
         """
+        self._publish = publish
         self._maintenance: Callable[[], Awaitable[str]] | None = None
         self._stuck: Callable[[], Awaitable[str]] | None = None
         self._health: HostHealth | None = None
@@ -61,48 +79,25 @@ class HostMonitor:
         if config.environment.get(_STUCK_VARIABLE):
             self._stuck = _stuck(config, pids)
 
-    def start(
-        self,
-        begin: Callable[[Coroutine[Any, Any, None]], object],
-        drain: Callable[[str], None],
-        on_unhealthy: Callable[[str], None],
-    ) -> None:
-        """Start to watch the host.
-
-        Args:
-            begin: Runs a task in the background.
-            drain: Called with the reason once maintenance of the host is announced.
-            on_unhealthy: Called with a sentence once a worker is stuck in the kernel.
-        """
+    def start(self, begin: Callable[[Coroutine[Any, Any, None]], object]) -> None:
+        """Start to watch the host; `begin` runs a task in the background."""
         if self._maintenance is not None:
-            begin(_call_back(drain, self._maintenance()))
+            begin(self._await(MaintenanceAnnounced, self._maintenance()))
         if self._stuck is not None:
-            begin(_call_back(on_unhealthy, self._stuck()))
+            begin(self._await(core.NodeUnhealthy, self._stuck()))
 
-    async def examine(
-        self, fresh: bool, publish: Callable[[core.Event], None], on_unhealthy: Callable[[str], None]
-    ) -> None:
-        """Run the health checks.
-
-        Args:
-            fresh: Run them even if they passed a moment ago.
-            publish: Called if the host is healthy.
-            on_unhealthy: Called with the reason if it is not.
-        """
+    async def examine(self, fresh: bool) -> None:
+        """Run the health checks; `fresh`: even if they passed a moment ago."""
         why = await self._health.examine(fresh) if self._health is not None else None
-        if why is not None:
-            on_unhealthy(why)
-        else:
-            publish(core.HealthChecked())
+        self._publish(core.NodeUnhealthy(why) if why is not None else core.HealthChecked())
 
     async def close(self) -> None:
         """Kill the running programs; none is left when this returns."""
         if self._programs is not None:
             await self._programs.close()
 
-
-async def _call_back(callback: Callable[[str], None], text: Awaitable[str]) -> None:
-    callback(await text)
+    async def _await(self, event: Callable[[str], HostEvent], reason: Awaitable[str]) -> None:
+        self._publish(event(await reason))
 
 
 def _side_programs(config: JobConfig, folder: Path) -> HelperProcesses:

@@ -1,4 +1,4 @@
-"""A job on this host: carries out the decisions of the core, and sends events to it."""
+"""A job on this host: handles the events of its parts, and carries out the decisions of the core."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import socket
 import tempfile
 import time
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from functools import singledispatchmethod
 from pathlib import Path
 
@@ -15,20 +16,21 @@ from rallypoint.agent.addresses import MasterPort
 from rallypoint.agent.config.job import JobConfig
 from rallypoint.agent.core import core
 from rallypoint.agent.events.publisher import JobEvents, JobIdentity
+from rallypoint.agent.failures.analysis import EarlierFailure, FirstFailure
 from rallypoint.agent.failures.failure import WorkerFailure
-from rallypoint.agent.health.monitor import HostMonitor
+from rallypoint.agent.health.monitor import HostMonitor, MaintenanceAnnounced
 from rallypoint.agent.job.drain import Drain, DrainNotice
 from rallypoint.agent.job.failure_file import FAILURE_FILE, failure_document, write_failure_files
 from rallypoint.agent.job.rendezvous import NodeMembership
 from rallypoint.agent.job.result import FAILED, SUCCEEDED, JobResult, judge
-from rallypoint.agent.job.sync import Background, Notifier
+from rallypoint.agent.job.sync import Background, EventQueue, Notifier, QueuedEvent
 from rallypoint.agent.logs.follower import Console
 from rallypoint.agent.logs.plan import LogDirectory
-from rallypoint.agent.sockets.watchdog import HostWatchdog
+from rallypoint.agent.sockets.watchdog import HostWatchdog, WatchdogChanged
 from rallypoint.agent.sockets.worker_sockets import WorkerSockets
 from rallypoint.agent.spawner.client import Spawner
-from rallypoint.agent.workers.group import Worker, WorkerGroup
-from rallypoint.agent.workers.groups import Callbacks, GroupSettings, WorkerGroups
+from rallypoint.agent.workers.group import AttemptBegun, Worker, WorkerGroup, WorkersChanged, WorkersSucceeded
+from rallypoint.agent.workers.groups import GroupSettings, WorkerGroups
 from rallypoint.rpc.endpoint import SettingError
 from rallypoint.rpc.logs import get_logger
 from rallypoint.rpc.replica_client import ReplicaClient
@@ -50,22 +52,11 @@ class Job:
         """`spawner`: already running; no other job uses it, and this one replaces it if it dies."""
         self._config = config
         self._state = core.AgentState(checks=bool(config.health_checks))
-        # Events for the core; a JobResult ends the loop in `run`, and with it the job, without the core.
-        self._events: asyncio.Queue[core.Event | JobResult] = asyncio.Queue()
+        self._events = EventQueue()
+        publish = self._events.put_nowait
         self._background = Background(self._break)
-        self._groups = WorkerGroups(
-            config,
-            spawner,
-            Callbacks(
-                publish=self._events.put_nowait,
-                on_failure=self._on_failure,
-                on_earlier=self._on_earlier_failure,
-                on_unhealthy=self._on_unhealthy,
-                on_change=self._on_change,
-                begin=self._background.begin,
-            ),
-        )
-        self._drain = Drain(self._events.put_nowait)
+        self._groups = WorkerGroups(config, spawner, publish, self._background.begin)
+        self._drain = Drain(publish)
         self._master_port = MasterPort()
         self._failure: WorkerFailure | None = None
         self._broken: JobResult | None = None
@@ -73,6 +64,8 @@ class Job:
         self._stop_requested_at: float | None = None
         self._hurried = False
         self.result: JobResult | None = None
+        # Global rank of the first worker here, by the number of the attempt in the log directory.
+        self.base_ranks: dict[int, int] = {}
         self.changed = Notifier()
         self.start_time = time.time()
         self.end_time: float | None = None
@@ -82,7 +75,7 @@ class Job:
         self._history: JobEvents
         self._host_monitor: HostMonitor
         most = config.watchdog_timeout if config.require_watchdog else None
-        self._watchdog = HostWatchdog(most, self._on_watchdog, self._on_unhealthy)
+        self._watchdog = HostWatchdog(most, publish)
 
     @property
     def config(self) -> JobConfig:
@@ -108,11 +101,6 @@ class Job:
     def workers(self) -> list[Worker]:
         """The workers of the latest round, running or ended, by local rank."""
         return self._groups.workers
-
-    @property
-    def base_ranks(self) -> dict[int, int]:
-        """Global rank of the first worker here, by the number of the attempt in the log directory."""
-        return self._groups.base_ranks
 
     @property
     def stop_reason(self) -> str:
@@ -163,14 +151,7 @@ class Job:
             stack.push_async_callback(rendezvous.close)
             self._sockets = await stack.enter_async_context(
                 WorkerSockets(
-                    config,
-                    rendezvous,
-                    self._watchdog,
-                    worker_of=self._groups.worker_of,
-                    rank_of=self._groups.rank_of,
-                    on_hung=self._groups.reap,
-                    worker_at=self._groups.worker_at,
-                    entrust=self._groups.spawner.register_cleanup,
+                    config, rendezvous, self._watchdog, self._groups, self._groups.spawner.register_cleanup
                 )
             )
             environment = await self._listen_for_measurements(stack)
@@ -178,30 +159,19 @@ class Job:
             self._groups.spawner.register_cleanup(folder)
             environment |= self._drain.set_up(folder)
             stack.callback(self._drain.close)
-            self._host_monitor = HostMonitor(config, folder, logs.path, self._pids)
+            self._host_monitor = HostMonitor(config, folder, logs.path, self._pids, self._events.put_nowait)
             stack.push_async_callback(self._host_monitor.close)
             self._groups.equipment = GroupSettings(
                 console, logs, self._sockets, environment, folder, self._history
             )
-            self._membership = NodeMembership(
-                config,
-                rendezvous,
-                self._events.put_nowait,
-                ran=lambda: self._groups.group is not None,
-                leaving=lambda: self.stopping or self._state.leaving is not None,
-            )
+            self._membership = NodeMembership(config, rendezvous, self._events.put_nowait)
             stack.callback(self._watchdog.close)
             self._membership.join(self._background.begin)
             stack.push_async_callback(self._end_all)
-            self._host_monitor.start(
-                self._background.begin, lambda reason: self.drain(None, reason), self._on_unhealthy
-            )
+            self._host_monitor.start(self._background.begin)
             _log.info("joining", run_id=config.run_id, node_id=config.node_id, logs=str(logs.path))
-            while not self._state.finished:
-                event = await self._events.get()
-                if isinstance(event, JobResult):
-                    break
-                self._take(event)
+            while not self._state.finished and self._broken is None:
+                self._take(await self._events.get())
         result = self._result()
         self._leave_failure_file(result)
         return self.conclude(result)
@@ -272,13 +242,56 @@ class Job:
         if self.group is not None:
             self.group.pass_on(number)
 
-    def _take(self, event: core.Event) -> None:
+    def _take(self, event: QueuedEvent) -> None:
+        """Handle an event of the queue."""
+        match event:
+            case JobResult():
+                self._broken = event
+            case AttemptBegun():
+                self.base_ranks[event.number] = event.base_rank
+            case WorkersChanged():
+                self._drain.check_workers()
+            case FirstFailure(failure):
+                _log.error("worker failed", rank=failure.rank, pid=failure.pid, reason=failure.message)
+                self._failure = failure
+                self._decide(core.GroupFailed())
+            case EarlierFailure(failure):
+                self._take_earlier_failure(failure)
+            case WorkersSucceeded():
+                if not self._state.finished:  # otherwise the end of the job has left no process
+                    self._groups.sweep()
+            case WatchdogChanged(trouble):
+                self._membership.report_watchdog(trouble)
+                self._history.watchdog(not trouble, trouble)
+            case MaintenanceAnnounced():
+                self.drain(None, event.reason)
+            case core.NodeUnhealthy(reason):
+                # An eviction is not logged here: the result of the job contains the refusal.
+                if self._state.unhealthy is None and reason != self._membership.refusal:
+                    _log.error("this host can't run another round", reason=reason)
+                self._decide(event)
+            case _:
+                self._decide(event)
+        self.changed.notify()
+
+    def _take_earlier_failure(self, failure: WorkerFailure) -> None:
+        _log.error(
+            "an earlier worker failure was found", rank=failure.rank, pid=failure.pid, reason=failure.message
+        )
+        self._failure = failure
+        # A node that leaves on request stops its workers without a failure, and must not cost the others a restart.
+        if self.group is not None and not self.stopping and self.draining is None:
+            self._membership.report_failure(failure, self.group.assignment.round)
+
+    def _decide(self, event: core.Event) -> None:
+        """Have the core decide about an event, and carry out the effects."""
         before = self._state
+        if before.finished:
+            return
         self._state, effects = core.decide(before, event)
         self._history.decided(event, before, self._state, effects)
         for effect in effects:
             self._carry_out(effect)
-        self.changed.notify()
 
     @singledispatchmethod
     def _carry_out(self, effect: object) -> None:
@@ -288,6 +301,7 @@ class Job:
     def _start_workers(self, effect: core.StartWorkers) -> None:
         self._master_port.hand_over()
         lease, incarnation = self._membership.lease, self._membership.incarnation
+        self._membership.ran = True
         self._groups.start(effect.assignment, effect.restart_count, lease, incarnation)
 
     @_carry_out.register
@@ -313,9 +327,7 @@ class Job:
 
     @_carry_out.register
     def _examine(self, effect: core.CheckHealth) -> None:
-        self._background.begin(
-            self._host_monitor.examine(effect.fresh, self._events.put_nowait, self._on_unhealthy)
-        )
+        self._background.begin(self._host_monitor.examine(effect.fresh))
 
     @_carry_out.register
     def _confirm(self, effect: core.SendConfirm) -> None:
@@ -323,8 +335,9 @@ class Job:
 
     @_carry_out.register
     def _report_failure(self, effect: core.SendFailure) -> None:
-        assert self._failure is not None, "a failure is noted before it is reported"
-        self._membership.report_failure(self._failure, effect.round)
+        assert self.group is not None, "workers that fail belong to a group"
+        # The earliest by now, not the one of the event: if several exits arrive at once, the first may be another's.
+        self._membership.report_failure(self.group.failures[0], effect.round)
 
     @_carry_out.register
     def _report_success(self, effect: core.SendSuccess) -> None:
@@ -353,45 +366,21 @@ class Job:
         running = self._state.workers is core.Workers.RUNNING
         return {worker.rank: worker.pid for worker in self.workers if running and worker.exit is None}
 
-    def _on_change(self) -> None:
-        self._drain.check_workers()
-        self.changed.notify()
-
-    def _on_failure(self, failure: WorkerFailure) -> None:
-        _log.error("worker failed", rank=failure.rank, pid=failure.pid, reason=failure.message)
-        self._failure = failure
-        self._events.put_nowait(core.GroupFailed())
-
-    def _on_earlier_failure(self, failure: WorkerFailure) -> None:
-        _log.error(
-            "an earlier worker failure was found", rank=failure.rank, pid=failure.pid, reason=failure.message
-        )
-        self._failure = failure
-        # A node that leaves on request stops its workers without a failure, and must not cost the others a restart.
-        if self.group is not None and not self.stopping and self.draining is None:
-            self._membership.report_failure(failure, self.group.assignment.round)
-
-    def _on_unhealthy(self, detail: str) -> None:
-        if self._state.unhealthy is None:
-            _log.error("this host can't run another round", reason=detail)
-        self._events.put_nowait(core.NodeUnhealthy(detail))
-
-    def _on_watchdog(self, up: bool, trouble: str) -> None:
-        self._membership.report_watchdog(trouble)
-        self._history.watchdog(up, trouble)
-        self.changed.notify()
-
     def _break(self, error: BaseException) -> None:
         """End the job after an unexpected error in the background: a job that hangs is the worst failure."""
         _log.exception("internal error", error=error)
-        self._broken = JobResult(FAILED, f"internal error: {error!r}; please report it with the log above")
-        self._events.put_nowait(self._broken)
+        detail = f"internal error: {error!r}; please report it with the log above"
+        self._events.put_nowait(JobResult(FAILED, detail))
 
     async def _end_all(self) -> None:
         """Stop everything: when this returns, no worker is left."""
         self._membership.abandon()
         await self._groups.end()
         await self._background.end()
+        # Failures that this brought to light count for the result; the core decides nothing any more.
+        self._state = replace(self._state, finished=True)
+        while not self._events.empty():
+            self._take(self._events.get_nowait())
         result = self._result()
         self._history.ended(result.exit_code, result.detail)
 

@@ -34,34 +34,24 @@ class NodeMembership:
         incarnation: Incarnation of the run that granted the lease.
         run_end: The end of the run; None while it lasts.
         refusal: Reason for which the rendezvous service refused this node; None if it did not.
+        ran: True once workers were started here; the job sets it.
     """
 
-    def __init__(
-        self,
-        config: JobConfig,
-        rendezvous: Where,
-        publish: Callable[[core.Event], None],
-        *,
-        ran: Callable[[], bool],
-        leaving: Callable[[], bool],
-    ) -> None:
+    def __init__(self, config: JobConfig, rendezvous: Where, publish: Callable[[core.Event], None]) -> None:
         """Set up; do not join yet.
 
         Args:
             config: The job.
             rendezvous: The rendezvous service.
             publish: Receives the events for the core.
-            ran: Returns True if workers were ever started here.
-            leaving: Returns True if the node is leaving; then it logs no waiting.
         """
         self.lease = 0
         self.incarnation = ""
         self.run_end: pb.RunEnd | None = None
         self.refusal: str | None = None
+        self.ran = False
         self._config = config
         self._publish = publish
-        self._ran = ran
-        self._leaving = leaving
         self._being_member: asyncio.Task[None] | None = None
         # Set when there is nothing to wait for: the round has ended, or this node is no longer a member.
         self._round_over = asyncio.Event()
@@ -97,7 +87,7 @@ class NodeMembership:
             advice = advice or "check that it is running and that --rdzv-endpoint is right"
             self.refusal = str(error) if self.lease else f"{error}; {advice}"
         except ServiceError as error:
-            if error.reason == "RUN_CLOSED" and self._ran():
+            if error.reason == "RUN_CLOSED" and self.ran:
                 # The run was closed while this node was disconnected for so long that it lost its lease.
                 outcome = pb.Outcome.Value(f"OUTCOME_{error.metadata['outcome']}")
                 self.run_end = pb.RunEnd(outcome=outcome, detail=error.message)
@@ -184,11 +174,15 @@ class NodeMembership:
         if update.HasField("run_end"):
             self.run_end = update.run_end
         # While no worker runs, the log must show the reason.
-        elif update.phase == pb.PHASE_JOINABLE and update.HasField("held_back") and not self._leaving():
+        elif (
+            update.phase == pb.PHASE_JOINABLE
+            and update.HasField("held_back")
+            and not self._membership.departing
+        ):
             seconds = to_seconds(update.held_back)
             detail = update.last_round_end.detail
             _log.warning("restart delayed (back-off after repeated failures)", seconds=seconds, reason=detail)
-        elif update.phase == pb.PHASE_JOINABLE and not self._leaving():
+        elif update.phase == pb.PHASE_JOINABLE and not self._membership.departing:
             _log.info("waiting for nodes", **self._min_nodes())
         elif update.phase == pb.PHASE_FINAL and not update.HasField("assignment"):
             _log.info("waiting for a place in the next round")

@@ -16,6 +16,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from rallypoint.agent.hangs.hung_worker import HungWorker
 from rallypoint.agent.hangs.kernel_stacks import processor_time_of
 from rallypoint.rpc.logs import get_logger
 from rallypoint.timer.client.client import ExpiredTimer, OnExpired, OnForgotten
@@ -65,6 +66,22 @@ class Timers(Protocol):
 
     def holds(self, expired: ExpiredTimer) -> bool:
         """Return true if the worker still holds the timer that expired."""
+
+
+class HostWorkers(Protocol):
+    """The workers of this host: a socket asks which of them connects, and has one reaped whose timer has expired."""
+
+    def worker_of(self, pid: int) -> str | None:
+        """Return the name of the worker that a process is or descends from; None for other processes."""
+
+    def worker_at(self, local_rank: int) -> tuple[str, int] | None:
+        """Return name and pid of the worker with this local rank; None if it does not run."""
+
+    def rank_of(self, worker: str) -> int | None:
+        """Return the global rank of the worker with this name; None if there is none."""
+
+    async def reap(self, hang: HungWorker) -> bool | None:
+        """Diagnose a worker that hangs, and kill it. Returns False if that failed: try again later."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,10 +10,9 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from weakref import WeakValueDictionary
 
@@ -21,6 +20,7 @@ from rallypoint.agent.hangs.hung_worker import HungWorker
 from rallypoint.agent.sockets.timer_tables import (
     Holder,
     Holders,
+    HostWorkers,
     OpenTable,
     TableRefused,
     Tables,
@@ -32,7 +32,7 @@ from rallypoint.rpc.logs import get_logger
 from rallypoint.timer.client.client import ExpiredTimer
 from rallypoint.timer.worker import wire
 
-__all__ = ["TimerLimits", "TimerSocket", "TimerSocketError"]
+__all__ = ["HostWorkers", "TimerLimits", "TimerSocket", "TimerSocketError"]
 
 log = get_logger(__name__)
 
@@ -77,7 +77,7 @@ class _TimerConnection:
 
 
 class TimerSocket:
-    """Receives timers from the workers of this host, and calls `on_expired` for workers with an expired timer.
+    """Receives timers from the workers of this host, and has workers with an expired timer reaped.
 
     Belongs to one event loop. A timer ends when its worker releases it, when its connection ends, and when its
     worker is cleared; none of these counts as an expiry.
@@ -87,12 +87,9 @@ class TimerSocket:
         self,
         path: str | os.PathLike[str],
         timers: Timers,
+        workers: HostWorkers,
         *,
-        worker_of: Callable[[int], str | None],
-        rank_of: Callable[[str], int | None],
-        on_expired: Callable[[HungWorker], Awaitable[bool | None]],
         fifos: Sequence[str | os.PathLike[str]] = (),
-        worker_at: Callable[[int], tuple[str, int] | None] = lambda local_rank: None,
         limits: TimerLimits | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -101,30 +98,24 @@ class TimerSocket:
         Args:
             path: of the socket, for RALLYPOINT_TIMER_SOCKET; its directory's permissions must exclude other users.
             timers: a client of the timer service, not started yet.
-            worker_of: returns the worker that a process of this host is or descends from; None if there is none.
-                Connections of processes that stay unknown are refused.
-            rank_of: returns the global rank of a worker; None if there is no such worker.
-            on_expired: reaps the worker. One call at a time per worker. Returns False if that failed: try again later.
+            workers: the workers; one `reap` at a time per worker. Processes that stay unknown are refused.
             fifos: paths for the named pipes of torch's timers, one for each worker, by local rank.
-            worker_at: returns name and pid of the worker with a local rank; None while there is none.
             limits: see TimerLimits.
             clock: CLOCK_MONOTONIC, in seconds.
         """
         self.path = os.fspath(path)
         self._timers = timers
-        self._worker_of = worker_of
-        self._on_expired = on_expired
+        self._workers = workers
         self._limits = limits or TimerLimits()
-        self._holders = Holders(timers, rank_of=rank_of, limits=self._limits, clock=clock)
+        self._holders = Holders(timers, rank_of=workers.rank_of, limits=self._limits, clock=clock)
         self._tables = Tables(clock)
         self._fifos = [
-            TimerFifo(Path(path), self._holders, worker=partial(worker_at, local_rank), worker_of=worker_of)
-            for local_rank, path in enumerate(fifos)
+            TimerFifo(Path(path), self._holders, workers, local_rank) for local_rank, path in enumerate(fifos)
         ]
         self._listener: socket.socket | None = None
         self._again: asyncio.TimerHandle | None = None
         self._connections: dict[str, set[_TimerConnection]] = {}
-        # Connections of processes that `worker_of` does not know yet, with the timer that refuses them.
+        # Connections of processes of which no worker is known yet, with the timer that refuses them.
         self._strangers: dict[socket.socket, asyncio.TimerHandle] = {}
         # One lock per worker with an expiry in progress.
         self._judging: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
@@ -228,7 +219,7 @@ class TimerSocket:
         """Accept a connection if its process belongs to a worker; false if the process is unknown."""
         pid = _peer(connected)
         try:
-            worker_id = self._worker_of(pid)
+            worker_id = self._workers.worker_of(pid)
         except Exception:
             log.exception("could not find the worker of a process", pid=pid)
             worker_id = None
@@ -369,7 +360,7 @@ class TimerSocket:
                 return False
             if not self._timers.holds(expired):
                 return None
-            return await self._on_expired(self._hang(expired))
+            return await self._workers.reap(self._hang(expired))
 
     def _poll_table(self, worker_id: str) -> None:
         """Read all that the worker has written or sent until now."""

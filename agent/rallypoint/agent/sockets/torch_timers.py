@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rallypoint.agent.sockets.timer_tables import LONGEST, Holder, Holders
+from rallypoint.agent.sockets.timer_tables import LONGEST, Holder, Holders, HostWorkers
 from rallypoint.agent.spawner.spawner import descendants, read_process
 from rallypoint.rpc.logs import get_logger
 from rallypoint.timer.worker.wire import MAX_SCOPE_BYTES, NO_SIGNAL
@@ -123,9 +123,8 @@ class TimerFifo:
         self,
         path: Path,
         holders: Holders,
-        *,
-        worker: Callable[[], tuple[str, int] | None],
-        worker_of: Callable[[int], str | None],
+        workers: HostWorkers,
+        local_rank: int,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         """Set up; `start` makes the pipe.
@@ -133,14 +132,14 @@ class TimerFifo:
         Args:
             path: of the pipe; the worker gets it as TORCHELASTIC_TIMER_FILE.
             holders: gets the timers.
-            worker: returns name and pid of the worker; None while there is none.
-            worker_of: as for rallypoint.agent.sockets.timers.TimerSocket.
+            workers: the workers of this host.
+            local_rank: of the worker.
             wall_clock: the clock that torch's client uses.
         """
         self._path = path
         self._holders = holders
-        self._worker = worker
-        self._worker_of = worker_of
+        self._workers = workers
+        self._local_rank = local_rank
         self._wall_clock = wall_clock
         self._pipe = -1
         self._resting: asyncio.TimerHandle | None = None
@@ -294,7 +293,7 @@ class TimerFifo:
 
     def _find(self, number: int) -> tuple[str, int] | None:
         """Return the worker's name, and the pid on this host of its process that has pid `number` in its namespace."""
-        worker = self._worker()
+        worker = self._workers.worker_at(self._local_rank)
         if worker is None:
             return None
         worker_id, root = worker
@@ -311,7 +310,7 @@ class TimerFifo:
 
     def _is(self, pid: int, number: int, worker_id: str) -> bool:
         """True if a process belongs to the worker, and has pid `number` in its own namespace."""
-        return _own_number(pid) == number and self._worker_of(pid) == worker_id
+        return _own_number(pid) == number and self._workers.worker_of(pid) == worker_id
 
     def _end(self, process: _ClientProcess) -> None:
         self._processes.pop(process.number, None)
@@ -321,7 +320,7 @@ class TimerFifo:
         """Keep a request until its process is introduced; skip it with a warning after `until`."""
         now = self._holders.clock()
         if now >= until or len(self._waiting) >= _MOST_WAITING:
-            worker_id, _ = self._worker() or ("", 0)
+            worker_id, _ = self._workers.worker_at(self._local_rank) or ("", 0)
             reason = "it names a process that is neither this worker nor a descendant of it"
             self._warn_skipped(reason, worker_id=worker_id, pid=request.pid)
             return

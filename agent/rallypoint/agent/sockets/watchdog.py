@@ -4,6 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass
+
+from rallypoint.agent.core.core import NodeUnhealthy
+
+
+@dataclass(frozen=True, slots=True)
+class WatchdogChanged:
+    """The watchdog of the workers here came (`trouble` is empty) or went (`trouble`: the reason, one line)."""
+
+    trouble: str
 
 
 class HostWatchdog:
@@ -14,23 +24,18 @@ class HostWatchdog:
     """
 
     def __init__(
-        self,
-        most: float | None,
-        on_change: Callable[[bool, str], None],
-        on_unhealthy: Callable[[str], None],
+        self, most: float | None, publish: Callable[[WatchdogChanged | NodeUnhealthy], None]
     ) -> None:
         """Set up; nothing is known yet.
 
         Args:
             most: Seconds that a job that requires a watchdog may run without, from the first report of its absence;
                 None: it requires none.
-            on_change: Called when the watchdog comes or goes, with true if it is there, and the trouble if not.
-            on_unhealthy: Called with the reason when a job that requires one has been without for too long.
+            publish: Receives the events. NodeUnhealthy: a job that requires a watchdog has been without for too long.
         """
         self.trouble = ""
         self._most = most
-        self._on_change = on_change
-        self._on_unhealthy = on_unhealthy
+        self._publish = publish
         self._there = asyncio.Event()
         self._giving_up: asyncio.TimerHandle | None = None
 
@@ -47,7 +52,7 @@ class HostWatchdog:
                 loop = asyncio.get_running_loop()
                 self._giving_up = loop.call_later(self._most, self._give_up, self._most)
         if changed:
-            self._on_change(not trouble, trouble)
+            self._publish(WatchdogChanged(trouble))
 
     async def allows_workers(self) -> None:
         """Return when workers may be started: at once, unless the job requires a watchdog that is not there."""
@@ -61,6 +66,5 @@ class HostWatchdog:
             self._giving_up = None
 
     def _give_up(self, seconds: float) -> None:
-        self._on_unhealthy(
-            f"no watchdog has guarded its workers for {seconds:g} s, and the job requires one: {self.trouble}"
-        )
+        reason = f"no watchdog has guarded its workers for {seconds:g} s, and the job requires one"
+        self._publish(NodeUnhealthy(f"{reason}: {self.trouble}"))

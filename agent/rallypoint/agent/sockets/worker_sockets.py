@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Self
 
 from rallypoint.agent.config.job import JobConfig
-from rallypoint.agent.hangs.hung_worker import HungWorker
 from rallypoint.agent.sockets.store import StoreSocket, StoreSocketError
-from rallypoint.agent.sockets.timers import TimerSocket
+from rallypoint.agent.sockets.timers import HostWorkers, TimerSocket
 from rallypoint.agent.sockets.watchdog import HostWatchdog
 from rallypoint.rendezvous.store.client import StoreClient, Writer
 from rallypoint.rpc.channel import open_channel
@@ -37,12 +36,8 @@ class WorkerSockets:
         config: JobConfig,
         rendezvous: Where,
         watchdog: HostWatchdog,
-        *,
-        worker_of: Callable[[int], str | None],
-        rank_of: Callable[[str], int | None],
-        on_hung: Callable[[HungWorker], Awaitable[bool | None]],
-        worker_at: Callable[[int], tuple[str, int] | None] = lambda local_rank: None,
-        entrust: Callable[[Path], None] = lambda _folder: None,
+        workers: HostWorkers,
+        register_cleanup: Callable[[Path], None],
     ) -> None:
         """Set up.
 
@@ -50,21 +45,15 @@ class WorkerSockets:
             config: The job.
             rendezvous: Address of the rendezvous service, which serves the store too.
             watchdog: Gets the state of the connection to the timer service.
-            worker_of: Returns the worker that a process is or descends from; None for other processes.
-            rank_of: Returns the global rank of a worker; None if there is no such worker.
-            on_hung: Handles a timer that expired while its worker held it. Returns False if it failed: try again later.
-            worker_at: Returns name and pid of the worker with a local rank; None if it does not run.
-            entrust: Called with their temporary folder as soon as that exists, to register it for clean-up.
+            workers: The workers.
+            register_cleanup: Called with the sockets' temporary folder as soon as that exists.
         """
         self.environment: dict[str, str] = {}
         self.watchdog = watchdog
         self._config = config
         self._rendezvous = rendezvous
-        self._worker_of = worker_of
-        self._rank_of = rank_of
-        self._on_hung = on_hung
-        self._worker_at = worker_at
-        self._register_cleanup = entrust
+        self._workers = workers
+        self._register_cleanup = register_cleanup
         self._stack = AsyncExitStack()
         self._folder = Path()
         self._timers: NodeTimers | None = None
@@ -117,7 +106,7 @@ class WorkerSockets:
         self._lease, self._incarnation = lease, incarnation
 
     def introduce(self) -> None:
-        """Serve workers that have become known to `worker_of`."""
+        """Serve workers that have become known."""
         if self._timer_socket is not None:
             self._timer_socket.introduce()
 
@@ -146,11 +135,8 @@ class WorkerSockets:
         self._timer_socket = TimerSocket(
             self.environment["RALLYPOINT_TIMER_SOCKET"],
             timers,
-            worker_of=self._worker_of,
-            rank_of=self._rank_of,
-            on_expired=self._on_hung,
+            self._workers,
             fifos=[self._folder / f"torch.{local_rank}" for local_rank in range(config.local_world_size)],
-            worker_at=self._worker_at,
         )
         await self._timer_socket.start()
         self._stack.push_async_callback(self._timer_socket.stop)

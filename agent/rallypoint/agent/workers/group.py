@@ -11,13 +11,13 @@ from collections import defaultdict
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from rallypoint.agent.addresses import is_taken_by_another
 from rallypoint.agent.config.job import JobConfig
-from rallypoint.agent.core.core import Assignment
+from rallypoint.agent.core.core import Assignment, NodeUnhealthy
 from rallypoint.agent.events.publisher import JobEvents
-from rallypoint.agent.failures.analysis import LocalFailures, PostMortem
+from rallypoint.agent.failures.analysis import EarlierFailure, FirstFailure, LocalFailures, PostMortem
 from rallypoint.agent.failures.failure import (
     WorkerFailure,
     failure_of_port,
@@ -60,8 +60,31 @@ class Worker:
     exit: WorkerExit | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class AttemptBegun:
+    """The log folder of a group exists; `number`: of the attempt, `base_rank`: global rank of the first worker here."""
+
+    number: int
+    base_rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkersChanged:
+    """All workers of a group were started, or one has ended: `WorkerGroup.workers` shows it already."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkersSucceeded:
+    """All workers of a group have ended with exit code 0; processes that they left behind may still run."""
+
+
+GroupEvent: TypeAlias = (
+    AttemptBegun | WorkersChanged | FirstFailure | EarlierFailure | WorkersSucceeded | NodeUnhealthy
+)
+
+
 class WorkerGroup:
-    """Starts a round's workers and reports one result: the success of all, or the first failure."""
+    """Starts a round's workers and publishes one result: the success of all, or the first failure."""
 
     def __init__(
         self,
@@ -75,11 +98,7 @@ class WorkerGroup:
         sockets: dict[str, str],
         stacks: Path,
         events: JobEvents,
-        on_failure: Callable[[WorkerFailure], None],
-        on_success: Callable[[], None],
-        on_unhealthy: Callable[[str], None],
-        on_change: Callable[[], None] = lambda: None,
-        on_earlier: Callable[[WorkerFailure], None] = lambda failure: None,
+        publish: Callable[[GroupEvent], None],
     ) -> None:
         """Set up; nothing is started.
 
@@ -93,13 +112,8 @@ class WorkerGroup:
             sockets: Environment variables with the addresses of the agent's sockets.
             stacks: Folder for the pipes into which the workers write their stacks.
             events: Records the start and end of each worker.
-            on_failure: Called for the first worker that fails, or can't be started; at most once.
-            on_earlier: Called with a failure that happened before that one, or before the workers were stopped for
-                another reason, and was detected only afterwards.
-            on_success: Called when all workers have ended with exit code 0.
-            on_unhealthy: Called with the reason when a worker that hangs, or a descendant of it, survives SIGKILL.
-                Processes that survive `stop` are in its report.
-            on_change: Called when a worker has ended, after `workers` shows it.
+            publish: Receives the events. NodeUnhealthy: a worker that hangs, or a descendant of it, survives SIGKILL;
+                processes that survive `stop` are in its report.
         """
         self.assignment = assignment
         self.workers: dict[int, Worker] = {}
@@ -111,7 +125,7 @@ class WorkerGroup:
         self._log_directory = log_directory
         self._sockets = sockets
         self._post_mortem = PostMortem(
-            LocalFailures(on_failure, on_earlier),
+            LocalFailures(publish),
             self._identity,
             self._explain,
             cwd=config.working_directory,
@@ -119,9 +133,7 @@ class WorkerGroup:
             # Python programs and functions choose their exit codes: `sys.exit(138)` is not a signal.
             own_codes=config.call or Path(config.command[0]).name.startswith(("python", "pypy")),
         )
-        self._on_success = on_success
-        self._on_unhealthy = on_unhealthy
-        self._on_change = on_change
+        self._publish = publish
         self._stacks = stacks
         self._events = events
         self._pipes: dict[int, StackPipe] = {}
@@ -150,7 +162,7 @@ class WorkerGroup:
                     return
             attempt = self._log_directory.new_attempt(local_ranks, self.assignment.base_rank)
             self._logs, self.attempt = attempt.workers, attempt.number
-            self._on_change()
+            self._publish(AttemptBegun(attempt.number, self.assignment.base_rank))
             self._make_pipes()
             self._post_mortem.begin(self._logs)
             self._output = WorkerOutput(self._config.output, attempt, self._console, self._stacks)
@@ -210,8 +222,7 @@ class WorkerGroup:
     @property
     def names(self) -> dict[str, int]:
         """Local rank of each worker by its name; under one lease, no other worker gets the same name."""
-        round_ = self.assignment.round
-        return {f"{rank}@{round_}": rank for rank in range(self._config.local_world_size)}
+        return {self.name_of(local_rank): local_rank for local_rank in range(self._config.local_world_size)}
 
     def name_of(self, local_rank: int) -> str:
         """Return the name of the worker with this local rank."""
@@ -307,7 +318,7 @@ class WorkerGroup:
         worker = self.workers.get(local_rank)
         if worker is None or worker.exit is None:
             self._fail(failure_to_end(report.message, pid=pid, local_rank=local_rank, **identity), report)
-        self._on_unhealthy(why)
+        self._publish(NodeUnhealthy(why))
 
     def _is_ours(self, pid: int) -> bool:
         """True if a process is below the spawner now: its pid may have been reused since it was reported."""
@@ -362,7 +373,7 @@ class WorkerGroup:
         # A worker may exit before `start` has returned for the others.
         worker = self._record(exited.local_rank, exited.pid, exited.time)
         worker.exit = exited
-        self._on_change()
+        self._publish(WorkersChanged())
         if (exited.during_stop or self._stopped) and not self._post_mortem.failed_before_stop(exited):
             self._events.worker_ended(worker.rank, exited)
             return
@@ -377,7 +388,7 @@ class WorkerGroup:
         if len(self.workers) == self._config.local_world_size and all(
             worker.exit is not None and worker.exit.succeeded for worker in self.workers.values()
         ):
-            self._on_success()
+            self._publish(WorkersSucceeded())
 
     async def _fail_when_logged(self, exited: WorkerExit, report: HangReport | None) -> None:
         """Report a failure after the worker's last output, which shows the cause, has reached its file."""

@@ -12,7 +12,6 @@ from typing import Any
 from rallypoint.agent.config.job import JobConfig
 from rallypoint.agent.core import core
 from rallypoint.agent.events.publisher import JobEvents
-from rallypoint.agent.failures.failure import WorkerFailure
 from rallypoint.agent.hangs.hung_worker import HungWorker
 from rallypoint.agent.hangs.reaper import describe_left, survivors_of
 from rallypoint.agent.logs.follower import Console
@@ -20,7 +19,7 @@ from rallypoint.agent.logs.plan import LogDirectory
 from rallypoint.agent.sockets.worker_sockets import WorkerSockets
 from rallypoint.agent.spawner.client import Spawner
 from rallypoint.agent.spawner.protocol import SpawnError
-from rallypoint.agent.workers.group import Worker, WorkerGroup
+from rallypoint.agent.workers.group import GroupEvent, Worker, WorkerGroup, WorkersChanged
 from rallypoint.rpc.logs import get_logger
 
 # Seconds for the spawner's last sweep where a process is already known to survive SIGKILL.
@@ -50,47 +49,38 @@ class GroupSettings:
     history: JobEvents
 
 
-@dataclass(frozen=True, slots=True)
-class Callbacks:
-    """Callbacks of the worker groups; all are called on the event loop.
-
-    Attributes:
-        publish: Gets events for the core.
-        on_failure: Gets the first failure of a group.
-        on_earlier: Gets a failure detected later that happened before that one, or before a stop for another reason.
-        on_unhealthy: Gets the reason why no further group may run here.
-        on_change: Called when the visible state of a worker has changed.
-        begin: Runs a coroutine in the background; an exception in it ends the job.
-    """
-
-    publish: Callable[[core.Event], None]
-    on_failure: Callable[[WorkerFailure], None]
-    on_earlier: Callable[[WorkerFailure], None]
-    on_unhealthy: Callable[[str], None]
-    on_change: Callable[[], None]
-    begin: Callable[[Coroutine[Any, Any, None]], object]
-
-
 class WorkerGroups:
     """Starts and stops the worker groups.
 
     Attributes:
         group: The latest; None if there was none yet.
         spawner: The process below which all workers run; replaced when it has died.
-        base_ranks: Global rank of the first worker here, by the number of the attempt in the log directory.
         stop_reason: Why the latest group was stopped.
         equipment: Resources that the groups share; set before the first is started.
     """
 
-    def __init__(self, config: JobConfig, spawner: Spawner, callbacks: Callbacks) -> None:
-        """Set up; `spawner` is already running."""
+    def __init__(
+        self,
+        config: JobConfig,
+        spawner: Spawner,
+        publish: Callable[[GroupEvent | core.GroupSucceeded | core.GroupStopped], None],
+        begin: Callable[[Coroutine[Any, Any, None]], object],
+    ) -> None:
+        """Set up.
+
+        Args:
+            config: The job.
+            spawner: Already running.
+            publish: Receives the events of all groups.
+            begin: Runs a coroutine in the background; an exception in it ends the job.
+        """
         self.group: WorkerGroup | None = None
         self.spawner = spawner
-        self.base_ranks: dict[int, int] = {}
         self.stop_reason = ""
         self.equipment: GroupSettings
         self._config = config
-        self._callbacks = callbacks
+        self._publish = publish
+        self._begin = begin
         self._stopped: WorkerGroup | None = None
 
     @property
@@ -110,11 +100,7 @@ class WorkerGroups:
         if self.spawner.dead:
             with suppress(SpawnError):  # the start of the group then fails, and is reported
                 self.spawner = self.spawner.renew()
-        equipment, callbacks = self.equipment, self._callbacks
-
-        def succeeded() -> None:
-            callbacks.begin(self._sweep(group))
-
+        equipment = self.equipment
         group = self.group = WorkerGroup(
             self._config,
             assignment,
@@ -125,11 +111,7 @@ class WorkerGroups:
             sockets={**equipment.sockets.environment, **equipment.environment},
             stacks=equipment.stacks,
             events=equipment.history,
-            on_failure=callbacks.on_failure,
-            on_success=succeeded,
-            on_unhealthy=callbacks.on_unhealthy,
-            on_earlier=callbacks.on_earlier,
-            on_change=self._changed,
+            publish=self._publish,
         )
         first, last = assignment.base_rank, assignment.base_rank + self._config.local_world_size - 1
         _log.info(
@@ -139,7 +121,12 @@ class WorkerGroups:
             world_size=assignment.world_size,
             restart_count=restart_count,
         )
-        callbacks.begin(self._start(group, lease, incarnation))
+        self._begin(self._start(group, lease, incarnation))
+
+    def sweep(self) -> None:
+        """Kill what the latest group, whose workers have succeeded, left behind; GroupSucceeded follows."""
+        assert self.group is not None, "workers that succeeded belong to a group"
+        self._begin(self._sweep(self.group))
 
     def stop(
         self, detail: str, number: int, timeout: float, after: Callable[[], Awaitable[None]] | None = None
@@ -155,12 +142,11 @@ class WorkerGroups:
         assert self.group is not None, "running workers belong to a group"
         self.stop_reason = detail
         self._stopped = self.group
-        self._callbacks.begin(self._stop(self.group, detail, number, timeout, after))
+        self._begin(self._stop(self.group, detail, number, timeout, after))
 
     def kill(self) -> None:
         """Kill workers that are being stopped; the running stop reports the result."""
-        if self.group is not None:
-            self._callbacks.begin(_kill(self.group))
+        self._begin(self.end())
 
     async def end(self) -> None:
         """Kill all workers; none is left when this returns."""
@@ -198,7 +184,7 @@ class WorkerGroups:
         await sockets.watchdog.allows_workers()
         await group.start()
         sockets.introduce()
-        self._callbacks.on_change()
+        self._publish(WorkersChanged())
 
     async def _stop(
         self,
@@ -221,8 +207,8 @@ class WorkerGroups:
         for worker in group.names:
             self.equipment.sockets.clear(worker)
         if left := await survivors_of(report.left):
-            self._callbacks.on_unhealthy(await describe_left(left))
-        self._callbacks.publish(core.GroupStopped())
+            self._publish(core.NodeUnhealthy(await describe_left(left)))
+        self._publish(core.GroupStopped())
 
     async def _sweep(self, group: WorkerGroup) -> None:
         """Kill processes that workers left behind when they ended, so that none survives into the next round."""
@@ -231,15 +217,6 @@ class WorkerGroups:
         reason = await describe_left(left) if left else None
         # If it was stopped meanwhile, the next group may run by now, and the core would take the event for its success.
         if group is not self._stopped:
-            self._callbacks.publish(core.GroupSucceeded())
+            self._publish(core.GroupSucceeded())
         if reason is not None:
-            self._callbacks.on_unhealthy(reason)
-
-    def _changed(self) -> None:
-        if self.group is not None and self.group.attempt is not None:
-            self.base_ranks[self.group.attempt] = self.group.assignment.base_rank
-        self._callbacks.on_change()
-
-
-async def _kill(group: WorkerGroup) -> None:
-    await group.stop(signal.SIGKILL, 0.0)
+            self._publish(core.NodeUnhealthy(reason))

@@ -1,0 +1,37 @@
+"""The workers of a host, as its sockets ask for them."""
+
+from __future__ import annotations
+
+from rallypoint.agent.hangs.hung_worker import HungWorker
+from rallypoint.agent.spawner.spawner import read_process
+
+
+class HostWorkers:
+    """Those that a test names; `expired` are those that were to be reaped."""
+
+    def __init__(self, pids: dict[int, str] | None = None, base_rank: int = 0) -> None:
+        """`pids`: their names by process id; `base_rank`: of the first one."""
+        self.pids = pids or {}
+        self.base_rank = base_rank
+        self.expired: list[HungWorker] = []
+
+    def worker_of(self, pid: int) -> str | None:
+        """As the product's: descendants are the worker's."""
+        while pid not in self.pids:
+            if (process := read_process(pid)) is None:
+                return None
+            pid = process.parent
+        return self.pids[pid]
+
+    def worker_at(self, local_rank: int) -> tuple[str, int] | None:
+        """As the product's."""
+        return next(((name, pid) for pid, name in self.pids.items() if name[0] == str(local_rank)), None)
+
+    def rank_of(self, worker: str) -> int | None:
+        """As the product's."""
+        return self.base_rank + int(worker.partition("@")[0])
+
+    async def reap(self, hang: HungWorker) -> bool | None:
+        """As the product's, but nobody dies."""
+        self.expired.append(hang)
+        return None
