@@ -12,6 +12,7 @@ from google.protobuf.json_format import MessageToJson
 from rallypoint.cli.output import TimestampParam, printable, show_moment, show_span
 from rallypoint.cli.values import Text, service_options
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
+from rallypoint.rpc.durations import to_seconds
 from rallypoint.rpc.endpoint import ClientTLS
 
 if TYPE_CHECKING:
@@ -142,11 +143,6 @@ _SPAN_WIDTH = 9  # "-12m34s", and "59.999s" with its sign
 _KIND_WIDTH = max(map(len, pb.EventKind.keys())) - len("EVENT_KIND_")
 
 
-def unix_seconds(event: pb.Event) -> float:
-    """Return the event's time in seconds since the epoch, by the service's clock."""
-    return event.time.ToNanoseconds() / 1e9
-
-
 class EventLines:
     """Format each event as a line, with the time since the previous event."""
 
@@ -156,7 +152,7 @@ class EventLines:
 
     def format(self, event: pb.Event) -> str:
         """Return one line: time, time since the previous line, kind, description."""
-        now = unix_seconds(event)
+        now = to_seconds(event.time)
         span = "" if self._before is None else show_span(now - self._before)
         self._before = now
         if span and not span.startswith("-"):

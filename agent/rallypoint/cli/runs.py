@@ -9,6 +9,7 @@ import click
 
 from rallypoint.cli.output import plain_console, printable, show_moment
 from rallypoint.cli.values import Text, service_options
+from rallypoint.rpc.durations import to_seconds
 from rallypoint.rpc.endpoint import ClientTLS
 
 if TYPE_CHECKING:
@@ -138,7 +139,7 @@ def _print(answer: pb.ListReplicasResponse, run_id: str) -> None:
             printable(replica.name),
             printable(replica.address) or "-",
             str(replica.shards),
-            show_moment(replica.since.ToNanoseconds() / 1e9) if replica.HasField("since") else "-",
+            show_moment(to_seconds(replica.since)) if replica.HasField("since") else "-",
             ", ".join(state) or "-",
         )
     console = plain_console()

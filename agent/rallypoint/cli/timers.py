@@ -11,6 +11,7 @@ import click
 
 from rallypoint.cli.output import plain_console, printable, show_span
 from rallypoint.cli.values import Text, timer_service_options
+from rallypoint.rpc.durations import to_seconds
 from rallypoint.rpc.endpoint import ClientTLS
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ def _timer_table(timers: Sequence[pb.Timer], *, with_runs: bool) -> Table:
     table = Table("", *(["run"] if with_runs else []), *columns, box=None)
     for each in timers:
         learning = each.state == pb.TIMER_STATE_LEARNING
-        after = "learning" if learning else show_span(each.after.ToNanoseconds() / 1e9)
+        after = "learning" if learning else show_span(to_seconds(each.after))
         table.add_row(
             "!" if each.state in RAN_OUT else "",
             *([printable(each.run_id)] if with_runs else []),
@@ -93,7 +94,7 @@ def _timer_table(timers: Sequence[pb.Timer], *, with_runs: bool) -> Table:
             printable(each.worker_id),
             printable(each.scope),
             f"{after} (learned)" if each.learned_as and not learning else after,
-            "-" if learning else show_span(each.remaining.ToNanoseconds() / 1e9),
+            "-" if learning else show_span(to_seconds(each.remaining)),
             pb.TimerState.Name(each.state).removeprefix("TIMER_STATE_"),
             str(each.offers or "-"),
         )
@@ -211,15 +212,13 @@ def _print(answer: pb.ListScopesResponse, *, with_runs: bool) -> None:
             *([printable(each.run_id)] if with_runs else []),
             printable(each.scope),
             str(each.count),
-            show_span(each.longest.ToNanoseconds() / 1e9) if each.count else "-",
-            show_span(each.after.ToNanoseconds() / 1e9)
-            if known
-            else f"{each.count} of {answer.warm_up} seen",
+            show_span(to_seconds(each.longest)) if each.count else "-",
+            show_span(to_seconds(each.after)) if known else f"{each.count} of {answer.warm_up} seen",
             str(each.timers),
         )
     console = plain_console()
     console.print(table)
-    least = show_span(answer.least.ToNanoseconds() / 1e9)
+    least = show_span(to_seconds(answer.least))
     console.print(
         f"a timeout is {answer.factor:g} times the longest, at least {least}, after {answer.warm_up} completions"
     )
@@ -279,6 +278,6 @@ def _worker_table(answer: pb.GetProgressResponse) -> Table:
             printable(each.worker_id),
             str(each.step),
             str(answer.highest_step - each.step),
-            show_span(each.idle.ToNanoseconds() / 1e9),
+            show_span(to_seconds(each.idle)),
         )
     return table
