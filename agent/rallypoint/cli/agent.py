@@ -11,10 +11,11 @@ import click
 
 from rallypoint.agent.config.settings import MOST_SECONDS
 from rallypoint.cli.main import LazyGroup
-from rallypoint.cli.output import plain_console, printable, show_moment, show_span
+from rallypoint.cli.output import plain_console, show_moment, show_span
 from rallypoint.cli.values import Text, timeout_option
 from rallypoint.rpc.durations import set_seconds, to_seconds
 from rallypoint.rpc.endpoint import ClientTLS, SettingError
+from rallypoint.rpc.text import printable
 from rallypoint.serving.options import Seconds, Setting, client_options
 
 if TYPE_CHECKING:
@@ -240,9 +241,7 @@ def stacks(
         return
     for number, worker in enumerate(response.stacks):
         # Users choose the names of threads and functions: nothing in them may move the terminal's cursor.
-        text = "\n".join(
-            "".join(c if c.isprintable() else " " for c in line) for line in worker.text.split("\n")
-        )
+        text = "\n".join(map(printable, worker.text.split("\n")))
         click.echo(("\n" if number else "") + f"=== {text}")
     if not response.stacks:
         click.echo("no workers run")

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 import click
 from google.protobuf.json_format import MessageToJson
 
-from rallypoint.cli.output import TimestampParam, printable, show_moment, show_span
+from rallypoint.cli.output import TimestampParam, show_moment, show_span
 from rallypoint.cli.values import Text, service_options
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rpc.durations import to_seconds
 from rallypoint.rpc.endpoint import ClientTLS
+from rallypoint.rpc.text import printable
 
 if TYPE_CHECKING:
     from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb

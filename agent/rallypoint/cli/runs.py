@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING
 
 import click
 
-from rallypoint.cli.output import plain_console, printable, show_moment
+from rallypoint.cli.output import plain_console, show_moment
 from rallypoint.cli.values import Text, service_options
 from rallypoint.rpc.durations import to_seconds
 from rallypoint.rpc.endpoint import ClientTLS
+from rallypoint.rpc.text import printable
 
 if TYPE_CHECKING:
     from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from rallypoint.cli.output import plain_console, printable, show_span
+from rallypoint.cli.output import plain_console, show_span
 from rallypoint.cli.values import Text, service_options
 from rallypoint.rpc.durations import to_seconds
 from rallypoint.rpc.endpoint import ClientTLS, SettingError
+from rallypoint.rpc.text import printable
 from rallypoint.serving.options import Setting
 
 if TYPE_CHECKING:

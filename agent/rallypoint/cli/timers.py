@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from rallypoint.cli.output import plain_console, printable, show_span
+from rallypoint.cli.output import plain_console, show_span
 from rallypoint.cli.values import Text, timer_service_options
 from rallypoint.rpc.durations import to_seconds
 from rallypoint.rpc.endpoint import ClientTLS
+from rallypoint.rpc.text import printable
 
 if TYPE_CHECKING:
     from rich.table import Table

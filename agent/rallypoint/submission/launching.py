@@ -11,6 +11,8 @@ from rallypoint.agent.v1 import supervisor_service_pb2 as pb
 from rallypoint.rpc.endpoint import ClientTLS
 from rallypoint.rpc.errors import ServiceError, decode
 from rallypoint.rpc.pace import Pace
+from rallypoint.rpc.text import one_line
+from rallypoint.serving.requests import SENTENCE_BYTES
 from rallypoint.submission.following import RemoteAgent, in_words, is_lost
 
 LAUNCH_TIMEOUT = 20.0
@@ -101,7 +103,8 @@ async def _take_back(agent: RemoteAgent, request: pb.LaunchJobRequest, reason: s
         async with asyncio.timeout(TAKE_BACK_TIMEOUT):
             job = (await agent.stub.GetJob(pb.GetJobRequest(run_id=run_id))).job
             if job.launch_id == request.launch_id and job.state != pb.JOB_STATE_ENDED:
-                await agent.stub.StopJob(pb.StopJobRequest(run_id=run_id, reason=reason[:500], now=True))
+                reason = one_line(reason, SENTENCE_BYTES)
+                await agent.stub.StopJob(pb.StopJobRequest(run_id=run_id, reason=reason, now=True))
     except grpc.aio.AioRpcError as rpc_error:
         error = decode(rpc_error)
         # An unreachable agent usually never had the job: it is the agent that did not accept it.

@@ -27,6 +27,7 @@ from rallypoint.rendezvous.shard.reader import RunsReader
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rpc.durations import set_seconds, to_seconds
 from rallypoint.rpc.errors import invalid
+from rallypoint.rpc.text import clip_start, one_line
 from rallypoint.serving.requests import NAME_BYTES, PATH_BYTES, SENTENCE_BYTES, count, name, text
 
 TRACEBACK_BYTES = 16 * 1024
@@ -143,14 +144,8 @@ def worker_failure(message: pb.WorkerFailure, node_id: str) -> ReportedFailure:
         kept.ClearField("kind")  # of a newer agent
     if not (0 <= message.time.seconds < _LATEST and 0 <= message.time.nanos < 10**9):
         kept.ClearField("time")
-    kept.traceback = message.traceback.encode()[-TRACEBACK_BYTES:].decode(errors="ignore")
+    kept.traceback = clip_start(message.traceback, TRACEBACK_BYTES)
     return from_message(kept, ReportedFailure)
-
-
-def one_line(value: str, most_bytes: int) -> str:
-    """Return the beginning of a text, with spaces for all characters that don't print on a line."""
-    head = value.encode()[:most_bytes].decode(errors="ignore")
-    return head if head.isprintable() else "".join(c if c.isprintable() else " " for c in head)
 
 
 # ---- Runs, and the nodes of a run, a page at a time: so that no response is too large or delays others for long.

@@ -15,7 +15,6 @@ from rallypoint.rendezvous.api.requests import (
     join_command,
     list_runs,
     nodes_page,
-    one_line,
     worker_failure,
 )
 from rallypoint.rendezvous.base.cooperative import LatestValue
@@ -27,6 +26,7 @@ from rallypoint.rendezvous.shard.locator import ListReplicas, OnlyReplica, RunLo
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
 from rallypoint.rpc.errors import invalid
+from rallypoint.rpc.text import one_line
 from rallypoint.serving.flow import WRITE_TIMEOUT, ServerDraining, Subscriber, UnopenedStreams
 from rallypoint.serving.requests import SENTENCE_BYTES, count, name, text
 
