@@ -18,10 +18,9 @@ from rallypoint.agent.supervisor.operator_actions import dump_stacks, reap_worke
 from rallypoint.agent.v1 import supervisor_service_pb2 as pb
 from rallypoint.agent.v1 import supervisor_service_pb2_grpc as pb_grpc
 from rallypoint.agent.workers.usage import UsageMeter
-from rallypoint.rpc.durations import to_seconds
-from rallypoint.rpc.errors import ServiceError, invalid
+from rallypoint.rpc.errors import ServiceError
 from rallypoint.serving.flow import WRITE_TIMEOUT, Subscriber
-from rallypoint.serving.requests import NAME_BYTES, SENTENCE_BYTES, text
+from rallypoint.serving.requests import NAME_BYTES, SENTENCE_BYTES, seconds, text
 from rallypoint.serving.server import Registration
 
 SERVICE_NAME = "rallypoint.agent.v1.SupervisorService"
@@ -149,9 +148,7 @@ class SupervisorServicer(pb_grpc.SupervisorServiceServicer):
     async def Drain(self, request: pb.DrainRequest, context: _Context) -> pb.DrainResponse:
         """Drain this host: its jobs leave their runs once their workers are done or have saved their state."""
         reason = _reason(request.reason)
-        grace = to_seconds(request.grace) if request.HasField("grace") else None
-        if grace is not None and not 0 <= grace <= MOST_SECONDS:
-            raise invalid("grace", f"must be from 0 to {MOST_SECONDS} seconds")
+        grace = seconds("grace", request.grace, MOST_SECONDS) if request.HasField("grace") else None
         jobs = [job for job in self._jobs.running if not job.stopping]
         if request.run_id:
             jobs = [_is_running(self._jobs.find(_run_id(request.run_id)).job)]
