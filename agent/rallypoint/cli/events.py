@@ -10,7 +10,7 @@ import click
 from google.protobuf.json_format import MessageToJson
 
 from rallypoint.cli.output import TimestampParam, show_moment, show_span
-from rallypoint.cli.values import Text, service_options
+from rallypoint.cli.values import Text, limit_option, service_options
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rpc.durations import to_seconds
 from rallypoint.rpc.endpoint import ClientTLS
@@ -64,14 +64,7 @@ class _Kind(click.Choice[str]):
     "--since", type=TimestampParam(), help="Only events since this age (90s, 10m, 2h, 1d) or ISO time."
 )
 @click.option("--until", type=TimestampParam(), help="Only events before this age or ISO time.")
-@click.option(
-    "--limit",
-    type=click.IntRange(1, 1_000_000),
-    default=1_000,
-    show_default=True,
-    metavar="N",
-    help="Show at most the last N events.",
-)
+@limit_option(1_000, 1_000_000, "Show at most the last N events.")
 @click.option("--follow", "-f", is_flag=True, help="Continue with new events until the run is closed.")
 @click.option("--json", "as_json", is_flag=True, help="Print each event as JSON on one line.")
 @service_options

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from rallypoint.cli.output import plain_console, show_span
-from rallypoint.cli.values import Text, timer_service_options
+from rallypoint.cli.values import Text, limit_option, timer_service_options
 from rallypoint.rpc.durations import to_seconds
 from rallypoint.rpc.endpoint import ClientTLS
 from rallypoint.rpc.text import printable
@@ -25,14 +25,7 @@ if TYPE_CHECKING:
 @click.argument("run_id", type=Text(), required=False)
 @click.option("--node", type=Text(), default="", help="Only timers of this node.")
 @click.option("--expired", is_flag=True, help="Only expired timers.")
-@click.option(
-    "--limit",
-    type=click.IntRange(1, 1_000_000),
-    default=1_000,
-    show_default=True,
-    metavar="N",
-    help="Show at most N timers, expired ones first.",
-)
+@limit_option(1_000, 1_000_000, "Show at most N timers, expired ones first.")
 @click.option("--json", "as_json", is_flag=True, help="Print the timers as JSON.")
 @timer_service_options
 def timers(
@@ -230,14 +223,7 @@ def _print(answer: pb.ListScopesResponse, *, with_runs: bool) -> None:
 
 @click.command()
 @click.argument("run_id", type=Text())
-@click.option(
-    "--limit",
-    type=click.IntRange(1, 1_000),
-    default=10,
-    show_default=True,
-    metavar="N",
-    help="Show at most the N slowest workers.",
-)
+@limit_option(10, 1_000, "Show at most the N slowest workers.")
 @click.option("--json", "as_json", is_flag=True, help="Print the answer as JSON.")
 @timer_service_options
 def progress(

@@ -40,6 +40,16 @@ def text(field: str, value: str, most_bytes: int) -> None:
         raise invalid(field, "must not have control characters")
 
 
+def reason(value: str, field: str = "reason") -> str:
+    """Return the reason in a request, a sentence, or a text for none.
+
+    Raises:
+        ServiceError: INVALID_ARGUMENT, naming the field.
+    """
+    text(field, value, SENTENCE_BYTES)
+    return value or "no reason given"
+
+
 def count(field: str, value: int, least: int, most: int | None = None) -> None:
     """Check a number.
 
