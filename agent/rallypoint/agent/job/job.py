@@ -21,7 +21,7 @@ from rallypoint.agent.job.drain import Drain, DrainNotice
 from rallypoint.agent.job.failure_file import FAILURE_FILE, failure_document, write_failure_files
 from rallypoint.agent.job.rendezvous import NodeMembership
 from rallypoint.agent.job.result import FAILED, SUCCEEDED, JobResult, judge
-from rallypoint.agent.job.sync import Background, Notifier
+from rallypoint.agent.job.sync import Background
 from rallypoint.agent.logs.follower import Console
 from rallypoint.agent.logs.plan import LogDirectory
 from rallypoint.agent.sockets.watchdog import HostWatchdog
@@ -31,6 +31,7 @@ from rallypoint.agent.workers.group import Worker, WorkerGroup
 from rallypoint.agent.workers.groups import Callbacks, GroupSettings, WorkerGroups
 from rallypoint.rpc.endpoint import SettingError
 from rallypoint.rpc.logs import get_logger
+from rallypoint.rpc.loop import Notifier
 from rallypoint.rpc.replica_client import ReplicaClient
 
 # Requests to stop within so many seconds count as one. Ctrl-C may arrive twice, from the terminal and from a
