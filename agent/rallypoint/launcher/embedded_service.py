@@ -20,6 +20,7 @@ from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
 from rallypoint.rpc.channel import open_channel
 from rallypoint.rpc.endpoint import ClientTLS, PortInUseError, ServiceStartError, SettingError, parse_endpoint
 from rallypoint.rpc.logs import get_logger
+from rallypoint.rpc.loop import cancel_all
 from rallypoint.rpc.text import one_line
 from rallypoint.serving.requests import SENTENCE_BYTES
 from rallypoint.serving.server import Server
@@ -137,9 +138,7 @@ async def _until_closed(
     with signalled(signals) as received:
         waiting = asyncio.ensure_future(received.get())
         await asyncio.wait({watching, waiting}, return_when=asyncio.FIRST_COMPLETED)
-    for task in (watching, waiting):
-        task.cancel()
-    await asyncio.gather(watching, waiting, return_exceptions=True)
+    await cancel_all((watching, waiting))
     return waiting.result().name if waiting.done() and not waiting.cancelled() else None
 
 

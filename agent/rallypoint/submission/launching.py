@@ -10,6 +10,7 @@ import grpc
 from rallypoint.agent.v1 import supervisor_service_pb2 as pb
 from rallypoint.rpc.endpoint import ClientTLS
 from rallypoint.rpc.errors import ServiceError, decode
+from rallypoint.rpc.loop import cancel_all
 from rallypoint.rpc.pace import Pace
 from rallypoint.rpc.text import one_line
 from rallypoint.serving.requests import SENTENCE_BYTES
@@ -60,10 +61,10 @@ async def launch_everywhere(
         if not failed:
             return [call.result() for call in calls]
     except asyncio.CancelledError:
-        await _end(calls)
+        await cancel_all(calls)
         await take_back(agents, request, "its submission was interrupted")
         raise
-    await _end(calls)
+    await cancel_all(calls)
     refused, error = failed[0]
     left = await take_back(agents, request, f"{refused.label} did not accept it")
     if not isinstance(error, ServiceError):
@@ -112,9 +113,3 @@ async def _take_back(agent: RemoteAgent, request: pb.LaunchJobRequest, reason: s
     except TimeoutError:
         return False
     return True
-
-
-async def _end(calls: Sequence[asyncio.Task[pb.LaunchJobResponse]]) -> None:
-    for call in calls:
-        call.cancel()
-    await asyncio.gather(*calls, return_exceptions=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -37,6 +37,14 @@ def run(main: Coroutine[Any, Any, T]) -> T:
 def boot_time() -> float:
     """Return the seconds of a monotonic clock that also advances while the machine is suspended."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+async def cancel_all(tasks: Iterable[asyncio.Future[Any]]) -> None:
+    """Cancel tasks, and return when they have ended. Their results and errors are dropped."""
+    tasks = tuple(tasks)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class Notifier:
