@@ -11,10 +11,10 @@ from rallypoint.agent.core.core import AgentState, Assignment
 from rallypoint.agent.job.drain import DrainNotice
 from rallypoint.agent.job.job import Job
 from rallypoint.agent.job.result import JobResult
-from rallypoint.agent.job.sync import Notifier
 from rallypoint.agent.spawner.protocol import WorkerExit
 from rallypoint.agent.workers.group import Worker
 from rallypoint.rendezvous.v1.rendezvous_service_pb2 import RunSettings
+from rallypoint.rpc.loop import Notifier
 
 LAUNCHED = 1_800_000_000.5  # on the wire to the nanosecond: a float has this one exactly
 

@@ -8,17 +8,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import grpc
-from google.protobuf.duration_pb2 import Duration
 
+from rallypoint.rpc.durations import to_duration
 from rallypoint.timer.v1 import timer_service_pb2 as pb
 from rallypoint.timer.v1 import timer_service_pb2_grpc as pb_grpc
-
-
-def seconds(value: float) -> Duration:
-    """A duration."""
-    duration = Duration()
-    duration.FromNanoseconds(round(value * 1e9))
-    return duration
 
 
 def timer(scope: str, state: pb.TimerState.ValueType, remaining: float, **more: Any) -> pb.Timer:
@@ -27,9 +20,9 @@ def timer(scope: str, state: pb.TimerState.ValueType, remaining: float, **more: 
         "run_id": "digits",
         "node_id": "a",
         "worker_id": "w0",
-        "after": seconds(60.0),
+        "after": to_duration(60.0),
     } | more
-    return pb.Timer(scope=scope, state=state, remaining=seconds(remaining), **fields)
+    return pb.Timer(scope=scope, state=state, remaining=to_duration(remaining), **fields)
 
 
 class ScriptedTimers(pb_grpc.TimerServiceServicer):
@@ -41,7 +34,7 @@ class ScriptedTimers(pb_grpc.TimerServiceServicer):
         self.timers: list[pb.Timer] = []
         # What has run out once the timers that count down were listed.
         self.runs_out: list[pb.Timer] = []
-        self.scopes = pb.ListScopesResponse(warm_up=20, factor=5.0, least=seconds(60.0))
+        self.scopes = pb.ListScopesResponse(warm_up=20, factor=5.0, least=to_duration(60.0))
         self.progress = pb.GetProgressResponse()
         self.asked: list[Any] = []
 

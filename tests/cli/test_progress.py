@@ -8,15 +8,16 @@ from collections.abc import Iterator
 import pytest
 from click.testing import CliRunner, Result
 
-from cli.scripted_timers import ScriptedTimers, scripted_timers, seconds
+from cli.scripted_timers import ScriptedTimers, scripted_timers
 from rallypoint.cli.main import main
+from rallypoint.rpc.durations import to_duration
 from rallypoint.timer.v1 import timer_service_pb2 as pb
 
 
 def worker(rank: int, step: int, idle: float) -> pb.WorkerProgress:
     """A worker of node a or b."""
     return pb.WorkerProgress(
-        node_id="ab"[rank // 2], worker_id=f"w{rank}", rank=rank, step=step, idle=seconds(idle)
+        node_id="ab"[rank // 2], worker_id=f"w{rank}", rank=rank, step=step, idle=to_duration(idle)
     )
 
 
@@ -28,14 +29,14 @@ def timers() -> Iterator[ScriptedTimers]:
             workers=4,
             lowest_step=1200,
             highest_step=1207,
-            idle=seconds(0.5),
+            idle=to_duration(0.5),
             slowest=[worker(3, 1200, 75.0), worker(0, 1206, 2.0), worker(1, 1207, 1.0), worker(2, 1207, 0.5)],
-            stall_after=seconds(600.0),
+            stall_after=to_duration(600.0),
         )
         yield servicer
 
 
-STALLED = pb.Stalled(idle=seconds(605.0), first=worker(3, 1200, 680.0), workers=4, at_same_step=1)
+STALLED = pb.Stalled(idle=to_duration(605.0), first=worker(3, 1200, 680.0), workers=4, at_same_step=1)
 
 
 def shown(servicer: ScriptedTimers, *arguments: str) -> Result:

@@ -9,7 +9,7 @@ import pytest
 
 from rallypoint.cli import serve
 from rallypoint.cli.serve import serve_rendezvous_role
-from rallypoint.cli.serve_options import Limits
+from rallypoint.rendezvous.base.limits import Limits
 from rallypoint.rendezvous.journal.journal import Entry, JournalError, MemoryJournal
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc

@@ -8,8 +8,9 @@ from collections.abc import Iterator
 import pytest
 from click.testing import CliRunner, Result
 
-from cli.scripted_timers import ScriptedTimers, scripted_timers, seconds
+from cli.scripted_timers import ScriptedTimers, scripted_timers
 from rallypoint.cli.main import main
+from rallypoint.rpc.durations import to_duration
 from rallypoint.timer.v1 import timer_service_pb2 as pb
 
 
@@ -19,12 +20,18 @@ def timers() -> Iterator[ScriptedTimers]:
     with scripted_timers() as servicer:
         servicer.scopes.scopes.extend(
             [
-                pb.Scope(run_id="digits", scope="load", count=7, longest=seconds(0.25), timers=4),
+                pb.Scope(run_id="digits", scope="load", count=7, longest=to_duration(0.25), timers=4),
                 pb.Scope(run_id="digits", scope="save", count=0, timers=1),
                 pb.Scope(
-                    run_id="digits", scope="step", count=1200, longest=seconds(14.5), after=seconds(72.5)
+                    run_id="digits",
+                    scope="step",
+                    count=1200,
+                    longest=to_duration(14.5),
+                    after=to_duration(72.5),
                 ),
-                pb.Scope(run_id="other", scope="step", count=20, longest=seconds(1.0), after=seconds(60.0)),
+                pb.Scope(
+                    run_id="other", scope="step", count=20, longest=to_duration(1.0), after=to_duration(60.0)
+                ),
             ]
         )
         yield servicer

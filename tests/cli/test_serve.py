@@ -15,11 +15,9 @@ from click.testing import CliRunner
 from cli.cli_process import rallypoint, refusal, service
 from rallypoint.cli import serve as serve_module
 from rallypoint.cli.main import main
-from rallypoint.cli.serve_options import Limits
-from rallypoint.rendezvous.base.limits import RendezvousLimits, StoreLimits
+from rallypoint.rendezvous.base.limits import Limits, RendezvousLimits, StateLimits, StoreLimits
 from rallypoint.rendezvous.journal.journal import Record
 from rallypoint.rendezvous.journal.sqlite import SqliteJournal
-from rallypoint.rendezvous.state.core import StateLimits
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
 from rallypoint.rpc.channel import open_channel

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from cli.scripted_timers import ScriptedTimers, scripted_timers, seconds
+from cli.scripted_timers import ScriptedTimers, scripted_timers
 from rallypoint.cli import operator
 from rallypoint.cli.main import main
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
+from rallypoint.rpc.durations import to_duration
 from rallypoint.timer.v1 import timer_service_pb2 as timer_pb
 from support.waiting import PATIENCE
 
@@ -193,10 +194,10 @@ def test_a_run_is_one_line_however_long(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.fixture
 def timers() -> Iterator[ScriptedTimers]:
     """A timer service that knows of a run whose rank 3 is behind."""
-    slowest = timer_pb.WorkerProgress(node_id="b", worker_id="w3", rank=3, step=1200, idle=seconds(75.0))
+    slowest = timer_pb.WorkerProgress(node_id="b", worker_id="w3", rank=3, step=1200, idle=to_duration(75.0))
     with scripted_timers() as servicer:
         servicer.progress = timer_pb.GetProgressResponse(
-            workers=4, lowest_step=1200, highest_step=1207, idle=seconds(0.5), slowest=[slowest]
+            workers=4, lowest_step=1200, highest_step=1207, idle=to_duration(0.5), slowest=[slowest]
         )
         yield servicer
 
@@ -214,7 +215,7 @@ def test_the_slowest_worker_is_shown_if_the_timer_service_is_named(
     assert answer(response, asking) == f"{plain}{SLOWEST}\n"
     assert timers.asked == [timer_pb.GetProgressRequest(run_id="digits", most=1)]
     timers.progress.stalled.MergeFrom(
-        timer_pb.Stalled(idle=seconds(605), first=timers.progress.slowest[0], workers=4, at_same_step=2)
+        timer_pb.Stalled(idle=to_duration(605), first=timers.progress.slowest[0], workers=4, at_same_step=2)
     )
     stall = (
         "the run STALLS: no worker has advanced for 10m05s; rank 3 on node b (worker w3) stopped first, "

@@ -11,8 +11,9 @@ import pytest
 from click.testing import CliRunner, Result
 
 from cli.cli_process import service
-from cli.scripted_timers import ScriptedTimers, scripted_timers, seconds, timer
+from cli.scripted_timers import ScriptedTimers, scripted_timers, timer
 from rallypoint.cli.main import main
+from rallypoint.rpc.durations import to_duration
 from rallypoint.timer.v1 import timer_service_pb2 as pb
 from rallypoint.timer.v1 import timer_service_pb2_grpc as pb_grpc
 from support.waiting import PATIENCE
@@ -26,7 +27,7 @@ def timers() -> Iterator[ScriptedTimers]:
             timer("checkpoint", pb.TIMER_STATE_COUNTING, 42.0),
             timer("load", pb.TIMER_STATE_LEARNING, 0, learned_as="load", after=None),
             timer("reduce", pb.TIMER_STATE_OFFERED, -3.5, offers=2, node_id="b"),
-            timer("step", pb.TIMER_STATE_COUNTING, 7.0, learned_as="step", after=seconds(90.0)),
+            timer("step", pb.TIMER_STATE_COUNTING, 7.0, learned_as="step", after=to_duration(90.0)),
             timer("wait", pb.TIMER_STATE_UNCLAIMED, -70.0, run_id="other"),
         ]
         yield servicer
@@ -132,7 +133,7 @@ def test_a_real_services_timers_are_shown() -> None:
             stub: pb_grpc.TimerServiceStub = pb_grpc.TimerServiceStub(channel)
             for scope, after in (("slow", 3600.0), ("hung", 0.01)):
                 request = pb.AcquireTimerRequest(
-                    run_id="digits", node_id="a", worker_id="w0", scope=scope, after=seconds(after)
+                    run_id="digits", node_id="a", worker_id="w0", scope=scope, after=to_duration(after)
                 )
                 stub.AcquireTimer(request, timeout=PATIENCE)
         expired = ["timers", "digits", "--expired", "--timer-endpoint", address]

@@ -7,10 +7,9 @@ import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from google.protobuf.duration_pb2 import Duration
-
 from rallypoint.rendezvous.client import Admitted, Event
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
+from rallypoint.rpc.durations import to_duration
 from torture.crowd import Crowd
 from torture.tormented_node import TormentedNode
 
@@ -83,7 +82,7 @@ def steady(count: int) -> pb.RunSettings:
         min_nodes=count,
         max_nodes=count,
         max_restarts=1_000,
-        keep_alive_interval=_seconds(LEASE / 4),
+        keep_alive_interval=to_duration(LEASE / 4),
         keep_alive_max_attempt=4,
     )
 
@@ -107,9 +106,3 @@ async def watched_crowd(
         yield crowd
     finally:
         await crowd.die()
-
-
-def _seconds(value: float) -> Duration:
-    duration = Duration()
-    duration.FromNanoseconds(round(value * 1e9))
-    return duration

@@ -18,17 +18,18 @@ from ha.writers import StoreClient
 from rallypoint.rendezvous.client import Admitted, Event, MembershipUpdate
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1 import store_service_pb2 as store_pb
+from rallypoint.rpc.durations import to_duration
 from rallypoint.rpc.errors import decode
-from torture.crowd import Crowd, seconds
+from torture.crowd import Crowd
 from torture.tormented_node import Place, TormentedNode
 
 SETTINGS = pb.RunSettings(
     min_nodes=3,
     max_nodes=6,
     max_restarts=1_000_000,
-    last_call_timeout=seconds(0.5),
-    confirm_timeout=seconds(10.0),
-    restart_backoff=seconds(0.0),
+    last_call_timeout=to_duration(0.5),
+    confirm_timeout=to_duration(10.0),
+    restart_backoff=to_duration(0.0),
 )
 NODES = 7
 """One more than a round has room for: a spare."""

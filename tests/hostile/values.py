@@ -46,7 +46,7 @@ _PLAUSIBLE_TEXTS = {
     "keys": ("k0", "k1", "k2", "counter"),
     "prefix": ("", "k"),
     "client_id": ("client-1", "client-2"),
-    "page_token": ("", "k1", "run-5", "2", "1-0123456789abcdef"),
+    "page_token": ("", "k1", "run-5", "WzJd", "WzEsICIwMTIzNDU2Nzg5YWJjZGVmIl0="),
     "service": ("", "rallypoint.rendezvous.v1.StoreService", "nobody.v1.NobodyService"),
 }
 # Numbers that mean something in a run of a few nodes and rounds.

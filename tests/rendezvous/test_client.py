@@ -28,6 +28,7 @@ from rallypoint.rendezvous.journal.sqlite import SqliteJournal
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
 from rallypoint.rpc.channel import open_channel
+from rallypoint.rpc.durations import set_seconds
 from rallypoint.rpc.endpoint import ServerOptions
 from rallypoint.rpc.errors import ServiceError
 from rallypoint.serving.server import Registration, Server
@@ -140,7 +141,7 @@ def join_request(node_id: str, nodes: int = 2, most: int = 0, **settings: float)
     """What a node of the tests asks for: rounds that form at once, and patience with broken streams."""
     run_settings = pb.RunSettings(min_nodes=nodes, max_nodes=most or nodes)
     for name, seconds in {"last_call_timeout": 0.0, "disconnect_grace": PATIENCE, **settings}.items():
-        getattr(run_settings, name).FromNanoseconds(round(seconds * 1e9))
+        set_seconds(getattr(run_settings, name), seconds)
     return pb.JoinRun(
         run_id=RUN,
         node_id=node_id,

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rallypoint.rendezvous.base.limits import RendezvousLimits
+from rallypoint.rendezvous.base.limits import Limits, RendezvousLimits
 from rallypoint.rendezvous.core import commands
 from rallypoint.rendezvous.core.commands import LeaseLost, RevisionAhead, RunIsClosed, RunNotFound
 from rallypoint.rendezvous.core.snapshot import numbers_only
@@ -354,7 +354,7 @@ async def test_a_fenced_state_outlives_the_beginning_of_its_run(tmp_path: Path) 
 
     async def opened() -> Shard:
         return await open_shard(
-            SqliteJournal(tmp_path / "rendezvous.db"), limits=RendezvousLimits(run_ttl=0.0)
+            SqliteJournal(tmp_path / "rendezvous.db"), limits=Limits(RendezvousLimits(run_ttl=0.0))
         )
 
     async def closed(shard: Shard) -> None:

@@ -11,7 +11,7 @@ import pytest
 from rallypoint.rendezvous.base.cooperative import CooperativeRunner, Work
 from rallypoint.rendezvous.base.entries import RESERVED, StoreChange
 from rallypoint.rendezvous.base.errors import NotOwner
-from rallypoint.rendezvous.base.limits import RendezvousLimits, SharedTotals
+from rallypoint.rendezvous.base.limits import Limits, RendezvousLimits, SharedTotals
 from rallypoint.rendezvous.core import commands
 from rallypoint.rendezvous.core.decide import execute
 from rallypoint.rendezvous.core.state import RunSettings, RunState
@@ -151,7 +151,7 @@ async def test_a_claim_that_fails_counts_nothing(spoilt: list[Entry]) -> None:
         for _ in range(5):
             journal = ShardJournal([*_GOOD, *spoilt])
             with pytest.raises(JournalError, match="can't be read by this version"):
-                await open_shard(journal, totals=totals, limits=RendezvousLimits(event_bytes=500))
+                await open_shard(journal, totals=totals, limits=Limits(RendezvousLimits(event_bytes=500)))
             assert used(totals) == before
             assert len(totals.events.histories) == 1
             assert journal.closed

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from rallypoint.rendezvous.base.limits import RendezvousLimits
 from rallypoint.rendezvous.core.state import RunSettings
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
+from rallypoint.rpc.durations import set_seconds
 from simulation.clockwork import MOST_STEPS
 from simulation.cpu import Costs
 from simulation.workers import Fates
@@ -113,7 +114,7 @@ def _settings(chance: random.Random, min_nodes: int, max_nodes: int, *, patient:
         "disconnect_grace": 2.0 if patient else chance.choice([0.0, 0.5, 2.0]),
     }
     for name, value in seconds.items():
-        getattr(settings, name).FromNanoseconds(round(value * 1e9))
+        set_seconds(getattr(settings, name), value)
     return settings
 
 
@@ -122,7 +123,7 @@ def default_settings(settings: pb.RunSettings) -> pb.RunSettings:
     defaults = RunSettings()
     settings.keep_alive_max_attempt = defaults.keep_alive_max_attempt
     for name in ("keep_alive_interval", "disconnect_grace", "confirm_timeout", "last_call_timeout"):
-        getattr(settings, name).FromNanoseconds(round(getattr(defaults, name) * 1e9))
+        set_seconds(getattr(settings, name), getattr(defaults, name))
     return settings
 
 

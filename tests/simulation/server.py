@@ -12,7 +12,7 @@ import grpc
 from rallypoint.rendezvous.api.errors import translate
 from rallypoint.rendezvous.api.service import registrations
 from rallypoint.rendezvous.base.cooperative import CooperativeRunner
-from rallypoint.rendezvous.base.limits import RendezvousLimits
+from rallypoint.rendezvous.base.limits import Limits, RendezvousLimits
 from rallypoint.rendezvous.journal.journal import JournalError
 from rallypoint.rendezvous.shard.locator import SingleShardLocator
 from rallypoint.rendezvous.shard.shard import Shard, open_shard
@@ -81,7 +81,7 @@ class Server:
             clock=self.process.boot_time,
             wall_clock=self._wall_clock,
             draw=self._draw,
-            limits=self._limits,
+            limits=Limits(self._limits),
             lag=LAG,
             slices=CooperativeRunner(self.process.time),
             on_failure=self._failed,

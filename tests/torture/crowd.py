@@ -7,8 +7,6 @@ import random
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
-from google.protobuf.duration_pb2 import Duration
-
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rpc.endpoint import ClientTLS
 from torture.tormented_node import TormentedNode
@@ -96,10 +94,3 @@ async def crowd(
         yield nodes
     finally:
         await nodes.die()
-
-
-def seconds(value: float) -> Duration:
-    """A duration for settings."""
-    duration = Duration()
-    duration.FromNanoseconds(round(value * 1e9))
-    return duration

@@ -13,8 +13,9 @@ import pytest
 
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
+from rallypoint.rpc.durations import to_duration
 from torture.chronicle import check_one_membership_a_round, last_revision, read_chronicle
-from torture.crowd import Crowd, crowd, seconds
+from torture.crowd import Crowd, crowd
 from torture.length import ordinarily
 from torture.mortal_server import PATIENCE, MortalServer, QuickServer, serving
 from torture.tormented_node import RUN, TormentedNode
@@ -33,11 +34,11 @@ SETTINGS = pb.RunSettings(
     min_nodes=NODES // 2,
     max_nodes=NODES,
     max_restarts=100_000,
-    restart_backoff=seconds(0),
+    restart_backoff=to_duration(0),
     # Both shorter than a server lives, since each start begins them anew. So rounds form during the storm, and nodes
     # that die are also lost, and not only superseded when they come back.
-    last_call_timeout=seconds(0.05),
-    disconnect_grace=seconds(0.05),
+    last_call_timeout=to_duration(0.05),
+    disconnect_grace=to_duration(0.05),
 )
 
 

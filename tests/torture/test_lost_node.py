@@ -15,10 +15,11 @@ import pytest
 
 from cli.cli_process import clean_environment
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
+from rallypoint.rpc.durations import to_duration
 from support.mortal import mortal
 from torture import lone_node
 from torture.chronicle import check_one_membership_a_round, read_chronicle
-from torture.crowd import Crowd, crowd, seconds
+from torture.crowd import Crowd, crowd
 from torture.length import ordinarily
 from torture.mortal_server import PATIENCE, MortalServer, serving
 from torture.tormented_node import Told, TormentedNode
@@ -33,9 +34,9 @@ TESTS = Path(lone_node.__file__).parents[1]
 SETTINGS = pb.RunSettings(
     min_nodes=NODES - 1,
     max_nodes=NODES,
-    last_call_timeout=seconds(5.0),
-    disconnect_grace=seconds(GRACE),
-    keep_alive_interval=seconds(20.0),
+    last_call_timeout=to_duration(5.0),
+    disconnect_grace=to_duration(GRACE),
+    keep_alive_interval=to_duration(20.0),
 )
 
 

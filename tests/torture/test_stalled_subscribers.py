@@ -17,7 +17,8 @@ import pytest
 
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
-from torture.crowd import Crowd, crowd, seconds
+from rallypoint.rpc.durations import to_duration
+from torture.crowd import Crowd, crowd
 from torture.length import FULL_LENGTH, ordinarily
 from torture.mortal_server import PATIENCE, MortalServer, serving
 from torture.stalled_subscriber import CHANNELS, KINDS, Subscriber
@@ -32,7 +33,7 @@ OF_EACH = 4  # subscribers of each kind, over each kind of channel
 ROUND_EVERY = 0.125  # seconds
 # One subscriber may cost 1 MiB. This is the mean of some that are told much and of others that are told little.
 MOST_BYTES = 256 * 1024
-SETTINGS = pb.RunSettings(min_nodes=NODES, max_nodes=NODES, last_call_timeout=seconds(0.1))
+SETTINGS = pb.RunSettings(min_nodes=NODES, max_nodes=NODES, last_call_timeout=to_duration(0.1))
 # Told with every round's end, so that a stream which is not read fills its buffers soon.
 REASON = "because " * 100
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import ipaddress
-import os
 import secrets
 import socket
 from collections.abc import Iterable
@@ -21,7 +20,6 @@ from rallypoint.rpc.logs import get_logger
 _BANDS = (range(61000, 65536), range(20000, 29400), range(10000, 20000))
 _EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _RESERVED = Path("/proc/sys/net/ipv4/ip_local_reserved_ports")
-_LISTENS = "0A"  # TCP_LISTEN, in /proc/net/tcp
 
 _log = get_logger("rallypoint.agent")
 
@@ -161,30 +159,19 @@ def is_taken_by_another(port: int, spawner: int) -> bool:
             probe.listen()
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            return not (_listeners(port) & _sockets_below(spawner))
+            return not _is_served_below(spawner, port)
     return False
 
 
-def _listeners(port: int) -> set[str]:
-    """The sockets that listen at a port, by their names in /proc."""
-    found: set[str] = set()
-    for table in ("tcp", "tcp6"):
-        with suppress(OSError):
-            for line in Path("/proc/net", table).read_text().splitlines()[1:]:
-                fields = line.split()
-                if int(fields[1].rpartition(":")[2], 16) == port and fields[3] == _LISTENS:
-                    found.add(f"socket:[{fields[9]}]")
-    return found
+def _is_served_below(root: int, port: int) -> bool:
+    """True if a descendant of a process listens at a port."""
+    import psutil  # noqa: PLC0415 (slow to load, and rarely needed: a worker could not bind its port)
 
-
-def _sockets_below(root: int) -> set[str]:
-    found: set[str] = set()
-    for process in descendants(root):
-        with suppress(OSError):
-            for descriptor in Path(f"/proc/{process.pid}/fd").iterdir():
-                with suppress(OSError):
-                    found.add(os.readlink(descriptor))
-    return found
+    below = {process.pid for process in descendants(root)}
+    return any(
+        each.pid in below and each.status == psutil.CONN_LISTEN and each.laddr and each.laddr.port == port
+        for each in psutil.net_connections("tcp")
+    )
 
 
 def _ports_of_no_other_use() -> list[int]:

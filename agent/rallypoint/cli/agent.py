@@ -11,9 +11,11 @@ import click
 
 from rallypoint.agent.config.settings import MOST_SECONDS
 from rallypoint.cli.main import LazyGroup
-from rallypoint.cli.output import plain_console, printable, show_moment, show_span
+from rallypoint.cli.output import plain_console, show_moment, show_span
 from rallypoint.cli.values import Text, timeout_option
+from rallypoint.rpc.durations import set_seconds, to_seconds
 from rallypoint.rpc.endpoint import ClientTLS, SettingError
+from rallypoint.rpc.text import printable
 from rallypoint.serving.options import Seconds, Setting, client_options
 
 if TYPE_CHECKING:
@@ -122,8 +124,8 @@ def _job_table(response: pb.ListJobsResponse) -> Table:
 
     table = Table("run", "state", "round", "restarts", "world", "since", "for", "detail", box=None)
     for job in response.jobs:
-        begun = job.start_time.ToNanoseconds() / 1e9
-        ended = job.end_time.ToNanoseconds() / 1e9 if job.HasField("end_time") else time.time()
+        begun = to_seconds(job.start_time)
+        ended = to_seconds(job.end_time) if job.HasField("end_time") else time.time()
         state = state_in_words(job)
         table.add_row(
             printable(job.run_id),
@@ -177,7 +179,7 @@ def _worker_table(response: pb.ListWorkersResponse) -> Table:
             usage = worker.usage
             used = (
                 f"{usage.processors:.2f}",
-                show_span(usage.processor_time.ToNanoseconds() / 1e9),
+                show_span(to_seconds(usage.processor_time)),
                 show_bytes(usage.memory_bytes),
                 str(usage.process_count),
                 str(usage.thread_count),
@@ -185,7 +187,7 @@ def _worker_table(response: pb.ListWorkersResponse) -> Table:
         progress = ("-", "-")
         if worker.HasField("progress"):
             latest = worker.progress
-            progress = (str(latest.step), show_span(latest.age.ToNanoseconds() / 1e9))
+            progress = (str(latest.step), show_span(to_seconds(latest.age)))
         table.add_row(
             str(worker.rank),
             str(worker.local_rank),
@@ -239,9 +241,7 @@ def stacks(
         return
     for number, worker in enumerate(response.stacks):
         # Users choose the names of threads and functions: nothing in them may move the terminal's cursor.
-        text = "\n".join(
-            "".join(c if c.isprintable() else " " for c in line) for line in worker.text.split("\n")
-        )
+        text = "\n".join(map(printable, worker.text.split("\n")))
         click.echo(("\n" if number else "") + f"=== {text}")
     if not response.stacks:
         click.echo("no workers run")
@@ -299,7 +299,7 @@ def drain(
 
     request = pb.DrainRequest(run_id=run_id, reason=reason)
     if grace is not None:
-        request.grace.FromNanoseconds(round(grace * 1e9))
+        set_seconds(request.grace, grace)
     response = call_agent(agent, tls, timeout, lambda stub: stub.Drain(request))
     if response.run_ids:
         click.echo(f"the host will leave {', '.join(response.run_ids)}; its workers are warned")

@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any
 import click
 from google.protobuf.json_format import MessageToJson
 
-from rallypoint.cli.output import TimestampParam, printable, show_moment, show_span
-from rallypoint.cli.values import Text, service_options
+from rallypoint.cli.output import TimestampParam, show_moment, show_span
+from rallypoint.cli.values import Text, limit_option, service_options
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
+from rallypoint.rpc.durations import to_seconds
 from rallypoint.rpc.endpoint import ClientTLS
+from rallypoint.rpc.text import printable
 
 if TYPE_CHECKING:
     from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
@@ -62,14 +64,7 @@ class _Kind(click.Choice[str]):
     "--since", type=TimestampParam(), help="Only events since this age (90s, 10m, 2h, 1d) or ISO time."
 )
 @click.option("--until", type=TimestampParam(), help="Only events before this age or ISO time.")
-@click.option(
-    "--limit",
-    type=click.IntRange(1, 1_000_000),
-    default=1_000,
-    show_default=True,
-    metavar="N",
-    help="Show at most the last N events.",
-)
+@limit_option(1_000, 1_000_000, "Show at most the last N events.")
 @click.option("--follow", "-f", is_flag=True, help="Continue with new events until the run is closed.")
 @click.option("--json", "as_json", is_flag=True, help="Print each event as JSON on one line.")
 @service_options
@@ -142,11 +137,6 @@ _SPAN_WIDTH = 9  # "-12m34s", and "59.999s" with its sign
 _KIND_WIDTH = max(map(len, pb.EventKind.keys())) - len("EVENT_KIND_")
 
 
-def unix_seconds(event: pb.Event) -> float:
-    """Return the event's time in seconds since the epoch, by the service's clock."""
-    return event.time.ToNanoseconds() / 1e9
-
-
 class EventLines:
     """Format each event as a line, with the time since the previous event."""
 
@@ -156,7 +146,7 @@ class EventLines:
 
     def format(self, event: pb.Event) -> str:
         """Return one line: time, time since the previous line, kind, description."""
-        now = unix_seconds(event)
+        now = to_seconds(event.time)
         span = "" if self._before is None else show_span(now - self._before)
         self._before = now
         if span and not span.startswith("-"):

@@ -28,11 +28,6 @@ def plain_console() -> Console:
     return console
 
 
-def printable(text: str) -> str:
-    """Return the text as one line without control characters: users choose names, and these may hold anything."""
-    return text if text.isprintable() else "".join(c if c.isprintable() else " " for c in text)
-
-
 # ---- Points in time and durations, as people write and read them.
 
 

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from rallypoint.cli.output import plain_console, show_moment, show_span
-from rallypoint.cli.values import Text, service_options
+from rallypoint.cli.values import Text, limit_option, service_options
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
+from rallypoint.rpc.durations import to_seconds
 from rallypoint.rpc.endpoint import ClientTLS
 
 if TYPE_CHECKING:
@@ -24,14 +25,7 @@ _ALL = 1_000_000
 
 @click.command()
 @click.argument("run_id", type=Text())
-@click.option(
-    "--limit",
-    type=click.IntRange(1, _ALL),
-    default=100,
-    show_default=True,
-    metavar="N",
-    help="Show at most the last N rounds.",
-)
+@limit_option(100, _ALL, "Show at most the last N rounds.")
 @click.option("--json", "as_json", is_flag=True, help="Print the rounds as JSON.")
 @service_options
 def rounds(
@@ -209,7 +203,7 @@ def rounds_of(events: Iterable[pb.Event]) -> RoundHistory:
     history = RoundHistory()
     stopped: float | None = None
     for event in events:
-        time = event.time.ToNanoseconds() / 1e9
+        time = to_seconds(event.time)
         match event.kind:
             case pb.EVENT_KIND_RUN_CREATED:
                 history.joinable = time
@@ -233,7 +227,7 @@ def rounds_of(events: Iterable[pb.Event]) -> RoundHistory:
                 ended.cause = _name(pb.RoundEndCause, event.round_end.cause, "ROUND_END_CAUSE_")
                 ended.node_id, ended.why = event.round_end.node_id, event.round_end.detail
                 ended.restarts = event.counted_restarts
-                ended.held_back = event.held_back.ToNanoseconds() / 1e9
+                ended.held_back = to_seconds(event.held_back)
                 if ended.final is not None or ended.frozen is None:
                     stopped = time
             case pb.EVENT_KIND_WORKER_FAILED:

@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING
 
 import click
 
-from rallypoint.cli.output import plain_console, printable, show_moment
+from rallypoint.cli.output import plain_console, show_moment
 from rallypoint.cli.values import Text, service_options
+from rallypoint.rpc.durations import to_seconds
 from rallypoint.rpc.endpoint import ClientTLS
+from rallypoint.rpc.text import printable
 
 if TYPE_CHECKING:
     from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
@@ -138,7 +140,7 @@ def _print(answer: pb.ListReplicasResponse, run_id: str) -> None:
             printable(replica.name),
             printable(replica.address) or "-",
             str(replica.shards),
-            show_moment(replica.since.ToNanoseconds() / 1e9) if replica.HasField("since") else "-",
+            show_moment(to_seconds(replica.since)) if replica.HasField("since") else "-",
             ", ".join(state) or "-",
         )
     console = plain_console()

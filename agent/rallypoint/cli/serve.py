@@ -17,11 +17,12 @@ from rallypoint.agent.addresses import advertised
 from rallypoint.agent.config.job import Peer
 from rallypoint.agent.supervisor.daemon import Daemon
 from rallypoint.cli.main import ENVIRONMENT
-from rallypoint.cli.serve_options import Limits, limit_options, timer_options
+from rallypoint.cli.serve_options import limit_options, timer_options
 from rallypoint.cli.serve_replica import ReplicaFlags, is_etcd, replica_options
 from rallypoint.launcher.services import embedded_timer
 from rallypoint.rendezvous.api.errors import translate as translate_rendezvous
 from rallypoint.rendezvous.api.service import open_journal, rendezvous_services
+from rallypoint.rendezvous.base.limits import Limits
 from rallypoint.rendezvous.journal.journal import JournalError, MemoryJournal
 from rallypoint.rendezvous.shard.locator import OnlyReplica
 from rallypoint.rpc.endpoint import ClientTLS, ServerOptions, SettingError
@@ -53,10 +54,7 @@ async def serve_rendezvous_role(options: ServerOptions, journal_url: str, limits
     try:
         async with rendezvous_services(
             open_journal(journal_url),
-            limits=limits.rendezvous,
-            store_limits=limits.store,
-            state_limits=limits.state,
-            state_ttl=limits.state_ttl,
+            limits=limits,
             list_replicas=replica,
             on_failure=stop,
         ) as services:

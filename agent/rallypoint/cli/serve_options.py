@@ -4,31 +4,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import click
 
 from rallypoint.cli.values import Flag, count, seconds, size
-from rallypoint.rendezvous.base.limits import RendezvousLimits, StoreLimits
+from rallypoint.rendezvous.base.limits import Limits, RendezvousLimits, StateLimits, StoreLimits
 from rallypoint.rendezvous.core.state import MOST_NODES
-from rallypoint.rendezvous.state.core import StateLimits
-from rallypoint.rendezvous.state.service import DEFAULT_TTL
 from rallypoint.serving.options import Finite, Setting
 from rallypoint.timer.core.values import TimerSettings
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Limits of a rendezvous service, with the defaults of each part."""
-
-    rendezvous: RendezvousLimits = field(default_factory=RendezvousLimits)
-    store: StoreLimits = field(default_factory=StoreLimits)
-    state: StateLimits = field(default_factory=StateLimits)
-    state_ttl: float = DEFAULT_TTL
 
 
 _DEFAULT = Limits()

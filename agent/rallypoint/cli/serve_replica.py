@@ -10,11 +10,11 @@ from typing import Any, TypeVar, cast
 
 import click
 
-from rallypoint.cli.serve_options import Limits
 from rallypoint.cli.values import Text
 from rallypoint.etcd.endpoint import parse_address
 from rallypoint.launcher.backends import ETCD_SCHEMES
 from rallypoint.rendezvous.api.errors import translate
+from rallypoint.rendezvous.base.limits import Limits
 from rallypoint.rendezvous.cluster.keys import advertised_address, replica_name, split_shards
 from rallypoint.rendezvous.cluster.replica import Replicas
 from rallypoint.rendezvous.cluster.service import replicated_services
@@ -136,10 +136,7 @@ async def serve_replica_role(
     async with replicated_services(
         address,
         wanted,
-        limits=limits.rendezvous,
-        store_limits=limits.store,
-        state_limits=limits.state,
-        state_ttl=limits.state_ttl,
+        limits=limits,
         on_ready=publish_ready,
     ) as services:
         server = Server(options, services=services.registrations, translate=translate, ready=False)

@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from rallypoint.cli.output import plain_console, printable, show_span
+from rallypoint.cli.output import plain_console, show_span
 from rallypoint.cli.values import Text, service_options
+from rallypoint.rpc.durations import to_seconds
 from rallypoint.rpc.endpoint import ClientTLS, SettingError
+from rallypoint.rpc.text import printable
 from rallypoint.serving.options import Setting
 
 if TYPE_CHECKING:
@@ -161,7 +163,7 @@ def _print_run(run: pb.Run, *, connections_known: bool) -> None:
         console.print(f"run ended: {run.run_end.detail}")
     elif run.HasField("held_back"):
         console.print(
-            f"restart delayed by {run.held_back.ToNanoseconds() / 1e9:g} s (back-off after repeated failures)"
+            f"restart delayed by {to_seconds(run.held_back):g} s (back-off after repeated failures)"
         )
     elif run.succeeded_count:
         console.print(_exit_barrier(run, assigned))
@@ -179,7 +181,7 @@ def _print_run(run: pb.Run, *, connections_known: bool) -> None:
 def _budget(run: pb.Run) -> str:
     """Describe the used restarts: of the run's budget, and of each node that has used any."""
     settings = run.settings
-    window = settings.restart_window.ToNanoseconds() / 1e9
+    window = to_seconds(settings.restart_window)
     used = f"{_counted(run)} of {settings.max_restarts} restarts used"
     if window:
         used += f" in the last {window:g} s ({run.restart_count} in all)"
@@ -194,14 +196,14 @@ def _budget(run: pb.Run) -> str:
 
 def _counted(run: pb.Run) -> int:
     """Return the restarts that count against the run's budget: all, unless it has a window (older services: none)."""
-    return run.counted_restarts if run.settings.restart_window.ToNanoseconds() else run.restart_count
+    return run.counted_restarts if to_seconds(run.settings.restart_window) else run.restart_count
 
 
 def _exit_barrier(run: pb.Run, assigned: int) -> str:
     succeeded = f"{run.succeeded_count} of {assigned} nodes succeeded"
     if run.exit_barrier_passed:
         return f"{succeeded}; the exit barrier is over: they no longer wait for the others"
-    most = run.settings.exit_barrier_timeout.ToNanoseconds() / 1e9
+    most = to_seconds(run.settings.exit_barrier_timeout)
     return f"{succeeded}; they wait for the others, {most:g} s at most"
 
 
@@ -312,4 +314,4 @@ def _steps(answer: timer_pb.GetProgressResponse) -> str:
 
 
 def _span(duration: Duration) -> str:
-    return show_span(duration.ToNanoseconds() / 1e9)
+    return show_span(to_seconds(duration))

@@ -19,6 +19,7 @@ from rallypoint.cli.run_command import RunCommand, flag, flags
 from rallypoint.cli.run_flags import run_flags
 from rallypoint.cli.values import NodeCount, Text, refuse_etcd_url
 from rallypoint.rendezvous.core.state import MOST_WORKERS_PER_NODE
+from rallypoint.rpc.durations import set_seconds
 from rallypoint.rpc.endpoint import ClientTLS, EndpointError, SettingError, parse_endpoint, parse_endpoints
 from rallypoint.serving.options import Seconds, client_options
 
@@ -252,7 +253,7 @@ def _spec(agents: Sequence[str], given: Mapping[str, Any]) -> pb.JobSpec:
     else:
         options["nproc-per-node"] = given["nproc_per_node"]
     if (shutdown_timeout := options.pop("shutdown-timeout", "")) != "":
-        spec.shutdown_timeout.FromNanoseconds(round(float(shutdown_timeout) * 1e9))
+        set_seconds(spec.shutdown_timeout, float(shutdown_timeout))
     try:
         rendezvous_conf(dict(spec.rendezvous_settings), (least, most), spec.max_restarts)
     except RunSettingError as error:

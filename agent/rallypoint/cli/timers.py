@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from rallypoint.cli.output import plain_console, printable, show_span
-from rallypoint.cli.values import Text, timer_service_options
+from rallypoint.cli.output import plain_console, show_span
+from rallypoint.cli.values import Text, limit_option, timer_service_options
+from rallypoint.rpc.durations import to_seconds
 from rallypoint.rpc.endpoint import ClientTLS
+from rallypoint.rpc.text import printable
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -23,14 +25,7 @@ if TYPE_CHECKING:
 @click.argument("run_id", type=Text(), required=False)
 @click.option("--node", type=Text(), default="", help="Only timers of this node.")
 @click.option("--expired", is_flag=True, help="Only expired timers.")
-@click.option(
-    "--limit",
-    type=click.IntRange(1, 1_000_000),
-    default=1_000,
-    show_default=True,
-    metavar="N",
-    help="Show at most N timers, expired ones first.",
-)
+@limit_option(1_000, 1_000_000, "Show at most N timers, expired ones first.")
 @click.option("--json", "as_json", is_flag=True, help="Print the timers as JSON.")
 @timer_service_options
 def timers(
@@ -85,7 +80,7 @@ def _timer_table(timers: Sequence[pb.Timer], *, with_runs: bool) -> Table:
     table = Table("", *(["run"] if with_runs else []), *columns, box=None)
     for each in timers:
         learning = each.state == pb.TIMER_STATE_LEARNING
-        after = "learning" if learning else show_span(each.after.ToNanoseconds() / 1e9)
+        after = "learning" if learning else show_span(to_seconds(each.after))
         table.add_row(
             "!" if each.state in RAN_OUT else "",
             *([printable(each.run_id)] if with_runs else []),
@@ -93,7 +88,7 @@ def _timer_table(timers: Sequence[pb.Timer], *, with_runs: bool) -> Table:
             printable(each.worker_id),
             printable(each.scope),
             f"{after} (learned)" if each.learned_as and not learning else after,
-            "-" if learning else show_span(each.remaining.ToNanoseconds() / 1e9),
+            "-" if learning else show_span(to_seconds(each.remaining)),
             pb.TimerState.Name(each.state).removeprefix("TIMER_STATE_"),
             str(each.offers or "-"),
         )
@@ -211,15 +206,13 @@ def _print(answer: pb.ListScopesResponse, *, with_runs: bool) -> None:
             *([printable(each.run_id)] if with_runs else []),
             printable(each.scope),
             str(each.count),
-            show_span(each.longest.ToNanoseconds() / 1e9) if each.count else "-",
-            show_span(each.after.ToNanoseconds() / 1e9)
-            if known
-            else f"{each.count} of {answer.warm_up} seen",
+            show_span(to_seconds(each.longest)) if each.count else "-",
+            show_span(to_seconds(each.after)) if known else f"{each.count} of {answer.warm_up} seen",
             str(each.timers),
         )
     console = plain_console()
     console.print(table)
-    least = show_span(answer.least.ToNanoseconds() / 1e9)
+    least = show_span(to_seconds(answer.least))
     console.print(
         f"a timeout is {answer.factor:g} times the longest, at least {least}, after {answer.warm_up} completions"
     )
@@ -230,14 +223,7 @@ def _print(answer: pb.ListScopesResponse, *, with_runs: bool) -> None:
 
 @click.command()
 @click.argument("run_id", type=Text())
-@click.option(
-    "--limit",
-    type=click.IntRange(1, 1_000),
-    default=10,
-    show_default=True,
-    metavar="N",
-    help="Show at most the N slowest workers.",
-)
+@limit_option(10, 1_000, "Show at most the N slowest workers.")
 @click.option("--json", "as_json", is_flag=True, help="Print the answer as JSON.")
 @timer_service_options
 def progress(
@@ -279,6 +265,6 @@ def _worker_table(answer: pb.GetProgressResponse) -> Table:
             printable(each.worker_id),
             str(each.step),
             str(answer.highest_step - each.step),
-            show_span(each.idle.ToNanoseconds() / 1e9),
+            show_span(to_seconds(each.idle)),
         )
     return table

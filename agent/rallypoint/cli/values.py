@@ -228,6 +228,13 @@ def timeout_option(command: _Command) -> _Command:
     )(command)
 
 
+def limit_option(default: int, most: int, help_: str) -> Callable[[_Command], _Command]:
+    """Return the option `limit`: how many entries the command shows."""
+    return click.option(
+        "--limit", type=click.IntRange(1, most), default=default, show_default=True, metavar="N", help=help_
+    )
+
+
 # ---- Options of the commands that call a timer service.
 
 

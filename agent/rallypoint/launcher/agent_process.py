@@ -146,7 +146,7 @@ def _carry_out(request: LaunchRequest, make_spawner: Callable[[], Spawner]) -> L
         spawner = make_spawner()
         if request.folder is not None:
             spawner.register_cleanup(request.folder)
-        from rallypoint.launcher.requested_job import run_requested_job  # noqa: PLC0415
+        from rallypoint.launcher.launch import run_requested_job  # noqa: PLC0415
 
         return run_requested_job(request, spawner)
     except (SpawnError, SettingError) as error:

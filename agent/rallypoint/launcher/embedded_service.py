@@ -20,6 +20,9 @@ from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
 from rallypoint.rpc.channel import open_channel
 from rallypoint.rpc.endpoint import ClientTLS, PortInUseError, ServiceStartError, SettingError, parse_endpoint
 from rallypoint.rpc.logs import get_logger
+from rallypoint.rpc.loop import cancel_all
+from rallypoint.rpc.text import one_line
+from rallypoint.serving.requests import SENTENCE_BYTES
 from rallypoint.serving.server import Server
 
 # Seconds in which the owner of a taken port must reply as a rendezvous service. Another agent on this host that
@@ -61,7 +64,8 @@ class EmbeddedService:
                     signalled_by = await _until_closed(stub, run_id, signals)
                     over, reason = signalled_by is None, f"got {signalled_by}"
                 if not over:
-                    detail = f"the host that served the run's rendezvous is gone: {reason}"[:1000]
+                    gone = f"the host that served the run's rendezvous is gone: {reason}"
+                    detail = one_line(gone, SENTENCE_BYTES)
                     await stub.CloseRun(pb.CloseRunRequest(run_id=run_id, reason=detail), timeout=_ANSWER)
         with suppress(TimeoutError):
             await asyncio.wait_for(self._server.idle(), LAST_WORD)
@@ -134,9 +138,7 @@ async def _until_closed(
     with signalled(signals) as received:
         waiting = asyncio.ensure_future(received.get())
         await asyncio.wait({watching, waiting}, return_when=asyncio.FIRST_COMPLETED)
-    for task in (watching, waiting):
-        task.cancel()
-    await asyncio.gather(watching, waiting, return_exceptions=True)
+    await cancel_all((watching, waiting))
     return waiting.result().name if waiting.done() and not waiting.cancelled() else None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import logging
 import math
 import os
 import signal
@@ -32,7 +33,14 @@ from rallypoint.agent.spawner.client import Spawner
 from rallypoint.agent.supervisor.jobs import Jobs
 from rallypoint.agent.supervisor.servicer import supervisor_registration
 from rallypoint.agent.workers.environment import check_devices
-from rallypoint.launcher.plan import Embedded, ExternalService, LaunchPlan, Replicated
+from rallypoint.launcher.plan import (
+    Embedded,
+    ExternalService,
+    LaunchOutcome,
+    LaunchPlan,
+    LaunchRequest,
+    Replicated,
+)
 from rallypoint.launcher.services import embedded_rendezvous, embedded_timer
 from rallypoint.launcher.signals import run_until_signalled
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
@@ -48,7 +56,8 @@ from rallypoint.rpc.endpoint import (
     parse_endpoints,
 )
 from rallypoint.rpc.errors import ServiceError
-from rallypoint.rpc.logs import get_logger
+from rallypoint.rpc.logs import configure_logs, get_logger
+from rallypoint.rpc.loop import run as run_loop
 from rallypoint.rpc.pace import Pace
 from rallypoint.rpc.replica_client import ReplicaClient
 from rallypoint.serving.server import Server
@@ -358,3 +367,25 @@ def print_summary(result: JobResult) -> None:
         _log.error("job failed: unrecoverable error", detail=result.detail)
     else:
         click.echo(f"Error: {result.detail}", err=True)
+
+
+def run_requested_job(request: LaunchRequest, spawner: Spawner) -> LaunchOutcome:
+    """Run the job to its end, and close the spawner.
+
+    Raises:
+        SettingError: The job can't be started as requested; one line.
+    """
+    configure_logs(request.log_level, "auto")
+    if request.log_level == "info":
+        # Of the services embedded in this process, users need only warnings and errors.
+        for service in ("rallypoint.rendezvous", "rallypoint.serving", "rallypoint.timer"):
+            logging.getLogger(service).setLevel(logging.WARNING)
+    jobs: list[Job] = []
+    result = run_loop(launch(request.plan, spawner, jobs.append))
+    return LaunchOutcome(
+        exit_code=result.exit_code,
+        detail=result.detail,
+        failure=result.failure,
+        report=render(result.failure, others=result.others) if result.failure is not None else "",
+        ranks=tuple(worker.rank for job in jobs for worker in job.workers),
+    )

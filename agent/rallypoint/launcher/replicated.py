@@ -38,6 +38,7 @@ from rallypoint.rendezvous.cluster.service import ReplicatedServices, replicated
 from rallypoint.rendezvous.core.state import Phase
 from rallypoint.rpc.endpoint import ClientTLS, Endpoint, SettingError, parse_endpoint
 from rallypoint.rpc.logs import get_logger
+from rallypoint.rpc.loop import cancel_all
 from rallypoint.rpc.pace import Pace
 from rallypoint.serving.server import Server
 
@@ -185,9 +186,7 @@ class OwnReplica:
             finally:
                 self._services = None
                 self._stood = self._pace.clock() - began
-                for end in ends:
-                    end.cancel()
-                await asyncio.gather(*ends, return_exceptions=True)
+                await cancel_all(ends)
 
     async def _hand_over(self, services: ReplicatedServices, server: Server) -> None:
         over = await self._is_over(services)

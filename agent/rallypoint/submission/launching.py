@@ -10,7 +10,10 @@ import grpc
 from rallypoint.agent.v1 import supervisor_service_pb2 as pb
 from rallypoint.rpc.endpoint import ClientTLS
 from rallypoint.rpc.errors import ServiceError, decode
+from rallypoint.rpc.loop import cancel_all
 from rallypoint.rpc.pace import Pace
+from rallypoint.rpc.text import one_line
+from rallypoint.serving.requests import SENTENCE_BYTES
 from rallypoint.submission.following import RemoteAgent, in_words, is_lost
 
 LAUNCH_TIMEOUT = 20.0
@@ -58,10 +61,10 @@ async def launch_everywhere(
         if not failed:
             return [call.result() for call in calls]
     except asyncio.CancelledError:
-        await _end(calls)
+        await cancel_all(calls)
         await take_back(agents, request, "its submission was interrupted")
         raise
-    await _end(calls)
+    await cancel_all(calls)
     refused, error = failed[0]
     left = await take_back(agents, request, f"{refused.label} did not accept it")
     if not isinstance(error, ServiceError):
@@ -101,7 +104,8 @@ async def _take_back(agent: RemoteAgent, request: pb.LaunchJobRequest, reason: s
         async with asyncio.timeout(TAKE_BACK_TIMEOUT):
             job = (await agent.stub.GetJob(pb.GetJobRequest(run_id=run_id))).job
             if job.launch_id == request.launch_id and job.state != pb.JOB_STATE_ENDED:
-                await agent.stub.StopJob(pb.StopJobRequest(run_id=run_id, reason=reason[:500], now=True))
+                reason = one_line(reason, SENTENCE_BYTES)
+                await agent.stub.StopJob(pb.StopJobRequest(run_id=run_id, reason=reason, now=True))
     except grpc.aio.AioRpcError as rpc_error:
         error = decode(rpc_error)
         # An unreachable agent usually never had the job: it is the agent that did not accept it.
@@ -109,9 +113,3 @@ async def _take_back(agent: RemoteAgent, request: pb.LaunchJobRequest, reason: s
     except TimeoutError:
         return False
     return True
-
-
-async def _end(calls: Sequence[asyncio.Task[pb.LaunchJobResponse]]) -> None:
-    for call in calls:
-        call.cancel()
-    await asyncio.gather(*calls, return_exceptions=True)

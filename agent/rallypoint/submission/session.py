@@ -18,6 +18,7 @@ from rallypoint.rpc.calls import call_any
 from rallypoint.rpc.channel import open_channel
 from rallypoint.rpc.endpoint import ClientTLS
 from rallypoint.rpc.errors import ServiceError
+from rallypoint.rpc.loop import cancel_all
 from rallypoint.rpc.replica_client import ReplicaClient
 from rallypoint.submission.following import Followed, RemoteAgent, labels
 from rallypoint.submission.launching import launch_everywhere
@@ -167,10 +168,7 @@ class SubmissionSession:
         try:
             await self._wait_or_stop(everything)
         finally:
-            everything.cancel()
-            for task in (*watching, *reading, *self._stops):
-                task.cancel()
-            await asyncio.gather(*watching, *reading, *self._stops, everything, return_exceptions=True)
+            await cancel_all((everything, *watching, *reading, *self._stops))
 
     async def _to_the_end(self, watching: asyncio.Task[None], reading: asyncio.Task[None]) -> None:
         await watching

@@ -14,6 +14,7 @@ from grpc_status import rpc_status  # type: ignore[import-untyped]
 
 from rallypoint.rpc.durations import set_seconds, to_seconds
 from rallypoint.rpc.endpoint import ClientTLS
+from rallypoint.rpc.text import clip
 
 DOMAIN = "rallypoint"
 """`google.rpc.ErrorInfo.domain` of every error of a Rallypoint service."""
@@ -103,15 +104,15 @@ def invalid(field: str, description: str) -> ServiceError:
 
 def encode(error: ServiceError) -> grpc.Status:
     """Return the error as gRPC sends it: code, message, and a `google.rpc.Status` in the trailing metadata."""
-    status = status_pb2.Status(code=error.code.value[0], message=_clip(error.message, _MESSAGE_BYTES))
+    status = status_pb2.Status(code=error.code.value[0], message=clip(error.message, _MESSAGE_BYTES, "…"))
     if error.retry_after is not None:
         retry = error_details_pb2.RetryInfo()
         set_seconds(retry.retry_delay, error.retry_after)
         status.details.add().Pack(retry)
-    info = error_details_pb2.ErrorInfo(reason=_clip(error.reason, 63), domain=DOMAIN)
+    info = error_details_pb2.ErrorInfo(reason=clip(error.reason, 63, "…"), domain=DOMAIN)
     room = _DETAILS_BYTES - status.ByteSize() - info.ByteSize()
     for key, value in error.metadata.items():
-        entry = (_clip(key, 64), _clip(value, _VALUE_BYTES))
+        entry = (clip(key, 64, "…"), clip(value, _VALUE_BYTES, "…"))
         # 8: tags and lengths of a map entry and its two strings.
         room -= len(entry[0].encode()) + len(entry[1].encode()) + 8
         if room < 0:
@@ -120,7 +121,7 @@ def encode(error: ServiceError) -> grpc.Status:
     bad = error_details_pb2.BadRequest()
     for field, description in error.field_violations:
         violation = bad.FieldViolation(
-            field=_clip(field, _VALUE_BYTES), description=_clip(description, _VALUE_BYTES)
+            field=clip(field, _VALUE_BYTES, "…"), description=clip(description, _VALUE_BYTES, "…")
         )
         room -= violation.ByteSize() + 4
         if room < 0:
@@ -162,14 +163,6 @@ def _unpack(detail: AnyDetail, into: ServiceError) -> None:
         into.field_violations = tuple((each.field, each.description) for each in bad.field_violations)
     elif detail.Unpack(retry):
         into.retry_after = to_seconds(retry.retry_delay)
-
-
-def _clip(text: str, size: int) -> str:
-    """Return at most `size` bytes of UTF-8, whole characters; invalid characters become question marks."""
-    data = text.encode(errors="replace")
-    if len(data) <= size:
-        return data.decode()
-    return data[: size - 3].decode(errors="ignore") + "…"
 
 
 # ---- The change to make when a connection fails in the TLS handshake: gRPC reports only the texts of its libraries.

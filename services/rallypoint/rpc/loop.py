@@ -1,10 +1,12 @@
-"""The event loop of every process that uses gRPC, and a clock that advances while the machine is suspended."""
+"""The event loop of every process that uses gRPC, notifications on it, and a clock that advances while the machine is
+suspended."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import uvloop
@@ -35,3 +37,56 @@ def run(main: Coroutine[Any, Any, T]) -> T:
 def boot_time() -> float:
     """Return the seconds of a monotonic clock that also advances while the machine is suspended."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+async def cancel_all(tasks: Iterable[asyncio.Future[Any]]) -> None:
+    """Cancel tasks, and return when they have ended. Their results and errors are dropped."""
+    tasks = tuple(tasks)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class Notifier:
+    """Wakes tasks when something has changed. A busy one is woken once for all changes in the meantime: no queue grows.
+
+    Attributes:
+        count: Number of notifications.
+    """
+
+    def __init__(self) -> None:
+        """Create it without watchers."""
+        self._watchers: set[asyncio.Event] = set()
+        self.count = 0
+
+    def notify(self) -> None:
+        """Wake all watchers."""
+        self.count += 1
+        for watcher in self._watchers:
+            watcher.set()
+
+    @contextmanager
+    def watch(self) -> Iterator[asyncio.Event]:
+        """Yield an event that each change sets; the watcher clears it before it reads the state."""
+        watcher = asyncio.Event()
+        self._watchers.add(watcher)
+        try:
+            yield watcher
+        finally:
+            self._watchers.discard(watcher)
+
+    async def until(self, holds: Callable[[], bool], timeout: float | None = None) -> bool:
+        """Return True as soon as a condition holds; False after `timeout` seconds without."""
+        try:
+            async with asyncio.timeout(timeout):
+                with self.watch() as changed:
+                    while not holds():
+                        await changed.wait()
+                        changed.clear()
+        except TimeoutError:
+            return holds()
+        return True
+
+    async def since(self, seen: int, timeout: float | None) -> None:
+        """Return when there was a notification after the `seen`-th, or after `timeout` seconds."""
+        await self.until(lambda: self.count > seen, timeout)

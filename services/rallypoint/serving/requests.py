@@ -1,7 +1,15 @@
-"""Checks of fields that every service receives: names, sentences and numbers."""
+"""Checks of fields that every service receives: names, sentences, numbers, durations and page tokens."""
 
 from __future__ import annotations
 
+import base64
+import json
+from contextlib import suppress
+from typing import Any
+
+from google.protobuf.duration_pb2 import Duration
+
+from rallypoint.rpc.durations import checked_seconds
 from rallypoint.rpc.errors import invalid
 
 NAME_BYTES = 256
@@ -32,11 +40,58 @@ def text(field: str, value: str, most_bytes: int) -> None:
         raise invalid(field, "must not have control characters")
 
 
-def count(field: str, value: int, least: int, most: int) -> None:
+def reason(value: str, field: str = "reason") -> str:
+    """Return the reason in a request, a sentence, or a text for none.
+
+    Raises:
+        ServiceError: INVALID_ARGUMENT, naming the field.
+    """
+    text(field, value, SENTENCE_BYTES)
+    return value or "no reason given"
+
+
+def count(field: str, value: int, least: int, most: int | None = None) -> None:
     """Check a number.
 
     Raises:
         ServiceError: INVALID_ARGUMENT, naming the field.
     """
-    if not least <= value <= most:
+    if most is not None and not least <= value <= most:
         raise invalid(field, f"must be from {least} to {most}, not {value}")
+    if value < least:
+        raise invalid(field, f"must be at least {least}, not {value}")
+
+
+def seconds(field: str, duration: Duration, most: float, *, zero: bool = True) -> float:
+    """Return the seconds of a duration; `zero`: 0 is allowed.
+
+    Raises:
+        ServiceError: INVALID_ARGUMENT, naming the field: it is invalid, negative, or more than `most`.
+    """
+    value = checked_seconds(duration, field, invalid)
+    if not 0 <= value <= most or (value == 0 and not zero):
+        least = "at least 0" if zero else "more than 0"
+        raise invalid(field, f"must be {least} and at most {most:.0f} seconds, not {value:g}")
+    return value
+
+
+# ---- Page tokens: the position of the last item of a page. The next page continues after it even if items come or go.
+
+
+def page_token(*position: str | int) -> str:
+    """Return the token of the page after a position."""
+    return base64.urlsafe_b64encode(json.dumps(position).encode()).decode()
+
+
+def page_position(token: str, *kinds: type) -> list[Any]:
+    """Return the position in a token: values of these types; numbers are from 0 to 2**62.
+
+    Raises:
+        ServiceError: INVALID_ARGUMENT: no service issued the token for such a request.
+    """
+    with suppress(ValueError, RecursionError):
+        position = json.loads(base64.urlsafe_b64decode(token))
+        fits = isinstance(position, list) and [type(each) for each in position] == [*kinds]
+        if fits and all(isinstance(each, str) or 0 <= each <= 2**62 for each in position):
+            return list(position)
+    raise invalid("page_token", "must be the next_page_token of a page of the same request, or empty")

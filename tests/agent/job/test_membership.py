@@ -10,29 +10,13 @@ from agent.job.test_job import Bench
 from agent.job.test_job import bench as bench  # noqa: PLC0414  # a fixture
 from rallypoint.agent.core import core
 from rallypoint.agent.job import rendezvous as membership_module
-from rallypoint.agent.job.rendezvous import NodeMembership, sentence
+from rallypoint.agent.job.rendezvous import NodeMembership
 from rallypoint.agent.job.sync import Background
 from rallypoint.agent.workers.group import WorkerGroup
 from rallypoint.agent.workers.processes import StopReport
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rpc.channel import open_channel
 from support.waiting import PATIENCE, until
-
-
-@pytest.mark.parametrize(
-    ("text", "told"),
-    [
-        ("the fan stands still", "the fan stands still"),
-        ("two\nlines\x1b[31m", "two lines [31m"),
-        ("x" * 2000, "x" * 1024),
-        ("ä" * 1000, "ä" * 512),
-        ("x" * 1023 + "ä", "x" * 1023),
-        ("\udcff", " "),
-    ],
-)
-def test_what_a_service_takes_of_a_text(text: str, told: str) -> None:
-    """One line, no longer than 1,024 bytes, whole characters."""
-    assert sentence(text) == told
 
 
 async def test_a_host_with_a_long_story_leaves_like_any_other(bench: Bench) -> None:

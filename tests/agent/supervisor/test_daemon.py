@@ -212,8 +212,8 @@ async def test_who_hurries_a_daemon_has_its_workers_killed(tmp_path: Path) -> No
     [
         ({"run_id": ""}, "spec.run_id", "must not be empty"),
         ({"command": []}, "spec.command", "must name a program"),
-        ({"local_world_size": -1}, "spec.local_world_size", "must be from 1 to 16384"),
-        ({"local_world_size": 20_000}, "spec.local_world_size", "must be from 1 to 16384"),
+        ({"local_world_size": -1}, "spec.local_world_size", "must be from 0 to 16384"),
+        ({"local_world_size": 20_000}, "spec.local_world_size", "must be from 0 to 16384"),
         ({"min_nodes": 3, "max_nodes": 2}, "spec.max_nodes", "must be at least min_nodes (3)"),
         ({"min_nodes": -1}, "spec.max_nodes", "both from 1 to 100000"),
         ({"rendezvous_settings": {"join": "1"}}, "spec.rendezvous_settings", "'join' is not a setting"),
@@ -230,7 +230,7 @@ async def test_who_hurries_a_daemon_has_its_workers_killed(tmp_path: Path) -> No
         ({"options": {"nproc-per-node": "many"}}, "spec.options", "'many' is none of cpu, gpu, xpu, auto"),
         ({"launch_id": "x" * 257}, "launch_id", "at most 256 bytes"),
         ({"timer_endpoint": "here"}, "spec.timer_endpoint", "has no port"),
-        ({"shutdown_timeout": {"seconds": -1}}, "spec.shutdown_timeout", "must not be negative"),
+        ({"shutdown_timeout": {"seconds": -1}}, "spec.shutdown_timeout", "must be at least 0"),
         (
             {
                 "local_world_size": 2,

@@ -10,7 +10,7 @@ import pytest
 
 from agent.fake_job import FakeJob, as_job, ended, running, worker_group
 from rallypoint.agent.core.core import AgentState, Workers
-from rallypoint.agent.supervisor.operator_actions import bounded, dump_stacks, restart_workers
+from rallypoint.agent.supervisor.operator_actions import dump_stacks, restart_workers
 from rallypoint.rpc.errors import ServiceError
 
 RUNNING = AgentState(workers=Workers.RUNNING, started=3)
@@ -63,9 +63,3 @@ async def test_without_a_rendezvous_service_nothing_is_restarted() -> None:
     ) as caught:
         await restart_workers(as_job(job), "a whim")
     assert caught.value.reason == "NO_RENDEZVOUS"
-
-
-def test_what_does_not_fit_is_cut_at_its_end() -> None:
-    """Between characters, and visibly."""
-    assert bounded("abc", 3) == "abc"
-    assert bounded("\N{SNOWMAN}" * 10, 12) == "\N{SNOWMAN}\N{SNOWMAN}\n..."

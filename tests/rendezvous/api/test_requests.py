@@ -203,7 +203,7 @@ def field(name: str, value: object) -> Callable[[pb.JoinRun], None]:
         (
             duration("disconnect_grace", Duration(seconds=2**62)),
             "settings.disconnect_grace",
-            "must be at least 0 and at most 2160000 seconds, not 4.61169e+18",
+            "is not a valid duration: seconds or nanos are out of range, or differ in sign",
         ),
     ],
     ids=lambda value: value if isinstance(value, str) and "must" not in value else "",

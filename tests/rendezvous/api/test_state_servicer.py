@@ -12,10 +12,9 @@ import grpc
 import grpc.aio
 import pytest
 
-from rallypoint.rendezvous.base.limits import MAX_VALUE_BYTES
+from rallypoint.rendezvous.base.limits import MAX_VALUE_BYTES, StateLimits
 from rallypoint.rendezvous.core.commands import LeaseLost, RunIsClosed, RunNotFound
 from rallypoint.rendezvous.core.state import Outcome
-from rallypoint.rendezvous.state.core import StateLimits
 from rallypoint.rendezvous.state.service import FencedStateService
 from rallypoint.rendezvous.v1 import state_service_pb2 as pb
 from rallypoint.rendezvous.v1 import state_service_pb2_grpc as rpc

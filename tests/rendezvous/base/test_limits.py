@@ -7,9 +7,8 @@ import pytest
 
 from rallypoint.rendezvous.api.errors import translate
 from rallypoint.rendezvous.api.service import rendezvous_services
-from rallypoint.rendezvous.base.limits import RendezvousLimits
+from rallypoint.rendezvous.base.limits import Limits, RendezvousLimits, StateLimits
 from rallypoint.rendezvous.journal.journal import MemoryJournal
-from rallypoint.rendezvous.state.core import StateLimits
 from rallypoint.rendezvous.v1 import state_service_pb2 as pb
 from rallypoint.rendezvous.v1 import state_service_pb2_grpc as pb_grpc
 from rallypoint.rpc.channel import open_channel
@@ -22,7 +21,7 @@ from support.waiting import PATIENCE
 async def test_the_streams_of_nodes_are_metered_and_no_others() -> None:
     """Heartbeats come by the clock; what workers store comes as they work."""
     limits = RendezvousLimits(messages_per_second=7.0, message_burst=9)
-    async with rendezvous_services(MemoryJournal(), limits=limits) as services:
+    async with rendezvous_services(MemoryJournal(), limits=Limits(limits)) as services:
         rates = {service.service_name.rpartition(".")[2]: service.message_rate for service in services}
     assert rates == {"RendezvousService": Rate(7.0, 9), "StoreService": None, "StateService": None}
 
@@ -31,7 +30,7 @@ async def test_the_limits_of_states_hold() -> None:
     """And their time to live, by the service's clock."""
     now = [1000.0]
     async with rendezvous_services(
-        MemoryJournal(), clock=lambda: now[0], state_limits=StateLimits(states=1), state_ttl=60.0
+        MemoryJournal(), clock=lambda: now[0], limits=Limits(state=StateLimits(states=1), state_ttl=60.0)
     ) as services:
         server = Server(ServerOptions(), services=services, translate=translate)
         await server.start()

@@ -4,25 +4,33 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Any
 
 import pytest
 
 from rallypoint.rendezvous.base.errors import NotOwner
-from rallypoint.rendezvous.base.limits import LimitReached, Quota, RendezvousLimits, SharedTotal, SharedTotals
+from rallypoint.rendezvous.base.limits import (
+    LimitReached,
+    Limits,
+    Quota,
+    RendezvousLimits,
+    SharedTotal,
+    SharedTotals,
+    StateLimits,
+)
 from rallypoint.rendezvous.base.refusals import StateBusy, StatesFull, TooManyStates, TooManyWatchers
 from rallypoint.rendezvous.core import commands
-from rallypoint.rendezvous.state.core import STATE_OVERHEAD_BYTES, SetState, StateLimits
+from rallypoint.rendezvous.state.core import STATE_OVERHEAD_BYTES, SetState
 from rendezvous.shard_fixtures import RUN, Scene, ShardJournal, begun, opened, refusal_of
 
 
 @asynccontextmanager
-async def together(**limits: Any) -> AsyncIterator[tuple[Scene, Scene, SharedTotals]]:
+async def together(limits: Limits | None = None) -> AsyncIterator[tuple[Scene, Scene, SharedTotals]]:
     """Two empty shards of one process."""
     totals = SharedTotals()
     async with AsyncExitStack() as stack:
         one, other = [
-            await stack.enter_async_context(opened(ShardJournal(), totals=totals, **limits)) for _ in range(2)
+            await stack.enter_async_context(opened(ShardJournal(), totals=totals, limits=limits))
+            for _ in range(2)
         ]
         yield one, other, totals
 
@@ -57,7 +65,7 @@ def test_a_share_knows_its_own_part_and_all_others() -> None:
 
 async def test_runs() -> None:
     """One more anywhere is one too many, until one is forgotten somewhere."""
-    async with together(limits=RendezvousLimits(runs=2, run_ttl=60.0)) as (one, other, totals):
+    async with together(Limits(RendezvousLimits(runs=2, run_ttl=60.0))) as (one, other, totals):
         member = await one.join("a", "first")
         await other.join("a", "second")
         await other.join("b", "second")  # no new run
@@ -75,7 +83,7 @@ async def test_runs() -> None:
 
 async def test_states() -> None:
     """By number."""
-    async with together(state_limits=StateLimits(states=2)) as (one, other, _):
+    async with together(Limits(state=StateLimits(states=2))) as (one, other, _):
         await set_state(one, "first")
         await set_state(other, "second")
         for scene in (one, other):
@@ -86,7 +94,7 @@ async def test_states() -> None:
 async def test_bytes_of_states() -> None:
     """Also of those that are being committed: both shards can't take the same room."""
     most = 2 * (STATE_OVERHEAD_BYTES + 100)
-    async with together(state_limits=StateLimits(state_bytes=most)) as (one, other, _):
+    async with together(Limits(state=StateLimits(state_bytes=most))) as (one, other, _):
         await set_state(one, "first", b"x" * 100)
         one.journal.hold()
         (setting,) = await begun(set_state(one, "second", b"x" * 100))
@@ -100,7 +108,7 @@ async def test_bytes_of_states() -> None:
 
 async def test_bytes_of_states_that_wait() -> None:
     """A slow journal of one shard is felt by the other, which would need the same memory."""
-    async with together(state_limits=StateLimits(queued_bytes=2_000)) as (one, other, totals):
+    async with together(Limits(state=StateLimits(queued_bytes=2_000))) as (one, other, totals):
         one.journal.hold()
         await begun(set_state(one, "first"))
         await one.journal.held()
@@ -114,7 +122,7 @@ async def test_bytes_of_states_that_wait() -> None:
 
 async def test_watchers_of_states() -> None:
     """Each gives its place back when it goes, whatever has become of its shard."""
-    async with together(state_limits=StateLimits(watchers=2)) as (one, other, totals):
+    async with together(Limits(state=StateLimits(watchers=2))) as (one, other, totals):
         slots = [(each, each.shard.states.watch(RUN, None)) for each in (one, other)]
         with pytest.raises(TooManyWatchers):
             one.shard.states.watch(RUN, None)
@@ -128,7 +136,7 @@ async def test_watchers_of_states() -> None:
 async def test_bytes_of_events() -> None:
     """Past the bound the longest history is shortened, whichever shard it is of."""
     limits = RendezvousLimits(event_bytes=20_000)
-    async with together(limits=limits) as (one, other, totals):
+    async with together(Limits(limits)) as (one, other, totals):
         await one.join("a", "long")
         while totals.events.bytes < 18_000:
             await one.shard.engine.execute("long", commands.Evict("elsewhere", "to and fro"))

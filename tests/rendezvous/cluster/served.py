@@ -14,10 +14,10 @@ import pytest
 
 from rallypoint.etcd.endpoint import EtcdAddress
 from rallypoint.rendezvous.api.errors import translate
+from rallypoint.rendezvous.base.limits import STATE_TTL, Limits
 from rallypoint.rendezvous.cluster.ownership import MoveSettings, by_preference, shard_of
 from rallypoint.rendezvous.cluster.replica import Replicas
 from rallypoint.rendezvous.cluster.service import ReplicatedServices, replicated_services
-from rallypoint.rendezvous.state.service import DEFAULT_TTL
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
 from rallypoint.rendezvous.v1 import state_service_pb2 as state_pb
@@ -109,7 +109,7 @@ async def served(
     moves: MoveSettings = QUICK,
     keeps_etcd: bool = True,
     clock: Callable[[], float] = time.monotonic,
-    state_ttl: float = DEFAULT_TTL,
+    state_ttl: float = STATE_TTL,
 ) -> AsyncIterator[Served]:
     """A replica that has begun to serve; at the end it is gone, without having handed anything over."""
     async with AsyncExitStack() as stack:
@@ -124,7 +124,7 @@ async def served(
                 Replicas(lease_ttl=ttl, shards=shards, moves=moves, keeps_etcd=keeps_etcd),
                 on_ready=on_ready,
                 clock=clock,
-                state_ttl=state_ttl,
+                limits=Limits(state_ttl=state_ttl),
             )
         )
         server = Server(

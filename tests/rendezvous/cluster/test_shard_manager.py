@@ -19,10 +19,11 @@ from rallypoint.rendezvous.cluster.ownership import (
     decide,
 )
 from rallypoint.rendezvous.cluster.shard_manager import ShardManager
-from rallypoint.rendezvous.cluster.view import ChangeNotifier, Cluster, ReplicaRegistration
+from rallypoint.rendezvous.cluster.view import Cluster, ReplicaRegistration
 from rallypoint.rendezvous.journal.etcd.journal import Owner
 from rallypoint.rendezvous.journal.journal import JournalError, MemoryJournal
 from rallypoint.rendezvous.shard.shard import Shard, open_shard
+from rallypoint.rpc.loop import Notifier
 from support.log_events import log_events
 
 _KEYS = Keys("/test")
@@ -51,7 +52,7 @@ async def test_a_shard_that_breaks_whenever_it_is_claimed_is_claimed_seldom() ->
     async def release(shard: int, fence: int, /) -> None:
         raise AssertionError("no key is seen here")
 
-    changes = ChangeNotifier()
+    changes = Notifier()
     hosting = ShardManager(
         Cluster(_KEYS, 8),
         _ME,
@@ -88,7 +89,7 @@ async def test_an_owner_key_that_went_meanwhile_is_not_let_go_of(
     async def release(shard: int, fence: int, /) -> None:
         released.append(fence)
 
-    cluster, changes = Cluster(_KEYS, 8), ChangeNotifier()
+    cluster, changes = Cluster(_KEYS, 8), Notifier()
     cluster.read([_owned_by(_ME, 5)], 0.0)
     hosting = ShardManager(
         cluster,
@@ -119,7 +120,7 @@ async def _released(shard: int, fence: int, /) -> None:
     """Nothing is in etcd here."""
 
 
-async def _serving(cluster: Cluster, changes: ChangeNotifier) -> ShardManager:
+async def _serving(cluster: Cluster, changes: Notifier) -> ShardManager:
     """The shards of a session that has one."""
     hosting = ShardManager(
         cluster,
@@ -142,7 +143,7 @@ async def test_a_successor_that_leaves_as_well_is_not_waited_for(
     """At the end of a job its replicas leave together, and each may have looked like the others' successor."""
     monkeypatch.setattr(hosting_module, "_SUCCESSOR_WITHIN", 3600.0)
     caplog.set_level(logging.INFO)
-    cluster, changes = Cluster(_KEYS, 8), ChangeNotifier()
+    cluster, changes = Cluster(_KEYS, 8), Notifier()
     hosting = await _serving(cluster, changes)
     cluster.read([_registered(_OTHER)], 0.0)
     caplog.clear()
@@ -161,7 +162,7 @@ async def test_a_successor_that_does_not_come_is_worth_a_warning(
 ) -> None:
     """It is there, and does not take the shard: its runs are served by no replica."""
     monkeypatch.setattr(hosting_module, "_SUCCESSOR_WITHIN", 0.01)
-    cluster, changes = Cluster(_KEYS, 8), ChangeNotifier()
+    cluster, changes = Cluster(_KEYS, 8), Notifier()
     hosting = await _serving(cluster, changes)
     cluster.read([_registered(_OTHER)], 0.0)
     hosting.begin(HandOver(_SHARD, "replica-1", MoveReason.DRAIN))
@@ -177,7 +178,7 @@ async def test_what_is_finished_needs_no_successor(
     """Another replica may take the shards of runs that are over. It is not waited for, and no line says so."""
     monkeypatch.setattr(hosting_module, "_SUCCESSOR_WITHIN", 3600.0)
     caplog.set_level(logging.INFO)
-    cluster, changes = Cluster(_KEYS, 8), ChangeNotifier()
+    cluster, changes = Cluster(_KEYS, 8), Notifier()
     hosting = await _serving(cluster, changes)
     cluster.read([_registered(_OTHER)], 0.0)
     caplog.clear()

@@ -16,7 +16,7 @@ from rallypoint.rendezvous.api.requests import list_runs, nodes_page
 from rallypoint.rendezvous.base.cooperative import finish
 from rallypoint.rendezvous.base.entries import Operation
 from rallypoint.rendezvous.base.errors import NotOwner
-from rallypoint.rendezvous.base.limits import MAX_VALUE_BYTES, RendezvousLimits
+from rallypoint.rendezvous.base.limits import MAX_VALUE_BYTES, Limits, RendezvousLimits
 from rallypoint.rendezvous.base.refusals import AnswerTooLarge, KeyWaitTimedOut, RoundOver
 from rallypoint.rendezvous.core import commands
 from rallypoint.rendezvous.core.commands import Refused, RunNotFound
@@ -163,7 +163,7 @@ async def test_it_answers_as_the_owner_does(seed: int, monkeypatch: pytest.Monke
     draw = Random(seed)
     journal, seen = ShardJournal(), set[str]()
     for _ in range(3):
-        async with opened(journal, limits=LIMITS) as scene:
+        async with opened(journal, limits=Limits(LIMITS)) as scene:
             life = Life(scene, draw)
             for step in range(60):
                 with suppress(Refused):

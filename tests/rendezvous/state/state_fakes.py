@@ -11,7 +11,8 @@ from typing import Any
 
 from rallypoint.rendezvous.api.errors import translate
 from rallypoint.rendezvous.api.state_servicer import fenced_registration
-from rallypoint.rendezvous.state.core import SetState, StateLimits
+from rallypoint.rendezvous.base.limits import StateLimits
+from rallypoint.rendezvous.state.core import SetState
 from rallypoint.rendezvous.state.service import FencedStateService
 from rallypoint.serving.server import Server, ServerOptions
 from rendezvous.locators import home_of

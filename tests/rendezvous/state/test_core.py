@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from rallypoint.rendezvous.base.cooperative import finish
 from rallypoint.rendezvous.base.entries import Operation, StoreChange
+from rallypoint.rendezvous.base.limits import StateLimits
 from rallypoint.rendezvous.base.refusals import (
     OperationReused,
     OperationSuperseded,
@@ -24,7 +25,6 @@ from rallypoint.rendezvous.state.core import (
     FencedState,
     SetOutcome,
     SetState,
-    StateLimits,
     States,
     StatesDraft,
 )

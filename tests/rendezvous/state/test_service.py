@@ -9,6 +9,7 @@ import pytest
 from rallypoint.rendezvous.base.cooperative import LatestValue
 from rallypoint.rendezvous.base.entries import Operation, Writer
 from rallypoint.rendezvous.base.errors import Draining
+from rallypoint.rendezvous.base.limits import StateLimits
 from rallypoint.rendezvous.base.refusals import (
     JournalFailed,
     StateBusy,
@@ -18,7 +19,7 @@ from rallypoint.rendezvous.base.refusals import (
 )
 from rallypoint.rendezvous.core.commands import LeaseLost
 from rallypoint.rendezvous.journal.journal import JournalError
-from rallypoint.rendezvous.state.core import FencedState, SetOutcome, StateLimits
+from rallypoint.rendezvous.state.core import FencedState, SetOutcome
 from rallypoint.rendezvous.state.service import FencedStateService, StateView
 from rendezvous.state.state_fakes import RUN, Clock, TestJournal, asked, open_states, served, started
 

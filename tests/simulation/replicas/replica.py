@@ -12,7 +12,7 @@ import grpc
 
 from rallypoint.etcd.endpoint import EtcdAddress
 from rallypoint.rendezvous.api.errors import translate
-from rallypoint.rendezvous.base.limits import RendezvousLimits
+from rallypoint.rendezvous.base.limits import Limits, RendezvousLimits
 from rallypoint.rendezvous.cluster.replica import Replicas
 from rallypoint.rendezvous.cluster.service import ReplicatedServices, replicated_services
 from rallypoint.rpc.errors import ServiceError
@@ -96,7 +96,7 @@ class ReplicaServer:
             wall_clock=lambda: _WALL_TIME + self._wall_offset + clockwork.now,
             draw=self._chance.randbytes,
             pace=Pace(process.time, asyncio.sleep, self._chance.random),
-            limits=self._limits,
+            limits=Limits(self._limits),
         ) as services:
             self.services = services
             for each in services.registrations:

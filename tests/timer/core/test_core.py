@@ -7,8 +7,9 @@ from collections.abc import Callable
 import pytest
 
 from rallypoint.rpc.clock import LagSettings
-from rallypoint.timer.core.core import MAX_AFTER, TimerTable
+from rallypoint.timer.core.core import TimerTable
 from rallypoint.timer.core.values import (
+    MAX_AFTER,
     InvalidField,
     Learned,
     LeaseSuperseded,

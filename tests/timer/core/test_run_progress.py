@@ -6,9 +6,8 @@ import random
 
 import pytest
 
-from rallypoint.timer.core.core import MAX_AFTER
 from rallypoint.timer.core.progress import ProgressBoard, ProgressSettings, Stall
-from rallypoint.timer.core.values import InvalidField
+from rallypoint.timer.core.values import MAX_AFTER, InvalidField
 
 RUN = "run"
 STALL_AFTER = 60.0

@@ -21,6 +21,7 @@ from rallypoint.agent.logs.files import read_end
 from rallypoint.agent.logs.plan import WorkerLogs
 from rallypoint.agent.spawner.protocol import WorkerExit
 from rallypoint.rendezvous.core.state import FailureKind
+from rallypoint.rpc.text import clip, clip_start
 
 # ---- Meaning of an exit code or a signal, as text.
 
@@ -482,16 +483,8 @@ def _read_tail(path: Path) -> str:
 
 
 def _head(message: str) -> str:
-    # "replace": lone surrogates can't be encoded.
-    raw = " ".join(message.splitlines()).strip().encode("utf-8", "replace")
-    if len(raw) <= MAX_MESSAGE:
-        return raw.decode()
-    return raw[: MAX_MESSAGE - 3].decode("utf-8", "ignore") + "..."
+    return clip(" ".join(message.splitlines()).strip(), MAX_MESSAGE, "...")
 
 
 def _tail(text: str) -> str:
-    raw = text.encode("utf-8", "replace")
-    if len(raw) <= MAX_TRACEBACK:
-        return raw.decode()
-    mark = "...\n"
-    return mark + raw[len(mark) - MAX_TRACEBACK :].decode("utf-8", "ignore")
+    return clip_start(text, MAX_TRACEBACK, "...\n")

@@ -27,6 +27,7 @@ from rallypoint.agent.hangs.python_stacks import StackPipe, in_order, last_dump
 from rallypoint.agent.spawner.protocol import KillResult
 from rallypoint.rendezvous.core.state import FailureKind
 from rallypoint.rpc.logs import get_logger
+from rallypoint.rpc.text import clip
 
 SIGNAL_TIMEOUT = 5.0
 """Seconds that a worker has to end after the signal it chose. Enough to log its state; a hung worker should not write a
@@ -116,11 +117,7 @@ class HangReport:
 def _bounded(text: str, file: Path | None) -> str:
     """The beginning of the diagnostics, the most important part: the report is sent to every node."""
     where = f"\n\nAll of it: {file}" if file is not None else ""
-    raw = text.encode("utf-8", "replace")
-    room = MAX_TRACEBACK - len(os.fsencode(where)) - 8
-    if len(raw) > room:
-        text = raw[:room].decode("utf-8", "ignore") + "\n..."
-    return text + where
+    return clip(text, MAX_TRACEBACK - len(os.fsencode(where)), "\n...") + where
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from rallypoint.agent.job.drain import Drain, DrainNotice
 from rallypoint.agent.job.failure_file import FAILURE_FILE, failure_document, write_failure_files
 from rallypoint.agent.job.rendezvous import NodeMembership
 from rallypoint.agent.job.result import FAILED, SUCCEEDED, JobResult, judge
-from rallypoint.agent.job.sync import Background, EventQueue, Notifier, QueuedEvent
+from rallypoint.agent.job.sync import Background, EventQueue, QueuedEvent
 from rallypoint.agent.logs.follower import Console
 from rallypoint.agent.logs.plan import LogDirectory
 from rallypoint.agent.sockets.watchdog import HostWatchdog, WatchdogChanged
@@ -33,6 +33,7 @@ from rallypoint.agent.workers.group import AttemptBegun, Worker, WorkerGroup, Wo
 from rallypoint.agent.workers.groups import GroupSettings, WorkerGroups
 from rallypoint.rpc.endpoint import SettingError
 from rallypoint.rpc.logs import get_logger
+from rallypoint.rpc.loop import Notifier
 from rallypoint.rpc.replica_client import ReplicaClient
 
 # Requests to stop within so many seconds count as one. Ctrl-C may arrive twice, from the terminal and from a

@@ -18,6 +18,7 @@ from rallypoint.rpc.durations import to_seconds
 from rallypoint.rpc.errors import ServiceError, tls_advice
 from rallypoint.rpc.logs import get_logger
 from rallypoint.rpc.replica_client import Where
+from rallypoint.rpc.text import one_line
 from rallypoint.serving.requests import SENTENCE_BYTES
 
 DEPARTURE_TIMEOUT = 1.0
@@ -111,11 +112,11 @@ class NodeMembership:
 
     def report_watchdog(self, trouble: str) -> None:
         """Report why no watchdog guards the workers here; "": one does."""
-        self._membership.report_watchdog(sentence(trouble))
+        self._membership.report_watchdog(one_line(trouble, SENTENCE_BYTES))
 
     def depart(self, reason: str) -> None:
         """Announce that the node stops its workers in order to leave."""
-        self._membership.depart(sentence(reason))
+        self._membership.depart(one_line(reason, SENTENCE_BYTES))
 
     async def round_over(self) -> None:
         """Wait until the run has ended the round of this node, which has announced that it leaves; bounded.
@@ -141,7 +142,7 @@ class NodeMembership:
         """
         assert self._being_member is not None, "leave() follows join()"
         if self._membership.lease:
-            self._membership.leave(sentence(reason))
+            self._membership.leave(one_line(reason, SENTENCE_BYTES))
             done, _ = await asyncio.wait({self._being_member}, timeout=timeout)
             if done:
                 return
@@ -196,12 +197,6 @@ class NodeMembership:
                 settling=update.settling,
             )
         )
-
-
-def sentence(text: str) -> str:
-    """Return a text as the service accepts it: a node must not be refused for the wording of its reason."""
-    line = "".join(character if character.isprintable() else " " for character in text)
-    return line.encode()[:SENTENCE_BYTES].decode(errors="ignore")
 
 
 def _join_request(config: JobConfig) -> pb.JoinRun:

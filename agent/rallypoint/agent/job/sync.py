@@ -1,10 +1,9 @@
-"""Events and background tasks of a job, and notifications of changes."""
+"""The event queue and the background tasks of a job."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeAlias
 
 from rallypoint.agent.core import core
@@ -61,29 +60,3 @@ class Background:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             self._on_error(error)
-
-
-# ---- Notification of changes: each watcher has one event, for any number of changes.
-
-
-class Notifier:
-    """Wakes its watchers. A busy watcher is woken once for all changes in the meantime, so no queue grows."""
-
-    def __init__(self) -> None:
-        """Create it without watchers."""
-        self._watchers: set[asyncio.Event] = set()
-
-    def notify(self) -> None:
-        """Wake all watchers."""
-        for watcher in self._watchers:
-            watcher.set()
-
-    @contextmanager
-    def watch(self) -> Iterator[asyncio.Event]:
-        """Yield an event that each change sets; the watcher clears it before it reads the state."""
-        watcher = asyncio.Event()
-        self._watchers.add(watcher)
-        try:
-            yield watcher
-        finally:
-            self._watchers.discard(watcher)

@@ -25,6 +25,7 @@ from typing import Any
 from rallypoint.agent.sockets.timer_tables import LONGEST, Holder, Holders, HostWorkers
 from rallypoint.agent.spawner.spawner import descendants, read_process
 from rallypoint.rpc.logs import get_logger
+from rallypoint.rpc.text import clip_start
 from rallypoint.timer.worker.wire import MAX_SCOPE_BYTES, NO_SIGNAL
 
 log = get_logger(__name__)
@@ -85,13 +86,12 @@ def parse(line: bytes) -> TimerRequest:
     scope = request.get("scope_id")
     if not isinstance(scope, str):
         raise MalformedRequest("scope_id: expected a string")
-    encoded = scope.encode("utf-8", "replace")[-MAX_SCOPE_BYTES:]
     number = _integer(request, "signal")
     if number >= signal.NSIG:
         raise MalformedRequest(f"signal: expected less than {signal.NSIG}, not {number}")
     return TimerRequest(
         pid=_integer(request, "pid"),
-        scope=encoded.decode("utf-8", "ignore") or "?",
+        scope=clip_start(scope, MAX_SCOPE_BYTES) or "?",
         expires_at=_seconds(request, "expiration_time"),
         signal=number if number > 0 else NO_SIGNAL,
     )

@@ -14,6 +14,7 @@ from rallypoint.agent.workers.group import Worker
 from rallypoint.agent.workers.usage import Usage
 from rallypoint.rpc.durations import set_seconds
 from rallypoint.rpc.errors import ServiceError
+from rallypoint.rpc.text import clip
 
 MOST_ENDED = 100
 """Ended jobs that are kept, for callers that request the result of their job late. Each takes some 50 KB."""
@@ -131,8 +132,8 @@ def job_message(taken: TakenJob, *, whole: bool = True) -> pb.Job:
     if job.result is not None:
         message.exit_code = job.result.exit_code
         if job.result.failure is not None and whole:
-            report = render(job.result.failure, others=job.result.others).encode(errors="replace")
-            message.failure_report = report[:_REPORT_BYTES].decode(errors="ignore")
+            report = render(job.result.failure, others=job.result.others)
+            message.failure_report = clip(report, _REPORT_BYTES)
     elif (draining := job.draining) is not None:
         set_seconds(message.drain_deadline, draining.deadline)
     return message

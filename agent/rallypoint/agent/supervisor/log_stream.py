@@ -18,6 +18,7 @@ from rallypoint.agent.logs.watch import FALLBACK_INTERVAL, FileWatch
 from rallypoint.agent.supervisor.operator_actions import workers_of
 from rallypoint.agent.v1 import supervisor_service_pb2 as pb
 from rallypoint.rpc.errors import ServiceError, invalid
+from rallypoint.serving.requests import count
 
 PIECE_BYTES = 256 * 1024
 """Most bytes of a message. Several streams take turns, a piece each."""
@@ -194,8 +195,7 @@ async def _grown(wake: asyncio.Event, readers: Sequence[_StreamReader], *, all_w
 
 
 def _readers(job: Job, request: pb.StreamLogsRequest) -> list[_StreamReader]:
-    if request.tail_bytes < 0:
-        raise invalid("tail_bytes", "must not be negative")
+    count("tail_bytes", request.tail_bytes, 0)
     if request.stream not in (pb.LOG_STREAM_UNSPECIFIED, *LOG_STREAMS):
         raise invalid("stream", f"there is no stream {request.stream}")
     streams = [request.stream] if request.stream else list(LOG_STREAMS)
@@ -220,8 +220,7 @@ def _positions(job: Job, request: pb.StreamLogsRequest) -> dict[tuple[int, pb.Lo
             raise invalid(f"{field}.stream", "must be standard output or standard error")
         if cursor.attempt not in job.base_ranks:
             raise invalid(f"{field}.attempt", f"there was no attempt {cursor.attempt}")
-        if cursor.offset < 0:
-            raise invalid(f"{field}.offset", "must not be negative")
+        count(f"{field}.offset", cursor.offset, 0)
         places[cursor.local_rank, cursor.stream] = cursor.attempt, cursor.offset
     return places
 

@@ -18,6 +18,7 @@ from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as rendezvous_g
 from rallypoint.rpc.calls import OUTCOME_UNKNOWN, call_any
 from rallypoint.rpc.errors import ServiceError
 from rallypoint.rpc.replica_client import ReplicaClient
+from rallypoint.rpc.text import clip
 
 RENDEZVOUS_TIMEOUT = 10.0
 """Limit in seconds for the rendezvous service's response to a restart; then the operator gets an error."""
@@ -104,7 +105,9 @@ async def dump_stacks(job: Job, ranks: Sequence[int]) -> list[Stacks]:
     timeout = max(job.config.evidence_timeout, EVIDENCE_TIMEOUT)
     texts = await asyncio.gather(*(group.diagnose(worker.local_rank, timeout) for worker in running))
     room = min(_STACKS_BYTES, _ALL_STACKS_BYTES // max(1, len(running)))
-    return [Stacks(worker, bounded(text, room)) for worker, text in zip(running, texts, strict=True) if text]
+    return [
+        Stacks(worker, clip(text, room, "\n...")) for worker, text in zip(running, texts, strict=True) if text
+    ]
 
 
 def running_group(job: Job) -> WorkerGroup:
@@ -164,9 +167,3 @@ def _ended(run_id: str) -> ServiceError:
 
 def _not_running(run_id: str, why: str = "its workers do not run at present") -> ServiceError:
     return ServiceError(grpc.StatusCode.FAILED_PRECONDITION, "JOB_NOT_RUNNING", f"run {run_id!r}: {why}")
-
-
-def bounded(text: str, most_bytes: int) -> str:
-    """Return the beginning of a text, with "..." if the end is cut off."""
-    raw = text.encode(errors="replace")
-    return raw.decode() if len(raw) <= most_bytes else raw[: most_bytes - 4].decode(errors="ignore") + "\n..."

@@ -18,10 +18,9 @@ from rallypoint.agent.supervisor.operator_actions import dump_stacks, reap_worke
 from rallypoint.agent.v1 import supervisor_service_pb2 as pb
 from rallypoint.agent.v1 import supervisor_service_pb2_grpc as pb_grpc
 from rallypoint.agent.workers.usage import UsageMeter
-from rallypoint.rpc.durations import to_seconds
-from rallypoint.rpc.errors import ServiceError, invalid
+from rallypoint.rpc.errors import ServiceError
 from rallypoint.serving.flow import WRITE_TIMEOUT, Subscriber
-from rallypoint.serving.requests import NAME_BYTES, SENTENCE_BYTES, text
+from rallypoint.serving.requests import NAME_BYTES, reason, seconds, text
 from rallypoint.serving.server import Registration
 
 SERVICE_NAME = "rallypoint.agent.v1.SupervisorService"
@@ -30,7 +29,6 @@ MOST_STREAMS = 256
 """Limit of open streams of WatchJob and StreamLogs. A StreamLogs stream keeps up to two files of each worker open; all
 streams together may use half of this process's limit of open files."""
 
-NO_REASON = "no reason given"
 
 _Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 # Launches a job, or raises ServiceError.
@@ -110,25 +108,25 @@ class SupervisorServicer(pb_grpc.SupervisorServiceServicer):
 
     async def StopJob(self, request: pb.StopJobRequest, context: _Context) -> pb.StopJobResponse:
         """Leave the run in good order, or at once."""
-        reason = _reason(request.reason)
+        why = reason(request.reason)
         job = self._jobs.find(_run_id(request.run_id)).job
         if request.now or not job.stopping:
-            job.request_stop(f"stopped through SupervisorService: {reason}", at_once=request.now)
+            job.request_stop(f"stopped through SupervisorService: {why}", at_once=request.now)
         return pb.StopJobResponse()
 
     async def RestartWorkers(
         self, request: pb.RestartWorkersRequest, context: _Context
     ) -> pb.RestartWorkersResponse:
         """Restart all workers of the run."""
-        reason = _reason(request.reason)
+        why = reason(request.reason)
         job = self._jobs.find(_run_id(request.run_id)).job
-        return pb.RestartWorkersResponse(ended_round=await restart_workers(job, reason))
+        return pb.RestartWorkersResponse(ended_round=await restart_workers(job, why))
 
     async def ReapWorker(self, request: pb.ReapWorkerRequest, context: _Context) -> pb.ReapWorkerResponse:
         """Kill a worker and its descendants."""
-        reason = _reason(request.reason)
+        why = reason(request.reason)
         job = self._jobs.find(_run_id(request.run_id)).job
-        pid, evidence_file = await reap_worker(job, request.rank, reason)
+        pid, evidence_file = await reap_worker(job, request.rank, why)
         return pb.ReapWorkerResponse(pid=pid, evidence_file=evidence_file)
 
     async def DumpStacks(self, request: pb.DumpStacksRequest, context: _Context) -> pb.DumpStacksResponse:
@@ -148,15 +146,13 @@ class SupervisorServicer(pb_grpc.SupervisorServiceServicer):
 
     async def Drain(self, request: pb.DrainRequest, context: _Context) -> pb.DrainResponse:
         """Drain this host: its jobs leave their runs once their workers are done or have saved their state."""
-        reason = _reason(request.reason)
-        grace = to_seconds(request.grace) if request.HasField("grace") else None
-        if grace is not None and not 0 <= grace <= MOST_SECONDS:
-            raise invalid("grace", f"must be from 0 to {MOST_SECONDS} seconds")
+        why = reason(request.reason)
+        grace = seconds("grace", request.grace, MOST_SECONDS) if request.HasField("grace") else None
         jobs = [job for job in self._jobs.running if not job.stopping]
         if request.run_id:
             jobs = [_is_running(self._jobs.find(_run_id(request.run_id)).job)]
         for job in jobs:
-            job.drain(grace, reason)
+            job.drain(grace, why)
         return pb.DrainResponse(run_ids=[job.config.run_id for job in jobs])
 
     async def LaunchJob(self, request: pb.LaunchJobRequest, context: _Context) -> pb.LaunchJobResponse:
@@ -206,11 +202,6 @@ class SupervisorServicer(pb_grpc.SupervisorServiceServicer):
 def _run_id(value: str) -> str:
     text("run_id", value, NAME_BYTES)
     return value
-
-
-def _reason(value: str) -> str:
-    text("reason", value, SENTENCE_BYTES)
-    return value or NO_REASON
 
 
 def _is_running(job: Job) -> Job:

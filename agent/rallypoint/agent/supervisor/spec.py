@@ -24,10 +24,9 @@ from rallypoint.agent.job.options import OptionError, job_fields
 from rallypoint.agent.v1 import supervisor_service_pb2 as pb
 from rallypoint.agent.workers.environment import check_devices
 from rallypoint.rendezvous.core.state import MOST_NODES, MOST_RESTARTS, MOST_WORKERS_PER_NODE
-from rallypoint.rpc.durations import to_seconds
 from rallypoint.rpc.endpoint import ClientTLS, SettingError, parse_endpoint
 from rallypoint.rpc.errors import invalid
-from rallypoint.serving.requests import NAME_BYTES, PATH_BYTES, count, name, text
+from rallypoint.serving.requests import NAME_BYTES, PATH_BYTES, count, name, seconds, text
 
 AGENTS_PYTHON = "${python}"
 """Program of a command that stands for the agent's own Python: a client on another host can't know its path."""
@@ -117,8 +116,7 @@ def _check(spec: pb.JobSpec) -> None:
     for variable, value in spec.environment.items():
         if not variable or "=" in variable or "\0" in variable + value:
             raise invalid("spec.environment", f"{variable!r} or its value is not valid for a variable")
-    if not 0 <= spec.local_world_size <= MOST_WORKERS_PER_NODE:
-        raise invalid("spec.local_world_size", f"must be from 1 to {MOST_WORKERS_PER_NODE}, or unset for 1")
+    count("spec.local_world_size", spec.local_world_size, 0, MOST_WORKERS_PER_NODE)
     count("spec.max_restarts", spec.max_restarts, 0, MOST_RESTARTS)
     least = spec.min_nodes or 1
     if not 1 <= least <= (spec.max_nodes or least) <= MOST_NODES:
@@ -130,12 +128,7 @@ def _check(spec: pb.JobSpec) -> None:
 def _shutdown_timeout(spec: pb.JobSpec) -> float:
     if not spec.HasField("shutdown_timeout"):
         return SHUTDOWN_TIMEOUT
-    seconds = to_seconds(spec.shutdown_timeout)
-    if seconds < 0:
-        raise invalid("spec.shutdown_timeout", "must not be negative")
-    if seconds > MOST_SECONDS:
-        raise invalid("spec.shutdown_timeout", f"must be at most {MOST_SECONDS} seconds")
-    return seconds
+    return seconds("spec.shutdown_timeout", spec.shutdown_timeout, MOST_SECONDS)
 
 
 def _conf(spec: pb.JobSpec, shutdown_timeout: float) -> RendezvousConf:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import re
 from collections.abc import Callable, MutableSequence, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -23,15 +22,13 @@ from rallypoint.rendezvous.v1 import journal_pb2
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rpc.errors import invalid
 from rallypoint.serving.flow import Subscriber
-from rallypoint.serving.requests import count, name
+from rallypoint.serving.requests import count, name, page_position, page_token
 
 # Records examined before the event loop runs other tasks: one or two milliseconds of work.
 _STEP_RECORDS = 100
 _STEP_BYTES = 64 * 1024
 # Around an event in its message: a tag and a length.
 _FRAME_BYTES = 8
-
-_TOKEN = re.compile(r"([0-9]{1,19})-([0-9a-f]{16})")
 
 
 @dataclass(slots=True)
@@ -107,9 +104,9 @@ class EventReader:
         return self.history.after(self.cursor, _STEP_RECORDS)
 
 
-def page_token(request: pb.ListEventsRequest, cursor: int) -> str:
+def token_after(request: pb.ListEventsRequest, cursor: int) -> str:
     """Return the token with which a request goes on after `cursor`."""
-    return f"{cursor}-{_digest(request, cursor)}"
+    return page_token(cursor, _digest(request, cursor))
 
 
 def page_cursor(request: pb.ListEventsRequest) -> int:
@@ -118,13 +115,10 @@ def page_cursor(request: pb.ListEventsRequest) -> int:
     Raises:
         ServiceError: INVALID_ARGUMENT: it is not a token, or is one of another request.
     """
-    match = _TOKEN.fullmatch(request.page_token)
-    if match is None or match[2] != _digest(request, int(match[1])):
-        raise invalid(
-            "page_token",
-            "must be the next_page_token of a page with the same run_id, filter and newest_first, or empty",
-        )
-    return int(match[1])
+    cursor, digest = page_position(request.page_token, int, str)
+    if digest != _digest(request, cursor):
+        raise invalid("page_token", "is of a request with another run_id, filter or newest_first")
+    return int(cursor)
 
 
 def _digest(request: pb.ListEventsRequest, cursor: int) -> str:
@@ -199,7 +193,7 @@ class EventServicer:
         )
         response.oldest_revision = history.oldest
         if not reader.at_end:
-            response.next_page_token = page_token(request, reader.cursor)
+            response.next_page_token = token_after(request, reader.cursor)
         return response
 
     async def watch(

@@ -27,7 +27,18 @@ from rallypoint.rendezvous.shard.reader import RunsReader
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rpc.durations import set_seconds, to_seconds
 from rallypoint.rpc.errors import invalid
-from rallypoint.serving.requests import NAME_BYTES, PATH_BYTES, SENTENCE_BYTES, count, name, text
+from rallypoint.rpc.text import clip_start, one_line
+from rallypoint.serving.requests import (
+    NAME_BYTES,
+    PATH_BYTES,
+    SENTENCE_BYTES,
+    count,
+    name,
+    page_position,
+    page_token,
+    seconds,
+    text,
+)
 
 TRACEBACK_BYTES = 16 * 1024
 # All settings together take less than half of this; a larger message has unknown fields, and is not worth caching.
@@ -102,7 +113,10 @@ def run_settings(message: pb.RunSettings) -> RunSettings:
 def _setting(message: pb.RunSettings, field: Field[Any]) -> Any:
     """Return a setting after a check of its range, or its default if it is absent."""
     if isinstance(field.default, float):
-        return _seconds(message, field)
+        if not message.HasField(field.name):  # type: ignore[arg-type]
+            return field.default
+        duration = getattr(message, field.name)
+        return seconds(f"settings.{field.name}", duration, LONGEST, zero=field.metadata["zero"])
     sent = getattr(message, field.name)
     if isinstance(field.default, IntEnum):
         try:
@@ -113,19 +127,6 @@ def _setting(message: pb.RunSettings, field: Field[Any]) -> Any:
         return field.default
     count(f"settings.{field.name}", sent, field.metadata["least"], field.metadata["most"])
     return sent
-
-
-def _seconds(message: pb.RunSettings, field: Field[Any]) -> Any:
-    if not message.HasField(field.name):  # type: ignore[arg-type]
-        return field.default
-    seconds = to_seconds(getattr(message, field.name))
-    zero = field.metadata["zero"]
-    if seconds < 0 or seconds > LONGEST or (seconds == 0 and not zero):
-        least = "at least 0" if zero else "more than 0"
-        raise invalid(
-            f"settings.{field.name}", f"must be {least} and at most {LONGEST:.0f} seconds, not {seconds:g}"
-        )
-    return seconds
 
 
 def worker_failure(message: pb.WorkerFailure, node_id: str) -> ReportedFailure:
@@ -143,14 +144,8 @@ def worker_failure(message: pb.WorkerFailure, node_id: str) -> ReportedFailure:
         kept.ClearField("kind")  # of a newer agent
     if not (0 <= message.time.seconds < _LATEST and 0 <= message.time.nanos < 10**9):
         kept.ClearField("time")
-    kept.traceback = message.traceback.encode()[-TRACEBACK_BYTES:].decode(errors="ignore")
+    kept.traceback = clip_start(message.traceback, TRACEBACK_BYTES)
     return from_message(kept, ReportedFailure)
-
-
-def one_line(value: str, most_bytes: int) -> str:
-    """Return the beginning of a text, with spaces for all characters that don't print on a line."""
-    head = value.encode()[:most_bytes].decode(errors="ignore")
-    return head if head.isprintable() else "".join(c if c.isprintable() else " " for c in head)
 
 
 # ---- Runs, and the nodes of a run, a page at a time: so that no response is too large or delays others for long.
@@ -250,16 +245,13 @@ def first_node(request: pb.GetRunRequest) -> int:
         ServiceError: INVALID_ARGUMENT, naming the field.
     """
     count("page_size", request.page_size, 0, NODES_PER_MESSAGE)
-    token = request.page_token
-    if not token:
-        return 0
-    if not (token.isascii() and token.isdigit() and len(token) < 10):
-        raise invalid("page_token", "must be the next_page_token of the page before, or empty")
-    return int(token)
+    return int(page_position(request.page_token, int)[0]) if request.page_token else 0
 
 
 def nodes_page(request: pb.GetRunRequest, state: RunState, first: int) -> pb.GetRunResponse:
     """Return a run with a page of its nodes: those after the `first` ones."""
     end = first + (request.page_size or NODES_PER_MESSAGE)
     more = end < len(state.nodes)
-    return pb.GetRunResponse(run=run_message(state, first, end), next_page_token=str(end) if more else "")
+    return pb.GetRunResponse(
+        run=run_message(state, first, end), next_page_token=page_token(end) if more else ""
+    )

@@ -13,12 +13,10 @@ from rallypoint.rendezvous.api.servicer import RendezvousServicer
 from rallypoint.rendezvous.api.state_servicer import fenced_registration
 from rallypoint.rendezvous.api.store_servicer import store_registration
 from rallypoint.rendezvous.base.errors import draining_error
-from rallypoint.rendezvous.base.limits import RendezvousLimits, StoreLimits
+from rallypoint.rendezvous.base.limits import Limits, RendezvousLimits
 from rallypoint.rendezvous.journal.journal import Journal, MemoryJournal
 from rallypoint.rendezvous.shard.locator import ListReplicas, OnlyReplica, RunLocator, SingleShardLocator
 from rallypoint.rendezvous.shard.shard import open_shard
-from rallypoint.rendezvous.state.core import StateLimits
-from rallypoint.rendezvous.state.service import DEFAULT_TTL
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
 from rallypoint.rpc.endpoint import SettingError
 from rallypoint.rpc.loop import boot_time
@@ -52,10 +50,7 @@ async def rendezvous_services(
     clock: Callable[[], float] = boot_time,
     wall_clock: Callable[[], float] = time.time,
     draw: Callable[[int], bytes] = secrets.token_bytes,
-    limits: RendezvousLimits | None = None,
-    store_limits: StoreLimits | None = None,
-    state_limits: StateLimits | None = None,
-    state_ttl: float = DEFAULT_TTL,
+    limits: Limits | None = None,
     list_replicas: ListReplicas | None = None,
     on_failure: Callable[[BaseException], None] = lambda error: None,
 ) -> AsyncIterator[list[Registration]]:
@@ -67,28 +62,23 @@ async def rendezvous_services(
         wall_clock: Unix seconds.
         draw: Returns this many random bytes.
         limits: Limits of the service and of each run.
-        store_limits: Limits of the store of each run.
-        state_limits: Limits of fenced states.
-        state_ttl: Seconds that a fenced state is kept without being read, set or watched.
         list_replicas: Makes the response of ListReplicas; None: this is the only replica.
         on_failure: Called if the journal breaks: the process must end, and start again from the journal.
 
     Raises:
         JournalError: The journal can't be opened.
     """
+    limits = limits or Limits()
     shard = await open_shard(
         journal,
         clock=clock,
         wall_clock=wall_clock,
         draw=draw,
         limits=limits,
-        store_limits=store_limits,
-        state_limits=state_limits,
-        state_ttl=state_ttl,
         on_failure=on_failure,
     )
     try:
-        yield registrations(SingleShardLocator(shard), limits, list_replicas)
+        yield registrations(SingleShardLocator(shard), limits.rendezvous, list_replicas)
     finally:
         await shard.retire(draining_error)
         shard.end_streams(draining_error)

@@ -15,7 +15,6 @@ from rallypoint.rendezvous.api.requests import (
     join_command,
     list_runs,
     nodes_page,
-    one_line,
     worker_failure,
 )
 from rallypoint.rendezvous.base.cooperative import LatestValue
@@ -27,14 +26,14 @@ from rallypoint.rendezvous.shard.locator import ListReplicas, OnlyReplica, RunLo
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
 from rallypoint.rpc.errors import invalid
+from rallypoint.rpc.text import one_line
 from rallypoint.serving.flow import WRITE_TIMEOUT, ServerDraining, Subscriber, UnopenedStreams
-from rallypoint.serving.requests import SENTENCE_BYTES, count, name, text
+from rallypoint.serving.requests import SENTENCE_BYTES, count, name, reason
 
 # Seconds that a stream has for its first message.
 _FIRST_MESSAGE_TIMEOUT = 10.0
 
 _MOST_PORT = 65_535
-NO_REASON = "no reason given"
 
 
 class RendezvousServicer(pb_grpc.RendezvousServiceServicer):
@@ -169,9 +168,9 @@ class RendezvousServicer(pb_grpc.RendezvousServiceServicer):
     ) -> pb.CloseRunResponse:
         """End a run for good."""
         name("run_id", request.run_id)
-        text("reason", request.reason, SENTENCE_BYTES)
+        why = reason(request.reason)
         engine = self._locator.writer(request.run_id).engine
-        run_end = await engine.close_run(request.run_id, request.reason or NO_REASON, _operator(context))
+        run_end = await engine.close_run(request.run_id, why, _operator(context))
         return pb.CloseRunResponse(run_end=run_end)
 
     async def RestartRun(
@@ -181,8 +180,7 @@ class RendezvousServicer(pb_grpc.RendezvousServiceServicer):
     ) -> pb.RestartRunResponse:
         """Restart all workers of a run."""
         name("run_id", request.run_id)
-        text("reason", request.reason, SENTENCE_BYTES)
-        command = commands.Restart(request.reason or NO_REASON)
+        command = commands.Restart(reason(request.reason))
         engine = self._locator.writer(request.run_id).engine
         happened = await engine.execute(request.run_id, command, _operator(context))
         ended = [fact.end.round for fact in happened if isinstance(fact, facts.RoundEnded)]
@@ -197,9 +195,8 @@ class RendezvousServicer(pb_grpc.RendezvousServiceServicer):
         """Take a node out of a run and keep it out, or readmit it."""
         name("run_id", request.run_id)
         name("node_id", request.node_id)
-        text("reason", request.reason, SENTENCE_BYTES)
         kind = commands.Readmit if request.readmit else commands.Evict
-        command = kind(request.node_id, request.reason or NO_REASON)
+        command = kind(request.node_id, reason(request.reason))
         engine = self._locator.writer(request.run_id).engine
         happened = await engine.execute(request.run_id, command, _operator(context))
         return pb.EvictNodeResponse(
@@ -275,11 +272,9 @@ def _command(request: pb.JoinRequest, member: Member) -> commands.Command | None
         case "succeeded":
             return commands.ReportSuccess(node_id, lease, request.succeeded.round)
         case "depart":
-            text("depart.reason", request.depart.reason, SENTENCE_BYTES)
-            return commands.Depart(node_id, lease, request.depart.reason or NO_REASON)
+            return commands.Depart(node_id, lease, reason(request.depart.reason, "depart.reason"))
         case "leave":
-            text("leave.reason", request.leave.reason, SENTENCE_BYTES)
-            return commands.Leave(node_id, lease, request.leave.reason or NO_REASON)
+            return commands.Leave(node_id, lease, reason(request.leave.reason, "leave.reason"))
         case other:
             raise invalid(
                 "message", f"expected a heartbeat, confirm, report, depart or leave, not {other or 'empty'}"

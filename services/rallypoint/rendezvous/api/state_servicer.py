@@ -8,11 +8,12 @@ from typing import Any, TypeAlias
 import grpc.aio
 
 from rallypoint.rendezvous.shard.locator import RunLocator
-from rallypoint.rendezvous.state.client import check_run_id, set_state
+from rallypoint.rendezvous.state.client import set_state
 from rallypoint.rendezvous.state.core import FencedState
 from rallypoint.rendezvous.v1 import state_service_pb2 as pb
 from rallypoint.rendezvous.v1 import state_service_pb2_grpc as rpc
 from rallypoint.serving.flow import WRITE_TIMEOUT, Subscriber
+from rallypoint.serving.requests import name
 from rallypoint.serving.server import Registration
 
 SERVICE_NAME = "rallypoint.rendezvous.v1.StateService"
@@ -43,7 +44,7 @@ class StateServicer(rpc.StateServiceServicer):
         self._write_timeout = write_timeout
 
     async def GetState(self, request: pb.GetStateRequest, context: _Context) -> pb.GetStateResponse:
-        check_run_id(request.run_id)
+        name("run_id", request.run_id)
         states = (await self._locator.reader(request.run_id)).states
         return pb.GetStateResponse(current=_message(states.get(request.run_id)))
 
@@ -54,7 +55,7 @@ class StateServicer(rpc.StateServiceServicer):
 
     # The stubs expect a handler that yields; one that writes can limit every write by a timeout.
     async def WatchState(self, request: pb.WatchStateRequest, context: _Context) -> None:  # type: ignore[override]
-        check_run_id(request.run_id)
+        name("run_id", request.run_id)
         token = request.token if request.HasField("token") else None
         states = self._locator.shard(request.run_id).states
         views = states.watch(request.run_id, token)

@@ -171,6 +171,54 @@ class StoreLimits:
     operations: int = 65_536
 
 
+# ---- Limits of fenced states, and all limits together.
+
+
+# Seconds; as long as torch's etcd rendezvous keeps its state. A shorter time frees memory sooner, but a job whose nodes
+# are silent for longer loses its state and must start again.
+STATE_TTL = 7_200.0
+
+
+@dataclass(frozen=True, slots=True)
+class StateLimits:
+    """Bounds of one service.
+
+    Attributes:
+        states: Most runs that have a state. Default 10,000.
+        state_bytes: Most bytes of all states, with `STATE_OVERHEAD_BYTES` for each and `OPERATION_BYTES` for each
+            recorded operation. Default 1 GiB. All of it is held in memory, and once more in the journal.
+        operations: Most (client, slot) pairs of one run whose last set is recorded, so that repeating it is harmless.
+            Default 4,096: more nodes than are likely to set the state of one run between an attempt and its repetition.
+            Each set of a run copies this many references.
+        queued_bytes: Most bytes of sets that wait for a commit to begin. Default 64 MiB: sixteen of the largest states.
+            More lets a slow disk hold more memory; less refuses bursts (STATE_BUSY).
+        watchers: Most open watches. Default 10,000. Each costs a stream, about 40 KB.
+    """
+
+    states: int = 10_000
+    state_bytes: int = 1024 * 1024 * 1024
+    operations: int = 4_096
+    queued_bytes: int = 64 * 1024 * 1024
+    watchers: int = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Limits of a rendezvous service, with the defaults of each part.
+
+    Attributes:
+        rendezvous: Limits of the service and of each run.
+        store: Limits of the store of each run.
+        state: Limits of fenced states.
+        state_ttl: Seconds that a fenced state is kept without being read, set or watched.
+    """
+
+    rendezvous: RendezvousLimits = field(default_factory=RendezvousLimits)
+    store: StoreLimits = field(default_factory=StoreLimits)
+    state: StateLimits = field(default_factory=StateLimits)
+    state_ttl: float = STATE_TTL
+
+
 # A commit on etcd is one transaction as long as it has at most 100 operations and about 1 MiB: with more it takes three
 # or more, one after the other.
 ETCD_BATCH_BYTES = 1024 * 1024

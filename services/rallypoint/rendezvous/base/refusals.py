@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from rallypoint.rendezvous.core.commands import Refused
+from rallypoint.rpc.text import clip
 
 
 @dataclass(eq=False)
@@ -185,15 +186,12 @@ class KeyWaitTimedOut(Refused):
 
     # Messages and metadata travel as HTTP/2 headers, which have room for 16 KiB.
     SHOWN_KEYS = 8
-    SHOWN_CHARACTERS = 64
+    SHOWN_BYTES = 64
 
     @property
     def shown(self) -> str:
         """The first missing keys, shortened for people."""
-        names = [
-            repr(key if len(key) <= self.SHOWN_CHARACTERS else key[: self.SHOWN_CHARACTERS] + "…")
-            for key in self.missing[: self.SHOWN_KEYS]
-        ]
+        names = [repr(clip(key, self.SHOWN_BYTES, "…")) for key in self.missing[: self.SHOWN_KEYS]]
         more = len(self.missing) - len(names)
         return ", ".join(names) + (f" and {more} more" if more else "")
 

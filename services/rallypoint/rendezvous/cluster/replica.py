@@ -16,12 +16,12 @@ from rallypoint.rendezvous.cluster.keys import Keys, agreed_shards
 from rallypoint.rendezvous.cluster.ownership import MoveSettings, decide
 from rallypoint.rendezvous.cluster.registering import register, wait_for_name, withdraw
 from rallypoint.rendezvous.cluster.shard_manager import ShardManager
-from rallypoint.rendezvous.cluster.view import ChangeNotifier, Cluster, ReplicaRegistration
+from rallypoint.rendezvous.cluster.view import Cluster, ReplicaRegistration
 from rallypoint.rendezvous.journal.etcd.keys import Owner
 from rallypoint.rendezvous.shard.shard import Shard
 from rallypoint.rpc.endpoint import SettingError
 from rallypoint.rpc.logs import get_logger
-from rallypoint.rpc.loop import boot_time
+from rallypoint.rpc.loop import Notifier, boot_time
 from rallypoint.rpc.pace import Pace
 
 _log = get_logger(__name__)
@@ -114,7 +114,7 @@ class Replica:
         self._lease_clock = lease_clock
         self._pace = pace or Pace()
         self._on_ready = on_ready
-        self._changes = ChangeNotifier()
+        self._changes = Notifier()
         self._sessions = 0
         self._lost_at: float | None = None
         self._advised: set[str] = set()

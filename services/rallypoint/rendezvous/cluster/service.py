@@ -7,6 +7,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from functools import partial
 
 from rallypoint.etcd.client import EtcdClient
@@ -15,15 +16,14 @@ from rallypoint.etcd.session import Session
 from rallypoint.rendezvous.api.service import registrations
 from rallypoint.rendezvous.base.cooperative import CooperativeRunner, Work
 from rallypoint.rendezvous.base.errors import NotOwner
-from rallypoint.rendezvous.base.limits import RendezvousLimits, SharedTotals, StoreLimits, on_etcd
+from rallypoint.rendezvous.base.limits import Limits, SharedTotals, on_etcd
 from rallypoint.rendezvous.cluster.lookup import RemoteReader, ReplicatedLocator, list_replicas
 from rallypoint.rendezvous.cluster.replica import OnReady, Replica, Replicas, ignore_ready
 from rallypoint.rendezvous.journal.etcd.journal import CommitPool, EtcdJournal, JournalLocation
 from rallypoint.rendezvous.journal.journal import Recovered
 from rallypoint.rendezvous.shard.reader import ReadOnlyRuns, RunReader
 from rallypoint.rendezvous.shard.shard import LEAST_TERM_AFTER_TAKEOVER, Shard, open_shard
-from rallypoint.rendezvous.state.core import SampledUse, StateLimits
-from rallypoint.rendezvous.state.service import DEFAULT_TTL
+from rallypoint.rendezvous.state.core import SampledUse
 from rallypoint.rpc.loop import boot_time
 from rallypoint.rpc.pace import Pace
 from rallypoint.serving.server import Registration
@@ -91,10 +91,7 @@ async def replicated_services(
     wall_clock: Callable[[], float] = time.time,
     draw: Callable[[int], bytes] = secrets.token_bytes,
     pace: Pace | None = None,
-    limits: RendezvousLimits | None = None,
-    store_limits: StoreLimits | None = None,
-    state_limits: StateLimits | None = None,
-    state_ttl: float = DEFAULT_TTL,
+    limits: Limits | None = None,
     on_ready: OnReady = ignore_ready,
     connect: Callable[..., EtcdClient] = EtcdClient,
 ) -> AsyncIterator[ReplicatedServices]:
@@ -107,16 +104,17 @@ async def replicated_services(
         wall_clock: Unix seconds.
         draw: Returns so many random bytes.
         pace: Delays between attempts.
-        limits: Limits of this replica, and of each run.
-        store_limits: Limits of the store of each run.
-        state_limits: Limits of fenced states.
-        state_ttl: Seconds that a fenced state is kept without a read, a set or a watch; here, up to a sixteenth longer.
+        limits: Limits of this replica, and of each run. A fenced state is kept up to a sixteenth longer than it says.
         on_ready: Called with True when this replica begins to serve runs, with False when it ceases to.
         connect: Makes the etcd client from `address` and `pace`.
 
     Raises:
         TLSFileError: A TLS file of the etcd's URL is missing or unusable.
     """
+    limits = limits or Limits()
+    # The real last use may be this much later than the last counted one.
+    state_ttl = limits.state_ttl * (1 + _USE_SAMPLED)
+    on_shards = replace(limits, store=on_etcd(limits.store), state_ttl=state_ttl)
     totals = SharedTotals()
     runner = CooperativeRunner(clock)
     pace = pace or Pace()
@@ -132,11 +130,7 @@ async def replicated_services(
                 clock=clock,
                 wall_clock=wall_clock,
                 draw=draw,
-                limits=limits,
-                store_limits=on_etcd(store_limits or StoreLimits()),
-                state_limits=state_limits,
-                # The real last use may be this much later than the last counted one.
-                state_ttl=state_ttl * (1 + _USE_SAMPLED),
+                limits=on_shards,
                 totals=totals,
                 guard=session.check,
                 least_lease=LEAST_TERM_AFTER_TAKEOVER,
@@ -145,7 +139,7 @@ async def replicated_services(
                 on_failure=on_failure,
             )
 
-        sampled = SampledUse(state_ttl * _USE_SAMPLED)
+        sampled = SampledUse(limits.state_ttl * _USE_SAMPLED)
 
         def use_state(shard: int, run_id: str) -> None:
             owner = replica.owner_address(shard)
@@ -158,7 +152,7 @@ async def replicated_services(
                 not_owner=partial(_not_here, replica, shard),
                 clock=clock,
                 wall_clock=wall_clock,
-                limits=limits,
+                limits=limits.rendezvous,
                 use_state=partial(use_state, shard),
             )
 
@@ -169,7 +163,7 @@ async def replicated_services(
         )
         locator = ReplicatedLocator(replica, remote, lambda: pool.full)
         services = ReplicatedServices(
-            registrations(locator, limits, partial(list_replicas, replica)), locator, replica
+            registrations(locator, limits.rendezvous, partial(list_replicas, replica)), locator, replica
         )
         try:
             yield services

@@ -20,11 +20,12 @@ from rallypoint.rendezvous.cluster.ownership import (
     declined_until,
 )
 from rallypoint.rendezvous.cluster.rebalance_log import RebalanceLog
-from rallypoint.rendezvous.cluster.view import ChangeNotifier, Cluster
+from rallypoint.rendezvous.cluster.view import Cluster
 from rallypoint.rendezvous.journal.etcd.keys import OwnedElsewhere, Owner
 from rallypoint.rendezvous.journal.journal import JournalError
 from rallypoint.rendezvous.shard.shard import Shard
 from rallypoint.rpc.logs import get_logger
+from rallypoint.rpc.loop import Notifier
 
 _log = get_logger(__name__)
 
@@ -78,7 +79,7 @@ class ShardManager:
         *,
         open_shard: OpenShard,
         release: ReleaseShard,
-        changes: ChangeNotifier,
+        changes: Notifier,
         moves: MoveSettings,
         clock: Callable[[], float],
     ) -> None:

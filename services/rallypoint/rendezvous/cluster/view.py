@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 
 from rallypoint.etcd.values import Change, KeyValue
@@ -131,47 +130,3 @@ class Cluster:
         if shard is not None and (owned := self.owned.pop(shard, None)) is not None:
             self.free[shard] = now
             self.before[shard] = PreviousOwner(owned.owner, ended)
-
-
-# ---- Waiting for a condition on shared state.
-
-
-class ChangeNotifier:
-    """Wakes waiting tasks when something has changed; each checks its own condition.
-
-    Attributes:
-        count: Number of notifications.
-    """
-
-    def __init__(self) -> None:
-        self._waiting: set[asyncio.Future[None]] = set()
-        self.count = 0
-
-    def notify(self) -> None:
-        """Wake all waiting tasks."""
-        self.count += 1
-        for each in self._waiting:
-            if not each.done():
-                each.set_result(None)
-
-    async def until(self, holds: Callable[[], bool], timeout: float | None = None) -> bool:
-        """Return True as soon as a condition holds; False after `timeout` seconds without."""
-        try:
-            async with asyncio.timeout(timeout):
-                while not holds():
-                    await self._next()
-        except TimeoutError:
-            return holds()
-        return True
-
-    async def since(self, seen: int, timeout: float | None) -> None:
-        """Return when there was a notification after the `seen`-th, or after `timeout` seconds."""
-        await self.until(lambda: self.count > seen, timeout)
-
-    async def _next(self) -> None:
-        waiting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.add(waiting)
-        try:
-            await waiting
-        finally:
-            self._waiting.discard(waiting)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from rallypoint.rendezvous.core.apply import resume_deadlines
 from rallypoint.rendezvous.core.facts import NodeEvicted, NodeJoined
@@ -49,7 +50,10 @@ class KeptRestart:
 
 @dataclass(frozen=True, slots=True)
 class RunSnapshot:
-    """A `RunState` without volatile fields and deadlines; its fields are those of the protocol's message."""
+    """A `RunState` without volatile fields and deadlines; its fields are those of the protocol's message.
+
+    A field with the name and the type of a field of `RunState` is copied, one that is a set there is sorted.
+    """
 
     run_id: str
     revision: int
@@ -90,6 +94,11 @@ class RunSnapshot:
     incarnation: str = ""
 
 
+_TYPES = {each.name: each.type for each in fields(RunState)}
+_COPIED = tuple(each.name for each in fields(RunSnapshot) if each.type == _TYPES.get(each.name))
+_SETS = tuple(each.name for each in fields(RunSnapshot) if _TYPES.get(each.name) == "set[str]")
+
+
 def take_snapshot(state: RunState, to_wall: float = 0.0) -> RunSnapshot:
     """Return the part of a run's state from which it can be restored.
 
@@ -97,13 +106,11 @@ def take_snapshot(state: RunState, to_wall: float = 0.0) -> RunSnapshot:
         state: The run.
         to_wall: Offset from the monotonic clock to the wall clock (unix time), seconds.
     """
+    same: dict[str, Any] = {name: getattr(state, name) for name in _COPIED}
+    same |= {name: tuple(sorted(getattr(state, name))) for name in _SETS}
     return RunSnapshot(
-        run_id=state.run_id,
-        revision=state.revision,
-        round=state.round,
+        **same,
         settings=state.settings,
-        phase=state.phase,
-        restart_count=state.restart_count,
         nodes=tuple(
             NodeJoined(
                 node.node_id, node.lease, node.address, node.local_world_size, node.role, node.topology
@@ -113,31 +120,10 @@ def take_snapshot(state: RunState, to_wall: float = 0.0) -> RunSnapshot:
         departing=tuple(state.departing),
         evicted=_evicted(state),
         seats=tuple(state.seats.values()),
-        group_world_size=state.group_world_size,
-        world_size=state.world_size,
-        master_address=state.master_address,
-        master_port=state.master_port,
-        fencing_token=state.fencing_token,
-        unconfirmed=tuple(sorted(state.unconfirmed)),
-        succeeded=tuple(sorted(state.succeeded)),
-        finishing=state.finishing,
-        exit_barrier_passed=state.exit_barrier_passed,
         former_ranks=tuple(FormerRank(*item) for item in state.former_ranks.items()),
-        former_size=state.former_size,
-        last_round_end=state.last_round_end,
-        breach=state.breach,
-        failure=state.failure,
-        run_end=state.run_end,
         restarts=_kept_restarts(state, to_wall),
-        quick_restarts=state.quick_restarts,
         failed_workers=tuple(sorted(state.failed_workers, key=lambda each: (each.node_id, each.local_rank))),
-        permanent_failure=state.permanent_failure,
-        former_fencing_token=state.former_fencing_token,
-        counted_round=state.counted_round,
-        newcomers=tuple(sorted(state.newcomers)),
-        failed_scale_ups=state.failed_scale_ups,
         failed_scale_ups_of=tuple(FailedScaleUps(*item) for item in state.failed_scale_ups_of.items()),
-        incarnation=state.incarnation,
     )
 
 
@@ -213,10 +199,12 @@ def restore(snapshot: RunSnapshot, now: float, to_wall: float = 0.0) -> RunState
     if snapshot.forgotten:
         return state
     assert snapshot.settings is not None
+    for name in _COPIED:
+        setattr(state, name, getattr(snapshot, name))
+    for name in _SETS:
+        setattr(state, name, set(getattr(snapshot, name)))
     state.created = True
-    state.incarnation = snapshot.incarnation
     state.settings = snapshot.settings
-    state.phase = snapshot.phase
     state.nodes = {
         node.node_id: Node(
             node_id=node.node_id,
@@ -232,27 +220,8 @@ def restore(snapshot: RunSnapshot, now: float, to_wall: float = 0.0) -> RunState
     }
     state.departing = dict.fromkeys(snapshot.departing, now + state.settings.confirm_timeout)
     state.seats = {seat.node_id: seat for seat in snapshot.seats}
-    state.group_world_size = snapshot.group_world_size
-    state.world_size = snapshot.world_size
-    state.master_address = snapshot.master_address
-    state.master_port = snapshot.master_port
-    state.fencing_token = snapshot.fencing_token
-    state.unconfirmed = set(snapshot.unconfirmed)
-    state.succeeded = set(snapshot.succeeded)
-    state.finishing = snapshot.finishing
-    state.exit_barrier_passed = snapshot.exit_barrier_passed
     state.former_ranks = {former.node_id: former.group_rank for former in snapshot.former_ranks}
-    state.former_size = snapshot.former_size
-    state.last_round_end = snapshot.last_round_end
-    state.breach = snapshot.breach
-    state.failure = snapshot.failure
-    state.run_end = snapshot.run_end
     state.failed_workers = set(snapshot.failed_workers)
-    state.permanent_failure = snapshot.permanent_failure
-    state.former_fencing_token = snapshot.former_fencing_token
-    state.counted_round = snapshot.counted_round
-    state.newcomers = set(snapshot.newcomers)
-    state.failed_scale_ups = snapshot.failed_scale_ups
     state.failed_scale_ups_of = {each.node_id: each.count for each in snapshot.failed_scale_ups_of}
     forget_old(state, now)
     resume_deadlines(state, now)

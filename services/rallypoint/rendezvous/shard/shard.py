@@ -10,15 +10,15 @@ from collections.abc import Awaitable, Callable
 from rallypoint.rendezvous.base.cooperative import CooperativeRunner, Work
 from rallypoint.rendezvous.base.entries import StoreChange
 from rallypoint.rendezvous.base.errors import NotOwner, Refusal
-from rallypoint.rendezvous.base.limits import RendezvousLimits, SharedTotals, StoreLimits
+from rallypoint.rendezvous.base.limits import Limits, SharedTotals
 from rallypoint.rendezvous.core.apply import LEAST_TERM_AFTER_RESTART
 from rallypoint.rendezvous.journal.commit_loop import checked_by
 from rallypoint.rendezvous.journal.journal import Journal, OwnershipLost, Recovered
 from rallypoint.rendezvous.runs.engine import RendezvousEngine
 from rallypoint.rendezvous.runs.recovery import TrackedJournal
 from rallypoint.rendezvous.shard.reader import RunsReader
-from rallypoint.rendezvous.state.core import SPACE, StateLimits
-from rallypoint.rendezvous.state.service import DEFAULT_TTL, FencedStateService
+from rallypoint.rendezvous.state.core import SPACE
+from rallypoint.rendezvous.state.service import FencedStateService
 from rallypoint.rendezvous.store.service import StoreService
 from rallypoint.rpc.clock import LagSettings
 from rallypoint.rpc.logs import get_logger
@@ -167,10 +167,7 @@ async def open_shard(
     clock: Callable[[], float] = boot_time,
     wall_clock: Callable[[], float] = time.time,
     draw: Callable[[int], bytes] = secrets.token_bytes,
-    limits: RendezvousLimits | None = None,
-    store_limits: StoreLimits | None = None,
-    state_limits: StateLimits | None = None,
-    state_ttl: float = DEFAULT_TTL,
+    limits: Limits | None = None,
     totals: SharedTotals | None = None,
     guard: Callable[[], None] | None = None,
     least_lease: float = LEAST_TERM_AFTER_RESTART,
@@ -189,9 +186,6 @@ async def open_shard(
         wall_clock: Unix seconds.
         draw: Returns this many random bytes.
         limits: Limits of the service and of each run.
-        store_limits: Limits of the store of each run.
-        state_limits: Limits of fenced states.
-        state_ttl: Seconds that a fenced state is kept without being read, set or watched.
         totals: The counters that all shards of the process share, so that the limits apply to all of them together;
             None: there is no other shard.
         guard: Called before anything is sent that no append has just covered. If it raises any error, nothing is sent,
@@ -207,6 +201,7 @@ async def open_shard(
         JournalError: The journal can't be opened, or not be read by this version.
         Exception: The error of `guard` after everything was restored.
     """
+    limits = limits or Limits()
     journal = tracked = TrackedJournal(journal)
     recovered = await journal.open()
     shards: list[Shard] = []
@@ -220,7 +215,7 @@ async def open_shard(
         journal,
         clock=clock,
         wall_clock=wall_clock,
-        limits=limits,
+        limits=limits.rendezvous,
         totals=totals,
         check_owned=check_owned,
         lag=lag,
@@ -232,12 +227,12 @@ async def open_shard(
         clock=clock,
         draw=draw,
         check_owned=check_owned,
-        limits=state_limits,
+        limits=limits.state,
         totals=totals,
-        ttl=state_ttl,
+        ttl=limits.state_ttl,
     )
     store = StoreService(
-        journal, engine, limits=store_limits, on_journal_failure=fail, check_owned=check_owned
+        journal, engine, limits=limits.store, on_journal_failure=fail, check_owned=check_owned
     )
     engine.data = (store, states)
     try:

@@ -26,11 +26,6 @@ from rallypoint.serving.requests import name
 # ---- Requests of the fenced state: check them and extract their fields.
 
 
-def check_run_id(run_id: str) -> None:
-    """Check the name of a run. Raises ServiceError (INVALID_ARGUMENT)."""
-    name("run_id", run_id)
-
-
 def check_state(state: bytes) -> None:
     """Check the size of a state. Raises ServiceError (INVALID_ARGUMENT)."""
     if len(state) > MAX_VALUE_BYTES:
@@ -42,7 +37,7 @@ def check_state(state: bytes) -> None:
 
 def set_state(request: pb.SetStateRequest) -> SetState:
     """Return the decoded request. Raises ServiceError (INVALID_ARGUMENT)."""
-    check_run_id(request.run_id)
+    name("run_id", request.run_id)
     check_state(request.state)
     return SetState(
         run_id=request.run_id,
@@ -87,7 +82,7 @@ class FencedStateClient:
         Raises:
             ServiceError: INVALID_ARGUMENT: the run can't have that name.
         """
-        check_run_id(run_id)
+        name("run_id", run_id)
         self._run_id = run_id
         self._slots = OperationSlots(client_id or secrets.token_hex(16))
         self._calls: RetryingCalls[rpc.StateServiceAsyncStub] = RetryingCalls(

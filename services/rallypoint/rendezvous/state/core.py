@@ -20,6 +20,7 @@ from rallypoint.rendezvous.base.entries import (
     Writer,
     is_repetition,
 )
+from rallypoint.rendezvous.base.limits import StateLimits
 from rallypoint.rendezvous.base.refusals import StatesFull, TooManyStates
 
 # ---- Fencing tokens: each identifies one state of one run, and never another. Pure.
@@ -63,29 +64,6 @@ OPERATION_BYTES = 384
 
 # First byte of a state's journal entry: the layout of the rest. 1: a token, then the state.
 _LAYOUT = b"\x01"
-
-
-@dataclass(frozen=True, slots=True)
-class StateLimits:
-    """Bounds of one service.
-
-    Attributes:
-        states: Most runs that have a state. Default 10,000.
-        state_bytes: Most bytes of all states, with `STATE_OVERHEAD_BYTES` for each and `OPERATION_BYTES` for each
-            recorded operation. Default 1 GiB. All of it is held in memory, and once more in the journal.
-        operations: Most (client, slot) pairs of one run whose last set is recorded, so that repeating it is harmless.
-            Default 4,096: more nodes than are likely to set the state of one run between an attempt and its repetition.
-            Each set of a run copies this many references.
-        queued_bytes: Most bytes of sets that wait for a commit to begin. Default 64 MiB: sixteen of the largest states.
-            More lets a slow disk hold more memory; less refuses bursts (STATE_BUSY).
-        watchers: Most open watches. Default 10,000. Each costs a stream, about 40 KB.
-    """
-
-    states: int = 10_000
-    state_bytes: int = 1024 * 1024 * 1024
-    operations: int = 4_096
-    queued_bytes: int = 64 * 1024 * 1024
-    watchers: int = 10_000
 
 
 @dataclass(frozen=True, slots=True)

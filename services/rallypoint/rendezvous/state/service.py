@@ -15,7 +15,7 @@ from rallypoint.rendezvous.base.entries import (
     WriteAdmission,
 )
 from rallypoint.rendezvous.base.errors import RunBroken, draining_error
-from rallypoint.rendezvous.base.limits import Quota, SharedTotals
+from rallypoint.rendezvous.base.limits import STATE_TTL, Quota, SharedTotals, StateLimits
 from rallypoint.rendezvous.base.refusals import StateBusy, TooManyWatchers
 from rallypoint.rendezvous.core.commands import Refused
 from rallypoint.rendezvous.journal.commit_loop import CheckOwned, CommitLoop, PendingRequest, always_owned
@@ -26,15 +26,10 @@ from rallypoint.rendezvous.state.core import (
     LastUsed,
     SetOutcome,
     SetState,
-    StateLimits,
     States,
     StatesDraft,
 )
 from rallypoint.rpc.logs import get_logger
-
-# Seconds; as long as torch's etcd rendezvous keeps its state. A shorter time frees memory sooner, but a job whose nodes
-# are silent for longer loses its state and must start again.
-DEFAULT_TTL = 7_200.0
 
 # Deletions of expired states go to the journal in portions of this size, so that they do not delay a set.
 _SWEEP = 1_000
@@ -77,7 +72,7 @@ class FencedStateService(CommitLoop[_PendingSet], RunData):
         check_owned: CheckOwned = always_owned,
         limits: StateLimits | None = None,
         totals: SharedTotals | None = None,
-        ttl: float = DEFAULT_TTL,
+        ttl: float = STATE_TTL,
     ) -> None:
         """Build the states from their journal's entries, at once; `serve` makes the service work.
 

@@ -117,10 +117,8 @@ class StoreClient:
         """Store a value; it is durable when this returns."""
         check_key(key)
         check_value("value", [value])
-        request = pb.SetRequest(
-            run_id=self._run_id, round=round, key=key, value=value, writer_round=writer_round
-        )
-        await self._write(lambda stub: stub.Set, request, timeout)
+        request = pb.SetRequest(key=key, value=value)
+        await self._write(lambda stub: stub.Set, request, round, writer_round, timeout)
 
     async def get(self, key: str, *, round: int = 0, timeout: float = DEFAULT_TIMEOUT) -> bytes:
         """Return the value of a key, waiting for the key up to `timeout`."""
@@ -140,10 +138,10 @@ class StoreClient:
     ) -> int:
         """Add to an integer, 0 if the key is absent; return the sum."""
         check_key(key)
-        request = pb.AddRequest(
-            run_id=self._run_id, round=round, key=key, amount=amount, writer_round=writer_round
+        request = pb.AddRequest(key=key, amount=amount)
+        response: pb.AddResponse = await self._write(
+            lambda stub: stub.Add, request, round, writer_round, timeout
         )
-        response: pb.AddResponse = await self._write(lambda stub: stub.Add, request, timeout)
         return response.value
 
     async def append(
@@ -158,10 +156,10 @@ class StoreClient:
         """Add bytes to the end of a value, empty if the key is absent; return its length."""
         check_key(key)
         check_value("value", [value])
-        request = pb.AppendRequest(
-            run_id=self._run_id, round=round, key=key, value=value, writer_round=writer_round
+        request = pb.AppendRequest(key=key, value=value)
+        response: pb.AppendResponse = await self._write(
+            lambda stub: stub.Append, request, round, writer_round, timeout
         )
-        response: pb.AppendResponse = await self._write(lambda stub: stub.Append, request, timeout)
         return response.length
 
     async def compare_set(
@@ -177,15 +175,10 @@ class StoreClient:
         """Set a key if its value is `expected`, or if it is absent and `expected` is empty."""
         check_key(key)
         check_value("desired", [expected, desired], besides="expected")
-        request = pb.CompareSetRequest(
-            run_id=self._run_id,
-            round=round,
-            key=key,
-            expected=expected,
-            desired=desired,
-            writer_round=writer_round,
+        request = pb.CompareSetRequest(key=key, expected=expected, desired=desired)
+        response: pb.CompareSetResponse = await self._write(
+            lambda stub: stub.CompareSet, request, round, writer_round, timeout
         )
-        response: pb.CompareSetResponse = await self._write(lambda stub: stub.CompareSet, request, timeout)
         return Comparison(response.swapped, response.value if response.exists else None)
 
     async def multi_set(
@@ -200,13 +193,10 @@ class StoreClient:
         for index, key in enumerate(entries):
             check_key(key, f"entries[{index}].key")  # before protobuf sees a string that has no UTF-8
         request = pb.MultiSetRequest(
-            run_id=self._run_id,
-            round=round,
-            entries=[pb.StoreEntry(key=key, value=value) for key, value in entries.items()],
-            writer_round=writer_round,
+            entries=[pb.StoreEntry(key=key, value=value) for key, value in entries.items()]
         )
         check_entries(request.entries)
-        await self._write(lambda stub: stub.MultiSet, request, timeout)
+        await self._write(lambda stub: stub.MultiSet, request, round, writer_round, timeout)
 
     async def multi_get(
         self, keys: Sequence[str], *, round: int = 0, timeout: float = DEFAULT_TIMEOUT
@@ -233,8 +223,10 @@ class StoreClient:
     ) -> bool:
         """Remove a key; return True if it was there."""
         check_key(key)
-        request = pb.DeleteRequest(run_id=self._run_id, round=round, key=key, writer_round=writer_round)
-        response: pb.DeleteResponse = await self._write(lambda stub: stub.Delete, request, timeout)
+        request = pb.DeleteRequest(key=key)
+        response: pb.DeleteResponse = await self._write(
+            lambda stub: stub.Delete, request, round, writer_round, timeout
+        )
         return response.deleted
 
     async def list_keys(
@@ -245,7 +237,10 @@ class StoreClient:
         response: pb.ListKeysResponse = await self._calls.call(lambda stub: stub.ListKeys, request, timeout)
         return list(response.keys), response.next_page_token
 
-    async def _write(self, pick: _Pick[_Response], request: WriteRequest, timeout: float) -> _Response:
+    async def _write(
+        self, pick: _Pick[_Response], request: WriteRequest, round: int, writer_round: int, timeout: float
+    ) -> _Response:
+        request.run_id, request.round, request.writer_round = self._run_id, round, writer_round
         # Once per write: a repetition of a write that a node began under an older lease must be refused.
         if (writer := self._writer()) is not None:
             request.writer.node_id, request.writer.lease = writer.node_id, writer.lease

@@ -22,9 +22,8 @@ from rallypoint.rendezvous.base.limits import (
 )
 from rallypoint.rendezvous.v1 import state_service_pb2 as state_pb
 from rallypoint.rendezvous.v1 import store_service_pb2 as pb
-from rallypoint.rpc.durations import to_seconds
 from rallypoint.rpc.errors import invalid
-from rallypoint.serving.requests import name
+from rallypoint.serving.requests import count, name, seconds
 
 DEFAULT_PAGE_SIZE = 1_000
 # Seconds; longer than any useful wait in one call, and short enough that no timer overflows.
@@ -49,10 +48,8 @@ _CLIENT_ID = re.compile(r"[!-.0-~]{1,64}")
 def check_space(run_id: str, round: int, writer_round: int = 0) -> None:
     """Check the fields that name the space of a request and the round of its writer."""
     name("run_id", run_id)
-    if round < 0:
-        raise invalid("round", f"is {round}; expected 0 for the run's own space, or the number of a round")
-    if writer_round < 0:
-        raise invalid("writer_round", f"is {writer_round}; expected 0 or the number of the writer's round")
+    count("round", round, 0)
+    count("writer_round", writer_round, 0)
 
 
 def check_key(key: str, field: str = "key") -> None:
@@ -121,16 +118,12 @@ def _check_multi(field: str, size: int) -> None:
 
 def wait_seconds(timeout: Duration) -> float:
     """Return the time to wait, in seconds."""
-    seconds = to_seconds(timeout)
-    if not (0 <= seconds <= MAX_WAIT and abs(timeout.nanos) < 1_000_000_000):
-        raise invalid("timeout", f"is {seconds:g} s; expected 0 to {MAX_WAIT:,.0f} s")
-    return seconds
+    return seconds("timeout", timeout, MAX_WAIT)
 
 
 def page(request: pb.ListKeysRequest) -> int:
     """Return the number of keys to list."""
-    if not 0 <= request.page_size <= MAX_PAGE_SIZE:
-        raise invalid("page_size", f"is {request.page_size}; expected 0 to {MAX_PAGE_SIZE:,}")
+    count("page_size", request.page_size, 0, MAX_PAGE_SIZE)
     return request.page_size or DEFAULT_PAGE_SIZE
 
 

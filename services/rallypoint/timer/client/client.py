@@ -6,7 +6,7 @@ import asyncio
 import math
 import random
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,6 +19,7 @@ from rallypoint.rpc.clock import LagSettings
 from rallypoint.rpc.durations import checked_seconds, to_duration
 from rallypoint.rpc.errors import decode
 from rallypoint.rpc.logs import get_logger, is_end_of_stream
+from rallypoint.rpc.loop import cancel_all
 from rallypoint.timer.client.mirror import TimerMirror, action_of
 from rallypoint.timer.client.pacing import Batching, Watch
 from rallypoint.timer.core.values import InvalidField
@@ -173,7 +174,7 @@ class NodeTimers:
         self._batching.hurry()
         if self._task is not None:
             await asyncio.wait({self._task}, timeout=grace if self._subscribed else 0)
-            await _end([self._task, *self._tasks])
+            await cancel_all([self._task, *self._tasks])
 
     def renew(self, lease: int, incarnation: str = "") -> None:
         """Use a new lease of the node: subscribe again with all timers, at once."""
@@ -343,7 +344,7 @@ class NodeTimers:
         finally:
             self._call = None
             call.cancel()
-            await _end([writing])
+            await cancel_all([writing])
 
     async def _write(self, call: grpc.aio.StreamStreamCall[pb.SuperviseRequest, Any]) -> None:
         try:
@@ -507,10 +508,3 @@ class NodeTimers:
             self._log.warning(
                 "no connection to the timer service; this agent keeps the timers", reason=trouble
             )
-
-
-async def _end(tasks: Iterable[asyncio.Task[None]]) -> None:
-    tasks = list(tasks)
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 from rallypoint.timer.core.countdown import Countdown
 from rallypoint.timer.core.learning import ScopeBook
 from rallypoint.timer.core.nodes import Nodes, Timer
 from rallypoint.timer.core.values import (
-    MAX_NAME_BYTES,
+    MAX_AFTER,
     MAX_SCOPE_BYTES,
     RAN_OUT,
     Advance,
@@ -23,12 +22,8 @@ from rallypoint.timer.core.values import (
     TimerView,
     TooMany,
     check_name,
+    check_seconds,
 )
-
-__all__ = ["MAX_AFTER", "MAX_NAME_BYTES", "MAX_SCOPE_BYTES", "TimerTable"]
-
-# Ten years: catches a mistake of units, and keeps sums of durations from overflowing.
-MAX_AFTER = 315_360_000.0
 
 
 class TimerTable:
@@ -73,7 +68,7 @@ class TimerTable:
             LeaseSuperseded: a newer lease of the node is known.
             TooMany: too many nodes.
         """
-        _check_seconds("lease_age", lease_age)
+        check_seconds("lease_age", lease_age)
         former = self._nodes.get(run_id, node_id)
         is_over = former is not None and former.incarnation and former.began_again(incarnation)
         node = self._nodes.claim(run_id, node_id, lease, incarnation, now - lease_age)
@@ -123,7 +118,7 @@ class TimerTable:
         node = self._nodes.subscribed(subscription)
         if sequence <= 0:
             raise InvalidField("sequence", "must be more than zero")
-        _check_seconds("elapsed", elapsed)
+        check_seconds("elapsed", elapsed)
         former = node.find(worker_id, scope)
         if former is not None and former.sequence == sequence:
             former.stream = subscription.number
@@ -200,7 +195,7 @@ class TimerTable:
             InvalidField, TooMany: the timer is rejected.
             LeaseSuperseded: a newer lease of the node is known.
         """
-        _check_seconds("elapsed", elapsed)
+        check_seconds("elapsed", elapsed)
         node = self._nodes.claim(name.run_id, name.node_id, lease)
         began = now - elapsed
         timer = Timer(node, name.worker_id, name.scope, after, self._countdown.watch(began), began, 0, 0)
@@ -347,14 +342,8 @@ class TimerTable:
         self._countdown.start(timer, former)
 
 
-def _check_seconds(field: str, seconds: float) -> None:
-    if not 0 <= seconds < math.inf:
-        raise InvalidField(field, "must be a number of seconds, and not negative")
-
-
 def _check_learned(scope: str, count: int, longest: float) -> None:
     check_name("scope", scope, MAX_SCOPE_BYTES)
     if count < 1:
         raise InvalidField("count", "must be at least 1")
-    if not 0 <= longest <= MAX_AFTER:
-        raise InvalidField("longest", "must not be negative, and at most ten years")
+    check_seconds("longest", longest)

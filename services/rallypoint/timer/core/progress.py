@@ -14,9 +14,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from heapq import nsmallest
 
-from rallypoint.timer.core.core import MAX_AFTER
 from rallypoint.timer.core.countdown import DeadlineQueue
-from rallypoint.timer.core.values import InvalidField, check_name
+from rallypoint.timer.core.values import InvalidField, check_name, check_seconds
 
 # Seconds that an agent may need to come back, since no client waits more than five between two attempts. Applies from
 # the return of the first agent to the first examination of its run, and from the loss of an agent to forgetting its
@@ -200,8 +199,7 @@ class ProgressBoard:
         check_name("worker_id", worker_id)
         if rank < 0:
             raise InvalidField("rank", "must not be negative")
-        if not 0 <= elapsed <= MAX_AFTER:
-            raise InvalidField("elapsed", "must be at least zero and at most ten years")
+        check_seconds("elapsed", elapsed)
         run = self._runs[run_id]
         node = run.nodes[node_id]
         worker = node.workers.get(worker_id)

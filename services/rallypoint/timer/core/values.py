@@ -228,9 +228,11 @@ class TooMany(TimerRefused):
         return f"{self.problem}: the service holds at most {self.limit:,}; {self.remedy}"
 
 
-# ---- The names of runs, nodes, workers and scopes.
+# ---- Fields of requests: the names of runs, nodes, workers and scopes; seconds.
 
 
+# Ten years: catches a mistake of units, and keeps sums of durations from overflowing.
+MAX_AFTER = 315_360_000.0
 MAX_NAME_BYTES = 256
 # Twice the limit of a worker's scope: the agent may append a suffix to make equal scopes distinct.
 MAX_SCOPE_BYTES = 512
@@ -252,3 +254,9 @@ def check_name(field: str, value: str, limit: int = MAX_NAME_BYTES) -> None:
     # No character takes more than four bytes: the usual short name is not encoded just to be measured.
     if len(value) * 4 > limit and len(value.encode()) > limit:
         raise InvalidField(field, f"must have at most {limit} bytes of UTF-8")
+
+
+def check_seconds(field: str, seconds: float) -> None:
+    """Check a number of seconds. Raises InvalidField."""
+    if not 0 <= seconds <= MAX_AFTER:
+        raise InvalidField(field, "must be at least zero and at most ten years")

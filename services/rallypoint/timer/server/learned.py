@@ -22,8 +22,14 @@ from zlib import crc32
 from rallypoint.rpc.backoff import Backoff
 from rallypoint.rpc.endpoint import SettingError
 from rallypoint.rpc.logs import get_logger
-from rallypoint.timer.core.core import MAX_AFTER
-from rallypoint.timer.core.values import MAX_SCOPE_BYTES, InvalidField, Learned, TooMany, check_name
+from rallypoint.timer.core.values import (
+    MAX_AFTER,
+    MAX_SCOPE_BYTES,
+    InvalidField,
+    Learned,
+    TooMany,
+    check_name,
+)
 from rallypoint.timer.server.watchdog import Watchdog
 
 FORMAT = 1

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import base64
-import json
-from collections.abc import AsyncIterator, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Iterable
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -15,8 +12,9 @@ import grpc
 
 from rallypoint.rpc.durations import checked_seconds, to_duration
 from rallypoint.serving.flow import ServerDraining, UnopenedStreams
-from rallypoint.timer.core.core import MAX_AFTER
+from rallypoint.serving.requests import count, page_position, page_token, seconds
 from rallypoint.timer.core.values import (
+    MAX_AFTER,
     InvalidField,
     Subscription,
     TimerName,
@@ -156,31 +154,7 @@ def check_number(actions: int) -> None:
 def _stall_after(wanted: pb.Subscribe) -> float | None:
     if not wanted.HasField("stall_after"):
         return None
-    seconds = _seconds(wanted.stall_after, "stall_after")
-    if not 0 <= seconds <= MAX_AFTER:
-        raise InvalidField("stall_after", "must be at least zero and at most ten years")
-    return seconds
-
-
-# ---- Page tokens: the last name of a page, so that the next one continues after it even if names come or go.
-
-
-def encode_page_token(name: Sequence[str]) -> str:
-    """Return the token of the page after that name."""
-    return base64.urlsafe_b64encode(json.dumps(name).encode()).decode()
-
-
-def decode_page_token(token: str, parts: int) -> tuple[str, ...]:
-    """Return the name in a token, which must have `parts` parts.
-
-    Raises:
-        InvalidField: The token is malformed.
-    """
-    with suppress(ValueError, RecursionError):
-        name = json.loads(base64.urlsafe_b64decode(token))
-        if isinstance(name, list) and len(name) == parts and all(isinstance(each, str) for each in name):
-            return tuple(name)
-    raise InvalidField("page_token", "was not issued by this service; start from the first page")
+    return seconds("stall_after", wanted.stall_after, MAX_AFTER)
 
 
 _MAX_PAGE = 1000
@@ -237,8 +211,7 @@ class TimerServicer(pb_grpc.TimerServiceServicer):
         check_number(len(request.actions))
         check_name("run_id", request.run_id)
         check_name("node_id", request.node_id)
-        if request.lease < 0:
-            raise InvalidField("lease", "must not be negative")
+        count("lease", request.lease, 0)
         for index, action in enumerate(request.actions):
             if action.WhichOneof("action") is None:
                 raise InvalidField(f"actions[{index}]", "must be one of acquire, release and clear")
@@ -301,26 +274,22 @@ class TimerServicer(pb_grpc.TimerServiceServicer):
         """See timer_service.proto."""
         size, beyond = _page_size(request), None
         if request.page_token:
-            beyond = TimerName(*decode_page_token(request.page_token, len(TimerName._fields)))
+            beyond = TimerName(*page_position(request.page_token, str, str, str, str))
         found = self._table.timers(
             self._watchdog.now(), request.run_id, request.node_id, beyond, states=_states(request.states)
         )
         page = list(islice(found, size + 1))
-        more = encode_page_token(page[size - 1].name) if len(page) > size else ""
+        more = page_token(*page[size - 1].name) if len(page) > size else ""
         return pb.ListTimersResponse(timers=map(outbox.timer, page[:size]), next_page_token=more)
 
     async def ListScopes(self, request: pb.ListScopesRequest, context: _Context) -> pb.ListScopesResponse:
         """See timer_service.proto."""
         size, beyond = _page_size(request), None
         if request.page_token:
-            run_id, scope = decode_page_token(request.page_token, 2)
+            run_id, scope = page_position(request.page_token, str, str)
             beyond = (run_id, scope)
         page = list(islice(self._table.scopes(request.run_id, beyond), size + 1))
-        more = (
-            encode_page_token((page[size - 1].run_id, page[size - 1].learned.scope))
-            if len(page) > size
-            else ""
-        )
+        more = page_token(page[size - 1].run_id, page[size - 1].learned.scope) if len(page) > size else ""
         settings = self._table.settings
         return pb.ListScopesResponse(
             scopes=map(outbox.scope, page[:size]),
@@ -341,8 +310,7 @@ class TimerServicer(pb_grpc.TimerServiceServicer):
     async def GetProgress(self, request: pb.GetProgressRequest, context: _Context) -> pb.GetProgressResponse:
         """See timer_service.proto."""
         check_name("run_id", request.run_id)
-        if not 0 <= request.most <= _MAX_WORKERS:
-            raise InvalidField("most", f"must be at least zero and at most {_MAX_WORKERS:,}")
+        count("most", request.most, 0, _MAX_WORKERS)
         return outbox.run_progress(
             self._watchdog.progress_of(request.run_id, request.most or _DEFAULT_WORKERS)
         )
@@ -377,8 +345,7 @@ def _refuse_agent_requests(acquire: pb.Acquire) -> None:
 
 
 def _page_size(request: pb.ListTimersRequest | pb.ListScopesRequest) -> int:
-    if request.page_size < 0:
-        raise InvalidField("page_size", "must not be negative")
+    count("page_size", request.page_size, 0)
     return min(request.page_size or _MAX_PAGE, _MAX_PAGE)
 
 

@@ -6,6 +6,7 @@ from math import isfinite
 from types import CodeType, FrameType
 from typing import TypeVar
 
+from rallypoint.rpc.text import clip_start
 from rallypoint.timer.worker import wire
 from rallypoint.timer.worker.table import MAX_SCOPE_BYTES, plain_kind
 
@@ -120,7 +121,7 @@ def encode(scope: str) -> bytes:
         raise TypeError(f"scope is {scope!r}; expected a string")
     encoded = scope.encode("utf-8", "replace")
     if len(encoded) > MAX_SCOPE_BYTES:
-        encoded = encoded[-MAX_SCOPE_BYTES:].decode("utf-8", "ignore").encode()
+        encoded = clip_start(scope, MAX_SCOPE_BYTES).encode()
     return encoded
 
 

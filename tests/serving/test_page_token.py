@@ -7,16 +7,24 @@ import json
 
 import pytest
 
-from rallypoint.timer.core.values import InvalidField
-from rallypoint.timer.server.servicer import decode_page_token, encode_page_token
+from rallypoint.rpc.errors import ServiceError
+from rallypoint.serving.requests import page_position, page_token
 
 
 @pytest.mark.parametrize("name", [("run", "s"), ("", ""), ("\0", "ü" * 256), ('"],["', "\\")])
 def test_a_token_leads_back_to_its_name(name: tuple[str, str]) -> None:
     """Whatever is in it; and it is plain ASCII."""
-    token = encode_page_token(name)
+    token = page_token(*name)
     assert token.isascii()
-    assert decode_page_token(token, 2) == name
+    assert page_position(token, str, str) == [*name]
+
+
+def test_a_number_is_not_negative_and_may_be_added_to() -> None:
+    """So that it can be a position in any list."""
+    assert page_position(page_token(2**62), int) == [2**62]
+    for number in (-1, 2**62 + 1, True):
+        with pytest.raises(ServiceError):
+            page_position(page_token(number), int)
 
 
 def encoded(value: object) -> str:
@@ -40,6 +48,6 @@ def encoded(value: object) -> str:
 )
 def test_what_no_service_gave_out_is_refused(token: str) -> None:
     """With the field's name."""
-    with pytest.raises(InvalidField) as caught:
-        decode_page_token(token, 2)
-    assert caught.value.field == "page_token"
+    with pytest.raises(ServiceError) as caught:
+        page_position(token, str, str)
+    assert caught.value.field_violations[0][0] == "page_token"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rallypoint.agent.job.sync import Notifier
+from rallypoint.rpc.loop import Notifier
 
 
 async def test_many_changes_are_one_wake_up() -> None:

@@ -1,0 +1,35 @@
+"""Cut texts to a number of bytes, and to what prints on one line."""
+
+from __future__ import annotations
+
+
+def clip(text: str, most_bytes: int, mark: str = "") -> str:
+    """Return the beginning of a text: whole characters, in at most `most_bytes` bytes of UTF-8.
+
+    Args:
+        text: The text. Lone surrogates, which can't be encoded, become question marks.
+        most_bytes: At least the bytes of `mark`.
+        mark: Stands for the rest if the text is cut.
+    """
+    data = text.encode(errors="replace")
+    if len(data) <= most_bytes:
+        return data.decode()
+    return data[: most_bytes - len(mark.encode())].decode(errors="ignore") + mark
+
+
+def clip_start(text: str, most_bytes: int, mark: str = "") -> str:
+    """Return the end of a text: like `clip`, but the beginning is cut."""
+    data = text.encode(errors="replace")
+    if len(data) <= most_bytes:
+        return data.decode()
+    return mark + data[len(data) - most_bytes + len(mark.encode()) :].decode(errors="ignore")
+
+
+def printable(text: str) -> str:
+    """Return the text as one line without control characters: users choose names, and these may hold anything."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else " " for c in text)
+
+
+def one_line(text: str, most_bytes: int) -> str:
+    """Return the beginning of a text, printable: a request must not be refused for the wording of its reason."""
+    return printable(clip(text, most_bytes))

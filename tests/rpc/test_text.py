@@ -1,0 +1,31 @@
+"""Texts that are cut fit, and no character of them is broken."""
+
+from __future__ import annotations
+
+import pytest
+
+from rallypoint.rpc.text import clip, clip_start, one_line
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("the fan stands still", "the fan stands still"),
+        ("two\nlines\x1b[31m", "two lines [31m"),
+        ("x" * 2000, "x" * 1024),
+        ("ä" * 1000, "ä" * 512),
+        ("x" * 1023 + "ä", "x" * 1023),
+        ("\udcff", "?"),
+    ],
+)
+def test_a_reason_is_one_line_that_a_service_accepts(text: str, expected: str) -> None:
+    """No longer than its bytes, whole characters."""
+    assert one_line(text, 1024) == expected
+
+
+def test_a_cut_is_between_characters_and_marked() -> None:
+    """At either end; a text that fits is unchanged."""
+    assert clip("abc", 3, "...") == clip_start("abc", 3, "...") == "abc"
+    assert clip("\N{SNOWMAN}" * 10, 12, "\n...") == "\N{SNOWMAN}\N{SNOWMAN}\n..."
+    assert clip_start("\N{SNOWMAN}" * 10, 12, "...\n") == "...\n\N{SNOWMAN}\N{SNOWMAN}"
+    assert clip_start("abc", 0) == ""
