@@ -150,7 +150,10 @@ async def test_the_first_failure_is_told_once_with_all_that_is_known(
     make: Callable[..., WorkerGroup], told: Told
 ) -> None:
     """Who failed, where, how, and what it left in its log; those that fail after it are its consequence."""
-    group = make('[ $LOCAL_RANK = 1 ] && { echo "no such layer" >&2; exit 7; }; sleep 0.2; exit 1')
+    group = make(
+        '[ $LOCAL_RANK = 1 ] && { echo "no such layer" >&2; echo $$ > $1/new; mv $1/new $1/pid; exit 7; };'
+        "while [ ! -e $1/pid ] || kill -0 $(cat $1/pid); do sleep 0.01; done 2>/dev/null; exit 1"
+    )
     await group.start()
     await until(lambda: all(worker.exit is not None for worker in group.workers.values()), "the end of both")
     (failure,) = told.failures
