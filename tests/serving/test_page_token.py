@@ -42,6 +42,7 @@ def encoded(value: object) -> str:
         encoded(["a", 1]),
         encoded({"a": "b", "c": "d"}),
         encoded("ab"),
+        encoded(["a" * 20_000, "b"]),
         base64.urlsafe_b64encode(b"[" * 100_000).decode(),
         base64.urlsafe_b64encode(b"\xff\xfe").decode(),
     ],

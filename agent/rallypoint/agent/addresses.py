@@ -167,11 +167,13 @@ def _is_served_below(root: int, port: int) -> bool:
     """True if a descendant of a process listens at a port."""
     import psutil  # noqa: PLC0415 (slow to load, and rarely needed: a worker could not bind its port)
 
-    below = {process.pid for process in descendants(root)}
-    return any(
-        each.pid in below and each.status == psutil.CONN_LISTEN and each.laddr and each.laddr.port == port
-        for each in psutil.net_connections("tcp")
-    )
+    for process in descendants(root):
+        # RuntimeError, OSError: /proc/net is missing or unusual.
+        with suppress(psutil.Error, OSError, RuntimeError):
+            for each in psutil.Process(process.pid).net_connections("tcp"):
+                if each.status == psutil.CONN_LISTEN and each.laddr.port == port:
+                    return True
+    return False
 
 
 def _ports_of_no_other_use() -> list[int]:

@@ -21,6 +21,7 @@ from rallypoint.cli.values import NodeCount, Text, refuse_etcd_url
 from rallypoint.rendezvous.core.state import MOST_WORKERS_PER_NODE
 from rallypoint.rpc.durations import set_seconds
 from rallypoint.rpc.endpoint import ClientTLS, EndpointError, SettingError, parse_endpoint, parse_endpoints
+from rallypoint.rpc.text import whole_number
 from rallypoint.serving.options import Seconds, client_options
 
 if TYPE_CHECKING:
@@ -73,9 +74,8 @@ class HostsWorkers(click.ParamType[str]):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         """Check the value."""
         text = str(value)
-        if text not in ("auto", "cpu", "gpu", "xpu") and not (
-            text.isascii() and text.isdigit() and 1 <= int(text) <= MOST_WORKERS_PER_NODE
-        ):
+        devices = ("auto", "cpu", "gpu", "xpu")
+        if text not in devices and whole_number(text, 1, MOST_WORKERS_PER_NODE) is None:
             self.fail(
                 f"{text!r} is not a number of workers from 1 to {MOST_WORKERS_PER_NODE}, "
                 "and none of auto, cpu, gpu, xpu",

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from rallypoint.launcher.plan import Embedded, ExternalService, Hosted, Place, Replicated
 from rallypoint.rpc.endpoint import SettingError, without_password
+from rallypoint.rpc.text import whole_number
 
 # ---- `--rdzv-conf` as torchrun's users write it: torch's keys are translated to ours, or reported as meaningless.
 
@@ -364,9 +365,9 @@ def _parse_endpoint(text: str, default_port: int) -> tuple[str, int]:
     host, colon, port = text.rpartition(":")
     if not colon:
         return text, default_port
-    if not (port.isascii() and port.isdigit() and int(port) <= 65535):
+    if (number := whole_number(port, 0, 65535)) is None:
         raise SettingError(f"--rdzv-endpoint: {text!r} has port {port!r}, expected a number from 0 to 65535")
-    return host.removeprefix("[").removesuffix("]"), int(port)
+    return host.removeprefix("[").removesuffix("]"), number
 
 
 def _endpoint(host: str, port: int) -> str:

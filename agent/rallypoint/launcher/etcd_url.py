@@ -23,6 +23,7 @@ from rallypoint.etcd.endpoint import (
 )
 from rallypoint.rendezvous.core.state import MOST_NODES
 from rallypoint.rpc.endpoint import ClientTLS, FileNames, SettingError, without_password
+from rallypoint.rpc.text import whole_number
 
 EXPECTED = "expected etcd://HOST:PORT[,HOST:PORT...]/RUN_ID[?min_workers=N&max_workers=N&...]"
 
@@ -239,10 +240,9 @@ def _nodes(given: Mapping[str, str], flag: tuple[int, int] | None, where: str) -
 
 
 def _count(given: Mapping[str, str], name: str, where: str) -> int:
-    text = given[name]
-    if not (text.isascii() and text.isdigit() and 1 <= int(text) <= MOST_NODES):
-        raise SettingError(f"{where} has {name}={text}, expected a number of nodes, 1 to {MOST_NODES}")
-    return int(text)
+    if (number := whole_number(given[name], 1, MOST_NODES)) is None:
+        raise SettingError(f"{where} has {name}={given[name]}, expected a number of nodes, 1 to {MOST_NODES}")
+    return number
 
 
 def _address(

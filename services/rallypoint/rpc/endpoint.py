@@ -7,6 +7,8 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from rallypoint.rpc.text import whole_number
+
 # ---- Settings of a server and of a client, as plain values, and the error for a setting that cannot be applied.
 
 
@@ -173,9 +175,9 @@ def parse_endpoint(text: str) -> Endpoint:
         raise EndpointError(
             f"endpoint {shown!r} is ambiguous: put an IPv6 address in brackets, [{host}]:{port}"
         )
-    if not (port.isascii() and port.isdigit() and 1 <= int(port) <= 65535):
+    if (number := whole_number(port, 1, 65535)) is None:
         raise EndpointError(f"endpoint {shown!r} has port {port!r}, expected a number from 1 to 65535")
-    return Endpoint(_host(host, shown), int(port))
+    return Endpoint(_host(host, shown), number)
 
 
 def listening_endpoint(host: str, port: int) -> Endpoint:

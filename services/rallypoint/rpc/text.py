@@ -1,4 +1,4 @@
-"""Cut texts to a number of bytes, and to what prints on one line."""
+"""Cut texts to a number of bytes, to one line without control characters; and read numbers of untrusted texts."""
 
 from __future__ import annotations
 
@@ -33,3 +33,9 @@ def printable(text: str) -> str:
 def one_line(text: str, most_bytes: int) -> str:
     """Return the beginning of a text, printable: a request must not be refused for the wording of its reason."""
     return printable(clip(text, most_bytes))
+
+
+def whole_number(text: str, least: int, most: int) -> int | None:
+    """Return the decimal number in a text; None if it is none from `least` to `most`. `int` refuses 5,000 digits."""
+    number = int(text) if text.isascii() and text.isdigit() and len(text) <= 19 else -1
+    return number if 0 <= least <= number <= most else None

@@ -15,6 +15,8 @@ from rallypoint.rpc.errors import invalid
 NAME_BYTES = 256
 SENTENCE_BYTES = 1024
 PATH_BYTES = 4096
+# No token of ours is longer: four names, each character escaped.
+_TOKEN_LENGTH = 16 * 1024
 
 
 def name(field: str, value: str) -> None:
@@ -89,9 +91,11 @@ def page_position(token: str, *kinds: type) -> list[Any]:
     Raises:
         ServiceError: INVALID_ARGUMENT: no service issued the token for such a request.
     """
+    position: Any = None
     with suppress(ValueError, RecursionError):
-        position = json.loads(base64.urlsafe_b64decode(token))
-        fits = isinstance(position, list) and [type(each) for each in position] == [*kinds]
-        if fits and all(isinstance(each, str) or 0 <= each <= 2**62 for each in position):
-            return list(position)
+        if len(token) <= _TOKEN_LENGTH:  # decoding a longer one would block the event loop
+            position = json.loads(base64.urlsafe_b64decode(token))
+    fits = isinstance(position, list) and [type(each) for each in position] == [*kinds]
+    if fits and all(isinstance(each, str) or 0 <= each <= 2**62 for each in position):
+        return list(position)
     raise invalid("page_token", "must be the next_page_token of a page of the same request, or empty")

@@ -115,6 +115,7 @@ def test_every_setting_that_is_taken_is_one_the_service_takes() -> None:
     [
         ({"max_restarts_per_node": "3"}, 2, "max_restarts_per_node=3 has no effect"),
         ({"max_restarts_per_node": "three"}, 9, "max_restarts_per_node='three' is not a whole number"),
+        ({"max_restarts_per_node": "9" * 5000}, 9, "' is not a whole number"),
         ({"max_restarts_per_node": "-1"}, 9, "max_restarts_per_node='-1' is not a whole number from 0"),
         ({"restart_window": "-5"}, 9, "restart_window=-5 is out of range; expected 0 to"),
         ({"restart_backoff": "soon"}, 9, "restart_backoff='soon' is not a number of seconds"),

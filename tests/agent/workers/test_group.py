@@ -36,6 +36,7 @@ from rallypoint.agent.workers.group import GroupEvent, WorkerGroup, WorkersSucce
 from rallypoint.agent.workers.processes import StopReport
 from rallypoint.rendezvous.core.state import FailureKind
 from rallypoint.rendezvous.v1.rendezvous_service_pb2 import RunSettings
+from support.log_events import log_events
 from support.waiting import PATIENCE, until, wait_until
 
 SEAT = Assignment(
@@ -167,6 +168,17 @@ async def test_the_first_failure_is_told_once_with_all_that_is_known(
     assert failure.traceback == "no such layer"
     assert failure.log_file.endswith("/attempt_0/1/stderr.log")
     assert told.successes == 0
+
+
+async def test_a_signal_that_comes_early_waits_until_all_workers_have_started(
+    make: Callable[..., WorkerGroup], caplog: pytest.LogCaptureFixture
+) -> None:
+    """It was lost for workers that the agent did not know yet. These don't handle it, so a warning names them."""
+    group = make("exec sleep 600")
+    group.pass_on(signal.SIGUSR1)
+    await group.start()
+    ranks = [event.fields["local_ranks"] for event in log_events(caplog.records) if "passed on" in event.name]
+    assert ranks == [[0, 1]]
 
 
 RAISES = """

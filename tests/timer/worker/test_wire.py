@@ -39,7 +39,7 @@ def test_the_shortest_duration_is_no_learning() -> None:
 @given(st.integers(0, 2**64 - 1), st.integers(0, 2**63))
 def test_progress_arrives(step: int, when: int) -> None:
     """The step exactly, the time to the precision of a float."""
-    assert wire.decode(wire.progress(step, when)) == wire.Progress(step, when / 1e9)
+    assert wire.decode(wire.progress(step, when)) == wire.Progress(step, when / 10**9)
 
 
 @given(TOKENS)

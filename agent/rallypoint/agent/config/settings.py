@@ -10,6 +10,7 @@ from typing import Any
 from rallypoint.rendezvous.core.state import LONGEST, MOST_RESTARTS_KEPT, RunSettings
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rpc.durations import set_seconds, to_seconds
+from rallypoint.rpc.text import whole_number
 
 # Settings that are no keys: flags have them.
 _FLAGS = ("min_nodes", "max_nodes", "max_restarts")
@@ -123,9 +124,9 @@ def _number(key: str, text: str, least: float) -> float:
 
 
 def _whole(key: str, text: str, least: int, most: int) -> int:
-    if not (text.isascii() and text.isdigit() and least <= int(text) <= most):
+    if (number := whole_number(text, least, most)) is None:
         raise RunSettingError(f"{key}={text!r} is not a whole number from {least} to {most}")
-    return int(text)
+    return number
 
 
 def _choice(key: str, text: str, choices: type[IntEnum]) -> IntEnum:

@@ -20,6 +20,7 @@ from rallypoint.agent.config.settings import MOST_SECONDS
 from rallypoint.agent.logs.lines import check_line_prefix
 from rallypoint.agent.logs.streams import LEAST_ROTATED, LogError, Redirect
 from rallypoint.rpc.endpoint import SettingError
+from rallypoint.rpc.text import whole_number
 
 Value: TypeAlias = "str | bool | int | float | Path | Sequence[str]"
 """Value of an option. In text, commas separate the parts of a repeatable one, and two commas stand for one."""
@@ -193,17 +194,15 @@ def _seconds(given: _ParserInput) -> float:
 
 
 def _count(given: _ParserInput) -> int:
-    text = given.text
-    if not (text.isascii() and text.isdigit() and int(text) <= _MOST_KEPT):
+    if (number := whole_number(given.text, 0, _MOST_KEPT)) is None:
         raise given.error(f"is not a whole number from 0 to {_MOST_KEPT}")
-    return int(text)
+    return number
 
 
 def _port(given: _ParserInput) -> int:
-    text = given.text
-    if not (text.isascii() and text.isdigit() and 1 <= int(text) <= 65535):
+    if (port := whole_number(given.text, 1, 65535)) is None:
         raise given.error("is not a port; expected a number from 1 to 65535")
-    return int(text)
+    return port
 
 
 def _size(given: _ParserInput) -> int | None:

@@ -148,6 +148,8 @@ class WorkerGroup:
         self._group: WorkerProcesses | None = None
         self._stopped = False
         self._started_at = 0.0  # monotonic seconds
+        # Users' signals that arrived before all workers had started; None: all have started.
+        self._early_signals: list[int] | None = []
 
     async def start(self) -> None:
         """Start all workers, unless the group was stopped before. A failed start is reported like any failure."""
@@ -181,6 +183,9 @@ class WorkerGroup:
         started = time.time()
         for local_rank, pid in self._group.pids.items():
             self._record(local_rank, pid, started)
+        early, self._early_signals = self._early_signals or [], None
+        for number in early:
+            self.pass_on(number)
         if not self._stopped:
             workers = self.workers.values()
             self._events.workers_started({each.local_rank: (each.rank, each.pid) for each in workers})
@@ -208,16 +213,20 @@ class WorkerGroup:
             self._post_mortem.examine(self._unfinished())
 
     def pass_on(self, number: int) -> None:
-        """Send a signal to the workers that it would not kill; not to their children."""
-        pids = self._group.pids if self._group is not None else {}
+        """Send a signal to the workers that it would not kill, once all have started; not to their children."""
+        if self._early_signals is not None:
+            if number not in self._early_signals:
+                self._early_signals.append(number)
+            return
+        assert self._group is not None, "workers that have started belong to a group"
+        pids = self._group.pids
         if unprepared := [local_rank for local_rank, pid in pids.items() if would_end(pid, number)]:
             _log.warning(
                 "a signal is not passed on to workers that it would kill, since they don't handle it",
                 signal=signal.Signals(number).name,
                 local_ranks=unprepared,
             )
-        if self._group is not None:
-            self._group.send_signal(number, only=pids.keys() - unprepared)
+        self._group.send_signal(number, only=pids.keys() - unprepared)
 
     @property
     def names(self) -> dict[str, int]:

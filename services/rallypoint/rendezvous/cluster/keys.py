@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from rallypoint.etcd.values import CreateRevision, Get, Put, Txn
 from rallypoint.rpc.endpoint import Endpoint, EndpointError, SettingError, parse_endpoint
+from rallypoint.rpc.text import whole_number
 
 if TYPE_CHECKING:
     from rallypoint.etcd.client import EtcdClient
@@ -147,11 +148,11 @@ def split_shards(url: str) -> tuple[str, int | None]:
     found = _SHARDS.findall(query)
     if not found:
         return url, None
-    number = found[0]
-    if len(found) > 1 or not (number.isascii() and number.isdigit() and 1 <= int(number) <= MOST_SHARDS):
-        raise SettingError(f"--journal: shards={number!r}, expected one number from 1 to {MOST_SHARDS}")
+    number = whole_number(found[0], 1, MOST_SHARDS)
+    if len(found) > 1 or number is None:
+        raise SettingError(f"--journal: shards={found[0]!r}, expected one number from 1 to {MOST_SHARDS}")
     rest = _SHARDS.sub("", query).removeprefix("&")
-    return address + (mark + rest if rest else ""), int(number)
+    return address + (mark + rest if rest else ""), number
 
 
 def advertised_address(advertise: str, listening: str) -> str:
