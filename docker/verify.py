@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import secrets
 import shutil
 import signal
 import subprocess
@@ -25,6 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 BASE = os.environ.get("BASE", "rallypoint-base:bookworm")
 TAG = f"verify-{os.getpid()}"
 ROLES = ("rendezvous", "timer", "agent")
+_SECRET = secrets.token_hex(32)
 LEAST_ACCURACY = 0.92
 # Exit codes of a container that took SIGTERM, and of one whose grace was over.
 STOPPED, KILLED = 0, 137
@@ -38,7 +40,8 @@ def run(
     *command: str, timeout: float = 60, merged: bool = False, variables: Mapping[str, str] | None = None
 ) -> str:
     """What a command prints to its standard output, or, merged, to both; Failed when it fails or is too slow."""
-    environment = {**os.environ, "TAG": TAG, "BASE": BASE, **(variables or {})}
+    ours = {"TAG": TAG, "BASE": BASE, "RALLYPOINT_RUN_SECRET": _SECRET}
+    environment = {**os.environ, **ours, **(variables or {})}
     pipe, errors = subprocess.PIPE, subprocess.STDOUT if merged else subprocess.PIPE
     try:
         done = subprocess.run(

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import signal
+import tempfile
 from collections.abc import Iterator
 
 import pytest
@@ -18,6 +21,16 @@ settings.load_profile("rallypoint")
 for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, signal.default_int_handler if number is signal.SIGINT else signal.SIG_DFL)
+
+
+# Sockets that tests' services make, apart from those of this user's jobs. Short: a socket's path has 107 bytes.
+_RUNTIME = tempfile.mkdtemp(prefix="rp-tests-")
+os.environ["XDG_RUNTIME_DIR"] = _RUNTIME
+
+
+def pytest_unconfigure() -> None:
+    """Remove what this file has made."""
+    shutil.rmtree(_RUNTIME, ignore_errors=True)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

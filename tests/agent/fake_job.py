@@ -25,7 +25,7 @@ def config(run_id: str = "run-1", workers: int = 1) -> Any:
         run_id=run_id,
         node_id="node-a",
         local_world_size=workers,
-        rendezvous=SimpleNamespace(endpoint="10.0.0.1:29400", tls=None),
+        rendezvous=SimpleNamespace(endpoint="10.0.0.1:29400", security=None),
         settings=RunSettings(min_nodes=2, max_nodes=4),
     )
 

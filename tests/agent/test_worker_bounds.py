@@ -7,6 +7,7 @@ import os
 import re
 import resource
 import signal
+import subprocess
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -14,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from rallypoint.agent.spawner.client import Spawner
-from rallypoint.agent.spawner.protocol import SpawnError, WorkerExit, WorkerSpec
+from rallypoint.agent.spawner.protocol import OPEN_FILES, SpawnError, WorkerExit, WorkerSpec
 from rallypoint.agent.workers.processes import WorkerProcesses
-from support.waiting import until
+from support.waiting import PATIENCE, until
 
 ENVIRONMENT = {"PATH": os.environ["PATH"]}
 
@@ -38,15 +39,49 @@ async def said_by(spawner: Spawner, spec: WorkerSpec) -> str:
 
 
 async def test_a_worker_has_its_limits_and_the_agent_keeps_its_own(spawner: Spawner, tmp_path: Path) -> None:
-    """Soft and hard, no limit as -1; a limit that nobody named is the agent's."""
+    """Soft and hard, no limit as -1; a limit that nobody named is the one that the agent was started with."""
     program = "import resource as r; print([r.getrlimit(n) for n in (r.RLIMIT_CORE, r.RLIMIT_NOFILE, r.RLIMIT_CPU)])"
-    mine = resource.getrlimit(resource.RLIMIT_NOFILE)
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
     limits = {"core": (0, 0), "cpu": (-1, -1)}
     spec = WorkerSpec(
         0, [sys.executable, "-c", program], ENVIRONMENT, stdout=tmp_path / "out", rlimits=limits
     )
-    assert await said_by(spawner, spec) == f"[(0, 0), {mine}, (-1, -1)]\n"
-    assert resource.getrlimit(resource.RLIMIT_NOFILE) == mine
+    assert await said_by(spawner, spec) == f"[(0, 0), {OPEN_FILES}, (-1, -1)]\n"
+    assert resource.getrlimit(resource.RLIMIT_NOFILE) == before
+
+
+AGENT = """
+import asyncio, os, resource
+from rallypoint.agent.spawner.client import Spawner
+from rallypoint.agent.spawner.protocol import WorkerSpec
+from rallypoint.rpc.endpoint import ServerOptions
+from rallypoint.serving.server import Server
+
+async def main():
+    started = [Spawner.start()]
+    server = Server(ServerOptions(), services=[])
+    await server.start()
+    print(resource.getrlimit(resource.RLIMIT_NOFILE), flush=True)
+    for spawner in (*started, Spawner.start()):
+        for limits in ({}, {"nofile": (40, 50)}):
+            ended = asyncio.Event()
+            command = ["sh", "-c", "echo $(ulimit -Sn; ulimit -Hn)"]
+            await spawner.spawn(WorkerSpec(0, command, os.environ, rlimits=limits), lambda _: ended.set())
+            await ended.wait()
+        await spawner.close()
+    await server.stop()
+
+asyncio.run(main())
+"""
+
+
+def test_workers_have_the_limit_of_open_files_that_the_agent_began_with() -> None:
+    """While it serves with the hard one; from a spawner that is older than that, and one that is not."""
+    command = f'ulimit -Sn 512; ulimit -Hn 5000; exec {sys.executable} -c "$0"'
+    shown = subprocess.run(
+        ["sh", "-c", command, AGENT], capture_output=True, text=True, check=True, timeout=PATIENCE
+    )
+    assert shown.stdout.splitlines() == ["(5000, 5000)", *["512 5000", "40 50"] * 2]
 
 
 async def test_few_descriptors_are_no_trouble_for_the_start(spawner: Spawner, tmp_path: Path) -> None:

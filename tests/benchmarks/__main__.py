@@ -23,7 +23,7 @@ from benchmarks.launch import launch
 from benchmarks.processes import BenchmarkError
 from benchmarks.reap import reap
 from benchmarks.regroup import newcomer, restart
-from benchmarks.rendezvous import rendezvous
+from benchmarks.rendezvous import rendezvous, security
 from benchmarks.session import Benchmark, Session
 from benchmarks.store import store
 from benchmarks.timer_requests import timer_requests
@@ -31,6 +31,7 @@ from benchmarks.watchdog import watchdog
 
 BENCHMARKS: dict[str, Benchmark] = {
     "rendezvous": rendezvous,
+    "security": security,
     "fanout": fanout,
     "failover": failover,
     "heartbeat": heartbeat,

@@ -29,7 +29,7 @@ def agent(
     """
     with tempfile.TemporaryDirectory(dir=folder, prefix="workers-") as logs:
         command = [
-            *(str(RALLYPOINT), "run", "--standalone", "--timer-endpoint", timers.endpoint),
+            *(str(RALLYPOINT), "run", "--standalone", "--insecure", "--timer-endpoint", timers.endpoint),
             *("--evidence-timeout", "0", "--max-restarts", str(max_restarts), "--log-dir", logs),
             *("--rdzv-conf", "restart_backoff=0"),
             *("-m", f"benchmarks.clients.{module}", json.dumps(asdict(order))),

@@ -111,7 +111,7 @@ def _ours(session: Session, workers: int, *more: str) -> _Measured:
     ):
         folder = Path(name)
         command = [
-            *(str(RALLYPOINT), "run", "--rdzv-endpoint", server.endpoint, "--rdzv-id", "flood"),
+            *(str(RALLYPOINT), "run", "--insecure", "--rdzv-endpoint", server.endpoint, "--rdzv-id", "flood"),
             *("--rdzv-conf", _CONF, "--nproc-per-node", str(workers), "--tee", "3", "--log-dir", name, *more),
             *("--log-format", "json", "--no-python", *_worker(sys.executable, folder)),
         ]

@@ -62,16 +62,17 @@ def raise_open_files(needed: int) -> None:
 
 
 @contextmanager
-def our_server(folder: Path, journal: str) -> Iterator[Server]:
+def our_server(folder: Path, journal: str, security: Sequence[str] = ("--insecure",)) -> Iterator[Server]:
     """The rendezvous service, as its users start it, until the context ends.
 
     Args:
         folder: For its log, and for a journal that is a file.
         journal: "memory", "sqlite" for a new file in a folder of its own, or the URL of an etcd.
+        security: Flags for it.
     """
     with tempfile.TemporaryDirectory(dir=folder, prefix="journal-") as place:
         url = f"sqlite:{place}/journal.db" if journal == "sqlite" else journal
-        command = [str(RALLYPOINT), "serve", "rendezvous", "--journal", url]
+        command = [str(RALLYPOINT), "serve", "rendezvous", *security, "--journal", url]
         with _server(folder / f"rendezvous-{journal.partition(':')[0]}.log", command) as server:
             yield server
 
@@ -93,7 +94,7 @@ def floor_server(folder: Path, behaviour: str, size: int = 200) -> Iterator[Serv
 @contextmanager
 def timer_server(folder: Path) -> Iterator[Server]:
     """The timer service, as its users start it, until the context ends; `folder` is for its log."""
-    command = [str(RALLYPOINT), "serve", "timer", "--learned", "none"]
+    command = [str(RALLYPOINT), "serve", "timer", "--insecure", "--learned", "none"]
     with _server(folder / "timer.log", command) as server:
         yield server
 

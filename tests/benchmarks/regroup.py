@@ -46,7 +46,7 @@ def newcomer(session: Session) -> Iterator[Figure]:
 
 def _ours(session: Session, kind: str, flags: Sequence[str], agents: int, workers: int) -> RegroupResult:
     with our_server(session.folder, "memory") as rendezvous:
-        where = ["--rdzv-endpoint", rendezvous.endpoint, "--rdzv-id", uuid4().hex]
+        where = ["--insecure", "--rdzv-endpoint", rendezvous.endpoint, "--rdzv-id", uuid4().hex]
         return _regrouped(session, kind, [str(RALLYPOINT), "run", *where, *flags], agents, workers)
 
 

@@ -1,20 +1,28 @@
-"""`rendezvous`: N nodes connect at once; until the last knows its ranks, and until it knows that all confirmed."""
+"""`rendezvous`: N nodes connect at once; until the last knows its ranks, and until it knows that all confirmed.
+
+`security`: the same over TLS, and with tokens, against plaintext.
+"""
 
 from __future__ import annotations
 
+import subprocess
+import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
 from benchmarks.c10d import c10d_rendezvous
 from benchmarks.clients.storm import StormOrder, StormResult
 from benchmarks.figures import Figure
-from benchmarks.processes import BenchmarkError, raise_open_files
+from benchmarks.processes import RALLYPOINT, BenchmarkError, our_server, raise_open_files
 from benchmarks.session import Session
 from benchmarks.trials import FLOOR, JOURNALS, Start, floor, in_turns, measured, ours
 
 SIZES = (64, 256, 1024, 4096)
+SECURITY_SIZES = (1024,)
+_PLAINTEXT = "plaintext"
 
 _SAME_MESSAGES = "floor, same messages"
 _TIMEOUT = 120.0  # seconds; the slowest takes some five
@@ -51,6 +59,45 @@ def rendezvous(session: Session) -> Iterator[Figure]:
                 yield from _figures(name, nodes, results, peer)
 
 
+def security(session: Session) -> Iterator[Figure]:
+    """Measure; see docs/benchmarks.md."""
+    files = Path(tempfile.mkdtemp(dir=session.folder, prefix="credentials-"))
+    _rallypoint("tls", "init", str(files), "127.0.0.1")
+    _rallypoint("token", "key", str(files))
+    token = _rallypoint("token", "issue", "nodes", "--key", f"{files}/token.key", "--role", "node")
+    (files / "token").write_text(token)
+    tls = ("--tls-cert", f"{files}/server.pem", "--tls-key", f"{files}/server.key")
+    keys, ca = ("--token-keys", f"{files}/token.pub"), f"{files}/ca.pem"
+    for nodes in session.sizes_or(SECURITY_SIZES):
+        raise_open_files(nodes + 256)
+        measure = _Storms(session, nodes).measure
+        variants = {
+            _PLAINTEXT: partial(measure, _PLAINTEXT, ours("memory"), "FINAL"),
+            "tls": partial(measure, "tls", partial(our_server, journal="memory", security=tls), "FINAL", ca),
+            "tokens": partial(
+                measure,
+                "tokens",
+                partial(our_server, journal="memory", security=(*tls, *keys)),
+                "FINAL",
+                ca,
+                f"{files}/token",
+            ),
+        }
+        results = in_turns(session, f"security n={nodes}", variants, _show)
+        for name in ("tls", "tokens"):
+            if {name, _PLAINTEXT} <= results.keys():
+                storm, plain = results[name], results[_PLAINTEXT]
+                yield Figure(
+                    f"security.{name}", nodes, storm.final, "s", plain.final, note="floor: plaintext"
+                )
+                each = 1e6 / nodes
+                yield Figure(f"security.{name}.cpu", nodes, storm.cpu * each, "µs/node", plain.cpu * each)
+
+
+def _rallypoint(*arguments: str) -> str:
+    return subprocess.run([RALLYPOINT, *arguments], check=True, capture_output=True, text=True).stdout
+
+
 class _Storms:
     """Storms of one size; `lost`: by variant, the streams that ended in them although nobody ended them."""
 
@@ -59,10 +106,10 @@ class _Storms:
         self._session = session
         self._nodes = nodes
 
-    def measure(self, variant: str, start: Start, until: str) -> _Storm:
+    def measure(self, variant: str, start: Start, until: str, ca: str = "", token: str = "") -> _Storm:
         """One storm, on a server of its own."""
         with start(self._session.folder) as server:
-            order = StormOrder(server.endpoint, server.pid, self._nodes, until, _TIMEOUT)
+            order = StormOrder(server.endpoint, server.pid, self._nodes, until, _TIMEOUT, ca, token)
             result = measured(self._session, server, "storm", order, StormResult)
         self.lost[variant] += sum(result.lost.values())
         if result.lost or result.failure:

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from rallypoint.rpc.runtime_folder import new_run_socket
 from support.waiting import PATIENCE
 
 RALLYPOINT = Path(sys.executable).with_name("rallypoint")
@@ -49,19 +50,29 @@ def refusal(result: subprocess.CompletedProcess[str]) -> str:
 @contextmanager
 def service(role: str, *arguments: str | Path) -> Iterator[str]:
     """A service in a process of its own; yields its address, and ends it. A timer service leaves no file behind."""
-    process = subprocess.Popen(
-        [str(RALLYPOINT), "serve", role, "--port", "0", "--log-format", "json", *map(str, arguments)],
-        stderr=subprocess.PIPE,
-        text=True,
-        env=clean_environment(RALLYPOINT_LEARNED="none"),
-    )
-    assert process.stderr is not None
-    try:
-        yield _ready(process.stderr, f"rallypoint.{role}.")["address"]
-    finally:
-        process.terminate()
-        # To its end: a pipe that is full would keep the process from ending.
-        process.communicate(timeout=PATIENCE)
+    with new_run_socket(role, "service") as endpoint:
+        process = subprocess.Popen(
+            [
+                str(RALLYPOINT),
+                "serve",
+                role,
+                "--host",
+                endpoint,
+                "--log-format",
+                "json",
+                *map(str, arguments),
+            ],
+            stderr=subprocess.PIPE,
+            text=True,
+            env=clean_environment(RALLYPOINT_LEARNED="none"),
+        )
+        assert process.stderr is not None
+        try:
+            yield _ready(process.stderr, f"rallypoint.{role}.")["address"]
+        finally:
+            process.terminate()
+            # To its end: a pipe that is full would keep the process from ending.
+            process.communicate(timeout=PATIENCE)
 
 
 def _ready(lines: Iterator[str], package: str) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 
 from rallypoint.rpc.durations import to_duration
+from rallypoint.rpc.runtime_folder import new_run_socket
 from rallypoint.timer.v1 import timer_service_pb2 as pb
 from rallypoint.timer.v1 import timer_service_pb2_grpc as pb_grpc
 
@@ -91,10 +92,11 @@ class ScriptedTimers(pb_grpc.TimerServiceServicer):
 def scripted_timers() -> Iterator[ScriptedTimers]:
     """The service, for as long as the context lasts."""
     servicer = ScriptedTimers()  # type: ignore[abstract]  # the rest is never asked
-    with ThreadPoolExecutor(2) as threads:
+    with ThreadPoolExecutor(2) as threads, new_run_socket("timer", "scripted") as endpoint:
         server = grpc.server(threads, options=[("grpc.so_reuseport", 0)])
         pb_grpc.add_TimerServiceServicer_to_server(servicer, server)
-        servicer.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+        server.add_insecure_port(endpoint)
+        servicer.address = endpoint
         server.start()
         try:
             yield servicer

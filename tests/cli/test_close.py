@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -48,3 +49,17 @@ def test_a_run_is_closed_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     result = CliRunner().invoke(main, arguments)
     assert result.output == "run digits is closed: CANCELLED, closed by an operator: out of money\n"
     assert stub.asked == [pb.CloseRunRequest(run_id="digits", reason="out of money")]
+
+
+def test_a_deleted_run_frees_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is repeated whose outcome is unknown: the second time, it could be a new run of that name."""
+    deleted: list[str] = []
+
+    def ask(endpoint: str, tls: Any, timeout: float, question: Any, *, repeatable: bool) -> Any:
+        assert not repeatable
+        return question(SimpleNamespace(DeleteRun=lambda request: deleted.append(request.run_id)))
+
+    monkeypatch.setattr(operator, "call_rendezvous", ask)
+    result = CliRunner().invoke(main, ["delete", "digits", "--rdzv-endpoint", "10.0.0.1:29400"])
+    assert result.output == "run digits is deleted: its name is free\n"
+    assert deleted == ["digits"]

@@ -17,6 +17,7 @@ from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
 from rallypoint.rpc.channel import open_channel
 from rallypoint.rpc.endpoint import SettingError
 from rallypoint.rpc.errors import ServiceError, encode
+from rallypoint.rpc.runtime_folder import new_run_socket
 
 Code = grpc.StatusCode
 DRAINING = ServiceError(Code.UNAVAILABLE, "DRAINING", "the server is going away")
@@ -76,12 +77,13 @@ async def serving(servicer: Scripted) -> AsyncIterator[str]:
     }
     service = "rallypoint.rendezvous.v1.RendezvousService"
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, methods),))
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    try:
-        yield f"127.0.0.1:{port}"
-    finally:
-        await server.stop(0)
+    with new_run_socket("rendezvous", "scripted") as endpoint:
+        server.add_insecure_port(endpoint)
+        await server.start()
+        try:
+            yield endpoint
+        finally:
+            await server.stop(0)
 
 
 async def followed(

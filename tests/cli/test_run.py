@@ -332,7 +332,7 @@ def test_the_help_has_sections(understood: Understood) -> None:
     """Every flag is in one of them, but for those that all commands have."""
     told = CliRunner().invoke(main, ["run", "--help"]).stdout
     sections = re.findall(r"^(\w+):$", told, re.MULTILINE)
-    assert sections == ["Job", "Rendezvous", "Workers", "Logs", "Supervision", "TLS", "Other"]
+    assert sections == ["Job", "Rendezvous", "Workers", "Logs", "Supervision", "Security", "Other"]
     other = told[told.index("\nOther:") :]
     assert re.findall(r"^  (-[a-zA-Z-]+)", other, re.MULTILINE) == ["-h"]
     assert "[default: 30]" in told

@@ -23,6 +23,7 @@ from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
 from rallypoint.rpc.channel import open_channel
 from rallypoint.rpc.endpoint import ServerOptions
 from rallypoint.rpc.errors import decode
+from rallypoint.rpc.runtime_folder import role_socket
 from support.waiting import PATIENCE
 
 KEEPING_NOTHING = {"rendezvous": ("--journal", "memory"), "timer": ("--learned", "none")}
@@ -75,7 +76,7 @@ def test_unreadable_tls_files_are_told_in_one_line(monkeypatch: pytest.MonkeyPat
 def test_plaintext_for_others_to_read_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Unless one insists; what to do instead is in the line."""
     told = refused(monkeypatch, *arguments("timer")[1:], "--port", "0", "--host", "0.0.0.0")  # noqa: S104
-    assert told.startswith("refusing to serve plaintext on 0.0.0.0:0")
+    assert told.startswith("refusing to serve plaintext at 0.0.0.0:0")
     assert "--tls-cert" in told
 
 
@@ -186,7 +187,7 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[ServerOptions
 
 def test_without_flags_the_limits_are_those_of_the_parts(chosen: Callable[..., Any]) -> None:
     """Said once, where they are explained."""
-    assert chosen() == (ServerOptions(port=29400), Limits())
+    assert chosen() == (ServerOptions(host=role_socket("rendezvous"), port=29400), Limits())
 
 
 def test_every_limit_can_be_set(chosen: Callable[..., Any], tmp_path: Path) -> None:

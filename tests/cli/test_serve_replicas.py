@@ -14,8 +14,9 @@ import pytest
 
 from cli.cli_process import RALLYPOINT, clean_environment, rallypoint, refusal
 from rallypoint.rendezvous.cluster.replica import Replicas
-from support.etcd_server import NEEDS_ETCD, EtcdCluster, EtcdMember, etcd_cluster, free_port
+from support.etcd_server import NEEDS_ETCD, EtcdCluster, EtcdMember, etcd_cluster
 from support.mortal import mortal
+from support.ports import free_port
 from support.waiting import wait_until
 
 pytestmark = [NEEDS_ETCD, pytest.mark.integration]

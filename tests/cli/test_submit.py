@@ -53,7 +53,7 @@ def test_a_command_line_becomes_one_launch_for_all_agents(submissions: list[Subm
     """As `run` would have it on each host: as many nodes as agents, who meet at the first of them."""
     submission = submitted(submissions, "--agents", "a:1,b:2", "/x/train.py", "--epochs", "3")
     assert submission.endpoints == ("a:1", "b:2")
-    assert (submission.timeout, submission.detach, submission.tls) == (60.0, False, None)
+    assert (submission.timeout, submission.detach, submission.security) == (60.0, False, None)
     spec = submission.launch.spec
     assert submission.launch.launch_id
     assert spec.run_id.startswith("train-")

@@ -18,7 +18,8 @@ from rallypoint.etcd.errors import EtcdUnavailable
 from rallypoint.etcd.v1 import kv_pb2
 from rallypoint.etcd.values import CreateRevision, Put, Txn
 from rallypoint.rpc.endpoint import Endpoint
-from support.etcd_server import PATIENT, EtcdCluster, EtcdMember, free_port
+from support.etcd_server import PATIENT, EtcdCluster, EtcdMember
+from support.ports import free_port
 from support.waiting import PATIENCE
 
 

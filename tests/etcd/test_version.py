@@ -15,7 +15,8 @@ from rallypoint.etcd.client import (
     parse_version,
 )
 from rallypoint.etcd.errors import EtcdRefused, EtcdUnavailable, Reason
-from support.etcd_server import PATIENT, EtcdCluster, free_port
+from support.etcd_server import PATIENT, EtcdCluster
+from support.ports import free_port
 
 
 def status(

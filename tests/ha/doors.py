@@ -12,6 +12,7 @@ from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
 from rallypoint.rendezvous.v1 import state_service_pb2_grpc as state_grpc
 from rallypoint.rendezvous.v1 import store_service_pb2_grpc as store_grpc
 from rallypoint.rpc.channel import open_channel
+from rallypoint.rpc.endpoint import Plaintext
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +56,7 @@ class Doors:
 @asynccontextmanager
 async def open_doors(endpoints: Mapping[str, str]) -> AsyncIterator[Doors]:
     """Doors of replicas, by name; `endpoints`: where each listens. Closed afterwards."""
-    channels = {name: open_channel(endpoint) for name, endpoint in endpoints.items()}
+    channels = {name: open_channel(endpoint, Plaintext()) for name, endpoint in endpoints.items()}
     try:
         yield Doors(channels, endpoints)
     finally:

@@ -53,7 +53,7 @@ class Job:
                         "--nproc-per-node",
                         str(WORKERS),
                     ],
-                    *["--rdzv-endpoint", self._cluster.endpoints, "--rdzv-id", self.run_id],
+                    *["--insecure", "--rdzv-endpoint", self._cluster.endpoints, "--rdzv-id", self.run_id],
                     *["--node-id", f"node-{number}", "--max-restarts", "3"],
                     *["--log-dir", str(self._folder / "logs"), "--redirects", "2"],
                     *[str(WORKER), str(self._folder)],

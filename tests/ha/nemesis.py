@@ -17,11 +17,13 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import click
+import grpc
 
 from ha.check import check
 from ha.clocks import BootClock, WallClock, library
@@ -42,6 +44,8 @@ from ha.last_words import read_facts
 from ha.members import Members, at_work
 from ha.report import Report
 from ha.writers import Writers
+from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
+from torture.crowd import calm
 
 RUNS = ("crew-0", "crew-1", "crew-2")
 # Clients of each kind and run, and how long each waits between two operations on average, seconds.
@@ -194,11 +198,17 @@ async def _read_back(
 ) -> None:
     """Wait until the service answers, and read everything back."""
     for each in members:
-        await each.agree(PATIENCE)
+        await calm(each.agree, partial(_restart, each.run_id, cluster, doors), PATIENCE)
     for some in writers:
         await some.read_back(PATIENCE)
     for each in members:
         await each.read_log(doors.by_name[REPLICAS[0]], PATIENCE)
+
+
+async def _restart(run_id: str, cluster: Cluster, doors: Doors) -> None:
+    owner = doors.by_name[await cluster.owner(run_id)]
+    with suppress(grpc.aio.AioRpcError):  # it is asked for again
+        await owner.rendezvous.RestartRun(pb.RestartRunRequest(run_id=run_id), timeout=PATIENCE)
 
 
 async def _end_nodes(members: Sequence[Members]) -> None:

@@ -12,6 +12,7 @@ from ha.waiting import until
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
 from rallypoint.rpc.channel import open_channel
+from rallypoint.rpc.endpoint import Plaintext
 
 _ANSWER = 5.0  # seconds for one answer
 
@@ -22,7 +23,7 @@ async def run_at(endpoint: str, run_id: str, timeout: float = _ANSWER) -> pb.Run
     Raises:
         grpc.aio.AioRpcError: It doesn't.
     """
-    channel = open_channel(endpoint)
+    channel = open_channel(endpoint, Plaintext())
     try:
         stub = pb_grpc.RendezvousServiceStub(channel)
         return (await stub.GetRun(pb.GetRunRequest(run_id=run_id), timeout=timeout, wait_for_ready=True)).run

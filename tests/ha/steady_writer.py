@@ -7,6 +7,7 @@ from typing import Self
 
 from ha.waiting import PATIENCE
 from rallypoint.rendezvous.store.client import StoreClient
+from rallypoint.rpc.endpoint import Plaintext
 from rallypoint.rpc.replica_client import ReplicaClient
 
 # Between two additions, seconds: one is to be under way at each trouble, not to use up the machine.
@@ -19,7 +20,7 @@ class SteadyWriter:
     def __init__(self, endpoints: str, run_id: str, key: str = "sum") -> None:
         """Write nothing yet; `endpoints` as `--rdzv-endpoint` takes them. Nobody else is to write to the key."""
         self._key = key
-        self._board = ReplicaClient(endpoints)
+        self._board = ReplicaClient(endpoints, Plaintext())
         self._store = StoreClient(self._board, run_id)
         # When each addition was answered, by the event loop's clock.
         self._answers: list[float] = []

@@ -17,6 +17,7 @@ from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1 import state_service_pb2 as state_pb
 from rallypoint.rendezvous.v1 import state_service_pb2_grpc as state_grpc
 from rallypoint.rpc.channel import open_channel
+from rallypoint.rpc.endpoint import Plaintext
 
 pytestmark = [pytest.mark.slow, pytest.mark.integration]
 
@@ -76,7 +77,7 @@ async def _write_until(cluster: Cluster, end: float) -> Counter[grpc.StatusCode]
     outcomes: Counter[grpc.StatusCode] = Counter()
 
     async def write(name: str) -> None:
-        channel = open_channel(cluster.replicas.endpoint(name))
+        channel = open_channel(cluster.replicas.endpoint(name), Plaintext())
         stub, number = state_grpc.StateServiceStub(channel), 0
         while loop.time() < end:
             number += 1

@@ -24,6 +24,7 @@ from rallypoint.rendezvous.v1 import state_service_pb2 as state_pb
 from rallypoint.rendezvous.v1 import state_service_pb2_grpc as state_grpc
 from rallypoint.rendezvous.v1 import store_service_pb2 as store_pb
 from rallypoint.rendezvous.v1 import store_service_pb2_grpc as store_grpc
+from rallypoint.rpc.endpoint import Plaintext
 from rallypoint.rpc.errors import decode
 from rallypoint.rpc.replica_client import ReplicaClient
 
@@ -45,7 +46,7 @@ async def test_nothing_that_waited_in_a_stopped_owner_lands(tmp_path: Path) -> N
     async with (
         running_cluster(tmp_path) as cluster,
         watched_crowd(cluster.endpoints, RUN, NODES) as crowd,
-        ReplicaClient(cluster.endpoints) as board,
+        ReplicaClient(cluster.endpoints, Plaintext()) as board,
     ):
         round_ = await crowd.agree(PATIENCE)
         states = FencedStateClient(board, RUN)

@@ -21,6 +21,7 @@ from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
 from rallypoint.rendezvous.v1 import state_service_pb2 as state_pb
 from rallypoint.rendezvous.v1 import state_service_pb2_grpc as state_grpc
 from rallypoint.rpc.channel import open_channel
+from rallypoint.rpc.endpoint import Plaintext
 from rallypoint.rpc.errors import decode
 
 pytestmark = [pytest.mark.slow, pytest.mark.integration, pytest.mark.timeout(8 * PATIENCE)]
@@ -159,7 +160,7 @@ async def test_slow_links_slow_nobody_to_death(tmp_path: Path) -> None:
 
 async def _watch_to_the_end(endpoint: str) -> str:
     """Watch the run at one replica; the reason with which it ended that."""
-    channel = open_channel(endpoint)
+    channel = open_channel(endpoint, Plaintext())
     try:
         watching = pb_grpc.RendezvousServiceStub(channel).WatchRun(
             pb.WatchRunRequest(run_id=RUN), timeout=PATIENCE, wait_for_ready=True
@@ -175,7 +176,7 @@ async def _watch_to_the_end(endpoint: str) -> str:
 
 async def _redirected(endpoint: str) -> str:
     """Where a replica sends somebody who wants to watch the run."""
-    channel = open_channel(endpoint)
+    channel = open_channel(endpoint, Plaintext())
     try:
         watching = pb_grpc.RendezvousServiceStub(channel).WatchRun(
             pb.WatchRunRequest(run_id=RUN), timeout=PATIENCE
@@ -191,7 +192,7 @@ async def _redirected(endpoint: str) -> str:
 
 async def _set_state(endpoint: str, state: str) -> grpc.StatusCode:
     """Try to set the first state of a run of this name at one replica, which owns no run by now; how that ended."""
-    channel = open_channel(endpoint)
+    channel = open_channel(endpoint, Plaintext())
     try:
         request = state_pb.SetStateRequest(run_id=RUN, state=state.encode())
         await state_grpc.StateServiceStub(channel).SetState(request, timeout=PATIENCE, wait_for_ready=True)

@@ -6,7 +6,7 @@ Each scene is played with its plant, and must be found out; and without it, over
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from contextlib import suppress
 from pathlib import Path
 
@@ -33,9 +33,8 @@ Play = Callable[[Scene], Awaitable[None]]
 
 async def late_write(at: Scene) -> None:
     """A write of an owner arrives when another has taken over, and has read what there is."""
-    owner = await at.cluster.owner(RUN)
     writer = at.client()
-    assert (await writer.set(None, at=owner)).outcome is Outcome.OK
+    owner = await _written(at, writer)
     at.network(owner, "hold")
     late = asyncio.create_task(at.client().set(writer.token, at=owner))
     await at.holds(owner)
@@ -53,9 +52,8 @@ async def late_write(at: Scene) -> None:
 
 async def late_copy(at: Scene) -> None:
     """A copy of a write arrives after its repetition was done, and others after it."""
-    owner = await at.cluster.owner(RUN)
     writer = at.client()
-    assert (await writer.set(None, at=owner)).outcome is Outcome.OK
+    owner = await _written(at, writer)
     at.network(owner, "hold")
     second = asyncio.create_task(writer.set(writer.token))
     await at.holds(owner)
@@ -75,9 +73,8 @@ async def owner_killed_while_it_commits(at: Scene) -> None:
     try:
         async with at_work(members.tasks(stopping, happening=False)):
             broken = await members.agree(PATIENCE)
-            owner = await at.cluster.owner(RUN)
             writer = at.client()
-            assert (await writer.set(None, at=owner)).outcome is Outcome.OK
+            owner = await _written(at, writer)
             at.network(owner, "hold")
             told = at.told()
             setting = asyncio.create_task(writer.set(writer.token, at=owner))
@@ -102,13 +99,10 @@ async def owner_killed_while_it_commits(at: Scene) -> None:
 
 async def owner_cut_off(at: Scene) -> None:
     """An owner that etcd doesn't hear is asked for what another has changed since."""
-    owner = await at.cluster.owner(RUN)
     writer, reader = at.client(), at.client()
-    assert (await writer.set(None, at=owner)).outcome is Outcome.OK
+    owner = await _written(at, writer)
     await at.cluster.part(owner, *ETCD)
-    heir = await at.cluster.owner(RUN, but=[owner])
-    await _answered(at.client(), heir)
-    assert (await writer.set(writer.token, at=heir)).outcome is Outcome.OK
+    await _written(at, writer, but=[owner])
     for _ in range(5):
         await reader.get(at=owner)
         await read_run(at.caller(), RUN, at=owner)
@@ -150,6 +144,20 @@ async def test_the_product_passes_the_same(tmp_path: Path, play: Play) -> None:
         found = await asyncio.to_thread(check, at.history)
         assert len(list(at.history.of(Operation))) > 3
     assert not found, "\n".join(map(str, found))
+
+
+async def _written(at: Scene, writer: StateClient, *, but: Collection[str] = ()) -> str:
+    """Write a state at the owner, and return which that is. It may own the run, and not serve it yet."""
+    owner = ""
+
+    async def write() -> str:
+        nonlocal owner
+        owner = await at.cluster.owner(RUN, but=but)
+        operation = await writer.set(writer.token, at=owner)
+        return "" if operation.outcome is Outcome.OK else f"{operation.answered}"
+
+    await until("the owner to take a write", write)
+    return owner
 
 
 async def _answered(client: StateClient, at: str) -> None:

@@ -18,6 +18,7 @@ from rallypoint.rendezvous.v1 import store_service_pb2 as store_pb
 # Operations on one key before the next takes its place: what is of unknown outcome makes judging a key harder and
 # harder, so none lives long.
 _KEY_LIFE = 120
+_UNKNOWN = 8  # operations of that life that one of unknown outcome takes
 
 
 class Keys:
@@ -37,6 +38,11 @@ class Keys:
             self._used = 1
             self.all.append(f"{self._kind}-{len(self.all)}")
         return self.all[-1]
+
+    def written(self, operation: Operation) -> Operation:
+        """Shorten the life of the key in use if the outcome of a write is unknown."""
+        self._used += _UNKNOWN if operation.outcome is Outcome.UNKNOWN else 0
+        return operation
 
 
 class StateClient:
@@ -238,7 +244,7 @@ class Writers:
             key = self.counters.current()
             if caller.draw.random() < 0.7:
                 # Sums of what is drawn from so many say which additions are in them.
-                await client.add(key, 1 + caller.draw.randrange(10**9))
+                self.counters.written(await client.add(key, 1 + caller.draw.randrange(10**9)))
             else:
                 await client.get(key, at=caller.anywhere())
 
@@ -251,11 +257,11 @@ class Writers:
             number += 1
             value, chance = f"{caller.name}/{number}", caller.draw.random()
             if chance < 0.5:
-                operation = await client.compare_set(key, known.get(key, ""), value)
+                operation = self.registers.written(await client.compare_set(key, known.get(key, ""), value))
                 if operation.outcome is Outcome.OK:
                     known[key] = operation.answered["value"] or ""
             elif chance < 0.7:
-                if (await client.set(key, value)).outcome is Outcome.OK:
+                if self.registers.written(await client.set(key, value)).outcome is Outcome.OK:
                     known[key] = value
             else:
                 await client.get(key, at=caller.anywhere())

@@ -11,6 +11,7 @@ from rallypoint.rendezvous.client import Event, Membership, MembershipReset, Mem
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
 from rallypoint.rpc.channel import open_channel
+from rallypoint.rpc.endpoint import Plaintext
 from support.waiting import PATIENCE
 
 _NODES = ("left", "right")
@@ -24,7 +25,7 @@ class Bystander:
         self.lost: list[str] = []
         """What the nodes were told when they lost their leases."""
         self._address = address
-        self._channels = [open_channel(address) for _ in _NODES]
+        self._channels = [open_channel(address, Plaintext()) for _ in _NODES]
         self.stub = pb_grpc.RendezvousServiceStub(self._channels[0])
         self._started: dict[str, int] = {}
         self._rounds: asyncio.Queue[int] = asyncio.Queue()

@@ -21,6 +21,7 @@ from hostile.target import MOST_NODES, MOST_RUNS, Target
 from hostile.verdict import fault
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rpc.channel import open_channel
+from rallypoint.rpc.endpoint import Plaintext
 from support.waiting import PATIENCE
 
 _CONNECTIONS = 8
@@ -134,7 +135,7 @@ async def _barrage(server: Target, report: Report, numbers: range) -> None:
 
 
 async def _check_healthy(server: Target) -> None:
-    async with open_channel(server.address) as channel:
+    async with open_channel(server.address, Plaintext()) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         for name in ("", "RendezvousService", "StoreService", "StateService"):
             service = f"rallypoint.rendezvous.v1.{name}" if name else ""

@@ -85,6 +85,7 @@ def target(folder: Path, journal: str) -> Iterator[Target]:
         "rendezvous",
         "--port",
         "0",
+        "--insecure",
         "--log-format",
         "json",
         "--journal",

@@ -34,7 +34,8 @@ def agents(folder: Path, *options: str, **environment: str) -> Iterator[Start]:
     finally:
         for agent in started:
             agent.kill()
-            agent.communicate()
+            _, said = agent.communicate()
+            print(f"agent {agent.pid}, exit code {agent.returncode}:\n{said}")  # noqa: T201 (shown if the test fails)
 
 
 @contextmanager

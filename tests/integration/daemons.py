@@ -16,6 +16,8 @@ import grpc
 from cli.cli_process import RALLYPOINT, clean_environment
 from rallypoint.agent.v1 import supervisor_service_pb2 as pb
 from rallypoint.agent.v1 import supervisor_service_pb2_grpc as pb_grpc
+from rallypoint.rpc.endpoint import parse_endpoint
+from rallypoint.rpc.tls import ClientCredentials
 from support.mortal import mortal
 from support.processes import fresh_marker
 from support.waiting import PATIENCE, wait_until
@@ -60,7 +62,7 @@ class Host:
 
     def job(self, run_id: str = "") -> pb.Job:
         """A job of it."""
-        with grpc.insecure_channel(self.address) as channel:
+        with users_channel(self.address) as channel:
             request = pb.GetJobRequest(run_id=run_id)
             job: pb.Job = pb_grpc.SupervisorServiceStub(channel).GetJob(request, timeout=PATIENCE).job
             return job
@@ -117,6 +119,13 @@ class Cluster:
         """Wait for workers that stay."""
         for rank in ranks:
             wait_until((self.folder / f"up.{rank}.{restarts}").exists, f"rank {rank}")
+
+
+def users_channel(address: str) -> grpc.Channel:
+    """A channel, not of asyncio, to a service on loopback that knows this user."""
+    credentials, name = ClientCredentials(None).of(parse_endpoint(address))
+    assert credentials is not None
+    return grpc.secure_channel(address, credentials, [("grpc.ssl_target_name_override", name)])
 
 
 @contextmanager

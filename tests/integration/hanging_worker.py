@@ -73,10 +73,20 @@ def sleep_beside_others() -> None:
     time.sleep(3600)
 
 
+def start_a_child() -> subprocess.Popen[bytes]:
+    """In a session of its own; it must not outlive the worker. The timer begins later: it may be too short for this."""
+    child = subprocess.Popen(["sleep", "3600"], start_new_session=True)
+    say("child", child=child.pid)
+    return child
+
+
 def wait_for_a_child() -> None:
-    """One in a session of its own, which must not outlive the worker."""
-    with subprocess.Popen(["sleep", "3600"], start_new_session=True) as child:
-        say("child", child=child.pid)
+    """One that does not end."""
+    assert CHILD is not None
+    CHILD.wait()
+
+
+CHILD = start_a_child() if MEANT and WAY == "child" else None
 
 
 def open_checkpoint() -> int:
@@ -114,7 +124,9 @@ def told_to_stop(_number: int, _frame: object) -> None:
 
 
 def hang() -> None:
-    """As told."""
+    """As told, once the neighbours have started: that may take longer than the timer."""
+    while len([*FOLDER.glob("started.1.*")]) < int(os.environ["WORLD_SIZE"]):
+        time.sleep(0.01)
     if SIGNAL == "unguarded":
         say("hanging", after=AFTER)
         WAYS[WAY]()
@@ -131,6 +143,7 @@ def main() -> None:
     """Do as told."""
     signal.signal(signal.SIGTERM, told_to_stop)
     say("started")
+    (FOLDER / f"started.{ROUND}.{RANK}").touch()
     if MEANT:
         hang()
     wait()

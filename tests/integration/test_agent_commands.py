@@ -7,10 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import grpc
 import pytest
 
-from integration.daemons import WORKER, Cluster, Started, cluster
+from integration.daemons import WORKER, Cluster, Started, cluster, users_channel
 from rallypoint.agent.v1 import supervisor_service_pb2 as pb
 from rallypoint.agent.v1 import supervisor_service_pb2_grpc as pb_grpc
 from support.waiting import PATIENCE, wait_until
@@ -136,7 +135,7 @@ def test_a_reader_that_does_not_read_holds_nobody_up(host: Cluster, tmp_path: Pa
     script.write_text(
         f"import os\nfor _ in range({FLOOD // 1_000_000}):\n    os.write(1, b'x' * 999_999 + b'\\n')\n"
     )
-    with grpc.insecure_channel(host.hosts[0].address) as channel:
+    with users_channel(host.hosts[0].address) as channel:
         stub = pb_grpc.SupervisorServiceStub(channel)
         agents = host.hosts[0].address
         submitted = host.run("submit", "--agents", agents, "--detach", "--rdzv-id", "run-8", script)
@@ -156,7 +155,7 @@ def test_a_reader_that_does_not_read_holds_nobody_up(host: Cluster, tmp_path: Pa
 def test_a_script_gets_what_it_needs_from_a_launch_by_hand(host: Cluster) -> None:
     """The daemon serves rendezvous at its own address, for jobs that name no other."""
     address = host.hosts[0].address
-    with grpc.insecure_channel(address) as channel:
+    with users_channel(address) as channel:
         stub = pb_grpc.SupervisorServiceStub(channel)
         spec = pb.JobSpec(run_id="run-9", command=["${python}", str(WORKER), str(host.folder), "finish"])
         launched = stub.LaunchJob(pb.LaunchJobRequest(spec=spec), timeout=PATIENCE)

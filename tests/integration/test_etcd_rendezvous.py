@@ -19,7 +19,8 @@ from rallypoint.etcd.client import EtcdClient
 from rallypoint.etcd.endpoint import parse_address
 from rallypoint.etcd.values import KeyValue
 from serving.conftest import Certificates, make_certificates
-from support.etcd_server import EtcdCluster, EtcdTLS, etcd_cluster, free_port
+from support.etcd_server import EtcdCluster, EtcdTLS, etcd_cluster
+from support.ports import free_port
 from support.waiting import wait_until
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]

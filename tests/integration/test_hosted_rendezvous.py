@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from integration.agents import Start, ended, waiting_agents
+from support.ports import free_port
 from support.waiting import wait_until
 
 pytestmark = pytest.mark.integration
@@ -26,14 +27,7 @@ while not (folder / "finish").exists():
 @pytest.fixture
 def port() -> int:
     """A port that is free, and the one above it."""
-    while True:
-        with socket.create_server(("127.0.0.1", 0)) as first:
-            number = int(first.getsockname()[1])
-            try:
-                socket.create_server(("127.0.0.1", number + 1)).close()
-            except OSError:
-                continue
-            return number
+    return free_port(2)
 
 
 @pytest.fixture

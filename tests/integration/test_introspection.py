@@ -46,11 +46,12 @@ def addresses() -> Iterator[dict[str, str]]:
         }
 
 
-def buf(*arguments: str) -> str:
-    """What `buf curl` prints; it knows nothing but what reflection tells."""
+def buf(address: str, *arguments: str) -> str:
+    """What `buf curl` prints at a Unix socket; it knows nothing but what reflection tells."""
     if not BUF.exists():
         pytest.skip("needs buf (buf-bin)")
-    command = [str(BUF), "curl", "--http2-prior-knowledge", "--protocol", "grpc", *arguments]
+    socket = ("--unix-socket", address.removeprefix("unix:"))
+    command = [str(BUF), "curl", "--http2-prior-knowledge", "--protocol", "grpc", *socket, *arguments]
     result = subprocess.run(
         command, capture_output=True, text=True, env=clean_environment(), timeout=PATIENCE, check=False
     )
@@ -60,14 +61,18 @@ def buf(*arguments: str) -> str:
 
 def call(address: str, method: str, **request: Any) -> dict[str, Any]:
     """Call a method by hand."""
-    answer: dict[str, Any] = json.loads(buf("--data", json.dumps(request), f"http://{address}/{method}"))
+    answer: dict[str, Any] = json.loads(
+        buf(address, "--data", json.dumps(request), f"http://localhost/{method}")
+    )
     return answer
 
 
 @pytest.mark.parametrize("role", SERVICES)
 def test_reflection_lists_the_services(addresses: dict[str, str], role: str) -> None:
     """What the role serves, health, and reflection itself."""
-    assert set(buf("--list-services", f"http://{addresses[role]}").split()) == SERVICES[role] | OF_GRPC
+    assert (
+        set(buf(addresses[role], "--list-services", "http://localhost").split()) == SERVICES[role] | OF_GRPC
+    )
 
 
 @pytest.mark.parametrize("role", SERVICES)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from cli.cli_process import rallypoint, service
 from integration.agents import Start, agents, ended
 from integration.scene import RUN
 from local_cluster import Job, LocalCluster
+from support.ports import free_port
 from support.waiting import PATIENCE
 
 pytestmark = pytest.mark.integration
@@ -28,9 +28,8 @@ SOON, IN_TIME = 5.0, 20.0
 
 @pytest.fixture
 def port() -> int:
-    """One that is free."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
+    """One that is free, and the one above it."""
+    return free_port(2)
 
 
 @pytest.fixture

@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ from typing import Any
 from cli.cli_process import clean_environment
 from integration.torchrun_cases import PROBE, Case
 from support.mortal import mortal
+from support.ports import free_port
 
 PATIENCE = 120.0
 """Seconds that a job may take on a machine that is busy with much else."""
@@ -71,31 +70,28 @@ def see(case: Case, launcher: str, folder: Path) -> Seen:
         (folder / name).mkdir(parents=True)
     shutil.copy(Path(__file__).with_name(PROBE), folder)
     (folder / PROBE).chmod(0o755)
-    with ExitStack() as stack:
-        port, *kept = _ports(stack)
-        places = {"logs": folder / "logs", "port": port, "folder": folder, "python": sys.executable}
-        environment = clean_environment(
-            **{name: _put(value, places) for name, value in case.environment.items()},
-            PROBE_FOLDER=str(folder / "probe"),
-            TMPDIR=str(folder / "temporary"),
+    port = free_port(2)
+    places = {"logs": folder / "logs", "port": port, "folder": folder, "python": sys.executable}
+    environment = clean_environment(
+        **{name: _put(value, places) for name, value in case.environment.items()},
+        PROBE_FOLDER=str(folder / "probe"),
+        TMPDIR=str(folder / "temporary"),
+    )
+    nodes = [
+        subprocess.Popen(
+            mortal(
+                *LAUNCHERS[launcher],
+                *(_put(argument, places) for argument in (*case.flags, *more, *case.program)),
+            ),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=folder,
+            env=environment,
         )
-        for socket_ in kept:
-            socket_.close()
-        nodes = [
-            subprocess.Popen(
-                mortal(
-                    *LAUNCHERS[launcher],
-                    *(_put(argument, places) for argument in (*case.flags, *more, *case.program)),
-                ),
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-                cwd=folder,
-                env=environment,
-            )
-            for more in case.nodes
-        ]
-        said = [node.communicate(timeout=PATIENCE) for node in nodes]
+        for more in case.nodes
+    ]
+    said = [node.communicate(timeout=PATIENCE) for node in nodes]
     probes = sorted((folder / "probe").iterdir())
     return Seen(
         exit_codes=tuple(node.returncode for node in nodes),
@@ -111,18 +107,6 @@ def _put(argument: str, places: Mapping[str, object]) -> str:
     for name, place in places.items():
         argument = argument.replace(f"{{{name}}}", str(place))
     return argument
-
-
-def _ports(stack: ExitStack) -> tuple[Any, ...]:
-    """A free port above which another one is free, and the sockets that keep them until they are wanted."""
-    while True:
-        first = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
-        port = first.getsockname()[1]
-        try:
-            second = stack.enter_context(socket.create_server(("127.0.0.1", port + 1)))
-        except OSError:
-            continue
-        return port, first, second
 
 
 def _worker(path: Path, environment: Mapping[str, str], folder: Path, port: int) -> Worker:

@@ -13,14 +13,15 @@ from pathlib import Path
 import pytest
 
 from rallypoint.agent.config.job import Peer
-from rallypoint.launcher import embedded_service
+from rallypoint.launcher import embedded_service, services
 from rallypoint.launcher.embedded_service import EmbeddedService, answers_calls, is_this_host, rendezvous_at
 from rallypoint.launcher.plan import Hosted
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
 from rallypoint.rpc.channel import open_channel
-from rallypoint.rpc.endpoint import ClientTLS, SettingError
+from rallypoint.rpc.endpoint import ClientSecurity, ClientTLS, Plaintext, RunSecret, SettingError
 from serving.conftest import make_certificates
+from support.ports import free_port
 from support.waiting import PATIENCE, until
 
 RUN = "run-1"
@@ -29,9 +30,7 @@ RUN = "run-1"
 @pytest.fixture
 def port() -> int:
     """A free one."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    return free_port()
 
 
 @pytest.fixture
@@ -154,16 +153,39 @@ async def test_with_tls_whoever_has_no_certificate_is_kept_out(port: int, tmp_pa
         await asyncio.wait_for(host.stop_when_over(RUN, "done", (), succeeded=True), PATIENCE)
 
 
-async def test_what_others_can_reach_in_plaintext_is_said(
-    port: int, caplog: pytest.LogCaptureFixture
-) -> None:
-    """And served at every address, whatever this host takes its own name for."""
-    async with rendezvous_at(Hosted(f"0.0.0.0:{port}", here=True), None) as host:
+@pytest.mark.parametrize("security", [Plaintext(), RunSecret("a" * 32)])
+async def test_other_hosts_are_served_if_it_is_said_how(port: int, security: ClientSecurity) -> None:
+    """At the address that was named, and at no other."""
+    place = Hosted(f"0.0.0.0:{port}", here=True)
+    with pytest.raises(SettingError, match="refusing to serve plaintext"):
+        async with rendezvous_at(place, None):
+            pass
+    async with rendezvous_at(place, security) as host:
         assert host is not None
-        assert host.peer.endpoint == f"127.0.0.1:{port}"
-        assert await answers_calls(f"127.0.0.2:{port}", None)
-    told = [record.getMessage() for record in caplog.records if "in plaintext" in record.getMessage()]
-    assert len(told) == 1
+        assert await answers_calls(host.peer.endpoint, security)
+        assert await answers_calls(f"127.0.0.2:{port}", security)
+        assert not await answers_calls(f"127.0.0.2:{port}", None)
+    async with rendezvous_at(Hosted(f"127.0.0.3:{port}", here=True), security) as host:
+        assert host is not None
+        assert await answers_calls(f"127.0.0.3:{port}", security)
+        assert not await answers_calls(f"127.0.0.2:{port}", security)
+
+
+async def test_a_name_that_only_this_host_reaches_is_served_at_all_addresses(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Debian resolves a host's own name; others resolve it to an address that they reach."""
+
+    async def own_addresses(_host: str) -> list[str]:
+        return ["127.0.1.1"]
+
+    for module in (embedded_service, services):
+        monkeypatch.setattr(module, "own_addresses", own_addresses)
+    secret = RunSecret("a" * 32)
+    async with rendezvous_at(Hosted(f"head.example:{port}"), secret) as host:
+        assert host is not None
+        assert await answers_calls(f"127.0.0.2:{port}", secret)
+        assert await answers_calls(host.peer.endpoint, secret)
 
 
 @pytest.mark.parametrize(

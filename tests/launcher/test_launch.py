@@ -55,8 +55,11 @@ def plan(log_dir: Path, **attributes: Any) -> LaunchPlan:
             "--rdzv-endpoint: endpoint 'here' has no port, expected",
         ),
         ({"timer_endpoint": "http://a:1"}, "--timer-endpoint: endpoint 'http://a:1' has a scheme"),
-        ({"supervisor_address": "here"}, "--supervisor-address: 'here' is not of the form HOST:PORT"),
-        ({"supervisor_address": "0.0.0.0:0"}, "--supervisor-address 0.0.0.0:0: .* only on loopback"),
+        ({"supervisor_address": "here"}, "--supervisor-address: 'here' is neither HOST:PORT nor unix:/path"),
+        (
+            {"supervisor_address": "0.0.0.0:0"},
+            "--supervisor-address 0.0.0.0:0: .*refusing to serve plaintext",
+        ),
         (
             {"supervisor_address": "localhost:99999"},
             "--supervisor-address localhost:99999: .*from 0 to 65535",
@@ -114,7 +117,7 @@ async def test_an_unreadable_tls_file_is_told_in_one_line(
     garbage.write_text("no certificate")
     for file, reason in ((tmp_path / "none.pem", "No such file"), (tmp_path, "directory"), (garbage, "PEM")):
         with pytest.raises(SettingError, match=f"^--tls-ca {file}.*{reason}"):
-            await launch(plan(tmp_path, service=ExternalService(taken), tls=ClientTLS(ca=file)), spawner)
+            await launch(plan(tmp_path, service=ExternalService(taken), security=ClientTLS(ca=file)), spawner)
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:0", "localhost:0"])

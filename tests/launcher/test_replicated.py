@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -29,16 +30,18 @@ from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
 from rallypoint.rendezvous.v1 import state_service_pb2 as state_pb
 from rallypoint.rendezvous.v1 import state_service_pb2_grpc as state_grpc
 from rallypoint.rpc.channel import open_channel
-from rallypoint.rpc.endpoint import ClientTLS, SettingError
+from rallypoint.rpc.endpoint import ClientSecurity, ClientTLS, Plaintext, RunSecret, SettingError
 from rallypoint.rpc.errors import decode
 from rallypoint.rpc.pace import Pace
 from serving.conftest import make_certificates
-from support.etcd_server import EtcdCluster, free_port
+from support.etcd_server import EtcdCluster
 from support.log_events import log_events
+from support.ports import free_port
 from support.waiting import PATIENCE
 
 RUN = "run-1"
 NODES = 30
+PLAINTEXT = Plaintext()
 
 
 @pytest.fixture
@@ -48,10 +51,10 @@ def place(etcd: EtcdCluster, tmp_path: Path) -> EtcdAddress:
 
 
 @asynccontextmanager
-async def agent(place: EtcdAddress, tls: ClientTLS | None = None) -> AsyncIterator[OwnReplica]:
+async def agent(place: EtcdAddress, security: ClientSecurity = PLAINTEXT) -> AsyncIterator[OwnReplica]:
     """What one agent does."""
-    host = "127.0.0.1" if tls is None else "localhost"
-    async with replicated_rendezvous(place, RUN, host, tls, PATIENCE) as replica:
+    host = "localhost" if isinstance(security, ClientTLS) else "127.0.0.1"
+    async with replicated_rendezvous(place, RUN, host, security, PATIENCE) as replica:
         yield replica
 
 
@@ -96,9 +99,11 @@ class Member:
 
 
 @asynccontextmanager
-async def member(endpoint: str, tls: ClientTLS | None = None, node_id: str = "a") -> AsyncIterator[Member]:
+async def member(
+    endpoint: str, security: ClientSecurity = PLAINTEXT, node_id: str = "a"
+) -> AsyncIterator[Member]:
     """Join the run where it is served."""
-    async with open_channel(endpoint, tls) as channel:
+    async with open_channel(endpoint, security) as channel:
         call = pb_grpc.RendezvousServiceStub(channel).Join()
         settings = pb.RunSettings(min_nodes=1, max_nodes=2 * NODES)
         join = pb.JoinRun(
@@ -126,14 +131,14 @@ async def member(endpoint: str, tls: ClientTLS | None = None, node_id: str = "a"
 
 async def close(endpoint: str) -> None:
     """End the run, as its nodes do when all is done."""
-    async with open_channel(endpoint) as channel:
+    async with open_channel(endpoint, PLAINTEXT) as channel:
         request = pb.CloseRunRequest(run_id=RUN, reason="all done")
         await pb_grpc.RendezvousServiceStub(channel).CloseRun(request, timeout=PATIENCE)
 
 
 async def run_at(endpoint: str) -> pb.Run:
     """The run, where it is served."""
-    async with open_channel(endpoint) as channel:
+    async with open_channel(endpoint, PLAINTEXT) as channel:
         request = pb.GetRunRequest(run_id=RUN)
         return (await pb_grpc.RendezvousServiceStub(channel).GetRun(request, timeout=PATIENCE)).run
 
@@ -210,7 +215,7 @@ async def test_whoever_still_listens_has_time_to_hear_the_end(place: EtcdAddress
     """A call that is open when the run is over is waited for, before the replica goes."""
     async with agent(place) as last:
         served_at = await owner(place) or ""
-        async with member(served_at) as node, open_channel(served_at) as channel:
+        async with member(served_at) as node, open_channel(served_at, PLAINTEXT) as channel:
             listening = state_grpc.StateServiceStub(channel).WatchState(
                 state_pb.WatchStateRequest(run_id=RUN)
             )
@@ -260,21 +265,32 @@ class Node:
     """The only node of the run, which fails in each round, by hand."""
 
     def __init__(self, stub: pb_grpc.RendezvousServiceAsyncStub) -> None:
-        self._call = stub.Join(timeout=PATIENCE)
+        self._stub = stub
+        self._first: Any = None
         self.lease = pb.Lease()
 
     async def join(self, max_restarts: int) -> None:
-        """Join the run."""
+        """Join the run, as soon as its owner serves it."""
         settings = pb.RunSettings(min_nodes=1, max_nodes=1, max_restarts=max_restarts)
         join = pb.JoinRun(
             run_id=RUN, node_id="n", settings=settings, address="a", local_world_size=1, role="d"
         )
-        await self._call.write(pb.JoinRequest(join=join))
+        async with asyncio.timeout(PATIENCE):
+            while self._first is None:
+                self._call = self._stub.Join(timeout=PATIENCE)
+                try:
+                    await self._call.write(pb.JoinRequest(join=join))
+                    self._first = await self._call.read()
+                except grpc.aio.AioRpcError as error:
+                    # gRPC's own, INTERNAL, if the stream ended while this was written.
+                    if error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL):
+                        raise
+                    await asyncio.sleep(0.05)
 
     async def phase(self, phase: pb.Phase.ValueType) -> pb.NodeUpdate:
         """The first update that is of a phase."""
         while True:
-            response = await self._call.read()
+            response, self._first = self._first or await self._call.read(), None
             assert isinstance(response, pb.JoinResponse)
             if response.HasField("lease"):
                 self.lease = response.lease
@@ -305,7 +321,7 @@ async def test_no_number_goes_back_when_the_lease_of_a_run_ends_under_it(
     monkeypatch.setattr(replicated, "run_lease", partial(run_lease, ttl=15))
     run, shards, end = (f"{place.prefix}{text}".encode() for text in ("/run", "/shards/", "/shards0"))
     async with agent(place) as cut_off, EtcdClient(place) as client:
-        async with open_channel(await owner(place) or "") as channel:
+        async with open_channel(await owner(place) or "", PLAINTEXT) as channel:
             node = Node(pb_grpc.RendezvousServiceStub(channel))
             await node.join(max_restarts=2)
             before = await node.running()
@@ -320,7 +336,7 @@ async def test_no_number_goes_back_when_the_lease_of_a_run_ends_under_it(
         assert [pair.key for pair in left] == [Keys(place.prefix).space(0) + b"highwater/" + RUN.encode()]
         assert left[0].lease, "what has no lease stays for ever"
     monkeypatch.undo()
-    async with agent(place), open_channel(await owner(place) or "") as channel:
+    async with agent(place), open_channel(await owner(place) or "", PLAINTEXT) as channel:
         again = Node(pb_grpc.RendezvousServiceStub(channel))
         await again.join(max_restarts=2)
         after = await again.running()
@@ -338,7 +354,7 @@ async def test_no_number_goes_back_when_the_lease_of_a_run_ends_under_it(
 
 
 async def test_with_tls_whoever_has_no_certificate_is_kept_out(place: EtcdAddress, tmp_path: Path) -> None:
-    """From what an agent serves to others, and from its own way there."""
+    """From what an agent serves to others; its own way there is a socket of this user."""
     if shutil.which("openssl") is None:
         pytest.skip("needs the openssl command (apt install openssl)")
     files = make_certificates(tmp_path, "ours")
@@ -348,11 +364,32 @@ async def test_with_tls_whoever_has_no_certificate_is_kept_out(place: EtcdAddres
         assert served_at.startswith("localhost:")
         async with member(served_at, tls):
             pass
-        for endpoint in (served_at, replica.peer.endpoint):
-            async with open_channel(endpoint) as channel:
-                stub = pb_grpc.RendezvousServiceStub(channel)
-                with pytest.raises(grpc.aio.AioRpcError):
-                    await stub.GetRun(pb.GetRunRequest(run_id=RUN), timeout=2)
+        await assert_refused(served_at, PLAINTEXT)
+        assert replica.peer.endpoint.startswith("unix:")
+
+
+async def test_without_a_setting_the_agents_share_a_secret_by_etcd(place: EtcdAddress) -> None:
+    """Who can't read the run's keys there can't call its services, whichever agent serves."""
+    async with agent(place, None) as one, agent(place, None) as two:
+        secret = one.peer.security
+        assert isinstance(secret, RunSecret)
+        assert two.peer.security == secret
+        served_at = await owner(place) or ""
+        async with member(served_at, secret):
+            pass
+        for security in (PLAINTEXT, None, RunSecret("b" * 32)):
+            await assert_refused(served_at, security)
+    async with agent(place, None) as later:
+        assert later.peer.security == secret
+
+
+async def assert_refused(endpoint: str, security: ClientSecurity) -> None:
+    """Fail if a client gets an answer there."""
+    async with open_channel(endpoint, security) as channel:
+        stub = pb_grpc.RendezvousServiceStub(channel)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.GetRun(pb.GetRunRequest(run_id=RUN), timeout=PATIENCE)
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
 async def test_serving_with_tls_needs_a_certificate(place: EtcdAddress) -> None:

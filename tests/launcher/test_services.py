@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from rallypoint.launcher.services import embedded_rendezvous, embedded_timer
+from rallypoint.rpc.runtime_folder import run_socket
 
 
-async def test_embedded_services_stand_on_loopback_at_ports_of_their_own() -> None:
-    """Several agents on one host don't collide."""
-    async with embedded_rendezvous() as one, embedded_rendezvous() as two, embedded_timer() as three:
-        assert len({one, two, three}) == 3
-        assert all(address.startswith("127.0.0.1:") for address in (one, two, three))
+async def test_embedded_services_are_at_sockets_of_their_own() -> None:
+    """Several agents on one host don't collide, and each is found by its run."""
+    async with embedded_rendezvous("a") as one, embedded_rendezvous("b") as two, embedded_timer("a") as three:
+        assert run_socket("rendezvous", "a") == one
+        assert run_socket("rendezvous", "b") == two
+        assert run_socket("timer", "a") == three
+        async with embedded_rendezvous("a") as four:
+            assert four not in (one, two, three)
+    assert run_socket("rendezvous", "a") is None

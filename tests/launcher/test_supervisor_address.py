@@ -15,22 +15,22 @@ from rallypoint.agent.v1 import supervisor_service_pb2_grpc as pb_grpc
 from rallypoint.launcher.launch import launch
 from rallypoint.launcher.plan import LaunchPlan
 from rallypoint.rpc.channel import open_channel
-from rallypoint.rpc.endpoint import ClientTLS, SettingError
+from rallypoint.rpc.endpoint import ClientSecurity, ClientTLS, SettingError
 from serving.conftest import make_certificates
-from support.etcd_server import free_port
+from support.ports import free_port
 from support.waiting import PATIENCE, until
 
 WAIT = ("sh", "-c", "touch $1; exec sleep 600", "worker")
 
 
-def plan(folder: Path, address: str, tls: ClientTLS | None) -> LaunchPlan:
+def plan(folder: Path, address: str, security: ClientSecurity) -> LaunchPlan:
     """A job whose worker touches a file and stays."""
     return LaunchPlan(
         command=(*WAIT, str(folder / "started")),
         environment={"PATH": "/usr/bin:/bin"},
         run_id="run-1",
         supervisor_address=address,
-        tls=tls,
+        security=security,
         signals=(),
         job={"log_dir": folder / "logs", "shutdown_timeout": PATIENCE},
     )
@@ -59,8 +59,17 @@ async def test_others_need_a_certificate_of_the_same_authority(tmp_path: Path) -
     assert (await asyncio.wait_for(running, PATIENCE)).exit_code == 143
 
 
-async def test_without_certificates_only_this_host_is_served(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("security", "complaint"),
+    [
+        (None, "refusing to serve plaintext"),
+        (ClientTLS(Path("ca.pem")), "give --tls-cert and --tls-key beside --tls-ca"),
+        (ClientTLS(None, Path("c.pem"), Path("k.pem")), "give --tls-cert and --tls-key beside --tls-ca"),
+    ],
+)
+async def test_nobody_is_served_who_can_not_be_known(
+    tmp_path: Path, security: ClientSecurity, complaint: str
+) -> None:
     """Whoever reaches it can kill the job."""
-    for tls in (None, ClientTLS(tmp_path / "ca.pem")):
-        with pytest.raises(SettingError, match=r"only on loopback.*--tls-ca, --tls-cert and --tls-key"):
-            await launch(plan(tmp_path, "0.0.0.0:0", tls), Spawner.start())
+    with pytest.raises(SettingError, match=complaint):
+        await launch(plan(tmp_path, "0.0.0.0:0", security), Spawner.start())

@@ -18,6 +18,7 @@ from rallypoint.rendezvous.core import commands
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
 from rallypoint.rpc.channel import open_channel
+from rallypoint.rpc.endpoint import Plaintext
 from rallypoint.rpc.errors import ServiceError, decode
 from rallypoint.serving.server import Registration, Server, ServerOptions
 from rendezvous.engine_fixtures import RUN, Stage, staged
@@ -51,7 +52,7 @@ class Served:
         if options:
             channel = grpc.aio.insecure_channel(self.server.address, list(options.items()))
         else:
-            channel = open_channel(self.server.address)
+            channel = open_channel(self.server.address, Plaintext())
         self._channels.append(channel)
         stub: pb_grpc.RendezvousServiceAsyncStub = pb_grpc.RendezvousServiceStub(channel)
         return stub
@@ -120,7 +121,9 @@ async def serving_events() -> AsyncIterator[Served]:
         add = partial(pb_grpc.add_RendezvousServiceServicer_to_server, servicer)
         name = "rallypoint.rendezvous.v1.RendezvousService"
         server = Server(
-            ServerOptions(), services=[Registration(name, add, servicer.drain)], translate=translate
+            ServerOptions(insecure=True),
+            services=[Registration(name, add, servicer.drain)],
+            translate=translate,
         )
         await server.start()
         await stage.running("a", "b")

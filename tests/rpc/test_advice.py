@@ -8,7 +8,7 @@ from typing import Any
 import grpc
 import pytest
 
-from rallypoint.rpc.endpoint import ClientTLS
+from rallypoint.rpc.endpoint import ClientSecurity, ClientTLS, Plaintext, RunSecret
 from rallypoint.rpc.errors import tls_advice
 from rallypoint.serving.server import ServerOptions
 from support.waiting import PATIENCE
@@ -22,12 +22,12 @@ Start = Callable[..., Any]
 def advised(serve: Start, connect: Start) -> Callable[..., Any]:
     """What is advised to a client that is not let in by a server."""
 
-    async def ask(options: ServerOptions, tls: ClientTLS | None) -> str | None:
-        channel = connect(await serve({}, options=options), tls)
+    async def ask(options: ServerOptions, security: ClientSecurity) -> str | None:
+        channel = connect(await serve({}, options=options), security)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await channel.unary_unary("/tiny.v1.TinyService/Any")(b"", timeout=PATIENCE)
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
-        return tls_advice(caught.value.details() or "", tls)
+        return tls_advice(caught.value.details() or "", security)
 
     return ask
 
@@ -37,9 +37,20 @@ async def test_a_plaintext_client_learns_that_tls_is_wanted(
 ) -> None:
     """And the other way round."""
     secure = ServerOptions(tls_cert=certificates.server, tls_key=certificates.server_key)
-    assert await advised(secure, None) == "it may require TLS: give --tls-ca"
-    told = await advised(ServerOptions(), ClientTLS(ca=certificates.ca))
+    assert (await advised(secure, Plaintext()) or "").startswith("it may require TLS or a run secret")
+    told = await advised(ServerOptions(insecure=True), ClientTLS(ca=certificates.ca))
     assert told == "it speaks plaintext: leave the --tls flags out"
+
+
+async def test_a_client_with_another_secret_learns_so(advised: Callable[..., Any]) -> None:
+    """Of the run, or of its user."""
+    ours, theirs = RunSecret("a" * 32), RunSecret("b" * 32)
+    told = "its run secret is another: give all hosts of the job the same"
+    assert await advised(ServerOptions(run_secret=ours), theirs) == told
+    assert "this user did not start" in (await advised(ServerOptions(run_secret=ours), None) or "")
+    plaintext = ServerOptions(insecure=True)
+    assert (await advised(plaintext, theirs) or "").startswith("it speaks plaintext")
+    assert (await advised(plaintext, None) or "").startswith("it speaks plaintext")
 
 
 async def test_a_client_of_another_authority_learns_so(

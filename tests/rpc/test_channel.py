@@ -11,7 +11,8 @@ from typing import Any
 import grpc
 import pytest
 
-from rallypoint.rpc.channel import CLIENT_ARGUMENTS, EndpointError, open_channel
+from rallypoint.rpc.channel import CLIENT_ARGUMENTS, open_channel
+from rallypoint.rpc.endpoint import EndpointError
 from rallypoint.serving.server import SERVER_ARGUMENTS, ServerOptions
 from support.waiting import PATIENCE
 

@@ -12,7 +12,7 @@ import pytest
 
 from rallypoint.rpc import replica_client
 from rallypoint.rpc.calls import RetryingCalls
-from rallypoint.rpc.endpoint import ClientTLS
+from rallypoint.rpc.endpoint import ClientTLS, Plaintext
 from rallypoint.rpc.pace import Pace
 from rallypoint.rpc.replica_client import ReplicaClient
 from rallypoint.serving.server import ServerOptions
@@ -143,7 +143,7 @@ async def test_owners_in_a_circle_cost_rests(stack: AsyncExitStack, serve: Serve
 
 async def test_a_name_stands_for_all_its_addresses(stack: AsyncExitStack, serve: Serve) -> None:
     """Found when first needed, and anew when all have failed: replicas move."""
-    here = await Replica("a").start(serve)
+    here = await Replica("a").start(serve, options=ServerOptions(insecure=True))
     port = int(here.address.rpartition(":")[2])
     answers = iter([["127.0.0.2", "127.0.0.3"], ["127.0.0.3", "127.0.0.1"]])
     last: list[str] = []
@@ -154,7 +154,7 @@ async def test_a_name_stands_for_all_its_addresses(stack: AsyncExitStack, serve:
         last[:] = next(answers, last)
         return last
 
-    client = Client(stack, f"rdzv.example:{port}", resolve=resolve, draw=0.5)
+    client = Client(stack, f"rdzv.example:{port}", security=Plaintext(), resolve=resolve, draw=0.5)
     assert asked == []
     assert await client.ask() == "a"
     assert set(asked) == {("rdzv.example", port)}
@@ -193,8 +193,8 @@ async def test_a_certificate_is_asked_for_the_name_that_was_given(
     async def resolve(host: str, port: int) -> Sequence[str]:
         return ["127.0.0.3", "127.0.0.2"]
 
-    assert await Client(stack, f"localhost:{port}", tls=tls, resolve=resolve).ask() == "a"
-    stranger = Client(stack, f"stranger.example:{port}", tls=tls, resolve=resolve)
+    assert await Client(stack, f"localhost:{port}", security=tls, resolve=resolve).ask() == "a"
+    stranger = Client(stack, f"stranger.example:{port}", security=tls, resolve=resolve)
     with pytest.raises(Exception, match="the tiny service gave no answer"):
         await stranger.asking.call(lambda stub: stub.Ask, b"?", 2.0)
     assert here.asked == [b"?"]
@@ -215,7 +215,7 @@ async def test_an_owner_named_by_address_is_asked_for_the_listed_name(
     async def resolve(host: str, port: int) -> Sequence[str]:
         return ["127.0.0.3", "127.0.0.2"]
 
-    client = Client(stack, f"localhost:{port}", tls=ClientTLS(ca=certificates.ca), resolve=resolve)
+    client = Client(stack, f"localhost:{port}", security=ClientTLS(ca=certificates.ca), resolve=resolve)
     assert await client.ask() == "b"
     assert (first.asked, client.pauses) == ([b"?"], [])
 

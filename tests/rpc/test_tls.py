@@ -15,10 +15,10 @@ import grpc
 import pytest
 
 from rallypoint.rpc.channel import open_channel
-from rallypoint.rpc.endpoint import ClientTLS, FileNames
+from rallypoint.rpc.endpoint import ClientTLS, FileNames, Plaintext, RunSecret, parse_endpoint
 from rallypoint.rpc.tls import TLSFileError, transport
 from rallypoint.serving.server import Server, ServerOptions, ServiceStartError
-from support.waiting import PATIENCE
+from support.waiting import PATIENCE, until
 
 # The fixtures' Certificates, by its fields: ca, server, server_key, client, client_key.
 Certificates = Any
@@ -112,6 +112,40 @@ async def test_changed_files_count_from_the_next_connection_on(
     await assert_refused(connect(server, ClientTLS(ca=certificates.ca)))
     # A connection that stands is not touched.
     assert await ask(before) == b"nobody"
+
+
+async def test_a_client_goes_on_with_rotated_files(
+    serve: Start,
+    certificates: Certificates,
+    other_certificates: Certificates,
+    tmp_path: Path,
+) -> None:
+    """Authority, certificate and key of both ends are replaced, and one channel connects again after that."""
+
+    def put(files: Certificates) -> None:
+        for source, name in (
+            (files.ca, "ca.pem"),
+            (files.server, "server.pem"),
+            (files.server_key, "server.key"),
+            (files.client, "client.pem"),
+            (files.client_key, "client.key"),
+        ):
+            shutil.copy(source, tmp_path / name)
+
+    put(certificates)
+    ca, names = tmp_path / "ca.pem", ("server.pem", "server.key", "client.pem", "client.key")
+    cert, key, client, client_key = (tmp_path / name for name in names)
+    options = ServerOptions(tls_cert=cert, tls_key=key, tls_client_ca=ca)
+    server = await serve(HANDLERS, options=options)
+    port = int(server.address.rpartition(":")[2])
+    async with open_channel(f"localhost:{port}", ClientTLS(ca, client, client_key)) as channel:
+        assert await ask(channel) == b"first client"
+        put(other_certificates)
+        assert await ask(channel) == b"first client", "a connection that stands is not touched"
+        await server.stop()
+        await serve(HANDLERS, options=dataclasses.replace(options, port=port))
+        await until(lambda: channel.get_state() is not grpc.ChannelConnectivity.READY, "the loss")
+        assert await ask(channel) == b"second client"
 
 
 async def test_half_written_files_leave_the_old_ones_in_force(
@@ -238,12 +272,16 @@ async def test_plaintext_is_refused_where_others_can_reach_it(host: str) -> None
 
 async def test_plaintext_is_served_there_when_asked_for(serve: Start, connect: Start) -> None:
     server = await serve(HANDLERS, options=ServerOptions(host="0.0.0.0", insecure=True))  # noqa: S104
-    channel = open_channel(server.address.replace("0.0.0.0", "127.0.0.1"))  # noqa: S104
+    channel = open_channel(server.address.replace("0.0.0.0", "127.0.0.1"), Plaintext())  # noqa: S104
     assert await ask(channel) == b"nobody"
     await channel.close()
 
 
 def test_the_transport_has_a_name(certificates: Certificates) -> None:
-    assert transport(ServerOptions()) == "plaintext"
-    assert transport(options_for(certificates)) == "TLS"
-    assert transport(options_for(certificates, tls_client_ca=certificates.ca)) == "mutual TLS"
+    here, socket = parse_endpoint("127.0.0.1:1"), parse_endpoint("unix:/run/s")
+    assert transport(ServerOptions(), here) == "secret of this user"
+    assert transport(ServerOptions(run_secret=RunSecret("x" * 16)), here) == "run secret"
+    assert transport(ServerOptions(insecure=True), here) == "plaintext"
+    assert transport(ServerOptions(), socket) == "Unix socket"
+    assert transport(options_for(certificates), here) == "TLS"
+    assert transport(options_for(certificates, tls_client_ca=certificates.ca), here) == "mutual TLS"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import shutil
 import subprocess
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
@@ -79,20 +80,30 @@ class Certificates:
 def make_certificates(folder: Path, name: str) -> Certificates:
     """Makes an authority of that name and what it signs, valid for a day."""
     folder.mkdir(parents=True, exist_ok=True)
+    ca, _ = _certificate(folder / "ca", f"{name} ca")
+    places = ("-addext", "subjectAltName=IP:127.0.0.1,DNS:localhost")
+    server = _certificate(folder / "server", f"{name} server", *_signed_by(ca), *places)
+    return Certificates(ca, *server, *_certificate(folder / "client", f"{name} client", *_signed_by(ca)))
 
-    def make(stem: str, *extra: str) -> tuple[Path, Path]:
-        certificate, key = folder / f"{stem}.pem", folder / f"{stem}.key"
-        command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1"]
-        command += ["-nodes", "-days", "1", "-subj", f"/CN={name} {stem}"]
-        subprocess.run(
-            [*command, "-out", str(certificate), "-keyout", str(key), *extra], check=True, capture_output=True
-        )
-        return certificate, key
 
-    ca, ca_key = make("ca")
-    signed = ["-CA", str(ca), "-CAkey", str(ca_key), "-addext", "basicConstraints=CA:FALSE"]
-    places = ["-addext", "subjectAltName=IP:127.0.0.1,DNS:localhost"]
-    return Certificates(ca, *make("server", *signed, *places), *make("client", *signed))
+def client_certificate(certificates: Certificates, name: str) -> ClientTLS:
+    """Makes the files of a client whose certificate has this subject alternative name, such as `DNS:worker`."""
+    ca = certificates.ca
+    stem = ca.with_name(re.sub(r"\W", "-", name))
+    return ClientTLS(ca, *_certificate(stem, "client", *_signed_by(ca), "-addext", f"subjectAltName={name}"))
+
+
+def _signed_by(ca: Path) -> tuple[str, ...]:
+    return ("-CA", str(ca), "-CAkey", str(ca.with_suffix(".key")), "-addext", "basicConstraints=CA:FALSE")
+
+
+def _certificate(stem: Path, common_name: str, *extra: str) -> tuple[Path, Path]:
+    certificate, key = stem.with_suffix(".pem"), stem.with_suffix(".key")
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1"]
+    command += ["-nodes", "-days", "1", "-subj", f"/CN={common_name}"]
+    files = ("-out", str(certificate), "-keyout", str(key))
+    subprocess.run([*command, *files, *extra], check=True, capture_output=True)
+    return certificate, key
 
 
 @pytest.fixture(scope="session")

@@ -10,10 +10,13 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
-from rallypoint.rpc.endpoint import ServiceStartError
+from rallypoint.rpc.endpoint import Plaintext, RunSecret, ServiceStartError
+from rallypoint.rpc.runtime_folder import role_socket
 from rallypoint.serving.options import ClientTLS, ServerOptions, Setting, client_options, server_options
 
 Run = Callable[..., Result]
+
+SECRET = "0123456789abcdef"  # noqa: S105 (of tests)
 
 
 @pytest.fixture
@@ -36,18 +39,18 @@ def run(got: dict[str, Any], tmp_path: Path) -> Run:
 
     @serve.command()
     @click.option("--journal", cls=Setting, type=click.Choice(["memory", "sqlite"]), default="sqlite")
-    @server_options(default_port=29410)
+    @server_options("timer", 29410)
     @click.option("--label", cls=Setting, multiple=True)
     def timer(**arguments: Any) -> None:
         got.update(arguments)
 
     @serve.command()
-    @server_options(also_client=True)
+    @server_options("agent", 29420, also_client=True)
     def agent(**arguments: Any) -> None:
         got.update(arguments)
 
     @serve.command()
-    @server_options()
+    @server_options("rendezvous", 29400)
     def broken(options: ServerOptions) -> None:
         raise ServiceStartError("127.0.0.1:29400 is in use")
 
@@ -73,7 +76,23 @@ def ok(result: Result) -> None:
 
 def test_without_settings_the_defaults_hold(run: Run, got: dict[str, Any]) -> None:
     ok(run("serve", "timer"))
-    assert got == {"options": ServerOptions(port=29410), "journal": "sqlite", "label": ()}
+    options = ServerOptions(host=role_socket("timer"), port=29410)
+    assert got == {"options": options, "journal": "sqlite", "label": ()}
+
+
+@pytest.mark.parametrize(
+    ("flags", "place"),
+    [
+        (["--port", "7"], ("127.0.0.1", 7)),
+        (["--host", "localhost"], ("localhost", 29410)),
+        (["--host", "::", "--port", "0"], ("::", 0)),
+    ],
+)
+def test_a_server_listens_where_it_is_told(
+    run: Run, got: dict[str, Any], flags: list[str], place: tuple[str, int]
+) -> None:
+    ok(run("serve", "timer", *flags))
+    assert (got["options"].host, got["options"].port) == place
 
 
 FILE = (
@@ -138,7 +157,8 @@ def test_a_command_reads_its_own_table_only(run: Run, got: dict[str, Any]) -> No
 def test_every_setting_has_a_flag_and_an_environment_variable(run: Run) -> None:
     text = run("serve", "timer", "--help").output
     words = set(text.replace("/", " ").split())
-    for name in ServerOptions.__dataclass_fields__:
+    for field in ServerOptions.__dataclass_fields__:
+        name = "run_secret_file" if field == "run_secret" else field
         assert f"--{name.replace('_', '-')}" in words
         assert f"RALLYPOINT_{name.upper()}" in text
     assert "RALLYPOINT_JOURNAL" in text
@@ -221,18 +241,44 @@ def test_a_server_that_cannot_start_costs_one_line_and_exit_code_2(run: Run) -> 
     assert (result.exit_code, result.output) == (2, "Error: 127.0.0.1:29400 is in use\n")
 
 
-def test_a_client_speaks_plaintext_unless_a_tls_flag_is_set(run: Run, got: dict[str, Any]) -> None:
+def test_a_client_is_secured_as_its_flags_say(run: Run, got: dict[str, Any], tmp_path: Path) -> None:
     ok(run("status", "r1"))
-    assert got == {"tls": None, "run_id": "r1"}
+    assert got == {"security": None, "run_id": "r1"}
+    ok(run("status", "r1", "--insecure"))
+    assert got["security"] == Plaintext()
+    ok(run("status", "r1", RALLYPOINT_RUN_SECRET=f" {SECRET}\n"))
+    assert got["security"] == RunSecret(SECRET)
+    (tmp_path / "secret").write_text(f"{SECRET}\n")
+    ok(run("status", "r1", "--run-secret-file", str(tmp_path / "secret")))
+    assert got["security"] == RunSecret(SECRET)
     ok(run("status", "r1", "--tls-ca", "ca.pem", RALLYPOINT_TLS_CERT="c.pem", RALLYPOINT_TLS_KEY="k.pem"))
-    assert got["tls"] == ClientTLS(Path("ca.pem"), Path("c.pem"), Path("k.pem"))
+    assert got["security"] == ClientTLS(Path("ca.pem"), Path("c.pem"), Path("k.pem"))
+
+
+@pytest.mark.parametrize(
+    ("flags", "environment", "complaint"),
+    [
+        (["--insecure"], {"RALLYPOINT_RUN_SECRET": SECRET}, "--insecure and the run secret contradict"),
+        (["--insecure", "--tls-ca", "c.pem"], {}, "--insecure and the --tls flags contradict"),
+        ([], {"RALLYPOINT_RUN_SECRET": "short"}, "RALLYPOINT_RUN_SECRET has 5 characters"),
+        (["--run-secret-file", "/nowhere"], {}, "--run-secret-file /nowhere: No such file"),
+        ([], {"RALLYPOINT_RUN_SECRET_FILE": "/nowhere"}, "--run-secret-file /nowhere: No such file"),
+    ],
+)
+def test_a_secret_that_is_none_costs_one_line(
+    run: Run, flags: list[str], environment: dict[str, str], complaint: str
+) -> None:
+    result = run("status", "r1", *flags, **environment)
+    assert result.exit_code == 2
+    assert complaint in result.output
+    assert len(result.output.splitlines()) == 1
 
 
 def test_a_server_that_is_a_client_too_shows_its_certificate_there(run: Run, got: dict[str, Any]) -> None:
     ok(run("serve", "agent", "--tls-cert", "c.pem", "--tls-key", "k.pem"))
-    assert got["tls"] is None
+    assert got["security"] is None
     ok(run("serve", "agent", "--tls-cert", "c.pem", "--tls-key", "k.pem", "--tls-ca", "ca.pem"))
-    assert got["tls"] == ClientTLS(Path("ca.pem"), Path("c.pem"), Path("k.pem"))
+    assert got["security"] == ClientTLS(Path("ca.pem"), Path("c.pem"), Path("k.pem"))
     assert got["options"].tls_cert == Path("c.pem")
 
 
@@ -240,7 +286,7 @@ def test_a_single_command_reads_the_top_of_the_file(tmp_path: Path) -> None:
     seen = []
 
     @click.command()
-    @server_options()
+    @server_options("rendezvous", 29400)
     def alone(options: ServerOptions) -> None:
         seen.append(options.port)
 

@@ -129,7 +129,9 @@ async def test_a_flooded_server_does_not_look_ill() -> None:
     handler: Any = grpc.unary_unary_rpc_method_handler(echo)
     generic = grpc.method_handlers_generic_handler(SERVICE, {"Do": handler})
     registration = Registration(SERVICE, lambda server: server.add_generic_rpc_handlers((generic,)))
-    server = Server(ServerOptions(request_rate=0.001, request_burst=1), services=[registration])
+    server = Server(
+        ServerOptions(insecure=True, request_rate=0.001, request_burst=1), services=[registration]
+    )
     await server.start()
     try:
         async with grpc.aio.insecure_channel(server.address) as channel:
@@ -154,7 +156,7 @@ async def test_a_service_says_what_its_streams_may_send() -> None:
         lambda server: server.add_generic_rpc_handlers((generic,)),
         message_rate=Rate(0.001, 3),
     )
-    server = Server(ServerOptions(), services=[registration])
+    server = Server(ServerOptions(insecure=True), services=[registration])
     await server.start()
     try:
         async with grpc.aio.insecure_channel(server.address) as channel:

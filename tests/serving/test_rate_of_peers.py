@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rallypoint.serving.interceptor import client_of
+from rallypoint.serving.flow import client_of
 
 
 @pytest.mark.parametrize(

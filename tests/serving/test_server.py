@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import resource
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -17,8 +18,15 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-un
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc  # type: ignore[import-untyped]
 
 from rallypoint.rpc.errors import decode
-from rallypoint.serving.server import Registration, Server, ServerOptions, ServiceStartError
-from support.waiting import PATIENCE
+from rallypoint.serving.server import (
+    Registration,
+    Server,
+    ServerOptions,
+    ServiceStartError,
+    raise_open_files,
+)
+from support.log_events import log_events
+from support.waiting import PATIENCE, until
 
 Start = Callable[..., Any]
 SERVICE = "tiny.v1.TinyService"
@@ -104,7 +112,7 @@ async def test_the_ready_line_says_what_is_served_where_and_how(
     [ready] = [each.getMessage() for each in caplog.records if each.getMessage().startswith("ready")]
     assert SERVICE in ready
     assert server.address in ready
-    assert "plaintext" in ready
+    assert "secret of this user" in ready
 
 
 def test_a_server_that_was_not_started_has_no_address() -> None:
@@ -173,8 +181,9 @@ async def test_a_failed_start_leaves_nothing_behind(serve: Start) -> None:
     descriptors, threads = me.num_fds(), me.num_threads()
     for _ in range(5):
         await fail_twice()
-    assert me.num_fds() <= descriptors
-    assert me.num_threads() <= threads + 1
+    # gRPC closes sockets on threads of its own, a little later.
+    await until(lambda: me.num_fds() <= descriptors, "the descriptors to be closed")
+    await until(lambda: me.num_threads() <= threads + 1, "the threads to end")
 
 
 async def test_a_start_that_fails_after_binding_gives_the_port_back(
@@ -399,6 +408,22 @@ async def test_a_server_starts_once(serve: Start) -> None:
     server = await serve(ECHO)
     with pytest.raises(RuntimeError, match="started before"):
         await server.start()
+
+
+@pytest.mark.parametrize(("hard", "warnings"), [(2048, 1), (4096, 0), (resource.RLIM_INFINITY, 0)])
+async def test_it_may_open_as_many_files_as_the_hard_limit_allows(
+    serve: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, hard: int, warnings: int
+) -> None:
+    """Whatever the soft one is; a low one is told once, with what would raise it."""
+    given: list[tuple[int, int]] = []
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, hard))
+    monkeypatch.setattr(resource, "setrlimit", lambda _, limits: given.append(limits))
+    raise_open_files.cache_clear()
+    for _ in range(2):
+        await serve({})
+    assert given == [(1 << 20 if hard == resource.RLIM_INFINITY else hard, hard)]
+    assert [event.fields["limit"] for event in log_events(caplog.records)] == [hard] * warnings
+    assert caplog.text.count("LimitNOFILE=") == warnings
 
 
 async def test_stopping_what_was_not_started_does_nothing() -> None:

@@ -107,8 +107,8 @@ class Operator:
 
     def readmit_node(self, node_id: str) -> None:
         """Have a node let in again."""
-        request = pb.EvictNodeRequest(run_id=RUN, node_id=node_id, reason="mended", readmit=True)
-        self._ask(self._stub.EvictNode, request, lambda _: None)
+        request = pb.ReadmitNodeRequest(run_id=RUN, node_id=node_id, reason="mended")
+        self._ask(self._stub.ReadmitNode, request, lambda _: None)
 
     def _ask(
         self, method: Callable[..., Awaitable[Any]], request: Any, answered: Callable[[Any], None]

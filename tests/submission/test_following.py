@@ -114,7 +114,7 @@ async def test_certificates_are_not_suspected_once_an_agent_has_answered() -> No
         assert notes[0] == "a: lost the connection (Stream removed (Socket closed)); trying again"
         pieces = LogPieces(remote.stub, pb.StreamLogsRequest(), None, lambda: 0.0)
         fake.output.put_nowait(closed)
-        with pytest.raises(Lost, match="give --tls-ca"):
+        with pytest.raises(Lost, match="needs --tls-ca"):
             await anext(pieces.read())
         fake.output.put_nowait(piece(b"a line", 6))
         fake.output.put_nowait(closed)

@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import time
 import urllib.request
@@ -18,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from support.mortal import mortal
+from support.ports import free_port
 from support.waiting import PATIENCE
 
 ETCD = os.environ.get("RALLYPOINT_TEST_ETCD") or shutil.which("etcd")
@@ -27,13 +27,6 @@ NEEDS_ETCD = pytest.mark.skipif(ETCD is None, reason="needs the etcd command (ap
 
 PATIENT = f"attempt-timeout={PATIENCE:g}&request-timeout={PATIENCE:g}"
 """Query of a URL of etcd: whose test is not of a reply that does not come waits for it as for anything else."""
-
-
-def free_port() -> int:
-    """A port on loopback that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from typing import Any
 
 PATIENCE = 60.0
 """Seconds that a test waits, before it fails, for a change that takes milliseconds on an idle machine."""
@@ -34,3 +35,11 @@ async def until(
             raise AssertionError(f"waited {timeout:g} s in vain for: {what}")
         await asyncio.sleep(0.002)
     return time.monotonic() - began
+
+
+async def started(*awaitables: Any) -> list[asyncio.Task[Any]]:
+    """Tasks that have run until they wait for something."""
+    tasks = [asyncio.ensure_future(each) for each in awaitables]
+    for _ in range(5):
+        await asyncio.sleep(0)
+    return tasks

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
 
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
-from rallypoint.rpc.endpoint import ClientTLS
-from torture.tormented_node import TormentedNode
+from rallypoint.rpc.endpoint import ClientSecurity
+from torture.tormented_node import PLAINTEXT, TormentedNode
 
 
 class Crowd:
@@ -21,12 +21,12 @@ class Crowd:
         settings: pb.RunSettings,
         count: int,
         draw: random.Random,
-        tls: ClientTLS | None = None,
+        security: ClientSecurity = PLAINTEXT,
     ) -> None:
-        """Make so many nodes; `tls` None: they speak plaintext."""
+        """Make so many nodes."""
         self.changed = asyncio.Event()
         self.nodes = [
-            TormentedNode(f"node-{number}", endpoint, settings, draw, self.changed.set, tls=tls)
+            TormentedNode(f"node-{number}", endpoint, settings, draw, self.changed.set, security=security)
             for number in range(count)
         ]
 
@@ -85,12 +85,27 @@ async def crowd(
     settings: pb.RunSettings,
     count: int,
     draw: random.Random,
-    tls: ClientTLS | None = None,
+    security: ClientSecurity = PLAINTEXT,
 ) -> AsyncIterator[Crowd]:
-    """Nodes that have joined, or are about to; none is left afterwards. `tls` None: they speak plaintext."""
-    nodes = Crowd(endpoint, settings, count, draw, tls)
+    """Nodes that have joined, or are about to; none is left afterwards."""
+    nodes = Crowd(endpoint, settings, count, draw, security)
     nodes.join()
     try:
         yield nodes
     finally:
         await nodes.die()
+
+
+async def calm(
+    agree: Callable[[float], Awaitable[int]], restart: Callable[[], Awaitable[None]], patience: float
+) -> int:
+    """Return the round that forms after trouble, as `agree` does within some seconds.
+
+    Newcomers that failed on probation delay all others, by 60 s or more (rendezvous/core/newcomers.py). An operator's
+    `restart` ends that delay.
+    """
+    for _ in range(4):
+        with suppress(AssertionError):
+            return await agree(patience / 4)
+        await restart()
+    return await agree(patience)

@@ -28,6 +28,7 @@ from rallypoint.cli.rounds import Round, rounds_of
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
 from rallypoint.rpc.channel import open_channel
+from rallypoint.rpc.endpoint import Plaintext
 from support.processes import fresh_marker, living
 
 WORKER = Path(__file__).with_name("ring_worker.py")
@@ -107,7 +108,7 @@ class HostedJob:
         for host in self.plan.hosts:
             await self.start_agent(host)
         await until("the run to begin", self._joined_missing, PATIENCE)
-        self._channel = open_channel(self._endpoint)
+        self._channel = open_channel(self._endpoint, Plaintext())
         self.watch = RunWatch(self._channel, RUN)
         most = int(self.plan.nodes.rpartition(":")[2])
         await self.full_round(min(most, len(self.plan.hosts)), 0)
@@ -287,7 +288,7 @@ class HostedJob:
         self._agents[host].spawn(
             [
                 *[str(RALLYPOINT), "run", "--nnodes", plan.nodes, "--nproc-per-node", str(plan.workers)],
-                *["--rdzv-endpoint", endpoint, "--rdzv-id", RUN, "--rdzv-conf", conf],
+                *["--insecure", "--rdzv-endpoint", endpoint, "--rdzv-id", RUN, "--rdzv-conf", conf],
                 *["--node-id", host, "--local-addr", address, "--max-restarts", str(plan.max_restarts)],
                 *["--log-dir", str(self._folder / f"logs-{host}")],
                 *[str(WORKER), str(self._folder), plan.kind, f"{plan.timeout:g}"],

@@ -19,7 +19,7 @@ import grpc
 
 from cli.cli_process import RALLYPOINT, clean_environment
 from rallypoint.rpc.channel import open_channel
-from rallypoint.rpc.endpoint import ClientTLS
+from rallypoint.rpc.endpoint import ClientSecurity, ClientTLS, Plaintext
 from serving.conftest import Certificates
 from support.mortal import mortal
 
@@ -132,15 +132,19 @@ class MortalServer:
         return [line for log in self._folder.glob("server-*.log") for line in _complaints(log)]
 
     @property
-    def tls(self) -> ClientTLS | None:
-        """The files that clients speak TLS with; None: plaintext."""
-        return ClientTLS(ca=self._certificates.ca) if self._certificates is not None else None
+    def security(self) -> ClientSecurity:
+        """What clients speak with it."""
+        if (files := self._certificates) is None:
+            return Plaintext()
+        return ClientTLS(files.ca, files.client, files.client_key)
 
     @property
     def _arguments(self) -> tuple[str, ...]:
         listening = ("--port", str(self._address[1]), "--log-format", "json")
-        tls = self._certificates
-        serving = ("--tls-cert", str(tls.server), "--tls-key", str(tls.server_key)) if tls is not None else ()
+        serving: tuple[str, ...] = ("--insecure",)
+        if (files := self._certificates) is not None:
+            serving = ("--tls-cert", str(files.server), "--tls-key", str(files.server_key))
+            serving += ("--tls-client-ca", str(files.ca))
         return ("serve", "rendezvous", *listening, *serving, "--journal", f"sqlite:{self.journal}")
 
     @property
@@ -191,7 +195,7 @@ class QuickServer(MortalServer):
 @asynccontextmanager
 async def serving(server: MortalServer) -> AsyncIterator[grpc.aio.Channel]:
     """Have a server serve; yields a channel to it. No process of it is left afterwards."""
-    channel = open_channel(server.endpoint, server.tls)
+    channel = open_channel(server.endpoint, server.security)
     try:
         await asyncio.to_thread(server.start)
         yield channel

@@ -10,6 +10,7 @@ from pathlib import Path
 import grpc
 
 from rallypoint.rpc.channel import open_channel
+from rallypoint.rpc.endpoint import Plaintext
 from rallypoint.timer.client.client import ExpiredTimer, NodeTimers
 from rallypoint.timer.v1 import timer_service_pb2 as pb
 from rallypoint.timer.v1 import timer_service_pb2_grpc as pb_grpc
@@ -40,7 +41,7 @@ class MortalWatchdog(MortalServer):
 
     @property
     def _arguments(self) -> tuple[str, ...]:
-        listening = ("--port", str(self._address[1]), "--log-format", "json")
+        listening = ("--insecure", "--port", str(self._address[1]), "--log-format", "json")
         learned = str(self._folder / "timer-learned.json")
         return ("serve", "timer", *listening, "--learned", learned, *self._more)
 
@@ -57,7 +58,7 @@ class GuardedNode:
         """Begin to talk with the service. `reaping`: seconds that it takes to reap a worker."""
         self.reaped: list[tuple[str, float]] = []
         self._reaping = reaping
-        self._channel = open_channel(endpoint)
+        self._channel = open_channel(endpoint, Plaintext())
         self.client = NodeTimers(self._channel, run_id=RUN, node_id=name, lease=1)
         self.client.start(self._reap)
 

@@ -13,14 +13,14 @@ from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
 from rallypoint.rpc.channel import open_channel
 from rallypoint.rpc.errors import decode
-from torture.tormented_node import RUN
+from torture.tormented_node import PLAINTEXT, RUN
 
 _HEARTBEAT = 1.0  # seconds
 
 
 def our_channel(endpoint: str) -> grpc.aio.Channel:
     """A channel as our clients open it: little is under way to one who does not read."""
-    return open_channel(endpoint)
+    return open_channel(endpoint, PLAINTEXT)
 
 
 def foreign_channel(endpoint: str) -> grpc.aio.Channel:

@@ -56,7 +56,16 @@ class Follower:
 def following(endpoint: str, folder: Path) -> Iterator[Follower]:
     """Follow the events of the run, from the first one on."""
     printed = folder / "events"
-    command = (str(RALLYPOINT), "events", RUN, "--follow", "--json", "--rdzv-endpoint", endpoint)
+    command = (
+        str(RALLYPOINT),
+        "events",
+        RUN,
+        "--follow",
+        "--json",
+        "--insecure",
+        "--rdzv-endpoint",
+        endpoint,
+    )
     with printed.open("w") as file:
         process = subprocess.Popen(
             # While it is stopped its own patience runs on: it must be longer than any stop.

@@ -47,7 +47,9 @@ async def test_a_pause_of_the_service_loses_no_node(
         channel = await stack.enter_async_context(serving(server))
         stack.enter_context(_hosts_of_their_own())
         draw = random.Random(count)
-        nodes = await stack.enter_async_context(crowd(server.endpoint, settings, count, draw, server.tls))
+        nodes = await stack.enter_async_context(
+            crowd(server.endpoint, settings, count, draw, server.security)
+        )
         await nodes.agree(PATIENCE)
         rendezvous = pb_grpc.RendezvousServiceStub(channel)
         before = (await rendezvous.GetRun(pb.GetRunRequest(run_id=RUN))).run

@@ -15,7 +15,7 @@ from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
 from rallypoint.rpc.durations import to_duration
 from torture.chronicle import check_one_membership_a_round, last_revision, read_chronicle
-from torture.crowd import Crowd, crowd
+from torture.crowd import Crowd, calm, crowd
 from torture.length import ordinarily
 from torture.mortal_server import PATIENCE, MortalServer, QuickServer, serving
 from torture.tormented_node import RUN, TormentedNode
@@ -105,16 +105,8 @@ class Storm:
         node.join()
 
     async def calm(self) -> int:
-        """Return the round of all nodes that forms after the storm.
-
-        Where the first round began without some nodes, these are newcomers on probation, and two that fail delay all
-        others by 60 s or more (rendezvous/core/newcomers.py). An operator's restart ends that delay.
-        """
-        for _ in range(4):
-            with suppress(AssertionError):
-                return await self._nodes.agree(PATIENCE / 4)
-            await self._request_restart(PATIENCE)
-        return await self._nodes.agree(PATIENCE)
+        """Return the round of all nodes that forms after the storm."""
+        return await calm(self._nodes.agree, lambda: self._request_restart(PATIENCE), PATIENCE)
 
     async def _restart(self) -> None:
         if self._draw.random() < 0.3:

@@ -10,10 +10,11 @@ from typing import NamedTuple
 
 from rallypoint.rendezvous.client import Admitted, Event, Membership, MembershipReset
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
-from rallypoint.rpc.endpoint import ClientTLS
+from rallypoint.rpc.endpoint import ClientSecurity, Plaintext
 from rallypoint.rpc.replica_client import ReplicaClient
 
 RUN = "run-1"
+PLAINTEXT = Plaintext()
 WORKERS = 2
 """Workers of every node."""
 
@@ -56,9 +57,9 @@ class TormentedNode:
         on_change: Callable[[], None] = lambda: None,
         *,
         run_id: str = RUN,
-        tls: ClientTLS | None = None,
+        security: ClientSecurity = PLAINTEXT,
     ) -> None:
-        """Join nothing yet; `on_change` is called whenever it is told something; `tls` None: plaintext."""
+        """Join nothing yet; `on_change` is called whenever it is told something."""
         self.name = name
         self.run_id = run_id
         self.told: list[Told] = []
@@ -68,7 +69,7 @@ class TormentedNode:
         self.resumptions = 0
         self.place: Place | None = None
         self._endpoint = endpoint
-        self._tls = tls
+        self._security = security
         self._settings = settings
         self._draw = draw
         self._on_change = on_change
@@ -126,7 +127,7 @@ class TormentedNode:
             raise AssertionError(f"{self.name} went without being told to")
 
     async def _live(self) -> None:
-        board = ReplicaClient(self._endpoint, self._tls)
+        board = ReplicaClient(self._endpoint, self._security)
         join = pb.JoinRun(
             run_id=self.run_id,
             node_id=self.name,

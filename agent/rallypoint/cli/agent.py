@@ -12,11 +12,11 @@ import click
 from rallypoint.agent.config.settings import MOST_SECONDS
 from rallypoint.cli.main import LazyGroup
 from rallypoint.cli.output import plain_console, show_moment, show_span
-from rallypoint.cli.values import Text, timeout_option
+from rallypoint.cli.values import Text, agent_options
 from rallypoint.rpc.durations import set_seconds, to_seconds
-from rallypoint.rpc.endpoint import ClientTLS, SettingError
+from rallypoint.rpc.endpoint import ClientSecurity, SettingError
 from rallypoint.rpc.text import printable
-from rallypoint.serving.options import Seconds, Setting, client_options
+from rallypoint.serving.options import Seconds
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -49,18 +49,6 @@ def agent() -> None:
 
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
-
-
-def agent_options(command: _Command) -> _Command:
-    """Add the options of a call to an agent: `agent`, `timeout` in seconds, and `tls`, a ClientTLS or None."""
-    return click.option(
-        "--agent",
-        cls=Setting,
-        type=Text(),
-        default="127.0.0.1:29420",
-        metavar="HOST:PORT",
-        help="Address of the agent. An agent started by `rallypoint run` logs its address as `supervisor`.",
-    )(timeout_option(client_options(command)))
 
 
 def run_argument(command: _Command) -> _Command:
@@ -103,14 +91,14 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 @click.command()
 @click.option("--json", "as_json", is_flag=True, help="Print the answer as JSON.")
 @agent_options
-def jobs(*, agent: str, as_json: bool, timeout: float, tls: ClientTLS | None) -> None:
+def jobs(*, agent: str, as_json: bool, timeout: float, security: ClientSecurity) -> None:
     """Show the running jobs of the agent's host and those that ended last, newest first."""
     from google.protobuf.json_format import MessageToDict  # noqa: PLC0415 (slow, and not for --help)
 
     from rallypoint.agent.v1 import supervisor_service_pb2 as pb  # noqa: PLC0415
     from rallypoint.cli.operator import call_agent  # noqa: PLC0415
 
-    response = call_agent(agent, tls, timeout, lambda stub: stub.ListJobs(pb.ListJobsRequest()))
+    response = call_agent(agent, security, timeout, lambda stub: stub.ListJobs(pb.ListJobsRequest()))
     if as_json:
         click.echo(json.dumps(MessageToDict(response, always_print_fields_with_no_presence=True), indent=2))
     elif response.jobs:
@@ -144,7 +132,7 @@ def _job_table(response: pb.ListJobsResponse) -> Table:
 @run_argument
 @click.option("--json", "as_json", is_flag=True, help="Print the answer as JSON.")
 @agent_options
-def workers(*, run_id: str, agent: str, as_json: bool, timeout: float, tls: ClientTLS | None) -> None:
+def workers(*, run_id: str, agent: str, as_json: bool, timeout: float, security: ClientSecurity) -> None:
     """Show the workers of RUN_ID on the agent's host: resource usage, child processes included, and progress.
 
     `cpu` is the average number of busy processors since the previous request; `memory` is their own memory plus their
@@ -156,7 +144,7 @@ def workers(*, run_id: str, agent: str, as_json: bool, timeout: float, tls: Clie
     from rallypoint.cli.operator import call_agent  # noqa: PLC0415
 
     request = pb.ListWorkersRequest(run_id=run_id)
-    response = call_agent(agent, tls, timeout, lambda stub: stub.ListWorkers(request))
+    response = call_agent(agent, security, timeout, lambda stub: stub.ListWorkers(request))
     if as_json:
         click.echo(json.dumps(MessageToDict(response, always_print_fields_with_no_presence=True), indent=2))
     elif response.workers:
@@ -222,7 +210,7 @@ def stacks(
     agent: str,
     as_json: bool,
     timeout: float,
-    tls: ClientTLS | None,
+    security: ClientSecurity,
 ) -> None:
     """Show the Python stacks and kernel state of the workers of RUN_ID on the agent's host.
 
@@ -235,7 +223,7 @@ def stacks(
     from rallypoint.cli.operator import call_agent  # noqa: PLC0415
 
     request = pb.DumpStacksRequest(run_id=run_id, ranks=ranks)
-    response = call_agent(agent, tls, timeout, lambda stub: stub.DumpStacks(request))
+    response = call_agent(agent, security, timeout, lambda stub: stub.DumpStacks(request))
     if as_json:
         click.echo(json.dumps(MessageToDict(response, always_print_fields_with_no_presence=True), indent=2))
         return
@@ -254,13 +242,13 @@ def stacks(
 @run_argument
 @reason_option
 @agent_options
-def restart(run_id: str, agent: str, reason: str, timeout: float, tls: ClientTLS | None) -> None:
+def restart(run_id: str, agent: str, reason: str, timeout: float, security: ClientSecurity) -> None:
     """Restart all workers of RUN_ID, on all its hosts. This does not count against --max-restarts."""
     from rallypoint.agent.v1 import supervisor_service_pb2 as pb  # noqa: PLC0415 (gRPC is not for --help)
     from rallypoint.cli.operator import call_agent  # noqa: PLC0415
 
     request = pb.RestartWorkersRequest(run_id=run_id, reason=reason)
-    response = call_agent(agent, tls, timeout, lambda stub: stub.RestartWorkers(request))
+    response = call_agent(agent, security, timeout, lambda stub: stub.RestartWorkers(request))
     click.echo(f"round {response.ended_round} ended, all workers restart")
 
 
@@ -269,13 +257,15 @@ def restart(run_id: str, agent: str, reason: str, timeout: float, tls: ClientTLS
 @click.option("--rank", type=click.IntRange(0, 2**31 - 1), required=True, help="Global rank of the worker.")
 @reason_option
 @agent_options
-def reap(*, run_id: str, rank: int, agent: str, reason: str, timeout: float, tls: ClientTLS | None) -> None:
+def reap(
+    *, run_id: str, rank: int, agent: str, reason: str, timeout: float, security: ClientSecurity
+) -> None:
     """Collect diagnostics of a worker of RUN_ID, then kill it with its child processes; it counts as failed."""
     from rallypoint.agent.v1 import supervisor_service_pb2 as pb  # noqa: PLC0415 (gRPC is not for --help)
     from rallypoint.cli.operator import call_agent  # noqa: PLC0415
 
     request = pb.ReapWorkerRequest(run_id=run_id, rank=rank, reason=reason)
-    response = call_agent(agent, tls, timeout, lambda stub: stub.ReapWorker(request))
+    response = call_agent(agent, security, timeout, lambda stub: stub.ReapWorker(request))
     where = f"; diagnostics are in {response.evidence_file}" if response.evidence_file else ""
     click.echo(f"rank {rank}, process {response.pid}, is killed{where}")
 
@@ -291,7 +281,7 @@ def reap(*, run_id: str, rank: int, agent: str, reason: str, timeout: float, tls
 @reason_option
 @agent_options
 def drain(
-    *, run_id: str, grace: float | None, agent: str, reason: str, timeout: float, tls: ClientTLS | None
+    *, run_id: str, grace: float | None, agent: str, reason: str, timeout: float, security: ClientSecurity
 ) -> None:
     """Drain the agent's host: workers of RUN_ID, or of all jobs, are warned and get time, then the host leaves."""
     from rallypoint.agent.v1 import supervisor_service_pb2 as pb  # noqa: PLC0415 (gRPC is not for --help)
@@ -300,7 +290,7 @@ def drain(
     request = pb.DrainRequest(run_id=run_id, reason=reason)
     if grace is not None:
         set_seconds(request.grace, grace)
-    response = call_agent(agent, tls, timeout, lambda stub: stub.Drain(request))
+    response = call_agent(agent, security, timeout, lambda stub: stub.Drain(request))
     if response.run_ids:
         click.echo(f"the host will leave {', '.join(response.run_ids)}; its workers are warned")
     else:
@@ -312,18 +302,20 @@ def drain(
 @click.option("--now", is_flag=True, help="Kill the workers at once, without the stop signal.")
 @reason_option
 @agent_options
-def stop(*, run_id: str, now: bool, agent: str, reason: str, timeout: float, tls: ClientTLS | None) -> None:
+def stop(
+    *, run_id: str, now: bool, agent: str, reason: str, timeout: float, security: ClientSecurity
+) -> None:
     """Make the agent's host leave RUN_ID; the other hosts continue. (`rallypoint close` ends a run on all hosts.)"""
     from rallypoint.agent.v1 import supervisor_service_pb2 as pb  # noqa: PLC0415 (gRPC is not for --help)
     from rallypoint.cli.operator import call_agent  # noqa: PLC0415
 
     which = pb.GetJobRequest(run_id=run_id)
-    job = call_agent(agent, tls, timeout, lambda stub: stub.GetJob(which)).job
+    job = call_agent(agent, security, timeout, lambda stub: stub.GetJob(which)).job
     if job.state == pb.JOB_STATE_ENDED:
         click.echo(f"the job of run {job.run_id} has ended here already, with exit code {job.exit_code}")
         return
     request = pb.StopJobRequest(run_id=job.run_id, reason=reason, now=now)
-    call_agent(agent, tls, timeout, lambda stub: stub.StopJob(request))
+    call_agent(agent, security, timeout, lambda stub: stub.StopJob(request))
     click.echo("the host is leaving the run" + (", and its workers are killed" if now else ""))
 
 
@@ -380,7 +372,7 @@ def logs(
     no_prefix: bool,
     agent: str,
     timeout: float,
-    tls: ClientTLS | None,
+    security: ClientSecurity,
 ) -> None:
     """Print the output of the workers of RUN_ID on the agent's host: stdout to stdout, stderr to stderr.
 
@@ -393,11 +385,11 @@ def logs(
     request.stream = {"stdout": pb.LOG_STREAM_STDOUT, "stderr": pb.LOG_STREAM_STDERR}.get(
         stream, pb.LOG_STREAM_UNSPECIFIED
     )
-    run(_print_logs(request, agent, tls, timeout, prefixed=not no_prefix))
+    run(_print_logs(request, agent, security, timeout, prefixed=not no_prefix))
 
 
 async def _print_logs(
-    request: pb.StreamLogsRequest, endpoint: str, tls: ClientTLS | None, timeout: float, *, prefixed: bool
+    request: pb.StreamLogsRequest, endpoint: str, security: ClientSecurity, timeout: float, *, prefixed: bool
 ) -> None:
     from rallypoint.agent.logs.follower import OutputThread  # noqa: PLC0415
     from rallypoint.agent.v1 import supervisor_service_pb2_grpc as pb_grpc  # noqa: PLC0415
@@ -410,10 +402,10 @@ async def _print_logs(
 
     outputs = {1: OutputThread(1), 2: OutputThread(2)}
     lines: Lines[int] = Lines(outputs)
-    async with open_channel(endpoint, tls) as channel:
+    async with open_channel(endpoint, security) as channel:
         stub = pb_grpc.SupervisorServiceStub(channel)
         # --follow retries an agent that has answered before; a first connection that fails is reported at once.
-        pieces = LogPieces(stub, request, tls, lambda: timeout if pieces.begun else 0.0)
+        pieces = LogPieces(stub, request, security, lambda: timeout if pieces.begun else 0.0)
         try:
             async for piece in pieces.read():
                 if piece.lost_bytes:

@@ -12,7 +12,7 @@ from rallypoint.cli.operator import refusal
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
 from rallypoint.rpc.backoff import Backoff
-from rallypoint.rpc.endpoint import ClientTLS, SettingError
+from rallypoint.rpc.endpoint import ClientSecurity, SettingError
 from rallypoint.rpc.errors import GONE, ServiceError, decode
 from rallypoint.rpc.replica_client import ReplicaClient, ReplicaConnection
 
@@ -58,7 +58,7 @@ class Following:
     def __init__(
         self,
         endpoint: str,
-        tls: ClientTLS | None,
+        security: ClientSecurity,
         request: pb.WatchEventsRequest,
         *,
         timeout: float,
@@ -70,7 +70,7 @@ class Following:
 
         Args:
             endpoint: Address of the rendezvous service.
-            tls: Certificates for it; None: plaintext.
+            security: How connections to it are secured.
             request: The events to follow.
             timeout: Seconds that the service may be unreachable, or silent after the first request.
             on_events: Called with each batch of new events.
@@ -78,7 +78,7 @@ class Following:
             jitter: Returns a random number from 0 to 1, for the back-off.
         """
         self._endpoint = endpoint
-        self._tls = tls
+        self._security = security
         self._request = pb.WatchEventsRequest()
         self._request.CopyFrom(request)
         self._timeout = timeout
@@ -99,7 +99,7 @@ class Following:
         """
         loop = asyncio.get_running_loop()
         backoff = Backoff(self._jitter, first=_FIRST_BACKOFF, longest=_LONGEST_BACKOFF)
-        async with ReplicaClient(self._endpoint, self._tls) as client:
+        async with ReplicaClient(self._endpoint, self._security) as client:
             search = client.search()
             self._requested_at = loop.time()
             while True:
@@ -181,7 +181,7 @@ class Following:
             and now < self._requested_at + self._timeout
         ):
             return
-        raise refusal(self._endpoint, self._tls, error) from None
+        raise refusal(self._endpoint, self._security, error) from None
 
     def _is_gap(self, error: ServiceError) -> bool:
         if error.reason != "EVENTS_COMPACTED":

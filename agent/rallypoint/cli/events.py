@@ -13,7 +13,7 @@ from rallypoint.cli.output import TimestampParam, show_moment, show_span
 from rallypoint.cli.values import Text, limit_option, service_options
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rpc.durations import to_seconds
-from rallypoint.rpc.endpoint import ClientTLS
+from rallypoint.rpc.endpoint import ClientSecurity
 from rallypoint.rpc.text import printable
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ def events(
     as_json: bool,
     rdzv_endpoint: str,
     timeout: float,
-    tls: ClientTLS | None,
+    security: ClientSecurity,
 ) -> None:
     """Show the events of RUN_ID, oldest first; each of --round, --node and --kind may be repeated.
 
@@ -109,7 +109,7 @@ def events(
             click.echo(line(event))
 
     past, older = call_rendezvous(
-        rdzv_endpoint, tls, timeout, lambda stub: last_events(stub, run_id, wanted, limit)
+        rdzv_endpoint, security, timeout, lambda stub: last_events(stub, run_id, wanted, limit)
     )
     if older:
         click.echo(f"(older events are left out; --limit {limit} shows the last {limit})", err=True)
@@ -119,7 +119,7 @@ def events(
         request = pb.WatchEventsRequest(run_id=run_id, revision=revision, filter=wanted)
         following = Following(
             rdzv_endpoint,
-            tls,
+            security,
             request,
             timeout=timeout,
             on_events=show,

@@ -16,7 +16,7 @@ from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as rendezvous_grpc
 from rallypoint.rpc.calls import call_any
 from rallypoint.rpc.channel import open_channel
-from rallypoint.rpc.endpoint import ClientTLS, SettingError
+from rallypoint.rpc.endpoint import ClientSecurity, SettingError
 from rallypoint.rpc.errors import GONE, ServiceError, tls_advice
 from rallypoint.rpc.loop import run
 from rallypoint.rpc.replica_client import ReplicaClient
@@ -52,7 +52,7 @@ SUPERVISOR: QueriedService[supervisor_grpc.SupervisorServiceAsyncStub] = Queried
 
 def call_rendezvous(
     endpoint: str,
-    tls: ClientTLS | None,
+    security: ClientSecurity,
     timeout: float,
     request: Callable[[rendezvous_grpc.RendezvousServiceAsyncStub], Awaitable[_T]],
     *,
@@ -63,7 +63,7 @@ def call_rendezvous(
 
     Args:
         endpoint: Its address, or those of several replicas, separated by commas.
-        tls: Certificates for it; None: plaintext.
+        security: How connections to it are secured.
         timeout: Seconds for all attempts together.
         request: Makes the calls.
         repeatable: True if the request may be sent twice: after a lost connection, another replica gets it.
@@ -72,12 +72,12 @@ def call_rendezvous(
     Raises:
         SettingError: The service is unreachable, or refused; one line.
     """
-    return _call(RENDEZVOUS, endpoint, tls, timeout, request, repeatable=repeatable, preferred=preferred)
+    return _call(RENDEZVOUS, endpoint, security, timeout, request, repeatable=repeatable, preferred=preferred)
 
 
 def call_timer(
     endpoint: str,
-    tls: ClientTLS | None,
+    security: ClientSecurity,
     timeout: float,
     request: Callable[[timer_grpc.TimerServiceAsyncStub], Awaitable[_T]],
 ) -> _T:
@@ -86,12 +86,12 @@ def call_timer(
     Raises:
         SettingError: The service is unreachable, or refused; one line.
     """
-    return _call(TIMER, endpoint, tls, timeout, request)
+    return _call(TIMER, endpoint, security, timeout, request)
 
 
 def call_agent(
     endpoint: str,
-    tls: ClientTLS | None,
+    security: ClientSecurity,
     timeout: float,
     request: Callable[[supervisor_grpc.SupervisorServiceAsyncStub], Awaitable[_T]],
 ) -> _T:
@@ -100,13 +100,13 @@ def call_agent(
     Raises:
         SettingError: The agent is unreachable, or refused; one line.
     """
-    return _call(SUPERVISOR, endpoint, tls, timeout, request)
+    return _call(SUPERVISOR, endpoint, security, timeout, request)
 
 
 def _call(
     service: QueriedService[_Stub],
     endpoint: str,
-    tls: ClientTLS | None,
+    security: ClientSecurity,
     timeout: float,
     request: Callable[[_Stub], Awaitable[_T]],
     *,
@@ -116,9 +116,9 @@ def _call(
     async def call() -> _T:
         async with AsyncExitStack() as stack:
             if service.name == RENDEZVOUS.name:
-                client = await stack.enter_async_context(ReplicaClient(endpoint, tls))
+                client = await stack.enter_async_context(ReplicaClient(endpoint, security))
             else:
-                client = ReplicaClient.over(await stack.enter_async_context(open_channel(endpoint, tls)))
+                client = ReplicaClient.over(await stack.enter_async_context(open_channel(endpoint, security)))
             try:
                 async with asyncio.timeout(timeout):
                     if preferred is not None:
@@ -130,7 +130,7 @@ def _call(
             except TimeoutError:
                 raise SettingError(f"no {service.name} answered at {endpoint} within {timeout:g} s") from None
             except ServiceError as error:
-                raise refusal(endpoint, tls, error, service) from None
+                raise refusal(endpoint, security, error, service) from None
 
     return run(call())
 
@@ -154,7 +154,7 @@ async def _call_most_complete(
 
 def refusal(
     endpoint: str,
-    tls: ClientTLS | None,
+    security: ClientSecurity,
     error: ServiceError,
     service: QueriedService[_Stub] | None = None,
 ) -> SettingError:
@@ -162,7 +162,12 @@ def refusal(
     name, flag = (service.name, service.flag) if service is not None else (RENDEZVOUS.name, RENDEZVOUS.flag)
     # Reasons set by gRPC or by our client, not by a service.
     if error.reason in (grpc.StatusCode.UNAVAILABLE.name, "NO_CONNECTION", "NO_ANSWER"):
-        advice = tls_advice(error.message, tls) or f"check {flag}"
+        if endpoint.startswith("unix:") and "No such file" in error.message:
+            return SettingError(
+                f"no {name} of this user runs on this host (it would be at {endpoint}; another session may have "
+                f"another folder, see RALLYPOINT_RUNTIME_DIR): start it, or give {flag}"
+            )
+        advice = tls_advice(error.message, security) or f"check {flag}"
         return SettingError(f"no {name} answers at {endpoint}: {error.message}; {advice}")
     if error.reason == grpc.StatusCode.UNIMPLEMENTED.name:
         return SettingError(f"the server at {endpoint} is not a {name} ({error.message}); check {flag}")

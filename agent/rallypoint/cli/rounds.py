@@ -14,7 +14,7 @@ from rallypoint.cli.output import plain_console, show_moment, show_span
 from rallypoint.cli.values import Text, limit_option, service_options
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rpc.durations import to_seconds
-from rallypoint.rpc.endpoint import ClientTLS
+from rallypoint.rpc.endpoint import ClientSecurity
 
 if TYPE_CHECKING:
     pass
@@ -29,7 +29,7 @@ _ALL = 1_000_000
 @click.option("--json", "as_json", is_flag=True, help="Print the rounds as JSON.")
 @service_options
 def rounds(
-    *, run_id: str, limit: int, as_json: bool, rdzv_endpoint: str, timeout: float, tls: ClientTLS | None
+    *, run_id: str, limit: int, as_json: bool, rdzv_endpoint: str, timeout: float, security: ClientSecurity
 ) -> None:
     """Show the rounds of RUN_ID: their nodes, how long each ran, and why it ended.
 
@@ -43,7 +43,7 @@ def rounds(
 
     wanted = pb.EventFilter(kinds=KINDS)
     events, _ = call_rendezvous(
-        rdzv_endpoint, tls, timeout, lambda stub: last_events(stub, run_id, wanted, _ALL)
+        rdzv_endpoint, security, timeout, lambda stub: last_events(stub, run_id, wanted, _ALL)
     )
     history = rounds_of(events)
     older = max(0, len(history.rounds) - limit)

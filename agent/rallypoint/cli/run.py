@@ -16,8 +16,7 @@ from click.core import ParameterSource
 
 from rallypoint.agent.job.options import OPTIONS, idle_options, job_fields
 from rallypoint.cli.main import ENVIRONMENT
-from rallypoint.cli.run_command import RunCommand
-from rallypoint.cli.run_flags import run_flags
+from rallypoint.cli.run_flags import RunCommand, run_flags
 from rallypoint.launcher.backends import RequestedRendezvous, ResolvedRendezvous, resolve_rendezvous
 from rallypoint.launcher.plan import LaunchPlan
 from rallypoint.rpc.endpoint import SettingError
@@ -74,7 +73,7 @@ def _plan(command: tuple[str, ...], flags: Mapping[str, Any]) -> LaunchPlan:
         timer_endpoint=flags["timer_endpoint"],
         supervisor_address=flags["supervisor_address"],
         metrics_address=flags["metrics_address"],
-        tls=flags["tls"],
+        security=flags["security"],
         signals=flags["signals_to_handle"],
         job={**job, "master_address": where.master_address, "master_port": where.master_port},
         notices=(*where.notices, *_notices(flags), *_idle(options, job)),

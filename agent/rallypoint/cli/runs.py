@@ -1,4 +1,4 @@
-"""`rallypoint close`: end a run on all its hosts."""
+"""Commands of operators for a run, one section each."""
 
 from __future__ import annotations
 
@@ -10,26 +10,48 @@ import click
 from rallypoint.cli.output import plain_console, show_moment
 from rallypoint.cli.values import Text, service_options
 from rallypoint.rpc.durations import to_seconds
-from rallypoint.rpc.endpoint import ClientTLS
+from rallypoint.rpc.endpoint import ClientSecurity
 from rallypoint.rpc.text import printable
 
 if TYPE_CHECKING:
     from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 
 
+# ---- `rallypoint close`: end a run on all its hosts.
+
+
 @click.command()
 @click.argument("run_id", type=Text())
 @click.option("--reason", type=Text(), default="", help="Reason, shown on the run's hosts.")
 @service_options
-def close(run_id: str, rdzv_endpoint: str, reason: str, timeout: float, tls: ClientTLS | None) -> None:
+def close(run_id: str, rdzv_endpoint: str, reason: str, timeout: float, security: ClientSecurity) -> None:
     """End RUN_ID for good: all its hosts stop their workers and leave."""
     from rallypoint.cli.operator import call_rendezvous  # noqa: PLC0415 (gRPC is not for --help)
     from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb  # noqa: PLC0415
 
     request = pb.CloseRunRequest(run_id=run_id, reason=reason)
-    response = call_rendezvous(rdzv_endpoint, tls, timeout, lambda stub: stub.CloseRun(request))
+    response = call_rendezvous(rdzv_endpoint, security, timeout, lambda stub: stub.CloseRun(request))
     outcome = pb.Outcome.Name(response.run_end.outcome).removeprefix("OUTCOME_")
     click.echo(f"run {run_id} is closed: {outcome}, {response.run_end.detail}")
+
+
+# ---- `rallypoint delete`: forget a run, so that its name is free.
+
+
+@click.command()
+@click.argument("run_id", type=Text())
+@service_options
+def delete(run_id: str, rdzv_endpoint: str, timeout: float, security: ClientSecurity) -> None:
+    """Forget RUN_ID, which must have no nodes: its events and its store are deleted, and its name is free.
+
+    Without this, the service forgets a run two hours after its last node.
+    """
+    from rallypoint.cli.operator import call_rendezvous  # noqa: PLC0415 (gRPC is not for --help)
+    from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb  # noqa: PLC0415
+
+    request = pb.DeleteRunRequest(run_id=run_id)
+    call_rendezvous(rdzv_endpoint, security, timeout, lambda stub: stub.DeleteRun(request), repeatable=False)
+    click.echo(f"run {run_id} is deleted: its name is free")
 
 
 # ---- `rallypoint restart`: restart all workers of a run.
@@ -39,14 +61,14 @@ def close(run_id: str, rdzv_endpoint: str, reason: str, timeout: float, tls: Cli
 @click.argument("run_id", type=Text())
 @click.option("--reason", type=Text(), default="", help="Reason, shown on the run's hosts and in its events.")
 @service_options
-def restart(run_id: str, rdzv_endpoint: str, reason: str, timeout: float, tls: ClientTLS | None) -> None:
-    """Restart all workers of RUN_ID, on the same nodes. This does not count against --max-restarts."""
+def restart(run_id: str, rdzv_endpoint: str, reason: str, timeout: float, security: ClientSecurity) -> None:
+    """Restart all workers of RUN_ID, and let in newcomers that were held back. --max-restarts is not used up."""
     from rallypoint.cli.operator import call_rendezvous  # noqa: PLC0415 (gRPC is not for --help)
     from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb  # noqa: PLC0415
 
     request = pb.RestartRunRequest(run_id=run_id, reason=reason)
     response = call_rendezvous(
-        rdzv_endpoint, tls, timeout, lambda stub: stub.RestartRun(request), repeatable=False
+        rdzv_endpoint, security, timeout, lambda stub: stub.RestartRun(request), repeatable=False
     )
     if response.ended_round:
         click.echo(f"run {run_id}: round {response.ended_round} ended, all workers restart")
@@ -73,7 +95,7 @@ def evict(
     reason: str,
     readmit: bool,
     timeout: float,
-    tls: ClientTLS | None,
+    security: ClientSecurity,
 ) -> None:
     """Remove NODE from RUN_ID and refuse it from now on; the other nodes continue without it.
 
@@ -82,11 +104,15 @@ def evict(
     from rallypoint.cli.operator import call_rendezvous  # noqa: PLC0415 (gRPC is not for --help)
     from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb  # noqa: PLC0415
 
-    request = pb.EvictNodeRequest(run_id=run_id, node_id=node, reason=reason, readmit=readmit)
-    response = call_rendezvous(rdzv_endpoint, tls, timeout, lambda stub: stub.EvictNode(request))
     if readmit:
-        click.echo(f"node {node} may join run {run_id}")
-    elif response.was_in:
+        allowed = pb.ReadmitNodeRequest(run_id=run_id, node_id=node, reason=reason)
+        readmitted = call_rendezvous(rdzv_endpoint, security, timeout, lambda stub: stub.ReadmitNode(allowed))
+        hint = "" if readmitted.was_evicted else "; it was not evicted: check the spelling"
+        click.echo(f"node {node} may join run {run_id}{hint}")
+        return
+    request = pb.EvictNodeRequest(run_id=run_id, node_id=node, reason=reason)
+    response = call_rendezvous(rdzv_endpoint, security, timeout, lambda stub: stub.EvictNode(request))
+    if response.was_in:
         click.echo(f"node {node} was taken out of run {run_id} and is refused from now on")
     else:
         click.echo(
@@ -110,7 +136,7 @@ def evict(
 @click.option("--json", "as_json", is_flag=True, help="Print the answer as JSON.")
 @service_options
 def replicas(
-    *, run_id: str, rdzv_endpoint: str, as_json: bool, timeout: float, tls: ClientTLS | None
+    *, run_id: str, rdzv_endpoint: str, as_json: bool, timeout: float, security: ClientSecurity
 ) -> None:
     """Show the replicas of the rendezvous service, and how many shards of the runs each of them owns.
 
@@ -122,7 +148,7 @@ def replicas(
     from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb  # noqa: PLC0415
 
     request = pb.ListReplicasRequest(run_id=run_id)
-    answer = call_rendezvous(rdzv_endpoint, tls, timeout, lambda stub: stub.ListReplicas(request))
+    answer = call_rendezvous(rdzv_endpoint, security, timeout, lambda stub: stub.ListReplicas(request))
     if as_json:
         click.echo(json.dumps(MessageToDict(answer, always_print_fields_with_no_presence=True), indent=2))
     else:

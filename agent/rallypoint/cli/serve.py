@@ -25,7 +25,7 @@ from rallypoint.rendezvous.api.service import open_journal, rendezvous_services
 from rallypoint.rendezvous.base.limits import Limits
 from rallypoint.rendezvous.journal.journal import JournalError, MemoryJournal
 from rallypoint.rendezvous.shard.locator import OnlyReplica
-from rallypoint.rpc.endpoint import ClientTLS, ServerOptions, SettingError
+from rallypoint.rpc.endpoint import ClientSecurity, ClientTLS, ServerOptions, SettingError
 from rallypoint.rpc.logs import configure_logs
 from rallypoint.rpc.loop import run
 from rallypoint.serving.options import Setting, server_options
@@ -77,15 +77,15 @@ async def serve_timer_role(options: ServerOptions, settings: TimerSettings, lear
         await server.serve_until_signal()
 
 
-def _own_rendezvous(server: Server, options: ServerOptions, tls: ClientTLS | None) -> Peer | None:
+def _own_rendezvous(server: Server, options: ServerOptions, security: ClientSecurity) -> Peer | None:
     """Return the address of a daemon's own rendezvous service for its jobs; None: TLS keeps them from using it."""
     if options.tls_cert is None:
-        return Peer(advertised(server.address, named=False))
-    return Peer(advertised(server.address, named=True), tls) if tls is not None else None
+        return Peer(advertised(server.address, named=False), security)
+    return Peer(advertised(server.address, named=True), security) if isinstance(security, ClientTLS) else None
 
 
 async def serve_agent_role(
-    options: ServerOptions, tls: ClientTLS | None, max_jobs: int, metrics_address: str
+    options: ServerOptions, security: ClientSecurity, max_jobs: int, metrics_address: str
 ) -> None:
     """Serve as a daemon that runs the jobs it is given, until a signal; then its jobs leave in good order.
 
@@ -100,10 +100,10 @@ async def serve_agent_role(
             from rallypoint.agent.events.metrics import metrics_at  # noqa: PLC0415
 
             sinks.append(await stack.enter_async_context(metrics_at(metrics_address)))
-        daemon = Daemon(timer_endpoint, tls, ENVIRONMENT, max_jobs=max_jobs, event_sinks=sinks)
+        daemon = Daemon(timer_endpoint, security, ENVIRONMENT, max_jobs=max_jobs, event_sinks=sinks)
         await stack.enter_async_context(daemon)
         server = Server(options, services=[daemon.registration, *rendezvous], translate=translate_rendezvous)
-        daemon.rendezvous = partial(_own_rendezvous, server, options, tls)
+        daemon.rendezvous = partial(_own_rendezvous, server, options, security)
         # Its jobs leave before the server drains, so that their state can still be queried.
         await server.serve_until_signal(before_drain=daemon.leave)
 
@@ -114,7 +114,7 @@ def serve() -> None:
 
 
 @serve.command()
-@server_options(default_port=29400)
+@server_options("rendezvous", 29400)
 @click.option(
     "--journal",
     cls=Setting,
@@ -138,7 +138,7 @@ def rendezvous(options: ServerOptions, journal: str, limits: Limits, replica: Re
 
 
 @serve.command()
-@server_options(default_port=29410)
+@server_options("timer", 29410)
 @timer_options
 def timer(options: ServerOptions, settings: TimerSettings, learned: Path | None) -> None:
     """Serve the watchdog: countdown timers and progress of workers."""
@@ -146,7 +146,7 @@ def timer(options: ServerOptions, settings: TimerSettings, learned: Path | None)
 
 
 @serve.command()
-@server_options(default_port=29420, also_client=True)
+@server_options("agent", 29420, also_client=True)
 @click.option(
     "--max-jobs",
     cls=Setting,
@@ -163,12 +163,12 @@ def timer(options: ServerOptions, settings: TimerSettings, learned: Path | None)
     metavar="HOST:PORT",
     help="Address for Prometheus metrics of the jobs; default: not served.",
 )
-def agent(options: ServerOptions, tls: ClientTLS | None, max_jobs: int, metrics_address: str) -> None:
+def agent(options: ServerOptions, security: ClientSecurity, max_jobs: int, metrics_address: str) -> None:
     """Run jobs on this host that `rallypoint submit` or SupervisorService launches.
 
     It also serves rendezvous, at the same address, for jobs that name no other service.
     """
-    _serve(options, serve_agent_role(options, tls, max_jobs, metrics_address))
+    _serve(options, serve_agent_role(options, security, max_jobs, metrics_address))
 
 
 def _serve(options: ServerOptions, role: Coroutine[Any, Any, None]) -> None:

@@ -11,7 +11,8 @@ import click
 from rallypoint.cli.output import plain_console, show_span
 from rallypoint.cli.values import Text, service_options
 from rallypoint.rpc.durations import to_seconds
-from rallypoint.rpc.endpoint import ClientTLS, SettingError
+from rallypoint.rpc.endpoint import ClientSecurity, SettingError
+from rallypoint.rpc.runtime_folder import run_socket
 from rallypoint.rpc.text import printable
 from rallypoint.serving.options import Setting
 
@@ -36,7 +37,8 @@ _MOST_NAMES = 20
     default="",
     show_default=False,
     metavar="HOST:PORT",
-    help="With RUN_ID: the timer service to read the progress of the workers from; default: no progress is shown.",
+    help="With RUN_ID: the timer service to read the progress of the workers from. Default: the one in the run's agent "
+    "on this host, if there is one.",
 )
 @service_options
 def status(
@@ -46,9 +48,9 @@ def status(
     timer_endpoint: str,
     as_json: bool,
     timeout: float,
-    tls: ClientTLS | None,
+    security: ClientSecurity,
 ) -> None:
-    """Show all runs, or RUN_ID with its nodes, and with its slowest worker if --timer-endpoint is given."""
+    """Show all runs, or RUN_ID with its nodes, and with its slowest worker if its timer service is known."""
     from google.protobuf.json_format import MessageToDict  # noqa: PLC0415 (slow, and not for --help)
 
     from rallypoint.cli.operator import (  # noqa: PLC0415
@@ -58,13 +60,15 @@ def status(
     )
     from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb  # noqa: PLC0415
 
+    if run_id is not None and not timer_endpoint:
+        timer_endpoint = run_socket("timer", run_id) or run_socket("timer", "") or ""
     response: pb.GetRunResponse | pb.ListRunsResponse
     if run_id is None:
-        response = call_rendezvous(rdzv_endpoint, tls, timeout, all_runs)
+        response = call_rendezvous(rdzv_endpoint, security, timeout, all_runs)
     else:
         response = call_rendezvous(
             rdzv_endpoint,
-            tls,
+            security,
             timeout,
             partial(whole_run, run_id),
             preferred=partial(whole_run, run_id, owner_only=True),
@@ -73,33 +77,33 @@ def status(
         fields = MessageToDict(response, always_print_fields_with_no_presence=True)
         del fields["nextPageToken"]  # all pages are included
         if run_id is not None and timer_endpoint:
-            fields |= _progress_fields(run_id, timer_endpoint, tls, timeout)
+            fields |= _progress_fields(run_id, timer_endpoint, security, timeout)
         click.echo(json.dumps(fields, indent=2))
     elif isinstance(response, pb.GetRunResponse):
         _print_run(response.run, connections_known=not response.durable_only)
         if response.durable_only:
             _print_owner_away(response.owner)
         if timer_endpoint:
-            _print_progress(response.run.run_id, timer_endpoint, tls, timeout)
+            _print_progress(response.run.run_id, timer_endpoint, security, timeout)
     else:
         _print_runs(list(response.runs))
 
 
-def _progress_fields(run_id: str, endpoint: str, tls: ClientTLS | None, timeout: float) -> dict[str, Any]:
+def _progress_fields(run_id: str, endpoint: str, security: ClientSecurity, timeout: float) -> dict[str, Any]:
     from google.protobuf.json_format import MessageToDict  # noqa: PLC0415
 
     try:
-        answer = _request_progress(run_id, endpoint, tls, timeout)
+        answer = _request_progress(run_id, endpoint, security, timeout)
     except SettingError as error:
         return {"progress": None, "progressError": str(error)}
     return {"progress": MessageToDict(answer, always_print_fields_with_no_presence=True)}
 
 
-def _print_progress(run_id: str, endpoint: str, tls: ClientTLS | None, timeout: float) -> None:
+def _print_progress(run_id: str, endpoint: str, security: ClientSecurity, timeout: float) -> None:
 
     console = plain_console()
     try:
-        answer = _request_progress(run_id, endpoint, tls, timeout)
+        answer = _request_progress(run_id, endpoint, security, timeout)
     except SettingError as error:
         # The run is worth showing without its progress.
         console.print(f"progress of the workers is unknown: {error}")
@@ -113,13 +117,13 @@ def _print_progress(run_id: str, endpoint: str, tls: ClientTLS | None, timeout: 
 
 
 def _request_progress(
-    run_id: str, endpoint: str, tls: ClientTLS | None, timeout: float
+    run_id: str, endpoint: str, security: ClientSecurity, timeout: float
 ) -> timer_pb.GetProgressResponse:
     from rallypoint.cli.operator import call_timer  # noqa: PLC0415
     from rallypoint.timer.v1 import timer_service_pb2 as timer_pb  # noqa: PLC0415
 
     request = timer_pb.GetProgressRequest(run_id=run_id, most=1)
-    return call_timer(endpoint, tls, timeout, lambda stub: stub.GetProgress(request))
+    return call_timer(endpoint, security, timeout, lambda stub: stub.GetProgress(request))
 
 
 def _print_runs(runs: list[pb.Run]) -> None:

@@ -15,12 +15,17 @@ import click
 from rallypoint.agent.config.settings import MOST_SECONDS, RunSettingError, rendezvous_conf
 from rallypoint.agent.job.options import OPTIONS, job_fields
 from rallypoint.cli.main import ENVIRONMENT
-from rallypoint.cli.run_command import RunCommand, flag, flags
-from rallypoint.cli.run_flags import run_flags
+from rallypoint.cli.run_flags import RunCommand, flag, flags, run_flags
 from rallypoint.cli.values import NodeCount, Text, refuse_etcd_url
 from rallypoint.rendezvous.core.state import MOST_WORKERS_PER_NODE
 from rallypoint.rpc.durations import set_seconds
-from rallypoint.rpc.endpoint import ClientTLS, EndpointError, SettingError, parse_endpoint, parse_endpoints
+from rallypoint.rpc.endpoint import (
+    ClientSecurity,
+    EndpointError,
+    SettingError,
+    parse_endpoint,
+    parse_endpoints,
+)
 from rallypoint.rpc.text import whole_number
 from rallypoint.serving.options import Seconds, client_options
 
@@ -220,9 +225,9 @@ def _submission(given: Mapping[str, Any]) -> Submission:
     from rallypoint.submission.session import Submission  # noqa: PLC0415
 
     agents: tuple[str, ...] = given["agents"]
-    tls: ClientTLS | None = given["tls"]
+    security: ClientSecurity = given["security"]
     launch = pb.LaunchJobRequest(spec=_spec(agents, given), launch_id=secrets.token_hex(8))
-    return Submission(agents, launch, tls, given["reconnect_timeout"], given["detach"])
+    return Submission(agents, launch, security, given["reconnect_timeout"], given["detach"])
 
 
 def _spec(agents: Sequence[str], given: Mapping[str, Any]) -> pb.JobSpec:

@@ -12,7 +12,7 @@ import click
 from rallypoint.cli.output import plain_console, show_span
 from rallypoint.cli.values import Text, limit_option, timer_service_options
 from rallypoint.rpc.durations import to_seconds
-from rallypoint.rpc.endpoint import ClientTLS
+from rallypoint.rpc.endpoint import ClientSecurity
 from rallypoint.rpc.text import printable
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def timers(
     as_json: bool,
     timer_endpoint: str,
     timeout: float,
-    tls: ClientTLS | None,
+    security: ClientSecurity,
 ) -> None:
     """Show the timers of RUN_ID, or of all runs: expired ones (marked !), then those that expire soonest.
 
@@ -53,7 +53,7 @@ def timers(
 
     found, left_out = call_timer(
         timer_endpoint,
-        tls,
+        security,
         timeout,
         lambda stub: most_urgent(run_id or "", node, limit, expired_only=expired, stub=stub),
     )
@@ -119,7 +119,7 @@ def scopes(
     as_json: bool,
     timer_endpoint: str,
     timeout: float,
-    tls: ClientTLS | None,
+    security: ClientSecurity,
 ) -> None:
     """Show the timeouts that RUN_ID, or every run, has learned for its scopes with `expires(after="auto")`.
 
@@ -129,14 +129,14 @@ def scopes(
     """
     if forgotten or forget_all:
         _check_forgetting(run_id, forgotten, forget_all)
-        counts = _forget(run_id or "", forgotten or [""], timer_endpoint, tls, timeout)
+        counts = _forget(run_id or "", forgotten or [""], timer_endpoint, security, timeout)
         if as_json:
             click.echo(json.dumps({"forgotten": sum(counts.values())}, indent=2))
         else:
             for scope, count in counts.items():
                 click.echo(_describe_scope(run_id or "", scope, count))
         return
-    _show(run_id or "", as_json, timer_endpoint, tls, timeout)
+    _show(run_id or "", as_json, timer_endpoint, security, timeout)
 
 
 def _check_forgetting(run_id: str | None, forgotten: Sequence[str], forget_all: bool) -> None:
@@ -151,7 +151,7 @@ def _check_forgetting(run_id: str | None, forgotten: Sequence[str], forget_all: 
 
 
 def _forget(
-    run_id: str, scopes: Sequence[str], endpoint: str, tls: ClientTLS | None, timeout: float
+    run_id: str, scopes: Sequence[str], endpoint: str, security: ClientSecurity, timeout: float
 ) -> dict[str, int]:
     """Return how many scopes were forgotten for each name; "" means all scopes of the run."""
     from rallypoint.cli.operator import call_timer  # noqa: PLC0415 (gRPC is not for --help)
@@ -164,7 +164,7 @@ def _forget(
             for scope in dict.fromkeys(scopes)
         }
 
-    return call_timer(endpoint, tls, timeout, forget)
+    return call_timer(endpoint, security, timeout, forget)
 
 
 def _describe_scope(run_id: str, scope: str, count: int) -> str:
@@ -177,7 +177,7 @@ def _describe_scope(run_id: str, scope: str, count: int) -> str:
     return f"run {run_id} has forgotten {count} scope{plural} and learns again"
 
 
-def _show(run_id: str, as_json: bool, endpoint: str, tls: ClientTLS | None, timeout: float) -> None:
+def _show(run_id: str, as_json: bool, endpoint: str, security: ClientSecurity, timeout: float) -> None:
     from google.protobuf.json_format import MessageToDict  # noqa: PLC0415 (slow, and not for --help)
 
     from rallypoint.cli.operator import (  # noqa: PLC0415
@@ -185,7 +185,7 @@ def _show(run_id: str, as_json: bool, endpoint: str, tls: ClientTLS | None, time
         call_timer,
     )
 
-    answer = call_timer(endpoint, tls, timeout, partial(all_scopes, run_id))
+    answer = call_timer(endpoint, security, timeout, partial(all_scopes, run_id))
     if as_json:
         fields: dict[str, Any] = MessageToDict(answer, always_print_fields_with_no_presence=True)
         del fields["nextPageToken"]  # all pages are included
@@ -227,7 +227,7 @@ def _print(answer: pb.ListScopesResponse, *, with_runs: bool) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print the answer as JSON.")
 @timer_service_options
 def progress(
-    *, run_id: str, limit: int, as_json: bool, timer_endpoint: str, timeout: float, tls: ClientTLS | None
+    *, run_id: str, limit: int, as_json: bool, timer_endpoint: str, timeout: float, security: ClientSecurity
 ) -> None:
     """Show the progress of the workers of RUN_ID, as they report it with `progress(step)`: the slowest first.
 
@@ -240,7 +240,7 @@ def progress(
     from rallypoint.timer.v1 import timer_service_pb2 as pb  # noqa: PLC0415
 
     request = pb.GetProgressRequest(run_id=run_id, most=limit)
-    answer = call_timer(timer_endpoint, tls, timeout, lambda stub: stub.GetProgress(request))
+    answer = call_timer(timer_endpoint, security, timeout, lambda stub: stub.GetProgress(request))
     if as_json:
         fields = MessageToDict(answer, always_print_fields_with_no_presence=True)
         click.echo(json.dumps(fields, indent=2))

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import click
 
 from rallypoint.agent.job.options import parse_signal
 from rallypoint.launcher.backends import is_etcd_url
 from rallypoint.rendezvous.core.state import MOST_NODES, MOST_WORKERS_PER_NODE
+from rallypoint.rpc.runtime_folder import found_socket, secret_beside
 from rallypoint.serving.options import Seconds, Setting, client_options
 
 
@@ -180,7 +182,7 @@ def seconds(name: str, default: float, help_: str, least: float = 1.0) -> Flag:
     )
 
 
-# ---- Options of the commands that call a rendezvous service.
+# ---- Options of the commands that call a service.
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
@@ -205,15 +207,56 @@ def refuse_etcd_url(endpoint: str) -> None:
 
 
 def service_options(command: _Command) -> _Command:
-    """Add the options `rdzv_endpoint`, `timeout` in seconds, and `tls`, a ClientTLS or None."""
-    return click.option(
+    """Add the options `rdzv_endpoint`, `timeout` in seconds, and `security`, a ClientSecurity."""
+    return _endpoint_option(
         "--rdzv-endpoint",
+        "rendezvous",
+        ServiceAddress(),
+        "HOST:PORT[,...]",
+        "Address of the rendezvous service, or of its replicas.",
+    )(command)
+
+
+def timer_service_options(command: _Command) -> _Command:
+    """Add the options `timer_endpoint`, `timeout` in seconds, and `security`, a ClientSecurity."""
+    return _endpoint_option(
+        "--timer-endpoint", "timer", Text(), "HOST:PORT", "Address of the timer service."
+    )(command)
+
+
+def agent_options(command: _Command) -> _Command:
+    """Add the options of a call to an agent: `agent`, `timeout` in seconds, and `security`, a ClientSecurity."""
+    return _endpoint_option("--agent", "agent", Text(), "HOST:PORT", "Address of the agent.")(command)
+
+
+def _endpoint_option(
+    flag: str, role: str, kind: click.ParamType[str], metavar: str, help_: str
+) -> Callable[[_Command], _Command]:
+    """Return the option for a service's address, with those of every call to a service.
+
+    Without the option the service is found by name: in the agent of the run on this host that is asked about, or the
+    role's own on this host.
+    """
+    option = click.option(
+        flag,
         cls=Setting,
-        type=ServiceAddress(),
-        default="127.0.0.1:29400",
-        metavar="HOST:PORT[,...]",
-        help="Address of the rendezvous service, or of its replicas.",
-    )(timeout_option(client_options(command)))
+        type=kind,
+        metavar=metavar,
+        help=f"{help_} Default: the one of this user on this host, alone or in the agent of the run.",
+    )
+    name = flag.removeprefix("--").replace("-", "_")
+
+    def decorate(command: _Command) -> _Command:
+        @functools.wraps(command)
+        def call(**arguments: Any) -> Any:
+            if arguments[name] is None:
+                endpoint = arguments[name] = found_socket(role, arguments.get("run_id") or "")
+                arguments["security"] = arguments["security"] or secret_beside(endpoint)
+            return command(**arguments)
+
+        return option(timeout_option(client_options(cast(_Command, call))))
+
+    return decorate
 
 
 def timeout_option(command: _Command) -> _Command:
@@ -233,18 +276,3 @@ def limit_option(default: int, most: int, help_: str) -> Callable[[_Command], _C
     return click.option(
         "--limit", type=click.IntRange(1, most), default=default, show_default=True, metavar="N", help=help_
     )
-
-
-# ---- Options of the commands that call a timer service.
-
-
-def timer_service_options(command: _Command) -> _Command:
-    """Add the options `timer_endpoint`, `timeout` in seconds, and `tls`, a ClientTLS or None."""
-    return click.option(
-        "--timer-endpoint",
-        cls=Setting,
-        type=Text(),
-        default="127.0.0.1:29410",
-        metavar="HOST:PORT",
-        help="Address of the timer service. An agent with an embedded one logs its address in `supervisor ready`.",
-    )(timeout_option(client_options(command)))

@@ -233,14 +233,12 @@ def _c10d(flags: RequestedRendezvous) -> ResolvedRendezvous:
     notices = (*_unused(flags, "the c10d backend"), *notices)
     host, port = _parse_endpoint(flags.endpoint, C10D_PORT)
     run_id = flags.run_id or NO_RUN_ID
-    if port == 0:
-        # torchrun itself passes port 0 for a job of one host: any free port.
-        if flags.nodes[1] > 1:
-            raise SettingError(
-                f"--rdzv-endpoint: {flags.endpoint!r} has port 0, which no other host can find; give a port"
-            )
-        return ResolvedRendezvous(service=Embedded(), run_id=run_id, conf=conf.settings, notices=notices)
-    place = Hosted(_endpoint(host, port), conf.is_host)
+    if port == 0 and flags.nodes[1] > 1:
+        raise SettingError(
+            f"--rdzv-endpoint: {flags.endpoint!r} has port 0, which no other host can find; give a port"
+        )
+    # A job of one host meets no other host.
+    place = Hosted(_endpoint(host, port), conf.is_host) if flags.nodes[1] > 1 else Embedded()
     return ResolvedRendezvous(service=place, run_id=run_id, conf=conf.settings, notices=notices)
 
 

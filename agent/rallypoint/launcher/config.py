@@ -15,7 +15,7 @@ from rallypoint.agent.job.options import idle_options, job_fields, parse_signal
 from rallypoint.launcher.backends import RequestedRendezvous, resolve_rendezvous
 from rallypoint.launcher.plan import LaunchPlan
 from rallypoint.rendezvous.core.state import MOST_NODES, MOST_RESTARTS, MOST_WORKERS_PER_NODE
-from rallypoint.rpc.endpoint import ClientTLS, SettingError
+from rallypoint.rpc.endpoint import ClientTLS, SettingError, client_security, run_secret
 
 START_METHODS = ("spawn", "fork", "forkserver")
 
@@ -67,9 +67,10 @@ class LaunchConfig:
         environment: Environment of the workers, without the agent's additions; None: this process's.
         node_id: Name of this host in the run; empty: a new one.
         timer_endpoint: HOST:PORT of the timer service; empty: one inside the agent.
-        supervisor_address: Address at which SupervisorService listens.
+        supervisor_address: Address at which SupervisorService listens; empty: a Unix socket of this user.
         metrics_address: Address at which Prometheus metrics are served; empty: not served.
-        tls: Certificates for the services; None: plaintext.
+        tls: TLS files for the services; None: RALLYPOINT_RUN_SECRET, if it is set.
+        insecure: Speak and serve plaintext over TCP.
         log_level: Level of the agent's own log: debug, info, warning or error.
         options: Any other flag of `rallypoint run` by its name, as in {"rlimit": "nofile=65536"}.
     """
@@ -104,9 +105,10 @@ class LaunchConfig:
     environment: Mapping[str, str] | None = None
     node_id: str = ""
     timer_endpoint: str = ""
-    supervisor_address: str = "127.0.0.1:0"
+    supervisor_address: str = ""
     metrics_address: str = ""
     tls: ClientTLS | None = None
+    insecure: bool = False
     log_level: str = "warning"
     options: Mapping[str, Any] = field(default_factory=dict)
 
@@ -180,7 +182,7 @@ class LaunchConfig:
             timer_endpoint=self.timer_endpoint,
             supervisor_address=self.supervisor_address,
             metrics_address=self.metrics_address,
-            tls=self.tls,
+            security=client_security(self.tls, run_secret(), insecure=self.insecure),
             signals=self.handled_signals,
             notices=(*(in_our_names(notice) for notice in where.notices), *self._notices(), *idle),
             job={**job, **{name: value for name, value in master.items() if value is not None}, "call": call},

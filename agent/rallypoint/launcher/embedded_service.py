@@ -3,22 +3,35 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
 
+from rallypoint.agent.addresses import advertised
 from rallypoint.agent.config.job import Peer
 from rallypoint.launcher.plan import Hosted
-from rallypoint.launcher.services import LAST_WORD, listening, rendezvous_server, warn_of_plaintext
+from rallypoint.launcher.services import (
+    LAST_WORD,
+    listening,
+    listening_host,
+    own_addresses,
+    rendezvous_server,
+)
 from rallypoint.launcher.signals import signalled
 from rallypoint.rendezvous.api.service import SERVICE_NAME
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
 from rallypoint.rpc.channel import open_channel
-from rallypoint.rpc.endpoint import ClientTLS, PortInUseError, ServiceStartError, SettingError, parse_endpoint
+from rallypoint.rpc.endpoint import (
+    ClientSecurity,
+    ClientTLS,
+    PortInUseError,
+    ServiceStartError,
+    SettingError,
+    parse_endpoint,
+)
 from rallypoint.rpc.logs import get_logger
 from rallypoint.rpc.loop import cancel_all
 from rallypoint.rpc.text import one_line
@@ -54,7 +67,7 @@ class EmbeddedService:
             signals: Signals that end the wait for other nodes.
             succeeded: True if this host's workers succeeded.
         """
-        async with open_channel(self.peer.endpoint, self.peer.tls) as channel:
+        async with open_channel(self.peer.endpoint, self.peer.security) as channel:
             stub = pb_grpc.RendezvousServiceStub(channel)
             with suppress(grpc.aio.AioRpcError):  # the run never began
                 run = (await stub.GetRun(pb.GetRunRequest(run_id=run_id, page_size=1), timeout=_ANSWER)).run
@@ -72,12 +85,12 @@ class EmbeddedService:
 
 
 @asynccontextmanager
-async def rendezvous_at(hosted: Hosted, tls: ClientTLS | None) -> AsyncIterator[EmbeddedService | None]:
+async def rendezvous_at(hosted: Hosted, security: ClientSecurity) -> AsyncIterator[EmbeddedService | None]:
     """Serve rendezvous at an address while the context lasts; yield None if another host's agent does.
 
     Args:
         hosted: The address; see Hosted for the serving agent.
-        tls: Certificates of the server, which requires client certificates; None: plaintext, as with torchrun.
+        security: How the job's connections are secured.
 
     Raises:
         SettingError: This agent must serve and can't; one line.
@@ -88,9 +101,12 @@ async def rendezvous_at(hosted: Hosted, tls: ClientTLS | None) -> AsyncIterator[
             yield None
             return
         try:
-            server = await stack.enter_async_context(rendezvous_server(listening(endpoint, tls)))
+            host = await listening_host(endpoint)
+            server = await stack.enter_async_context(
+                rendezvous_server(listening(host, endpoint.port, security))
+            )
         except ServiceStartError as error:
-            taken = await answers_calls(hosted.endpoint, tls)
+            taken = isinstance(error, PortInUseError) and await answers_calls(hosted.endpoint, security)
             if taken and hosted.here is None:
                 yield None  # an agent on this host was first
                 return
@@ -100,23 +116,19 @@ async def rendezvous_at(hosted: Hosted, tls: ClientTLS | None) -> AsyncIterator[
             elif isinstance(error, PortInUseError):
                 why = "another program listens there; stop it, or choose another --master-port or --rdzv-endpoint"
             raise SettingError(f"can't serve rendezvous at {hosted.endpoint}: {why}") from None
-        warn_of_plaintext(endpoint, tls)
-        here = hosted.endpoint if tls is not None or endpoint.loopback else f"127.0.0.1:{endpoint.port}"
-        yield EmbeddedService(server, Peer(here, tls))
+        # Certificates are issued for names; anything else is sure to reach this process by its address.
+        here = hosted.endpoint if isinstance(security, ClientTLS) else server.address
+        yield EmbeddedService(server, Peer(advertised(here, named=False), security))
 
 
 async def is_this_host(host: str) -> bool:
     """Return True if a name or address is one of this machine's, so that it can listen there."""
-    try:
-        found = await asyncio.get_running_loop().getaddrinfo(host, 0, type=socket.SOCK_STREAM)
-    except OSError:
-        return False  # the connection to it fails with a better error
-    return any(_can_bind(family, address) for family, _, _, _, address in found)
+    return bool(await own_addresses(host))
 
 
-async def answers_calls(endpoint: str, tls: ClientTLS | None) -> bool:
+async def answers_calls(endpoint: str, security: ClientSecurity) -> bool:
     """Return True if one of our rendezvous services replies at the endpoint within `_ANSWER` seconds."""
-    async with open_channel(endpoint, tls) as channel:
+    async with open_channel(endpoint, security) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         with suppress(grpc.aio.AioRpcError):
             reply = await stub.Check(health_pb2.HealthCheckRequest(service=SERVICE_NAME), timeout=_ANSWER)
@@ -140,12 +152,3 @@ async def _until_closed(
         await asyncio.wait({watching, waiting}, return_when=asyncio.FIRST_COMPLETED)
     await cancel_all((watching, waiting))
     return waiting.result().name if waiting.done() and not waiting.cancelled() else None
-
-
-def _can_bind(family: int, address: tuple[object, ...]) -> bool:
-    try:
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.bind(address)
-    except OSError:
-        return False
-    return True

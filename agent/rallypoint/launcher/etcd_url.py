@@ -302,4 +302,4 @@ def _tls(given: _EtcdParameters) -> ClientTLS | None:
     # One file may hold both: torch's client reads both from `cert` if only that is given.
     key = "key" if "key" in files else "cert"
     names = FileNames(given.called("cert"), given.called(key), given.called("cacert"))
-    return ClientTLS(files.get("cacert"), files.get("cert"), files.get(key), names)
+    return ClientTLS(files.get("cacert"), files.get("cert"), files.get(key), names=names)

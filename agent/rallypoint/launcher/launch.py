@@ -41,17 +41,17 @@ from rallypoint.launcher.plan import (
     LaunchRequest,
     Replicated,
 )
-from rallypoint.launcher.services import embedded_rendezvous, embedded_timer
+from rallypoint.launcher.services import embedded_rendezvous, embedded_timer, listening
 from rallypoint.launcher.signals import run_until_signalled
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
 from rallypoint.rpc.calls import call_any
 from rallypoint.rpc.endpoint import (
+    ClientSecurity,
     ClientTLS,
+    Endpoint,
     EndpointError,
-    ServerOptions,
     SettingError,
-    listening_endpoint,
     parse_endpoint,
     parse_endpoints,
 )
@@ -60,6 +60,7 @@ from rallypoint.rpc.logs import configure_logs, get_logger
 from rallypoint.rpc.loop import run as run_loop
 from rallypoint.rpc.pace import Pace
 from rallypoint.rpc.replica_client import ReplicaClient
+from rallypoint.rpc.runtime_folder import new_run_socket
 from rallypoint.serving.server import Server
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ async def refuse_duplicate(config: JobConfig) -> None:
     Raises:
         SettingError: There is such a node; one line.
     """
-    async with ReplicaClient(config.rendezvous.endpoint, config.rendezvous.tls) as client:
+    async with ReplicaClient(config.rendezvous.endpoint, config.rendezvous.security) as client:
         try:
             async with asyncio.timeout(config.connect_timeout):
                 nodes = await call_any(
@@ -178,7 +179,7 @@ async def launch(
             await refuse_duplicate(config)
         job = Job(config, spawner)
         on_job(job)
-        await _serve_supervisor(stack, job, plan.supervisor_address, plan.tls)
+        await _serve_supervisor(stack, job, plan.supervisor_address, plan.security)
         try:
             result = await run_until_signalled(job, plan.signals)
         except LogError as error:
@@ -205,7 +206,7 @@ async def _rendezvous(plan: LaunchPlan, conf: RendezvousConf, stack: AsyncExitSt
 
     service = plan.service
     if isinstance(service, Embedded):
-        peer = Peer(await stack.enter_async_context(embedded_rendezvous()))
+        peer = Peer(await stack.enter_async_context(embedded_rendezvous(plan.run_id)))
         return _LaunchedRendezvous(peer, await address(peer.endpoint))
     if isinstance(service, Replicated):
         # Loaded only for the backends that need it.
@@ -213,22 +214,23 @@ async def _rendezvous(plan: LaunchPlan, conf: RendezvousConf, stack: AsyncExitSt
 
         own = await address(",".join(map(str, service.etcd.endpoints)))
         # Certificates are issued for names.
-        served_at = own if plan.tls is None or plan.local_address else socket.gethostname()
+        named = isinstance(plan.security, ClientTLS) and not plan.local_address
+        served_at = socket.gethostname() if named else own
         replica = await stack.enter_async_context(
-            replicated_rendezvous(service.etcd, plan.run_id, served_at, plan.tls, conf.read_timeout)
+            replicated_rendezvous(service.etcd, plan.run_id, served_at, plan.security, conf.read_timeout)
         )
         return _LaunchedRendezvous(replica.peer, own, host=replica)
     _check_endpoints("--rdzv-endpoint", service.endpoint)
     if isinstance(service, ExternalService):
-        return _LaunchedRendezvous(Peer(service.endpoint, plan.tls), await address(service.endpoint))
+        return _LaunchedRendezvous(Peer(service.endpoint, plan.security), await address(service.endpoint))
     from rallypoint.launcher.embedded_service import rendezvous_at  # noqa: PLC0415
 
-    host = await stack.enter_async_context(rendezvous_at(service, plan.tls))
+    host = await stack.enter_async_context(rendezvous_at(service, plan.security))
     if host is None:
         # The serving host may be gone for good, and the run with it.
         lost_timeout = min(conf.read_timeout, _LOST_TIMEOUT)
         return _LaunchedRendezvous(
-            Peer(service.endpoint, plan.tls), await address(service.endpoint), lost_timeout
+            Peer(service.endpoint, plan.security), await address(service.endpoint), lost_timeout
         )
     return _LaunchedRendezvous(host.peer, await address(service.endpoint), host=host)
 
@@ -237,9 +239,9 @@ async def _config(
     plan: LaunchPlan, conf: RendezvousConf, launched: _LaunchedRendezvous, stack: AsyncExitStack
 ) -> JobConfig:
     _check_endpoint("--timer-endpoint", plan.timer_endpoint)
-    timer = Peer(plan.timer_endpoint, plan.tls)
+    timer = Peer(plan.timer_endpoint, plan.security)
     if not plan.timer_endpoint:
-        timer = Peer(await stack.enter_async_context(embedded_timer()))
+        timer = Peer(await stack.enter_async_context(embedded_timer(plan.run_id)))
     config = JobConfig(
         run_id=plan.run_id,
         node_id=plan.node_id or new_node_id(),
@@ -319,28 +321,19 @@ def _check_endpoint(flag: str, endpoint: str) -> None:
         raise SettingError(f"{flag}: {error}") from None
 
 
-def _supervisor_options(host: str, port: int, tls: ClientTLS | None) -> ServerOptions:
-    """Return options: plaintext on loopback, else this host's certificate, for clients with one of the same CA."""
-    if listening_endpoint(host, port).loopback:
-        return ServerOptions(host=host, port=port)
-    if tls is None or tls.certificate is None or tls.key is None or tls.ca is None:
-        raise SettingError(
-            "plaintext is served only on loopback, as in 127.0.0.1:0; other addresses need --tls-ca, "
-            "--tls-cert and --tls-key"
-        )
-    return ServerOptions(
-        host=host, port=port, tls_cert=tls.certificate, tls_key=tls.key, tls_client_ca=tls.ca
-    )
-
-
-async def _serve_supervisor(stack: AsyncExitStack, job: Job, address: str, tls: ClientTLS | None) -> None:
+async def _serve_supervisor(stack: AsyncExitStack, job: Job, address: str, security: ClientSecurity) -> None:
+    """Serve SupervisorService at an address; empty: at a socket that is found by the run's name."""
+    address = address or stack.enter_context(new_run_socket("agent", job.config.run_id))
     host, _, port = address.rpartition(":")
+    if address.startswith("unix:"):
+        host, port = address, "0"
     if not port.isdecimal() or not host:
-        raise SettingError(f"--supervisor-address: {address!r} is not of the form HOST:PORT")
+        raise SettingError(f"--supervisor-address: {address!r} is neither HOST:PORT nor unix:/path")
+    if isinstance(security, ClientTLS) and security.certificate is None and Endpoint(host, 0).loopback:
+        # The files are for the servers of other hosts. Callers on this host know the user's secret.
+        security = None
     try:
-        server = Server(
-            _supervisor_options(host, int(port), tls), services=[supervisor_registration(Jobs(job))]
-        )
+        server = Server(listening(host, int(port), security), services=[supervisor_registration(Jobs(job))])
         await server.start()
     except SettingError as error:
         raise SettingError(f"--supervisor-address {address}: {error}") from None

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from rallypoint.rpc.endpoint import ClientTLS
+from rallypoint.rpc.endpoint import ClientSecurity
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -80,9 +80,9 @@ class LaunchPlan:
             instead of replacing the first.
         local_address: Address at which other hosts reach this one; empty: determined automatically.
         timer_endpoint: Address of the timer service; empty: inside this process.
-        supervisor_address: Address at which SupervisorService listens.
+        supervisor_address: Address at which SupervisorService listens; empty: a socket that is found by the run's name.
         metrics_address: Address at which Prometheus metrics are served; empty: not served.
-        tls: Certificates for the services, and of a service in this process; None: plaintext.
+        security: How connections to services are secured, and those to a service in this process.
         signals: Signals on which the job leaves its run. Empty if the caller handles signals.
         job: Further fields of JobConfig, as `rallypoint.agent.job.options.job_fields` makes them.
         notices: Requested settings that have no meaning here, to be logged once; one line each.
@@ -100,9 +100,9 @@ class LaunchPlan:
     node_id_is_ours: bool = False
     local_address: str = ""
     timer_endpoint: str = ""
-    supervisor_address: str = "127.0.0.1:0"
+    supervisor_address: str = ""
     metrics_address: str = ""
-    tls: ClientTLS | None = None
+    security: ClientSecurity = None
     signals: tuple[int, ...] = HANDLED_SIGNALS
     job: Mapping[str, Any] = field(default_factory=dict)
     notices: tuple[str, ...] = ()

@@ -27,8 +27,9 @@ from rallypoint.launcher.run_lease import (
     keep_alive,
     run_lease,
     seat,
+    shared_secret,
 )
-from rallypoint.launcher.services import LAST_WORD, listening, warn_of_plaintext
+from rallypoint.launcher.services import LAST_WORD, listening, listening_host
 from rallypoint.rendezvous.api.errors import translate
 from rallypoint.rendezvous.api.service import registrations
 from rallypoint.rendezvous.cluster.keys import replica_name
@@ -36,10 +37,11 @@ from rallypoint.rendezvous.cluster.ownership import MoveSettings
 from rallypoint.rendezvous.cluster.replica import Replicas
 from rallypoint.rendezvous.cluster.service import ReplicatedServices, replicated_services
 from rallypoint.rendezvous.core.state import Phase
-from rallypoint.rpc.endpoint import ClientTLS, Endpoint, SettingError, parse_endpoint
+from rallypoint.rpc.endpoint import ClientSecurity, Endpoint, ServerOptions, SettingError, parse_endpoint
 from rallypoint.rpc.logs import get_logger
 from rallypoint.rpc.loop import cancel_all
 from rallypoint.rpc.pace import Pace
+from rallypoint.rpc.runtime_folder import new_run_socket
 from rallypoint.serving.server import Server
 
 # Longest pause in seconds between two attempts to serve, for example after etcd was unreachable.
@@ -61,14 +63,14 @@ class OwnReplica:
     """
 
     def __init__(
-        self, etcd: EtcdAddress, run_id: str, address: str, tls: ClientTLS | None, peer: Peer
+        self, etcd: EtcdAddress, run_id: str, address: str, security: ClientSecurity, peer: Peer
     ) -> None:
         """Start nothing yet; see `replicated_rendezvous`."""
         self.peer = peer
         self._etcd = etcd
         self._run_id = run_id
         self._address = address
-        self._tls = tls
+        self._security = security
         self._pace = Pace()
         self._services: ReplicatedServices | None = None
         # Seconds that the last attempt to serve lasted.
@@ -155,8 +157,9 @@ class OwnReplica:
             services = await stack.enter_async_context(
                 replicated_services(self._etcd, _WANTED, pace=self._pace, connect=connect)
             )
+            host = await listening_host(Endpoint(self._address, 0))
             server = Server(
-                listening(Endpoint(self._address, 0), self._tls),
+                listening(host, 0, self._security),
                 services=services.registrations,
                 translate=translate,
             )
@@ -210,7 +213,7 @@ class OwnReplica:
 
 @asynccontextmanager
 async def replicated_rendezvous(
-    etcd: EtcdAddress, run_id: str, address: str, tls: ClientTLS | None, timeout: float
+    etcd: EtcdAddress, run_id: str, address: str, security: ClientSecurity, timeout: float
 ) -> AsyncIterator[OwnReplica]:
     """Take part in a run's rendezvous over an etcd, as long as the context lasts.
 
@@ -218,7 +221,7 @@ async def replicated_rendezvous(
         etcd: The etcd; its prefix is for this run alone.
         run_id: Name of the run.
         address: Address of this host for other hosts.
-        tls: Certificates of the server, which requires client certificates; None: plaintext, as with torchrun.
+        security: How the job's connections are secured; None: by a secret that the job keeps in the etcd.
         timeout: Seconds after which an etcd that does not reply counts as a wrong address.
 
     Raises:
@@ -228,9 +231,11 @@ async def replicated_rendezvous(
         client = await stack.enter_async_context(EtcdClient(etcd))
         await _reach(client, timeout)
         locator = RedirectingLocator()
-        own = "127.0.0.1" if tls is None else address
+        secret = await shared_secret(client) if security is None else None
+        endpoint = stack.enter_context(new_run_socket("rendezvous", run_id, secret))
+        security = security or secret
         server = Server(
-            listening(Endpoint(own, 0), tls),
+            ServerOptions(host=endpoint),
             services=registrations(locator, list_replicas=locator.list_replicas),
             translate=translate,
         )
@@ -238,9 +243,7 @@ async def replicated_rendezvous(
         stack.push_async_callback(server.stop)
         following = asyncio.create_task(locator.follow(client))
         stack.push_async_callback(_cancel, following)
-        endpoint = Endpoint(own, parse_endpoint(server.address).port)
-        replica = OwnReplica(etcd, run_id, address, tls, Peer(str(endpoint), tls))
-        warn_of_plaintext(Endpoint(address, 0), tls)
+        replica = OwnReplica(etcd, run_id, address, security, Peer(endpoint, security))
         replica.begin(client)
         stack.push_async_callback(replica.end)
         await replica.begun(locator, timeout)

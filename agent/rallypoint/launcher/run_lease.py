@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import secrets
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from typing import NoReturn
@@ -24,7 +25,7 @@ from rallypoint.rendezvous.journal.etcd.journal import Owner
 from rallypoint.rendezvous.journal.etcd.keys import HIGH_WATER
 from rallypoint.rendezvous.shard.reader import RunReader
 from rallypoint.rendezvous.shard.shard import Shard
-from rallypoint.rpc.endpoint import SettingError
+from rallypoint.rpc.endpoint import RunSecret, SettingError
 from rallypoint.rpc.logs import get_logger
 from rallypoint.rpc.pace import Pace
 
@@ -141,6 +142,30 @@ async def run_lease(client: EtcdClient, run_id: str, ttl: int = RUN_TTL) -> int:
 async def _until_changed(client: EtcdClient, key: bytes, revision: int) -> None:
     async with aclosing(client.watch(key, b"", revision + 1)) as watching:
         await anext(watching)
+
+
+async def shared_secret(client: EtcdClient) -> RunSecret:
+    """Return the secret that the agents of a run share, which the first of them makes: who may use the run's keys in
+    etcd may use its services too.
+
+    It outlives the run's lease, as the agents do that are cut off from etcd meanwhile.
+
+    Args:
+        client: Client of the etcd; its address has the prefix of the run.
+
+    Raises:
+        EtcdError: etcd did not reply, or refused. A repetition does no harm.
+    """
+    key = f"{client.address.prefix}/secret".encode()
+    while True:
+        for pair in (await client.get(key)).pairs:
+            if not pair.lease or await client.keep_alive(pair.lease) > 0:
+                return RunSecret(pair.value.decode())
+        lease, _ = await client.grant(NUMBERS_TTL)
+        new = secrets.token_hex(32)
+        if (await client.transact(Txn([CreateRevision(key, 0)], [Put(key, new.encode(), lease)]))).succeeded:
+            return RunSecret(new)
+        await client.revoke(lease)
 
 
 async def forgotten(client: EtcdClient, lease: int, pace: Pace) -> None:

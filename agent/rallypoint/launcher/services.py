@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import ipaddress
 import socket
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -9,8 +11,16 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from rallypoint.rendezvous.api.errors import translate as translate_rendezvous
 from rallypoint.rendezvous.api.service import rendezvous_services
 from rallypoint.rendezvous.journal.journal import MemoryJournal
-from rallypoint.rpc.endpoint import ClientTLS, Endpoint, ServerOptions, SettingError
-from rallypoint.rpc.logs import get_logger
+from rallypoint.rpc.endpoint import (
+    ClientSecurity,
+    ClientTLS,
+    Endpoint,
+    Plaintext,
+    RunSecret,
+    ServerOptions,
+    SettingError,
+)
+from rallypoint.rpc.runtime_folder import new_run_socket
 from rallypoint.serving.server import Server
 from rallypoint.timer.server.service import timer_registration
 from rallypoint.timer.server.service import translate as translate_timer
@@ -18,53 +28,75 @@ from rallypoint.timer.server.service import translate as translate_timer
 LAST_WORD = 10.0
 """Seconds for the other nodes to learn the run's end. They learn it at once; the rest is for a busy machine."""
 
-_log = get_logger("rallypoint.run")
 
-
-def listening(endpoint: Endpoint, tls: ClientTLS | None) -> ServerOptions:
-    """Return the options of a server that other hosts reach at an endpoint.
+def listening(host: str, port: int, security: ClientSecurity) -> ServerOptions:
+    """Return the options of a server of a job at an address, which is secured as the job's own connections are.
 
     Args:
-        endpoint: The endpoint; port 0: any free port.
-        tls: Certificates of the server, which requires client certificates; None: plaintext, as with torchrun.
+        host: Name or address to listen on, or `unix:/path`.
+        port: The port; 0: any free one.
+        security: With TLS files, clients need a certificate of the same authority.
 
     Raises:
-        SettingError: The certificate or its key is missing; one line.
+        SettingError: One of the TLS files is missing; one line.
     """
-    if tls is not None and (tls.certificate is None or tls.key is None):
-        raise SettingError(
-            f"this host serves rendezvous at {endpoint.host} with TLS: give --tls-cert and --tls-key beside --tls-ca"
-        )
-    # A name may resolve to an address that only this machine can reach, as in Debian's /etc/hosts.
-    everywhere = "::" if socket.has_dualstack_ipv6() else "0.0.0.0"  # noqa: S104 (as torch's store listens)
-    return ServerOptions(
-        host=endpoint.host if endpoint.loopback else everywhere,
-        port=endpoint.port,
-        tls_cert=tls.certificate if tls is not None else None,
-        tls_key=tls.key if tls is not None else None,
-        tls_client_ca=tls.ca if tls is not None else None,
-        insecure=tls is None,
-    )
+    if host.startswith("unix:"):
+        return ServerOptions(host=host)  # whom the kernel lets in
+    match security:
+        case ClientTLS(ca, certificate, key):
+            if ca is None or certificate is None or key is None:
+                raise SettingError(
+                    f"this host serves at {host} with TLS, to clients of one authority: give --tls-cert and --tls-key "
+                    "beside --tls-ca"
+                )
+            return ServerOptions(host=host, port=port, tls_cert=certificate, tls_key=key, tls_client_ca=ca)
+        case RunSecret():
+            return ServerOptions(host=host, port=port, run_secret=security)
+        case _:
+            return ServerOptions(host=host, port=port, insecure=isinstance(security, Plaintext))
 
 
-def warn_of_plaintext(endpoint: Endpoint, tls: ClientTLS | None) -> None:
-    """Log a warning if rendezvous is served to other machines in plaintext."""
-    if tls is None and not endpoint.loopback:
-        _log.warning(
-            "rendezvous is served in plaintext: every client that reaches the port can control the job",
-            address=endpoint.host,
-            advice="--tls-ca, --tls-cert and --tls-key on all hosts",
-        )
+async def listening_host(endpoint: Endpoint) -> str:
+    """Return the address at which this host listens to serve an endpoint: the endpoint's own if other hosts reach it.
+
+    A name may resolve to an address that only this host can reach, as in Debian's /etc/hosts, or to one that forwards
+    to this host: then it listens at all addresses.
+    """
+    if endpoint.loopback:
+        return endpoint.host
+    own = await own_addresses(endpoint.host)
+    if own and not any(ipaddress.ip_address(address).is_loopback for address in own):
+        return endpoint.host
+    return "::" if socket.has_dualstack_ipv6() else "0.0.0.0"  # noqa: S104 (see above)
+
+
+async def own_addresses(host: str) -> list[str]:
+    """Return the addresses of a name at which this machine can listen."""
+    try:
+        found = await asyncio.get_running_loop().getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+    except OSError:
+        return []  # the connection to it fails with a better error
+    return [str(address[0]) for family, _, _, _, address in found if _can_bind(family, address)]
+
+
+def _can_bind(family: int, address: tuple[object, ...]) -> bool:
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.bind(address)
+    except OSError:
+        return False
+    return True
 
 
 # ---- Services inside an agent's process, for jobs that name none.
 
 
 @asynccontextmanager
-async def embedded_rendezvous() -> AsyncIterator[str]:
-    """Serve rendezvous inside this process as long as the context lasts; yield the endpoint."""
-    async with rendezvous_server(ServerOptions()) as server:
-        yield server.address
+async def embedded_rendezvous(run_id: str = "") -> AsyncIterator[str]:
+    """Serve a run's rendezvous at a socket of this user as long as the context lasts; yield the endpoint."""
+    with new_run_socket("rendezvous", run_id) as endpoint:
+        async with rendezvous_server(ServerOptions(host=endpoint)):
+            yield endpoint
 
 
 @asynccontextmanager
@@ -83,11 +115,18 @@ async def rendezvous_server(options: ServerOptions) -> AsyncIterator[Server]:
 
 
 @asynccontextmanager
-async def embedded_timer() -> AsyncIterator[str]:
-    """Serve timers inside this process as long as the context lasts; yield the endpoint."""
-    server = Server(ServerOptions(), services=[timer_registration()], translate=translate_timer)
-    await server.start()
-    try:
-        yield server.address
-    finally:
-        await server.stop()
+async def embedded_timer(run_id: str = "") -> AsyncIterator[str]:
+    """Serve timers at a socket of this user as long as the context lasts; yield the endpoint.
+
+    Args:
+        run_id: Name of the run that uses them, by which the socket is found; empty: of several runs.
+    """
+    with new_run_socket("timer", run_id) as endpoint:
+        server = Server(
+            ServerOptions(host=endpoint), services=[timer_registration()], translate=translate_timer
+        )
+        await server.start()
+        try:
+            yield endpoint
+        finally:
+            await server.stop()

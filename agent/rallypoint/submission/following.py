@@ -10,7 +10,7 @@ import grpc
 
 from rallypoint.agent.v1 import supervisor_service_pb2 as pb
 from rallypoint.agent.v1 import supervisor_service_pb2_grpc as pb_grpc
-from rallypoint.rpc.endpoint import ClientTLS, parse_endpoint
+from rallypoint.rpc.endpoint import ClientSecurity, parse_endpoint
 from rallypoint.rpc.errors import GONE, ServiceError, decode, tls_advice
 from rallypoint.rpc.pace import Pace
 
@@ -51,19 +51,19 @@ def is_lost(error: ServiceError) -> bool:
     return error.reason == error.code.name and error.code in (*GONE, grpc.StatusCode.DEADLINE_EXCEEDED)
 
 
-def in_words(error: ServiceError, tls: ClientTLS | None, *, answered: bool = False) -> str:
+def in_words(error: ServiceError, security: ClientSecurity, *, answered: bool = False) -> str:
     """Describe why a call to an agent failed.
 
     Args:
         error: Error of the call.
-        tls: Certificates for the agent; None for plaintext.
+        security: How connections to the agent are secured.
         answered: True if the agent has replied before: then the certificates are right.
     """
     if error.reason == grpc.StatusCode.UNIMPLEMENTED.name:
         return f"no agent answers there ({error.message})"
     if error.reason != error.code.name:
         return f"{error.message} ({error.reason})"
-    advice = tls_advice(error.message, tls) if not answered else None
+    advice = tls_advice(error.message, security) if not answered else None
     return error.message + (f"; {advice}" if advice else "")
 
 
@@ -123,7 +123,7 @@ class LogPieces:
         self,
         stub: pb_grpc.SupervisorServiceAsyncStub,
         request: pb.StreamLogsRequest,
-        tls: ClientTLS | None,
+        security: ClientSecurity,
         timeout: Callable[[], float],
         pace: Pace | None = None,
     ) -> None:
@@ -132,14 +132,14 @@ class LogPieces:
         Args:
             stub: Stub of the agent.
             request: The logs to read.
-            tls: Certificates for the agent, for advice in errors.
+            security: How connections to the agent are secured, for advice in errors.
             timeout: Returns the seconds that the agent may now be unreachable.
             pace: Clock and sleep.
         """
         self.begun = False
         self._stub = stub
         self._request = request
-        self._tls = tls
+        self._security = security
         self._timeout = timeout
         self._pace = pace or Pace()
         self._cursors: dict[tuple[int, int], pb.LogCursor] = {}
@@ -167,7 +167,7 @@ class LogPieces:
                 error = decode(rpc_error)
             finally:
                 call.cancel()
-            why = in_words(error, self._tls, answered=self.begun)
+            why = in_words(error, self._security, answered=self.begun)
             if not is_lost(error) and error.reason != "DRAINING":
                 raise Lost(why)
             await retries.failed(why)
@@ -186,7 +186,7 @@ class Followed:
         self,
         agent: RemoteAgent,
         launch: pb.LaunchJobRequest,
-        tls: ClientTLS | None,
+        security: ClientSecurity,
         *,
         timeout: float,
         note: Callable[[str], None],
@@ -197,7 +197,7 @@ class Followed:
         Args:
             agent: The agent.
             launch: The request that launched the job there.
-            tls: Certificates for the agent, for advice in errors.
+            security: How connections to the agent are secured, for advice in errors.
             timeout: Seconds that the agent may be unreachable before it counts as lost.
             note: Called with sentences about the connection.
             pace: Clock and sleep.
@@ -206,7 +206,7 @@ class Followed:
         self.job: pb.Job | None = None
         self.lost: str | None = None
         self._launch = launch
-        self._tls = tls
+        self._security = security
         self._timeout = timeout
         self._note = note
         self._pace = pace or Pace()
@@ -225,7 +225,7 @@ class Followed:
                     await self._watch_once(on_change, retries)
                     continue
                 except ServiceError as error:
-                    why = in_words(error, self._tls, answered=True)
+                    why = in_words(error, self._security, answered=True)
                     if not is_lost(error) and error.reason != "DRAINING":
                         raise Lost(why) from None
                 if not retries.away:
@@ -267,7 +267,7 @@ class Followed:
     async def follow_logs(self, take: Callable[[Followed, pb.StreamLogsResponse], Awaitable[None]]) -> None:
         """Call `take` with each piece of output, once and in order; return at its end, or if the agent is lost."""
         request = pb.StreamLogsRequest(run_id=self._launch.spec.run_id, follow=True)
-        pieces = LogPieces(self.agent.stub, request, self._tls, self._log_timeout, self._pace)
+        pieces = LogPieces(self.agent.stub, request, self._security, self._log_timeout, self._pace)
         pieces.begun = True  # the agent has replied to the launch
         try:
             async for piece in pieces.read():
@@ -293,7 +293,7 @@ class Followed:
                 return None
             if self.ended or error.reason == "NO_JOB":
                 return None
-            why = in_words(error, self._tls, answered=True)
+            why = in_words(error, self._security, answered=True)
             try:
                 if not is_lost(error):
                     raise Lost(why)

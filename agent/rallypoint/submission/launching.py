@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import grpc
 
 from rallypoint.agent.v1 import supervisor_service_pb2 as pb
-from rallypoint.rpc.endpoint import ClientTLS
+from rallypoint.rpc.endpoint import ClientSecurity
 from rallypoint.rpc.errors import ServiceError, decode
 from rallypoint.rpc.loop import cancel_all
 from rallypoint.rpc.pace import Pace
@@ -30,7 +30,7 @@ class NotLaunched(Exception):
 async def launch_everywhere(
     agents: Sequence[RemoteAgent],
     request: pb.LaunchJobRequest,
-    tls: ClientTLS | None,
+    security: ClientSecurity,
     *,
     timeout: float = LAUNCH_TIMEOUT,
     pace: Pace | None = None,
@@ -42,7 +42,7 @@ async def launch_everywhere(
     Args:
         agents: All agents of the job.
         request: The same for each; it must have a launch_id.
-        tls: Certificates for the agents, for advice in errors.
+        security: How connections to the agents are secured, for advice in errors.
         timeout: Seconds for all launches.
         pace: Clock and sleep.
 
@@ -71,7 +71,7 @@ async def launch_everywhere(
         raise error or AssertionError("a call that failed has an error")
     perhaps = f"; it may still run on {', '.join(left)}: check there" if left else ""
     raise NotLaunched(
-        f"agent {refused.endpoint} did not accept the job: {in_words(error, tls)}; "
+        f"agent {refused.endpoint} did not accept the job: {in_words(error, security)}; "
         f"this launch runs nowhere now{perhaps}"
     )
 

@@ -16,7 +16,7 @@ from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as rendezvous_pb
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as rendezvous_grpc
 from rallypoint.rpc.calls import call_any
 from rallypoint.rpc.channel import open_channel
-from rallypoint.rpc.endpoint import ClientTLS
+from rallypoint.rpc.endpoint import ClientSecurity
 from rallypoint.rpc.errors import ServiceError
 from rallypoint.rpc.loop import cancel_all
 from rallypoint.rpc.replica_client import ReplicaClient
@@ -69,14 +69,14 @@ class Submission:
     Attributes:
         endpoints: Addresses of the agents.
         launch: The request for each of them.
-        tls: Certificates for them; None: plaintext.
+        security: How connections to them are secured.
         timeout: Seconds that an agent may be unreachable before it counts as lost.
         detach: Return when the job is launched.
     """
 
     endpoints: Sequence[str]
     launch: pb.LaunchJobRequest
-    tls: ClientTLS | None
+    security: ClientSecurity
     timeout: float
     detach: bool = False
 
@@ -120,7 +120,7 @@ class SubmissionSession:
         async with AsyncExitStack() as stack:
             endpoints = self._submission.endpoints
             for endpoint, label in zip(endpoints, labels(endpoints), strict=True):
-                channel = await stack.enter_async_context(open_channel(endpoint, self._submission.tls))
+                channel = await stack.enter_async_context(open_channel(endpoint, self._submission.security))
                 self._agents.append(RemoteAgent(endpoint, label, pb_grpc.SupervisorServiceStub(channel)))
             stack.enter_context(self._handling_signals())
             launches = await self._launch()
@@ -140,7 +140,9 @@ class SubmissionSession:
     async def _launch(self) -> list[pb.LaunchJobResponse] | None:
         """Return None if a signal interrupted the launch; the job is then stopped everywhere."""
         submission = self._submission
-        launching = asyncio.create_task(launch_everywhere(self._agents, submission.launch, submission.tls))
+        launching = asyncio.create_task(
+            launch_everywhere(self._agents, submission.launch, submission.security)
+        )
         signalled = asyncio.create_task(self._signalled.wait())
         try:
             await asyncio.wait({launching, signalled}, return_when=asyncio.FIRST_COMPLETED)
@@ -156,7 +158,11 @@ class SubmissionSession:
         submission = self._submission
         self._followed = [
             Followed(
-                agent, submission.launch, submission.tls, timeout=submission.timeout, note=self._report_line
+                agent,
+                submission.launch,
+                submission.security,
+                timeout=submission.timeout,
+                note=self._report_line,
             )
             for agent in self._agents
         ]
@@ -253,7 +259,7 @@ class SubmissionSession:
     async def _request_outcome(self, endpoint: str) -> bool | None:
         """Return the run's success at its rendezvous service; None if it is unknown or the run has not ended."""
         request = rendezvous_pb.GetRunRequest(run_id=self._submission.launch.spec.run_id)
-        async with ReplicaClient(endpoint, self._submission.tls) as client:
+        async with ReplicaClient(endpoint, self._submission.security) as client:
             try:
                 async with asyncio.timeout(_OUTCOME_TIMEOUT):
                     answer: rendezvous_pb.GetRunResponse = await call_any(

@@ -14,8 +14,6 @@ from pathlib import Path
 from types import MappingProxyType
 from urllib.parse import parse_qsl, unquote
 
-import grpc
-
 from rallypoint.rpc.endpoint import (
     ClientTLS,
     Endpoint,
@@ -25,7 +23,7 @@ from rallypoint.rpc.endpoint import (
     without_password,
 )
 from rallypoint.rpc.logs import get_logger
-from rallypoint.rpc.tls import TLSFileError, client_credentials, file_stamp
+from rallypoint.rpc.tls import channel_credentials, client_files
 
 DEFAULT_PORT = 2379
 # The name of the variable, not a password.
@@ -316,8 +314,6 @@ def _seconds(name: str, text: str, where: str) -> float:
 
 log = get_logger(__name__)
 
-Stamp = tuple[tuple[int, int, int] | None, ...]
-
 
 class Credentials:
     """The credentials for connections. gRPC cannot exchange those of a channel, so `current` is for the next one."""
@@ -328,25 +324,12 @@ class Credentials:
         Raises:
             TLSFileError: A file is missing, unusable or does not match.
         """
-        self._tls = tls
         self.names = tls.names if tls is not None else FileNames()
         """Names of the files in messages."""
-        self._stamp = self._read()
-        self.current: grpc.ChannelCredentials | None = None if tls is None else client_credentials(tls)
+        self._files = None if tls is None else client_files(tls)
+        self.current = None if self._files is None else channel_credentials(self._files.content)
 
     def refresh(self) -> None:
         """Read the files again if they were replaced; unusable files (half written, for example) change nothing."""
-        stamp = self._read()
-        if self._tls is None or stamp == self._stamp:
-            return
-        self._stamp = stamp
-        try:
-            self.current = client_credentials(self._tls)
-        except TLSFileError as error:
-            log.warning("TLS files for etcd changed and are unusable; keeping the old ones", cause=str(error))
-
-    def _read(self) -> Stamp:
-        if self._tls is None:
-            return ()
-        files = (self._tls.ca, self._tls.certificate, self._tls.key)
-        return tuple(file_stamp(path) for path in files if path is not None)
+        if self._files is not None and self._files.refresh():
+            self.current = channel_credentials(self._files.content)

@@ -342,7 +342,7 @@ class Membership:
         # longest, and a back-off of ours on top would double that. A newcomer wants the reason why there is none;
         # and where there are other replicas, they are tried.
         stub: pb_grpc.RendezvousServiceAsyncStub = connection.stub(pb_grpc.RendezvousServiceStub)
-        call = stub.Join(wait_for_ready=self._ever_admitted and connection.alone)
+        call = stub.Join(wait_for_ready=self._ever_admitted and connection.waits)
         try:
             async with asyncio.timeout_at(None if deadline == math.inf else deadline):
                 with contextlib.suppress(asyncio.InvalidStateError):  # ended already: read raises the error

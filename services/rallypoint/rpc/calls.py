@@ -180,7 +180,7 @@ class RetryingCalls(Generic[_Stub]):
     ) -> _Response:
         timeout = remaining if waits else min(remaining, connection.timeout)
         return await pick(connection.stub(self._stub))(
-            request, timeout=timeout, wait_for_ready=connection.alone
+            request, timeout=timeout, wait_for_ready=connection.waits
         )
 
 

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
+from functools import partial
+from types import TracebackType
+from typing import Any, Self
+
 import grpc
 
-from rallypoint.rpc.endpoint import ClientTLS, Endpoint, EndpointError, parse_endpoint
-from rallypoint.rpc.tls import TLSFileError, client_credentials
-
-__all__ = [
-    "CLIENT_ARGUMENTS",
-    "MAX_MESSAGE_BYTES",
-    "ClientTLS",
-    "EndpointError",
-    "TLSFileError",
-    "channel_at",
-    "credentials_of",
-    "open_channel",
-]
+from rallypoint.rpc.endpoint import ClientSecurity, Endpoint, parse_endpoint
+from rallypoint.rpc.tls import ClientCredentials
 
 MAX_MESSAGE_BYTES = 4 * 1024 * 1024
 """Limit for one message, in either direction: gRPC's default, so that generated clients in any language agree."""
@@ -56,44 +51,122 @@ CLIENT_ARGUMENTS: tuple[tuple[str, int], ...] = (
 )
 
 
-def open_channel(endpoint: str, tls: ClientTLS | None = None) -> grpc.aio.Channel:
+# Seconds that calls may still wait for a connection in a channel whose TLS files were replaced.
+_WAITING_CALLS = 15.0
+
+
+def open_channel(endpoint: str, security: ClientSecurity = None) -> grpc.aio.Channel:
     """Open a channel. It connects when first used and reconnects automatically; close it when done.
 
     Args:
         endpoint: `host:port`, `[ipv6]:port` or `unix:/path`.
-        tls: the client's TLS files; None for plaintext. The host must be in the server's certificate.
+        security: how the connection is secured. With TLS files, the host must be in the server's certificate.
 
     Raises:
         EndpointError: `endpoint` is none of these.
         TLSFileError: a TLS file is missing, unusable or does not match.
+        SettingError: the connection would be plaintext over a network, and that was not chosen.
     """
-    return channel_at(parse_endpoint(endpoint), credentials_of(tls))
-
-
-def credentials_of(tls: ClientTLS | None) -> grpc.ChannelCredentials | None:
-    """Return the credentials of a client; None for plaintext.
-
-    Raises:
-        TLSFileError: a TLS file is missing, unusable or does not match.
-    """
-    return client_credentials(tls) if tls is not None else None
+    return channel_at(parse_endpoint(endpoint), ClientCredentials(security))
 
 
 def channel_at(
-    endpoint: Endpoint, credentials: grpc.ChannelCredentials | None, name: str | None = None
+    endpoint: Endpoint, credentials: ClientCredentials, name: str | None = None
 ) -> grpc.aio.Channel:
     """Open a channel, as `open_channel`.
 
     Args:
         endpoint: the endpoint to connect to.
-        credentials: the client's credentials; None for plaintext.
+        credentials: the client's credentials.
         name: the host name that resolved to `endpoint`, which must be in the server's certificate; None: the host of
             `endpoint`.
     """
+    open_ = partial(_channel, endpoint, credentials, name)
+    return _RenewedChannel(open_, credentials.refresh) if credentials.of_files else open_()
+
+
+def _channel(endpoint: Endpoint, credentials: ClientCredentials, name: str | None) -> grpc.aio.Channel:
     options: list[tuple[str, int | str]] = [*CLIENT_ARGUMENTS]
-    if name is not None:
+    channel_credentials, certified_name = credentials.of(endpoint)
+    if certified_name is not None:
+        options.append(("grpc.ssl_target_name_override", certified_name))
+    elif name is not None:
         # gRPC also takes the host name that TLS checks from this option.
         options.append(("grpc.default_authority", str(Endpoint(name, endpoint.port))))
-    if credentials is None:
+    if channel_credentials is None:
         return grpc.aio.insecure_channel(endpoint.target, options=options)
-    return grpc.aio.secure_channel(endpoint.target, credentials, options=options)
+    return grpc.aio.secure_channel(endpoint.target, channel_credentials, options=options)
+
+
+class _RenewedChannel(grpc.aio.Channel):
+    """A channel over TLS files, which counts on their present content whenever it has to connect.
+
+    gRPC's own channel keeps the content that it began with: once that has expired, it can't connect any more. A channel
+    that stands is not touched.
+    """
+
+    def __init__(self, open_: Callable[[], grpc.aio.Channel], refresh: Callable[[], int]) -> None:
+        """Open the first one; `refresh` returns a number that changes with the files."""
+        self._open = open_
+        self._refresh = refresh
+        self._read = refresh()
+        self._channel = open_()
+        self._closing: set[asyncio.Task[None]] = set()
+
+    def _current(self) -> grpc.aio.Channel:
+        connected = self._channel.get_state() is grpc.ChannelConnectivity.READY
+        if not connected and (read := self._refresh()) != self._read:
+            self._read = read
+            # It would go on trying to connect; but calls may still wait in it.
+            closing = asyncio.create_task(self._channel.close(_WAITING_CALLS))
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
+            self._channel = self._open()
+        return self._channel
+
+    def _method(self, kind: str, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        made: tuple[grpc.aio.Channel | None, Any] = None, None
+
+        def call(*request: Any, **options: Any) -> Any:
+            nonlocal made
+            channel = self._current()
+            if channel is not made[0]:
+                made = channel, getattr(channel, kind)(*arguments, **named)
+            return made[1](*request, **options)
+
+        return call
+
+    def unary_unary(self, *arguments: Any, **named: Any) -> Any:
+        """As `grpc.aio.Channel`; so are the others."""
+        return self._method("unary_unary", arguments, named)
+
+    def unary_stream(self, *arguments: Any, **named: Any) -> Any:
+        return self._method("unary_stream", arguments, named)
+
+    def stream_unary(self, *arguments: Any, **named: Any) -> Any:
+        return self._method("stream_unary", arguments, named)
+
+    def stream_stream(self, *arguments: Any, **named: Any) -> Any:
+        return self._method("stream_stream", arguments, named)
+
+    def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
+        return self._current().get_state(try_to_connect)
+
+    async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
+        await self._channel.wait_for_state_change(last_observed_state)
+
+    async def channel_ready(self) -> None:
+        await self._current().channel_ready()
+
+    async def close(self, grace: float | None = None) -> None:
+        for each in self._closing:
+            each.cancel()
+        await asyncio.gather(self._channel.close(grace), *self._closing, return_exceptions=True)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()

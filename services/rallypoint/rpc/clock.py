@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-# Rounding error of sums of floats, seconds.
-_ROUNDING = 1e-6
+ROUNDING = 1e-6
+"""A deadline this close, in seconds, counts as reached, or is waited for this long. Deadlines are converted between two
+clocks; without this margin, a rounding error could make the caller wake at the same instant for ever."""
 # Seconds from a pause to the first check after it. Half of it is the largest amount by which a second pause, right
 # after the first, may be compensated too little.
 _FIRST_LOOK = 0.01
@@ -73,7 +74,7 @@ class WatchClock:
         if lag <= self._settings.tolerance:
             return 0.0
         grace = 0.0
-        if lag >= self._settings.pulse - _ROUNDING:
+        if lag >= self._settings.pulse - ROUNDING:
             watched = self.read(due) - self._settled_at
             grace = max(0.0, min(self._settings.settle, lag, watched / 2))
         self._forgiven += lag + grace

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ipaddress
+import os
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TypeAlias
 
 from rallypoint.rpc.text import whole_number
 
@@ -25,12 +27,30 @@ class PortInUseError(ServiceStartError):
 
 
 @dataclass(frozen=True, slots=True)
+class RunSecret:
+    """A text that only the hosts of a job hold: both ends of a connection prove that they hold it."""
+
+    text: str = field(repr=False)
+
+    token: Path | None = None
+    """File with the token that a client sends with each call; None: it sends none."""
+
+
+CERTIFIED_NAME = "run-secret.rallypoint.internal"
+"""Name in the certificates that come from a run secret, which clients check in place of the host's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plaintext:
+    """The choice to speak plaintext over TCP: any host on the way can read and change everything."""
+
+
+@dataclass(frozen=True, slots=True)
 class ServerOptions:
     """Settings of one server process. Field `tls_cert` is the flag `--tls-cert`, and so on."""
 
     host: str = "127.0.0.1"
-    """Name or address to listen on, or `unix:/path` (then `port` is ignored). Only loopback and Unix sockets
-    may go without TLS."""
+    """Name or address to listen on, or `unix:/path` (then `port` is ignored)."""
 
     port: int = 0
     """0 to 65535. 0 lets the kernel choose; `Server.address` then has the port."""
@@ -44,8 +64,23 @@ class ServerOptions:
     tls_client_ca: Path | None = None
     """PEM certificates that must have signed a client's certificate. If set, clients without one are refused."""
 
+    run_secret: RunSecret | None = None
+    """Secret that clients must hold, in place of TLS files. Without either, a loopback address takes the secret of this
+    user, and another address is refused unless `insecure`."""
+
     insecure: bool = False
-    """Allow plaintext on any address. Every client that can reach the port can then read and control every run."""
+    """Serve plaintext at the TCP address. Every client that can reach the port can then read and control every run."""
+
+    policy: Path | None = None
+    """TOML file that grants roles for runs to the names in clients' certificates; see `rallypoint.serving.policy`. It
+    needs `tls_client_ca`. None: a client that could connect may call everything."""
+
+    token_keys: Path | None = None
+    """PEM public keys (Ed25519) of those who issue tokens. If set, a client without a certificate needs a token, and a
+    client with a token has the rights in it. Read again when the file changes. Needs TLS files or a run secret."""
+
+    audit_log: Path | None = None
+    """File to which refused calls and actions of operators are appended, a line of JSON each."""
 
     drain_grace: float = 5.0
     """Seconds that open calls get to end after SIGTERM. 5 is below the 10 s after which `docker stop` kills;
@@ -65,6 +100,15 @@ class ServerOptions:
 
     log_format: str = "auto"
     """human, json, or auto: human on a terminal, json otherwise."""
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """A certificate chain with its private key, and the authorities that must have signed the peer's, all PEM."""
+
+    certificate: bytes | None
+    key: bytes | None
+    authorities: bytes | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,15 +133,23 @@ class ClientTLS:
     key: Path | None = None
     """PEM private key of `certificate`, not encrypted."""
 
+    token: Path | None = None
+    """As of `RunSecret`."""
+
     names: FileNames = field(default=FileNames(), compare=False, repr=False)
     """Names of the files in messages."""
+
+
+ClientSecurity: TypeAlias = ClientTLS | RunSecret | Plaintext | None
+"""How a client secures its connections. None: nothing was configured; then a Unix socket is used as it is, a loopback
+address takes the secret of this user, and any other address is refused."""
 
 
 _EXPECTED = "expected host:port, [ipv6]:port or unix:/path"
 _LABEL = r"(?!-)[A-Za-z0-9_-]{1,63}(?<!-)"
 _NAME = re.compile(rf"{_LABEL}(\.{_LABEL})*\.?")
-# sun_path of Linux holds 108 bytes, including the final NUL.
-_LONGEST_SOCKET_PATH = 107
+LONGEST_SOCKET_PATH = 107
+"""Bytes of a Unix socket's path: sun_path of Linux holds 108, including the final NUL."""
 
 
 class EndpointError(SettingError):
@@ -206,7 +258,7 @@ def _socket(text: str) -> Endpoint:
         path = path[2:]
     if not path.startswith("/"):
         raise EndpointError(f"endpoint {text!r} needs an absolute path, as in unix:/run/rallypoint.sock")
-    if len(path.encode()) > _LONGEST_SOCKET_PATH:
+    if len(path.encode()) > LONGEST_SOCKET_PATH:
         raise EndpointError(f"endpoint {text!r} is too long: a socket path has at most 107 bytes")
     return Endpoint("", 0, path)
 
@@ -266,3 +318,62 @@ def parse_endpoints(text: str) -> Endpoints:
         except EndpointError as error:
             raise EndpointError(f"endpoint {number} of {len(parts)}: {error}") from None
     return Endpoints(tuple(dict.fromkeys(endpoints)))
+
+
+# ---- How a client secures its connections: the choice, from flags and the environment.
+
+SECRET_VARIABLE = "RALLYPOINT_RUN_SECRET"  # noqa: S105 (the name of a variable)
+"""Environment variable with the text of the run secret."""
+
+# Below this, the text may be found by trying.
+_SHORTEST_SECRET = 16
+
+
+def run_secret(file: Path | None = None) -> RunSecret | None:
+    """Return the run secret that a file has, else the environment (also as a file's name); None: there is none.
+
+    Raises:
+        SettingError: it can't be read, or is too short; one line.
+    """
+    text, where = os.environ.get(SECRET_VARIABLE, "").strip(), SECRET_VARIABLE
+    flag = "--run-secret-file"
+    if file is None and (named := os.environ.get(f"{SECRET_VARIABLE}_FILE")):
+        file, flag = Path(named), f"{SECRET_VARIABLE}_FILE"
+    if file is not None:
+        where = f"{flag} {file}"
+        try:
+            text = file.read_text().strip()
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "it is not text"
+            raise SettingError(f"{where}: {reason}") from None
+    elif not text:
+        return None
+    if len(text) < _SHORTEST_SECRET:
+        raise SettingError(
+            f"{where} has {len(text)} characters, and {_SHORTEST_SECRET} is the least: make one with "
+            "`openssl rand -hex 32`"
+        )
+    return RunSecret(text)
+
+
+def client_security(
+    tls: ClientTLS | None, secret: RunSecret | None, *, insecure: bool, token: Path | None = None
+) -> ClientSecurity:
+    """Return how a client secures its connections; TLS files are preferred to a secret.
+
+    Args:
+        tls: TLS files; None: there are none.
+        secret: The run secret; None: there is none.
+        insecure: True for plaintext.
+        token: File with a token for each call. Alone, it is sent to servers with a certificate of a public authority.
+
+    Raises:
+        SettingError: `insecure` contradicts the others; one line.
+    """
+    if insecure and (tls or secret or token):
+        given = "the --tls flags" if tls else "the run secret" if secret else "--token-file"
+        raise SettingError(f"--insecure and {given} contradict each other: leave one of them out")
+    if insecure:
+        return Plaintext()
+    chosen = tls or secret
+    return chosen if token is None else replace(chosen or ClientTLS(), token=token)

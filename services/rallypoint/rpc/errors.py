@@ -13,7 +13,7 @@ from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-unty
 from grpc_status import rpc_status  # type: ignore[import-untyped]
 
 from rallypoint.rpc.durations import set_seconds, to_seconds
-from rallypoint.rpc.endpoint import ClientTLS
+from rallypoint.rpc.endpoint import ClientSecurity, ClientTLS, Plaintext, RunSecret
 from rallypoint.rpc.text import clip
 
 DOMAIN = "rallypoint"
@@ -168,35 +168,62 @@ def _unpack(detail: AnyDetail, into: ServiceError) -> None:
 # ---- The change to make when a connection fails in the TLS handshake: gRPC reports only the texts of its libraries.
 
 
-_NO_TLS_THERE = "it speaks plaintext: leave the --tls flags out"
-_UNKNOWN_AUTHORITY = "its certificate is not signed by an authority in --tls-ca"
 _OTHER_NAME = "its certificate is for another host name: connect to a name that is in it"
 _EXPIRED = "its certificate is expired, or not valid yet: replace it, or check the clocks"
-_WANTS_TLS = "it may require TLS: give --tls-ca"
 _WANTS_CERTIFICATE = "it may require a client certificate: give --tls-cert and --tls-key"
 _WANTS_ANOTHER = "it may require a client certificate of another authority: check --tls-cert"
+_WANTS_MORE = "it may require TLS or a run secret: leave --insecure out, and give --tls-ca or the secret"
+_OTHER_SECRET = "its run secret is another: give all hosts of the job the same"  # noqa: S105 (a sentence)
+_OTHER_USER = (
+    "a server listens there that this user did not start, or that needs --tls-ca, --insecure or a run secret"
+)
 
 
-def tls_advice(message: str, tls: ClientTLS | None) -> str | None:
-    """Return the change to make if a failed connection looks like a TLS problem.
+def tls_advice(message: str, security: ClientSecurity) -> str | None:
+    """Return the change to make if a failed connection looks like a problem of how it is secured.
 
     Args:
         message: gRPC's text for the failure.
-        tls: the client's TLS files; None for plaintext.
+        security: how the client secures its connections.
 
     Returns:
         Half a sentence about the server; None if the message is about something else.
     """
-    if tls is None:
-        return _WANTS_TLS if "Socket closed" in message else None
-    for sign, advice in (
-        ("WRONG_VERSION_NUMBER", _NO_TLS_THERE),
-        ("Hostname Verification", _OTHER_NAME),
-        ("certificate has expired", _EXPIRED),
-        ("certificate is not yet valid", _EXPIRED),
-        ("CERTIFICATE_VERIFY_FAILED", _UNKNOWN_AUTHORITY),
-        ("Socket closed", _WANTS_ANOTHER if tls.certificate else _WANTS_CERTIFICATE),
-    ):
+    for sign, advice in _advices(security):
         if sign in message:
             return advice
     return None
+
+
+def _advices(security: ClientSecurity) -> tuple[tuple[str, str], ...]:
+    """Return parts of gRPC's texts with the advice for each, the first that is found counts."""
+    match security:
+        case Plaintext():
+            return (("Socket closed", _WANTS_MORE),)
+        case ClientTLS():
+            return (
+                ("WRONG_VERSION_NUMBER", "it speaks plaintext: leave the --tls flags out"),
+                ("Hostname Verification", _OTHER_NAME),
+                ("certificate has expired", _EXPIRED),
+                ("certificate is not yet valid", _EXPIRED),
+                (
+                    "CERTIFICATE_VERIFY_FAILED",
+                    "its certificate is not signed by an authority in --tls-ca",
+                ),
+                ("Socket closed", _WANTS_ANOTHER if security.certificate else _WANTS_CERTIFICATE),
+            )
+        case RunSecret():
+            return (
+                ("WRONG_VERSION_NUMBER", "it speaks plaintext: start it with the same run secret"),
+                ("CERTIFICATE_VERIFY_FAILED", _OTHER_SECRET),
+                ("Socket closed", _OTHER_SECRET),
+            )
+        case None:
+            return (
+                (
+                    "WRONG_VERSION_NUMBER",
+                    "it speaks plaintext: give --insecure if you trust who listens there",
+                ),
+                ("CERTIFICATE_VERIFY_FAILED", _OTHER_USER),
+                ("Socket closed", _OTHER_USER),
+            )

@@ -12,11 +12,12 @@ import grpc
 import grpc.aio
 
 from rallypoint.rpc.address import Address, Resolve, addresses_of, has_name, listed_addresses
-from rallypoint.rpc.channel import channel_at, credentials_of
-from rallypoint.rpc.endpoint import ClientTLS, EndpointError, Endpoints, parse_endpoint, parse_endpoints
+from rallypoint.rpc.channel import channel_at
+from rallypoint.rpc.endpoint import ClientSecurity, Endpoints, SettingError, parse_endpoint, parse_endpoints
 from rallypoint.rpc.errors import GONE, MOVED, ServiceError
 from rallypoint.rpc.pace import Pace
 from rallypoint.rpc.selector import CONNECT_TIMEOUT, REPLY_TIMEOUT, ReplicaSearch, ReplicaSelector
+from rallypoint.rpc.tls import ClientCredentials
 
 IDLE_TIMEOUT = 60.0
 """Seconds after which an idle channel is closed, unless it leads to the next replica to call. A replica that goes and
@@ -46,10 +47,12 @@ class ReplicaConnection:
 
     Attributes:
         alone: True if there is no other replica: then all the client can do is wait.
+        waits: True if a call may wait in the channel for as long as it takes to connect: `alone`, and the channel does
+            not follow TLS files (then each attempt of the client reads them, if they were replaced).
         timeout: Seconds to wait for a reply that should come at once; infinite if `alone`.
     """
 
-    __slots__ = ("_client", "_connection", "_hung_up", "_search", "alone", "timeout")
+    __slots__ = ("_client", "_connection", "_hung_up", "_search", "alone", "timeout", "waits")
 
     def __init__(
         self,
@@ -65,6 +68,7 @@ class ReplicaConnection:
         self._connection = cached
         self.timeout = timeout
         self.alone = alone
+        self.waits = alone and not client.follows_files
         self._hung_up: Callable[[], object] = lambda: None
         cached.users += 1
 
@@ -120,7 +124,7 @@ class ReplicaClient:
     def __init__(
         self,
         endpoints: Endpoints | str,
-        tls: ClientTLS | None = None,
+        security: ClientSecurity = None,
         *,
         pace: Pace | None = None,
         resolve: Resolve = addresses_of,
@@ -129,17 +133,20 @@ class ReplicaClient:
 
         Args:
             endpoints: The service's endpoints; text as for parse_endpoints.
-            tls: The client's TLS files, the same for all replicas; None: plaintext.
+            security: How connections to all replicas are secured.
             pace: Clock, sleep and randomness, which spreads clients over the replicas.
             resolve: Resolves names.
 
         Raises:
             EndpointError: The endpoints are not valid.
             TLSFileError: A TLS file is missing, unusable or does not match.
+            SettingError: A connection would be plaintext over a network, and that was not chosen.
         """
         self._endpoints = parse_endpoints(endpoints) if isinstance(endpoints, str) else endpoints
         self._text = str(self._endpoints)
-        self._credentials = credentials_of(tls)
+        self._credentials = ClientCredentials(security)
+        for each in self._endpoints.endpoints:
+            self._credentials.of(each)
         self._pace = pace or Pace()
         self._resolve = resolve
         self._named = any(map(has_name, self._endpoints.endpoints))
@@ -167,6 +174,11 @@ class ReplicaClient:
 
     def __str__(self) -> str:
         return self._text
+
+    @property
+    def follows_files(self) -> bool:
+        """Whether channels are secured by TLS files, which may be replaced."""
+        return self._credentials.of_files
 
     async def __aenter__(self) -> Self:
         return self
@@ -261,10 +273,14 @@ class ReplicaClient:
             self._sweep = asyncio.get_running_loop().call_later(IDLE_TIMEOUT, self._close_idle)
 
     def _named_owner(self, address: str) -> Address | None:
-        try:
-            return self._selector.known_as(Address.of(parse_endpoint(address))) if address else None
-        except EndpointError:
+        if not address:
             return None
+        try:
+            owner = parse_endpoint(address)
+            self._credentials.of(owner)
+        except SettingError:
+            return None  # unusable for this client
+        return self._selector.known_as(Address.of(owner))
 
     def _open(self, address: Address) -> grpc.aio.Channel:
         name = address.listed.host if address.listed != address.endpoint else None

@@ -1,74 +1,106 @@
-"""TLS from files: checked before use, so that errors name the wrong file; a server reloads them when they change."""
+"""How connections are secured: by TLS files, by a secret that both ends hold, or not at all.
+
+Files are checked before use, so that errors name the wrong one; both ends read them again when they change.
+"""
 
 from __future__ import annotations
 
 import ssl
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import grpc
 
-from rallypoint.rpc.endpoint import ClientTLS, Endpoint, FileNames, ServerOptions, SettingError
-from rallypoint.rpc.logs import get_logger
-
-log = get_logger(__name__)
+from rallypoint.rpc.endpoint import (
+    CERTIFIED_NAME,
+    SECRET_VARIABLE,
+    ClientSecurity,
+    ClientTLS,
+    Endpoint,
+    FileNames,
+    Identity,
+    Plaintext,
+    RunSecret,
+    ServerOptions,
+    SettingError,
+)
+from rallypoint.rpc.live_file import LiveFile
+from rallypoint.rpc.runtime_folder import user_secret
 
 
 class TLSFileError(SettingError):
     """A TLS file cannot be read, is not valid, or does not match another. The message has file and flag."""
 
 
-@dataclass(frozen=True, slots=True)
-class Identity:
-    """A certificate chain with its private key, and the authorities that must have signed the peer's, all PEM."""
-
-    certificate: bytes | None
-    key: bytes | None
-    authorities: bytes | None
-
-
-def transport(options: ServerOptions) -> str:
-    """Return the transport of a server with these options, for people: `plaintext`, `TLS` or `mutual TLS`."""
-    if options.tls_cert is None:
+def transport(options: ServerOptions, endpoint: Endpoint) -> str:
+    """Return how a server secures its connections, for people: `TLS`, `run secret`, `Unix socket` and so on."""
+    if options.tls_cert is not None:
+        return "TLS" if options.tls_client_ca is None else "mutual TLS"
+    if endpoint.path is not None:
+        return "Unix socket"
+    if options.insecure:
         return "plaintext"
-    return "TLS" if options.tls_client_ca is None else "mutual TLS"
+    return "run secret" if options.run_secret is not None else "secret of this user"
 
 
 def server_credentials(options: ServerOptions, endpoint: Endpoint) -> grpc.ServerCredentials | None:
     """Return the credentials of a server.
 
     Args:
-        options: the TLS files, and whether plaintext is allowed.
-        endpoint: the address to listen on; without TLS only loopback is accepted by default.
+        options: the TLS files or the secret, and whether plaintext is allowed.
+        endpoint: the address to listen on.
 
     Returns:
-        None for plaintext. The credentials follow their files: a handshake after a change reads all of them again,
-        and keeps the old ones while the new ones are unusable (half written, for example).
+        None for plaintext and for a Unix socket without TLS files. The credentials follow their files: a handshake
+        after a change reads all of them again, and keeps the old ones while the new ones are unusable (half written,
+        for example).
 
     Raises:
         TLSFileError: a file is missing, unusable or does not match.
-        SettingError: plaintext outside loopback without `insecure`, or flags that contradict each other.
+        SettingError: nothing would keep others on the network away, or flags contradict each other.
     """
+    if options.token_keys is not None and (options.insecure or endpoint.path is not None):
+        raise SettingError(
+            "--token-keys needs encrypted connections, by TLS files or a run secret: tokens can be read on others"
+        )
+    if options.token_keys is not None and options.tls_client_ca is not None and options.policy is None:
+        raise SettingError(
+            "--token-keys with --tls-client-ca needs --policy: without one, a client with a certificate may call "
+            "everything, and needs no token"
+        )
+    if options.policy is not None and options.tls_client_ca is None:
+        raise SettingError(
+            "--policy grants rights to the names in clients' certificates, and needs --tls-client-ca"
+        )
     if options.tls_cert is None and options.tls_key is None:
         if options.tls_client_ca is not None:
             raise SettingError(
                 "--tls-client-ca requires certificates from clients, and needs --tls-cert and --tls-key"
             )
-        if not (options.insecure or endpoint.loopback):
-            raise SettingError(
-                f"refusing to serve plaintext on {endpoint}, which other machines can reach: give --tls-cert and"
-                " --tls-key, or --host 127.0.0.1, or --insecure where the network itself is trusted"
-            )
-        return None
+        if options.insecure and options.run_secret is not None:
+            raise SettingError("--insecure and the run secret contradict each other: leave one of them out")
+        if options.insecure or endpoint.path is not None:
+            return None
+        own = _identity(options.run_secret or _secret_for(endpoint, "serve"))
+        assert own.key is not None
+        assert own.certificate is not None
+        return grpc.ssl_server_credentials(
+            [(own.key, own.certificate)], root_certificates=own.authorities, require_client_auth=True
+        )
+    if endpoint.path is not None:
+        raise SettingError(f"{endpoint} is a Unix socket, where TLS has no meaning: leave --tls-cert out")
     if options.insecure:
         raise SettingError("--insecure and --tls-cert contradict each other: leave one of them out")
-    files = _Files(options.tls_cert, options.tls_key, options.tls_client_ca, _OF_SERVERS)
-    first = files.read()
+    files = _live(_Files(options.tls_cert, options.tls_key, options.tls_client_ca, _OF_SERVERS))
+
+    def renewed() -> grpc.ServerCertificateConfiguration | None:
+        """Called by gRPC for each handshake, on its own thread; None: no change."""
+        return _configuration(files.content) if files.refresh() else None
+
     return grpc.dynamic_ssl_server_credentials(
-        _configuration(first),
-        # The stubs do not allow None, which means "no change".
-        _reloader(files),  # type: ignore[arg-type]
+        _configuration(files.content),
+        renewed,  # type: ignore[arg-type]  # the stubs do not allow None
         require_client_authentication=options.tls_client_ca is not None,
     )
 
@@ -76,13 +108,103 @@ def server_credentials(options: ServerOptions, endpoint: Endpoint) -> grpc.Serve
 _OF_SERVERS = FileNames(authorities="--tls-client-ca")
 
 
-def client_credentials(tls: ClientTLS) -> grpc.ChannelCredentials:
-    """Return the credentials of a client. The files are read once: open a new channel to use new files.
+class ClientCredentials:
+    """What a client needs to open channels, as its security setting wants it."""
+
+    def __init__(self, security: ClientSecurity) -> None:
+        """Read the TLS files, if any.
+
+        Raises:
+            TLSFileError: a file is missing, unusable or does not match.
+        """
+        self._security = security
+        self._files = client_files(security) if isinstance(security, ClientTLS) else None
+        path = security.token if isinstance(security, ClientTLS | RunSecret) else None
+        self._token = None if path is None else grpc.metadata_call_credentials(_TokenFile(path))
+
+    @property
+    def of_files(self) -> bool:
+        """Whether they come from TLS files, and change when these are replaced."""
+        return self._files is not None
+
+    def refresh(self) -> int:
+        """Read the TLS files again if they have changed. Return how often that has happened."""
+        if self._files is None:
+            return 0
+        self._files.refresh()
+        return self._files.changes
+
+    def of(self, endpoint: Endpoint) -> tuple[grpc.ChannelCredentials | None, str | None]:
+        """Return the credentials for a channel, and the name that the server's certificate must have.
+
+        Returns:
+            No credentials for plaintext; no name: the endpoint's host.
+
+        Raises:
+            SettingError: the connection would be plaintext over a network.
+        """
+        if endpoint.path is not None or isinstance(self._security, Plaintext):
+            return None, None  # the kernel decides who reaches a Unix socket
+        bare = isinstance(self._security, ClientTLS) and not (self._security.ca or self._security.certificate)
+        if self._files is not None and not (bare and endpoint.loopback):
+            return self._with_token(channel_credentials(self._files.content)), None
+        secret = self._security if isinstance(self._security, RunSecret) else _secret_for(endpoint, "speak")
+        return self._with_token(channel_credentials(_identity(secret))), CERTIFIED_NAME
+
+    def _with_token(self, credentials: grpc.ChannelCredentials) -> grpc.ChannelCredentials:
+        return (
+            credentials
+            if self._token is None
+            else grpc.composite_channel_credentials(credentials, self._token)
+        )
+
+
+class _TokenFile(grpc.AuthMetadataPlugin):
+    """Sends the token of a file with each call."""
+
+    def __init__(self, path: Path) -> None:
+        """Read it. Raises TLSFileError."""
+        self._token = LiveFile("token", [path], partial(_read_token, path))
+
+    def __call__(self, context: grpc.AuthMetadataContext, callback: grpc.AuthMetadataPluginCallback) -> None:
+        """Called by gRPC for each call, on a thread of its own."""
+        self._token.refresh()
+        callback((("authorization", f"Bearer {self._token.content}"),), None)
+
+
+def _read_token(path: Path) -> str:
+    token = (_content(path, "--token-file") or b"").decode(errors="replace").strip()
+    if not token or not token.isascii() or not token.isprintable():
+        raise TLSFileError(f"--token-file {path} holds no token")
+    return token
+
+
+def _secret_for(endpoint: Endpoint, verb: str) -> RunSecret:
+    """Return the secret for an endpoint when nothing was configured.
 
     Raises:
-        TLSFileError: a file is missing, unusable or does not match.
+        SettingError: there is none, because the endpoint is on a network.
     """
-    identity = _Files(tls.certificate, tls.key, tls.ca, tls.names).read()
+    if not endpoint.loopback:
+        raise SettingError(
+            f"refusing to {verb} plaintext at {endpoint}, where others on the network can listen and connect: give all "
+            f"hosts of the job the same {SECRET_VARIABLE}, or TLS files ({_TLS_FLAGS[verb]}), or --insecure where the "
+            "network itself is trusted"
+        )
+    return user_secret()
+
+
+_TLS_FLAGS = {"serve": "--tls-cert and --tls-key, an agent --tls-ca too", "speak": "--tls-ca"}
+
+
+def _identity(secret: RunSecret) -> Identity:
+    # Loaded only here: cryptography takes a while to load.
+    from rallypoint.rpc.run_secret import identity_of  # noqa: PLC0415
+
+    return identity_of(secret)
+
+
+def channel_credentials(identity: Identity) -> grpc.ChannelCredentials:
     return grpc.ssl_channel_credentials(identity.authorities, identity.key, identity.certificate)
 
 
@@ -109,20 +231,16 @@ class _Files:
             _check_authorities(authorities, f"{names.authorities} {self.authorities}")
         return Identity(certificate, key, authorities)
 
-    def stamp(self) -> tuple[tuple[int, int, int] | None, ...]:
-        """Return a value that differs after a file was written, replaced or removed."""
-        return tuple(
-            file_stamp(path) for path in (self.certificate, self.key, self.authorities) if path is not None
-        )
+
+def _live(files: _Files) -> LiveFile[Identity]:
+    """Read TLS files. Raises TLSFileError."""
+    paths = [path for path in (files.certificate, files.key, files.authorities) if path is not None]
+    return LiveFile("TLS", paths, files.read)
 
 
-def file_stamp(path: Path) -> tuple[int, int, int] | None:
-    """Return a value that differs after a file was written or replaced; None: it does not exist."""
-    try:
-        status = path.stat()
-    except OSError:
-        return None
-    return status.st_ino, status.st_size, status.st_mtime_ns
+def client_files(tls: ClientTLS) -> LiveFile[Identity]:
+    """Read the TLS files of a client. Raises TLSFileError."""
+    return _live(_Files(tls.certificate, tls.key, tls.ca, tls.names))
 
 
 def _configuration(identity: Identity) -> grpc.ServerCertificateConfiguration:
@@ -131,27 +249,6 @@ def _configuration(identity: Identity) -> grpc.ServerCertificateConfiguration:
     return grpc.ssl_server_certificate_configuration(
         [(identity.key, identity.certificate)], root_certificates=identity.authorities
     )
-
-
-def _reloader(files: _Files) -> Callable[[], grpc.ServerCertificateConfiguration | None]:
-    """Return gRPC's callback for each handshake, on its own thread: returns new credentials, or None for no change."""
-    seen = files.stamp()
-
-    def reload() -> grpc.ServerCertificateConfiguration | None:
-        nonlocal seen
-        stamp = files.stamp()
-        if stamp == seen:
-            return None
-        seen = stamp
-        try:
-            configuration = _configuration(files.read())
-        except TLSFileError as error:
-            log.warning("TLS files changed and are unusable; keeping the old ones", cause=str(error))
-            return None
-        log.info("TLS files changed and were read again", certificate=str(files.certificate))
-        return configuration
-
-    return reload
 
 
 def _content(path: Path | None, flag: str) -> bytes | None:

@@ -7,48 +7,22 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import ipaddress
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing
-from functools import lru_cache, partial
+from functools import partial
 from traceback import clear_frames
 from types import MappingProxyType, TracebackType
 from typing import Any, TypeAlias
-from urllib.parse import unquote
 
 import grpc
+from google.protobuf.message import Message
 
 from rallypoint.rpc.errors import ServiceError, encode
 from rallypoint.rpc.logs import get_logger
-from rallypoint.serving.flow import Bucket, Buckets, Rate
-
-# ---- The client behind a gRPC peer address, for its rate of calls.
-
-
-# A connection keeps its address, and makes many calls. 65,536: several times the connections of a large service;
-# each entry takes about 300 bytes.
-@lru_cache(maxsize=65_536)
-def client_of(peer: str) -> str:
-    """Return the client behind `context.peer()`: its host, without the port.
-
-    An IPv6 client is its /64, because a host with one address of it can use all. Unix sockets have no address, so all
-    clients of the service's own socket count as one. Certificates and tokens do not count: a fleet often shares one,
-    and the address of a connection cannot be forged.
-    """
-    scheme, _, place = peer.partition(":")
-    if scheme == "ipv4":
-        return place.rpartition(":")[0]
-    if scheme == "ipv6":
-        # As in ipv6:%5Bfe80::1%25eth0%5D:50051; only some versions encode the brackets.
-        host = unquote(place).rpartition(":")[0].strip("[]").partition("%")[0]
-        try:
-            return str(ipaddress.IPv6Network((host, 64), strict=False))
-        except ValueError:
-            return host
-    return scheme
-
+from rallypoint.serving.access import Access, Permit
+from rallypoint.serving.flow import Bucket, Buckets, Rate, client_of
 
 log = get_logger(__name__)
 
@@ -96,6 +70,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         clock: Callable[[], float] = time.monotonic,
         request_rate: Rate | None = None,
         message_rates: Mapping[str, Rate] = MappingProxyType({}),
+        access: Access | None = None,
     ) -> None:
         """Begin without a refusal.
 
@@ -106,9 +81,11 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             request_rate: calls that one client may begin; None: unlimited. Those of health and reflection are not
                 counted: a client that floods a server must not make it look unhealthy to its orchestrator.
             message_rates: by the name of a service, the messages that a client may send on one of its streams.
+            access: decides which calls may go on; None: all may. Not asked about health and reflection.
         """
         self.open_calls = 0
         self.refusal: ServiceError | None = None
+        self.access = access
         self._translate = translate
         self._new_incident = new_incident
         self._clock = clock
@@ -198,13 +175,14 @@ class _HandledCall:
     refused request would stay in memory, up to 4 MiB each.
     """
 
-    __slots__ = ("_calls", "_context", "_counted", "_method")
+    __slots__ = ("_calls", "_context", "_counted", "_method", "_permit")
 
     def __init__(self, calls: CallInterceptor, method: str, context: Any) -> None:
         self._calls = calls
         self._method = method
         self._context = context
         self._counted = not method.startswith(_OWN_TO_GRPC)
+        self._permit: Permit | None = None
 
     def __enter__(self) -> _HandledCall:
         if self._counted:
@@ -218,6 +196,17 @@ class _HandledCall:
             if refusal is not None:
                 # An exception that is raised many times would collect every traceback.
                 raise refusal.with_traceback(None)
+            if (access := self._calls.access) is not None:
+                self._permit = access.begin(self._method, self._context)
+
+    def permitted(self, request: Any) -> Any:
+        """Return the decoded request, or a stream of them, for the handler; raise the error if it is refused."""
+        if self._permit is None:
+            return request
+        if isinstance(request, Message):
+            self._permit.check(request)
+            return request
+        return self._permit.check_each(request)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -320,7 +309,7 @@ def _single(
     async def answer_once(request: Any, context: Any) -> Any:
         with _HandledCall(calls, method, context) as call:
             call.admit()
-            answer = await behaviour(before(request), context)
+            answer = await behaviour(call.permitted(before(request)), context)
             # gRPC sends no message with a status other than OK, and such a handler may return None.
             if context.code() in (None, grpc.StatusCode.OK):
                 return encode_(answer)
@@ -339,7 +328,7 @@ def _generator(
     async def answer_with_each(request: Any, context: Any) -> AsyncIterator[Any]:
         with _HandledCall(calls, method, context) as call:
             call.admit()
-            async with aclosing(behaviour(before(request), context)) as answers:
+            async with aclosing(behaviour(call.permitted(before(request)), context)) as answers:
                 async for answer in answers:
                     yield encode_(answer)
 
@@ -355,7 +344,7 @@ def _writer(
     async def let_it_write(request: Any, context: Any) -> None:
         with _HandledCall(calls, method, context) as call:
             call.admit()
-            await behaviour(before(request), context)
+            await behaviour(call.permitted(before(request)), context)
 
     return let_it_write
 

@@ -15,7 +15,15 @@ from typing import Any, ClassVar, TypeVar, cast
 
 import click
 
-from rallypoint.rpc.endpoint import ClientTLS, ServerOptions, SettingError
+from rallypoint.rpc.endpoint import (
+    SECRET_VARIABLE,
+    ClientTLS,
+    ServerOptions,
+    SettingError,
+    client_security,
+    run_secret,
+)
+from rallypoint.rpc.runtime_folder import role_socket
 
 __all__ = ["ClientTLS", "Finite", "Seconds", "ServerOptions", "Setting", "client_options", "server_options"]
 
@@ -68,25 +76,31 @@ class SettingRefused(click.ClickException):
     exit_code: ClassVar[int] = 2
 
 
-def server_options(default_port: int = 29400, *, also_client: bool = False) -> Callable[[Command], Command]:
+def server_options(
+    role: str, default_port: int, *, also_client: bool = False
+) -> Callable[[Command], Command]:
     """Give a click command the flags of a server, and --config.
 
     The command gets them as the keyword argument `options`, a ServerOptions. A SettingError that it raises
     (ServiceStartError is one) becomes a one-line error with exit code 2.
 
     Args:
-        default_port: default of --port.
-        also_client: for a server that connects to others: adds --tls-ca, and the keyword argument `tls`, a
-            ClientTLS with that authority and the server's own certificate; None for plaintext without --tls-ca.
+        role: the name of the role's Unix socket, which is served if neither --host nor --port is given.
+        default_port: default of --port beside --host.
+        also_client: for a server that connects to others: adds --tls-ca, and the keyword argument `security`, a
+            ClientSecurity with that authority and the server's own certificate.
     """
     flags = [
         _config_option(),
-        _setting("--host", default=_DEFAULT.host, help="Name or address to listen on, or unix:/path."),
+        _setting(
+            "--host",
+            help="Name or address to listen on, or unix:/path. Default: a Unix socket that only this user can reach, "
+            "where the other commands look; with --port, --tls-cert or --insecure, 127.0.0.1.",
+        ),
         _setting(
             "--port",
             type=click.IntRange(0, 65535),
-            default=default_port,
-            help="TCP port to listen on; 0 for any free one.",
+            help=f"TCP port to listen on; 0 for any free one. Default beside --host: {default_port}.",
         ),
         _setting("--tls-cert", type=_FILE, help="PEM certificate chain of this server. Needs --tls-key."),
         _setting("--tls-key", type=_FILE, help=_KEY_HELP),
@@ -95,10 +109,31 @@ def server_options(default_port: int = 29400, *, also_client: bool = False) -> C
             type=_FILE,
             help="PEM certificates that must have signed a client's own. Clients without one are refused.",
         ),
+        _SECRET_FILE,
         _setting(
             "--insecure/--no-insecure",
             default=_DEFAULT.insecure,
-            help="Serve plaintext even where other machines can reach it.",
+            help="Serve plaintext: everyone who can reach the port can control all jobs.",
+        ),
+        _setting(
+            "--policy",
+            type=_FILE,
+            metavar="FILE",
+            help="TOML file that says which roles the names in clients' certificates have, for which runs. Needs "
+            "--tls-client-ca.",
+        ),
+        _setting(
+            "--token-keys",
+            type=_FILE,
+            metavar="FILE",
+            help="PEM public keys of those who issue tokens (`rallypoint token`). Clients without a certificate need a "
+            "token then.",
+        ),
+        _setting(
+            "--audit-log",
+            type=_FILE,
+            metavar="FILE",
+            help="Append refused calls and all actions of operators to FILE, a line of JSON each.",
         ),
         _setting(
             "--drain-grace",
@@ -125,23 +160,37 @@ def server_options(default_port: int = 29400, *, also_client: bool = False) -> C
         *_log_options(),
     ]
     if also_client:
-        flags.append(_setting("--tls-ca", type=_FILE, help=_CA_HELP))
+        flags += [_setting("--tls-ca", type=_FILE, help=_CA_HELP), _TOKEN_FILE]
 
     def take(arguments: dict[str, Any]) -> None:
-        names = [field.name for field in dataclasses.fields(ServerOptions)]
-        options = ServerOptions(**{name: arguments.pop(name) for name in names})
+        host, port = arguments.pop("host"), arguments.pop("port")
+        if host is None:
+            networked = port is not None or arguments["tls_cert"] is not None or arguments["insecure"]
+            host = _DEFAULT.host if networked else role_socket(role)
+        arguments["run_secret"] = run_secret(arguments.pop("run_secret_file"))
+        names = [
+            field.name for field in dataclasses.fields(ServerOptions) if field.name not in ("host", "port")
+        ]
+        options = ServerOptions(
+            host=host,
+            port=default_port if port is None else port,
+            **{name: arguments.pop(name) for name in names},
+        )
         arguments["options"] = options
         if also_client:
-            ca = arguments.pop("tls_ca")
-            arguments["tls"] = None if ca is None else ClientTLS(ca, options.tls_cert, options.tls_key)
+            ca, token = arguments.pop("tls_ca"), arguments.pop("token_file")
+            tls = None if ca is None else ClientTLS(ca, options.tls_cert, options.tls_key)
+            arguments["security"] = client_security(
+                tls, options.run_secret, insecure=options.insecure, token=token
+            )
 
     return _command_with(flags, take)
 
 
 def client_options(command: Command) -> Command:
-    """Give a click command the TLS flags of a client.
+    """Give a click command the flags with which a client secures its connections.
 
-    The command gets them as the keyword argument `tls`, a ClientTLS, or None for plaintext when no flag is set.
+    The command gets them as the keyword argument `security`, a ClientSecurity.
     A SettingError that it raises (EndpointError is one) becomes a one-line error with exit code 2.
     """
     flags = [
@@ -150,11 +199,21 @@ def client_options(command: Command) -> Command:
             "--tls-cert", type=_FILE, help="PEM certificate chain to show to the server. Needs --tls-key."
         ),
         _setting("--tls-key", type=_FILE, help=_KEY_HELP),
+        _SECRET_FILE,
+        _TOKEN_FILE,
+        _setting(
+            "--insecure/--no-insecure",
+            default=False,
+            help="Speak plaintext over TCP: everyone on the way can read and change everything.",
+        ),
     ]
 
     def take(arguments: dict[str, Any]) -> None:
         files = [arguments.pop(name) for name in ("tls_ca", "tls_cert", "tls_key")]
-        arguments["tls"] = ClientTLS(*files) if any(files) else None
+        secret = run_secret(arguments.pop("run_secret_file"))
+        tls = ClientTLS(*files) if any(files) else None
+        token = arguments.pop("token_file")
+        arguments["security"] = client_security(tls, secret, insecure=arguments.pop("insecure"), token=token)
 
     return _command_with(flags, take)(command)
 
@@ -195,6 +254,22 @@ def _setting(*declarations: str, **attributes: Any) -> Flag:
     return click.option(*declarations, cls=Setting, **attributes)
 
 
+_SECRET_FILE = _setting(
+    "--run-secret-file",
+    type=_FILE,
+    metavar="FILE",
+    help=f"File with the secret that all hosts of a job hold, in place of TLS files; or its text in {SECRET_VARIABLE}.",
+)
+
+
+_TOKEN_FILE = _setting(
+    "--token-file",
+    type=_FILE,
+    metavar="FILE",
+    help="File with a token (`rallypoint token issue`) to send with each call; read again when it changes.",
+)
+
+
 def _command_with(
     flags: Iterable[Flag], take: Callable[[dict[str, Any]], None]
 ) -> Callable[[Command], Command]:
@@ -204,8 +279,8 @@ def _command_with(
     def decorate(command: Command) -> Command:
         @functools.wraps(command)
         def call(**arguments: Any) -> Any:
-            take(arguments)
             try:
+                take(arguments)
                 return command(**arguments)
             except SettingError as error:
                 raise SettingRefused(str(error)) from None

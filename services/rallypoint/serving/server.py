@@ -6,12 +6,14 @@ import asyncio
 import errno
 import gc
 import os
+import resource
 import signal
 import socket
 import sys
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import cache
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
@@ -29,8 +31,12 @@ from rallypoint.rpc.endpoint import (
 from rallypoint.rpc.errors import ServiceError
 from rallypoint.rpc.logs import get_logger, leave_out_ends_of_streams
 from rallypoint.rpc.tls import server_credentials, transport
+from rallypoint.serving.access import Access
+from rallypoint.serving.audit import Audit
 from rallypoint.serving.flow import Rate
 from rallypoint.serving.interceptor import CallInterceptor, Translate
+from rallypoint.serving.policy import Policy, Rights
+from rallypoint.serving.tokens import TokenKeys
 
 # ---- The check that an address is free, and the error if it is not.
 
@@ -146,6 +152,9 @@ class Registration:
     message_rate: Rate | None = None
     """Messages that a client may send on one stream before it is ended with TOO_MANY_REQUESTS; None: unlimited."""
 
+    rights: Rights = field(default_factory=dict)
+    """The roles that may call each method, where a policy counts."""
+
 
 def _know_nothing(_error: Exception) -> ServiceError | None:
     return None
@@ -185,6 +194,13 @@ class Server:
                 for service in self._services
                 if service.message_rate is not None
             },
+            access=Access(
+                {service.service_name: service.rights for service in self._services},
+                None if options.policy is None else Policy(options.policy),
+                None if options.token_keys is None else TokenKeys(options.token_keys),
+                Audit(options.audit_log),
+                certificates=options.tls_client_ca is not None,
+            ),
         )
         self._health = health.aio.HealthServicer()
         self._server: grpc.aio.Server | None = None
@@ -219,6 +235,7 @@ class Server:
             raise ServiceStartError(str(error)) from None
         await check_free(endpoint)
         _tune_interpreter()
+        raise_open_files()
         leave_out_ends_of_streams()
         server = grpc.aio.server(interceptors=[self._calls], options=SERVER_ARGUMENTS)
         try:
@@ -236,7 +253,7 @@ class Server:
             "ready",
             services=[service.service_name for service in self._services],
             address=self.address,
-            transport=transport(self._options),
+            transport=transport(self._options, self._endpoint),
         )
 
     async def _register(self, server: grpc.aio.Server) -> None:
@@ -386,6 +403,34 @@ def _tune_interpreter() -> None:
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
     sys.setswitchinterval(0.0005)
+
+
+# Each connection takes a file, and so does each log that is read: fewer files than this may be too few for a job of a
+# thousand hosts. A comparison with the limits of nodes and streams would warn almost everywhere, since they allow far
+# more than most services ever have.
+_ENOUGH_FILES = 4096
+# Some container runtimes give a hard limit of a billion, at which programs that loop over all descriptors hang.
+_MOST_FILES = 1 << 20
+
+
+@cache
+def raise_open_files() -> None:
+    """Raise this process's soft limit of open files to the hard one (or 2**20); warn if that is low. Once per process.
+
+    Many systems start processes with 1,024, for programs that use select(). The workers of an agent may be such
+    programs: they get the limit with which the agent was started (rallypoint.agent.spawner.protocol).
+    """
+    current, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    soft = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
+    with suppress(OSError, ValueError):  # a limit above fs.nr_open can't be reached
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, current), hard))
+    if hard != resource.RLIM_INFINITY and hard < _ENOUGH_FILES:
+        log.warning(
+            "few files may be open, and each connection takes one: raise the limit (ulimit -n; LimitNOFILE= of a "
+            "systemd unit; docker run --ulimit nofile=)",
+            limit=hard,
+            enough=_ENOUGH_FILES,
+        )
 
 
 async def _call_on_drain(on_drain: Callable[[], Awaitable[None]]) -> None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 
-from rallypoint.agent.hangs import python_stacks, reaper
+from rallypoint.agent.hangs import diagnostics, python_stacks, reaper
+from rallypoint.agent.hangs.python_stacks import StackPipe
 from support.waiting import PATIENCE
 
 
@@ -15,3 +19,21 @@ def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(python_stacks, "QUIET", 0.5)
     monkeypatch.setattr(reaper, "SIGNAL_TIMEOUT", PATIENCE)
     monkeypatch.setattr(reaper, "LOOK_TIMEOUT", PATIENCE)
+
+
+@pytest.fixture
+def pipe(tmp_path: Path) -> Iterator[StackPipe]:
+    """A pipe for one worker."""
+    made = StackPipe.make(tmp_path / "stacks")
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def no_py_spy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where it is not installed."""
+
+    async def spy(_pid: int) -> str:
+        return ""
+
+    monkeypatch.setattr(diagnostics, "spy", spy)

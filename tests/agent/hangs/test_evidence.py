@@ -8,7 +8,6 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -48,24 +47,6 @@ def suspects(*pids: int) -> Iterator[Sequence[InspectedProcess]]:
         for suspect in pinned:
             stack.callback(os.close, suspect.pidfd)
         yield pinned
-
-
-@pytest.fixture
-def pipe(tmp_path: Path) -> Iterator[StackPipe]:
-    """A pipe for one worker."""
-    made = StackPipe.make(tmp_path / "stacks")
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def no_py_spy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where it is not installed."""
-
-    async def spy(_pid: int) -> str:
-        return ""
-
-    monkeypatch.setattr(evidence_module, "spy", spy)
 
 
 # ---- what it says

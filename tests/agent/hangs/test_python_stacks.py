@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -38,14 +37,6 @@ Current thread 0x00007f16b9130b80 (most recent call first):
   File "/app/train.py", line 31 in step
 """
 DUMP = f"{HELPER}\n{LOADER}\n{MAIN}"
-
-
-@pytest.fixture
-def pipe(tmp_path: Path) -> Iterator[StackPipe]:
-    """A pipe for one process."""
-    made = StackPipe.make(tmp_path / "stacks")
-    yield made
-    made.close()
 
 
 async def ask(pipe: StackPipe, pid: int, *, resume: bool = False) -> str:

@@ -81,16 +81,6 @@ def make(tmp_path: Path) -> Callable[..., Reaping]:
     return make_reaping
 
 
-@pytest.fixture
-def no_py_spy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where it is not installed."""
-
-    async def spy(_pid: int) -> str:
-        return ""
-
-    monkeypatch.setattr(evidence_module, "spy", spy)
-
-
 def test_the_accusation_names_scope_deadline_and_lateness() -> None:
     """And where a learned deadline came from: people must be able to judge it."""
     hang = HungWorker("1@3", "step", after=2.0, late_by=0.0123)
@@ -154,13 +144,13 @@ async def test_the_chosen_signal_comes_first_and_is_waited_for(
 ) -> None:
     """A worker that ends of it has all the time that it needs, up to a bound; then its tree is killed."""
     program = f"""if True:
-        import signal, sys
+        import signal, sys, time
         def end(number, frame):
             open({str(tmp_path / "heard")!r}, "w").close()
             sys.exit(0)
         signal.signal(signal.SIGTERM, end)
         while True:
-            signal.pause()
+            time.sleep(0.01)
     """
     with start(sys.executable, "-c", program) as process:
         await until(lambda: signal.SIGTERM in caught_signals(process.pid), "the handler")
@@ -336,6 +326,21 @@ async def test_looking_and_writing_share_one_bound(
         await asyncio.wait_for(reaping.examine(), PATIENCE)
     assert "longer than 2 s" in read(tmp_path / "hang.txt")
     assert f"Kernel state of process {pid}" in read(tmp_path / "hang.txt")
+
+
+async def test_who_waits_in_the_kernel_for_a_moment_while_it_dies_has_not_outlived_sigkill(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A dying process also does that, on a busy machine."""
+    with start("sleep", "60") as dying:
+        asleep = ProcessLook(dying.pid, 0.0, (Thread(dying.pid, "sleep", "D"),), 1)
+
+        def look(_pid: int) -> ProcessLook:
+            dying.kill()
+            return asleep
+
+        monkeypatch.setattr(reaping_module, "inspect_process", look)
+        assert await asyncio.wait_for(survivors_of([dying.pid]), PATIENCE) == ()
 
 
 async def test_who_is_slow_to_die_has_not_outlived_sigkill(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,7 +57,7 @@ async def test_who_has_ended_has_no_stacks() -> None:
 async def test_without_a_rendezvous_service_nothing_is_restarted() -> None:
     """And that is said, with where it was sought."""
     job = FakeJob(group=worker_group(), state=RUNNING)
-    job.config.rendezvous = SimpleNamespace(endpoint="127.0.0.1:1", tls=None)
+    job.config.rendezvous = SimpleNamespace(endpoint="127.0.0.1:1", security=None)
     with pytest.raises(
         ServiceError, match=r"the rendezvous service at 127.0.0.1:1 did not take the restart"
     ) as caught:

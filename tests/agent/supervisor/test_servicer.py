@@ -129,9 +129,9 @@ async def test_readers_of_logs_leave_an_agent_the_files_that_it_needs_itself(
     agent: Agent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without any left it could start no worker: half of what the system lets it open is for readers."""
-    monkeypatch.setattr(resource, "getrlimit", lambda which: (128, 4096))
     job = FakeJob(config=config(workers=16))
     stub = await agent.serve(job)
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (128, 4096))
     everything = pb.StreamLogsRequest(follow=True)
     streams = [stub.StreamLogs(everything), stub.StreamLogs(everything)]
     await until(lambda: len(job.changed._watchers) == 2, "the streams")

@@ -10,6 +10,7 @@ import socket
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ from rallypoint.agent.spawner.protocol import KillResult
 from rallypoint.agent.spawner.spawner import read_process
 from rallypoint.agent.workers import group as group_module
 from rallypoint.agent.workers.affinity import Cpus
-from rallypoint.agent.workers.group import GroupEvent, WorkerGroup, WorkersSucceeded
+from rallypoint.agent.workers.group import GroupEvent, GroupSettings, WorkerGroup, WorkersSucceeded
 from rallypoint.agent.workers.processes import StopReport
 from rallypoint.rendezvous.core.state import FailureKind
 from rallypoint.rendezvous.v1.rendezvous_service_pb2 import RunSettings
@@ -106,20 +107,10 @@ async def make(tmp_path: Path, told: Told) -> AsyncIterator[Callable[..., Worker
                 redirects=Redirect(Streams.BOTH),
                 **more,
             )
-            group = WorkerGroup(
-                config,
-                SEAT,
-                2,
-                spawner=spawner,
-                console=console,
-                log_directory=logs,
-                sockets={"RALLYPOINT_STORE_SOCKET": "/run/store"},
-                stacks=tmp_path,
-                events=JobEvents(
-                    JobIdentity(config.run_id, config.node_id, config.role, config.max_restarts)
-                ),
-                publish=told.note,
-            )
+            history = JobEvents(JobIdentity(config.run_id, config.node_id, config.role, config.max_restarts))
+            sockets = {"RALLYPOINT_STORE_SOCKET": "/run/store"}
+            settings = GroupSettings(console, logs, sockets, tmp_path, history)
+            group = WorkerGroup(config, SEAT, 2, spawner=spawner, settings=settings, publish=told.note)
             stack.push_async_callback(group.stop, signal.SIGKILL, 0.0)
             return group
 
@@ -455,7 +446,7 @@ async def test_without_a_place_for_pipes_workers_run_all_the_same(
 ) -> None:
     """Their stacks, should they hang, are had in other ways, or not at all."""
     group = make('test -z "$RALLYPOINT_STACKS"')
-    group._stacks = tmp_path / "none"
+    group._settings = replace(group._settings, stacks=tmp_path / "none")
     await group.start()
     await until(lambda: told.successes > 0, "success")
 

@@ -122,7 +122,7 @@ def save(*_):
     sys.exit()
 signal.signal(signal.SIGTERM, save)
 open(sys.argv[1] + ".ready", "w").close()
-while True: signal.pause()
+while True: time.sleep(0.01)
 """
     assert spawner.pid is None
     shell = f"{sys.executable} -c '{trainer}' {checkpoint} $0; true"
@@ -138,10 +138,10 @@ while True: signal.pause()
 async def test_a_suspended_worker_hears_the_signal(spawner: Spawner, tmp_path: Path) -> None:
     """A stopped (SIGSTOP) worker is continued, so that it can end in order."""
     program = """
-import signal, sys
+import signal, sys, time
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(5))
 open(sys.argv[1], "w").close()
-while True: signal.pause()
+while True: time.sleep(0.01)
 """
     ready = tmp_path / "ready"
     exits: list[WorkerExit] = []
@@ -288,13 +288,13 @@ async def test_one_group_at_a_time(spawner: Spawner) -> None:
 async def test_user_signals_reach_the_workers_only(spawner: Spawner, tmp_path: Path) -> None:
     """send_signal goes to each worker, not to its children, which would die of a signal they don't expect."""
     program = """
-import os, signal, sys
+import os, signal, sys, time
 def told(*_): open(sys.argv[1], "w").close()
 if os.fork() == 0:
     signal.pause()
 signal.signal(signal.SIGUSR1, told)
 open(sys.argv[1] + ".ready", "w").close()
-while True: signal.pause()
+while True: time.sleep(0.01)
 """
     with fresh_marker() as marker:
         told = tmp_path / "told"

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 import rallypoint.serving  # noqa: F401 (before gRPC is imported, it settles what gRPC may do in this process)
+from rallypoint.rpc.endpoint import Plaintext
 
 # isort: split
 import grpc
@@ -107,7 +108,7 @@ async def _states(endpoint: str, numbers: range) -> list[Write]:
     await ready(endpoint)
 
     def writer(caller: int) -> Write:
-        call: _Call = open_channel(endpoint).unary_unary(_SET)
+        call: _Call = open_channel(endpoint, Plaintext()).unary_unary(_SET)
         token: bytes | None = None
 
         async def write(number: int) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 import rallypoint.serving  # noqa: F401 (before gRPC is imported, it settles what gRPC may do in this process)
+from rallypoint.rpc.endpoint import Plaintext
 
 # isort: split
 import grpc
@@ -109,7 +110,7 @@ _REQUESTS = {"Set": _set, "Get": _get, "Add": _add}
 
 
 async def _connected(endpoint: str, method: str, count: int) -> list[_Call]:
-    channels = [open_channel(endpoint) for _ in range(count)]
+    channels = [open_channel(endpoint, Plaintext()) for _ in range(count)]
     await asyncio.gather(*(channel.channel_ready() for channel in channels))
     return [channel.unary_unary(_PATH + method) for channel in channels]
 

@@ -6,9 +6,20 @@ python -m benchmarks.clients.storm '{"endpoint": "127.0.0.1:29400", "server": 47
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from benchmarks.clients.command import carry_out
-from benchmarks.clients.swarm import FINAL, FROZEN, ServerCost, Swarm, SwarmError, join_requests, ready
+from benchmarks.clients.swarm import (
+    FINAL,
+    FROZEN,
+    PLAINTEXT,
+    ServerCost,
+    Swarm,
+    SwarmError,
+    join_requests,
+    ready,
+)
+from rallypoint.rpc.endpoint import ClientTLS
 
 _MOMENTS = {"FROZEN": FROZEN, "FINAL": FINAL}
 
@@ -23,6 +34,8 @@ class StormOrder:
         nodes: how many.
         until: the last thing that each is told: FROZEN, which gives it its ranks, or FINAL.
         timeout: seconds until it counts as failed.
+        ca: file with the authority of the server's certificate; empty: plaintext.
+        token: file with a token; empty: none.
     """
 
     endpoint: str
@@ -30,6 +43,8 @@ class StormOrder:
     nodes: int
     until: str
     timeout: float
+    ca: str = ""
+    token: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +70,11 @@ class StormResult:
 
 async def storm(order: StormOrder) -> StormResult:
     """Carry it out."""
-    await ready(order.endpoint)
+    tls = ClientTLS(Path(order.ca), token=Path(order.token) if order.token else None)
+    security = tls if order.ca else PLAINTEXT
+    await ready(order.endpoint, security)
     requests = join_requests(range(order.nodes), places=order.nodes)
-    swarm = Swarm(order.endpoint, requests, confirm=order.until == "FINAL")
+    swarm = Swarm(order.endpoint, requests, confirm=order.until == "FINAL", security=security)
     before = ServerCost.of(order.server)
     began = swarm.start()
     try:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Self, TypeAlias
 
 import rallypoint.serving  # noqa: F401 (before gRPC is imported, it settles what gRPC may do in this process)
+from rallypoint.rpc.endpoint import ClientSecurity, Plaintext
 
 # isort: split
 import grpc
@@ -133,13 +134,16 @@ async def idle(server: int) -> None:
             await asyncio.sleep(_LOOK)
 
 
-async def ready(endpoint: str) -> None:
+PLAINTEXT = Plaintext()
+
+
+async def ready(endpoint: str, security: ClientSecurity = PLAINTEXT) -> None:
     """Wait until a server listens. It also warms gRPC up in this process, which is not what is measured.
 
     Raises:
         SwarmError: None does.
     """
-    channel = open_channel(endpoint)
+    channel = open_channel(endpoint, security)
     try:
         async with asyncio.timeout(_READY_TIMEOUT):
             await channel.channel_ready()
@@ -162,13 +166,21 @@ class Swarm:
         last_message_bytes: size of what was told last.
     """
 
-    def __init__(self, endpoint: str, requests: Sequence[bytes], *, confirm: bool = True) -> None:
+    def __init__(
+        self,
+        endpoint: str,
+        requests: Sequence[bytes],
+        *,
+        confirm: bool = True,
+        security: ClientSecurity = PLAINTEXT,
+    ) -> None:
         """Do nothing yet.
 
         Args:
             endpoint: Where the server is.
             requests: Each node's first message.
             confirm: See the attribute.
+            security: Of their connections.
         """
         self.told: dict[Moment, Told] = defaultdict(Told)
         self.lost: Counter[str] = Counter()
@@ -176,6 +188,7 @@ class Swarm:
         self.confirm = confirm
         self.last_message_bytes = 0
         self._endpoint = endpoint
+        self._security = security
         self._requests = requests
         self._channels: list[grpc.aio.Channel] = []
         self._lives: list[asyncio.Task[None]] = []
@@ -237,7 +250,7 @@ class Swarm:
 
     def _open(self) -> _Call:
         # Not waiting for a connection: one that can't be made is lost, and counted.
-        channel = open_channel(self._endpoint)
+        channel = open_channel(self._endpoint, self._security)
         self._channels.append(channel)
         call: _Call = channel.stream_stream(JOIN)()
         return call

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 import rallypoint.serving  # noqa: F401 (before gRPC is imported, it settles what gRPC may do in this process)
+from rallypoint.rpc.endpoint import Plaintext
 
 # isort: split
 import grpc
@@ -109,7 +110,7 @@ class _Agent:
             ]
         )
         self._order = order
-        self._call: _Call = open_channel(order.endpoint).stream_stream(SUPERVISE)()
+        self._call: _Call = open_channel(order.endpoint, Plaintext()).stream_stream(SUPERVISE)()
 
     async def subscribe(self) -> None:
         await self._call.write(self._first)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from benchmarks.clients.command import carry_out
 from benchmarks.clients.swarm import RUN_ID, ServerCost, SwarmError, idle, ready
 from rallypoint.rpc.channel import open_channel
+from rallypoint.rpc.endpoint import Plaintext
 from rallypoint.timer.client.client import ExpiredTimer, NodeTimers
 from rallypoint.timer.v1 import timer_service_pb2 as pb
 from rallypoint.timer.v1 import timer_service_pb2_grpc as pb_grpc
@@ -83,7 +84,7 @@ class _Agent:
         self.late: list[float] = []
         self.pairs = 0
         self._client = NodeTimers(
-            open_channel(order.endpoint), run_id=RUN_ID, node_id=f"node-{number}", lease=1
+            open_channel(order.endpoint, Plaintext()), run_id=RUN_ID, node_id=f"node-{number}", lease=1
         )
 
     def start(self) -> None:
@@ -171,7 +172,7 @@ async def _check_all_are_held(order: WatchdogOrder) -> None:
     """The service really has as many timers as is said."""
     expected = order.agents * order.workers * order.timers
     await idle(order.server)
-    async with open_channel(order.endpoint) as channel:
+    async with open_channel(order.endpoint, Plaintext()) as channel:
         stub = pb_grpc.TimerServiceStub(channel)
         found = 0
         for number in range(order.agents):

@@ -504,7 +504,7 @@ async def test_a_run_can_be_looked_at(served: Served) -> None:
     assert [(each.run_id, each.node_count) for each in runs] == [("another", 1), (RUN, 2)]
 
 
-@pytest.mark.parametrize("method", ["GetRun", "WatchRun", "CloseRun"])
+@pytest.mark.parametrize("method", ["GetRun", "WatchRun", "CloseRun", "DeleteRun"])
 async def test_a_run_that_is_not_there_is_not_found(served: Served, method: str) -> None:
     """And not made by asking for it; a name that can't be is a bad request."""
     stub = served.stub()
@@ -542,6 +542,23 @@ async def test_closing_a_run_tells_everybody(served: Served) -> None:
     assert (await stub.CloseRun(pb.CloseRunRequest(run_id=RUN, reason="again"))).run_end == end
     error = await refused(stub.CloseRun(pb.CloseRunRequest(run_id=RUN, reason="x" * 1025)))
     assert field_of(error) == "reason"
+
+
+async def test_deleting_a_run_frees_its_name(served: Served) -> None:
+    """Not while it has nodes."""
+    nodes = await served.running("a", "b")
+    stub = served.stub()
+    error = await refused(stub.DeleteRun(pb.DeleteRunRequest(run_id=RUN)))
+    assert (error.code, error.reason) == (Code.FAILED_PRECONDITION, "RUN_IN_USE")
+    assert error.metadata == {"run_id": RUN, "nodes": "2"}
+    await stub.CloseRun(pb.CloseRunRequest(run_id=RUN))
+    for node in nodes:
+        await node.until(pb.PHASE_CLOSED)
+        assert await node.ended() is None
+    await stub.DeleteRun(pb.DeleteRunRequest(run_id=RUN))
+    error = await refused(stub.GetRun(pb.GetRunRequest(run_id=RUN)))
+    assert error.code is Code.NOT_FOUND
+    assert (await served.join("a")).lease.lease > nodes[0].lease.lease
 
 
 async def test_who_comes_to_a_closed_run_is_told_how_it_ended(served: Served) -> None:

@@ -39,6 +39,12 @@ TABLE: list[tuple[Exception, StatusCode, str, dict[str, str]]] = [
         {"run_id": "r", "outcome": "SUCCEEDED"},
     ),
     (
+        commands.RunInUse("r", 3),
+        StatusCode.FAILED_PRECONDITION,
+        "RUN_IN_USE",
+        {"run_id": "r", "nodes": "3"},
+    ),
+    (
         commands.SettingsDiffer("r", DIFFERENCES),
         StatusCode.FAILED_PRECONDITION,
         "SETTINGS_DIFFER",

@@ -177,6 +177,18 @@ async def test_a_shard_that_takes_long_and_changes_is_left_to_its_owner(
     assert await readers.values(0) == [b"3"]
 
 
+async def test_a_read_that_an_outage_delayed_refuses_no_others_for_long(
+    readers: Readers, journals: list[EtcdJournal]
+) -> None:
+    """It took a minute because etcd was away, not because the shard is large."""
+    readers.reading_takes, readers.owner = 60.0, "owner:1"
+    await journals[0].append([_entry(b"1")])
+    assert await readers.values(0) == [b"1"]
+    await journals[0].append([_entry(b"2")])
+    readers.now += 10.0
+    assert await readers.values(0) == [b"2"]
+
+
 async def test_whoever_wants_all_shards_is_never_sent_to_an_owner(
     readers: Readers, journals: list[EtcdJournal]
 ) -> None:

@@ -222,6 +222,7 @@ class Ledger:
 
     def _RestartRequested(self, fact: facts.RestartRequested) -> None:
         require(fact.round == self._round, "the round to be restarted is the present one")
+        self._failed_scale_ups = 0
         if self._phase in (Phase.FROZEN, Phase.FINAL):
             return
         last = self._last_end

@@ -41,6 +41,14 @@ from rallypoint.rendezvous.core.state import Phase, RoundEnd, RoundEndCause, Run
 from rendezvous.core import history
 from rendezvous.core.history import RUN, History, play
 from rendezvous.core.ledger import Violation
+from simulation.plants import (
+    count_restarts_for_ever,
+    end_a_run_at_once,
+    forget_the_confirm_phase,
+    hold_nothing_back,
+    let_a_node_fail_for_ever,
+    restart_what_cant_be_mended,
+)
 
 BLOCKS = 20
 QUICK_BLOCKS = 5  # the others are for make test-slow
@@ -145,11 +153,6 @@ def give_two_nodes_the_same_workers(monkeypatch: pytest.MonkeyPatch) -> None:
         return tuple(replace(seat, base_rank=seat.group_rank) for seat in assign(*args))  # type: ignore[arg-type]
 
     monkeypatch.setattr(decide, "assign_seats", careless)
-
-
-def forget_the_confirm_phase(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A round is FINAL as soon as it is FROZEN."""
-    monkeypatch.setitem(decide._IN_PHASE, Phase.FROZEN, lambda state, now: facts.RoundFinalized(state.round))
 
 
 def skip_the_lease_check(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -314,31 +317,9 @@ def take_absurd_ages_at_their_word(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(failures, "failed_at", lambda state, failure, now: now - failure.age)
 
 
-def end_a_run_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first report ends a run that has no restart left."""
-    monkeypatch.setattr(failures, "is_settled", lambda state, now: True)
-
-
 def wait_for_reports_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run ends when every node has reported a failure."""
     monkeypatch.setattr(failures, "is_settled", lambda state, now: False)
-
-
-def restart_what_cant_be_mended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a worker says of its failure is not listened to."""
-    original = apply._apply
-
-    def deaf(fact: object, state: RunState, now: float) -> None:
-        original(fact, state, now)
-        state.permanent_failure = None
-
-    monkeypatch.setattr(apply, "_apply", deaf)
-
-
-def count_restarts_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Restarts never leave their window."""
-    monkeypatch.setattr(failures, "forget_old", lambda state, now: None)
-    monkeypatch.setattr(failures, "next_to_be_forgotten", lambda state: None)
 
 
 def count_no_restart_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -346,21 +327,11 @@ def count_no_restart_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(failures, "note", lambda state, round_, node_id, at: None)
 
 
-def let_a_node_fail_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No node is ever worn out."""
-    monkeypatch.setattr(failures, "_wears_out", lambda state, node_id: False)
-
-
 def take_a_node_out_for_its_first_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     """Any node is worn out that may be."""
     monkeypatch.setattr(
         failures, "_wears_out", lambda state, node_id: state.settings.max_restarts_per_node > 0
     )
-
-
-def hold_nothing_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rounds fail and are restarted without a pause."""
-    monkeypatch.setattr(apply, "_keep_hold", lambda state, now: None)
 
 
 def hold_every_round_back(monkeypatch: pytest.MonkeyPatch) -> None:

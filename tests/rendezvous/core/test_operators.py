@@ -35,6 +35,20 @@ class TestRestarting:
             "an operator requested a restart: new data",
         )
 
+    def test_newcomers_that_were_held_back_are_let_in(self) -> None:
+        """Both delays end, the run's and the node's own: its host may be repaired."""
+        run = ScriptedRun(min_nodes=1, max_nodes=3)
+        run.start("a")
+        for _ in range(2):
+            run.let_in("b")
+            run.run_round()
+            run.lose("b")
+            run.run_round()
+        run.let_in("b")
+        assert run.ranks == ["a"]
+        run.restart("the host of b is repaired")
+        assert run.ranks == ["a", "b"]
+
     def test_a_round_that_is_being_confirmed_is_burnt(self) -> None:
         """And all confirm the next, also who had confirmed this one."""
         run = ScriptedRun(min_nodes=2, max_nodes=2)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import sqlite3
+import stat
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -54,6 +58,38 @@ def test_a_place_that_can_not_be_is_refused_in_one_line(tmp_path: Path) -> None:
             recover(place)
         assert str(refusal.value).startswith(f"can't open the journal {place}: ")
         assert "\n" not in str(refusal.value)
+
+
+async def test_only_its_user_can_read_it(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor its log, from before SQLite opens it; what others could read is narrowed."""
+    private = {path.name + end: 0o600 for end in ("", "-wal", ".lock")}
+    found: list[int] = []
+    connect = sqlite3.connect
+
+    def modes() -> dict[str, int]:
+        return {each.name: stat.S_IMODE(each.stat().st_mode) for each in path.parent.iterdir()}
+
+    def look(*given: Any, **more: Any) -> Any:
+        found.append(modes()[path.name])
+        return connect(*given, **more)
+
+    monkeypatch.setattr(sqlite3, "connect", look)
+    umask = os.umask(0)
+    try:
+        for _ in range(2):
+            journal = SqliteJournal(path)
+            await journal.open()
+            assert modes() == private
+            await journal.close()
+            path.with_name(path.name + ".lock").unlink()
+            killed(CRASHED, path.with_name("crashed.db"))
+            for end in ("", "-wal"):
+                left = path.with_name("crashed.db" + end).replace(path.with_name(path.name + end))
+                left.chmod(0o644)
+            path.with_name("crashed.db.lock").unlink()
+    finally:
+        os.umask(umask)
+    assert found[0] == found[-1] == 0o600
 
 
 # ---- a log that lost something

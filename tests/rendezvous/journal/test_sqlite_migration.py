@@ -87,10 +87,11 @@ async def test_nothing_is_lost_and_the_runs_go_on(old: Path) -> None:
 
 
 async def test_a_copy_is_kept_with_which_one_can_go_back(old: Path) -> None:
-    """It is whole by itself, and of the old version."""
+    """It is whole by itself, of the old version, and as private as the journal."""
     await reopen(old)
     copy = old.with_name(old.name + ".v1")
     assert version_of(copy) == 1
+    assert {each.stat().st_mode & 0o777 for each in old.parent.iterdir()} == {0o600}
     assert set(contents(old.parent)) == {old.name, copy.name}
     copy.replace(old)
     assert len((await reopen(old)).records) == len(RECORDS)

@@ -4,11 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
+import pytest
+
 from rallypoint.rendezvous.journal.sqlite import SqliteJournal
-from rallypoint.rendezvous.journal.sqlite_rows import BYTES_PER_STEP, ROWS_PER_STEP
+from rallypoint.rendezvous.journal.sqlite_rows import (
+    BYTES_PER_STEP,
+    PAGES_PER_STEP,
+    ROWS_PER_STEP,
+    SCHEMA,
+    SCHEMA_VERSION,
+    FreePages,
+)
 from rendezvous.journal.entries import change, checkpoint, forgotten, record
 from rendezvous.journal.files import append, killed, recover, reopen
 
@@ -123,3 +133,65 @@ async def test_closing_does_not_wait_for_it(path: Path) -> None:
     connection.close()
     assert left > records / 2
     assert list((await reopen(path)).records) == []
+
+
+MIB = 1 << 20
+VALUES = [change(f"k{number}", b"%d" % number * 2000) for number in range(2000)]  # some 13 MiB
+
+
+async def shrunk(path: Path) -> tuple[int, int]:
+    """Fill a file, delete nine of ten values; its size before and after. What is left must be in it."""
+    journal = SqliteJournal(path)
+    await journal.open()
+    await journal.append(VALUES)
+    await journal._in_writer(journal._file.shorten_log)
+    full = (await journal._in_writer(path.stat)).st_size
+    await journal.append([replace(value, value=None) for value in VALUES[200:]])
+    await at_rest(journal)
+    size = (await journal._in_writer(path.stat)).st_size
+    await journal.close()
+    assert set((await reopen(path)).store_entries) == set(VALUES[:200])
+    return full, size
+
+
+async def test_the_file_shrinks_when_much_was_deleted(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By itself, in bounded steps, to what is kept and a tenth, and 4 MiB; it grows again, and loses nothing."""
+    steps: list[int] = []
+    begin = FreePages.begin
+
+    def counted(pages: FreePages, connection: sqlite3.Connection) -> int:
+        steps.append(begin(pages, connection))
+        return steps[-1]
+
+    monkeypatch.setattr(FreePages, "begin", counted)
+    kept = sum(len(value.value or b"") for value in VALUES[:200])
+    for _ in range(2):
+        full, size = await shrunk(path)
+        assert full > 13 * MIB
+        assert size < 1.1 * kept + 4 * MIB
+    assert max(steps) == PAGES_PER_STEP
+
+
+async def test_free_pages_of_an_earlier_process_are_given_back(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may have ended before it came to that."""
+    with monkeypatch.context() as patch:
+        patch.setattr(FreePages, "count", lambda *_: None)
+        full, left = await shrunk(path)
+    assert full == left
+    journal = SqliteJournal(path)
+    await journal.open()
+    await at_rest(journal)
+    assert (await journal._in_writer(path.stat)).st_size < 6 * MIB
+    await journal.close()
+
+
+async def test_a_file_from_before_works_and_keeps_its_size(path: Path) -> None:
+    """SQLite can't change that without writing all of it again."""
+    connection = sqlite3.connect(path)
+    connection.executescript(f"{SCHEMA} PRAGMA user_version = {SCHEMA_VERSION};")
+    connection.close()
+    for _ in range(2):
+        full, size = await shrunk(path)
+        assert full == size > 13 * MIB

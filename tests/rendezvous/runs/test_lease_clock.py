@@ -63,6 +63,14 @@ async def test_whoever_asks_first_notices_a_pause(world: World) -> None:
     assert world.clock.now() == pytest.approx(100.05, abs=1.1)
 
 
+async def test_a_deadline_is_never_nearer_than_floats_can_tell(world: World) -> None:
+    """The time of a timer is rounded: it would fire before the deadline, again and again, and no time would pass."""
+    loop_time = 32768.171
+    timeout = world.clock.timeout(world.clock.now() + 3.6e-12)
+    assert timeout is not None
+    assert loop_time + timeout > loop_time
+
+
 async def test_unwatched_it_leaves_nothing_out(world: World) -> None:
     """Without a deadline nobody need be woken, and nothing is held against anybody."""
     world.clock.watch(wanted=False)

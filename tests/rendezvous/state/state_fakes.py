@@ -27,7 +27,6 @@ __all__ = [
     "open_states",
     "served",
     "serving",
-    "started",
 ]
 
 _draw = random.Random(2026)
@@ -91,11 +90,3 @@ async def serving(states: FencedStateService, path: str, **settings: Any) -> Asy
             yield server
         finally:
             await server.stop()
-
-
-async def started(*awaitables: Any) -> list[asyncio.Task[Any]]:
-    """Tasks that have run until they wait for something."""
-    tasks = [asyncio.ensure_future(each) for each in awaitables]
-    for _ in range(5):
-        await asyncio.sleep(0)
-    return tasks

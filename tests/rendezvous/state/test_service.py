@@ -21,7 +21,8 @@ from rallypoint.rendezvous.core.commands import LeaseLost
 from rallypoint.rendezvous.journal.journal import JournalError
 from rallypoint.rendezvous.state.core import FencedState, SetOutcome
 from rallypoint.rendezvous.state.service import FencedStateService, StateView
-from rendezvous.state.state_fakes import RUN, Clock, TestJournal, asked, open_states, served, started
+from rendezvous.state.state_fakes import RUN, Clock, TestJournal, asked, open_states, served
+from support.waiting import started
 
 
 async def first(states: FencedStateService, state: bytes = b"x", run_id: str = RUN) -> FencedState:

@@ -17,6 +17,7 @@ from rallypoint.rendezvous.core.commands import LeaseLost, NodeIsEvicted, RunNot
 from rallypoint.rendezvous.store.service import StoreService
 from rallypoint.rendezvous.store.writes import Append, MultiSet, Set
 from rendezvous.store.store_fakes import RUN, Rounds, TestJournal, open_store
+from support.waiting import started
 
 FOR_EVER = 3600.0
 OPERATION = Operation("c", 0, 1)
@@ -24,14 +25,6 @@ OPERATION = Operation("c", 0, 1)
 
 def set_(key: str, value: bytes = b"1", operation: Operation | None = None) -> Set:
     return Set(round=1, key=key, value=value, operation=operation)
-
-
-async def started(*awaitables: Any) -> list[asyncio.Task[Any]]:
-    """Tasks that have run until they wait for something."""
-    tasks = [asyncio.ensure_future(each) for each in awaitables]
-    for _ in range(5):
-        await asyncio.sleep(0)
-    return tasks
 
 
 async def idle(store: StoreService) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 import pytest
 
@@ -21,20 +20,13 @@ from rallypoint.rendezvous.core.commands import RunNotFound
 from rallypoint.rendezvous.store.service import StoreService
 from rallypoint.rendezvous.store.writes import Add, CompareSet, DeleteKey, Set
 from rendezvous.store.store_fakes import RUN, Rounds, TestJournal, open_store
+from support.waiting import started
 
 FOR_EVER = 3600.0
 
 
 def set_(key: str, value: bytes = b"1", round: int = 1) -> Set:
     return Set(round=round, key=key, value=value)
-
-
-async def started(*awaitables: Any) -> list[asyncio.Task[Any]]:
-    """Tasks that have run until they wait for something."""
-    tasks = [asyncio.ensure_future(each) for each in awaitables]
-    for _ in range(5):
-        await asyncio.sleep(0)
-    return tasks
 
 
 async def test_nothing_is_told_before_it_is_durable() -> None:

@@ -15,16 +15,9 @@ from rallypoint.rendezvous.base.refusals import AnswerTooLarge, KeyWaitTimedOut,
 from rallypoint.rendezvous.store.service import StoreService
 from rallypoint.rendezvous.store.writes import DeleteKey, MultiSet, Set
 from rendezvous.store.store_fakes import RUN, Rounds, TestJournal, open_store
+from support.waiting import started
 
 FOR_EVER = 3600.0
-
-
-async def started(*awaitables: Any) -> list[asyncio.Task[Any]]:
-    """Tasks that have run until they wait for something."""
-    tasks = [asyncio.ensure_future(each) for each in awaitables]
-    for _ in range(5):
-        await asyncio.sleep(0)
-    return tasks
 
 
 async def set_(store: StoreService, **entries: bytes) -> None:

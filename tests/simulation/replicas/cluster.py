@@ -21,7 +21,7 @@ from rallypoint.rendezvous.cluster.ownership import MoveSettings, shard_of
 from rallypoint.rendezvous.cluster.replica import Replica, Replicas
 from rallypoint.rendezvous.journal.journal import Checkpoint, Entry, Forgotten, Record
 from rallypoint.rpc import replica_client
-from rallypoint.rpc.endpoint import Endpoint
+from rallypoint.rpc.endpoint import Endpoint, Plaintext
 from rallypoint.rpc.pace import Pace
 from rallypoint.rpc.replica_client import ReplicaClient
 from simulation.clockwork import Process
@@ -81,7 +81,7 @@ class ReplicaCluster(Cluster):
         """How a client reaches the service: by all of its addresses."""
         chance = self._stream(f"route/{process.name}")
         pace = Pace(process.time, asyncio.sleep, chance.random)
-        return ReplicaClient(",".join(_REPLICA_ADDRESSES), pace=pace)
+        return ReplicaClient(",".join(_REPLICA_ADDRESSES), Plaintext(), pace=pace)
 
     def links_to_service(self, process: Process, _: Link) -> list[Link]:
         """See `Cluster`: those of its host to each replica."""

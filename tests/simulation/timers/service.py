@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -12,7 +13,7 @@ import grpc
 
 from rallypoint.rpc.errors import ServiceError
 from rallypoint.serving.interceptor import CallInterceptor
-from rallypoint.timer.core.values import TimerSettings
+from rallypoint.timer.core.values import TakeoverUnconfirmed, TimerSettings
 from rallypoint.timer.server.service import translate
 from rallypoint.timer.server.servicer import TimerServicer
 from rallypoint.timer.server.watchdog import Watchdog
@@ -91,7 +92,10 @@ class Service:
     def intrude(self, run_id: str, node_id: str, lease: int, incarnation: str) -> None:
         """Another agent of a node comes with a newer lease, and goes."""
         if not self.watchdog.draining:
-            subscription, _ = self.watchdog.subscribe(run_id, node_id, lease, incarnation=incarnation)
+            subscribe = partial(self.watchdog.subscribe, run_id, node_id, lease, incarnation=incarnation)
+            with suppress(TakeoverUnconfirmed):  # it asks again then
+                subscribe()
+            subscription, _ = subscribe()
             self.watchdog.unsubscribe(subscription)
 
     @property

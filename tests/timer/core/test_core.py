@@ -15,6 +15,7 @@ from rallypoint.timer.core.values import (
     LeaseSuperseded,
     Subscription,
     SubscriptionReplaced,
+    TakeoverUnconfirmed,
     TimerName,
     TimerRefused,
     TimerSettings,
@@ -137,12 +138,19 @@ def test_what_nobody_claims_is_forgotten() -> None:
     timers.subscribe(RUN, "a", 2, 7201.0)
 
 
+def take_over(timers: TimerTable, lease: int, now: float, incarnation: str, age: float = 0.0) -> Subscription:
+    """Subscribe in place of another life's agent that is subscribed, which takes two calls."""
+    with pytest.raises(TakeoverUnconfirmed, match="another agent is subscribed for node 'a' of run 'run'"):
+        timers.subscribe(RUN, "a", lease, now, incarnation=incarnation, lease_age=age)
+    return timers.subscribe(RUN, "a", lease, now, incarnation=incarnation, lease_age=age)
+
+
 def test_leases_of_two_lives_of_a_run_are_not_compared() -> None:
     """The agent that got its lease later is the newer one, whatever the numbers, and no other comes in its place."""
     timers = table()
     first = timers.subscribe(RUN, "a", 50, 100.0, incarnation="first", lease_age=90.0)
     timers.register(first, "0@1", "s", 5.0, 100.0, sequence=1)
-    second = timers.subscribe(RUN, "a", 2, 101.0, incarnation="second", lease_age=1.0)
+    second = take_over(timers, 2, 101.0, "second", age=1.0)
     assert len(timers) == 0  # it was a worker's of the life that is over
     for _ in range(3):
         with pytest.raises(LeaseSuperseded, match="newer run") as refused:
@@ -165,9 +173,22 @@ def test_what_arrives_late_does_not_become_the_newer_one() -> None:
     timers = table()
     timers.subscribe(RUN, "a", 50, 100.0, incarnation="first", lease_age=90.0)
     timers.subscribe(RUN, "a", 50, 112.0, incarnation="first", lease_age=90.0)  # 12 s on its way
-    timers.subscribe(RUN, "a", 2, 113.0, incarnation="second", lease_age=5.0)
+    take_over(timers, 2, 113.0, "second", age=5.0)
     with pytest.raises(LeaseSuperseded):  # 12 s on its way again, all while the service stood still
         timers.subscribe(RUN, "a", 50, 120.0, incarnation="first", lease_age=11.0)
+
+
+def test_a_service_that_knows_nothing_earlier_is_not_deceived_by_what_arrives_late() -> None:
+    """It has started again; the agent of the life that is over seems to be the younger one until it asks again."""
+    timers = table()
+    second = timers.subscribe(RUN, "a", 2, 100.0, incarnation="second", lease_age=2.0)
+    with pytest.raises(TakeoverUnconfirmed):  # 3 s on its way
+        timers.subscribe(RUN, "a", 9, 104.0, incarnation="first", lease_age=4.0)
+    with pytest.raises(LeaseSuperseded):
+        timers.subscribe(RUN, "a", 9, 104.1, incarnation="first", lease_age=7.1)
+    timers.register(second, "0@1", "s", 60.0, 105.0, sequence=1)
+    third = take_over(timers, 2, 105.0, "third", age=0.1)
+    timers.register(third, "0@1", "s", 60.0, 105.0, sequence=1)
 
 
 def test_who_knows_no_incarnations_is_judged_by_numbers() -> None:
@@ -176,7 +197,7 @@ def test_who_knows_no_incarnations_is_judged_by_numbers() -> None:
     timers.subscribe(RUN, "a", 3, 0.0)
     with pytest.raises(LeaseSuperseded):
         timers.subscribe(RUN, "a", 2, 1.0)
-    newer = timers.subscribe(RUN, "a", 2, 2.0, incarnation="second")
+    newer = take_over(timers, 2, 2.0, "second")
     with pytest.raises(LeaseSuperseded):
         timers.subscribe(RUN, "a", 1, 3.0)
     timers.subscribe(RUN, "a", 2, 3.0)

@@ -224,6 +224,17 @@ def test_a_write_that_fails_leaves_the_file_as_it_was(
     assert reopened(file, wall_clock) == RUNS[:1]
 
 
+def test_only_its_user_can_read_it(file: LearnedFile, wall_clock: WallClock) -> None:
+    """Nor the new one beside it; what others could read is narrowed, by a look into it too."""
+    beside = file.path.with_name(file.path.name + ".new")
+    beside.touch(0o666)
+    file.write(RUNS)
+    assert file.path.stat().st_mode & 0o777 == 0o600
+    file.path.chmod(0o644)
+    assert reopened(file, wall_clock) == RUNS
+    assert file.path.stat().st_mode & 0o777 == 0o600
+
+
 def test_it_is_on_disk_before_it_takes_the_place_of_the_old_one(
     file: LearnedFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:

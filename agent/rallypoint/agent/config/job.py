@@ -22,16 +22,16 @@ from rallypoint.agent.events.handlers import EventSink
 from rallypoint.agent.logs.streams import OutputOptions, Redirect
 from rallypoint.rendezvous.v1.rendezvous_service_pb2 import RunSettings
 from rallypoint.rpc.durations import to_seconds
-from rallypoint.rpc.endpoint import ClientTLS
+from rallypoint.rpc.endpoint import ClientSecurity
 
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """Address of a service: `host:port` (a rendezvous service may have several, separated by commas), and certificates;
-    None for plaintext."""
+    """Address of a service, and how connections to it are secured. A rendezvous service may have several addresses,
+    separated by commas."""
 
     endpoint: str
-    tls: ClientTLS | None = None
+    security: ClientSecurity = None
 
 
 @dataclass(frozen=True, slots=True)

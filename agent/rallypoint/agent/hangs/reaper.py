@@ -37,6 +37,9 @@ SLOW_DEATH = 20.0
 """Additional seconds that a process has to die of SIGKILL if it is not in uninterruptible sleep: freeing a terabyte of
 memory, or memory of a device driver, takes that long. A host that is considered unhealthy is lost to its job."""
 
+# Seconds that a process in uninterruptible sleep has to die: it may sleep only for a moment of its death.
+_MOMENT = 1.0
+
 LOOK_TIMEOUT = 1.0
 """Limit in seconds for reading /proc if the result is only needed for a sentence in a report."""
 
@@ -294,17 +297,24 @@ async def survivors_of(pids: Sequence[int]) -> tuple[int, ...]:
 
 
 async def _lives_on(pid: int) -> bool:
-    look = await _inspect_worker(pid)
-    if look is not None and look.stuck is not None:
-        return True
     try:
         pidfd = os.pidfd_open(pid)
     except OSError:
         return False
     try:
+        if await _is_stuck(pid):
+            if await _exit_of(pidfd, _MOMENT):
+                return False
+            if await _is_stuck(pid):
+                return True
         return not await _exit_of(pidfd, SLOW_DEATH)
     finally:
         os.close(pidfd)
+
+
+async def _is_stuck(pid: int) -> bool:
+    look = await _inspect_worker(pid)
+    return look is not None and look.stuck is not None
 
 
 async def _inspect_worker(pid: int) -> ProcessLook | None:

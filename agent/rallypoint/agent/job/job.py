@@ -29,8 +29,15 @@ from rallypoint.agent.logs.plan import LogDirectory
 from rallypoint.agent.sockets.watchdog import HostWatchdog, WatchdogChanged
 from rallypoint.agent.sockets.worker_sockets import WorkerSockets
 from rallypoint.agent.spawner.client import Spawner
-from rallypoint.agent.workers.group import AttemptBegun, Worker, WorkerGroup, WorkersChanged, WorkersSucceeded
-from rallypoint.agent.workers.groups import GroupSettings, WorkerGroups
+from rallypoint.agent.workers.group import (
+    AttemptBegun,
+    GroupSettings,
+    Worker,
+    WorkerGroup,
+    WorkersChanged,
+    WorkersSucceeded,
+)
+from rallypoint.agent.workers.groups import WorkerGroups
 from rallypoint.rpc.endpoint import SettingError
 from rallypoint.rpc.logs import get_logger
 from rallypoint.rpc.loop import Notifier
@@ -148,23 +155,22 @@ class Job:
             )
             console = Console()
             stack.push_async_callback(console.close, 5.0)
-            rendezvous = ReplicaClient(config.rendezvous.endpoint, config.rendezvous.tls)
+            rendezvous = ReplicaClient(config.rendezvous.endpoint, config.rendezvous.security)
             stack.push_async_callback(rendezvous.close)
             self._sockets = await stack.enter_async_context(
                 WorkerSockets(
                     config, rendezvous, self._watchdog, self._groups, self._groups.spawner.register_cleanup
                 )
             )
-            environment = await self._listen_for_measurements(stack)
+            environment = {**self._sockets.environment, **await self._listen_for_measurements(stack)}
             folder = Path(stack.enter_context(_temporary_folder()))
             self._groups.spawner.register_cleanup(folder)
             environment |= self._drain.set_up(folder)
             stack.callback(self._drain.close)
             self._host_monitor = HostMonitor(config, folder, logs.path, self._pids, self._events.put_nowait)
             stack.push_async_callback(self._host_monitor.close)
-            self._groups.equipment = GroupSettings(
-                console, logs, self._sockets, environment, folder, self._history
-            )
+            self._groups.settings = GroupSettings(console, logs, environment, folder, self._history)
+            self._groups.sockets = self._sockets
             self._membership = NodeMembership(config, rendezvous, self._events.put_nowait)
             stack.callback(self._watchdog.close)
             self._membership.join(self._background.begin)

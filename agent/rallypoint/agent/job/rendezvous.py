@@ -84,7 +84,7 @@ class NodeMembership:
         try:
             await self._membership.run()
         except RendezvousUnreachable as error:
-            advice = tls_advice(str(error), self._config.rendezvous.tls)
+            advice = tls_advice(str(error), self._config.rendezvous.security)
             advice = advice or "check that it is running and that --rdzv-endpoint is right"
             self.refusal = str(error) if self.lease else f"{error}; {advice}"
         except ServiceError as error:

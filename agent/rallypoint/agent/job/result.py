@@ -155,7 +155,7 @@ def judge(
         detail = f"this host is not fit to run workers: {state.unhealthy}; repair or restart the host"
         return JobResult(UNFIT, detail, failure, others)
     if run_end is not None:
-        # A cancelled run has the exit code of a failed one.
+        # A cancelled run has the exit code of a failed one; `failure_file` and `submission.session` rely on it.
         return JobResult(SUCCEEDED if succeeded else FAILED, run_end.detail, failure, others)
     if state.leaving is not None:
         return JobResult(128 + (stop_signal or signal.SIGTERM), f"left the run: {state.leaving}")

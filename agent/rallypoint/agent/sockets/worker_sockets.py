@@ -121,7 +121,7 @@ class WorkerSockets:
 
     async def _open_timers(self, lease: int, incarnation: str) -> NodeTimers:
         config = self._config
-        channel = open_channel(config.timer.endpoint, config.timer.tls)
+        channel = open_channel(config.timer.endpoint, config.timer.security)
         self._stack.push_async_callback(channel.close)
         timers = NodeTimers(
             channel,

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import signal
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+# Read when this module is loaded, before the agent serves: then it raises its soft limit, for its connections
+# (rallypoint.serving.server). A worker may use select(), which fails from descriptor 1,024 on.
+OPEN_FILES = resource.getrlimit(resource.RLIMIT_NOFILE)
+"""Soft and hard limit of open files with which this process was started."""
 
 
 class SpawnError(Exception):
@@ -35,7 +41,8 @@ class WorkerSpec:
         stdout: file to append standard output to; None for the agent's standard output.
         stderr: the same for standard error.
         cpus: the processors that it may run on; None for the agent's.
-        rlimits: resource limits that differ from the agent's: (soft, hard) by name, as in "nofile"; -1 is no limit.
+        rlimits: resource limits that differ from those with which the agent was started: (soft, hard) by name, as in
+            "nofile"; -1 is no limit.
         call: true if it is a fork of the spawner that calls the function the spawner has loaded; `argv` is then
             only its name in messages. See `fork_spawner` and `start_forkserver`.
     """
@@ -105,6 +112,8 @@ class KillResult:
 
 def spawn_request(number: int, spec: WorkerSpec) -> dict[str, Any]:
     """Encode one worker of a "spawn" request; `number` is its id in all later messages."""
+    raised = resource.getrlimit(resource.RLIMIT_NOFILE) != OPEN_FILES
+    rlimits = {"nofile": OPEN_FILES, **spec.rlimits} if raised else spec.rlimits
     return {
         "worker": number,
         "argv": [_wire(argument) for argument in spec.argv],
@@ -113,7 +122,7 @@ def spawn_request(number: int, spec: WorkerSpec) -> dict[str, Any]:
         "stdout": _wire(spec.stdout),
         "stderr": _wire(spec.stderr),
         "cpus": sorted(spec.cpus) if spec.cpus is not None else None,
-        "rlimits": {name: [soft, hard] for name, (soft, hard) in spec.rlimits.items()},
+        "rlimits": {name: [soft, hard] for name, (soft, hard) in rlimits.items()},
         "call": spec.call,
     }
 

@@ -472,6 +472,8 @@ class _SpawnerLoop:
         """Reap all dead children, workers and adopted orphans; true when no child is left at all."""
         childless = False
         while True:
+            # Taken before: as soon as it is reaped, the agent may see that a worker is gone, and stop the others.
+            at = time.monotonic()
             try:
                 pid, status, usage = os.wait4(-1, os.WNOHANG | WAIT_ALL)
             except ChildProcessError:
@@ -493,7 +495,7 @@ class _SpawnerLoop:
                 worker=worker.number,
                 pid=pid,
                 status=status,
-                at=time.monotonic(),
+                at=at,
                 time=time.time(),
                 user=usage.ru_utime,
                 system=usage.ru_stime,
@@ -645,7 +647,7 @@ def _set_limits(limits: dict[str, list[int]]) -> None:
     """Set resource limits. Raises ValueError: not permitted, or no such limit."""
     if not limits:
         return
-    import resource  # noqa: PLC0415 (a shared library, rarely needed)
+    import resource  # noqa: PLC0415 (a shared library that the spawner itself does not need)
 
     for name, (soft, hard) in limits.items():
         number = getattr(resource, f"RLIMIT_{name.upper()}", None)

@@ -21,7 +21,7 @@ from rallypoint.agent.supervisor.jobs import Jobs, TakenJob
 from rallypoint.agent.supervisor.servicer import supervisor_registration
 from rallypoint.agent.supervisor.spec import HostSettings, job_config
 from rallypoint.agent.v1 import supervisor_service_pb2 as pb
-from rallypoint.rpc.endpoint import ClientTLS, SettingError
+from rallypoint.rpc.endpoint import ClientSecurity, SettingError
 from rallypoint.rpc.errors import ServiceError, invalid
 from rallypoint.rpc.logs import get_logger
 from rallypoint.serving.requests import name
@@ -42,7 +42,7 @@ class Daemon:
     def __init__(
         self,
         timer_endpoint: str,
-        tls: ClientTLS | None,
+        security: ClientSecurity,
         environment: Mapping[str, str],
         *,
         max_jobs: int = 1,
@@ -52,7 +52,7 @@ class Daemon:
 
         Args:
             timer_endpoint: Timer service for jobs that name none.
-            tls: Certificates for the services that jobs name; None: plaintext.
+            security: How connections to the services that jobs name are secured.
             environment: Environment that workers inherit.
             max_jobs: Jobs that run at the same time; further ones are refused.
             event_sinks: Sinks for the events of all jobs, beside the sinks of their own.
@@ -60,7 +60,7 @@ class Daemon:
         self.jobs = Jobs()
         self.registration = supervisor_registration(self.jobs, self._launch)
         self.rendezvous: Callable[[], Peer | None] = lambda: None
-        self._host = HostSettings(self._own_rendezvous, Peer(timer_endpoint), tls, environment)
+        self._host = HostSettings(self._own_rendezvous, Peer(timer_endpoint), security, environment)
         self._max_jobs = max_jobs
         self._event_sinks = tuple(event_sinks)
         self._running: set[asyncio.Task[None]] = set()

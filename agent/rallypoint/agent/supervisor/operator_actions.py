@@ -46,7 +46,7 @@ async def restart_workers(job: Job, reason: str) -> int:
     peer, run_id = job.config.rendezvous, job.config.run_id
     request = rendezvous_pb.RestartRunRequest(run_id=run_id, reason=reason)
     try:
-        async with ReplicaClient(peer.endpoint, peer.tls) as client, asyncio.timeout(RENDEZVOUS_TIMEOUT):
+        async with ReplicaClient(peer.endpoint, peer.security) as client, asyncio.timeout(RENDEZVOUS_TIMEOUT):
             response: rendezvous_pb.RestartRunResponse = await call_any(
                 client,
                 rendezvous_grpc.RendezvousServiceStub,

@@ -20,6 +20,7 @@ from rallypoint.agent.v1 import supervisor_service_pb2_grpc as pb_grpc
 from rallypoint.agent.workers.usage import UsageMeter
 from rallypoint.rpc.errors import ServiceError
 from rallypoint.serving.flow import WRITE_TIMEOUT, Subscriber
+from rallypoint.serving.policy import OPERATORS, READERS, Rights
 from rallypoint.serving.requests import NAME_BYTES, reason, seconds, text
 from rallypoint.serving.server import Registration
 
@@ -43,7 +44,23 @@ def supervisor_registration(jobs: Jobs, launch: Launch | None = None) -> Registr
         launch: Launches a job; None for an agent that runs only the job it was started for.
     """
     servicer = SupervisorServicer(jobs, launch)
-    return Registration(SERVICE_NAME, partial(pb_grpc.add_SupervisorServiceServicer_to_server, servicer))
+    add = partial(pb_grpc.add_SupervisorServiceServicer_to_server, servicer)
+    return Registration(SERVICE_NAME, add, rights=_RIGHTS)
+
+
+_RIGHTS: Rights = {
+    "GetJob": READERS,
+    "ListJobs": READERS,
+    "WatchJob": READERS,
+    "ListWorkers": READERS,
+    "StreamLogs": READERS,
+    "StopJob": OPERATORS,
+    "RestartWorkers": OPERATORS,
+    "ReapWorker": OPERATORS,
+    "DumpStacks": OPERATORS,
+    "Drain": OPERATORS,
+    "LaunchJob": OPERATORS,
+}
 
 
 class SupervisorServicer(pb_grpc.SupervisorServiceServicer):

@@ -24,7 +24,7 @@ from rallypoint.agent.job.options import OptionError, job_fields
 from rallypoint.agent.v1 import supervisor_service_pb2 as pb
 from rallypoint.agent.workers.environment import check_devices
 from rallypoint.rendezvous.core.state import MOST_NODES, MOST_RESTARTS, MOST_WORKERS_PER_NODE
-from rallypoint.rpc.endpoint import ClientTLS, SettingError, parse_endpoint
+from rallypoint.rpc.endpoint import ClientSecurity, SettingError, parse_endpoint
 from rallypoint.rpc.errors import invalid
 from rallypoint.serving.requests import NAME_BYTES, PATH_BYTES, count, name, seconds, text
 
@@ -42,13 +42,13 @@ class HostSettings:
     Attributes:
         rendezvous: Returns the daemon's own rendezvous service; None if its jobs can't reach that.
         timer: The daemon's own timer service.
-        tls: Certificates for services that jobs name; None: plaintext.
+        security: How connections to the services that jobs name are secured.
         environment: Environment that workers inherit.
     """
 
     rendezvous: Callable[[], Peer | None]
     timer: Peer
-    tls: ClientTLS | None
+    security: ClientSecurity
     environment: Mapping[str, str]
 
 
@@ -63,7 +63,7 @@ def job_config(spec: pb.JobSpec, host: HostSettings) -> JobConfig:
     workers = _workers(spec, environment)
     shutdown_timeout = _shutdown_timeout(spec)
     conf = _conf(spec, shutdown_timeout)
-    named = Peer(spec.rendezvous_endpoint, host.tls)
+    named = Peer(spec.rendezvous_endpoint, host.security)
     rendezvous = named if spec.rendezvous_endpoint else host.rendezvous()
     if rendezvous is None:
         raise invalid(
@@ -147,7 +147,7 @@ def _timer(spec: pb.JobSpec, host: HostSettings) -> Peer:
         parse_endpoint(spec.timer_endpoint)
     except SettingError as error:
         raise invalid("spec.timer_endpoint", str(error)) from None
-    return Peer(spec.timer_endpoint, host.tls)
+    return Peer(spec.timer_endpoint, host.security)
 
 
 def _command(spec: pb.JobSpec) -> tuple[str, ...]:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
 from rallypoint.agent.config.job import JobConfig
 from rallypoint.agent.core.core import Assignment
 from rallypoint.rpc.endpoint import SettingError
+
+# Variables with which the agent proves who it is; a worker has its own sockets.
+_CREDENTIALS = re.compile(r"RALLYPOINT_(RUN_SECRET|TLS_|TOKEN|ETCD_PASSWORD)")
 
 
 def worker_environment(
@@ -30,7 +34,7 @@ def worker_environment(
         sockets: Variables with the addresses of the agent's sockets; `${local_rank}` in them is replaced.
     """
     environment = {
-        **config.environment,
+        **{name: value for name, value in config.environment.items() if not _CREDENTIALS.match(name)},
         "RANK": str(assignment.base_rank + local_rank),
         **_device_variables(config, local_rank),
         "GROUP_RANK": str(assignment.group_rank),

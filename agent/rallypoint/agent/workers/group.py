@@ -83,6 +83,25 @@ GroupEvent: TypeAlias = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class GroupSettings:
+    """Resources that the workers of every round share.
+
+    Attributes:
+        console: Shows their output.
+        log_directory: Holds their log files.
+        environment: Environment variables beside the job's and torchrun's.
+        stacks: Folder for the pipes into which they write their stacks.
+        history: Records their starts and ends.
+    """
+
+    console: Console
+    log_directory: LogDirectory
+    environment: Mapping[str, str]
+    stacks: Path
+    history: JobEvents
+
+
 class WorkerGroup:
     """Starts a round's workers and publishes one result: the success of all, or the first failure."""
 
@@ -93,11 +112,7 @@ class WorkerGroup:
         restart_count: int,
         *,
         spawner: Spawner,
-        console: Console,
-        log_directory: LogDirectory,
-        sockets: dict[str, str],
-        stacks: Path,
-        events: JobEvents,
+        settings: GroupSettings,
         publish: Callable[[GroupEvent], None],
     ) -> None:
         """Set up; nothing is started.
@@ -107,11 +122,7 @@ class WorkerGroup:
             assignment: This node's rank assignment in the round.
             restart_count: Of the run.
             spawner: Starts processes.
-            console: Shows their output.
-            log_directory: Holds their log files.
-            sockets: Environment variables with the addresses of the agent's sockets.
-            stacks: Folder for the pipes into which the workers write their stacks.
-            events: Records the start and end of each worker.
+            settings: Resources that all groups share.
             publish: Receives the events. NodeUnhealthy: a worker that hangs, or a descendant of it, survives SIGKILL;
                 processes that survive `stop` are in its report.
         """
@@ -121,9 +132,7 @@ class WorkerGroup:
         self.attempt: int | None = None
         self._config = config
         self._restart_count = restart_count
-        self._console = console
-        self._log_directory = log_directory
-        self._sockets = sockets
+        self._settings = settings
         self._post_mortem = PostMortem(
             LocalFailures(publish),
             self._identity,
@@ -134,8 +143,6 @@ class WorkerGroup:
             own_codes=config.call or Path(config.command[0]).name.startswith(("python", "pypy")),
         )
         self._publish = publish
-        self._stacks = stacks
-        self._events = events
         self._pipes: dict[int, StackPipe] = {}
         self._logs: Mapping[int, WorkerLogs] = {}
         self._output: WorkerOutput
@@ -162,12 +169,14 @@ class WorkerGroup:
                 self._cpus = await asyncio.to_thread(_processors, self._config)
                 if self._stopped:
                     return
-            attempt = self._log_directory.new_attempt(local_ranks, self.assignment.base_rank)
+            attempt = self._settings.log_directory.new_attempt(local_ranks, self.assignment.base_rank)
             self._logs, self.attempt = attempt.workers, attempt.number
             self._publish(AttemptBegun(attempt.number, self.assignment.base_rank))
             self._make_pipes()
             self._post_mortem.begin(self._logs)
-            self._output = WorkerOutput(self._config.output, attempt, self._console, self._stacks)
+            self._output = WorkerOutput(
+                self._config.output, attempt, self._settings.console, self._settings.stacks
+            )
             self._group = WorkerProcesses(self._spawner, self._exited, [self._output])
             self._output.open()
             self._started_at = time.monotonic()
@@ -178,7 +187,7 @@ class WorkerGroup:
                 failure = failure_to_start(str(error), local_rank=local_rank, **self._identity(local_rank))
                 self._fail(failure)
             return
-        if superfluous := self._log_directory.superfluous():
+        if superfluous := self._settings.log_directory.superfluous():
             self._begin(asyncio.to_thread(remove_attempts, superfluous))
         started = time.time()
         for local_rank, pid in self._group.pids.items():
@@ -188,7 +197,9 @@ class WorkerGroup:
             self.pass_on(number)
         if not self._stopped:
             workers = self.workers.values()
-            self._events.workers_started({each.local_rank: (each.rank, each.pid) for each in workers})
+            self._settings.history.workers_started(
+                {each.local_rank: (each.rank, each.pid) for each in workers}
+            )
 
     async def stop(self, number: int, timeout: float) -> StopReport:
         """Stop all workers and everything they have started; see `WorkerProcesses.stop`."""
@@ -342,7 +353,7 @@ class WorkerGroup:
 
     def _make_pipes(self) -> None:
         for local_rank in range(self._config.local_world_size):
-            path = self._stacks / f"{self.assignment.round}.{local_rank}.{os.urandom(4).hex()}"
+            path = self._settings.stacks / f"{self.assignment.round}.{local_rank}.{os.urandom(4).hex()}"
             try:
                 self._pipes[local_rank] = StackPipe.make(path)
             except OSError as error:
@@ -352,7 +363,7 @@ class WorkerGroup:
                 return
 
     def _spec(self, local_rank: int) -> WorkerSpec:
-        logs, sockets = self._logs[local_rank], self._sockets
+        logs, sockets = self._logs[local_rank], self._settings.environment
         if local_rank in self._pipes:
             sockets = {**sockets, STACKS_VARIABLE: str(self._pipes[local_rank].path)}
         return WorkerSpec(
@@ -384,7 +395,7 @@ class WorkerGroup:
         worker.exit = exited
         self._publish(WorkersChanged())
         if (exited.during_stop or self._stopped) and not self._post_mortem.failed_before_stop(exited):
-            self._events.worker_ended(worker.rank, exited)
+            self._settings.history.worker_ended(worker.rank, exited)
             return
         report = self._hang_reports.get(exited.local_rank)
         if not exited.succeeded or (report is not None and report.to_be_killed):
@@ -393,7 +404,7 @@ class WorkerGroup:
             else:
                 self._fail(self._post_mortem.describe(exited), report)
             return
-        self._events.worker_ended(worker.rank, exited)
+        self._settings.history.worker_ended(worker.rank, exited)
         if len(self.workers) == self._config.local_world_size and all(
             worker.exit is not None and worker.exit.succeeded for worker in self.workers.values()
         ):
@@ -413,11 +424,11 @@ class WorkerGroup:
         task.add_done_callback(self._background.discard)
 
     def _fail(self, failure: WorkerFailure, report: HangReport | None = None) -> None:
-        self._log_directory.note_failure()
+        self._settings.log_directory.note_failure()
         if report is not None:
             failure = report.complete_failure(failure)
         worker = self.workers.get(failure.local_rank)
-        self._events.worker_failed(failure, worker.exit if worker is not None else None)
+        self._settings.history.worker_failed(failure, worker.exit if worker is not None else None)
         self._post_mortem.note(failure, self._unfinished())
 
     def _explain(self, failure: WorkerFailure) -> WorkerFailure:

@@ -5,48 +5,22 @@ from __future__ import annotations
 import signal
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from rallypoint.agent.config.job import JobConfig
 from rallypoint.agent.core import core
-from rallypoint.agent.events.publisher import JobEvents
 from rallypoint.agent.hangs.hung_worker import HungWorker
 from rallypoint.agent.hangs.reaper import describe_left, survivors_of
-from rallypoint.agent.logs.follower import Console
-from rallypoint.agent.logs.plan import LogDirectory
 from rallypoint.agent.sockets.worker_sockets import WorkerSockets
 from rallypoint.agent.spawner.client import Spawner
 from rallypoint.agent.spawner.protocol import SpawnError
-from rallypoint.agent.workers.group import GroupEvent, Worker, WorkerGroup, WorkersChanged
+from rallypoint.agent.workers.group import GroupEvent, GroupSettings, Worker, WorkerGroup, WorkersChanged
 from rallypoint.rpc.logs import get_logger
 
 # Seconds for the spawner's last sweep where a process is already known to survive SIGKILL.
 _UNKILLABLE_CLOSE_TIMEOUT = 1.0
 
 _log = get_logger("rallypoint.agent")
-
-
-@dataclass(frozen=True, slots=True)
-class GroupSettings:
-    """Resources that the workers of every round share.
-
-    Attributes:
-        console: Shows their output.
-        log_directory: Holds their log files.
-        sockets: The agent's sockets for them.
-        environment: Further environment variables.
-        stacks: Folder for the pipes into which they write their stacks.
-        history: Records their starts and ends.
-    """
-
-    console: Console
-    log_directory: LogDirectory
-    sockets: WorkerSockets
-    environment: dict[str, str]
-    stacks: Path
-    history: JobEvents
 
 
 class WorkerGroups:
@@ -56,7 +30,8 @@ class WorkerGroups:
         group: The latest; None if there was none yet.
         spawner: The process below which all workers run; replaced when it has died.
         stop_reason: Why the latest group was stopped.
-        equipment: Resources that the groups share; set before the first is started.
+        settings: Resources that the groups share; set before the first is started.
+        sockets: The agent's sockets for the workers; set likewise.
     """
 
     def __init__(
@@ -77,7 +52,8 @@ class WorkerGroups:
         self.group: WorkerGroup | None = None
         self.spawner = spawner
         self.stop_reason = ""
-        self.equipment: GroupSettings
+        self.settings: GroupSettings
+        self.sockets: WorkerSockets
         self._config = config
         self._publish = publish
         self._begin = begin
@@ -100,17 +76,12 @@ class WorkerGroups:
         if self.spawner.dead:
             with suppress(SpawnError):  # the start of the group then fails, and is reported
                 self.spawner = self.spawner.renew()
-        equipment = self.equipment
         group = self.group = WorkerGroup(
             self._config,
             assignment,
             restart_count,
             spawner=self.spawner,
-            console=equipment.console,
-            log_directory=equipment.log_directory,
-            sockets={**equipment.sockets.environment, **equipment.environment},
-            stacks=equipment.stacks,
-            events=equipment.history,
+            settings=self.settings,
             publish=self._publish,
         )
         first, last = assignment.base_rank, assignment.base_rank + self._config.local_world_size - 1
@@ -179,7 +150,7 @@ class WorkerGroups:
         return True
 
     async def _start(self, group: WorkerGroup, lease: int, incarnation: str) -> None:
-        sockets = self.equipment.sockets
+        sockets = self.sockets
         await sockets.act_under(lease, incarnation)
         await sockets.watchdog.allows_workers()
         await group.start()
@@ -205,7 +176,7 @@ class WorkerGroups:
                 waited=round(report.seconds, 1),
             )
         for worker in group.names:
-            self.equipment.sockets.clear(worker)
+            self.sockets.clear(worker)
         if left := await survivors_of(report.left):
             self._publish(core.NodeUnhealthy(await describe_left(left)))
         self._publish(core.GroupStopped())

@@ -21,6 +21,7 @@ from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
 from rallypoint.rpc.endpoint import SettingError
 from rallypoint.rpc.loop import boot_time
 from rallypoint.serving.flow import Rate
+from rallypoint.serving.policy import ALL_READERS, NODES, OPERATORS, READERS, Rights
 from rallypoint.serving.server import Registration
 
 SERVICE_NAME = "rallypoint.rendezvous.v1.RendezvousService"
@@ -84,6 +85,22 @@ async def rendezvous_services(
         shard.end_streams(draining_error)
 
 
+_RIGHTS: Rights = {
+    "Join": NODES,
+    "GetRun": ALL_READERS,
+    "ListRuns": READERS,
+    "WatchRun": ALL_READERS,
+    "CloseRun": OPERATORS,
+    "DeleteRun": OPERATORS,
+    "RestartRun": OPERATORS,
+    "EvictNode": OPERATORS,
+    "ReadmitNode": OPERATORS,
+    "ListEvents": READERS,
+    "WatchEvents": READERS,
+    "ListReplicas": ALL_READERS,
+}
+
+
 def registrations(
     locator: RunLocator, limits: RendezvousLimits | None = None, list_replicas: ListReplicas | None = None
 ) -> list[Registration]:
@@ -101,5 +118,6 @@ def registrations(
         partial(pb_grpc.add_RendezvousServiceServicer_to_server, servicer),
         servicer.drain,
         Rate(limits.messages_per_second, limits.message_burst),
+        _RIGHTS,
     )
     return [rendezvous, store_registration(locator), fenced_registration(locator)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import grpc
@@ -27,6 +27,7 @@ from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
 from rallypoint.rpc.errors import invalid
 from rallypoint.rpc.text import one_line
+from rallypoint.serving.access import caller_of
 from rallypoint.serving.flow import WRITE_TIMEOUT, ServerDraining, Subscriber, UnopenedStreams
 from rallypoint.serving.requests import SENTENCE_BYTES, count, name, reason
 
@@ -170,8 +171,19 @@ class RendezvousServicer(pb_grpc.RendezvousServiceServicer):
         name("run_id", request.run_id)
         why = reason(request.reason)
         engine = self._locator.writer(request.run_id).engine
-        run_end = await engine.close_run(request.run_id, why, _operator(context))
+        run_end = await engine.close_run(request.run_id, why, f"operator {caller_of(context)}")
         return pb.CloseRunResponse(run_end=run_end)
+
+    async def DeleteRun(
+        self,
+        request: pb.DeleteRunRequest,
+        context: grpc.aio.ServicerContext[pb.DeleteRunRequest, pb.DeleteRunResponse],
+    ) -> pb.DeleteRunResponse:
+        """Forget a run that has no nodes."""
+        name("run_id", request.run_id)
+        engine = self._locator.writer(request.run_id).engine
+        await engine.delete_run(request.run_id, f"operator {caller_of(context)}")
+        return pb.DeleteRunResponse()
 
     async def RestartRun(
         self,
@@ -181,8 +193,7 @@ class RendezvousServicer(pb_grpc.RendezvousServiceServicer):
         """Restart all workers of a run."""
         name("run_id", request.run_id)
         command = commands.Restart(reason(request.reason))
-        engine = self._locator.writer(request.run_id).engine
-        happened = await engine.execute(request.run_id, command, _operator(context))
+        happened = await self._operate(request.run_id, command, context)
         ended = [fact.end.round for fact in happened if isinstance(fact, facts.RoundEnded)]
         taken = any(isinstance(fact, facts.RestartRequested) for fact in happened)
         return pb.RestartRunResponse(ended_round=ended[0] if ended else 0, hurried=taken and not ended)
@@ -192,16 +203,33 @@ class RendezvousServicer(pb_grpc.RendezvousServiceServicer):
         request: pb.EvictNodeRequest,
         context: grpc.aio.ServicerContext[pb.EvictNodeRequest, pb.EvictNodeResponse],
     ) -> pb.EvictNodeResponse:
-        """Take a node out of a run and keep it out, or readmit it."""
+        """Take a node out of a run and keep it out."""
         name("run_id", request.run_id)
         name("node_id", request.node_id)
-        kind = commands.Readmit if request.readmit else commands.Evict
-        command = kind(request.node_id, reason(request.reason))
-        engine = self._locator.writer(request.run_id).engine
-        happened = await engine.execute(request.run_id, command, _operator(context))
+        command = commands.Evict(request.node_id, reason(request.reason))
+        happened = await self._operate(request.run_id, command, context)
         return pb.EvictNodeResponse(
             was_in=any(isinstance(fact, facts.NodeEvicted) and fact.lease > 0 for fact in happened)
         )
+
+    async def ReadmitNode(
+        self,
+        request: pb.ReadmitNodeRequest,
+        context: grpc.aio.ServicerContext[pb.ReadmitNodeRequest, pb.ReadmitNodeResponse],
+    ) -> pb.ReadmitNodeResponse:
+        """Let an evicted node join again."""
+        name("run_id", request.run_id)
+        name("node_id", request.node_id)
+        command = commands.Readmit(request.node_id, reason(request.reason))
+        happened = await self._operate(request.run_id, command, context)
+        return pb.ReadmitNodeResponse(was_evicted=bool(happened))
+
+    async def _operate(
+        self, run_id: str, command: commands.Command, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> Sequence[facts.Fact]:
+        """Execute the command of an operator; return its facts."""
+        engine = self._locator.writer(run_id).engine
+        return await engine.execute(run_id, command, f"operator {caller_of(context)}")
 
     async def ListEvents(
         self,
@@ -279,10 +307,3 @@ def _command(request: pb.JoinRequest, member: Member) -> commands.Command | None
             raise invalid(
                 "message", f"expected a heartbeat, confirm, report, depart or leave, not {other or 'empty'}"
             )
-
-
-def _operator(context: grpc.aio.ServicerContext[Any, Any]) -> str:
-    """Return the caller for the event log: by the name in its certificate, else by its address."""
-    for name_ in context.auth_context().get("x509_common_name", ()):
-        return f"operator {name_.decode(errors='replace')}"
-    return f"operator {context.peer()}"

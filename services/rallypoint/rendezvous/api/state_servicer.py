@@ -13,6 +13,7 @@ from rallypoint.rendezvous.state.core import FencedState
 from rallypoint.rendezvous.v1 import state_service_pb2 as pb
 from rallypoint.rendezvous.v1 import state_service_pb2_grpc as rpc
 from rallypoint.serving.flow import WRITE_TIMEOUT, Subscriber
+from rallypoint.serving.policy import NODES
 from rallypoint.serving.requests import name
 from rallypoint.serving.server import Registration
 
@@ -32,7 +33,10 @@ def fenced_registration(locator: RunLocator, *, write_timeout: float = WRITE_TIM
         await asyncio.gather(*(shard.states.drain() for shard in locator.shards()))
 
     return Registration(
-        SERVICE_NAME, lambda server: rpc.add_StateServiceServicer_to_server(servicer, server), drain
+        SERVICE_NAME,
+        lambda server: rpc.add_StateServiceServicer_to_server(servicer, server),
+        drain,
+        rights=dict.fromkeys(("GetState", "SetState", "WatchState"), NODES),
     )
 
 

@@ -27,6 +27,7 @@ from rallypoint.rendezvous.store.service import StoreService
 from rallypoint.rendezvous.store.writes import Add, Append, CompareSet, DeleteKey, MultiSet, Set
 from rallypoint.rendezvous.v1 import store_service_pb2 as pb
 from rallypoint.rendezvous.v1 import store_service_pb2_grpc as rpc
+from rallypoint.serving.policy import NODES
 from rallypoint.serving.server import Registration
 
 SERVICE_NAME = "rallypoint.rendezvous.v1.StoreService"
@@ -45,7 +46,10 @@ def store_registration(locator: RunLocator) -> Registration:
         await asyncio.gather(*(shard.store.drain() for shard in locator.shards()))
 
     return Registration(
-        SERVICE_NAME, lambda server: rpc.add_StoreServiceServicer_to_server(servicer, server), drain
+        SERVICE_NAME,
+        lambda server: rpc.add_StoreServiceServicer_to_server(servicer, server),
+        drain,
+        rights={method.name: NODES for method in pb.DESCRIPTOR.services_by_name["StoreService"].methods},
     )
 
 

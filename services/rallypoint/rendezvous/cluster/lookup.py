@@ -81,6 +81,8 @@ _READS = 8
 # changes all the time is better read from its owner's memory.
 _LONG = 0.1
 _REST = 20.0
+# Longest rest, seconds: an outage of etcd also makes a read take long, and says nothing about the shard.
+_LONGEST_REST = 10.0
 
 
 @dataclass(slots=True)
@@ -220,7 +222,8 @@ class RemoteReader:
         reader = yield from self._build(shard, found.recovered)
         now = self._clock()
         took = reading + now - began
-        return _Kept(found.head_revision, reader, size, now + (_REST * took if took > _LONG else 0.0))
+        rest = min(_REST * took, _LONGEST_REST) if took > _LONG else 0.0
+        return _Kept(found.head_revision, reader, size, now + rest)
 
     def _keep_within(self) -> None:
         total = sum(kept.bytes for kept in self._kept.values())

@@ -368,8 +368,8 @@ def _exit_barrier_passed(fact: facts.ExitBarrierPassed, state: RunState, now: fl
 
 @_apply.register
 def _restart_requested(fact: facts.RestartRequested, state: RunState, now: float) -> None:
+    newcomers.forget_failures(state)  # and the back-off below: the operator may have removed the cause
     if state.phase is Phase.JOINABLE:
-        # End the back-off: the operator may have removed the cause.
         state.quick_restarts, state.hold_until = 0, None
     elif state.breach is None:
         detail = f"an operator requested a restart: {fact.reason}"

@@ -81,6 +81,11 @@ class Close:
 
 
 @dataclass(frozen=True, slots=True)
+class Forget:
+    """An operator has the run forgotten at once, instead of hours after its last node."""
+
+
+@dataclass(frozen=True, slots=True)
 class Restart:
     """An operator restarts all workers."""
 
@@ -104,7 +109,17 @@ class Readmit:
 
 
 Command: TypeAlias = (
-    Join | Confirm | ReportFailure | ReportSuccess | Depart | Leave | Close | Restart | Evict | Readmit
+    Join
+    | Confirm
+    | ReportFailure
+    | ReportSuccess
+    | Depart
+    | Leave
+    | Close
+    | Forget
+    | Restart
+    | Evict
+    | Readmit
 )
 
 
@@ -138,6 +153,17 @@ class RunIsClosed(Refused):
             f"run {self.run_id!r} is closed ({self.outcome.name}: {self.detail}); "
             "start a new one under another run id"
         )
+
+
+@dataclass(eq=False)
+class RunInUse(Refused):
+    """A run can't be deleted: it has nodes."""
+
+    run_id: str
+    nodes: int
+
+    def __str__(self) -> str:
+        return f"run {self.run_id!r} has {self.nodes} nodes: close it first"
 
 
 @dataclass(eq=False)

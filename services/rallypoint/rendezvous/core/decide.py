@@ -51,8 +51,8 @@ def decide(state: RunState, command: commands.Command, now: float) -> list[facts
 
 
 def _decide_closed(state: RunState, command: commands.Command) -> list[facts.Fact]:
-    if isinstance(command, (commands.Close, commands.Restart)):
-        return []  # there is nothing left to close, or to restart
+    if isinstance(command, (commands.Close, commands.Forget, commands.Restart)):
+        return []  # there is nothing left to close or to restart, and what is deleted has no facts
     assert state.run_end is not None, "a closed run has an end"
     raise RunIsClosed(state.run_id, state.run_end.outcome, state.run_end.detail)
 
@@ -129,6 +129,13 @@ def _leave(command: commands.Leave, state: RunState) -> list[facts.Fact]:
 @_decide.register
 def _close(command: commands.Close, state: RunState) -> list[facts.Fact]:
     return [facts.RunClosed(RunEnd(Outcome.CANCELLED, f"closed by an operator: {command.reason}"))]
+
+
+@_decide.register
+def _forget(command: commands.Forget, state: RunState) -> list[facts.Fact]:
+    if state.nodes:
+        raise commands.RunInUse(state.run_id, len(state.nodes))
+    return []
 
 
 @_decide.register

@@ -48,11 +48,9 @@ def count_after(state: RunState, end: RoundEnd, now: float) -> tuple[int, bool]:
     passed = ran >= PROBATION
     if not passed and end.node_id in state.newcomers and _fails_scale_up(state, end):
         return state.failed_scale_ups + 1, False
-    # An operator may have repaired a host; or newcomers are good; or it is long ago.
-    over = end.cause is RoundEndCause.RESTART_REQUESTED or (passed and state.newcomers)
-    if over or ran >= 2 * _hold(state.failed_scale_ups, _LONGEST_HOLD) > 0:
-        return 0, passed
-    return state.failed_scale_ups, passed
+    good = passed and state.newcomers
+    long_ago = ran >= 2 * _hold(state.failed_scale_ups, _LONGEST_HOLD) > 0
+    return (0 if good or long_ago else state.failed_scale_ups), passed
 
 
 def _fails_scale_up(state: RunState, end: RoundEnd) -> bool:
@@ -84,6 +82,12 @@ def note_end(state: RunState, end: RoundEnd, count: int, passed: bool, now: floa
             state.held_until_of.pop(node_id, None)
         state.newcomers = set()
     return failed
+
+
+def forget_failures(state: RunState) -> None:
+    """End the delays of a run and of all its nodes: an operator may have repaired a host."""
+    state.failed_scale_ups, state.newcomers_held_until = 0, -math.inf
+    state.failed_scale_ups_of, state.held_until_of = {}, {}
 
 
 def hold_back(state: RunState, node_id: str, now: float) -> None:

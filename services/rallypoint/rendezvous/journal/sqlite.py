@@ -8,6 +8,7 @@ import os
 import sqlite3
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -22,8 +23,9 @@ from rallypoint.rendezvous.journal.sqlite_reading import (
     sync,
     write_again,
 )
-from rallypoint.rendezvous.journal.sqlite_rows import SCHEMA, SCHEMA_VERSION, Rows, RowSweep
+from rallypoint.rendezvous.journal.sqlite_rows import SCHEMA, SCHEMA_VERSION, FreePages, Rows, RowSweep
 from rallypoint.rpc.logs import get_logger
+from rallypoint.rpc.runtime_folder import open_private
 
 # ---- One process at a time: a lock that goes with the process, and a number that outlives it.
 
@@ -82,6 +84,7 @@ _log = get_logger(__name__)
 _LOG_BYTES = 16 << 20
 _PAGE_BYTES = 4 << 10
 _PAGES_PER_RUN = 3
+_PAGES_PER_MOVE = 2
 _ROW_BYTES = 256
 # A log made long by a very large commit is truncated to this size.
 _LOG_LIMIT = 32 << 20
@@ -108,19 +111,20 @@ class JournalFile:
     """
 
     def __init__(self, path: Path) -> None:
-        """`path`: the file; it and its folder are created if they are missing."""
+        """`path`: the file, private to this user; it and its folder are created if they are missing."""
         self._path = path
         self._lock_path = path.with_name(path.name + ".lock")
         self._lock: LockFile | None = None
         self._connection: sqlite3.Connection | None = None
         self._contents = FileContents()
         self._sweep = RowSweep(self._contents.spans)
+        self._free_pages = FreePages()
         self._logged = 0
 
     @property
     def has_leftovers(self) -> bool:
-        """True if there may be rows to delete: each commit, even an empty one, deletes some."""
-        return bool(self._sweep)
+        """True if there may be rows to delete or pages to give back: each commit, even an empty one, does some."""
+        return bool(self._sweep or self._free_pages)
 
     @property
     def log_is_long(self) -> bool:
@@ -179,9 +183,17 @@ class JournalFile:
         if version is not None and version < SCHEMA_VERSION:
             copy = keep_copy(self._path, version)
             _log.info("journal.migrating", path=str(self._path), version=version, copy=str(copy))
+        # Not before it was checked: a file of another program stays as it is. SQLite gives a new log the mode of the
+        # file; the log of an earlier process has a mode of its own.
+        os.close(open_private(self._path, os.O_RDWR | os.O_CREAT))
+        with suppress(FileNotFoundError):
+            os.close(open_private(self._path.with_name(self._path.name + "-wal"), os.O_RDWR))
         connection = sqlite3.connect(self._path, isolation_level=None, check_same_thread=True)
         try:
             connection.execute("PRAGMA locking_mode = EXCLUSIVE")
+            if version is None:
+                # It has an effect only before the first table, and before write-ahead mode, which writes the header.
+                connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
             connection.execute("PRAGMA journal_mode = WAL")
             connection.execute("PRAGMA synchronous = FULL")
             connection.execute(f"PRAGMA journal_size_limit = {_LOG_LIMIT}")
@@ -193,6 +205,7 @@ class JournalFile:
                 connection.executescript(f"BEGIN; {SCHEMA} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;")
             elif version < SCHEMA_VERSION:
                 migrate(connection)
+            self._free_pages.count(connection)
         except BaseException:
             connection.close()
             raise
@@ -210,17 +223,22 @@ class JournalFile:
             for entries in calls:
                 for entry in entries:
                     rows.add(entry)
+            shrinking, deleting = bool(self._free_pages), bool(self._sweep) or rows.deletes
             before = connection.total_changes
-            connection.execute("BEGIN IMMEDIATE")
+            given_back = self._free_pages.begin(connection)
             rows.write(connection)
             self._sweep.add(rows.dropped)
             self._sweep.step(connection)
             self._contents.commits += 1
             connection.execute("UPDATE commits SET number = ?", (self._contents.commits,))
+            if shrinking or deleting:
+                self._free_pages.count(connection)
             connection.execute("COMMIT")
             self._lock.write(self._contents.commits)
-            pages = 1 + _PAGES_PER_RUN * len(rows.runs)
+            pages = 1 + _PAGES_PER_RUN * len(rows.runs) + _PAGES_PER_MOVE * given_back
             self._logged += pages * _PAGE_BYTES + rows.size + _ROW_BYTES * (connection.total_changes - before)
+            if shrinking and not self._free_pages:
+                self._logged = _LOG_BYTES  # the file becomes shorter when the log is copied into it
         except Exception as error:
             raise self._unwritable(error) from error
 

@@ -21,6 +21,7 @@ from rallypoint.rendezvous.journal.journal import (
     Span,
 )
 from rallypoint.rendezvous.journal.sqlite_rows import SCHEMA, SCHEMA_VERSION, checksum
+from rallypoint.rpc.runtime_folder import open_private
 
 _HEADER = b"SQLite format 3\x00"
 # Errors of the disk and of permissions, not of the file; low byte of the extended codes.
@@ -217,6 +218,7 @@ def keep_copy(path: Path, version: int) -> Path:
     copy = path.with_name(f"{path.name}.v{version}")
     part = path.with_name(f"{path.name}.v{version}.part")
     part.unlink(missing_ok=True)
+    os.close(open_private(part, os.O_RDWR | os.O_CREAT))
     with reading(path) as source, contextlib.closing(sqlite3.connect(part)) as target:
         source.backup(target)
     sync(part)

@@ -74,6 +74,11 @@ class Rows:
         self.dropped: list[str] = []  # runs that have rows which are no longer kept
         self.size = 0  # bytes to write
 
+    @property
+    def deletes(self) -> bool:
+        """True if rows are deleted, now or by the sweep."""
+        return bool(self.dropped) or None in self._values.values()
+
     def add(self, entry: Entry) -> None:
         """Add an entry; raise OutOfSequenceError if it does not continue the kept records of its run."""
         span = self._spans.setdefault(entry.run_id, Span())
@@ -170,11 +175,7 @@ DELETE FROM checkpoint WHERE run_id = ? AND NOT EXISTS (SELECT 1 FROM store WHER
 
 
 class RowSweep:
-    """Deletes records before the first kept one, and store entries of earlier eras.
-
-    SQLite reuses the freed pages, but the file does not shrink: it stays at its largest size so far, which the
-    service's limits bound. Shrinking it would mean moving pages about while commits wait.
-    """
+    """Deletes records before the first kept one, and store entries of earlier eras."""
 
     def __init__(self, spans: dict[str, Span]) -> None:
         """`spans`: the kept records of each run; a dropped run is removed from it together with its last row."""
@@ -209,3 +210,51 @@ class RowSweep:
             del self._runs[run_id]
             if span.dropped and connection.execute(_DELETE_DROPPED, (run_id, run_id)).rowcount:
                 del self._spans[run_id]
+
+
+# ---- SQLite reuses the pages of deleted rows. If there are many, the file shrinks, step by step as well.
+
+# A file keeps this many free pages (4 MiB), and a sixteenth of it, for new rows; else it would shrink and grow again
+# with every compaction. Once it shrinks, it goes on to half of that, so that each time is worth a checkpoint of the
+# log.
+_SPARE_PAGES = 1024
+_SPARE_PART = 16
+# Limits of a step, which delays one commit by a millisecond or two: pages moved, and entries searched, since SQLite
+# searches its list of free pages for each page that it moves.
+PAGES_PER_STEP = 32
+_SEARCHED_PER_STEP = 2 << 20
+
+_FREE_PAGES = """
+SELECT freelist_count, page_count FROM pragma_freelist_count, pragma_page_count, pragma_auto_vacuum
+    WHERE auto_vacuum = 2 -- INCREMENTAL
+"""
+
+
+class FreePages:
+    """Gives free pages of the file back to the file system.
+
+    They are moved to the end of the file, and the next checkpoint of the log cuts them off. Only a file that was made
+    with `auto_vacuum = INCREMENTAL` can shrink; one of an earlier version keeps its free pages.
+    """
+
+    def __init__(self) -> None:
+        """There are none; `count` counts them."""
+        self._left = 0
+
+    def __bool__(self) -> bool:
+        """True if there are pages to give back."""
+        return self._left > 0
+
+    def begin(self, connection: sqlite3.Connection) -> int:
+        """Begin a transaction, and give some pages back in it; return their number."""
+        pages = min(self._left, PAGES_PER_STEP, 1 + _SEARCHED_PER_STEP // max(1, self._left))
+        give_back = f"PRAGMA incremental_vacuum({pages});" if pages else ""  # of 0 would be all
+        # The pragma returns a row for each page: a script reads them without Python's lock.
+        connection.executescript(f"BEGIN IMMEDIATE; {give_back}")
+        return pages
+
+    def count(self, connection: sqlite3.Connection) -> None:
+        """Count them, after rows were deleted or pages given back."""
+        free, pages = connection.execute(_FREE_PAGES).fetchone() or (0, 0)
+        spare = (_SPARE_PAGES + pages // _SPARE_PART) // (2 if self._left else 1)
+        self._left = max(0, free - spare)

@@ -153,6 +153,19 @@ class RendezvousEngine(DurableRuns, WriteAdmission):
             lambda _: run_summary(self._run(run_id).state).run_end, run_id, commands.Close(reason), actor
         )
 
+    async def delete_run(self, run_id: str, actor: str = SERVICE) -> None:
+        """Forget a run without nodes, with its events, store and states.
+
+        Raises:
+            RunInUse: It has nodes.
+        """
+
+        def check_deleted(_: object) -> None:
+            if (run := self._runs.get(run_id)) is not None:
+                raise commands.RunInUse(run_id, len(run.state.nodes))  # a node was as fast
+
+        await self._submit(check_deleted, run_id, commands.Forget(), actor)
+
     async def get_run(self, run_id: str) -> pb.Run:
         """Return a run with its nodes, as it is durable."""
         return await self.read_run(run_id, run_message)

@@ -21,7 +21,7 @@ from rallypoint.rendezvous.core.state import LossReason, Phase, RunSettings, Run
 from rallypoint.rendezvous.runs.codec import to_message
 from rallypoint.rendezvous.runs.history import History
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
-from rallypoint.rpc.clock import LagSettings, WatchClock
+from rallypoint.rpc.clock import ROUNDING, LagSettings, WatchClock
 from rallypoint.rpc.durations import set_seconds, to_duration
 
 # ---- First responses to newcomers, delayed while more of them are coming.
@@ -244,6 +244,7 @@ class HostedRun:
     checkpoint: int = 0  # the last revision that a checkpoint has
     writable_round: int | None = None  # see `RendezvousEngine.writable_round`
     ended: bool = False  # whether it is durable that the run is closed
+    deleted_by: str = ""  # the operator who deletes it; empty: none
     members: dict[str, Member] = field(default_factory=dict)
     # (node, lease) of resume requests under way, with the number of streams that request it.
     returning: Counter[tuple[str, int]] = field(default_factory=Counter)
@@ -260,6 +261,8 @@ class HostedRun:
 
     def expires(self, time_to_live: float) -> float:
         """The time at which the run is forgotten; infinity while it has nodes."""
+        if self.deleted_by:
+            return -math.inf
         return math.inf if self.state.idle_since is None else self.state.idle_since + time_to_live
 
     def next_deadline(self, time_to_live: float) -> float | None:
@@ -438,7 +441,7 @@ class LeaseClock:
         """Seconds until a deadline; None: for ever. It may prove to be too early, if there is a pause."""
         if deadline is None or self._stopped_at is not None:
             return None
-        return max(0.0, deadline - self.now())
+        return max(ROUNDING, deadline - self.now())
 
     def watch(self, *, wanted: bool) -> None:
         """Start or stop noticing pauses: without deadlines the timer need not wake the process."""

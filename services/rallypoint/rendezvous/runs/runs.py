@@ -366,6 +366,7 @@ class DurableRuns(CommitLoop[RunRequest[Any]]):
             run.state.forgiven = self._clock() - now
             with self._only_this(step, request.run_id):
                 direct = carry_out(run.state, command, now)
+                self._mark_deleted(run, command, request.actor)
                 if request.run_id not in self._runs:
                     self._run_count.add(1)
                     self._begin(step, run.state)
@@ -378,6 +379,13 @@ class DurableRuns(CommitLoop[RunRequest[Any]]):
             self._check_whole(request.run_id)
         except Refused as refusal:
             request.refusal = refusal
+
+    def _mark_deleted(self, run: HostedRun, command: commands.Command, actor: str) -> None:
+        """Have the run forgotten with this step if the command deletes it, and not if a node joins after that."""
+        if isinstance(command, commands.Forget):
+            run.deleted_by = actor
+        elif run.state.nodes:
+            run.deleted_by = ""
 
     def _note(self, step: RunStep, run: HostedRun, happened: Sequence[facts.Fact], actor: str) -> None:
         """Add applied facts to the step, and a checkpoint when one is due."""
@@ -476,7 +484,10 @@ class DurableRuns(CommitLoop[RunRequest[Any]]):
         run.history.clear()
         for slot in run.slots():
             slot.end(RunNotFound(run_id))
-        _log.info("run expired", run_id=run_id)
+        if run.deleted_by:
+            _log.info("run deleted", run_id=run_id, by=run.deleted_by)
+        else:
+            _log.info("run expired", run_id=run_id)
         for each in self.data:
             each.forget_run(run_id)
 

@@ -133,7 +133,7 @@ class FencedStateClient:
             else:
                 request = pb.WatchStateRequest(run_id=self._run_id, token=token)
                 call = connection.stub(rpc.StateServiceStub).WatchState(
-                    request, wait_for_ready=connection.alone
+                    request, wait_for_ready=connection.waits
                 )
                 try:
                     async with asyncio.timeout(min(attempts.remaining(), connection.timeout)):

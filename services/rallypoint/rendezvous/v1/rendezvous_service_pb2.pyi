@@ -1386,6 +1386,45 @@ class CloseRunResponse(_message.Message):
 Global___CloseRunResponse: _TypeAlias = CloseRunResponse  # noqa: Y015
 
 @_typing.final
+class DeleteRunRequest(_message.Message):
+    """DeleteRunRequest names a run to forget."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """Name of the run."""
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["run_id", b"run_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeleteRunRequest: _TypeAlias = DeleteRunRequest  # noqa: Y015
+
+@_typing.final
+class DeleteRunResponse(_message.Message):
+    """DeleteRunResponse says that the run is forgotten."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeleteRunResponse: _TypeAlias = DeleteRunResponse  # noqa: Y015
+
+@_typing.final
 class Run(_message.Message):
     """Run is the state of a run, for people and tools."""
 
@@ -1605,33 +1644,29 @@ Global___RestartRunResponse: _TypeAlias = RestartRunResponse  # noqa: Y015
 
 @_typing.final
 class EvictNodeRequest(_message.Message):
-    """EvictNodeRequest names a node to evict from a run, or to readmit."""
+    """EvictNodeRequest names a node to evict from a run."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     RUN_ID_FIELD_NUMBER: _builtins.int
     NODE_ID_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
-    READMIT_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Name of the run."""
     node_id: _builtins.str
     """Name of the node."""
     reason: _builtins.str
     """Why, for people; at most 1,024 bytes."""
-    readmit: _builtins.bool
-    """Readmit an evicted node, instead."""
     def __init__(
         self,
         *,
         run_id: _builtins.str = ...,
         node_id: _builtins.str = ...,
         reason: _builtins.str = ...,
-        readmit: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["node_id", b"node_id", "readmit", b"readmit", "reason", b"reason", "run_id", b"run_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["node_id", b"node_id", "reason", b"reason", "run_id", b"run_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1639,7 +1674,7 @@ Global___EvictNodeRequest: _TypeAlias = EvictNodeRequest  # noqa: Y015
 
 @_typing.final
 class EvictNodeResponse(_message.Message):
-    """EvictNodeResponse confirms the request. Evicting an evicted node, or readmitting one that is not, changes nothing."""
+    """EvictNodeResponse confirms the request. Evicting an evicted node changes nothing."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1658,6 +1693,58 @@ class EvictNodeResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___EvictNodeResponse: _TypeAlias = EvictNodeResponse  # noqa: Y015
+
+@_typing.final
+class ReadmitNodeRequest(_message.Message):
+    """ReadmitNodeRequest names an evicted node of a run."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    NODE_ID_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """Name of the run."""
+    node_id: _builtins.str
+    """Name of the node."""
+    reason: _builtins.str
+    """Why, for people; at most 1,024 bytes."""
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        node_id: _builtins.str = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["node_id", b"node_id", "reason", b"reason", "run_id", b"run_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReadmitNodeRequest: _TypeAlias = ReadmitNodeRequest  # noqa: Y015
+
+@_typing.final
+class ReadmitNodeResponse(_message.Message):
+    """ReadmitNodeResponse confirms the request."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WAS_EVICTED_FIELD_NUMBER: _builtins.int
+    was_evicted: _builtins.bool
+    """True if the node was evicted; false may mean that its name was misspelt."""
+    def __init__(
+        self,
+        *,
+        was_evicted: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["was_evicted", b"was_evicted"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReadmitNodeResponse: _TypeAlias = ReadmitNodeResponse  # noqa: Y015
 
 @_typing.final
 class Event(_message.Message):

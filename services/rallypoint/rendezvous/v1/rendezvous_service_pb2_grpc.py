@@ -37,8 +37,9 @@ class RendezvousServiceStub(object):
     that you follow: runs move, and a replica may be behind.
     - NOT_OWNER: nothing was done. Any request may be repeated, at the owner.
     - OWNERSHIP_LOST, with the same metadata: the request was in progress when the run moved to another replica, so it
-    may have taken effect, or not. Joining, and every other message on a stream, may be sent twice. CloseRun and
-    EvictNode may be repeated; before you repeat a RestartRun, look at the run's events.
+    may have taken effect, or not. Joining, and every other message on a stream, may be sent twice. CloseRun,
+    EvictNode and ReadmitNode may be repeated; before you repeat a RestartRun, look at the run's events; before a
+    DeleteRun, at the run.
 
     Errors: every error carries a google.rpc.ErrorInfo with domain "rallypoint" and one of these reasons.
     "Retry later" means: after RetryInfo.retry_delay.
@@ -49,6 +50,7 @@ class RendezvousServiceStub(object):
     FAILED_PRECONDITION  RUN_BROKEN         an unexpected error of the service stopped the run, or its storage; outcome
     unknown, other runs continue; metadata "run_id", "cause": kind of error
     FAILED_PRECONDITION  RUN_CLOSED         the run is over for good; metadata "outcome"
+    FAILED_PRECONDITION  RUN_IN_USE         a run with nodes can't be deleted: close it first; metadata "nodes"
     FAILED_PRECONDITION  SETTINGS_DIFFER    the run exists with other settings; metadata names each
     FAILED_PRECONDITION  LEASE_LOST         the lease expired: join again, as a newcomer. With metadata
     "superseded_by", another agent joined under the node's name: do not join
@@ -106,6 +108,11 @@ class RendezvousServiceStub(object):
                 request_serializer=rallypoint_dot_rendezvous_dot_v1_dot_rendezvous__service__pb2.CloseRunRequest.SerializeToString,
                 response_deserializer=rallypoint_dot_rendezvous_dot_v1_dot_rendezvous__service__pb2.CloseRunResponse.FromString,
                 _registered_method=True)
+        self.DeleteRun = channel.unary_unary(
+                '/rallypoint.rendezvous.v1.RendezvousService/DeleteRun',
+                request_serializer=rallypoint_dot_rendezvous_dot_v1_dot_rendezvous__service__pb2.DeleteRunRequest.SerializeToString,
+                response_deserializer=rallypoint_dot_rendezvous_dot_v1_dot_rendezvous__service__pb2.DeleteRunResponse.FromString,
+                _registered_method=True)
         self.RestartRun = channel.unary_unary(
                 '/rallypoint.rendezvous.v1.RendezvousService/RestartRun',
                 request_serializer=rallypoint_dot_rendezvous_dot_v1_dot_rendezvous__service__pb2.RestartRunRequest.SerializeToString,
@@ -115,6 +122,11 @@ class RendezvousServiceStub(object):
                 '/rallypoint.rendezvous.v1.RendezvousService/EvictNode',
                 request_serializer=rallypoint_dot_rendezvous_dot_v1_dot_rendezvous__service__pb2.EvictNodeRequest.SerializeToString,
                 response_deserializer=rallypoint_dot_rendezvous_dot_v1_dot_rendezvous__service__pb2.EvictNodeResponse.FromString,
+                _registered_method=True)
+        self.ReadmitNode = channel.unary_unary(
+                '/rallypoint.rendezvous.v1.RendezvousService/ReadmitNode',
+                request_serializer=rallypoint_dot_rendezvous_dot_v1_dot_rendezvous__service__pb2.ReadmitNodeRequest.SerializeToString,
+                response_deserializer=rallypoint_dot_rendezvous_dot_v1_dot_rendezvous__service__pb2.ReadmitNodeResponse.FromString,
                 _registered_method=True)
         self.ListEvents = channel.unary_unary(
                 '/rallypoint.rendezvous.v1.RendezvousService/ListEvents',
@@ -145,8 +157,9 @@ class RendezvousServiceServicer(object):
     that you follow: runs move, and a replica may be behind.
     - NOT_OWNER: nothing was done. Any request may be repeated, at the owner.
     - OWNERSHIP_LOST, with the same metadata: the request was in progress when the run moved to another replica, so it
-    may have taken effect, or not. Joining, and every other message on a stream, may be sent twice. CloseRun and
-    EvictNode may be repeated; before you repeat a RestartRun, look at the run's events.
+    may have taken effect, or not. Joining, and every other message on a stream, may be sent twice. CloseRun,
+    EvictNode and ReadmitNode may be repeated; before you repeat a RestartRun, look at the run's events; before a
+    DeleteRun, at the run.
 
     Errors: every error carries a google.rpc.ErrorInfo with domain "rallypoint" and one of these reasons.
     "Retry later" means: after RetryInfo.retry_delay.
@@ -157,6 +170,7 @@ class RendezvousServiceServicer(object):
     FAILED_PRECONDITION  RUN_BROKEN         an unexpected error of the service stopped the run, or its storage; outcome
     unknown, other runs continue; metadata "run_id", "cause": kind of error
     FAILED_PRECONDITION  RUN_CLOSED         the run is over for good; metadata "outcome"
+    FAILED_PRECONDITION  RUN_IN_USE         a run with nodes can't be deleted: close it first; metadata "nodes"
     FAILED_PRECONDITION  SETTINGS_DIFFER    the run exists with other settings; metadata names each
     FAILED_PRECONDITION  LEASE_LOST         the lease expired: join again, as a newcomer. With metadata
     "superseded_by", another agent joined under the node's name: do not join
@@ -230,10 +244,20 @@ class RendezvousServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def DeleteRun(self, request, context):
+        """DeleteRun forgets a run that is closed, or that no node is in: its state, events, store and fenced states. Its name is
+        free at once, and the numbers of a new run of that name go on. A run with nodes is refused with RUN_IN_USE: close it
+        first. Without DeleteRun, the service forgets a run hours after its last node. A node that was disconnected when the
+        run was closed does not know its end: if it comes back after DeleteRun, it joins a new run of that name.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def RestartRun(self, request, context):
         """RestartRun ends the run's round; the next round forms from the same nodes with no last call, and all workers are
-        restarted. It uses no restart of the budget. A run without a round stays as it is, except that a restart delayed by
-        back-off happens at once.
+        restarted. It uses no restart of the budget, and newcomers that were held back are let in. A run without a round
+        stays as it is, except that a restart delayed by back-off happens at once.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -242,6 +266,13 @@ class RendezvousServiceServicer(object):
     def EvictNode(self, request, context):
         """EvictNode removes a node from a run and keeps it out: its lease ends, its round re-forms without it, and each
         attempt to join again is refused with NODE_EVICTED until the node is readmitted.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReadmitNode(self, request, context):
+        """ReadmitNode lets an evicted node join again, with a new budget of restarts.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -301,6 +332,11 @@ def add_RendezvousServiceServicer_to_server(servicer, server):
                     request_deserializer=rallypoint_dot_rendezvous_dot_v1_dot_rendezvous__service__pb2.CloseRunRequest.FromString,
                     response_serializer=rallypoint_dot_rendezvous_dot_v1_dot_rendezvous__service__pb2.CloseRunResponse.SerializeToString,
             ),
+            'DeleteRun': grpc.unary_unary_rpc_method_handler(
+                    servicer.DeleteRun,
+                    request_deserializer=rallypoint_dot_rendezvous_dot_v1_dot_rendezvous__service__pb2.DeleteRunRequest.FromString,
+                    response_serializer=rallypoint_dot_rendezvous_dot_v1_dot_rendezvous__service__pb2.DeleteRunResponse.SerializeToString,
+            ),
             'RestartRun': grpc.unary_unary_rpc_method_handler(
                     servicer.RestartRun,
                     request_deserializer=rallypoint_dot_rendezvous_dot_v1_dot_rendezvous__service__pb2.RestartRunRequest.FromString,
@@ -310,6 +346,11 @@ def add_RendezvousServiceServicer_to_server(servicer, server):
                     servicer.EvictNode,
                     request_deserializer=rallypoint_dot_rendezvous_dot_v1_dot_rendezvous__service__pb2.EvictNodeRequest.FromString,
                     response_serializer=rallypoint_dot_rendezvous_dot_v1_dot_rendezvous__service__pb2.EvictNodeResponse.SerializeToString,
+            ),
+            'ReadmitNode': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReadmitNode,
+                    request_deserializer=rallypoint_dot_rendezvous_dot_v1_dot_rendezvous__service__pb2.ReadmitNodeRequest.FromString,
+                    response_serializer=rallypoint_dot_rendezvous_dot_v1_dot_rendezvous__service__pb2.ReadmitNodeResponse.SerializeToString,
             ),
             'ListEvents': grpc.unary_unary_rpc_method_handler(
                     servicer.ListEvents,
@@ -346,8 +387,9 @@ class RendezvousService(object):
     that you follow: runs move, and a replica may be behind.
     - NOT_OWNER: nothing was done. Any request may be repeated, at the owner.
     - OWNERSHIP_LOST, with the same metadata: the request was in progress when the run moved to another replica, so it
-    may have taken effect, or not. Joining, and every other message on a stream, may be sent twice. CloseRun and
-    EvictNode may be repeated; before you repeat a RestartRun, look at the run's events.
+    may have taken effect, or not. Joining, and every other message on a stream, may be sent twice. CloseRun,
+    EvictNode and ReadmitNode may be repeated; before you repeat a RestartRun, look at the run's events; before a
+    DeleteRun, at the run.
 
     Errors: every error carries a google.rpc.ErrorInfo with domain "rallypoint" and one of these reasons.
     "Retry later" means: after RetryInfo.retry_delay.
@@ -358,6 +400,7 @@ class RendezvousService(object):
     FAILED_PRECONDITION  RUN_BROKEN         an unexpected error of the service stopped the run, or its storage; outcome
     unknown, other runs continue; metadata "run_id", "cause": kind of error
     FAILED_PRECONDITION  RUN_CLOSED         the run is over for good; metadata "outcome"
+    FAILED_PRECONDITION  RUN_IN_USE         a run with nodes can't be deleted: close it first; metadata "nodes"
     FAILED_PRECONDITION  SETTINGS_DIFFER    the run exists with other settings; metadata names each
     FAILED_PRECONDITION  LEASE_LOST         the lease expired: join again, as a newcomer. With metadata
     "superseded_by", another agent joined under the node's name: do not join
@@ -520,6 +563,33 @@ class RendezvousService(object):
             _registered_method=True)
 
     @staticmethod
+    def DeleteRun(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rallypoint.rendezvous.v1.RendezvousService/DeleteRun',
+            rallypoint_dot_rendezvous_dot_v1_dot_rendezvous__service__pb2.DeleteRunRequest.SerializeToString,
+            rallypoint_dot_rendezvous_dot_v1_dot_rendezvous__service__pb2.DeleteRunResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def RestartRun(request,
             target,
             options=(),
@@ -563,6 +633,33 @@ class RendezvousService(object):
             '/rallypoint.rendezvous.v1.RendezvousService/EvictNode',
             rallypoint_dot_rendezvous_dot_v1_dot_rendezvous__service__pb2.EvictNodeRequest.SerializeToString,
             rallypoint_dot_rendezvous_dot_v1_dot_rendezvous__service__pb2.EvictNodeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReadmitNode(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rallypoint.rendezvous.v1.RendezvousService/ReadmitNode',
+            rallypoint_dot_rendezvous_dot_v1_dot_rendezvous__service__pb2.ReadmitNodeRequest.SerializeToString,
+            rallypoint_dot_rendezvous_dot_v1_dot_rendezvous__service__pb2.ReadmitNodeResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -38,8 +38,9 @@ class RendezvousServiceStub:
     that you follow: runs move, and a replica may be behind.
       - NOT_OWNER: nothing was done. Any request may be repeated, at the owner.
       - OWNERSHIP_LOST, with the same metadata: the request was in progress when the run moved to another replica, so it
-        may have taken effect, or not. Joining, and every other message on a stream, may be sent twice. CloseRun and
-        EvictNode may be repeated; before you repeat a RestartRun, look at the run's events.
+        may have taken effect, or not. Joining, and every other message on a stream, may be sent twice. CloseRun,
+        EvictNode and ReadmitNode may be repeated; before you repeat a RestartRun, look at the run's events; before a
+        DeleteRun, at the run.
 
     Errors: every error carries a google.rpc.ErrorInfo with domain "rallypoint" and one of these reasons.
     "Retry later" means: after RetryInfo.retry_delay.
@@ -50,6 +51,7 @@ class RendezvousServiceStub:
       FAILED_PRECONDITION  RUN_BROKEN         an unexpected error of the service stopped the run, or its storage; outcome
                                               unknown, other runs continue; metadata "run_id", "cause": kind of error
       FAILED_PRECONDITION  RUN_CLOSED         the run is over for good; metadata "outcome"
+      FAILED_PRECONDITION  RUN_IN_USE         a run with nodes can't be deleted: close it first; metadata "nodes"
       FAILED_PRECONDITION  SETTINGS_DIFFER    the run exists with other settings; metadata names each
       FAILED_PRECONDITION  LEASE_LOST         the lease expired: join again, as a newcomer. With metadata
                                               "superseded_by", another agent joined under the node's name: do not join
@@ -105,15 +107,23 @@ class RendezvousServiceStub:
     """CloseRun ends a run for good. The server informs every node, which stops its workers. Closing a closed run changes
     nothing and returns its outcome.
     """
+    DeleteRun: _grpc.UnaryUnaryMultiCallable[_rendezvous_service_pb2.DeleteRunRequest, _rendezvous_service_pb2.DeleteRunResponse]
+    """DeleteRun forgets a run that is closed, or that no node is in: its state, events, store and fenced states. Its name is
+    free at once, and the numbers of a new run of that name go on. A run with nodes is refused with RUN_IN_USE: close it
+    first. Without DeleteRun, the service forgets a run hours after its last node. A node that was disconnected when the
+    run was closed does not know its end: if it comes back after DeleteRun, it joins a new run of that name.
+    """
     RestartRun: _grpc.UnaryUnaryMultiCallable[_rendezvous_service_pb2.RestartRunRequest, _rendezvous_service_pb2.RestartRunResponse]
     """RestartRun ends the run's round; the next round forms from the same nodes with no last call, and all workers are
-    restarted. It uses no restart of the budget. A run without a round stays as it is, except that a restart delayed by
-    back-off happens at once.
+    restarted. It uses no restart of the budget, and newcomers that were held back are let in. A run without a round
+    stays as it is, except that a restart delayed by back-off happens at once.
     """
     EvictNode: _grpc.UnaryUnaryMultiCallable[_rendezvous_service_pb2.EvictNodeRequest, _rendezvous_service_pb2.EvictNodeResponse]
     """EvictNode removes a node from a run and keeps it out: its lease ends, its round re-forms without it, and each
     attempt to join again is refused with NODE_EVICTED until the node is readmitted.
     """
+    ReadmitNode: _grpc.UnaryUnaryMultiCallable[_rendezvous_service_pb2.ReadmitNodeRequest, _rendezvous_service_pb2.ReadmitNodeResponse]
+    """ReadmitNode lets an evicted node join again, with a new budget of restarts."""
     ListEvents: _grpc.UnaryUnaryMultiCallable[_rendezvous_service_pb2.ListEventsRequest, _rendezvous_service_pb2.ListEventsResponse]
     """ListEvents returns the events of a run, oldest first by default, a page at a time. The service keeps the latest
     events of each run (by default 50,000) and deletes older ones.
@@ -142,8 +152,9 @@ class RendezvousServiceAsyncStub(RendezvousServiceStub):
     that you follow: runs move, and a replica may be behind.
       - NOT_OWNER: nothing was done. Any request may be repeated, at the owner.
       - OWNERSHIP_LOST, with the same metadata: the request was in progress when the run moved to another replica, so it
-        may have taken effect, or not. Joining, and every other message on a stream, may be sent twice. CloseRun and
-        EvictNode may be repeated; before you repeat a RestartRun, look at the run's events.
+        may have taken effect, or not. Joining, and every other message on a stream, may be sent twice. CloseRun,
+        EvictNode and ReadmitNode may be repeated; before you repeat a RestartRun, look at the run's events; before a
+        DeleteRun, at the run.
 
     Errors: every error carries a google.rpc.ErrorInfo with domain "rallypoint" and one of these reasons.
     "Retry later" means: after RetryInfo.retry_delay.
@@ -154,6 +165,7 @@ class RendezvousServiceAsyncStub(RendezvousServiceStub):
       FAILED_PRECONDITION  RUN_BROKEN         an unexpected error of the service stopped the run, or its storage; outcome
                                               unknown, other runs continue; metadata "run_id", "cause": kind of error
       FAILED_PRECONDITION  RUN_CLOSED         the run is over for good; metadata "outcome"
+      FAILED_PRECONDITION  RUN_IN_USE         a run with nodes can't be deleted: close it first; metadata "nodes"
       FAILED_PRECONDITION  SETTINGS_DIFFER    the run exists with other settings; metadata names each
       FAILED_PRECONDITION  LEASE_LOST         the lease expired: join again, as a newcomer. With metadata
                                               "superseded_by", another agent joined under the node's name: do not join
@@ -206,15 +218,23 @@ class RendezvousServiceAsyncStub(RendezvousServiceStub):
     """CloseRun ends a run for good. The server informs every node, which stops its workers. Closing a closed run changes
     nothing and returns its outcome.
     """
+    DeleteRun: _aio.UnaryUnaryMultiCallable[_rendezvous_service_pb2.DeleteRunRequest, _rendezvous_service_pb2.DeleteRunResponse]  # type: ignore[assignment]
+    """DeleteRun forgets a run that is closed, or that no node is in: its state, events, store and fenced states. Its name is
+    free at once, and the numbers of a new run of that name go on. A run with nodes is refused with RUN_IN_USE: close it
+    first. Without DeleteRun, the service forgets a run hours after its last node. A node that was disconnected when the
+    run was closed does not know its end: if it comes back after DeleteRun, it joins a new run of that name.
+    """
     RestartRun: _aio.UnaryUnaryMultiCallable[_rendezvous_service_pb2.RestartRunRequest, _rendezvous_service_pb2.RestartRunResponse]  # type: ignore[assignment]
     """RestartRun ends the run's round; the next round forms from the same nodes with no last call, and all workers are
-    restarted. It uses no restart of the budget. A run without a round stays as it is, except that a restart delayed by
-    back-off happens at once.
+    restarted. It uses no restart of the budget, and newcomers that were held back are let in. A run without a round
+    stays as it is, except that a restart delayed by back-off happens at once.
     """
     EvictNode: _aio.UnaryUnaryMultiCallable[_rendezvous_service_pb2.EvictNodeRequest, _rendezvous_service_pb2.EvictNodeResponse]  # type: ignore[assignment]
     """EvictNode removes a node from a run and keeps it out: its lease ends, its round re-forms without it, and each
     attempt to join again is refused with NODE_EVICTED until the node is readmitted.
     """
+    ReadmitNode: _aio.UnaryUnaryMultiCallable[_rendezvous_service_pb2.ReadmitNodeRequest, _rendezvous_service_pb2.ReadmitNodeResponse]  # type: ignore[assignment]
+    """ReadmitNode lets an evicted node join again, with a new budget of restarts."""
     ListEvents: _aio.UnaryUnaryMultiCallable[_rendezvous_service_pb2.ListEventsRequest, _rendezvous_service_pb2.ListEventsResponse]  # type: ignore[assignment]
     """ListEvents returns the events of a run, oldest first by default, a page at a time. The service keeps the latest
     events of each run (by default 50,000) and deletes older ones.
@@ -242,8 +262,9 @@ class RendezvousServiceServicer(metaclass=_abc_1.ABCMeta):
     that you follow: runs move, and a replica may be behind.
       - NOT_OWNER: nothing was done. Any request may be repeated, at the owner.
       - OWNERSHIP_LOST, with the same metadata: the request was in progress when the run moved to another replica, so it
-        may have taken effect, or not. Joining, and every other message on a stream, may be sent twice. CloseRun and
-        EvictNode may be repeated; before you repeat a RestartRun, look at the run's events.
+        may have taken effect, or not. Joining, and every other message on a stream, may be sent twice. CloseRun,
+        EvictNode and ReadmitNode may be repeated; before you repeat a RestartRun, look at the run's events; before a
+        DeleteRun, at the run.
 
     Errors: every error carries a google.rpc.ErrorInfo with domain "rallypoint" and one of these reasons.
     "Retry later" means: after RetryInfo.retry_delay.
@@ -254,6 +275,7 @@ class RendezvousServiceServicer(metaclass=_abc_1.ABCMeta):
       FAILED_PRECONDITION  RUN_BROKEN         an unexpected error of the service stopped the run, or its storage; outcome
                                               unknown, other runs continue; metadata "run_id", "cause": kind of error
       FAILED_PRECONDITION  RUN_CLOSED         the run is over for good; metadata "outcome"
+      FAILED_PRECONDITION  RUN_IN_USE         a run with nodes can't be deleted: close it first; metadata "nodes"
       FAILED_PRECONDITION  SETTINGS_DIFFER    the run exists with other settings; metadata names each
       FAILED_PRECONDITION  LEASE_LOST         the lease expired: join again, as a newcomer. With metadata
                                               "superseded_by", another agent joined under the node's name: do not join
@@ -336,14 +358,26 @@ class RendezvousServiceServicer(metaclass=_abc_1.ABCMeta):
         """
 
     @_abc_1.abstractmethod
+    def DeleteRun(
+        self,
+        request: _rendezvous_service_pb2.DeleteRunRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_rendezvous_service_pb2.DeleteRunResponse, _abc.Awaitable[_rendezvous_service_pb2.DeleteRunResponse]]:
+        """DeleteRun forgets a run that is closed, or that no node is in: its state, events, store and fenced states. Its name is
+        free at once, and the numbers of a new run of that name go on. A run with nodes is refused with RUN_IN_USE: close it
+        first. Without DeleteRun, the service forgets a run hours after its last node. A node that was disconnected when the
+        run was closed does not know its end: if it comes back after DeleteRun, it joins a new run of that name.
+        """
+
+    @_abc_1.abstractmethod
     def RestartRun(
         self,
         request: _rendezvous_service_pb2.RestartRunRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_rendezvous_service_pb2.RestartRunResponse, _abc.Awaitable[_rendezvous_service_pb2.RestartRunResponse]]:
         """RestartRun ends the run's round; the next round forms from the same nodes with no last call, and all workers are
-        restarted. It uses no restart of the budget. A run without a round stays as it is, except that a restart delayed by
-        back-off happens at once.
+        restarted. It uses no restart of the budget, and newcomers that were held back are let in. A run without a round
+        stays as it is, except that a restart delayed by back-off happens at once.
         """
 
     @_abc_1.abstractmethod
@@ -355,6 +389,14 @@ class RendezvousServiceServicer(metaclass=_abc_1.ABCMeta):
         """EvictNode removes a node from a run and keeps it out: its lease ends, its round re-forms without it, and each
         attempt to join again is refused with NODE_EVICTED until the node is readmitted.
         """
+
+    @_abc_1.abstractmethod
+    def ReadmitNode(
+        self,
+        request: _rendezvous_service_pb2.ReadmitNodeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_rendezvous_service_pb2.ReadmitNodeResponse, _abc.Awaitable[_rendezvous_service_pb2.ReadmitNodeResponse]]:
+        """ReadmitNode lets an evicted node join again, with a new budget of restarts."""
 
     @_abc_1.abstractmethod
     def ListEvents(

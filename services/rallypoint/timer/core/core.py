@@ -66,6 +66,7 @@ class TimerTable:
         Raises:
             InvalidField: a name is empty or too long, or a number is out of range.
             LeaseSuperseded: a newer lease of the node is known.
+            TakeoverUnconfirmed: another incarnation's agent is subscribed: call again.
             TooMany: too many nodes.
         """
         check_seconds("lease_age", lease_age)

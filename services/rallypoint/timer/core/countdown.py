@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Hashable
 from typing import Generic, TypeVar
 
-from rallypoint.rpc.clock import WatchClock
+from rallypoint.rpc.clock import ROUNDING, WatchClock
 from rallypoint.timer.core.learning import Scope, ScopeBook
 from rallypoint.timer.core.nodes import Nodes, Timer, TimerNode
 from rallypoint.timer.core.values import Advance, Expiry, TimerSettings, TimerState, TimerView
@@ -118,9 +118,6 @@ class DeadlineQueue(Generic[T]):
             heapq.heappop(self._order)
 
 
-# A deadline this close, in seconds, counts as reached. Deadlines are converted between two clocks; without this
-# margin, a rounding error could make the caller wake at the same instant for ever.
-_ROUNDING = 1e-6
 # Timers examined in one call. A hundred thousand that expire in one instant would block the event loop, and delay
 # releases, for a second; the rest are due at once and are examined after the loop has run.
 _MOST_AT_ONCE = 2000
@@ -248,7 +245,7 @@ class Countdown:
         expiries: list[Expiry] = []
         unclaimed = abandoned = 0
         for _ in range(_MOST_AT_ONCE):
-            item = self._queue.pop_due(watch + _ROUNDING)
+            item = self._queue.pop_due(watch + ROUNDING)
             if item is None:
                 break
             if isinstance(item, TimerNode):
@@ -304,7 +301,7 @@ class Countdown:
         if scope.after is None:
             return False
         deadline = timer.start + scope.after
-        if deadline > watch + _ROUNDING:
+        if deadline > watch + ROUNDING:
             self._queue.schedule(timer, deadline)
             return False
         return True

@@ -13,6 +13,7 @@ from rallypoint.timer.core.values import (
     LeaseSuperseded,
     Subscription,
     SubscriptionReplaced,
+    TakeoverUnconfirmed,
     TimerName,
     TooMany,
     check_name,
@@ -57,8 +58,8 @@ class TimerNode:
     lease: int = 0
     incarnation: str = ""
     leased_at: float = -math.inf
-    # The previous incarnation, and since when the agent held its last lease there.
-    former: tuple[str, float] = ("", -math.inf)
+    # Since when the agents of other incarnations hold their leases; two at most, and the last to ask is the last.
+    held: dict[str, float] = field(default_factory=dict)
     # The number of the subscription in force; 0 if there is none.
     stream: int = 0
     workers: dict[str, dict[str, Timer]] = field(default_factory=dict)
@@ -98,8 +99,7 @@ class TimerNode:
         A message that arrives late, as at a paused service, makes a lease seem younger: the earliest known time
         counts.
         """
-        former, since = self.former
-        return min(leased_at, since) if incarnation == former else leased_at
+        return min(leased_at, self.held.get(incarnation, leased_at))
 
     def check_lease(self, lease: int | None, incarnation: str = "", leased_at: float = math.inf) -> None:
         """Check that no newer lease supersedes this one; None, no lease, is never superseded.
@@ -119,9 +119,18 @@ class TimerNode:
             raise LeaseSuperseded(self.run_id, self.node_id, lease, self.lease)
 
     def succeed(self, incarnation: str, leased_at: float) -> None:
-        """Move the node to another incarnation of the run, with a lease held since `leased_at`."""
+        """Move the node to another incarnation of the run, with a lease held since `leased_at`.
+
+        An agent has to ask twice before it replaces a subscriber: a message that was held up on the network makes an
+        older lease seem younger, and after a restart nothing earlier is known of it. The second one shows its age.
+        """
+        if self.stream and incarnation not in self.held:
+            if len(self.held) > 1:
+                self.held.popitem()
+            self.held[incarnation] = leased_at
+            raise TakeoverUnconfirmed(self.run_id, self.node_id)
         leased_at = self.held_since(incarnation, leased_at)
-        self.former = self.incarnation, self.leased_at
+        self.held = {self.incarnation: self.leased_at}
         self.lease, self.incarnation, self.leased_at = 0, incarnation, leased_at
 
 
@@ -159,6 +168,7 @@ class Nodes:
         Raises:
             InvalidField: A name is empty or too long, or the lease is negative.
             LeaseSuperseded: A newer lease of the node is known.
+            TakeoverUnconfirmed: The caller would replace a subscriber of another incarnation, and has to ask again.
             TooMany: Too many nodes.
         """
         node = self._nodes.get((run_id, node_id))

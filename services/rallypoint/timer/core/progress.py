@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from heapq import nsmallest
 
+from rallypoint.rpc.clock import ROUNDING
 from rallypoint.timer.core.countdown import DeadlineQueue
 from rallypoint.timer.core.values import InvalidField, check_name, check_seconds
 
@@ -21,8 +22,6 @@ from rallypoint.timer.core.values import InvalidField, check_name, check_seconds
 # the return of the first agent to the first examination of its run, and from the loss of an agent to forgetting its
 # node if the run goes on.
 _SETTLE = 30.0
-# A deadline this close, in seconds, counts as reached: sums of floats round both ways.
-_ROUNDING = 1e-6
 # Workers examined in one call, so that many large runs that stall at once don't block the event loop.
 _MOST_AT_ONCE = 50_000
 
@@ -260,7 +259,7 @@ class ProgressBoard:
         """Advance time: find stalled runs, forget nodes. If much is due, the rest waits for the next call, for which
         `next_due` then returns a time that has passed."""
         looked_at = 0
-        while looked_at < _MOST_AT_ONCE and (item := self._queue.pop_due(now + _ROUNDING)) is not None:
+        while looked_at < _MOST_AT_ONCE and (item := self._queue.pop_due(now + ROUNDING)) is not None:
             if isinstance(item, _NodeEntry):
                 looked_at += len(item.workers) + 1
                 self._forget_if_lost(item, now)
@@ -343,7 +342,7 @@ class ProgressBoard:
         """Decide whether the run is stalled, and when to examine it again."""
         idle = now - run.advanced_at
         limit = run.stall_after
-        stands = bool(run.workers) and limit is not None and idle + _ROUNDING >= limit
+        stands = bool(run.workers) and limit is not None and idle + ROUNDING >= limit
         if run.stall is not None:
             if not stands:
                 self._end_stall(run, run.stall, now)
@@ -351,7 +350,7 @@ class ProgressBoard:
             self._queue.drop(run)
             run.scheduled = False
             return
-        elif stands and now + _ROUNDING >= run.judged_from:
+        elif stands and now + ROUNDING >= run.judged_from:
             run.stall, run.stood_since, run.recount = _stall(run, now), run.advanced_at, False
             self._new_stalls.append(run.stall)
         if run.stall is None and limit is not None and run.watched:
@@ -366,7 +365,7 @@ class ProgressBoard:
     def _forget_if_lost(self, node: _NodeEntry, now: float) -> None:
         """Forget a node whose agent has been gone for too long, or schedule the next examination."""
         end = node.left_at + self._settings.retention
-        if not node.workers or now + _ROUNDING >= (node.left_at + _SETTLE if node.run.watched else end):
+        if not node.workers or now + ROUNDING >= (node.left_at + _SETTLE if node.run.watched else end):
             self._forget(node)
         else:
             self._queue.schedule(node, min(now + _SETTLE, end))

@@ -204,6 +204,20 @@ class LeaseSuperseded(TimerRefused):
 
 
 @dataclass(eq=False)
+class TakeoverUnconfirmed(TimerRefused):
+    """An agent of another incarnation of the run is subscribed for the node: ask again, to show which is newer."""
+
+    reason: ClassVar[str] = "TAKEOVER_UNCONFIRMED"
+    run_id: str
+    node_id: str
+
+    def __str__(self) -> str:
+        return (
+            f"another agent is subscribed for node {self.node_id!r} of run {self.run_id!r}: subscribe again"
+        )
+
+
+@dataclass(eq=False)
 class SubscriptionReplaced(TimerRefused):
     """The node opened a newer stream with the same lease."""
 

@@ -22,6 +22,7 @@ from zlib import crc32
 from rallypoint.rpc.backoff import Backoff
 from rallypoint.rpc.endpoint import SettingError
 from rallypoint.rpc.logs import get_logger
+from rallypoint.rpc.runtime_folder import open_private
 from rallypoint.timer.core.values import (
     MAX_AFTER,
     MAX_SCOPE_BYTES,
@@ -69,6 +70,8 @@ class LearnedFile:
     def open(self, retention: float) -> list[LearnedRun]:
         """Take the lock and read; runs unchanged for `retention` seconds are left out. Writes nothing to the file.
 
+        An existing file gets mode 0600, as a new one has.
+
         Raises:
             SettingError: the file is in use, can't be read or written, is damaged, or of a newer version.
         """
@@ -83,6 +86,8 @@ class LearnedFile:
             raise self._unusable(error) from error
         try:
             self._written = _parse(self.path.read_bytes())
+            # Not before it was checked: a file of another program stays as it is.
+            os.close(open_private(self.path, os.O_RDONLY))
         except FileNotFoundError:
             self._written = {}
         except OSError as error:
@@ -140,7 +145,7 @@ class LearnedFile:
         head = f'{{"format": {FORMAT}, "crc32": "{checksum:08x}", "runs": [\n'.encode()
         beside = self.path.with_name(self.path.name + ".new")
         try:
-            with beside.open("wb") as file:
+            with open(beside, "wb", opener=open_private) as file:
                 file.write(head)
                 file.writelines(lines)
                 file.flush()

@@ -12,11 +12,13 @@ from grpc import StatusCode
 
 from rallypoint.rpc.errors import ServiceError, invalid
 from rallypoint.serving.flow import ServerDraining
+from rallypoint.serving.policy import OPERATORS, READERS, TIMERS, Rights
 from rallypoint.serving.server import Registration
 from rallypoint.timer.core.values import (
     InvalidField,
     LeaseSuperseded,
     SubscriptionReplaced,
+    TakeoverUnconfirmed,
     TimerRefused,
     TimerSettings,
     TooMany,
@@ -42,6 +44,8 @@ def translate(error: Exception) -> ServiceError | None:
             return _error(StatusCode.FAILED_PRECONDITION, error, **_node(error), **numbers)
         case SubscriptionReplaced():
             return _error(StatusCode.ABORTED, error, **_node(error))
+        case TakeoverUnconfirmed():
+            return _error(StatusCode.UNAVAILABLE, error, **_node(error))
         case TooMany():
             return _error(StatusCode.RESOURCE_EXHAUSTED, error, _RETRY_AFTER, limit=str(error.limit))
         case ServerDraining():
@@ -50,7 +54,7 @@ def translate(error: Exception) -> ServiceError | None:
     return None
 
 
-def _node(error: LeaseSuperseded | SubscriptionReplaced) -> dict[str, str]:
+def _node(error: LeaseSuperseded | SubscriptionReplaced | TakeoverUnconfirmed) -> dict[str, str]:
     return {"run_id": error.run_id, "node_id": error.node_id}
 
 
@@ -60,9 +64,6 @@ def _error(
     return ServiceError(code, error.reason, str(error), metadata=metadata, retry_after=retry_after)
 
 
-__all__ = ["DEFAULT_PORT", "SERVICE_NAME", "timer_registration", "timer_service", "translate"]
-
-DEFAULT_PORT = 29410
 SERVICE_NAME = "rallypoint.timer.v1.TimerService"
 
 
@@ -111,4 +112,17 @@ def registration_of(watchdog: Watchdog) -> Registration:
 
     servicer = TimerServicer(watchdog)
     add = partial(timer_service_pb2_grpc.add_TimerServiceServicer_to_server, servicer)
-    return Registration(SERVICE_NAME, add, servicer.drain)
+    return Registration(SERVICE_NAME, add, servicer.drain, rights=_RIGHTS)
+
+
+_RIGHTS: Rights = {
+    "Supervise": TIMERS,
+    "RegisterTimers": TIMERS,
+    "AcquireTimer": TIMERS,
+    "ReleaseTimer": TIMERS,
+    "ClearTimers": TIMERS,
+    "ListTimers": READERS,
+    "ListScopes": READERS,
+    "ForgetScopes": OPERATORS,
+    "GetProgress": READERS,
+}

@@ -56,6 +56,8 @@ class TimerServiceStub:
                                               node's workers. Retry at once with a newer lease, and with back-off until
                                               you have one: the agent with the newer lease may be about to end
       ABORTED              STREAM_REPLACED    the node opened a newer stream with the same lease: retry likewise
+      UNAVAILABLE          TAKEOVER_UNCONFIRMED  the agent of another incarnation of the run is subscribed for the node:
+                                              subscribe again, so that no message that was held up on the way replaces it
       RESOURCE_EXHAUSTED   TOO_MANY_TIMERS    a limit of the service is reached: retry later
       UNAVAILABLE          DRAINING           the server is shutting down: reconnect to it or to another one
       UNAVAILABLE          FIRST_MESSAGE_LATE  the stream's first message took over 10 s: open another stream
@@ -147,6 +149,8 @@ class TimerServiceAsyncStub(TimerServiceStub):
                                               node's workers. Retry at once with a newer lease, and with back-off until
                                               you have one: the agent with the newer lease may be about to end
       ABORTED              STREAM_REPLACED    the node opened a newer stream with the same lease: retry likewise
+      UNAVAILABLE          TAKEOVER_UNCONFIRMED  the agent of another incarnation of the run is subscribed for the node:
+                                              subscribe again, so that no message that was held up on the way replaces it
       RESOURCE_EXHAUSTED   TOO_MANY_TIMERS    a limit of the service is reached: retry later
       UNAVAILABLE          DRAINING           the server is shutting down: reconnect to it or to another one
       UNAVAILABLE          FIRST_MESSAGE_LATE  the stream's first message took over 10 s: open another stream
@@ -234,6 +238,8 @@ class TimerServiceServicer(metaclass=_abc_1.ABCMeta):
                                               node's workers. Retry at once with a newer lease, and with back-off until
                                               you have one: the agent with the newer lease may be about to end
       ABORTED              STREAM_REPLACED    the node opened a newer stream with the same lease: retry likewise
+      UNAVAILABLE          TAKEOVER_UNCONFIRMED  the agent of another incarnation of the run is subscribed for the node:
+                                              subscribe again, so that no message that was held up on the way replaces it
       RESOURCE_EXHAUSTED   TOO_MANY_TIMERS    a limit of the service is reached: retry later
       UNAVAILABLE          DRAINING           the server is shutting down: reconnect to it or to another one
       UNAVAILABLE          FIRST_MESSAGE_LATE  the stream's first message took over 10 s: open another stream

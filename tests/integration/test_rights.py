@@ -1,0 +1,408 @@
+"""Every method of every service, called by every role, for its runs and others: with certificates and with tokens."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import grpc
+import jwt
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
+from google.protobuf.descriptor import MethodDescriptor
+from google.protobuf.descriptor_pool import Default
+from google.protobuf.message import Message
+from google.protobuf.message_factory import GetMessageClass
+
+from house.source import ROOT
+from rallypoint.agent.supervisor.jobs import Jobs
+from rallypoint.agent.supervisor.servicer import supervisor_registration
+from rallypoint.agent.v1.supervisor_service_pb2 import DrainRequest, LaunchJobRequest
+from rallypoint.agent.v1.supervisor_service_pb2_grpc import SupervisorServiceStub
+from rallypoint.rendezvous.api.errors import translate
+from rallypoint.rendezvous.api.service import rendezvous_services
+from rallypoint.rendezvous.journal.journal import MemoryJournal
+from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as rendezvous_pb
+from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as rendezvous_grpc
+from rallypoint.rpc.channel import open_channel
+from rallypoint.rpc.endpoint import (
+    CERTIFIED_NAME,
+    ClientSecurity,
+    ClientTLS,
+    RunSecret,
+    ServerOptions,
+    parse_endpoint,
+)
+from rallypoint.rpc.errors import ServiceError, decode
+from rallypoint.rpc.run_secret import Authority, _authority_key, identity_of
+from rallypoint.rpc.tls import ClientCredentials
+from rallypoint.serving.policy import Role
+from rallypoint.serving.server import Server
+from rallypoint.serving.tokens import Token, issue, key_id
+from rallypoint.timer.server.service import timer_registration
+from rallypoint.timer.server.service import translate as translate_timer
+from serving.conftest import Certificates, client_certificate, make_certificates
+from support.waiting import PATIENCE
+
+pytestmark = pytest.mark.integration
+
+CERTIFICATES, TOKENS, RUN_SECRET = "certificates", "tokens", "tokens over a run secret"
+OWN, FOREIGN, NONE = "team-a-1", "team-b-1", ""
+STRANGER = "stranger"
+POLICY = "".join(
+    f'[[grant]]\nnames = ["spiffe://rallypoint.test/{role}"]\nroles = ["{role}"]\nruns = ["team-a-*"]\n\n'
+    for role in Role
+)
+
+
+@dataclass
+class Scene:
+    """A server with all services that gives each role to the client that is named after it, for runs of team-a."""
+
+    certificates: Certificates
+    options: ServerOptions
+    key: Ed25519PrivateKey
+    address: str = ""
+    methods: dict[str, MethodDescriptor] = field(default_factory=dict)
+
+    @asynccontextmanager
+    async def channel(self, name: str) -> AsyncIterator[grpc.aio.Channel]:
+        """The connection of a client of this name."""
+        async with open_channel(self.address, self.security(f"spiffe://rallypoint.test/{name}")) as channel:
+            yield channel
+
+    def security(self, name: str) -> ClientSecurity:
+        """Its certificate, or its token beside the authority or the run secret."""
+        if self.options.token_keys is None:
+            return client_certificate(self.certificates, f"URI:{name}")
+        path = self.options.token_keys.with_name("token")
+        path.write_text(self.token(name))
+        if self.options.run_secret is not None:
+            return RunSecret(self.options.run_secret.text, token=path)
+        return ClientTLS(self.certificates.ca, token=path)
+
+    def token(self, name: str, *, hours: float = 1.0) -> str:
+        """A token for the role in the name, if it is one."""
+        now = time.time()
+        roles = frozenset(role for role in Role if name.endswith(f"/{role}"))
+        return issue(self.key, Token(name, roles, ["team-a-*"], now + 3600 * hours), now)
+
+    @property
+    def audit(self) -> Path:
+        """The audit log."""
+        assert self.options.audit_log is not None
+        return self.options.audit_log
+
+    def audited(self) -> list[dict[str, Any]]:
+        """The lines of the audit log."""
+        return [json.loads(line) for line in self.audit.read_text().splitlines()]
+
+
+def public(key: Ed25519PrivateKey) -> bytes:
+    """The public key for a server."""
+    return key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
+
+
+def options_for(kind: str, folder: Path, certificates: Certificates, key: Ed25519PrivateKey) -> ServerOptions:
+    """The settings of a server that knows its clients in a way."""
+    policy, keys = folder / "policy.toml", folder / "token.pub"
+    policy.write_text(POLICY)
+    keys.write_bytes(public(key))
+    audited = ServerOptions(audit_log=folder / "audit.jsonl")
+    if kind == RUN_SECRET:
+        return replace(audited, run_secret=RunSecret("a secret of sixteen"), token_keys=keys)
+    tls = replace(audited, tls_cert=certificates.server, tls_key=certificates.server_key)
+    if kind == TOKENS:
+        return replace(tls, token_keys=keys)
+    return replace(tls, tls_client_ca=certificates.ca, policy=policy)
+
+
+@pytest.fixture(params=[CERTIFICATES])
+async def scene(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[Scene]:
+    """The server."""
+    certificates, key = make_certificates(tmp_path, "test"), Ed25519PrivateKey.generate()
+    scene = Scene(certificates, options_for(request.param, tmp_path, certificates, key), key)
+    async with AsyncExitStack() as stack:
+        rendezvous = await stack.enter_async_context(rendezvous_services(MemoryJournal()))
+        services = [*rendezvous, timer_registration(), supervisor_registration(Jobs())]
+        server = Server(
+            scene.options,
+            services=services,
+            translate=lambda error: translate(error) or translate_timer(error),
+        )
+        await server.start()
+        stack.push_async_callback(server.stop)
+        described = [Default().FindServiceByName(each.service_name) for each in services]
+        scene.methods = {
+            f"{each.name}.{method.name}": method for each in described for method in each.methods
+        }
+        scene.address = server.address
+        yield scene
+
+
+async def refusal(channel: grpc.aio.Channel, method: MethodDescriptor, *runs: str) -> ServiceError | None:
+    """The error with which a call about runs ends; None: it is answered, or goes on."""
+    request = GetMessageClass(method.input_type)()
+    for run in filter(None, runs):
+        assert name_run(request, run)
+    path = f"/{method.containing_service.full_name}/{method.name}"
+    read = GetMessageClass(method.output_type).FromString
+    kind = f"{'stream' if method.client_streaming else 'unary'}_{'stream' if method.server_streaming else 'unary'}"
+    call = getattr(channel, kind)(path, lambda message: message.SerializeToString(), read)
+    asked = call(iter([request]) if method.client_streaming else request, timeout=PATIENCE)
+    try:
+        if method.server_streaming:
+            await asked.read()
+            asked.cancel()
+        else:
+            await asked
+    except grpc.aio.AioRpcError as error:
+        if (
+            error.details() == "Internal error from Core"
+        ):  # gRPC's own, when a stream ends while a message is sent
+            return await refusal(channel, method, *runs)
+        return decode(error)
+    return None
+
+
+def name_run(message: Message, run: str) -> bool:
+    """Put the name of a run where a message has a place for it."""
+    fields = message.DESCRIPTOR.fields_by_name
+    if "run_id" in fields:
+        message.run_id = run  # type: ignore[attr-defined]
+        return True
+    for each in fields.values():
+        if each.message_type is not None and has_run(each.message_type):
+            within = getattr(message, each.name)
+            return name_run(within.add() if hasattr(within, "add") else within, run)
+    return False
+
+
+def has_run(kind: Any) -> bool:
+    """Whether messages of a kind, or those within, have a place for the name of a run."""
+    within = (field.message_type for field in kind.fields if field.message_type not in (None, kind))
+    return "run_id" in kind.fields_by_name or any(map(has_run, within))
+
+
+def documented() -> dict[str, set[str]]:
+    """By method, the roles that the documentation gives."""
+    table = (ROOT / "docs/security.md").read_text()
+    rows = re.findall(r"^\| `(\w+Service)` \| ([`\w, ]+) \| ([\w, ]+) \|$", table, re.MULTILINE)
+    return {
+        f"{service}.{method}": set(roles.split(", "))
+        for service, methods, roles in rows
+        for method in re.findall(r"\w+", methods)
+    }
+
+
+@pytest.mark.parametrize("scene", [CERTIFICATES, TOKENS, RUN_SECRET], indirect=True)
+async def test_each_role_may_do_what_the_documentation_says_for_its_runs_and_nothing_else(
+    scene: Scene,
+) -> None:
+    """All methods are documented. What a role may not do is refused before the handler sees it."""
+    table = documented()
+    assert table.keys() == scene.methods.keys()
+    wrong = []
+    for who in (*Role, STRANGER):
+        async with scene.channel(who) as channel:
+            for name, method in scene.methods.items():
+                for run in (OWN, FOREIGN, NONE) if has_run(method.input_type) else (NONE,):
+                    error = await refusal(channel, method, run)
+                    refused = error is not None and error.reason == "NOT_PERMITTED"
+                    if refused == (who in table[name] and run == OWN):
+                        wrong.append(f"{who} {name} {run or 'without a run'}: {error}")
+                    assert error is None or error.reason != "UNEXPECTED_ERROR", (name, error)
+    assert wrong == []
+
+
+async def test_a_message_that_names_a_foreign_run_beside_its_own_is_refused(scene: Scene) -> None:
+    """The actions of a subscription, for one."""
+    async with scene.channel("node") as channel:
+        error = await refusal(channel, scene.methods["TimerService.Supervise"], OWN, FOREIGN)
+    assert error is not None
+    assert error.reason == "NOT_PERMITTED"
+
+
+async def test_a_caller_without_a_role_for_all_runs_gets_it_when_the_policy_changes(scene: Scene) -> None:
+    """No restart; a policy that can't be read changes nothing."""
+    async with scene.channel("observer") as channel:
+        method = scene.methods["RendezvousService.ListRuns"]
+        assert await refusal(channel, method, NONE) is not None
+        assert scene.options.policy is not None
+        scene.options.policy.write_text(POLICY.replace("team-a-*", "*"))
+        assert await refusal(channel, method, NONE) is None
+        scene.options.policy.write_text("[[grant]]\nnames = 3\n")
+        assert await refusal(channel, method, NONE) is None
+
+
+@pytest.mark.parametrize("scene", [TOKENS, RUN_SECRET], indirect=True)
+async def test_without_a_valid_token_nothing_is_answered(scene: Scene, tmp_path: Path) -> None:
+    """Expired, tampered with, of an unknown key, unsigned, of another audience, no token, and none at all."""
+    name = "spiffe://rallypoint.test/operator"
+    header, _, signature = scene.token(name).split(".")
+    stranger = replace(scene, key=Ed25519PrivateKey.generate())
+    foreign = {"sub": name, "aud": "other", "exp": time.time() + 60, "roles": ["operator"], "runs": ["*"]}
+    kid = {"kid": key_id(scene.key.public_key())}
+    bad = {
+        "expired": scene.token(name, hours=-0.01),
+        "tampered": ".".join([header, scene.token(f"{name}/operator").split(".")[1], signature]),
+        "unknown key": stranger.token(name),
+        "unsigned": jwt.encode({**foreign, "aud": "rallypoint"}, "", "none", headers=kid),
+        "audience": jwt.encode(foreign, scene.key, "EdDSA", headers=kid),
+        "no claims": jwt.encode({"sub": name, "aud": "rallypoint"}, scene.key, "EdDSA", headers=kid),
+        "no token": "x",
+    }
+    method = scene.methods["RendezvousService.CloseRun"]
+    security, path = scene.security(name), tmp_path / "token"
+    assert isinstance(security, ClientTLS | RunSecret)
+    answers = {}
+    async with open_channel(scene.address, security) as channel:
+        for what, token in bad.items():
+            path.write_text(token)
+            error = await refusal(channel, method, OWN)
+            answers[what] = error and error.code
+        path.write_text(scene.token(name))  # the same connection goes on with another token
+        error = await refusal(channel, method, OWN)
+        assert error is not None
+        assert error.reason == "RUN_NOT_FOUND"
+    async with open_channel(scene.address, replace(security, token=None)) as channel:
+        error = await refusal(channel, method, OWN)
+        answers["none"] = error and error.code
+    assert answers == dict.fromkeys((*bad, "none"), grpc.StatusCode.UNAUTHENTICATED)
+
+
+@pytest.mark.parametrize("scene", [RUN_SECRET], indirect=True)
+async def test_a_holder_of_the_run_secret_cannot_certify_a_name(scene: Scene, tmp_path: Path) -> None:
+    """It can sign a certificate for any, since all holders have the authority's key."""
+    secret = scene.options.run_secret
+    assert secret is not None
+    now = datetime.now(UTC)
+    authority = Authority("rallypoint run", _authority_key(secret), now, now + timedelta(hours=1))
+    names = x509.SubjectAlternativeName([x509.DNSName("alice")])
+    for file, content in zip(("alice.pem", "alice.key"), authority.issue("alice", names), strict=True):
+        (tmp_path / file).write_bytes(content)
+    (tmp_path / "root.pem").write_bytes(identity_of(secret).authorities or b"")
+    alice = ClientTLS(tmp_path / "root.pem", tmp_path / "alice.pem", tmp_path / "alice.key")
+    credentials = ClientCredentials(alice).of(parse_endpoint(scene.address))[0]
+    assert credentials is not None
+    override = [("grpc.ssl_target_name_override", CERTIFIED_NAME)]
+    async with grpc.aio.secure_channel(scene.address, credentials, options=override) as channel:
+        error = await refusal(channel, scene.methods["RendezvousService.CloseRun"], OWN)
+    assert error is not None
+    assert error.reason == "NOT_IDENTIFIED"
+    assert scene.audited()[-1]["caller"] == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "granted", "permitted"),
+    [
+        ("DNS:b.oncall.test", "*.oncall.test", True),
+        ("URI:spiffe://a.test/x.oncall.test", "*.oncall.test", False),
+        ("URI:spiffe://a.test/x", "*", False),
+        ("URI:spiffe://a.test/x", "spiffe://*", True),
+        ("URI:https://a.test/x", "client", False),  # and "client" is its common name
+        ("email:x@a.test", "client", False),
+    ],
+)
+async def test_a_name_is_taken_from_one_place_and_matches_patterns_of_its_kind(
+    scene: Scene, name: str, granted: str, permitted: bool
+) -> None:
+    """A SPIFFE ID ends as its owner likes, and its signer may not check the common name."""
+    assert scene.options.policy is not None
+    scene.options.policy.write_text(f'[[grant]]\nnames = ["{granted}"]\nroles = ["operator"]\nruns = ["*"]\n')
+    async with open_channel(scene.address, client_certificate(scene.certificates, name)) as channel:
+        error = await refusal(channel, scene.methods["RendezvousService.ListRuns"])
+    assert (error is None) == permitted
+
+
+@pytest.mark.parametrize("scene", [TOKENS], indirect=True)
+async def test_keys_of_tokens_are_exchanged_while_the_server_runs(scene: Scene) -> None:
+    """Beside each other first; what a removed one signed is not valid any more."""
+    keys, method, new = scene.options.token_keys, scene.methods["RendezvousService.GetRun"], replace(scene)
+    new.key = Ed25519PrivateKey.generate()
+    assert keys is not None
+    async with scene.channel("observer") as old_channel:
+        error = await refusal(old_channel, method, OWN)
+        assert error is not None
+        assert error.reason == "RUN_NOT_FOUND"
+        keys.write_bytes(public(scene.key) + public(new.key))
+        reasons = [(await refusal(old_channel, method, OWN)), None]
+        async with new.channel("observer") as channel:
+            reasons[1] = await refusal(channel, method, OWN)
+        assert [each and each.reason for each in reasons] == ["RUN_NOT_FOUND", "RUN_NOT_FOUND"]
+        keys.with_name("token").write_text(scene.token("spiffe://rallypoint.test/observer"))
+        keys.write_bytes(public(new.key))
+        error = await refusal(old_channel, method, OWN)
+        assert error is not None
+        assert error.reason == "NOT_IDENTIFIED"
+
+
+@pytest.mark.parametrize("scene", [CERTIFICATES, TOKENS], indirect=True)
+async def test_events_have_the_name_of_the_operator(scene: Scene) -> None:
+    """From the certificate, or from the token."""
+    async with scene.channel("node") as channel:
+        settings = rendezvous_pb.RunSettings(min_nodes=1, max_nodes=1)
+        join = rendezvous_pb.JoinRun(
+            run_id=OWN, node_id="n", settings=settings, local_world_size=1, address="a", role="w"
+        )
+        joined = rendezvous_grpc.RendezvousServiceStub(channel).Join()
+        await joined.write(rendezvous_pb.JoinRequest(join=join))
+        await joined.read()
+    async with scene.channel("operator") as channel:
+        stub = rendezvous_grpc.RendezvousServiceStub(channel)
+        await stub.CloseRun(rendezvous_pb.CloseRunRequest(run_id=OWN))
+        events = (await stub.ListEvents(rendezvous_pb.ListEventsRequest(run_id=OWN))).events
+    assert [event.actor for event in events if event.actor.startswith("operator")] == [
+        "operator spiffe://rallypoint.test/operator"
+    ]
+
+
+async def test_what_a_caller_sends_does_not_fill_the_audit_log(scene: Scene) -> None:
+    """Nor does it stop a call that is answered with an error of its own."""
+    async with scene.channel(STRANGER) as channel:
+        for _ in range(150):
+            await refusal(channel, scene.methods["RendezvousService.CloseRun"], "x" * 100_000)
+    assert scene.audit.stat().st_size < 150 * 2_000
+    async with scene.channel("operator") as channel:
+        drain = DrainRequest(run_id=OWN)
+        drain.grace.seconds = 10**15
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await SupervisorServiceStub(channel).Drain(drain)
+    assert decode(error.value).reason != "UNEXPECTED_ERROR"
+    assert scene.audited()[-1]["method"].endswith("/Drain")
+
+
+async def test_the_audit_log_has_every_action_and_every_refusal(scene: Scene) -> None:
+    """With who, from where, what, and which run; a launched command without the values of its environment."""
+    async with scene.channel("operator") as channel:
+        await refusal(channel, scene.methods["RendezvousService.GetRun"], OWN)
+        request = LaunchJobRequest()
+        request.spec.run_id, request.spec.environment["KEY"] = OWN, "secret"
+        request.spec.command.extend(["python", "train.py"])
+        with pytest.raises(grpc.aio.AioRpcError):
+            await SupervisorServiceStub(channel).LaunchJob(request)
+    async with scene.channel(STRANGER) as channel:
+        await refusal(channel, scene.methods["RendezvousService.CloseRun"], FOREIGN)
+    launched, refused = scene.audited()
+    assert launched.pop("time") <= refused.pop("time")
+    assert launched.pop("peer").startswith("ipv4:127.0.0.1:")
+    assert launched == {
+        "event": "operator call",
+        "method": "rallypoint.agent.v1.SupervisorService/LaunchJob",
+        "caller": "spiffe://rallypoint.test/operator",
+        "runs": [OWN],
+        "request": {"spec": {"run_id": OWN, "command": ["python", "train.py"], "environment": ["KEY"]}},
+    }
+    assert (refused["event"], refused["caller"]) == ("call refused", "spiffe://rallypoint.test/stranger")
+    assert refused["runs"] == [FOREIGN]
+    assert "'spiffe://rallypoint.test/stranger' may not call CloseRun" in refused["problem"]
+    assert scene.audit.stat().st_mode & 0o777 == 0o600
