@@ -60,7 +60,7 @@ async def attack(server: Target, seed: int, count: int) -> Report:
     """
     report = Report(seed)
     bystander, newcomer = (Bystander(server.address, name) for name in ("bystander", "newcomer"))
-    assert await bystander.begin() == 1
+    await bystander.begin()
     began, cpu = time.monotonic(), server.cpu_seconds()
     for part in range(_PARTS):
         await _barrage(server, report, range(count * part // _PARTS, count * (part + 1) // _PARTS))
@@ -71,7 +71,7 @@ async def attack(server: Target, seed: int, count: int) -> Report:
     await _check_round_forms(report, bystander)
     await _check_limits(report, bystander)
     await _clear_up(bystander)
-    assert await newcomer.begin() >= 1  # above the rounds of all runs that were forgotten
+    await newcomer.begin()
     await newcomer.close()
     await newcomer.hang_up()
     await bystander.close()
