@@ -260,6 +260,7 @@ class Cluster:
         if process.paused:
             self.note("resume", process.name)
             process.resume()
+            self.network.resumed(process)
 
     def heal(self, link: Link) -> None:
         """Mend a link."""

@@ -139,6 +139,13 @@ class Connection:
             self.server_end = _Opening(self)
         return self.server_end
 
+    def unblock(self) -> None:
+        """Send again what a link swallowed that is whole now. A suspended host's kernel sends nothing."""
+        if not (self.link.up_blocked or self.client.suspended):
+            self.up.unblock()
+        if not (self.link.down_blocked or self.server.suspended):
+            self.down.unblock()
+
     def taken(self) -> None:
         """The client took a message."""
         self.untaken -= 1
@@ -312,8 +319,12 @@ class Network:
         link.up_blocked = link.down_blocked = False
         link.epoch += 1
         for connection in self._those(lambda each: each.link is link):
-            connection.up.unblock()
-            connection.down.unblock()
+            connection.unblock()
+
+    def resumed(self, process: Process) -> None:
+        """A process goes on: if its host was suspended, that sends again now what was swallowed before."""
+        for connection in self._those(lambda each: process in (each.client, each.server)):
+            connection.unblock()
 
     def reset(self, link: Link) -> None:
         """Break all connections of a link."""

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from simulation.clockwork import Clockwork, Process, Stuck
+from simulation.network import Connection, Item, Link, Network
 
 
 def never() -> bool:
@@ -122,3 +123,27 @@ def test_time_stops_where_something_is_done(stage: Stage) -> None:
     assert stage.clockwork.now == 3.0
     assert not stage.run(10.0)
     assert stage.clockwork.now == 10.0
+
+
+def test_a_suspended_host_sends_nothing_again(stage: Stage) -> None:
+    """What a link swallowed before the host fell asleep arrives once both are back, not with the link."""
+    network, link = Network(stage.clockwork, random.Random(1)), Link("host", 0.01)
+    client, server, heard = stage.process(), stage.process(), list[Item]()
+
+    class End:
+        def receive(self, item: Item) -> None:
+            heard.append(item)
+
+    connection = Connection(network, link, client, server, End(), lambda *_: End(), 10, server_end=End())
+    network.connections[id(connection)] = connection
+    network.block(link, up=True, down=True)
+    connection.up.send(("message", "a heartbeat"))
+    stage.run(1.0)
+    client.pause(suspended=True)
+    network.heal(link)
+    stage.run(2.0)
+    assert heard == []
+    client.resume()
+    network.resumed(client)
+    stage.run(3.0)
+    assert heard == [("message", "a heartbeat")]

@@ -18,15 +18,21 @@ from support.waiting import until, wait_until
 
 MEBIBYTE = 1024 * 1024
 
-# A worker with memory, a thread, and a child in a session of its own; the child touches a file and waits.
+# A worker with memory, a thread, and a child in a session of its own, which creates a file by itself and waits.
 WORKER = """
 import os, subprocess, sys, threading, time
 memory = bytearray(64 * 1024 * 1024)
 threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
-subprocess.Popen(["sh", "-c", "touch $0; exec sleep 600", sys.argv[1]], start_new_session=True)
+subprocess.Popen(["sh", "-c", ": > $0; exec sleep 600", sys.argv[1]], start_new_session=True)
 time.sleep(600)
 """
-BUSY = "import sys, pathlib\npathlib.Path(sys.argv[1]).touch()\nwhile True: pass"
+# A worker that has used ticks of the kernel's processor clock before it touches a file, however fast the machine.
+BUSY = """
+import pathlib, sys, time
+while time.process_time() < 0.1: pass
+pathlib.Path(sys.argv[1]).touch()
+while True: pass
+"""
 
 
 @pytest.fixture
