@@ -21,6 +21,7 @@ from rallypoint.agent.hangs.hung_worker import HungWorker
 from rallypoint.timer.core.values import TimerSettings
 from rallypoint.timer.v1 import timer_service_pb2 as pb
 from rendezvous.core.ledger import Violation
+from simulation.network import ATTEMPT, LONGEST_RECONNECT
 from simulation.timers.truth import Completions, Span
 from simulation.wire import ServerCall, Status
 
@@ -31,6 +32,9 @@ PROMPT = 0.25
 # Seconds for all that may follow the end of trouble: a broken connection that nobody noticed (15), the longest wait
 # before the next attempt (5), an expiry that is told again (5), and evidence of the worker's other scopes.
 AT_LAST = 40.0
+# Seconds for which a host may be without the service after something stood still: an attempt to connect that began
+# meanwhile lasts as long as one may, and the next comes after a pause.
+_RECONNECTING = ATTEMPT + LONGEST_RECONNECT
 # What a service of ours never answers, or not to such agents.
 _NEVER = ("UNKNOWN", "INTERNAL", "INVALID_ARGUMENT", "RESOURCE_EXHAUSTED")
 
@@ -123,7 +127,7 @@ class Referee:
         host = self.hosts.get(span.worker_id.partition(".")[0])
         if span.ended is not None or host is None or not host.guards(span, all_along=True):
             return
-        if host.registered_at is None or host.shaken_at > span.since - 3.0:
+        if host.registered_at is None or host.shaken_at > span.since - _RECONNECTING:
             return
         if now < host.registered_at + PROMPT:
             self._at(host.registered_at + PROMPT, self._expect, span)
