@@ -155,7 +155,7 @@ class Members:
     async def _work_at(self, node: TormentedNode, place: Place, stopping: asyncio.Event) -> None:
         name = f"{self.run_id}-{node.name}-{place.lease}-{place.round}"
         caller = Caller(name, self._doors, self._history, random.Random(self._draw.random()))
-        writer = store_pb.StoreWriter(node_id=node.name, lease=place.lease)
+        writer = store_pb.StoreWriter(node_id=node.name, lease=place.lease, token=place.token)
         store = StoreClient(caller, self.run_id, writer, place.round)
         left = _ZOMBIE_WRITES
         while left and not await _set_within(stopping, caller.draw.uniform(0.1, 0.5)):

@@ -366,6 +366,34 @@ async def test_events_have_the_name_of_the_operator(scene: Scene) -> None:
     ]
 
 
+@pytest.mark.parametrize("scene", [TOKENS], indirect=True)
+async def test_a_node_is_superseded_only_by_its_own_kind(scene: Scene) -> None:
+    """An agent that starts again takes its name over; another caller does not, while the lease lasts."""
+
+    async def join(name: str) -> ServiceError | None:
+        async with scene.channel(name) as channel:
+            settings = rendezvous_pb.RunSettings(min_nodes=1, max_nodes=1)
+            for patience in (settings.keep_alive_interval, settings.disconnect_grace):
+                patience.FromSeconds(600)
+            join = rendezvous_pb.JoinRun(
+                run_id=OWN, node_id="n", settings=settings, local_world_size=1, address="a", role="w"
+            )
+            joined = rendezvous_grpc.RendezvousServiceStub(channel).Join()
+            try:
+                await joined.write(rendezvous_pb.JoinRequest(join=join))
+                await joined.read()
+            except grpc.aio.AioRpcError as error:
+                return decode(error)
+            return None
+
+    assert await join("host-1/node") is None
+    error = await join("host-2/node")
+    assert error is not None
+    assert (error.code, error.reason) == (grpc.StatusCode.PERMISSION_DENIED, "NODE_ID_TAKEN")
+    assert "'spiffe://rallypoint.test/host-1/node' is node 'n'" in error.message
+    assert await join("host-1/node") is None
+
+
 async def test_what_a_caller_sends_does_not_fill_the_audit_log(scene: Scene) -> None:
     """Nor does it stop a call that is answered with an error of its own."""
     async with scene.channel(STRANGER) as channel:

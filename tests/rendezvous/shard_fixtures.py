@@ -177,7 +177,7 @@ class Scene:
 
         return {
             "join": lambda: self.join("c"),
-            "resume": lambda: engine.resume(RUN, member.node_id, member.lease.lease, 1),
+            "resume": lambda: engine.resume(RUN, member.node_id, member.lease.lease, 1, member.lease.token),
             "execute": self.restart,
             "close": lambda: engine.close_run(RUN, "over"),
             "get run": lambda: engine.get_run(RUN),

@@ -79,14 +79,14 @@ async def test_one_run_is_stopped_and_the_others_go_on(
             stage.join("a", RUN),
             stage.engine.get_run(RUN),
             stage.engine.watch(RUN, 0),
-            stage.engine.resume(RUN, "a", members[0].lease.lease, 1),
+            stage.engine.resume(RUN, "a", members[0].lease.lease, 1, members[0].lease.token),
             stage.engine.execute(RUN, commands.Restart("by hand")),
         ):
             assert isinstance(await refusal_of(ask), RunBroken)
         with pytest.raises(RunBroken):
             stage.engine.history(RUN)
         with pytest.raises(RunBroken):
-            stage.engine.check_lease(RUN, "a", members[0].lease.lease)
+            stage.engine.check_lease(RUN, "a", members[0].lease.lease, members[0].lease.token)
         assert [(run.run_id, run.broken) for run in await stage.list_runs()] == [
             (OTHER, ""),
             (RUN, "KeyError"),
@@ -99,7 +99,7 @@ async def test_one_run_is_stopped_and_the_others_go_on(
     revisions = [each.revision for each in durable if isinstance(each, Record) and each.run_id == RUN]
     assert revisions == list(range(1, len(revisions) + 1))
     async with staged(Stage(durable=durable)) as again:
-        resumed = await again.engine.resume(RUN, "a", members[0].lease.lease, 4)
+        resumed = await again.engine.resume(RUN, "a", members[0].lease.lease, 4, members[0].lease.token)
         assert (await taken(resumed)).assignment.round == 1
 
 

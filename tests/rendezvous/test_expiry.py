@@ -229,9 +229,9 @@ async def test_leases_of_its_earlier_life_are_worth_nothing(stage: Stage) -> Non
     await known(stage, TTL)
     await stage.join("a")
     with pytest.raises(LeaseLost):
-        stage.engine.check_lease(RUN, "a", old.lease.lease)
+        stage.engine.check_lease(RUN, "a", old.lease.lease, old.lease.token)
     with pytest.raises(LeaseLost):
-        await stage.engine.resume(RUN, "a", old.lease.lease, 0)
+        await stage.engine.resume(RUN, "a", old.lease.lease, 0, old.lease.token)
     with pytest.raises(LeaseLost):
         await stage.confirm(old)
 
@@ -277,7 +277,7 @@ async def test_numbers_outlive_the_server_too(stage: Stage) -> None:
             assert (await taken(member)).assignment.round == last.round + 1
             revision = (await second.engine.get_run(RUN)).revision
         async with staged(restarted(second.journal.durable)) as third:
-            resumed = await third.engine.resume(RUN, "a", member.lease.lease, revision)
+            resumed = await third.engine.resume(RUN, "a", member.lease.lease, revision, member.lease.token)
             assert (await taken(resumed)).assignment.round == last.round + 1
             await third.engine.close_run(RUN, "enough")
             last = await third.engine.get_run(RUN)
@@ -308,7 +308,9 @@ async def test_every_life_of_a_run_has_a_name_of_its_own(stage: Stage) -> None:
     stage.wall += 10
     assert (await stage.join("b", run_id=RUN)).lease.incarnation == first
     async with staged(Stage(durable=stage.journal.durable, limits=LIMITS)) as second:
-        again = await second.engine.resume(RUN, "a", member.lease.lease, member.lease.revision)
+        again = await second.engine.resume(
+            RUN, "a", member.lease.lease, member.lease.revision, member.lease.token
+        )
         assert again.lease.incarnation == first
     await stage.engine.close_run(RUN, "enough")
     assert await known(stage, TTL) == []

@@ -105,7 +105,7 @@ async def test_a_node_that_comes_back_is_told_that_the_end_settles(stage: Stage)
     a, b = await stage.running("a", "b")
     before = (await stage.engine.get_run(RUN)).revision
     await stage.engine.execute(RUN, report(b))
-    again = await stage.engine.resume(RUN, "a", a.lease.lease, before)
+    again = await stage.engine.resume(RUN, "a", a.lease.lease, before, a.lease.token)
     assert (await taken(again)).settling
 
 

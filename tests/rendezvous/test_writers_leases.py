@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Awaitable, Coroutine
+from functools import partial
 from typing import Any
 
 import grpc.aio
@@ -39,14 +40,14 @@ async def test_the_engine_refuses_by_its_latest_facts() -> None:
     """A lease that is about to end writes no more, though its end is not durable yet: better late than wrong."""
     async with staged(Stage()) as stage:
         a, b = await stage.running("a", "b")
-        check = stage.engine.check_lease
-        check(RUN, "b", b.lease.lease)
+        check = partial(stage.engine.check_lease, token=b"")
+        stage.engine.check_lease(RUN, "b", b.lease.lease, b.lease.token)
         stage.journal.hold()
         (leaving,) = await begun(stage.leave(b))
         await stage.journal.held()
         with pytest.raises(LeaseLost):
             check(RUN, "b", b.lease.lease)
-        check(RUN, "a", a.lease.lease)
+        stage.engine.check_lease(RUN, "a", a.lease.lease, a.lease.token)
         stage.journal.release()
         await leaving
         with pytest.raises(LeaseLost):
@@ -65,7 +66,7 @@ async def test_a_refusal_waits_until_its_cause_is_durable(kind: str) -> None:
     """Nobody is told of what may still not have happened: a server that is killed now has lost nobody."""
     async with staged(Stage()) as stage:
         _, b = await stage.running("a", "b")
-        engine, writer = stage.engine, Writer("b", b.lease.lease)
+        engine, writer = stage.engine, Writer("b", b.lease.lease, b.lease.token)
         stage.journal.hold()
         (leaving,) = await begun(stage.leave(b))
         await stage.journal.held()
@@ -122,11 +123,16 @@ async def test_store_and_states_ask_the_engine() -> None:
             await stream.write(pb.JoinRequest(join=join))
             admission = await stream.read()
             assert isinstance(admission, pb.JoinResponse)
-            writer = StoreWriter(node_id="a", lease=admission.lease.lease)
+            writer = StoreWriter(node_id="a", lease=admission.lease.lease, token=admission.lease.token)
             in_store = SetRequest(run_id=RUN, key="k", writer=writer)
             in_state = SetStateRequest(run_id=RUN, writer=writer)
             assert await reason_of(store.Set(in_store, timeout=PATIENCE)) is None
             assert await reason_of(states.SetState(in_state, timeout=PATIENCE)) is None
+            stranger = StoreWriter(node_id="a", lease=admission.lease.lease)
+            forged = SetRequest(run_id=RUN, key="k", writer=stranger)
+            assert await reason_of(store.Set(forged, timeout=PATIENCE)) == "LEASE_NOT_PROVEN"
+            forged_state = SetStateRequest(run_id=RUN, writer=stranger)
+            assert await reason_of(states.SetState(forged_state, timeout=PATIENCE)) == "LEASE_NOT_PROVEN"
             await rendezvous.EvictNode(pb.EvictNodeRequest(run_id=RUN, node_id="a"), timeout=PATIENCE)
             assert await reason_of(store.Set(in_store, timeout=PATIENCE)) == "LEASE_LOST"
             assert await reason_of(states.SetState(in_state, timeout=PATIENCE)) == "NODE_EVICTED"

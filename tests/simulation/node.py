@@ -147,9 +147,13 @@ class Node:
     def _tell(self, event: core.Event) -> None:
         self.process.call_soon(self._events.put_nowait, event)
 
+    def _group(self, round_: int, fencing_token: int) -> Group:
+        token = self.membership.token
+        return Group(self.run_id, self.node_id, self._lease, round_, fencing_token, self, token)
+
     def _start(self, seat: core.Assignment) -> None:
         around = self._around
-        group = Group(self.run_id, self.node_id, self._lease, seat.round, seat.fencing_token, self)
+        group = self._group(seat.round, seat.fencing_token)
         self.crew = Crew(
             around.clockwork,
             around.chance,
@@ -306,7 +310,7 @@ class Node:
             # Otherwise the service may learn of its end long after its peers' failures, and can't tell which was first.
             loss = Loss(self.node_id, self._lease, around.clockwork.now, still)
             losses.host_lost(self.run_id, round_, loss)
-        group = Group(self.run_id, self.node_id, self._lease, round_, seat.fencing_token, self)
+        group = self._group(round_, seat.fencing_token)
 
         def fail() -> None:
             if not still():

@@ -33,13 +33,13 @@ Plant = Callable[[pytest.MonkeyPatch], None]
 def skip_the_fence(patch: pytest.MonkeyPatch) -> None:
     """Whoever shows any lease is taken for the node it names, at the core and at the door."""
 
-    def lax(state: RunState, node_id: str, lease: int) -> None:
+    def lax(state: RunState, node_id: str, lease: int, token: bytes | None = None) -> None:
         if node_id not in state.nodes:
             original(state, node_id, lease)
 
     original = decide.check_lease
-    patch.setattr(decide, "check_lease", lambda state, node_id, lease: None)
-    patch.setattr(HostedRun, "holds_lease", lambda self, node_id, lease: node_id in self.state.nodes)
+    patch.setattr(decide, "check_lease", lambda *_: None)
+    patch.setattr(HostedRun, "holds_lease", lambda self, node_id, *_: node_id in self.state.nodes)
     patch.setattr(engine, "check_lease", lax)
 
 

@@ -70,6 +70,7 @@ class Group:
     round: int
     fencing_token: int
     agent: Agent
+    token: bytes
 
 
 class RunLedger(Ledger):

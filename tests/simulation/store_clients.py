@@ -44,7 +44,7 @@ class StoreUser:
         self._every = every
         self._name = process.name
         self._round = 0 if group is None else group.round
-        writer = None if group is None else Writer(group.node_id, group.lease)
+        writer = None if group is None else Writer(group.node_id, group.lease, group.token)
         pace = Pace(process.time, asyncio.sleep, chance.random)
         self._store = StoreClient(where, run_id, client_id=self._name, writer=lambda: writer, pace=pace)
         self._states = FencedStateClient(where, run_id, client_id=f"{self._name}.state", pace=pace)

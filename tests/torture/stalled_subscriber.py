@@ -131,7 +131,7 @@ class Spare(Subscriber):
     def __init__(self, channel: grpc.aio.Channel, settings: pb.RunSettings, name: str) -> None:
         """See `Subscriber`."""
         super().__init__(channel, settings, name)
-        self._lease = 0
+        self._lease, self._token = 0, b""
         self._heart: asyncio.Task[None] | None = None
         self._silent = False
 
@@ -154,6 +154,7 @@ class Spare(Subscriber):
         self._call = self._stub.Join()
         if self._lease:
             resume = pb.ResumeRun(run_id=RUN, node_id=self._name, lease=self._lease, revision=self.revision)
+            resume.token = self._token
             await self._call.write(pb.JoinRequest(resume=resume))
         else:
             join = pb.JoinRun(
@@ -169,13 +170,13 @@ class Spare(Subscriber):
 
     def _told(self, message: pb.JoinResponse) -> int:
         if message.HasField("lease"):
-            self._lease = message.lease.lease
+            self._lease, self._token = message.lease.lease, message.lease.token
         return message.update.revision
 
     def _forget(self, reason: str) -> None:
         # It did not know that its stream was ended, so it did not resume within the disconnect grace.
         if reason == "LEASE_LOST":
-            self._lease = 0
+            self._lease, self._token = 0, b""
         # What grpc.aio makes of the end of a stream, whatever it was, that a heartbeat was still written to.
         elif reason != "INTERNAL":
             super()._forget(reason)

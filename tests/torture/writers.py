@@ -180,14 +180,14 @@ class Writers:
 
     async def _work(self, node: TormentedNode) -> None:
         """Have a worker write in each round, until that is refused: none of them knows when its time is over."""
-        place = Place(0, 0)
+        place = Place(0, 0, b"")
         while await self._goes_on():
             if node.place is not None and node.place != place:
                 place = node.place
                 self._begin(self._work_at(node.name, place))
 
     async def _work_at(self, node_id: str, place: Place) -> None:
-        store = StoreClient(self._channel, RUN, writer=lambda: Writer(node_id, place.lease))
+        store = StoreClient(self._channel, RUN, writer=lambda: Writer(node_id, place.lease, place.token))
         while await self._goes_on():
             # Whoever begins after somebody of a later round, or lease, was let in must not be let in any more.
             newest_round, newest_lease = self._newest_round, self._newest_lease.get(node_id, 0)

@@ -113,20 +113,36 @@ _RETRYABLE = GONE | {
 # stalled, has another version, or listens at the address of the right one) may differ next time, and workers run.
 _REFUSALS = {"RUN_CLOSED", "SETTINGS_DIFFER", "NODE_EVICTED", "JOIN_TIMED_OUT"}
 # Reasons for which the lease is void, and the node must join again.
-_LEASE_ENDED = {"LEASE_LOST", "RUN_NOT_FOUND", "REVISION_AHEAD"}
+_LEASE_ENDED = {"LEASE_LOST", "LEASE_NOT_PROVEN", "RUN_NOT_FOUND", "REVISION_AHEAD"}
 
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
     """The node holds a lease; `resumed`: the one it held before; `at`: the address of the server, for people.
 
-    Lease numbers can be compared only within one `incarnation` of the run.
+    Lease numbers can be compared only within one `incarnation` of the run. `token`: the secret that proves the lease.
     """
 
     lease: int
     resumed: bool
     at: str = field(default="", compare=False)
     incarnation: str = field(default="", compare=False)
+    token: bytes = field(default=b"", compare=False, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class HeldLease:
+    """A lease, as its node needs it to act.
+
+    Attributes:
+        number: The lease; numbers can be compared only within one incarnation of the run.
+        incarnation: Incarnation of the run that granted it.
+        token: The secret that proves it.
+    """
+
+    number: int
+    incarnation: str = ""
+    token: bytes = field(default=b"", repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +216,7 @@ class Membership:
         self._connect_timeout = connect_timeout
         self._lost_timeout = lost_timeout
         self._jitter = jitter or random.Random()  # noqa: S311 (spreads load, guards nothing)
-        self._lease = 0
+        self._lease, self._token = 0, b""
         self._revision = 0
         self._ever_admitted = False
         self._over = False
@@ -218,6 +234,11 @@ class Membership:
     def lease(self) -> int:
         """The lease that the node holds, as far as it knows; 0: none."""
         return self._lease
+
+    @property
+    def token(self) -> bytes:
+        """The secret that proves the lease."""
+        return self._token
 
     @property
     def departing(self) -> bool:
@@ -376,6 +397,7 @@ class Membership:
             return pb.JoinRequest(join=self._request)
         run_id, node_id = self._request.run_id, self._request.node_id
         resume = pb.ResumeRun(run_id=run_id, node_id=node_id, lease=self._lease, revision=self._revision)
+        resume.token = self._token
         return pb.JoinRequest(resume=resume)
 
     async def _live(
@@ -383,7 +405,8 @@ class Membership:
     ) -> None:
         lease, resumed = first.lease, bool(self._lease)
         self._lease, self._ever_admitted, self._progress = lease.lease, True, True
-        self._on_event(Admitted(lease.lease, resumed, at, lease.incarnation))
+        self._token = lease.token
+        self._on_event(Admitted(lease.lease, resumed, at, lease.incarnation, lease.token))
         if self._requests_to_send() or self._watchdog_trouble:
             self._unsent.set()
         sender = asyncio.create_task(self._send_requests(call, to_seconds(lease.keep_alive_interval)))

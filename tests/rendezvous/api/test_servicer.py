@@ -107,9 +107,10 @@ class Served:
         assert (await stream.admission()).lease > 0
         return stream
 
-    async def resume(self, node_id: str, lease: int) -> NodeStream:
+    async def resume(self, node_id: str, lease: pb.Lease) -> NodeStream:
         stream = self.stream()
-        await stream.say(resume=pb.ResumeRun(run_id=RUN, node_id=node_id, lease=lease))
+        resume = pb.ResumeRun(run_id=RUN, node_id=node_id, lease=lease.lease, token=lease.token)
+        await stream.say(resume=resume)
         return stream
 
     async def running(self, *node_ids: str) -> list[NodeStream]:
@@ -269,7 +270,7 @@ async def test_a_broken_stream_is_resumed_with_the_lease(served: Served) -> None
     a.call.cancel()
     await served.until(lambda run: not all(node.connected for node in run.nodes))
     await b.say(worker_failed=pb.WorkerFailure(round=1, rank=2, message="it broke"))
-    again = await served.resume("a", a.lease.lease)
+    again = await served.resume("a", a.lease)
     assert (await again.admission()).lease == a.lease.lease
     update = await again.until(pb.PHASE_FROZEN)
     assert (update.phase, update.assignment.round, update.restart_count) == (pb.PHASE_FROZEN, 2, 1)
@@ -280,10 +281,33 @@ async def test_a_broken_stream_is_resumed_with_the_lease(served: Served) -> None
 async def test_a_lease_that_ended_is_not_resumed(served: Served) -> None:
     """LEASE_LOST: as a newcomer, or not at all."""
     a = await served.join("a")
-    error = await (await served.resume("a", 7)).ended()
+    error = await (await served.resume("a", pb.Lease(lease=7))).ended()
     assert error is not None
     assert (error.code, error.reason) == (Code.FAILED_PRECONDITION, "LEASE_LOST")
     assert error.metadata["superseded_by"] == str(a.lease.lease)
+
+
+async def test_who_reads_a_run_can_not_act_for_its_nodes(served: Served) -> None:
+    """The number of a lease is public, and its token is not: no read has it, and without it nobody resumes."""
+    a, b = await served.running("a", "b")
+    stub = served.stub()
+    reads = [
+        await stub.GetRun(pb.GetRunRequest(run_id=RUN)),
+        await stub.ListRuns(pb.ListRunsRequest()),
+        await stub.WatchRun(pb.WatchRunRequest(run_id=RUN)).read(),
+        await stub.ListEvents(pb.ListEventsRequest(run_id=RUN)),
+        await stub.WatchEvents(pb.WatchEventsRequest(run_id=RUN)).read(),
+    ]
+    assert len(a.lease.token) == 16
+    assert a.lease.token != b.lease.token
+    assert not any(a.lease.token in message.SerializeToString() for message in reads)  # type: ignore[attr-defined]
+    for token in (b"", b.lease.token):
+        error = await (await served.resume("a", pb.Lease(lease=a.lease.lease, token=token))).ended()
+        assert error is not None
+        assert (error.code, error.reason) == (Code.PERMISSION_DENIED, "LEASE_NOT_PROVEN")
+    assert all(node.connected for node in (await served.run()).nodes)
+    await a.say(leave=pb.LeaveRun(reason="done"))
+    assert await a.ended() is None
 
 
 async def test_a_superseded_node_is_told_by_whom(served: Served) -> None:
@@ -300,7 +324,7 @@ async def test_a_superseded_node_is_told_by_whom(served: Served) -> None:
 async def test_the_newer_of_two_streams_of_one_lease_lives(served: Served) -> None:
     """The older one ends ABORTED, which is not for ever."""
     old = await served.join("a")
-    new = await served.resume("a", old.lease.lease)
+    new = await served.resume("a", old.lease)
     assert (await new.hear()).lease.lease == old.lease.lease
     error = await old.ended()
     assert error is not None
@@ -440,7 +464,7 @@ async def test_a_bad_field_of_a_later_message_is_named(
     a = await served.join("a")
     await a.say(**message)
     assert field_of(await a.ended()) == field
-    again = await served.resume("a", a.lease.lease)
+    again = await served.resume("a", a.lease)
     assert (await again.admission()).lease == a.lease.lease
 
 
@@ -571,7 +595,7 @@ async def test_who_comes_to_a_closed_run_is_told_how_it_ended(served: Served) ->
     assert error is not None
     assert (error.code, error.reason) == (Code.FAILED_PRECONDITION, "RUN_CLOSED")
     assert error.metadata == {"run_id": RUN, "outcome": "CANCELLED"}
-    late = await served.resume("a", a.lease.lease)
+    late = await served.resume("a", a.lease)
     assert (await late.admission()).lease == a.lease.lease
     assert (await late.update()).run_end.outcome == pb.OUTCOME_CANCELLED
     assert await late.ended() is None

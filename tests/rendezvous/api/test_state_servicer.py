@@ -26,7 +26,7 @@ from rendezvous.state.state_fakes import RUN, TestJournal, channel_to, open_stat
 Code = grpc.StatusCode
 
 
-def check_lease(run_id: str, node_id: str, lease: int) -> None:
+def check_lease(run_id: str, node_id: str, lease: int, token: bytes) -> None:
     if run_id == "unknown":
         raise RunNotFound(run_id)
     if run_id == "closed":

@@ -187,7 +187,7 @@ async def test_every_write_is_fenced_by_its_lease(served: Served) -> None:
     asked: list[tuple[str, str, int]] = []
     refusal: Refused = LeaseLost(RUN, "node", 7, None)
 
-    def check_lease(run_id: str, node_id: str, lease: int) -> None:
+    def check_lease(run_id: str, node_id: str, lease: int, token: bytes) -> None:
         asked.append((run_id, node_id, lease))
         raise refusal
 

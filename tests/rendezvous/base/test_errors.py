@@ -63,6 +63,18 @@ TABLE: list[tuple[Exception, StatusCode, str, dict[str, str]]] = [
         {"run_id": "r", "node_id": "n", "lease": "3", "superseded_by": "7"},
     ),
     (
+        commands.LeaseNotProven("r", "n"),
+        StatusCode.PERMISSION_DENIED,
+        "LEASE_NOT_PROVEN",
+        {"run_id": "r", "node_id": "n"},
+    ),
+    (
+        commands.NodeIdTaken("r", "n", "alice"),
+        StatusCode.PERMISSION_DENIED,
+        "NODE_ID_TAKEN",
+        {"run_id": "r", "node_id": "n"},
+    ),
+    (
         commands.JoinTimedOut("r", "n", 4, 600.0),
         StatusCode.FAILED_PRECONDITION,
         "JOIN_TIMED_OUT",

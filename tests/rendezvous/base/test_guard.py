@@ -148,7 +148,13 @@ async def test_a_lease_that_is_refused_is_no_news_before_it_is_durable() -> None
         leaving, writing = await begun(
             scene.shard.engine.execute(RUN, leave),
             scene.shard.store.write(
-                RUN, Set(round=0, key="key", value=b"", writer=Writer(member.node_id, member.lease.lease))
+                RUN,
+                Set(
+                    round=0,
+                    key="key",
+                    value=b"",
+                    writer=Writer(member.node_id, member.lease.lease, member.lease.token),
+                ),
             ),
         )
         await scene.journal.held()

@@ -157,7 +157,7 @@ def give_two_nodes_the_same_workers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def skip_the_lease_check(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever says it is a node is taken for it."""
-    monkeypatch.setattr(decide, "check_lease", lambda state, node_id, lease: None)
+    monkeypatch.setattr(decide, "check_lease", lambda *_: None)
 
 
 def take_reports_of_any_round(monkeypatch: pytest.MonkeyPatch) -> None:

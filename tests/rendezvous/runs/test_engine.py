@@ -14,6 +14,7 @@ from rallypoint.rendezvous.core import commands
 from rallypoint.rendezvous.core.commands import (
     JoinTimedOut,
     LeaseLost,
+    LeaseNotProven,
     RevisionAhead,
     RunIsClosed,
     RunNotFound,
@@ -284,7 +285,7 @@ async def test_closing_a_run_tells_every_member_and_ends_its_stream(stage: Stage
         assert (update.phase, update.run_end) == (pb.PHASE_CLOSED, end)
         assert await member.updates.take() is None
     assert await stage.engine.close_run(RUN, "again") == end
-    late = await stage.engine.resume(RUN, "a", a.lease.lease, 0)
+    late = await stage.engine.resume(RUN, "a", a.lease.lease, 0, a.lease.token)
     assert (await taken(late)).run_end == end
     assert await late.updates.take() is None
 
@@ -317,7 +318,7 @@ async def test_a_member_that_resumes_is_told_the_present_state(stage: Stage) -> 
     stage.engine.disconnect(a)
     await stage.fail(b, 1)
     await stage.later(1.9)
-    again = await stage.engine.resume(RUN, "a", a.lease.lease, 1)
+    again = await stage.engine.resume(RUN, "a", a.lease.lease, 1, a.lease.token)
     update = await taken(again)
     assert (again.lease.lease, update.phase, update.assignment.round) == (a.lease.lease, pb.PHASE_FROZEN, 2)
     assert states(await stage.later(13)) == {"a": "ASSIGNED", "b": "ASSIGNED"}
@@ -331,12 +332,22 @@ async def test_a_member_that_comes_back_in_time_is_not_lost_to_a_slow_disk(stage
     (joining,) = await begun(stage.join("c"))
     await stage.journal.held()
     stage.now += 1.9
-    (resuming,) = await begun(stage.engine.resume(RUN, "a", a.lease.lease, 0))
+    (resuming,) = await begun(stage.engine.resume(RUN, "a", a.lease.lease, 0, a.lease.token))
     stage.now += 5
     stage.journal.release()
     assert (await resuming).lease.lease == a.lease.lease
     await joining
     assert states(await stage.engine.get_run(RUN)) == {"a": "RUNNING", "b": "RUNNING", "c": "SPARE"}
+
+
+async def test_who_can_not_prove_a_lease_does_not_prolong_it(stage: Stage) -> None:
+    """A stranger that tries to resume as a node is no sign of life of that node."""
+    a, _ = await stage.running("a", "b")
+    stage.engine.disconnect(a)
+    stage.now += 1.5
+    with pytest.raises(LeaseNotProven):
+        await stage.engine.resume(RUN, "a", a.lease.lease, 0, bytes(16))
+    assert states(await stage.later(1.0)) == {"b": "WAITING"}
 
 
 async def test_a_member_whose_stream_breaks_before_it_is_in_again_is_still_away(stage: Stage) -> None:
@@ -347,7 +358,9 @@ async def test_a_member_whose_stream_breaks_before_it_is_in_again_is_still_away(
     stage.journal.hold()
     (joining,) = await begun(stage.join("c"))
     await stage.journal.held()
-    first, second = await begun(*(stage.engine.resume(RUN, "a", a.lease.lease, 0) for _ in range(2)))
+    first, second = await begun(
+        *(stage.engine.resume(RUN, "a", a.lease.lease, 0, a.lease.token) for _ in range(2))
+    )
     first.cancel()
     await idle()
     assert state.disconnected == set()
@@ -362,7 +375,7 @@ async def test_a_member_whose_stream_breaks_before_it_is_in_again_is_still_away(
 async def test_a_newer_stream_replaces_the_older_one(stage: Stage) -> None:
     """With the same lease; the older one's end is no broken stream."""
     a, _ = await stage.running("a", "b")
-    again = await stage.engine.resume(RUN, "a", a.lease.lease, 0)
+    again = await stage.engine.resume(RUN, "a", a.lease.lease, 0, a.lease.token)
     with pytest.raises(StreamReplaced):
         await a.updates.take()
     stage.engine.disconnect(a)
@@ -377,15 +390,20 @@ async def test_a_newer_stream_replaces_the_older_one(stage: Stage) -> None:
         ((RUN, "c", 2, 0), LeaseLost),
         ((RUN, "a", 1, 0), LeaseLost),
         ((RUN, "a", 2, 9999), RevisionAhead),
+        ((RUN, "a", 2, 0, b""), LeaseNotProven),
+        ((RUN, "a", 2, 0, bytes(16)), LeaseNotProven),
+        ((RUN, "b", 3, 0), LeaseNotProven),
     ],
 )
 async def test_what_can_not_be_resumed_is_refused(
-    stage: Stage, cursor: tuple[str, str, int, int], refusal: type[Exception]
+    stage: Stage, cursor: tuple[str, str, int, int, bytes], refusal: type[Exception]
 ) -> None:
-    """A run that is not there, a lease that does not stand, a revision that was never given out."""
-    await stage.running("a", "b")
+    """A run that is not there, a lease that does not stand or is not proven, a revision that was never given out."""
+    a, _ = await stage.running("a", "b")
     with pytest.raises(refusal):
-        await stage.engine.resume(*cursor)
+        await stage.engine.resume(*cursor) if len(cursor) > 4 else await stage.engine.resume(
+            *cursor, a.lease.token
+        )
 
 
 @pytest.mark.parametrize("turns", range(8))
@@ -484,7 +502,7 @@ async def test_after_a_pause_nodes_have_the_time_to_come_back() -> None:
         for _ in range(33):
             run = await stage.later(0.3)
         assert states(run) == {"a": "RUNNING", "b": "RUNNING"}
-        back = await stage.engine.resume(RUN, "a", a.lease.lease, run.revision)
+        back = await stage.engine.resume(RUN, "a", a.lease.lease, run.revision, a.lease.token)
         for _ in range(20):
             stage.engine.renew(back)
             run = await stage.later(0.3)
@@ -528,7 +546,9 @@ async def test_who_waits_for_a_slow_commit_keeps_its_lease() -> None:
         for _ in range(2):
             stage.journal.hold()
             waiting = await begun(
-                stage.fail(b, 1), stage.engine.resume(RUN, "a", a.lease.lease, 0), stage.join("c")
+                stage.fail(b, 1),
+                stage.engine.resume(RUN, "a", a.lease.lease, 0, a.lease.token),
+                stage.join("c"),
             )
             await stage.journal.held()
             for _ in range(50):
@@ -618,7 +638,7 @@ async def test_a_restarted_server_knows_what_was_durable(stage: Stage) -> None:
     before = await stage.engine.get_run(RUN)
     async with staged(Stage(durable=stage.journal.durable)) as second:
         resumed = [
-            await second.engine.resume(RUN, each.node_id, each.lease.lease, before.revision)
+            await second.engine.resume(RUN, each.node_id, each.lease.lease, before.revision, each.lease.token)
             for each in members
         ]
         assert await second.engine.get_run(RUN) == before
@@ -638,8 +658,8 @@ async def test_what_was_not_durable_never_happened(stage: Stage) -> None:
     async with staged(Stage(durable=stage.journal.durable)) as second:
         run = await second.engine.get_run(RUN)
         assert (run.phase, run.round, run.restart_count) == (pb.PHASE_FINAL, 1, 0)
-        await second.engine.resume(RUN, "a", a.lease.lease, run.revision)
-        again = await second.engine.resume(RUN, "b", b.lease.lease, run.revision)
+        await second.engine.resume(RUN, "a", a.lease.lease, run.revision, a.lease.token)
+        again = await second.engine.resume(RUN, "b", b.lease.lease, run.revision, b.lease.token)
         await second.fail(again, 1)
         assert (await second.engine.get_run(RUN)).round == 2
     assert not listening.done()

@@ -96,7 +96,9 @@ class Story:
             self.come_back(self.draw.choice(self.members))
 
     def come_back(self, member: Member) -> None:
-        asked = self.stage.engine.resume(member.run_id, member.node_id, member.lease.lease, 0)
+        asked = self.stage.engine.resume(
+            member.run_id, member.node_id, member.lease.lease, 0, member.lease.token
+        )
         self.ask(asked, self.members.append)
 
     def go_away(self) -> None:

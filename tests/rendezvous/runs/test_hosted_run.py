@@ -221,11 +221,11 @@ async def test_an_evicted_node_is_told_so_and_the_others_why(stage: Stage) -> No
     assert update.phase == pb.PHASE_JOINABLE
     assert update.last_round_end.cause == pb.ROUND_END_CAUSE_NODE_EVICTED
     stage.engine.disconnect(a)
-    for coming_back in (stage.join("a"), stage.engine.resume(RUN, "a", a.lease.lease, 0)):
+    for coming_back in (stage.join("a"), stage.engine.resume(RUN, "a", a.lease.lease, 0, a.lease.token)):
         with pytest.raises(NodeIsEvicted):
             await coming_back
     with pytest.raises(NodeIsEvicted):
-        stage.engine.check_lease(RUN, "a", a.lease.lease)
+        stage.engine.check_lease(RUN, "a", a.lease.lease, a.lease.token)
 
 
 async def test_a_node_that_is_taken_out_and_back_in_at_once_has_one_stream(stage: Stage) -> None:
@@ -283,7 +283,8 @@ async def test_a_heartbeat_after_a_restart_may_bring_a_deadline_nearer() -> None
         await second.list_runs()
         revision = (await second.engine.get_run(RUN)).revision
         resumed = [
-            await second.engine.resume(RUN, each.node_id, each.lease.lease, revision) for each in members
+            await second.engine.resume(RUN, each.node_id, each.lease.lease, revision, each.lease.token)
+            for each in members
         ]
         await idle()
         assert second.engine._schedule.next() == second.now + 1.5

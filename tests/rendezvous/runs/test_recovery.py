@@ -122,6 +122,8 @@ def as_written_before(entry: Entry) -> Entry:
                 record.round_ended.ClearField("quick_restarts")
             elif record.HasField("run_created"):
                 record.run_created.ClearField("incarnation")
+            elif record.HasField("node_joined"):
+                record.node_joined.ClearField("token")
             return replace(entry, content=record.SerializeToString())
         case Checkpoint():
             snapshot = RunSnapshot.FromString(entry.content)
@@ -132,6 +134,8 @@ def as_written_before(entry: Entry) -> Entry:
             snapshot.ClearField("failed_workers")
             snapshot.ClearField("former_fencing_token")
             snapshot.ClearField("incarnation")
+            for node in snapshot.nodes:
+                node.ClearField("token")
             snapshot.failure.ClearField("age")
             if snapshot.phase == pb.PHASE_FROZEN:
                 snapshot.ClearField("failure")  # it was forgotten as soon as the next round had its number
@@ -155,7 +159,7 @@ async def test_a_journal_of_an_earlier_version_goes_on(stage: Stage, checkpoints
         assert (after.round, after.phase, after.restart_count) == (before.round, before.phase, 7)
         assert after.counted_restarts == 7
         a, b = [
-            await second.engine.resume(RUN, node.node_id, node.lease, before.revision)
+            await second.engine.resume(RUN, node.node_id, node.lease, before.revision, b"")
             for node in before.nodes
         ]
         assert a.lease.incarnation == ""
@@ -176,7 +180,9 @@ async def test_members_resume_after_a_checkpoint(stage: Stage) -> None:
     assert stage.journal.kept().checkpoints
     async with staged(Stage(durable=stage.journal.durable, max_restarts=100)) as second:
         for member in members:
-            again = await second.engine.resume(RUN, member.node_id, member.lease.lease, before.revision)
+            again = await second.engine.resume(
+                RUN, member.node_id, member.lease.lease, before.revision, member.lease.token
+            )
             update = await taken(again)
             assert (update.phase, update.assignment.round) == (pb.PHASE_FINAL, 4)
         assert await second.engine.get_run(RUN) == before

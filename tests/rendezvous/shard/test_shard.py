@@ -296,7 +296,8 @@ async def test_a_resume_in_the_same_step_as_a_commit_was_not_done() -> None:
         scene.journal.hold()
         member = scene.members[0]
         tasks = await begun(
-            scene.restart(), scene.shard.engine.resume(RUN, member.node_id, member.lease.lease, 1)
+            scene.restart(),
+            scene.shard.engine.resume(RUN, member.node_id, member.lease.lease, 1, member.lease.token),
         )
         await scene.journal.held()
         scene.shard.halt(elsewhere)

@@ -51,7 +51,7 @@ def open_states(
     journal: TestJournal,
     *,
     clock: Callable[[], float] | None = None,
-    check_lease: Callable[[str, str, int], None] = lambda run_id, node_id, lease: None,
+    check_lease: Callable[[str, str, int, bytes], None] = lambda *_: None,
     limits: StateLimits | None = None,
     ttl: float = 3600.0,
 ) -> FencedStateService:

@@ -267,7 +267,7 @@ async def test_a_refusal_is_not_repeated(tmp_path: Path) -> None:
     async def sleep(seconds: float) -> None:
         slept.append(seconds)
 
-    def check_lease(run_id: str, node_id: str, lease: int) -> None:
+    def check_lease(run_id: str, node_id: str, lease: int, token: bytes) -> None:
         raise LeaseLost(run_id, node_id, lease, None)
 
     async with (

@@ -170,7 +170,7 @@ async def test_a_lease_counts_when_the_set_is_decided() -> None:
     """One lost between arrival and decision sets nothing; one that is held, and a set without one, do."""
     held = {(RUN, "a", 1)}
 
-    def check_lease(run_id: str, node_id: str, lease: int) -> None:
+    def check_lease(run_id: str, node_id: str, lease: int, token: bytes) -> None:
         if (run_id, node_id, lease) not in held:
             raise LeaseLost(run_id, node_id, lease, None)
 
@@ -195,7 +195,7 @@ async def test_a_repetition_is_answered_whoever_holds_the_lease() -> None:
     """It was set while the lease was held, and that is what it is told."""
     lost = False
 
-    def check_lease(run_id: str, node_id: str, lease: int) -> None:
+    def check_lease(run_id: str, node_id: str, lease: int, token: bytes) -> None:
         if lost:
             raise LeaseLost(run_id, node_id, lease, None)
 

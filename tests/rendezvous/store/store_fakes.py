@@ -109,8 +109,8 @@ class Rounds:
 
     latest_round = writable_round
 
-    def check_lease(self, run_id: str, node_id: str, lease: int) -> None:
-        self.check(run_id, node_id, lease)
+    def check_lease(self, run_id: str, node_id: str, lease: int, token: bytes) -> None:
+        self.check(run_id, node_id, lease, token)
 
     async def settled(self) -> None:
         pass

@@ -221,7 +221,7 @@ async def test_a_write_carries_the_lease_of_its_node(tmp_path: Path) -> None:
     path, leases = f"{tmp_path}/store.sock", [1]
     moving, lost = False, set[int]()
 
-    def check_lease(run_id: str, node_id: str, lease: int) -> None:
+    def check_lease(run_id: str, node_id: str, lease: int, token: bytes) -> None:
         if moving:
             raise NotOwner(run_id)
         if lease in lost:

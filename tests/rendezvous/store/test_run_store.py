@@ -271,7 +271,7 @@ async def test_a_lost_lease_is_refused_when_the_write_is_decided() -> None:
     nothing; nor does a repetition of what it wrote while it held it."""
     journal, lost = TestJournal(), set[int]()
 
-    def check_lease(run_id: str, node_id: str, lease: int) -> None:
+    def check_lease(run_id: str, node_id: str, lease: int, token: bytes) -> None:
         if lease in lost:
             raise LeaseLost(run_id, node_id, lease, 8)
 
@@ -297,7 +297,7 @@ async def test_a_lost_lease_is_refused_when_the_write_is_decided() -> None:
 async def test_whoever_writes_for_an_evicted_node_has_lost_its_lease() -> None:
     """As with any node that is out of the run: others go on, and without its workers."""
 
-    def check_lease(run_id: str, node_id: str, lease: int) -> None:
+    def check_lease(run_id: str, node_id: str, lease: int, token: bytes) -> None:
         raise NodeIsEvicted(run_id, node_id, "bad memory")
 
     store = StoreService(TestJournal(), Rounds(check=check_lease))

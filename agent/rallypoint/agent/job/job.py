@@ -307,9 +307,10 @@ class Job:
     @_carry_out.register
     def _start_workers(self, effect: core.StartWorkers) -> None:
         self._master_port.hand_over()
-        lease, incarnation = self._membership.lease, self._membership.incarnation
+        lease = self._membership.lease
+        assert lease is not None, "who has an assignment holds a lease"
         self._membership.ran = True
-        self._groups.start(effect.assignment, effect.restart_count, lease, incarnation)
+        self._groups.start(effect.assignment, effect.restart_count, lease)
 
     @_carry_out.register
     def _stop_workers(self, effect: core.StopWorkers) -> None:

@@ -12,7 +12,14 @@ from rallypoint.agent.config.job import JobConfig
 from rallypoint.agent.core import core
 from rallypoint.agent.failures.failure import WorkerFailure
 from rallypoint.agent.job.result import assignment_value, failure_message, phase_value, refusal_of
-from rallypoint.rendezvous.client import Admitted, Event, Membership, MembershipReset, RendezvousUnreachable
+from rallypoint.rendezvous.client import (
+    Admitted,
+    Event,
+    HeldLease,
+    Membership,
+    MembershipReset,
+    RendezvousUnreachable,
+)
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rpc.durations import to_seconds
 from rallypoint.rpc.errors import ServiceError, tls_advice
@@ -31,8 +38,7 @@ class NodeMembership:
     """Joins the job's run, and sends this node's reports.
 
     Attributes:
-        lease: The node's latest lease; 0: none yet.
-        incarnation: Incarnation of the run that granted the lease.
+        lease: The node's latest lease; None: none yet.
         run_end: The end of the run; None while it lasts.
         refusal: Reason for which the rendezvous service refused this node; None if it did not.
         ran: True once workers were started here; the job sets it.
@@ -46,8 +52,7 @@ class NodeMembership:
             rendezvous: The rendezvous service.
             publish: Receives the events for the core.
         """
-        self.lease = 0
-        self.incarnation = ""
+        self.lease: HeldLease | None = None
         self.run_end: pb.RunEnd | None = None
         self.refusal: str | None = None
         self.ran = False
@@ -156,7 +161,7 @@ class NodeMembership:
                     _log.info("resumed", lease=event.lease, at=event.at)
                 else:
                     _log.info("joined", lease=event.lease, **self._min_nodes())
-                self.lease, self.incarnation = event.lease, event.incarnation
+                self.lease = HeldLease(event.lease, event.incarnation, event.token)
             case MembershipReset():
                 _log.warning("lease lost, joining again", reason=event.reason)
                 self._publish(core.LeaseEnded(event.reason))

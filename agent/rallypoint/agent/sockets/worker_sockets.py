@@ -13,6 +13,7 @@ from rallypoint.agent.config.job import JobConfig
 from rallypoint.agent.sockets.store import StoreSocket, StoreSocketError
 from rallypoint.agent.sockets.timers import HostWorkers, TimerSocket
 from rallypoint.agent.sockets.watchdog import HostWatchdog
+from rallypoint.rendezvous.client import HeldLease
 from rallypoint.rendezvous.store.client import StoreClient, Writer
 from rallypoint.rpc.channel import open_channel
 from rallypoint.rpc.endpoint import SettingError
@@ -58,8 +59,7 @@ class WorkerSockets:
         self._folder = Path()
         self._timers: NodeTimers | None = None
         self._timer_socket: TimerSocket | None = None
-        self._lease = 0
-        self._incarnation = ""
+        self._lease: HeldLease | None = None
 
     async def __aenter__(self) -> Self:
         """Open the sockets.
@@ -95,15 +95,16 @@ class WorkerSockets:
         await self._stack.aclose()
 
     def _writer(self) -> Writer | None:
-        return Writer(self._config.node_id, self._lease) if self._lease else None
+        lease = self._lease
+        return None if lease is None else Writer(self._config.node_id, lease.number, lease.token)
 
-    async def act_under(self, lease: int, incarnation: str = "") -> None:
+    async def act_under(self, lease: HeldLease) -> None:
         """Use this lease of the node for store writes and timers; it only grows within an incarnation of the run."""
         if self._timers is None:
-            self._timers = await self._open_timers(lease, incarnation)
-        elif (lease, incarnation) != (self._lease, self._incarnation):
-            self._timers.renew(lease, incarnation)
-        self._lease, self._incarnation = lease, incarnation
+            self._timers = await self._open_timers(lease)
+        elif lease != self._lease:
+            self._timers.renew(lease.number, lease.incarnation)
+        self._lease = lease
 
     def introduce(self) -> None:
         """Serve workers that have become known."""
@@ -119,7 +120,7 @@ class WorkerSockets:
         if self._timer_socket is not None:
             self._timer_socket.clear(worker)
 
-    async def _open_timers(self, lease: int, incarnation: str) -> NodeTimers:
+    async def _open_timers(self, lease: HeldLease) -> NodeTimers:
         config = self._config
         channel = open_channel(config.timer.endpoint, config.timer.security)
         self._stack.push_async_callback(channel.close)
@@ -127,8 +128,8 @@ class WorkerSockets:
             channel,
             run_id=config.run_id,
             node_id=config.node_id,
-            lease=lease,
-            incarnation=incarnation,
+            lease=lease.number,
+            incarnation=lease.incarnation,
             stall_after=config.stall_after,
         )
         timers.on_trouble = self.watchdog.note

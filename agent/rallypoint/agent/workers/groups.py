@@ -15,6 +15,7 @@ from rallypoint.agent.sockets.worker_sockets import WorkerSockets
 from rallypoint.agent.spawner.client import Spawner
 from rallypoint.agent.spawner.protocol import SpawnError
 from rallypoint.agent.workers.group import GroupEvent, GroupSettings, Worker, WorkerGroup, WorkersChanged
+from rallypoint.rendezvous.client import HeldLease
 from rallypoint.rpc.logs import get_logger
 
 # Seconds for the spawner's last sweep where a process is already known to survive SIGKILL.
@@ -64,14 +65,13 @@ class WorkerGroups:
         """The workers that run, or ran last, by local rank."""
         return [worker for _, worker in sorted(self.group.workers.items())] if self.group is not None else []
 
-    def start(self, assignment: core.Assignment, restart_count: int, lease: int, incarnation: str) -> None:
+    def start(self, assignment: core.Assignment, restart_count: int, lease: HeldLease) -> None:
         """Start a group.
 
         Args:
             assignment: The node's rank assignment in the round.
             restart_count: Of the run.
             lease: The node's lease, under which the workers act.
-            incarnation: Of the run that granted the lease.
         """
         if self.spawner.dead:
             with suppress(SpawnError):  # the start of the group then fails, and is reported
@@ -92,7 +92,7 @@ class WorkerGroups:
             world_size=assignment.world_size,
             restart_count=restart_count,
         )
-        self._begin(self._start(group, lease, incarnation))
+        self._begin(self._start(group, lease))
 
     def sweep(self) -> None:
         """Kill what the latest group, whose workers have succeeded, left behind; GroupSucceeded follows."""
@@ -149,9 +149,9 @@ class WorkerGroups:
             await self.group.reap(hang)
         return True
 
-    async def _start(self, group: WorkerGroup, lease: int, incarnation: str) -> None:
+    async def _start(self, group: WorkerGroup, lease: HeldLease) -> None:
         sockets = self.sockets
-        await sockets.act_under(lease, incarnation)
+        await sockets.act_under(lease)
         await sockets.watchdog.allows_workers()
         await group.start()
         sockets.introduce()

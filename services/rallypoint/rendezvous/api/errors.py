@@ -96,6 +96,8 @@ _as(commands.RunInUse, StatusCode.FAILED_PRECONDITION, "RUN_IN_USE", _fields("ru
 _as(commands.RunIsClosed, StatusCode.FAILED_PRECONDITION, "RUN_CLOSED", _end_of_run)
 _as(commands.SettingsDiffer, StatusCode.FAILED_PRECONDITION, "SETTINGS_DIFFER", _differences)
 _as(commands.LeaseLost, StatusCode.FAILED_PRECONDITION, "LEASE_LOST", _lost_lease)
+_as(commands.LeaseNotProven, StatusCode.PERMISSION_DENIED, "LEASE_NOT_PROVEN", _fields("run_id", "node_id"))
+_as(commands.NodeIdTaken, StatusCode.PERMISSION_DENIED, "NODE_ID_TAKEN", _fields("run_id", "node_id"))
 _as(
     commands.JoinTimedOut,
     StatusCode.FAILED_PRECONDITION,

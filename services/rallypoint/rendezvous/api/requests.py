@@ -49,8 +49,8 @@ _NODE_COUNTS = ("min_nodes", "max_nodes")
 _LATEST = 253_402_300_000
 
 
-def join_command(request: pb.JoinRun) -> commands.Join:
-    """Return the command of a `join` after checks.
+def join_command(request: pb.JoinRun, identity: str) -> commands.Join:
+    """Return the command of a `join` after checks; `identity`: the name of its sender, empty: it has none.
 
     Raises:
         ServiceError: INVALID_ARGUMENT, naming the field.
@@ -70,6 +70,7 @@ def join_command(request: pb.JoinRun) -> commands.Join:
         local_world_size=request.local_world_size,
         role=request.role,
         topology=request.topology,
+        identity=identity,
     )
 
 

@@ -68,7 +68,7 @@ class RendezvousServicer(pb_grpc.RendezvousServiceServicer):
         context: grpc.aio.ServicerContext[pb.JoinRequest, pb.JoinResponse],
     ) -> None:
         """Serve one node's stream; see the contract."""
-        engine, member = await self._admit(await self._first(request_iterator))
+        engine, member = await self._admit(await self._first(request_iterator), caller_of(context).name)
         self._end_if_draining(member.updates)
         listener = asyncio.create_task(_listen(engine, member, request_iterator))
         revision = member.lease.revision
@@ -98,12 +98,12 @@ class RendezvousServicer(pb_grpc.RendezvousServiceServicer):
         except StopAsyncIteration:
             raise invalid("message", "expected join or resume, and the stream ended") from None
 
-    async def _admit(self, first: pb.JoinRequest) -> tuple[RendezvousEngine, Member]:
+    async def _admit(self, first: pb.JoinRequest, identity: str) -> tuple[RendezvousEngine, Member]:
         """Return the member for a new stream, and the engine to which it belongs for as long as it lasts."""
         self._check_not_draining()
         match first.WhichOneof("message"):
             case "join":
-                join, command = first.join, join_command(first.join)
+                join, command = first.join, join_command(first.join, identity)
                 engine = self._locator.writer(join.run_id).engine
                 return engine, await engine.join(join.run_id, command)
             case "resume":
@@ -111,7 +111,9 @@ class RendezvousServicer(pb_grpc.RendezvousServiceServicer):
                 name("run_id", resume.run_id)
                 name("node_id", resume.node_id)
                 engine = self._locator.shard(resume.run_id).engine
-                member = await engine.resume(resume.run_id, resume.node_id, resume.lease, resume.revision)
+                member = await engine.resume(
+                    resume.run_id, resume.node_id, resume.lease, resume.revision, resume.token
+                )
                 return engine, member
             case other:
                 raise invalid("message", f"the first message must be join or resume, not {other or 'empty'}")

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from rallypoint.rendezvous.base.errors import RunBroken
 from rallypoint.rendezvous.base.refusals import OperationReused, OperationSuperseded
-from rallypoint.rendezvous.core.commands import LeaseLost, NodeIsEvicted, RunIsClosed
+from rallypoint.rendezvous.core.commands import LeaseLost, LeaseNotProven, NodeIsEvicted, RunIsClosed
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class StoreJournal(Protocol):
         """
 
 
-LEASE_REFUSALS = (RunIsClosed, NodeIsEvicted, LeaseLost)
+LEASE_REFUSALS = (RunIsClosed, NodeIsEvicted, LeaseLost, LeaseNotProven)
 """Refusals of a write whose lease is not held."""
 
 
@@ -66,11 +66,11 @@ class WriteAdmission(Protocol):
         Writes are judged by it, in the step of the event loop in which they are appended.
         """
 
-    def check_lease(self, run_id: str, node_id: str, lease: int) -> None:
+    def check_lease(self, run_id: str, node_id: str, lease: int, token: bytes) -> None:
         """Check that a node holds the lease it sent, by the latest facts, durable or not; called to decide a write.
 
         Raises:
-            Refused: RunNotFound, RunIsClosed, NodeIsEvicted, LeaseLost or RunBroken: it does not.
+            Refused: RunNotFound, RunIsClosed, NodeIsEvicted, LeaseLost, LeaseNotProven or RunBroken: it does not.
         """
 
     async def settled(self) -> None:
@@ -112,10 +112,12 @@ class Writer:
     Attributes:
         node_id: Name of the node.
         lease: Its right to act.
+        token: The secret that came with it.
     """
 
     node_id: str
     lease: int
+    token: bytes = field(default=b"", repr=False)
 
 
 # ---- Operations: how a repeated write takes effect only once, over restarts of the server too.

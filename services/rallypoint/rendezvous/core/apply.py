@@ -201,6 +201,8 @@ def _node_joined(fact: facts.NodeJoined, state: RunState, now: float) -> None:
         topology=fact.topology,
         lease_deadline=now + state.settings.time_to_live,
         waiting_since=now,
+        token=fact.token,
+        identity=fact.identity,
         seen_at=now,
         connected_at=now,
     )

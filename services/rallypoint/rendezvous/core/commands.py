@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import TypeAlias
 
@@ -21,6 +21,9 @@ class Join:
     topology: str = ""
     # Incarnation of the run, if this creates it.
     incarnation: str = ""
+    # Secret of the lease; and the name in the node's certificate or token, empty: it has none.
+    token: bytes = field(default=b"", repr=False)
+    identity: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +209,35 @@ class LeaseLost(Refused):
         )
         why = self.detail or ended
         return f"node {self.node_id!r} no longer holds lease {self.lease} in run {self.run_id!r}: {why}"
+
+
+@dataclass(eq=False)
+class LeaseNotProven(Refused):
+    """The token is not that of the lease."""
+
+    run_id: str
+    node_id: str
+
+    def __str__(self) -> str:
+        return (
+            f"the token is not that of the lease of node {self.node_id!r} in run {self.run_id!r}: "
+            "send the one that came with the lease"
+        )
+
+
+@dataclass(eq=False)
+class NodeIdTaken(Refused):
+    """A client of another name holds the node's lease."""
+
+    run_id: str
+    node_id: str
+    identity: str
+
+    def __str__(self) -> str:
+        return (
+            f"{self.identity!r} is node {self.node_id!r} in run {self.run_id!r}, and only it may join again as "
+            "that node before its lease ends; choose another node id"
+        )
 
 
 @dataclass(eq=False)

@@ -10,6 +10,8 @@ from rallypoint.rendezvous.core import commands, facts, failures, newcomers
 from rallypoint.rendezvous.core.apply import apply, prune, spared_until
 from rallypoint.rendezvous.core.commands import (
     LeaseLost,
+    LeaseNotProven,
+    NodeIdTaken,
     NodeIsEvicted,
     RevisionAhead,
     RunIsClosed,
@@ -71,13 +73,22 @@ def _join(command: commands.Join, state: RunState) -> list[facts.Fact]:
         raise SettingsDiffer(state.run_id, _differences(state.settings, command.settings))
     if command.node_id in state.evicted:
         raise _evicted(state, command.node_id)
-    if command.node_id in state.nodes:
+    if (former := state.nodes.get(command.node_id)) is not None:
+        if former.identity not in ("", command.identity):
+            raise NodeIdTaken(state.run_id, command.node_id, former.identity)
         decided.append(_lost(state, command.node_id, LossReason.SUPERSEDED))
     # The lease's number is the revision that its fact will get: it only grows, and is unique.
     lease = state.revision + len(decided) + 1
     decided.append(
         facts.NodeJoined(
-            command.node_id, lease, command.address, command.local_world_size, command.role, command.topology
+            command.node_id,
+            lease,
+            command.address,
+            command.local_world_size,
+            command.role,
+            command.topology,
+            command.token,
+            command.identity,
         )
     )
     return decided
@@ -163,13 +174,14 @@ def _readmit(command: commands.Readmit, state: RunState) -> list[facts.Fact]:
     return [facts.NodeReadmitted(command.node_id, command.reason)]
 
 
-def check_lease(state: RunState, node_id: str, lease: int) -> None:
-    """Check that a node holds the lease it sent.
+def check_lease(state: RunState, node_id: str, lease: int, token: bytes | None = None) -> None:
+    """Check that a node holds the lease it sent; `token` proves that, None: the stream of the node was proof.
 
     Raises:
         RunIsClosed: The run is over, and all leases with it.
         NodeIsEvicted: The node was taken out.
         LeaseLost: The lease expired, was given back, or was superseded.
+        LeaseNotProven: The token is that of no lease, or of another.
     """
     if state.run_end is not None:
         raise RunIsClosed(state.run_id, state.run_end.outcome, state.run_end.detail)
@@ -178,6 +190,8 @@ def check_lease(state: RunState, node_id: str, lease: int) -> None:
     node = state.nodes.get(node_id)
     if node is None or node.lease != lease:
         raise LeaseLost(state.run_id, node_id, lease, node.lease if node else None)
+    if token is not None and not node.is_proven_by(token):
+        raise LeaseNotProven(state.run_id, node_id)
 
 
 def _evicted(state: RunState, node_id: str) -> NodeIsEvicted:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from rallypoint.rendezvous.core.state import LossReason, ReportedFailure, RoundEnd, RunEnd, RunSettings, Seat
@@ -28,6 +28,9 @@ class NodeJoined:
     local_world_size: int
     role: str
     topology: str = ""
+    # See commands.Join.
+    token: bytes = field(default=b"", repr=False)
+    identity: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -113,7 +113,14 @@ def take_snapshot(state: RunState, to_wall: float = 0.0) -> RunSnapshot:
         settings=state.settings,
         nodes=tuple(
             NodeJoined(
-                node.node_id, node.lease, node.address, node.local_world_size, node.role, node.topology
+                node.node_id,
+                node.lease,
+                node.address,
+                node.local_world_size,
+                node.role,
+                node.topology,
+                node.token,
+                node.identity,
             )
             for node in state.nodes.values()
         ),
@@ -215,6 +222,8 @@ def restore(snapshot: RunSnapshot, now: float, to_wall: float = 0.0) -> RunState
             topology=node.topology,
             lease_deadline=now,
             waiting_since=now,
+            token=node.token,
+            identity=node.identity,
         )
         for node in snapshot.nodes
     }

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
+from hmac import compare_digest
 
 # The enums have the protocol's numbers: stored and sent values need no translation table.
 
@@ -245,6 +246,9 @@ class Node:
     topology: str
     lease_deadline: float
     waiting_since: float
+    # See commands.Join.
+    token: bytes = field(default=b"", repr=False)
+    identity: str = ""
     # Deadline of its live entry in the lease queue; never later than that of the lease.
     queued_deadline: float = 0.0
     # Volatile: the last sign of life, when the stream was opened and when it broke (None: it is open), and the loss
@@ -255,6 +259,10 @@ class Node:
     loss_if_expired: LossReason = LossReason.LEASE_EXPIRED
     # Volatile: why no watchdog watches its workers, from its last heartbeat.
     watchdog_trouble: str = ""
+
+    def is_proven_by(self, token: bytes) -> bool:
+        """True if the token is that of its lease. A lease that an older version granted has none, and needs none."""
+        return not self.token or compare_digest(token, self.token)
 
     @property
     def connected(self) -> bool:

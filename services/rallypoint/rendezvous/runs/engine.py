@@ -29,6 +29,8 @@ from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 
 _T = TypeVar("_T")
 
+_TOKEN_BYTES = 16
+
 
 class RendezvousEngine(DurableRuns, WriteAdmission):
     """Runs with operations for clients. All that it returns, or puts into a `LatestValue`, is durable."""
@@ -37,7 +39,7 @@ class RendezvousEngine(DurableRuns, WriteAdmission):
         """Give a node a lease.
 
         Raises:
-            RunIsClosed, SettingsDiffer, NodeIsEvicted: See `decide`.
+            RunIsClosed, SettingsDiffer, NodeIsEvicted, NodeIdTaken: See `decide`.
             LimitReached: The service has as many runs, or the run as many nodes, as its limit allows.
             LeaseLost: It was superseded at once.
         """
@@ -54,14 +56,15 @@ class RendezvousEngine(DurableRuns, WriteAdmission):
             return member
 
         # Unique: a run of this name would have to be created twice in the same fraction of a microsecond.
-        command = replace(command, incarnation=f"{round(self._wall_clock() * 1e9):x}")
+        incarnation = f"{round(self._wall_clock() * 1e9):x}"
+        command = replace(command, incarnation=incarnation, token=self._draw(_TOKEN_BYTES))
         return await self._submit(enrol, run_id, command, f"node {command.node_id}", self.disconnect)
 
-    async def resume(self, run_id: str, node_id: str, lease: int, revision: int) -> Member:
+    async def resume(self, run_id: str, node_id: str, lease: int, revision: int, token: bytes) -> Member:
         """Admit a node again that holds a lease; the present state is put into its updates.
 
         Raises:
-            RunNotFound, LeaseLost, RevisionAhead: The node must join again, as a newcomer.
+            RunNotFound, LeaseLost, LeaseNotProven, RevisionAhead: The node must join again, as a newcomer.
             NodeIsEvicted: It must not join again.
         """
 
@@ -69,7 +72,7 @@ class RendezvousEngine(DurableRuns, WriteAdmission):
             run = self._run(run_id)
             if run.state.run_end is not None:  # all leases ended with the run; its end may be sent to anyone
                 return run.closing_update(node_id, lease)
-            check_lease(run.state, node_id, lease)
+            check_lease(run.state, node_id, lease, token)
             check_revision(run.state, revision)
             self._renew(run, node_id)
             member = run.enrol(node_id, lease)
@@ -77,7 +80,7 @@ class RendezvousEngine(DurableRuns, WriteAdmission):
             return member
 
         run = self._runs.get(run_id)
-        if run is None or not run.holds_lease(node_id, lease):
+        if run is None or not run.holds_lease(node_id, lease, token):
             return await self._submit(enrol, run_id, undo=self.disconnect)
         # A sign of life counts from its arrival until the reply, however long the commits under way take.
         self._renew(run, node_id)
@@ -278,6 +281,6 @@ class RendezvousEngine(DurableRuns, WriteAdmission):
         """Return when all present decisions are durable."""
         await self._submit(lambda _: None)
 
-    def check_lease(self, run_id: str, node_id: str, lease: int) -> None:
+    def check_lease(self, run_id: str, node_id: str, lease: int, token: bytes) -> None:
         """Check that a node holds the lease it sent, by the latest facts, durable or not. See `WriteAdmission`."""
-        check_lease(self._run(run_id).state, node_id, lease)
+        check_lease(self._run(run_id).state, node_id, lease, token)

@@ -96,9 +96,10 @@ def node_update(state: RunState, node_id: str) -> pb.NodeUpdate:
     return update
 
 
-def lease_message(state: RunState, number: int) -> pb.Lease:
+def lease_message(state: RunState, number: int, token: bytes = b"") -> pb.Lease:
     """Return a lease and its terms."""
     return pb.Lease(
+        token=token,
         lease=number,
         incarnation=state.incarnation,
         revision=state.revision,
@@ -295,7 +296,7 @@ class HostedRun:
         older = self.members.get(node_id)
         if older is not None:
             older.updates.end(StreamReplaced("the node opened a newer stream with the same lease"))
-        lease = lease_message(self.state, number)
+        lease = lease_message(self.state, number, self.state.nodes[node_id].token)
         member = self.members[node_id] = Member(self.state.run_id, node_id, lease, LatestValue())
         self.pending_joins.add(member.updates.wake, self.state.settings.time_to_live)
         return member
@@ -307,10 +308,10 @@ class HostedRun:
         member.updates.end()
         return member
 
-    def holds_lease(self, node_id: str, lease: int) -> bool:
-        """True if a node's lease is valid. The state may be ahead of the updates that the node got."""
+    def holds_lease(self, node_id: str, lease: int, token: bytes | None = None) -> bool:
+        """True if a node's lease is valid (see `check_lease`). The state may be ahead of the node's updates."""
         node = self.state.nodes.get(node_id)
-        return node is not None and node.lease == lease
+        return node is not None and node.lease == lease and (token is None or node.is_proven_by(token))
 
     def end_stale_member(self, fact: facts.NodeLost | facts.NodeLeft | facts.NodeEvicted) -> None:
         """End the stream of a node whose lease is gone: normally if it left, otherwise with the reason."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import heapq
+import secrets
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -170,6 +171,7 @@ class DurableRuns(CommitLoop[RunRequest[Any]]):
         *,
         clock: Callable[[], float],
         wall_clock: Callable[[], float],
+        draw: Callable[[int], bytes] = secrets.token_bytes,
         limits: RendezvousLimits | None = None,
         totals: SharedTotals | None = None,
         check_owned: CheckOwned = always_owned,
@@ -182,6 +184,7 @@ class DurableRuns(CommitLoop[RunRequest[Any]]):
             journal: Opened already; its content goes to `recover`.
             clock: Monotonic seconds.
             wall_clock: Unix seconds, for the records that people read.
+            draw: Returns so many random bytes, for the secrets of leases.
             limits: Limits of the service and of each run.
             totals: The counters that all shards of the service share; None: there is no other shard.
             check_owned: Raises NotOwner once the runs may be another process's.
@@ -194,6 +197,7 @@ class DurableRuns(CommitLoop[RunRequest[Any]]):
         self._lease_clock = LeaseClock(clock, lag or LagSettings(), self._forgiven)
         self._now = self._lease_clock.now
         self._wall_clock = wall_clock
+        self._draw = draw
         self.data: Sequence[RunData] = ()
         self._limits = limits = limits or RendezvousLimits()
         totals = totals or SharedTotals()

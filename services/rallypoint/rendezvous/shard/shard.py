@@ -215,6 +215,7 @@ async def open_shard(
         journal,
         clock=clock,
         wall_clock=wall_clock,
+        draw=draw,
         limits=limits.rendezvous,
         totals=totals,
         check_owned=check_owned,

@@ -16,7 +16,6 @@ from rallypoint.rendezvous.store.client import OperationSlots
 from rallypoint.rendezvous.store.requests import operation_of, writer_of
 from rallypoint.rendezvous.v1 import state_service_pb2 as pb
 from rallypoint.rendezvous.v1 import state_service_pb2_grpc as rpc
-from rallypoint.rendezvous.v1 import store_service_pb2 as store_pb
 from rallypoint.rpc.calls import RetryingCalls
 from rallypoint.rpc.errors import ServiceError, decode, invalid
 from rallypoint.rpc.pace import Pace
@@ -109,7 +108,8 @@ class FencedStateClient:
         check_state(state)
         request = pb.SetStateRequest(run_id=self._run_id, state=state, token=token)
         if writer is not None:
-            request.writer.CopyFrom(store_pb.StoreWriter(node_id=writer.node_id, lease=writer.lease))
+            request.writer.node_id, request.writer.lease = writer.node_id, writer.lease
+            request.writer.token = writer.token
         with self._slots.operation() as operation:
             request.operation.CopyFrom(operation)
             response = await self._calls.call(lambda stub: stub.SetState, request, timeout)

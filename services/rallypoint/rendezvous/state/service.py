@@ -248,8 +248,8 @@ class FencedStateService(CommitLoop[_PendingSet], RunData):
             # A repetition gets its old result, even if another node holds the lease now.
             if (repeated := draft.repetition(request)) is not None:
                 return repeated
-            if request.writer is not None:
-                self._admission.check_lease(request.run_id, request.writer.node_id, request.writer.lease)
+            if (writer := request.writer) is not None:
+                self._admission.check_lease(request.run_id, writer.node_id, writer.lease, writer.token)
             return draft.set(request, self._draw(NONCE_BYTES))
         except Refused as refusal:
             return refusal

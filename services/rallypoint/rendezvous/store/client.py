@@ -244,6 +244,7 @@ class StoreClient:
         # Once per write: a repetition of a write that a node began under an older lease must be refused.
         if (writer := self._writer()) is not None:
             request.writer.node_id, request.writer.lease = writer.node_id, writer.lease
+            request.writer.token = writer.token
         with self._slots.operation() as operation:
             request.operation.CopyFrom(operation)
             return await self._calls.call(pick, request, timeout)

@@ -135,7 +135,7 @@ def writer_of(request: WriteRequest | state_pb.SetStateRequest) -> Writer | None
     name("writer.node_id", writer.node_id)
     if writer.lease < 1:
         raise invalid("writer.lease", f"is {writer.lease}; expected the lease of the node, at least 1")
-    return Writer(writer.node_id, writer.lease)
+    return Writer(writer.node_id, writer.lease, writer.token)
 
 
 def operation_of(request: WriteRequest | state_pb.SetStateRequest) -> Operation | None:

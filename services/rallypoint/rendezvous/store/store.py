@@ -191,7 +191,7 @@ class RunStore(CommitLoop[_PendingWrite[Any]]):
             return
         run_id = self.spaces.run_id
         try:
-            self._admission.check_lease(run_id, writer.node_id, writer.lease)
+            self._admission.check_lease(run_id, writer.node_id, writer.lease, writer.token)
         except NodeIsEvicted as refusal:
             # A writer need not know why the lease of its node has ended.
             cause = f"an operator took the node out ({refusal.reason})"

@@ -237,6 +237,8 @@ class NodeJoined(_message.Message):
     LOCAL_WORLD_SIZE_FIELD_NUMBER: _builtins.int
     ROLE_FIELD_NUMBER: _builtins.int
     TOPOLOGY_FIELD_NUMBER: _builtins.int
+    TOKEN_FIELD_NUMBER: _builtins.int
+    IDENTITY_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     """The node."""
     lease: _builtins.int
@@ -249,6 +251,10 @@ class NodeJoined(_message.Message):
     """Role of its workers."""
     topology: _builtins.str
     """Its location."""
+    token: _builtins.bytes
+    """Lease.token. Empty: written by an older version."""
+    identity: _builtins.str
+    """Name of the client in its certificate or token; only a client of that name may supersede the lease. Empty: unknown."""
     def __init__(
         self,
         *,
@@ -258,10 +264,12 @@ class NodeJoined(_message.Message):
         local_world_size: _builtins.int = ...,
         role: _builtins.str = ...,
         topology: _builtins.str = ...,
+        token: _builtins.bytes = ...,
+        identity: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "lease", b"lease", "local_world_size", b"local_world_size", "node_id", b"node_id", "role", b"role", "topology", b"topology"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "identity", b"identity", "lease", b"lease", "local_world_size", b"local_world_size", "node_id", b"node_id", "role", b"role", "token", b"token", "topology", b"topology"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -543,7 +543,9 @@ Global___JoinRequest: _TypeAlias = JoinRequest  # noqa: Y015
 
 @_typing.final
 class JoinRun(_message.Message):
-    """JoinRun requests membership of a run. It supersedes a node_id in the run: the older lease becomes invalid."""
+    """JoinRun requests membership of a run. It supersedes a node_id in the run: the older lease becomes invalid. Where
+    callers are identified by a certificate or a token, only the one that got the older lease may do that.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -605,6 +607,7 @@ class ResumeRun(_message.Message):
     NODE_ID_FIELD_NUMBER: _builtins.int
     LEASE_FIELD_NUMBER: _builtins.int
     REVISION_FIELD_NUMBER: _builtins.int
+    TOKEN_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Name of the run."""
     node_id: _builtins.str
@@ -613,6 +616,8 @@ class ResumeRun(_message.Message):
     """The lease that the node holds."""
     revision: _builtins.int
     """The last revision that the node received."""
+    token: _builtins.bytes
+    """Lease.token."""
     def __init__(
         self,
         *,
@@ -620,10 +625,11 @@ class ResumeRun(_message.Message):
         node_id: _builtins.str = ...,
         lease: _builtins.int = ...,
         revision: _builtins.int = ...,
+        token: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease", b"lease", "node_id", b"node_id", "revision", b"revision", "run_id", b"run_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease", b"lease", "node_id", b"node_id", "revision", b"revision", "run_id", b"run_id", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -898,6 +904,7 @@ class Lease(_message.Message):
     KEEP_ALIVE_INTERVAL_FIELD_NUMBER: _builtins.int
     REVISION_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
+    TOKEN_FIELD_NUMBER: _builtins.int
     lease: _builtins.int
     """The lease's number; grows over the life of a run, so the older of two is the stale one."""
     revision: _builtins.int
@@ -906,6 +913,11 @@ class Lease(_message.Message):
     """Incarnation of the run: a new one each time a run of this name is created, because the numbers of its leases and
     rounds may then begin again. Do not compare leases of two incarnations. It stays the same over restarts and
     take-overs. Empty: the run was created by a version of the service without incarnations.
+    """
+    token: _builtins.bytes
+    """Proof that the node holds the lease: 16 random bytes. Keep it secret; no other message of the service contains it.
+    Send it with a resume, and with each write for the node. Empty: the lease was granted by a version of the service
+    without tokens, and needs no proof.
     """
     @_builtins.property
     def time_to_live(self) -> _duration_pb2.Duration:
@@ -923,10 +935,11 @@ class Lease(_message.Message):
         keep_alive_interval: _duration_pb2.Duration | None = ...,
         revision: _builtins.int = ...,
         incarnation: _builtins.str = ...,
+        token: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["keep_alive_interval", b"keep_alive_interval", "time_to_live", b"time_to_live"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "keep_alive_interval", b"keep_alive_interval", "lease", b"lease", "revision", b"revision", "time_to_live", b"time_to_live"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "keep_alive_interval", b"keep_alive_interval", "lease", b"lease", "revision", b"revision", "time_to_live", b"time_to_live", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -54,6 +54,9 @@ class RendezvousServiceStub(object):
     FAILED_PRECONDITION  SETTINGS_DIFFER    the run exists with other settings; metadata names each
     FAILED_PRECONDITION  LEASE_LOST         the lease expired: join again, as a newcomer. With metadata
     "superseded_by", another agent joined under the node's name: do not join
+    PERMISSION_DENIED    LEASE_NOT_PROVEN   the token is not that of the lease; metadata "run_id", "node_id"
+    PERMISSION_DENIED    NODE_ID_TAKEN      a client of another name in its certificate or token holds the node's lease:
+    choose another node_id, or join once that lease has ended
     FAILED_PRECONDITION  JOIN_TIMED_OUT     fewer than min_nodes joined within the join timeout
     FAILED_PRECONDITION  NODE_EVICTED       the node was evicted from the run: do not join again; metadata "by" is
     "operator", or "service" if its workers failed too often
@@ -174,6 +177,9 @@ class RendezvousServiceServicer(object):
     FAILED_PRECONDITION  SETTINGS_DIFFER    the run exists with other settings; metadata names each
     FAILED_PRECONDITION  LEASE_LOST         the lease expired: join again, as a newcomer. With metadata
     "superseded_by", another agent joined under the node's name: do not join
+    PERMISSION_DENIED    LEASE_NOT_PROVEN   the token is not that of the lease; metadata "run_id", "node_id"
+    PERMISSION_DENIED    NODE_ID_TAKEN      a client of another name in its certificate or token holds the node's lease:
+    choose another node_id, or join once that lease has ended
     FAILED_PRECONDITION  JOIN_TIMED_OUT     fewer than min_nodes joined within the join timeout
     FAILED_PRECONDITION  NODE_EVICTED       the node was evicted from the run: do not join again; metadata "by" is
     "operator", or "service" if its workers failed too often
@@ -404,6 +410,9 @@ class RendezvousService(object):
     FAILED_PRECONDITION  SETTINGS_DIFFER    the run exists with other settings; metadata names each
     FAILED_PRECONDITION  LEASE_LOST         the lease expired: join again, as a newcomer. With metadata
     "superseded_by", another agent joined under the node's name: do not join
+    PERMISSION_DENIED    LEASE_NOT_PROVEN   the token is not that of the lease; metadata "run_id", "node_id"
+    PERMISSION_DENIED    NODE_ID_TAKEN      a client of another name in its certificate or token holds the node's lease:
+    choose another node_id, or join once that lease has ended
     FAILED_PRECONDITION  JOIN_TIMED_OUT     fewer than min_nodes joined within the join timeout
     FAILED_PRECONDITION  NODE_EVICTED       the node was evicted from the run: do not join again; metadata "by" is
     "operator", or "service" if its workers failed too often

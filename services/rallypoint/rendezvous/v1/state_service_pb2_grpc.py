@@ -96,6 +96,7 @@ class StateServiceStub(object):
     FAILED_PRECONDITION  RUN_BROKEN            an unexpected error of the service stopped the run, or its storage;
     outcome unknown, others continue; metadata "run_id", "cause" (kind)
     FAILED_PRECONDITION  LEASE_LOST            the node no longer holds the lease; metadata as in RendezvousService
+    PERMISSION_DENIED    LEASE_NOT_PROVEN      the token is not that of the lease; metadata "run_id", "node_id"
     FAILED_PRECONDITION  NODE_EVICTED          an operator evicted the node from the run
     FAILED_PRECONDITION  RUN_CLOSED            a lease was given, and the run is closed
     FAILED_PRECONDITION  OPERATION_SUPERSEDED  the slot has a later operation already; metadata "latest_sequence"
@@ -208,6 +209,7 @@ class StateServiceServicer(object):
     FAILED_PRECONDITION  RUN_BROKEN            an unexpected error of the service stopped the run, or its storage;
     outcome unknown, others continue; metadata "run_id", "cause" (kind)
     FAILED_PRECONDITION  LEASE_LOST            the node no longer holds the lease; metadata as in RendezvousService
+    PERMISSION_DENIED    LEASE_NOT_PROVEN      the token is not that of the lease; metadata "run_id", "node_id"
     FAILED_PRECONDITION  NODE_EVICTED          an operator evicted the node from the run
     FAILED_PRECONDITION  RUN_CLOSED            a lease was given, and the run is closed
     FAILED_PRECONDITION  OPERATION_SUPERSEDED  the slot has a later operation already; metadata "latest_sequence"
@@ -348,6 +350,7 @@ class StateService(object):
     FAILED_PRECONDITION  RUN_BROKEN            an unexpected error of the service stopped the run, or its storage;
     outcome unknown, others continue; metadata "run_id", "cause" (kind)
     FAILED_PRECONDITION  LEASE_LOST            the node no longer holds the lease; metadata as in RendezvousService
+    PERMISSION_DENIED    LEASE_NOT_PROVEN      the token is not that of the lease; metadata "run_id", "node_id"
     FAILED_PRECONDITION  NODE_EVICTED          an operator evicted the node from the run
     FAILED_PRECONDITION  RUN_CLOSED            a lease was given, and the run is closed
     FAILED_PRECONDITION  OPERATION_SUPERSEDED  the slot has a later operation already; metadata "latest_sequence"

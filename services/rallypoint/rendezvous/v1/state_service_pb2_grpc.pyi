@@ -97,6 +97,7 @@ class StateServiceStub:
       FAILED_PRECONDITION  RUN_BROKEN            an unexpected error of the service stopped the run, or its storage;
                                                  outcome unknown, others continue; metadata "run_id", "cause" (kind)
       FAILED_PRECONDITION  LEASE_LOST            the node no longer holds the lease; metadata as in RendezvousService
+      PERMISSION_DENIED    LEASE_NOT_PROVEN      the token is not that of the lease; metadata "run_id", "node_id"
       FAILED_PRECONDITION  NODE_EVICTED          an operator evicted the node from the run
       FAILED_PRECONDITION  RUN_CLOSED            a lease was given, and the run is closed
       FAILED_PRECONDITION  OPERATION_SUPERSEDED  the slot has a later operation already; metadata "latest_sequence"
@@ -204,6 +205,7 @@ class StateServiceAsyncStub(StateServiceStub):
       FAILED_PRECONDITION  RUN_BROKEN            an unexpected error of the service stopped the run, or its storage;
                                                  outcome unknown, others continue; metadata "run_id", "cause" (kind)
       FAILED_PRECONDITION  LEASE_LOST            the node no longer holds the lease; metadata as in RendezvousService
+      PERMISSION_DENIED    LEASE_NOT_PROVEN      the token is not that of the lease; metadata "run_id", "node_id"
       FAILED_PRECONDITION  NODE_EVICTED          an operator evicted the node from the run
       FAILED_PRECONDITION  RUN_CLOSED            a lease was given, and the run is closed
       FAILED_PRECONDITION  OPERATION_SUPERSEDED  the slot has a later operation already; metadata "latest_sequence"
@@ -307,6 +309,7 @@ class StateServiceServicer(metaclass=_abc_1.ABCMeta):
       FAILED_PRECONDITION  RUN_BROKEN            an unexpected error of the service stopped the run, or its storage;
                                                  outcome unknown, others continue; metadata "run_id", "cause" (kind)
       FAILED_PRECONDITION  LEASE_LOST            the node no longer holds the lease; metadata as in RendezvousService
+      PERMISSION_DENIED    LEASE_NOT_PROVEN      the token is not that of the lease; metadata "run_id", "node_id"
       FAILED_PRECONDITION  NODE_EVICTED          an operator evicted the node from the run
       FAILED_PRECONDITION  RUN_CLOSED            a lease was given, and the run is closed
       FAILED_PRECONDITION  OPERATION_SUPERSEDED  the slot has a later operation already; metadata "latest_sequence"

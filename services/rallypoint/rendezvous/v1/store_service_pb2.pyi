@@ -72,19 +72,23 @@ class StoreWriter(_message.Message):
 
     NODE_ID_FIELD_NUMBER: _builtins.int
     LEASE_FIELD_NUMBER: _builtins.int
+    TOKEN_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     """Name of the node; 1 to 256 bytes."""
     lease: _builtins.int
     """The lease that RendezvousService.Join sent; at least 1."""
+    token: _builtins.bytes
+    """The token that it sent with the lease."""
     def __init__(
         self,
         *,
         node_id: _builtins.str = ...,
         lease: _builtins.int = ...,
+        token: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease", b"lease", "node_id", b"node_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease", b"lease", "node_id", b"node_id", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

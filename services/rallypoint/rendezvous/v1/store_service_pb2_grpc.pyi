@@ -87,6 +87,7 @@ class StoreServiceStub:
       FAILED_PRECONDITION  ROUND_NOT_BEGUN       no round of that number yet; metadata "current_round"
       FAILED_PRECONDITION  LEASE_LOST            the writer no longer holds the lease; metadata "run_id",
                                                  "node_id", "lease", and "superseded_by" if it was superseded
+      PERMISSION_DENIED    LEASE_NOT_PROVEN      the token is not that of the lease; metadata "run_id", "node_id"
       FAILED_PRECONDITION  RUN_CLOSED            the writer's run is over; metadata "run_id", "outcome"
       FAILED_PRECONDITION  NOT_AN_INTEGER        Add on a value that is not a decimal integer
       FAILED_PRECONDITION  INTEGER_OVERFLOW      the sum of an Add has more than 64 bits
@@ -211,6 +212,7 @@ class StoreServiceAsyncStub(StoreServiceStub):
       FAILED_PRECONDITION  ROUND_NOT_BEGUN       no round of that number yet; metadata "current_round"
       FAILED_PRECONDITION  LEASE_LOST            the writer no longer holds the lease; metadata "run_id",
                                                  "node_id", "lease", and "superseded_by" if it was superseded
+      PERMISSION_DENIED    LEASE_NOT_PROVEN      the token is not that of the lease; metadata "run_id", "node_id"
       FAILED_PRECONDITION  RUN_CLOSED            the writer's run is over; metadata "run_id", "outcome"
       FAILED_PRECONDITION  NOT_AN_INTEGER        Add on a value that is not a decimal integer
       FAILED_PRECONDITION  INTEGER_OVERFLOW      the sum of an Add has more than 64 bits
@@ -331,6 +333,7 @@ class StoreServiceServicer(metaclass=_abc_1.ABCMeta):
       FAILED_PRECONDITION  ROUND_NOT_BEGUN       no round of that number yet; metadata "current_round"
       FAILED_PRECONDITION  LEASE_LOST            the writer no longer holds the lease; metadata "run_id",
                                                  "node_id", "lease", and "superseded_by" if it was superseded
+      PERMISSION_DENIED    LEASE_NOT_PROVEN      the token is not that of the lease; metadata "run_id", "node_id"
       FAILED_PRECONDITION  RUN_CLOSED            the writer's run is over; metadata "run_id", "outcome"
       FAILED_PRECONDITION  NOT_AN_INTEGER        Add on a value that is not a decimal integer
       FAILED_PRECONDITION  INTEGER_OVERFLOW      the sum of an Add has more than 64 bits
