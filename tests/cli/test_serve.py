@@ -152,6 +152,7 @@ LIMITS = {
     "--run-ttl": 16.5,
     "--message-rate": 17.5,
     "--message-burst": 18,
+    "--max-store-bytes": 30,
     "--max-store-bytes-per-run": 19,
     "--max-store-keys-per-run": 20,
     "--max-store-waiters-per-run": 21,
@@ -204,7 +205,7 @@ def test_every_limit_can_be_set(chosen: Callable[..., Any], tmp_path: Path) -> N
             message_burst=18,
             event_bytes=29,
         ),
-        StoreLimits(run_bytes=19, run_keys=20, waiters=21, waited_keys=22, queued_bytes=23),
+        StoreLimits(all_bytes=30, run_bytes=19, run_keys=20, waiters=21, waited_keys=22, queued_bytes=23),
         StateLimits(states=24, state_bytes=25, queued_bytes=26, watchers=27),
         28.5,
     )

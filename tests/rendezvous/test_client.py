@@ -345,7 +345,7 @@ async def test_members_answer_at_once_when_a_failed_round_settles(
     """The run ends once all have shown that they are alive: long before the next heartbeat is due."""
     requests = [join_request(node_id) for node_id in ("a", "b")]
     for request in requests:
-        request.settings.keep_alive_interval.FromSeconds(3600)
+        request.settings.keep_alive_interval.FromSeconds(1200)
     one, two = (join(service.address, request) for request in requests)
     await formed(one, two)
     one.membership.report_failure(pb.WorkerFailure(round=1, message="it broke"))

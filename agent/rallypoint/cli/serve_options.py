@@ -40,6 +40,7 @@ def limit_options(command: _Command) -> _Command:
                 message_burst=take("message_burst"),
             ),
             StoreLimits(
+                all_bytes=take("max_store_bytes"),
                 run_bytes=take("max_store_bytes_per_run"),
                 run_keys=take("max_store_keys_per_run"),
                 waiters=take("max_store_waiters_per_run"),
@@ -106,6 +107,11 @@ def _flags() -> list[Flag]:
             "--message-burst",
             rendezvous.message_burst,
             "Messages that a node may send on its stream at once.",
+        ),
+        size(
+            "--max-store-bytes",
+            store.all_bytes,
+            "Bytes of keys and values in the stores of all runs, in memory and on disk.",
         ),
         size(
             "--max-store-bytes-per-run",

@@ -101,9 +101,9 @@ def test_every_setting_that_is_taken_is_one_the_service_takes() -> None:
         rendezvous_conf({"join_timeout": str(LONGEST + 1)}, (1, 1), 0)
     named = {"keep_alive_max_attempt", "max_restarts_per_node", "scale_up_policy", "rank_policy"}
     for key in set(KNOWN_SETTINGS) - named:
-        for value in (largest, "0.001"):
+        for value in ("1200" if key == "keep_alive_interval" else largest, "0.001"):
             requests.run_settings(rendezvous_conf({key: value}, (1, 1), 0).settings)
-    for attempts in ("1", "1000"):
+    for attempts in ("1", "720"):
         requests.run_settings(rendezvous_conf({"keep_alive_max_attempt": attempts}, (1, 1), 0).settings)
     for of_node in ("0", "1", "10000"):
         conf = {"max_restarts_per_node": of_node, "restart_window": largest}
@@ -113,6 +113,7 @@ def test_every_setting_that_is_taken_is_one_the_service_takes() -> None:
 @pytest.mark.parametrize(
     ("pairs", "max_restarts", "named"),
     [
+        ({"keep_alive_max_attempt": "721"}, 0, "may be at most 3600 s, not 3605"),
         ({"max_restarts_per_node": "3"}, 2, "max_restarts_per_node=3 has no effect"),
         ({"max_restarts_per_node": "three"}, 9, "max_restarts_per_node='three' is not a whole number"),
         ({"max_restarts_per_node": "9" * 5000}, 9, "' is not a whole number"),

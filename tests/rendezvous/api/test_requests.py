@@ -108,6 +108,7 @@ def test_settings_that_are_there_are_taken() -> None:
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
+        (pb.RunSettings(keep_alive_interval=Duration(seconds=1_201)), "settings.keep_alive_interval"),
         (pb.RunSettings(max_restarts=2, max_restarts_per_node=3), "settings.max_restarts_per_node"),
         (pb.RunSettings(max_restarts=2, max_restarts_per_node=-1), "settings.max_restarts_per_node"),
         (pb.RunSettings(max_restarts=10_001, max_restarts_per_node=1), "settings.max_restarts"),

@@ -184,6 +184,7 @@ TABLE: list[tuple[Exception, StatusCode, str, dict[str, str]]] = [
     (store.JournalFailed("disk full"), StatusCode.UNAVAILABLE, "JOURNAL_FAILED", {}),
     (state.TooManyStates(1), StatusCode.RESOURCE_EXHAUSTED, "TOO_MANY_STATES", {"limit": "1"}),
     (state.StatesFull("r", 2, 1), StatusCode.RESOURCE_EXHAUSTED, "STATES_FULL", {"limit_bytes": "1"}),
+    (store.StoresFull("r", 2, 1), StatusCode.RESOURCE_EXHAUSTED, "STORES_FULL", {"limit_bytes": "1"}),
     (state.StateBusy(1), StatusCode.RESOURCE_EXHAUSTED, "STATE_BUSY", {}),
     (state.TooManyWatchers(1), StatusCode.RESOURCE_EXHAUSTED, "TOO_MANY_WATCHERS", {"limit": "1"}),
 ]
@@ -223,6 +224,7 @@ def test_whoever_comes_past_a_limit_is_told_when_to_try_again() -> None:
         (state.StateBusy(1), 0.1),
         (state.TooManyWatchers(1), 5.0),
         (store.RunStoreFull("r", "k", 11, 10), None),
+        (store.StoresFull("r", 11, 10), 5.0),
         (store.TooManyKeys("r", "k", 10), None),
         (store.AnswerTooLarge(2, 11, 10, 1), None),
     ],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
@@ -16,10 +16,19 @@ from rallypoint.rendezvous.base.limits import (
     SharedTotal,
     SharedTotals,
     StateLimits,
+    StoreLimits,
 )
-from rallypoint.rendezvous.base.refusals import StateBusy, StatesFull, TooManyStates, TooManyWatchers
+from rallypoint.rendezvous.base.refusals import (
+    StateBusy,
+    StatesFull,
+    StoresFull,
+    TooManyStates,
+    TooManyWatchers,
+)
 from rallypoint.rendezvous.core import commands
 from rallypoint.rendezvous.state.core import STATE_OVERHEAD_BYTES, SetState
+from rallypoint.rendezvous.store.core import entry_bytes
+from rallypoint.rendezvous.store.writes import Set
 from rendezvous.shard_fixtures import RUN, Scene, ShardJournal, begun, opened, refusal_of
 
 
@@ -40,6 +49,7 @@ def used(totals: SharedTotals) -> dict[str, int]:
     return {
         "runs": totals.runs.used,
         "event_bytes": totals.events.bytes,
+        "store_bytes": totals.store_bytes.used,
         "states": totals.states.used,
         "state_bytes": totals.state_bytes.used,
         "state_queued_bytes": totals.state_queued_bytes.used,
@@ -106,6 +116,38 @@ async def test_bytes_of_states() -> None:
         await setting
 
 
+async def test_bytes_of_stores() -> None:
+    """Of all runs together, those that are being committed too; a forgotten run and an ended round make room again."""
+    value = b"x" * 1_000
+    most = 2 * entry_bytes("k", value)
+
+    def set_key(scene: Scene, run_id: str, key: str = "k", round: int = 0) -> Awaitable[None]:
+        return scene.shard.store.write(run_id, Set(round=round, key=key, value=value))
+
+    limits = Limits(RendezvousLimits(run_ttl=60.0), store=StoreLimits(all_bytes=most))
+    async with together(limits) as (one, other, totals):
+        member = await one.join("a", "first")
+        for name in ("second", "third"):
+            await other.join("a", name)
+        await set_key(one, "first")
+        other.journal.hold()
+        (setting,) = await begun(set_key(other, "second"))
+        await other.journal.held()
+        refusal = await refusal_of(set_key(one, "first", "more"))
+        assert isinstance(refusal, StoresFull)
+        assert refusal.used_bytes == refusal.limit_bytes == most
+        other.journal.release()
+        await setting
+        assert isinstance(await refusal_of(set_key(other, "third")), StoresFull)
+        await set_key(other, "second")  # it grows nothing
+        await one.shard.engine.execute("first", commands.Leave(member.node_id, member.lease.lease, "done"))
+        one.now += 61.0
+        assert await one.shard.engine.read_runs(list) == []
+        await set_key(other, "third")
+        assert totals.store_bytes.used == most
+    assert totals.store_bytes.used == 0
+
+
 async def test_bytes_of_states_that_wait() -> None:
     """A slow journal of one shard is felt by the other, which would need the same memory."""
     async with together(Limits(state=StateLimits(queued_bytes=2_000))) as (one, other, totals):
@@ -155,7 +197,9 @@ async def test_what_a_shard_had_is_free_for_others_once_it_has_ended(end: str) -
     """All of it, also what waited and what was being committed."""
     totals = SharedTotals()
     async with opened(totals=totals) as scene:
-        assert all(used(totals)[name] > 0 for name in ("runs", "event_bytes", "states", "state_bytes"))
+        await scene.shard.store.write(RUN, Set(round=0, key="k", value=b"v"))
+        counted = ("runs", "event_bytes", "store_bytes", "states", "state_bytes")
+        assert all(used(totals)[name] > 0 for name in counted)
         scene.journal.hold()
         await begun(set_state(scene, "first"))
         await scene.journal.held()

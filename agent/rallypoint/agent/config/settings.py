@@ -7,7 +7,7 @@ from dataclasses import Field, dataclass, fields
 from enum import IntEnum
 from typing import Any
 
-from rallypoint.rendezvous.core.state import LONGEST, MOST_RESTARTS_KEPT, RunSettings
+from rallypoint.rendezvous.core.state import LONGEST, LONGEST_LEASE, MOST_RESTARTS_KEPT, RunSettings
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rpc.durations import set_seconds, to_seconds
 from rallypoint.rpc.text import whole_number
@@ -83,8 +83,19 @@ def rendezvous_conf(
             local[key] = _number(key, text, _SHORTEST)
         else:
             _set(settings, _SETTINGS[key], text)
+    _check_lease(settings)
     _check_budgets(settings)
     return RendezvousConf(settings, **local)
+
+
+def _check_lease(settings: pb.RunSettings) -> None:
+    absent = RunSettings()
+    interval = to_seconds(settings.keep_alive_interval) or absent.keep_alive_interval
+    lease = interval * (settings.keep_alive_max_attempt or absent.keep_alive_max_attempt)
+    if lease > LONGEST_LEASE:
+        raise RunSettingError(
+            f"keep_alive_interval times keep_alive_max_attempt may be at most {LONGEST_LEASE:g} s, not {lease:g}"
+        )
 
 
 def _check_budgets(settings: pb.RunSettings) -> None:

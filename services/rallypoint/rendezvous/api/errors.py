@@ -149,6 +149,7 @@ _as(store.NotAnInteger, StatusCode.FAILED_PRECONDITION, "NOT_AN_INTEGER")
 _as(store.IntegerOverflow, StatusCode.FAILED_PRECONDITION, "INTEGER_OVERFLOW")
 _as(store.ValueTooLarge, StatusCode.FAILED_PRECONDITION, "VALUE_TOO_LARGE", _fields("limit_bytes"))
 _as(store.KeyWaitTimedOut, StatusCode.DEADLINE_EXCEEDED, "KEY_WAIT_TIMED_OUT", _missing_keys)
+_as(store.StoresFull, StatusCode.RESOURCE_EXHAUSTED, "STORES_FULL", _fields("limit_bytes"))
 _as(store.RunStoreFull, StatusCode.RESOURCE_EXHAUSTED, "RUN_STORE_FULL", _fields("limit_bytes"))
 _as(store.TooManyKeys, StatusCode.RESOURCE_EXHAUSTED, "TOO_MANY_KEYS", _fields("limit_keys"))
 _as(

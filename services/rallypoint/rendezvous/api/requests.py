@@ -14,6 +14,7 @@ from typing import Any
 from rallypoint.rendezvous.core import commands
 from rallypoint.rendezvous.core.state import (
     LONGEST,
+    LONGEST_LEASE,
     MOST_RESTARTS_KEPT,
     MOST_WORKERS_PER_NODE,
     FailureKind,
@@ -96,6 +97,12 @@ def run_settings(message: pb.RunSettings) -> RunSettings:
         raise invalid(
             "settings.max_nodes",
             f"must be at least min_nodes ({settings.min_nodes}), not {settings.max_nodes}",
+        )
+    if settings.time_to_live > LONGEST_LEASE:
+        raise invalid(
+            "settings.keep_alive_interval",
+            f"times keep_alive_max_attempt ({settings.keep_alive_max_attempt}) is the life of a lease, at most "
+            f"{LONGEST_LEASE:g} s, not {settings.time_to_live:g}",
         )
     of_run, of_node = settings.max_restarts, settings.max_restarts_per_node
     if of_node > of_run:

@@ -120,6 +120,7 @@ class SharedTotals:
     Attributes:
         runs: Runs.
         events: The kept events.
+        store_bytes: Bytes of the stores of all runs.
         states: Runs that have a fenced state.
         state_bytes: Bytes of these.
         state_queued_bytes: Bytes of sets that wait for a commit to begin.
@@ -128,6 +129,7 @@ class SharedTotals:
 
     runs: SharedTotal = field(default_factory=SharedTotal)
     events: KeptEvents = field(default_factory=KeptEvents)
+    store_bytes: SharedTotal = field(default_factory=SharedTotal)
     states: SharedTotal = field(default_factory=SharedTotal)
     state_bytes: SharedTotal = field(default_factory=SharedTotal)
     state_queued_bytes: SharedTotal = field(default_factory=SharedTotal)
@@ -139,9 +141,11 @@ class SharedTotals:
 
 @dataclass(frozen=True, slots=True)
 class StoreLimits:
-    """Bounds of one run's store.
+    """Bounds of one run's store, and of all together.
 
     Attributes:
+        all_bytes: Most bytes of the stores of all runs. Default 2 GiB. Without it, a client that may create runs could
+            fill the memory and the journal of the process with the stores of a few.
         run_bytes: Most bytes of keys and values of all its spaces, 128 per entry included. Default 256 MiB. All
             of it is held in memory, and once more in the journal.
         run_keys: Most keys of all its spaces. Default 1,000,000. The overhead of a key is counted in
@@ -161,6 +165,7 @@ class StoreLimits:
             it is harmless. Default 65,536, about 16 MiB; more than any run has agents times concurrent writes.
     """
 
+    all_bytes: int = 2 * 1024 * 1024 * 1024
     run_bytes: int = 256 * 1024 * 1024
     run_keys: int = 1_000_000
     waiters: int = 100_000

@@ -9,6 +9,10 @@ from typing import ClassVar
 from rallypoint.rendezvous.core.commands import Refused
 from rallypoint.rpc.text import clip
 
+# Seconds until a retry: when something may have expired or ended, or after a few commits on a slow disk.
+_FULL_RETRY = 5.0
+_BUSY_RETRY = 0.1
+
 
 @dataclass(eq=False)
 class RoundOver(Refused):
@@ -88,6 +92,22 @@ class RunStoreFull(Refused):
         return (
             f"setting key {self.key!r} would bring the store of run {self.run_id!r} to {self.used_bytes:,} "
             f"bytes, past its limit of {self.limit_bytes:,}; delete keys that are no longer needed"
+        )
+
+
+@dataclass(eq=False)
+class StoresFull(Refused):
+    """The bytes of all runs together are used up."""
+
+    run_id: str
+    used_bytes: int
+    limit_bytes: int
+    retry_after: ClassVar[float] = _FULL_RETRY
+
+    def __str__(self) -> str:
+        return (
+            f"the stores of all runs use {self.used_bytes:,} bytes, and a write to that of run {self.run_id!r} would "
+            f"exceed the limit of {self.limit_bytes:,}; delete keys or runs that are no longer needed"
         )
 
 
@@ -212,11 +232,6 @@ class JournalFailed(Refused):
 
 
 # ---- Refusals of the fenced state: why a request was not carried out. A lost race against another set is not one.
-
-
-# Seconds until a retry: when something may have expired or ended, or after a few commits on a slow disk.
-_FULL_RETRY = 5.0
-_BUSY_RETRY = 0.1
 
 
 @dataclass(eq=False)

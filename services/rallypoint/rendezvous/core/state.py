@@ -90,6 +90,8 @@ MOST_RESTARTS_KEPT = 10_000
 """Bound of `max_restarts` where restarts are kept one by one, with time and node: some 50 bytes each in a snapshot."""
 LONGEST = 25 * 24 * 3600.0
 """The longest time of a run, in seconds."""
+LONGEST_LEASE = 3600.0
+"""Seconds that a lease may live without a sign of life. A node that vanished holds up its run for as long."""
 
 
 def _number(default: int, least: int, most: int) -> int:

@@ -159,6 +159,7 @@ class Shard:
         """Stop counting in the limits of the process."""
         self.engine.release()
         self.states.release()
+        self.store.release()
 
 
 async def open_shard(
@@ -233,7 +234,12 @@ async def open_shard(
         ttl=limits.state_ttl,
     )
     store = StoreService(
-        journal, engine, limits=limits.store, on_journal_failure=fail, check_owned=check_owned
+        journal,
+        engine,
+        limits=limits.store,
+        totals=totals,
+        on_journal_failure=fail,
+        check_owned=check_owned,
     )
     engine.data = (store, states)
     try:
@@ -246,6 +252,7 @@ async def open_shard(
     except BaseException:
         engine.release()
         states.release()
+        store.release()
         await journal.close()
         raise
     shards.append(Shard(tracked, engine, store, states, on_failure))

@@ -14,7 +14,13 @@ from itertools import islice, takewhile
 
 from rallypoint.rendezvous.base.entries import RESERVED, Operation, OperationRecord, StoreChange
 from rallypoint.rendezvous.base.limits import StoreLimits
-from rallypoint.rendezvous.base.refusals import RoundNotBegun, RoundOver, RunStoreFull, TooManyKeys
+from rallypoint.rendezvous.base.refusals import (
+    RoundNotBegun,
+    RoundOver,
+    RunStoreFull,
+    StoresFull,
+    TooManyKeys,
+)
 
 # ---- Keys in order, so that a page of them costs the page and not all keys.
 
@@ -306,9 +312,11 @@ class RunDraft:
         changed_bytes: Bytes of these, with overhead; an entry that was set twice counts twice.
     """
 
-    def __init__(self, run: RunSpaces, limits: StoreLimits) -> None:
+    def __init__(self, run: RunSpaces, limits: StoreLimits, other_bytes: int = 0) -> None:
+        """Begin with the present spaces; `other_bytes`: those of all other runs."""
         self._run = run
         self._limits = limits
+        self._other_bytes = other_bytes
         self._values: dict[tuple[int, str], StoreChange] = {}
         self._records: dict[str, OperationRecord] = {}
         self._used_bytes = run.used_bytes
@@ -323,6 +331,11 @@ class RunDraft:
         """The present spaces."""
         return self._run
 
+    @property
+    def used_bytes(self) -> int:
+        """Bytes that count towards the limits, after the writes decided so far."""
+        return self._used_bytes
+
     def value(self, round: int, key: str) -> bytes | None:
         """Return the value of a key, after the writes decided so far; None: it is absent."""
         drafted = self._values.get((round, key))
@@ -332,7 +345,8 @@ class RunDraft:
         """Set keys, or delete them with None: all of them, or none if this raises.
 
         Raises:
-            RunStoreFull, TooManyKeys: The run would exceed its limit. A write that doesn't grow it is never refused.
+            RunStoreFull, TooManyKeys, StoresFull: The run, or all together, would exceed a limit. A write that doesn't
+                grow it is never refused.
         """
         run_id, limits = self._run.run_id, self._limits
         more_bytes = more_keys = changed_bytes = 0
@@ -345,6 +359,8 @@ class RunDraft:
         used_bytes, used_keys = self._used_bytes + more_bytes, self._used_keys + more_keys
         if more_bytes > 0 and used_bytes > limits.run_bytes:
             raise RunStoreFull(run_id, next(iter(values)), used_bytes, limits.run_bytes)
+        if more_bytes > 0 and used_bytes + self._other_bytes > limits.all_bytes:
+            raise StoresFull(run_id, self._used_bytes + self._other_bytes, limits.all_bytes)
         if more_keys > 0 and used_keys > limits.run_keys:
             raise TooManyKeys(run_id, next(iter(values)), limits.run_keys)
         self._used_bytes, self._used_keys = used_bytes, used_keys

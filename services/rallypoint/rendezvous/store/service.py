@@ -16,7 +16,7 @@ from rallypoint.rendezvous.base.entries import (
     WriteAdmission,
 )
 from rallypoint.rendezvous.base.errors import Draining, Refusal, RunBroken, draining_error
-from rallypoint.rendezvous.base.limits import FRAME_BYTES, MAX_MULTI_BYTES, StoreLimits
+from rallypoint.rendezvous.base.limits import FRAME_BYTES, MAX_MULTI_BYTES, SharedTotals, StoreLimits
 from rallypoint.rendezvous.base.refusals import AnswerTooLarge, KeyWaitTimedOut, RoundNotBegun, RoundOver
 from rallypoint.rendezvous.core.commands import Refused, RunNotFound
 from rallypoint.rendezvous.journal.commit_loop import CheckOwned, always_owned
@@ -41,6 +41,7 @@ class StoreService(RunData):
         entries: Iterable[StoreChange] = (),
         *,
         limits: StoreLimits | None = None,
+        totals: SharedTotals | None = None,
         check_owned: CheckOwned = always_owned,
         on_journal_failure: Callable[[Exception], None] = lambda error: None,
     ) -> None:
@@ -50,7 +51,8 @@ class StoreService(RunData):
             journal: Makes writes durable.
             admission: The rounds and leases by which requests are judged.
             entries: The journal's entries; see `begin`. If there may be many, see `restoring`.
-            limits: Bounds of each run.
+            limits: Bounds of each run, and of all together.
+            totals: The counters that all shards of the process share; None: there is no other shard.
             check_owned: Raises NotOwner once the runs may be another process's.
             on_journal_failure: Called with the journal's error: it accepts no more, so the process must start again.
 
@@ -65,6 +67,7 @@ class StoreService(RunData):
             admission=admission,
             check_owned=check_owned,
             limits=limits or StoreLimits(),
+            total_bytes=(totals or SharedTotals()).store_bytes,
             on_journal_failure=on_journal_failure,
         )
         self._runs: dict[str, RunStore] = {}
@@ -203,6 +206,11 @@ class StoreService(RunData):
         if committing := self.committing():
             # Not cancelled with the caller, whose grace may be over: durable writes must be reported as such.
             await asyncio.wait(committing)
+
+    def release(self) -> None:
+        """Count nothing of it in the totals any more."""
+        for run in self._runs.values():
+            run.release()
 
     def committing(self) -> list[asyncio.Task[None]]:
         """The committing tasks; each ends when nothing is left to write."""

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from rallypoint.rendezvous.base.entries import StoreChange, StoreJournal, WriteAdmission
 from rallypoint.rendezvous.base.errors import Refusal, RunBroken
-from rallypoint.rendezvous.base.limits import StoreLimits
+from rallypoint.rendezvous.base.limits import Quota, SharedTotal, StoreLimits
 from rallypoint.rendezvous.base.refusals import RoundOver, StoreBusy
 from rallypoint.rendezvous.core.commands import LeaseLost, NodeIsEvicted, Refused, RunNotFound
 from rallypoint.rendezvous.journal.commit_loop import CheckOwned, CommitLoop, PendingRequest
@@ -97,6 +97,7 @@ class RunStore(CommitLoop[_PendingWrite[Any]]):
         admission: WriteAdmission,
         check_owned: CheckOwned,
         limits: StoreLimits,
+        total_bytes: SharedTotal,
         on_journal_failure: Callable[[Exception], None],
     ) -> None:
         """Serve `spaces`; the other arguments are those of StoreService."""
@@ -105,6 +106,8 @@ class RunStore(CommitLoop[_PendingWrite[Any]]):
         self.waits = Waits(spaces.run_id, limits)
         self._admission = admission
         self._limits = limits
+        self._bytes = Quota(total_bytes)
+        self._count_bytes()
         self._on_journal_failure = on_journal_failure
         self._sweep = StoreSweep()
         # Entries of a forgotten run. The journal drops them by itself; the memory is released step by step.
@@ -144,6 +147,7 @@ class RunStore(CommitLoop[_PendingWrite[Any]]):
     def forget_rounds_before(self, round: int) -> None:
         """Drop all rounds before `round`, from the journal too; end the waits in them."""
         self.sweep(self.spaces.forget_rounds_before(round))
+        self._count_bytes()
         for old in self.waits.rounds:
             if 0 < old < round:
                 self.waits.end([old], partial(RoundOver, self.spaces.run_id, old, round))
@@ -154,9 +158,17 @@ class RunStore(CommitLoop[_PendingWrite[Any]]):
         self._released = chain(self._released, self._sweep.take_all(), self.spaces.forget())
         self._releasing = True
         self.spaces = RunSpaces(run_id)
+        self._count_bytes()
         self._broken = ""
         self._refuse_all(RunNotFound)
         self._start_committing()
+
+    def _count_bytes(self) -> None:
+        self._bytes.add(self.spaces.used_bytes - self._bytes.own)
+
+    def release(self) -> None:
+        """Count its bytes no longer: another process owns the run, or will."""
+        self._bytes.release()
 
     def check_whole(self) -> None:
         """Raise RunBroken if an unexpected error has stopped the store."""
@@ -218,7 +230,8 @@ class RunStore(CommitLoop[_PendingWrite[Any]]):
     def commit(self, requests: Iterator[_PendingWrite[Any]]) -> Iterator[Sequence[StoreChange]]:
         """Decide a batch of writes; a portion of the deletions becomes durable with it. See `CommitLoop`."""
         self._releasing = sum(1 for _ in islice(self._released, _SWEEP)) > 0
-        limits, draft, taken_bytes = self._limits, RunDraft(self.spaces, self._limits), 0
+        limits, taken_bytes = self._limits, 0
+        draft = RunDraft(self.spaces, limits, self._bytes.others)
         decided: list[tuple[_PendingWrite[Any], object]] = []
         try:
             while (
@@ -232,6 +245,8 @@ class RunStore(CommitLoop[_PendingWrite[Any]]):
                     decided.append((pending, self._decide(draft, pending.write)))
             entries = draft.values()
             records = draft.records()
+            # Counted before it is durable, so that other runs do not take the same room meanwhile.
+            self._bytes.add(draft.used_bytes - self._bytes.own)
             # First, so that keys that the batch sets again remain in the end.
             swept = self._sweep.take(_SWEEP, self.spaces.holds)
             yield [*swept, *entries, *records]
@@ -272,6 +287,7 @@ class RunStore(CommitLoop[_PendingWrite[Any]]):
                 self.waits.settle(self.spaces, step)
             for record in records:
                 self.spaces.apply(record)
+        self._count_bytes()
         # Entries of rounds that ended during the commit: the journal mustn't keep them. Records outlive their round.
         oldest = self.spaces.oldest_round
         over = chain(

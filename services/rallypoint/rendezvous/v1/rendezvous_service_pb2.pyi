@@ -394,7 +394,9 @@ class RunSettings(_message.Message):
     10,000 with a restart_window or max_restarts_per_node, else 1,000,000.
     """
     keep_alive_max_attempt: _builtins.int
-    """How many heartbeats in a row may be missing before the node is lost. Default 3."""
+    """How many heartbeats in a row may be missing before the node is lost. Default 3. Times keep_alive_interval, at most an
+    hour.
+    """
     scale_up_policy: Global___ScaleUpPolicy.ValueType
     """Effect of a newcomer on a running round. Default IMMEDIATE."""
     rank_policy: Global___RankPolicy.ValueType

@@ -94,6 +94,7 @@ class StoreServiceStub(object):
     FAILED_PRECONDITION  OPERATION_SUPERSEDED  the operation's slot has a later operation already
     DEADLINE_EXCEEDED    KEY_WAIT_TIMED_OUT    keys were still missing; metadata "missing_count", "missing"
     RESOURCE_EXHAUSTED   RUN_STORE_FULL        the run has no bytes left: delete keys; metadata "limit_bytes"
+    RESOURCE_EXHAUSTED   STORES_FULL           all runs together have no bytes left: retry later; metadata "limit_bytes"
     RESOURCE_EXHAUSTED   TOO_MANY_KEYS         the run has as many keys as it may: delete some; metadata "limit_keys"
     RESOURCE_EXHAUSTED   ANSWER_TOO_LARGE      the values of a MultiGet do not fit into one reply: request fewer
     keys at once; metadata "fitting": how many of the first keys fit
@@ -241,6 +242,7 @@ class StoreServiceServicer(object):
     FAILED_PRECONDITION  OPERATION_SUPERSEDED  the operation's slot has a later operation already
     DEADLINE_EXCEEDED    KEY_WAIT_TIMED_OUT    keys were still missing; metadata "missing_count", "missing"
     RESOURCE_EXHAUSTED   RUN_STORE_FULL        the run has no bytes left: delete keys; metadata "limit_bytes"
+    RESOURCE_EXHAUSTED   STORES_FULL           all runs together have no bytes left: retry later; metadata "limit_bytes"
     RESOURCE_EXHAUSTED   TOO_MANY_KEYS         the run has as many keys as it may: delete some; metadata "limit_keys"
     RESOURCE_EXHAUSTED   ANSWER_TOO_LARGE      the values of a MultiGet do not fit into one reply: request fewer
     keys at once; metadata "fitting": how many of the first keys fit
@@ -475,6 +477,7 @@ class StoreService(object):
     FAILED_PRECONDITION  OPERATION_SUPERSEDED  the operation's slot has a later operation already
     DEADLINE_EXCEEDED    KEY_WAIT_TIMED_OUT    keys were still missing; metadata "missing_count", "missing"
     RESOURCE_EXHAUSTED   RUN_STORE_FULL        the run has no bytes left: delete keys; metadata "limit_bytes"
+    RESOURCE_EXHAUSTED   STORES_FULL           all runs together have no bytes left: retry later; metadata "limit_bytes"
     RESOURCE_EXHAUSTED   TOO_MANY_KEYS         the run has as many keys as it may: delete some; metadata "limit_keys"
     RESOURCE_EXHAUSTED   ANSWER_TOO_LARGE      the values of a MultiGet do not fit into one reply: request fewer
     keys at once; metadata "fitting": how many of the first keys fit

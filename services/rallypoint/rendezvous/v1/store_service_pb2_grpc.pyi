@@ -95,6 +95,7 @@ class StoreServiceStub:
       FAILED_PRECONDITION  OPERATION_SUPERSEDED  the operation's slot has a later operation already
       DEADLINE_EXCEEDED    KEY_WAIT_TIMED_OUT    keys were still missing; metadata "missing_count", "missing"
       RESOURCE_EXHAUSTED   RUN_STORE_FULL        the run has no bytes left: delete keys; metadata "limit_bytes"
+      RESOURCE_EXHAUSTED   STORES_FULL           all runs together have no bytes left: retry later; metadata "limit_bytes"
       RESOURCE_EXHAUSTED   TOO_MANY_KEYS         the run has as many keys as it may: delete some; metadata "limit_keys"
       RESOURCE_EXHAUSTED   ANSWER_TOO_LARGE      the values of a MultiGet do not fit into one reply: request fewer
                                                  keys at once; metadata "fitting": how many of the first keys fit
@@ -220,6 +221,7 @@ class StoreServiceAsyncStub(StoreServiceStub):
       FAILED_PRECONDITION  OPERATION_SUPERSEDED  the operation's slot has a later operation already
       DEADLINE_EXCEEDED    KEY_WAIT_TIMED_OUT    keys were still missing; metadata "missing_count", "missing"
       RESOURCE_EXHAUSTED   RUN_STORE_FULL        the run has no bytes left: delete keys; metadata "limit_bytes"
+      RESOURCE_EXHAUSTED   STORES_FULL           all runs together have no bytes left: retry later; metadata "limit_bytes"
       RESOURCE_EXHAUSTED   TOO_MANY_KEYS         the run has as many keys as it may: delete some; metadata "limit_keys"
       RESOURCE_EXHAUSTED   ANSWER_TOO_LARGE      the values of a MultiGet do not fit into one reply: request fewer
                                                  keys at once; metadata "fitting": how many of the first keys fit
@@ -341,6 +343,7 @@ class StoreServiceServicer(metaclass=_abc_1.ABCMeta):
       FAILED_PRECONDITION  OPERATION_SUPERSEDED  the operation's slot has a later operation already
       DEADLINE_EXCEEDED    KEY_WAIT_TIMED_OUT    keys were still missing; metadata "missing_count", "missing"
       RESOURCE_EXHAUSTED   RUN_STORE_FULL        the run has no bytes left: delete keys; metadata "limit_bytes"
+      RESOURCE_EXHAUSTED   STORES_FULL           all runs together have no bytes left: retry later; metadata "limit_bytes"
       RESOURCE_EXHAUSTED   TOO_MANY_KEYS         the run has as many keys as it may: delete some; metadata "limit_keys"
       RESOURCE_EXHAUSTED   ANSWER_TOO_LARGE      the values of a MultiGet do not fit into one reply: request fewer
                                                  keys at once; metadata "fitting": how many of the first keys fit
