@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
@@ -121,8 +121,8 @@ async def test_bytes_of_stores() -> None:
     value = b"x" * 1_000
     most = 2 * entry_bytes("k", value)
 
-    def set_key(scene: Scene, run_id: str, key: str = "k", round: int = 0) -> Awaitable[None]:
-        return scene.shard.store.write(run_id, Set(round=round, key=key, value=value))
+    async def set_key(scene: Scene, run_id: str, key: str = "k") -> None:
+        await scene.shard.store.write(run_id, Set(round=0, key=key, value=value))
 
     limits = Limits(RendezvousLimits(run_ttl=60.0), store=StoreLimits(all_bytes=most))
     async with together(limits) as (one, other, totals):
