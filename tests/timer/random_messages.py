@@ -44,6 +44,8 @@ def random_message(kind: type[Any], dice: Random) -> Any:
 def _value(field: Any, dice: Random) -> Any:
     if field.message_type is not None:
         return random_message(field.message_type._concrete_class, dice)
+    if field.type == field.TYPE_BYTES:
+        return dice.randbytes(dice.choice((0, 1, 32, 64, 65)))
     if field.type == field.TYPE_STRING:
         return dice.choice(_TEXTS)
     if field.type == field.TYPE_BOOL:

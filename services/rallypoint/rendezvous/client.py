@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import math
 import random
 from collections.abc import Callable
@@ -143,6 +144,11 @@ class HeldLease:
     number: int
     incarnation: str = ""
     token: bytes = field(default=b"", repr=False)
+
+    @property
+    def timer_token(self) -> bytes:
+        """The secret for the timer service, which can't act as the node with it; empty: the lease has none."""
+        return hashlib.sha256(b"rallypoint timers " + self.token).digest() if self.token else b""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from rallypoint.timer.core.values import (
     InvalidField,
     Learned,
     LeaseSuperseded,
+    NotTheAgent,
     Subscription,
     SubscriptionReplaced,
     TakeoverUnconfirmed,
@@ -320,6 +321,46 @@ def test_clearing_a_worker_by_a_single_call() -> None:
     assert timers.clear_worker(RUN, "a", "gone", 1.0) == 0
     assert timers.clear_worker(RUN, "nobody", "gone", 1.0) == 0
     assert [view.name.worker_id for view in timers.timers(1.0)] == ["stays"]
+
+
+def test_single_calls_need_the_token_of_the_agent() -> None:
+    """While the node is known, also when its agent is away; what others registered before ends as it subscribes."""
+    timers, name = table(), TimerName(RUN, "a", "w", "s")
+    timers.acquire(name, 1.0, 0.0)
+    timers.advance(1.0, due=1.0)
+    agent = timers.subscribe(RUN, "a", 1, 1.0, token=b"secret")
+    assert timers.advance(2.0, due=2.0).expiries == []
+    timers.register(agent, "w", "s", 60.0, 2.0, sequence=1)
+    for token in (b"", b"another"):
+        for call in (
+            lambda token=token: timers.acquire(name, 1.0, 3.0, lease=2**63 - 1, token=token),
+            lambda token=token: timers.release(name, 3.0, token=token),
+            lambda token=token: timers.clear_worker(RUN, "a", "w", 3.0, token=token),
+        ):
+            with pytest.raises(NotTheAgent):
+                call()
+            timers.unsubscribe(agent, 3.0)
+            with pytest.raises(NotTheAgent):
+                call()
+            agent = timers.subscribe(RUN, "a", 1, 3.0, token=b"secret")
+    timers.acquire(TimerName(RUN, "a", "w", "own"), 60.0, 3.0, token=b"secret")
+    timers.subscribe(RUN, "a", 1, 4.0, token=b"secret")
+    assert [view.name.scope for view in timers.timers(4.0)] == ["own", "s"]
+    timers.subscribe(RUN, "a", 2, 5.0, token=b"of the next lease")
+    assert [view.name.scope for view in timers.timers(5.0)] == ["s"]
+
+
+def test_an_agent_is_replaced_by_itself_or_by_one_of_its_name() -> None:
+    """A stream with the same lease needs its token; where callers have names, a higher lease needs the name."""
+    timers = table()
+    agent = timers.subscribe(RUN, "a", 1, 0.0, token=b"secret", identity="host-1")
+    for lease, token, identity in ((1, b"", "host-1"), (2**63 - 1, b"secret", "host-2"), (2, b"", "")):
+        with pytest.raises(NotTheAgent):
+            timers.subscribe(RUN, "a", lease, 1.0, token=token, identity=identity)
+    timers.register(agent, "w", "s", 60.0, 1.0, sequence=1)
+    timers.subscribe(RUN, "a", 2, 2.0, token=b"next", identity="host-1")
+    with pytest.raises(LeaseSuperseded):
+        timers.register(agent, "w", "s", 60.0, 2.0, sequence=2)
 
 
 def warm(timers: TimerTable, agent: Subscription, longest: float, count: int = 20) -> None:

@@ -87,7 +87,7 @@ async def test_pages_put_together_are_the_whole(service: Service) -> None:
     assert scopes == [f"s{number:02}" for number in range(25)]
 
 
-@pytest.mark.parametrize("rounds", [60, pytest.param(300, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rounds", [300, pytest.param(900, marks=pytest.mark.slow)])
 async def test_random_requests_are_answered_in_kind(service: Service, rounds: int) -> None:
     """Whatever the fields hold, the answer is a result or a refusal, never UNKNOWN, INTERNAL or a failure."""
     dice = random.Random(1)

@@ -195,7 +195,7 @@ async def test_workers_that_are_gone_have_no_progress(clock: Clock) -> None:
     for worker in ("1@1", "2@1"):
         watchdog.report_progress(subscription, worker, rank=1, step=8, elapsed=0)
     watchdog.clear(subscription, "0@1")
-    watchdog.clear_worker("run", "a", "1@1", None)
+    watchdog.clear_worker("run", "a", "1@1", None, b"")
     assert watchdog.progress_of("run", 1).workers == 1
     again, _ = watchdog.subscribe("run", "a", 0)
     watchdog.registered(again)

@@ -103,7 +103,7 @@ class WorkerSockets:
         if self._timers is None:
             self._timers = await self._open_timers(lease)
         elif lease != self._lease:
-            self._timers.renew(lease.number, lease.incarnation)
+            self._timers.renew(lease.number, lease.incarnation, lease.timer_token)
         self._lease = lease
 
     def introduce(self) -> None:
@@ -130,6 +130,7 @@ class WorkerSockets:
             node_id=config.node_id,
             lease=lease.number,
             incarnation=lease.incarnation,
+            token=lease.timer_token,
             stall_after=config.stall_after,
         )
         timers.on_trouble = self.watchdog.note

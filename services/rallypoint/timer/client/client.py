@@ -107,6 +107,7 @@ class NodeTimers:
         node_id: str,
         lease: int = 0,
         incarnation: str = "",
+        token: bytes = b"",
         stall_after: float | None = None,
         settings: ClientSettings | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -120,6 +121,7 @@ class NodeTimers:
             node_id: the node.
             lease: the node's lease from the rendezvous service; 0 if there is none.
             incarnation: the incarnation of the run that granted the lease; empty: unknown.
+            token: the secret for this lease, which single calls about the node then need; empty: none.
             stall_after: seconds without progress of any worker until the run is reported as stalled; 0: never;
                 None: the service's setting.
             settings: see ClientSettings.
@@ -131,6 +133,7 @@ class NodeTimers:
         self._stub = pb_grpc.TimerServiceStub(channel)
         self._run_id, self._node_id = run_id, node_id
         self._lease, self._incarnation, self._leased_at = lease, incarnation, clock()
+        self._token = token
         self._clock = clock
         self._stall_after = stall_after
         self._settings = settings or ClientSettings()
@@ -176,9 +179,10 @@ class NodeTimers:
             await asyncio.wait({self._task}, timeout=grace if self._subscribed else 0)
             await cancel_all([self._task, *self._tasks])
 
-    def renew(self, lease: int, incarnation: str = "") -> None:
+    def renew(self, lease: int, incarnation: str = "", token: bytes = b"") -> None:
         """Use a new lease of the node: subscribe again with all timers, at once."""
         self._lease, self._incarnation, self._leased_at = lease, incarnation, self._clock()
+        self._token = token
         self._renewed.set()
         if self._call is not None:
             self._renewing = True
@@ -360,6 +364,7 @@ class NodeTimers:
         # Wait first: elapsed times must be those at the time of sending.
         await call.wait_for_connection()
         subscribe = pb.Subscribe(run_id=self._run_id, node_id=self._node_id, lease=self._lease)
+        subscribe.token = self._token
         if self._incarnation:
             subscribe.incarnation = self._incarnation
             subscribe.lease_age.CopyFrom(to_duration(max(0.0, self._clock() - self._leased_at)))

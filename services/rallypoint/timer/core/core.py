@@ -10,6 +10,7 @@ from rallypoint.timer.core.nodes import Nodes, Timer
 from rallypoint.timer.core.values import (
     MAX_AFTER,
     MAX_SCOPE_BYTES,
+    MAX_TOKEN_BYTES,
     RAN_OUT,
     Advance,
     InvalidField,
@@ -55,6 +56,8 @@ class TimerTable:
         *,
         incarnation: str = "",
         lease_age: float = 0.0,
+        token: bytes = b"",
+        identity: str = "",
     ) -> Subscription:
         """Make the caller the node's only subscriber. The next `advance` sends it the expiries that wait.
 
@@ -62,21 +65,34 @@ class TimerTable:
             lease: the lease of the node.
             incarnation: the incarnation of the run that granted the lease; empty: unknown.
             lease_age: seconds for which the node has held it, at least 0.
+            token: the secret of the agent, which single calls about the node then need; empty: it has none.
+            identity: the name in the caller's certificate or token; empty: it has none.
 
         Raises:
             InvalidField: a name is empty or too long, or a number is out of range.
+            NotTheAgent: the node's agent is subscribed, and the caller is another one.
             LeaseSuperseded: a newer lease of the node is known.
             TakeoverUnconfirmed: another incarnation's agent is subscribed: call again.
             TooMany: too many nodes.
         """
         check_seconds("lease_age", lease_age)
+        if len(token) > MAX_TOKEN_BYTES:
+            raise InvalidField("token", f"has {len(token)} bytes; at most {MAX_TOKEN_BYTES} are permitted")
         former = self._nodes.get(run_id, node_id)
+        if former is not None:
+            former.check_agent(lease, incarnation, token, identity)
         is_over = former is not None and former.incarnation and former.began_again(incarnation)
         node = self._nodes.claim(run_id, node_id, lease, incarnation, now - lease_age)
         if is_over:
             # Its workers are gone, and the workers of the new incarnation have the same names.
             for worker_id in list(node.workers):
                 self._countdown.clear(node, worker_id)
+        if token != node.token:
+            # What others registered must not reach the workers of this agent.
+            for timer in node.all_timers():
+                if not timer.stream:
+                    self._countdown.drop(timer)
+        node.token, node.identity = token, identity
         self._last_number += 1
         node.stream = self._last_number
         self._countdown.subscribed(node, now)
@@ -148,8 +164,7 @@ class TimerTable:
     def registered(self, subscription: Subscription) -> None:
         """End a registration: drop the node's timers that only an earlier subscriber registered."""
         node = self._nodes.subscribed(subscription)
-        held = [timer for scopes in node.workers.values() for timer in scopes.values()]
-        for timer in held:
+        for timer in node.all_timers():
             if 0 < timer.stream < subscription.number:
                 self._countdown.drop(timer)
 
@@ -188,15 +203,25 @@ class TimerTable:
     # Unary calls.
 
     def acquire(
-        self, name: TimerName, after: float, now: float, *, elapsed: float = 0.0, lease: int | None = None
+        self,
+        name: TimerName,
+        after: float,
+        now: float,
+        *,
+        elapsed: float = 0.0,
+        lease: int | None = None,
+        token: bytes = b"",
     ) -> None:
         """Start a timer `elapsed` seconds ago, in place of the one of that name.
 
         Raises:
             InvalidField, TooMany: the timer is rejected.
+            NotTheAgent: the token is not that of the node's agent.
             LeaseSuperseded: a newer lease of the node is known.
         """
         check_seconds("elapsed", elapsed)
+        if (known := self._nodes.get(name.run_id, name.node_id)) is not None:
+            known.check_token(token)
         node = self._nodes.claim(name.run_id, name.node_id, lease)
         began = now - elapsed
         timer = Timer(node, name.worker_id, name.scope, after, self._countdown.watch(began), began, 0, 0)
@@ -205,11 +230,12 @@ class TimerTable:
         finally:
             self._countdown.forget_if_idle(node, now)
 
-    def release(self, name: TimerName, now: float, *, lease: int | None = None) -> bool:
+    def release(self, name: TimerName, now: float, *, lease: int | None = None, token: bytes = b"") -> bool:
         """End a timer; return True if there was one.
 
         Raises:
             InvalidField: a name is empty or too long.
+            NotTheAgent: the token is not that of the node's agent.
             LeaseSuperseded: a newer lease of the node is known.
         """
         check_name("run_id", name.run_id)
@@ -219,6 +245,7 @@ class TimerTable:
         node = self._nodes.get(name.run_id, name.node_id)
         if node is None:
             return False
+        node.check_token(token)
         node.check_lease(lease)
         timer = node.find(name.worker_id, name.scope)
         if timer is None:
@@ -228,12 +255,20 @@ class TimerTable:
         return True
 
     def clear_worker(
-        self, run_id: str, node_id: str, worker_id: str, now: float, lease: int | None = None
+        self,
+        run_id: str,
+        node_id: str,
+        worker_id: str,
+        now: float,
+        *,
+        lease: int | None = None,
+        token: bytes = b"",
     ) -> int:
         """End all timers of a worker that is gone, expired or not; return how many.
 
         Raises:
             InvalidField: a name is empty or too long.
+            NotTheAgent: the token is not that of the node's agent.
             LeaseSuperseded: a newer lease of the node is known.
         """
         check_name("run_id", run_id)
@@ -242,6 +277,7 @@ class TimerTable:
         node = self._nodes.get(run_id, node_id)
         if node is None:
             return 0
+        node.check_token(token)
         node.check_lease(lease)
         cleared = self._countdown.clear(node, worker_id)
         if cleared:

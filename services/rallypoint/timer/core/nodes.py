@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from hmac import compare_digest
 
 from rallypoint.timer.core.learning import Scope, ScopeBook
 from rallypoint.timer.core.values import (
     InvalidField,
     Learned,
     LeaseSuperseded,
+    NotTheAgent,
     Subscription,
     SubscriptionReplaced,
     TakeoverUnconfirmed,
@@ -62,6 +64,9 @@ class TimerNode:
     held: dict[str, float] = field(default_factory=dict)
     # The number of the subscription in force; 0 if there is none.
     stream: int = 0
+    # The secret and the name of the agent that subscribed last; empty: it has none.
+    token: bytes = field(default=b"", repr=False)
+    identity: str = ""
     workers: dict[str, dict[str, Timer]] = field(default_factory=dict)
     # Expired timers, by expiry id.
     expired: dict[int, Timer] = field(default_factory=dict)
@@ -71,6 +76,10 @@ class TimerNode:
         """Return the timer of that name, or None."""
         scopes = self.workers.get(worker_id)
         return None if scopes is None else scopes.get(scope)
+
+    def all_timers(self) -> list[Timer]:
+        """Return the node's timers; they may be dropped meanwhile."""
+        return [timer for scopes in self.workers.values() for timer in scopes.values()]
 
     def ordered(self, beyond: TimerName | None) -> Iterator[Timer]:
         """Yield the node's timers in the order of their names, starting after `beyond`."""
@@ -117,6 +126,28 @@ class TimerNode:
                 raise LeaseSuperseded(self.run_id, self.node_id, lease, self.lease, of_other_run=True)
         elif lease < self.lease:
             raise LeaseSuperseded(self.run_id, self.node_id, lease, self.lease)
+
+    def check_token(self, token: bytes) -> None:
+        """Check that a single call comes from the agent that subscribed last, if that has a token.
+
+        Raises:
+            NotTheAgent: It does not.
+        """
+        if self.token and not compare_digest(token, self.token):
+            raise NotTheAgent(self.run_id, self.node_id)
+
+    def check_agent(self, lease: int, incarnation: str, token: bytes, identity: str) -> None:
+        """Check that a caller may replace the subscriber, if there is one: an agent with its name, or itself.
+
+        Raises:
+            NotTheAgent: It may not.
+        """
+        if not self.stream:
+            return
+        if self.identity not in ("", identity):
+            raise NotTheAgent(self.run_id, self.node_id)
+        if lease == self.lease and not self.began_again(incarnation):
+            self.check_token(token)
 
     def succeed(self, incarnation: str, leased_at: float) -> None:
         """Move the node to another incarnation of the run, with a lease held since `leased_at`.

@@ -218,6 +218,21 @@ class TakeoverUnconfirmed(TimerRefused):
 
 
 @dataclass(eq=False)
+class NotTheAgent(TimerRefused):
+    """The node has an agent, and the caller does not prove that it is that one."""
+
+    reason: ClassVar[str] = "LEASE_NOT_PROVEN"
+    run_id: str
+    node_id: str
+
+    def __str__(self) -> str:
+        return (
+            f"node {self.node_id!r} of run {self.run_id!r} has an agent, and only that may set its timers: "
+            "the token or the caller's name is not the agent's"
+        )
+
+
+@dataclass(eq=False)
 class SubscriptionReplaced(TimerRefused):
     """The node opened a newer stream with the same lease."""
 
@@ -250,6 +265,7 @@ MAX_AFTER = 315_360_000.0
 MAX_NAME_BYTES = 256
 # Twice the limit of a worker's scope: the agent may append a suffix to make equal scopes distinct.
 MAX_SCOPE_BYTES = 512
+MAX_TOKEN_BYTES = 64
 
 
 def check_name(field: str, value: str, limit: int = MAX_NAME_BYTES) -> None:

@@ -17,6 +17,7 @@ from rallypoint.serving.server import Registration
 from rallypoint.timer.core.values import (
     InvalidField,
     LeaseSuperseded,
+    NotTheAgent,
     SubscriptionReplaced,
     TakeoverUnconfirmed,
     TimerRefused,
@@ -42,6 +43,8 @@ def translate(error: Exception) -> ServiceError | None:
         case LeaseSuperseded():
             numbers = {"lease": str(error.lease), "current_lease": str(error.current)}
             return _error(StatusCode.FAILED_PRECONDITION, error, **_node(error), **numbers)
+        case NotTheAgent():
+            return _error(StatusCode.PERMISSION_DENIED, error, **_node(error))
         case SubscriptionReplaced():
             return _error(StatusCode.ABORTED, error, **_node(error))
         case TakeoverUnconfirmed():
@@ -54,7 +57,9 @@ def translate(error: Exception) -> ServiceError | None:
     return None
 
 
-def _node(error: LeaseSuperseded | SubscriptionReplaced | TakeoverUnconfirmed) -> dict[str, str]:
+def _node(
+    error: LeaseSuperseded | NotTheAgent | SubscriptionReplaced | TakeoverUnconfirmed,
+) -> dict[str, str]:
     return {"run_id": error.run_id, "node_id": error.node_id}
 
 

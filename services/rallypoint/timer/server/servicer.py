@@ -11,6 +11,7 @@ from typing import Any
 import grpc
 
 from rallypoint.rpc.durations import checked_seconds, to_duration
+from rallypoint.serving.access import caller_of
 from rallypoint.serving.flow import ServerDraining, UnopenedStreams
 from rallypoint.serving.requests import count, page_position, page_token, seconds
 from rallypoint.timer.core.values import (
@@ -40,8 +41,10 @@ MAX_ACTIONS = 1000
 class Supervision:
     """The receiving half of a Supervise stream, created from its first message."""
 
-    def __init__(self, watchdog: Watchdog, first: pb.SuperviseRequest) -> None:
+    def __init__(self, watchdog: Watchdog, first: pb.SuperviseRequest, identity: str) -> None:
         """Subscribe as the first action requests. `read` processes the other actions of that message.
+
+        `identity`: the name in the caller's certificate or token; empty: it has none.
 
         Raises:
             TimerRefused: The first action is not a subscription, or the subscription is rejected.
@@ -63,6 +66,8 @@ class Supervision:
             _stall_after(wanted),
             incarnation=wanted.incarnation,
             lease_age=_seconds(wanted.lease_age, "lease_age"),
+            token=wanted.token,
+            identity=identity,
         )
 
     async def read(self, requests: AsyncIterator[pb.SuperviseRequest]) -> None:
@@ -189,7 +194,7 @@ class TimerServicer(pb_grpc.TimerServiceServicer):
         except StopAsyncIteration:
             return
         self._refuse_if_draining()
-        supervision = Supervision(self._watchdog, first)
+        supervision = Supervision(self._watchdog, first, caller_of(context).name)
         reading = asyncio.create_task(supervision.read(request_iterator))
         try:
             interval = to_duration(self._table.settings.reoffer_interval)
@@ -230,12 +235,12 @@ class TimerServicer(pb_grpc.TimerServiceServicer):
                     _refuse_agent_requests(acquire)
                     name = TimerName(run_id, node_id, acquire.worker_id, acquire.scope)
                     after, elapsed = _seconds(acquire.after, "after"), _seconds(acquire.elapsed, "elapsed")
-                    self._table.acquire(name, after, now, elapsed=elapsed, lease=lease)
+                    self._table.acquire(name, after, now, elapsed=elapsed, lease=lease, token=request.token)
                 case "release":
                     name = TimerName(run_id, node_id, release.worker_id, release.scope)
-                    self._table.release(name, now, lease=lease)
+                    self._table.release(name, now, lease=lease, token=request.token)
                 case _:
-                    self._watchdog.clear_worker(run_id, node_id, action.clear.worker_id, lease)
+                    self._watchdog.clear_worker(run_id, node_id, action.clear.worker_id, lease, request.token)
         except (InvalidField, TooMany) as error:
             # Each action has one of the three set; the fields of the others are empty.
             worker_id = acquire.worker_id or release.worker_id or action.clear.worker_id
@@ -249,7 +254,9 @@ class TimerServicer(pb_grpc.TimerServiceServicer):
         self._refuse_if_draining()
         after = _seconds(request.after, "after")
         try:
-            self._table.acquire(_name(request), after, self._watchdog.now(), lease=_lease(request))
+            self._table.acquire(
+                _name(request), after, self._watchdog.now(), lease=_lease(request), token=request.token
+            )
         finally:
             self._watchdog.arm()
         return pb.AcquireTimerResponse()
@@ -258,14 +265,16 @@ class TimerServicer(pb_grpc.TimerServiceServicer):
         self, request: pb.ReleaseTimerRequest, context: _Context
     ) -> pb.ReleaseTimerResponse:
         """See timer_service.proto."""
-        released = self._table.release(_name(request), self._watchdog.now(), lease=_lease(request))
+        released = self._table.release(
+            _name(request), self._watchdog.now(), lease=_lease(request), token=request.token
+        )
         self._watchdog.arm()
         return pb.ReleaseTimerResponse(released=released)
 
     async def ClearTimers(self, request: pb.ClearTimersRequest, context: _Context) -> pb.ClearTimersResponse:
         """See timer_service.proto."""
         cleared = self._watchdog.clear_worker(
-            request.run_id, request.node_id, request.worker_id, _lease(request)
+            request.run_id, request.node_id, request.worker_id, _lease(request), request.token
         )
         self._watchdog.arm()
         return pb.ClearTimersResponse(cleared=cleared)

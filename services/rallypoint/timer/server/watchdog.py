@@ -76,6 +76,8 @@ class Watchdog:
         *,
         incarnation: str = "",
         lease_age: float = 0.0,
+        token: bytes = b"",
+        identity: str = "",
     ) -> tuple[Subscription, Outbox]:
         """Make the caller the node's only subscriber; end the previous subscription.
 
@@ -86,7 +88,14 @@ class Watchdog:
             TimerRefused: as TimerTable.subscribe.
         """
         subscription = self.table.subscribe(
-            run_id, node_id, lease, self.now(), incarnation=incarnation, lease_age=lease_age
+            run_id,
+            node_id,
+            lease,
+            self.now(),
+            incarnation=incarnation,
+            lease_age=lease_age,
+            token=token,
+            identity=identity,
         )
         former = self._outboxes.get((run_id, node_id))
         if former is not None:
@@ -138,13 +147,13 @@ class Watchdog:
         self.table.clear(subscription, worker_id)
         self._progress.clear(subscription.run_id, subscription.node_id, worker_id, self._watch())
 
-    def clear_worker(self, run_id: str, node_id: str, worker_id: str, lease: int | None) -> int:
+    def clear_worker(self, run_id: str, node_id: str, worker_id: str, lease: int | None, token: bytes) -> int:
         """Remove a worker that is gone, on a unary call. Return how many timers it had.
 
         Raises:
             TimerRefused: as TimerTable.clear_worker.
         """
-        cleared = self.table.clear_worker(run_id, node_id, worker_id, self.now(), lease=lease)
+        cleared = self.table.clear_worker(run_id, node_id, worker_id, self.now(), lease=lease, token=token)
         self._progress.clear(run_id, node_id, worker_id, self._watch())
         return cleared
 

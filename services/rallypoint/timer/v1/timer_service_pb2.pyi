@@ -166,6 +166,7 @@ class Subscribe(_message.Message):
     STALL_AFTER_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
     LEASE_AGE_FIELD_NUMBER: _builtins.int
+    TOKEN_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Name of the run."""
     node_id: _builtins.str
@@ -180,6 +181,12 @@ class Subscribe(_message.Message):
     that got its lease later replaces the other, and timers of an incarnation that is over are dropped. While no agent
     of the node is subscribed, any may subscribe. Empty: leases are compared by number alone, regardless of
     incarnations.
+    """
+    token: _builtins.bytes
+    """A secret of the agent for as long as it holds the lease; at most 64 bytes. While the service remembers the node, other
+    calls about its timers need the same token, and so does another stream with the same lease while this one is open.
+    Timers that such calls registered under another token, or none, end now. Agents send the SHA-256 of "rallypoint timers
+    " and Lease.token of the rendezvous service, so that the timer service can't act as the node there.
     """
     @_builtins.property
     def stall_after(self) -> _duration_pb2.Duration:
@@ -200,10 +207,11 @@ class Subscribe(_message.Message):
         stall_after: _duration_pb2.Duration | None = ...,
         incarnation: _builtins.str = ...,
         lease_age: _duration_pb2.Duration | None = ...,
+        token: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["lease_age", b"lease_age", "stall_after", b"stall_after"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "lease", b"lease", "lease_age", b"lease_age", "node_id", b"node_id", "run_id", b"run_id", "stall_after", b"stall_after"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "lease", b"lease", "lease_age", b"lease_age", "node_id", b"node_id", "run_id", b"run_id", "stall_after", b"stall_after", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -764,6 +772,7 @@ class AcquireTimerRequest(_message.Message):
     SCOPE_FIELD_NUMBER: _builtins.int
     AFTER_FIELD_NUMBER: _builtins.int
     LEASE_FIELD_NUMBER: _builtins.int
+    TOKEN_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Name of the run."""
     node_id: _builtins.str
@@ -774,8 +783,10 @@ class AcquireTimerRequest(_message.Message):
     """Name of the worker's current activity."""
     lease: _builtins.int
     """The node's lease, from callers that act for the node; refused with LEASE_LOST if a newer one is known.
-    Not set: the caller is a person or a tool.
+    Not set: the caller does not act for the node.
     """
+    token: _builtins.bytes
+    """Subscribe.token of the node's agent. Not needed while the service knows no agent of the node with a token."""
     @_builtins.property
     def after(self) -> _duration_pb2.Duration:
         """Duration until the timer expires."""
@@ -789,10 +800,11 @@ class AcquireTimerRequest(_message.Message):
         scope: _builtins.str = ...,
         after: _duration_pb2.Duration | None = ...,
         lease: _builtins.int | None = ...,
+        token: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_lease", b"_lease", "after", b"after", "lease", b"lease"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_lease", b"_lease", "after", b"after", "lease", b"lease", "node_id", b"node_id", "run_id", b"run_id", "scope", b"scope", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_lease", b"_lease", "after", b"after", "lease", b"lease", "node_id", b"node_id", "run_id", b"run_id", "scope", b"scope", "token", b"token", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__lease: _TypeAlias = _typing.Literal["lease"]  # noqa: Y015
     _WhichOneofArgType__lease: _TypeAlias = _typing.Literal["_lease", b"_lease"]  # noqa: Y015
@@ -828,6 +840,7 @@ class ReleaseTimerRequest(_message.Message):
     WORKER_ID_FIELD_NUMBER: _builtins.int
     SCOPE_FIELD_NUMBER: _builtins.int
     LEASE_FIELD_NUMBER: _builtins.int
+    TOKEN_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Name of the run."""
     node_id: _builtins.str
@@ -838,6 +851,8 @@ class ReleaseTimerRequest(_message.Message):
     """Scope of the timer."""
     lease: _builtins.int
     """As in AcquireTimerRequest."""
+    token: _builtins.bytes
+    """As in AcquireTimerRequest."""
     def __init__(
         self,
         *,
@@ -846,10 +861,11 @@ class ReleaseTimerRequest(_message.Message):
         worker_id: _builtins.str = ...,
         scope: _builtins.str = ...,
         lease: _builtins.int | None = ...,
+        token: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_lease", b"_lease", "lease", b"lease"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_lease", b"_lease", "lease", b"lease", "node_id", b"node_id", "run_id", b"run_id", "scope", b"scope", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_lease", b"_lease", "lease", b"lease", "node_id", b"node_id", "run_id", b"run_id", "scope", b"scope", "token", b"token", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__lease: _TypeAlias = _typing.Literal["lease"]  # noqa: Y015
     _WhichOneofArgType__lease: _TypeAlias = _typing.Literal["_lease", b"_lease"]  # noqa: Y015
@@ -889,11 +905,14 @@ class RegisterTimersRequest(_message.Message):
     NODE_ID_FIELD_NUMBER: _builtins.int
     LEASE_FIELD_NUMBER: _builtins.int
     ACTIONS_FIELD_NUMBER: _builtins.int
+    TOKEN_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Name of the run."""
     node_id: _builtins.str
     """Name of the node whose agent is to reap the workers."""
     lease: _builtins.int
+    """As in AcquireTimerRequest."""
+    token: _builtins.bytes
     """As in AcquireTimerRequest."""
     @_builtins.property
     def actions(self) -> _containers.RepeatedCompositeFieldContainer[Global___TimerAction]:
@@ -906,10 +925,11 @@ class RegisterTimersRequest(_message.Message):
         node_id: _builtins.str = ...,
         lease: _builtins.int | None = ...,
         actions: _abc.Iterable[Global___TimerAction] | None = ...,
+        token: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_lease", b"_lease", "lease", b"lease"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_lease", b"_lease", "actions", b"actions", "lease", b"lease", "node_id", b"node_id", "run_id", b"run_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_lease", b"_lease", "actions", b"actions", "lease", b"lease", "node_id", b"node_id", "run_id", b"run_id", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__lease: _TypeAlias = _typing.Literal["lease"]  # noqa: Y015
     _WhichOneofArgType__lease: _TypeAlias = _typing.Literal["_lease", b"_lease"]  # noqa: Y015
@@ -989,6 +1009,7 @@ class ClearTimersRequest(_message.Message):
     NODE_ID_FIELD_NUMBER: _builtins.int
     WORKER_ID_FIELD_NUMBER: _builtins.int
     LEASE_FIELD_NUMBER: _builtins.int
+    TOKEN_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Name of the run."""
     node_id: _builtins.str
@@ -997,6 +1018,8 @@ class ClearTimersRequest(_message.Message):
     """Name of the worker."""
     lease: _builtins.int
     """As in AcquireTimerRequest."""
+    token: _builtins.bytes
+    """As in AcquireTimerRequest."""
     def __init__(
         self,
         *,
@@ -1004,10 +1027,11 @@ class ClearTimersRequest(_message.Message):
         node_id: _builtins.str = ...,
         worker_id: _builtins.str = ...,
         lease: _builtins.int | None = ...,
+        token: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_lease", b"_lease", "lease", b"lease"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_lease", b"_lease", "lease", b"lease", "node_id", b"node_id", "run_id", b"run_id", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_lease", b"_lease", "lease", b"lease", "node_id", b"node_id", "run_id", b"run_id", "token", b"token", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__lease: _TypeAlias = _typing.Literal["lease"]  # noqa: Y015
     _WhichOneofArgType__lease: _TypeAlias = _typing.Literal["_lease", b"_lease"]  # noqa: Y015

@@ -55,6 +55,8 @@ class TimerServiceStub:
       FAILED_PRECONDITION  LEASE_LOST         a newer lease of the node is known; on a stream: no watchdog supervises the
                                               node's workers. Retry at once with a newer lease, and with back-off until
                                               you have one: the agent with the newer lease may be about to end
+      PERMISSION_DENIED    LEASE_NOT_PROVEN   the node has an agent, and the request is not from it: the token is not that of
+                                              its subscription, or the caller has another name in its certificate or token
       ABORTED              STREAM_REPLACED    the node opened a newer stream with the same lease: retry likewise
       UNAVAILABLE          TAKEOVER_UNCONFIRMED  the agent of another incarnation of the run is subscribed for the node:
                                               subscribe again, so that no message that was held up on the way replaces it
@@ -148,6 +150,8 @@ class TimerServiceAsyncStub(TimerServiceStub):
       FAILED_PRECONDITION  LEASE_LOST         a newer lease of the node is known; on a stream: no watchdog supervises the
                                               node's workers. Retry at once with a newer lease, and with back-off until
                                               you have one: the agent with the newer lease may be about to end
+      PERMISSION_DENIED    LEASE_NOT_PROVEN   the node has an agent, and the request is not from it: the token is not that of
+                                              its subscription, or the caller has another name in its certificate or token
       ABORTED              STREAM_REPLACED    the node opened a newer stream with the same lease: retry likewise
       UNAVAILABLE          TAKEOVER_UNCONFIRMED  the agent of another incarnation of the run is subscribed for the node:
                                               subscribe again, so that no message that was held up on the way replaces it
@@ -237,6 +241,8 @@ class TimerServiceServicer(metaclass=_abc_1.ABCMeta):
       FAILED_PRECONDITION  LEASE_LOST         a newer lease of the node is known; on a stream: no watchdog supervises the
                                               node's workers. Retry at once with a newer lease, and with back-off until
                                               you have one: the agent with the newer lease may be about to end
+      PERMISSION_DENIED    LEASE_NOT_PROVEN   the node has an agent, and the request is not from it: the token is not that of
+                                              its subscription, or the caller has another name in its certificate or token
       ABORTED              STREAM_REPLACED    the node opened a newer stream with the same lease: retry likewise
       UNAVAILABLE          TAKEOVER_UNCONFIRMED  the agent of another incarnation of the run is subscribed for the node:
                                               subscribe again, so that no message that was held up on the way replaces it
