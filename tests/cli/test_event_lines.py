@@ -22,9 +22,10 @@ def _utc(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     time.tzset()
 
 
-def event(after: float, kind: pb.EventKind.ValueType, detail: str, actor: str = "service") -> pb.Event:
+def event(after: float, kind: pb.EventKind.ValueType, detail: str, operator: str = "") -> pb.Event:
     """What happened so many seconds after noon."""
-    event = pb.Event(revision=7, kind=kind, detail=detail, actor=actor)
+    actor = pb.ACTOR_KIND_OPERATOR if operator else pb.ACTOR_KIND_SERVICE
+    event = pb.Event(revision=7, kind=kind, detail=detail, actor=pb.Actor(kind=actor, name=operator))
     event.time.FromMilliseconds(round((1_763_640_000 + after) * 1000))
     return event
 
@@ -36,7 +37,7 @@ def test_lines_have_time_span_kind_and_sentence() -> None:
         lines.format(event(0, pb.EVENT_KIND_NODE_LOST, "node b was lost: its connection broke")),
         lines.format(event(0.204, pb.EVENT_KIND_ROUND_ENDED, "round 7 ended: node b was lost")),
         lines.format(event(3600, pb.EVENT_KIND_EXIT_BARRIER_PASSED, "over")),
-        lines.format(event(3599, pb.EVENT_KIND_NODE_EVICTED, "node a was taken out", "operator ann")),
+        lines.format(event(3599, pb.EVENT_KIND_NODE_EVICTED, "node a was taken out", "ann")),
     ]
     assert shown == [
         "2025-11-20 12:00:00.000             NODE_LOST            node b was lost: its connection broke",
@@ -48,7 +49,7 @@ def test_lines_have_time_span_kind_and_sentence() -> None:
 
 def test_a_name_can_do_nothing_to_a_terminal() -> None:
     """Certificates name operators, and may hold anything."""
-    line = EventLines().format(event(0, pb.EVENT_KIND_NODE_EVICTED, "out", "operator \x1b[2Jann\n"))
+    line = EventLines().format(event(0, pb.EVENT_KIND_NODE_EVICTED, "out", "\x1b[2Jann\n"))
     assert line.isprintable()
     assert line.endswith("out (operator  [2Jann )")
 
@@ -68,7 +69,7 @@ def test_programs_get_the_whole_event() -> None:
     assert json.loads(shown) == {
         "revision": "7",
         "time": "2025-11-20T12:00:00.250Z",
-        "actor": "service",
+        "actor": {"kind": "ACTOR_KIND_SERVICE", "name": "", "peer": ""},
         "kind": "EVENT_KIND_NODE_LOST",
         "nodeId": "",
         "round": 0,

@@ -11,6 +11,7 @@ from ha.findings import Wrong
 from ha.history import Fact, History, Told
 from ha.journal_rules import check_journal
 from rallypoint.rendezvous.core import facts
+from rallypoint.rendezvous.core.commands import SERVICE
 from rallypoint.rendezvous.core.state import RunSettings, Seat
 from rallypoint.rendezvous.runs.codec import encode_record
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
@@ -32,7 +33,7 @@ def _wrong(written: Sequence[facts.Fact], *told: Told) -> list[Wrong]:
         history.add(entry)
     for revision, fact in enumerate(written, start=1):
         # Wall clocks of replicas that were set: the newer the record, the older it says it is.
-        content = encode_record("run", revision, fact, 1e9 - 1e6 * revision, "service").SerializeToString()
+        content = encode_record("run", revision, fact, 1e9 - 1e6 * revision, SERVICE).SerializeToString()
         history.add(Fact("run", revision, content.hex()))
     return [finding.wrong for finding in check_journal(history)]
 

@@ -361,9 +361,9 @@ async def test_events_have_the_name_of_the_operator(scene: Scene) -> None:
         stub = rendezvous_grpc.RendezvousServiceStub(channel)
         await stub.CloseRun(rendezvous_pb.CloseRunRequest(run_id=OWN))
         events = (await stub.ListEvents(rendezvous_pb.ListEventsRequest(run_id=OWN))).events
-    assert [event.actor for event in events if event.actor.startswith("operator")] == [
-        "operator spiffe://rallypoint.test/operator"
-    ]
+    (actor,) = (event.actor for event in events if event.actor.kind == rendezvous_pb.ACTOR_KIND_OPERATOR)
+    assert actor.name == "spiffe://rallypoint.test/operator"
+    assert actor.peer.startswith("ipv4:127.0.0.1:")
 
 
 @pytest.mark.parametrize("scene", [TOKENS], indirect=True)

@@ -15,6 +15,7 @@ from rallypoint.rendezvous.api.errors import translate
 from rallypoint.rendezvous.api.servicer import RendezvousServicer
 from rallypoint.rendezvous.base.limits import RendezvousLimits
 from rallypoint.rendezvous.core import commands
+from rallypoint.rendezvous.core.commands import SERVICE
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
 from rallypoint.rpc.channel import open_channel
@@ -70,7 +71,7 @@ class Served:
         """Things happen, of which nothing follows."""
         for number in range(count):
             command = commands.Evict if number % 2 == 0 else commands.Readmit
-            await self.stage.engine.execute(RUN, command("elsewhere", "to and fro"), "operator x")
+            await self.stage.engine.execute(RUN, command("elsewhere", "to and fro"), SERVICE)
 
     def latest(self) -> int:
         """The latest revision."""

@@ -11,6 +11,7 @@ import pytest
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from rallypoint.rendezvous.core import facts
+from rallypoint.rendezvous.core.commands import SERVICE
 from rallypoint.rendezvous.core.state import ReportedFailure
 from rallypoint.rendezvous.journal.journal import Record
 from rallypoint.rendezvous.runs.codec import encode_record
@@ -46,7 +47,7 @@ async def test_what_happened_is_listed(served: Served) -> None:
     assert kinds(events) == [*BEGINNING, "WORKER_FAILED", "ROUND_ENDED", "ROUND_FROZEN"]
     assert (response.next_page_token, response.oldest_revision) == ("", 1)
     assert revisions(events) == list(range(1, 11))
-    assert [event.actor for event in events[:4]] == ["node a", "node a", "node b", "service"]
+    assert [event.actor.name for event in events[:4]] == ["a", "a", "b", ""]
     failed, ended = events[7:9]
     assert (failed.node_id, failed.failure.message) == ("b", "it broke")
     assert ended.detail == "round 1 ended: worker of rank 0 on node b failed: it broke (restart 1 of 3)"
@@ -88,7 +89,7 @@ async def test_a_page_stays_within_what_a_client_takes(served: Served) -> None:
     history._most_events = history._most_bytes = 10**9
     failure = ReportedFailure(1, 0, 0, "t", "a", "h", 1, 1, 1.7e9, "it broke", "x" * 16_384, "")
     for revision in range(8, 308):
-        content = encode_record(RUN, revision, facts.WorkerFailed(failure), 1.7e9, "node a")
+        content = encode_record(RUN, revision, facts.WorkerFailed(failure), 1.7e9, SERVICE)
         history.add(Record(RUN, revision, content.SerializeToString()))
     first = await served.list(page_size=10_000)
     rest = await served.list(page_size=10_000, page_token=first.next_page_token)

@@ -11,6 +11,7 @@ import pytest
 
 from rallypoint.rendezvous.api import event_pages
 from rallypoint.rendezvous.core import commands
+from rallypoint.rendezvous.core.commands import SERVICE
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rendezvous.engine_fixtures import RUN
 from rendezvous.event_fixtures import (
@@ -39,7 +40,7 @@ async def test_a_watcher_hears_all_from_the_beginning(served: Served) -> None:
     assert kinds(await watch.until(7)) == BEGINNING
     await served.note(2)
     assert kinds(await watch.until(9)) == ["NODE_EVICTED", "NODE_READMITTED"]
-    await served.stage.engine.close_run(RUN, "enough", "operator x")
+    await served.stage.engine.close_run(RUN, "enough", SERVICE)
     events, error = await watch.ended()
     assert kinds(events) == ["RUN_CLOSED"]
     assert events[0].run_end.detail == "closed by an operator: enough"

@@ -11,7 +11,14 @@ import pytest
 
 from rallypoint.rendezvous.base.limits import Limits, RendezvousLimits
 from rallypoint.rendezvous.core import commands
-from rallypoint.rendezvous.core.commands import LeaseLost, RevisionAhead, RunInUse, RunIsClosed, RunNotFound
+from rallypoint.rendezvous.core.commands import (
+    SERVICE,
+    LeaseLost,
+    RevisionAhead,
+    RunInUse,
+    RunIsClosed,
+    RunNotFound,
+)
 from rallypoint.rendezvous.core.snapshot import numbers_only
 from rallypoint.rendezvous.core.state import RunSettings
 from rallypoint.rendezvous.journal.journal import MARK, Dropped, Entry, Forgotten
@@ -163,21 +170,21 @@ async def test_a_closed_run_is_deleted_at_once(stage: Stage) -> None:
     """As if its time were over: the journal has nothing of it but its numbers, and watchers are told."""
     (member,) = await stage.running("a")
     with pytest.raises(RunInUse, match="has 1 nodes: close it"):
-        await stage.engine.delete_run(RUN, "operator x")
+        await stage.engine.delete_run(RUN, SERVICE)
     await stage.engine.close_run(RUN, "enough")
-    await stage.engine.delete_run(RUN, "operator x")
+    await stage.engine.delete_run(RUN, SERVICE)
     assert (await taken(member)).phase == pb.PHASE_CLOSED, "which it is told though the run is gone"
     assert await known(stage) == []
     assert stage.expired_runs == [RUN]
     assert [type(entry) for entry in stage.journal.durable[-3:]] == [Forgotten, Dropped, Forgotten]
     with pytest.raises(RunNotFound):
-        await stage.engine.delete_run(RUN, "operator x")
+        await stage.engine.delete_run(RUN, SERVICE)
 
 
 async def test_a_node_that_comes_with_the_deletion_keeps_its_run(stage: Stage) -> None:
     """Both are carried out in one step: the node is in, and who wanted the run deleted is told so."""
     await stage.leave(await stage.join("a"))
-    deleting = asyncio.ensure_future(stage.engine.delete_run(RUN, "operator x"))
+    deleting = asyncio.ensure_future(stage.engine.delete_run(RUN, SERVICE))
     joining = asyncio.ensure_future(stage.join("a"))
     with pytest.raises(RunInUse):
         await deleting

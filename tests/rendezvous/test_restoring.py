@@ -13,6 +13,7 @@ from rallypoint.rendezvous.base.entries import RESERVED, StoreChange
 from rallypoint.rendezvous.base.errors import NotOwner
 from rallypoint.rendezvous.base.limits import Limits, RendezvousLimits, SharedTotals
 from rallypoint.rendezvous.core import commands
+from rallypoint.rendezvous.core.commands import SERVICE
 from rallypoint.rendezvous.core.decide import execute
 from rallypoint.rendezvous.core.state import RunSettings, RunState
 from rallypoint.rendezvous.journal.journal import Entry, JournalError, Record, Recovered
@@ -39,7 +40,7 @@ def run_of(run_id: str, records: int) -> list[Entry]:
 
     def carry_out(command: commands.Command) -> None:
         for fact in execute(state, command, 1.0):
-            message = encode_record(run_id, len(entries) + 1, fact, 1.7e9, "node x")
+            message = encode_record(run_id, len(entries) + 1, fact, 1.7e9, SERVICE)
             entries.append(Record(run_id, len(entries) + 1, message.SerializeToString()))
 
     for number in range(_NODES):

@@ -153,7 +153,8 @@ class EventLines:
             span = f"+{span}"
         kind = pb.EventKind.Name(event.kind).removeprefix("EVENT_KIND_") if _known(event) else "?"
         # The actor is shown for operators only; other descriptions already name the cause.
-        by = f" ({event.actor})" if event.actor.startswith("operator ") else ""
+        actor = event.actor
+        by = f" (operator {actor.name or actor.peer})" if actor.kind == pb.ACTOR_KIND_OPERATOR else ""
         sentence = printable(f"{event.detail}{by}")
         return f"{show_moment(now)}  {span:>{_SPAN_WIDTH}}  {kind:<{_KIND_WIDTH}}  {sentence}"
 

@@ -12,7 +12,7 @@ from rallypoint.rendezvous.api.event_pages import EventReader, page_cursor, toke
 from rallypoint.rendezvous.api.events import EventFilter
 from rallypoint.rendezvous.base.errors import EventsCompacted
 from rallypoint.rendezvous.core import facts
-from rallypoint.rendezvous.core.commands import RevisionAhead
+from rallypoint.rendezvous.core.commands import SERVICE, RevisionAhead
 from rallypoint.rendezvous.core.state import ReportedFailure, RunSettings
 from rallypoint.rendezvous.journal.journal import Record
 from rallypoint.rendezvous.runs.codec import encode_record
@@ -28,7 +28,7 @@ NO_BOUND = 10**9
 def record(revision: int, fact: facts.Fact | None = None) -> Record:
     """A record of a run."""
     fact = fact or facts.NodeConfirmed(1, f"n{revision}", 29500)
-    return Record("run", revision, encode_record("run", revision, fact, 1.7e9, "me").SerializeToString())
+    return Record("run", revision, encode_record("run", revision, fact, 1.7e9, SERVICE).SerializeToString())
 
 
 def history(first: int, last: int, most_events: int = 50_000) -> History:

@@ -8,6 +8,7 @@ import pytest
 
 from rallypoint.rendezvous.api.events import event_of
 from rallypoint.rendezvous.core import facts
+from rallypoint.rendezvous.core.commands import SERVICE, Actor, ActorKind
 from rallypoint.rendezvous.core.state import (
     LossReason,
     Outcome,
@@ -152,7 +153,9 @@ CASES: list[tuple[facts.Fact, pb.EventKind.ValueType, str, int, str]] = [
 
 def of(fact: facts.Fact, settings: RunSettings = SETTINGS) -> pb.Event:
     """The event of a fact."""
-    return event_of(encode_record("run", 12, fact, 1.7e9 + 0.25, "node n3"), settings)
+    return event_of(
+        encode_record("run", 12, fact, 1.7e9 + 0.25, Actor(ActorKind.NODE, "n3", "ipv4:10.0.0.3:7")), settings
+    )
 
 
 @pytest.mark.parametrize(
@@ -164,7 +167,8 @@ def test_every_fact_is_told_with_its_subject(
     """Kind, node, round and sentence; when, who caused it and its number."""
     event = of(fact)
     assert (event.kind, event.node_id, event.round, event.detail) == (kind, node_id, round_, sentence)
-    assert (event.revision, event.actor) == (12, "node n3")
+    assert event.revision == 12
+    assert event.actor == pb.Actor(kind=pb.ACTOR_KIND_NODE, name="n3", peer="ipv4:10.0.0.3:7")
     assert round(event.time.ToNanoseconds() / 1e6) == 1_700_000_000_250
 
 
@@ -236,3 +240,19 @@ def test_programs_get_what_the_sentence_is_made_of() -> None:
     frozen = of(facts.RoundFrozen(8, (Seat("n1", 0, 0, 0, 8, 8),)))
     assert (frozen.group_world_size, frozen.world_size) == (1, 8)
     assert not any(frozen.HasField(field) for field in ("failure", "round_end", "run_end"))
+
+
+@pytest.mark.parametrize(
+    ("text", "actor"),
+    [
+        ("service", pb.Actor(kind=pb.ACTOR_KIND_SERVICE)),
+        ("node n3", pb.Actor(kind=pb.ACTOR_KIND_NODE, name="n3")),
+        ("operator ann of ops", pb.Actor(kind=pb.ACTOR_KIND_OPERATOR, name="ann of ops")),
+    ],
+)
+def test_the_actor_of_an_older_record_is_read_from_its_text(text: str, actor: pb.Actor) -> None:
+    """A journal outlives the version that wrote it."""
+    record = encode_record("run", 1, facts.NodeReadmitted("a", "again"), 1.7e9, SERVICE)
+    record.ClearField("by")
+    record.actor = text
+    assert event_of(record, SETTINGS).actor == actor

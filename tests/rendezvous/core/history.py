@@ -15,7 +15,7 @@ from rallypoint.rendezvous.core import apply as leases
 from rallypoint.rendezvous.core import commands, facts
 from rallypoint.rendezvous.core import decide as core
 from rallypoint.rendezvous.core.apply import apply
-from rallypoint.rendezvous.core.commands import LeaseLost, NodeIsEvicted, Refused, RunIsClosed
+from rallypoint.rendezvous.core.commands import SERVICE, LeaseLost, NodeIsEvicted, Refused, RunIsClosed
 from rallypoint.rendezvous.core.decide import check_lease, check_revision
 from rallypoint.rendezvous.core.snapshot import RunSnapshot as Snapshot
 from rallypoint.rendezvous.core.snapshot import restore, take_snapshot, take_tombstone
@@ -182,7 +182,7 @@ class History:
         """Make durable what has happened, then tell of it, as the engine does."""
         server, happened = self.server, [fact for fact, _ in self.server.uncommitted]
         for fact, decided_at in server.uncommitted:
-            record = encode_record(RUN, len(self.journal) + 1, fact, decided_at + TO_WALL, "test")
+            record = encode_record(RUN, len(self.journal) + 1, fact, decided_at + TO_WALL, SERVICE)
             self.journal.append(record.SerializeToString())
             durable = decode_record(JournalRecord.FromString(self.journal[-1]))
             self.ledger.record(record.revision, durable, decided_at)

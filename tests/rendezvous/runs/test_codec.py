@@ -12,6 +12,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from rallypoint.rendezvous.core import facts, snapshot, state
+from rallypoint.rendezvous.core.commands import SERVICE
 from rallypoint.rendezvous.core.state import LONGEST
 from rallypoint.rendezvous.runs.codec import decode_record, encode_record, from_message, to_message
 from rallypoint.rendezvous.v1 import journal_pb2, rendezvous_service_pb2
@@ -110,7 +111,7 @@ any_fact = st.one_of(
 @given(fact=any_fact, run_id=text, revision=st.integers(1, 2**62))
 def test_a_fact_is_read_back_from_its_record_as_it_was(fact: facts.Fact, run_id: str, revision: int) -> None:
     """Through bytes, as a journal keeps it; every field, also empty ones, and times to the nanosecond."""
-    blob = encode_record(run_id, revision, fact, 1.7e9, "service").SerializeToString()
+    blob = encode_record(run_id, revision, fact, 1.7e9, SERVICE).SerializeToString()
     record = JournalRecord.FromString(blob)
     assert (record.run_id, record.revision, record.time.seconds) == (run_id, revision, 1_700_000_000)
     assert decode_record(record) == fact
@@ -169,7 +170,7 @@ def test_a_fact_of_a_newer_version_is_refused() -> None:
     """A record whose fact, or reason, this version does not know can't be folded."""
     with pytest.raises(ValueError, match="record 7 of run 'r' has a fact of a newer version"):
         decode_record(JournalRecord(run_id="r", revision=7))
-    record = encode_record("r", 1, facts.NodeLost("a", state.LossReason.DISCONNECTED), 0.0, "")
+    record = encode_record("r", 1, facts.NodeLost("a", state.LossReason.DISCONNECTED), 0.0, SERVICE)
     record.node_lost.ClearField("reason")
     with pytest.raises(ValueError, match="0 is not a valid LossReason"):
         decode_record(record)

@@ -19,7 +19,7 @@ import pytest
 from rallypoint.rendezvous.base.cooperative import LatestValue
 from rallypoint.rendezvous.base.limits import RendezvousLimits
 from rallypoint.rendezvous.core import commands, facts
-from rallypoint.rendezvous.core.commands import Refused
+from rallypoint.rendezvous.core.commands import SERVICE, Refused
 from rallypoint.rendezvous.core.state import RankPolicy, ReportedFailure, ScaleUpPolicy
 from rallypoint.rendezvous.journal.journal import Record
 from rallypoint.rendezvous.runs import run as hosted_run
@@ -144,7 +144,7 @@ class Story:
             commands.Readmit(node_id, "good"),
             commands.Close("enough"),
         ]
-        self.ask(self.stage.engine.execute(run_id, self.draw.choice(wanted), "operator"))
+        self.ask(self.stage.engine.execute(run_id, self.draw.choice(wanted), SERVICE))
 
     def look_on(self) -> None:
         run_id = self.draw.choice(RUNS)

@@ -9,7 +9,7 @@ import pytest
 
 from rallypoint.rendezvous.base.cooperative import LatestValue
 from rallypoint.rendezvous.core import commands
-from rallypoint.rendezvous.core.commands import NodeIsEvicted, RevisionAhead, RunNotFound
+from rallypoint.rendezvous.core.commands import SERVICE, NodeIsEvicted, RevisionAhead, RunNotFound
 from rallypoint.rendezvous.runs import run as hosted_run
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rendezvous.engine_fixtures import RUN, Stage, begun, idle, staged, taken
@@ -214,7 +214,7 @@ async def test_a_follower_that_was_dropped_is_told_nothing(stage: Stage) -> None
 async def test_an_evicted_node_is_told_so_and_the_others_why(stage: Stage) -> None:
     """Its stream ends with NODE_EVICTED, so it stops its workers and does not come back."""
     a, b = await stage.running("a", "b")
-    await stage.engine.execute(RUN, commands.Evict("a", "bad memory"), "operator ann")
+    await stage.engine.execute(RUN, commands.Evict("a", "bad memory"), SERVICE)
     with pytest.raises(NodeIsEvicted, match="bad memory"):
         await a.updates.take()
     update = await taken(b)

@@ -11,9 +11,10 @@ import pytest
 from rallypoint.rendezvous.base.cooperative import finish
 from rallypoint.rendezvous.base.limits import RendezvousLimits
 from rallypoint.rendezvous.core import commands
+from rallypoint.rendezvous.core.commands import Actor, ActorKind
 from rallypoint.rendezvous.journal.journal import Checkpoint, Entry, JournalError, Record, Recovered
 from rallypoint.rendezvous.runs import run as hosted_run
-from rallypoint.rendezvous.runs.codec import decode_record
+from rallypoint.rendezvous.runs.codec import decode_record, from_message
 from rallypoint.rendezvous.runs.history import History
 from rallypoint.rendezvous.runs.recovery import Numbers, RecoveredRuns, recover_runs
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
@@ -286,11 +287,11 @@ async def test_a_checkpoint_that_can_not_be_read_is_refused(content: bytes) -> N
 async def test_every_record_says_who_caused_it(stage: Stage) -> None:
     """The node that spoke, the operator that asked, or the service where a deadline or a consequence did it."""
     a, _ = await stage.running("a", "b")
-    await stage.engine.execute(RUN, commands.Restart("new data"), "operator ann")
+    await stage.engine.execute(RUN, commands.Restart("new data"), Actor(ActorKind.OPERATOR, "ann"))
     stage.engine.disconnect(a)
     await stage.later(2)
     told = [
-        (type(decode_record(record)).__name__, record.actor)
+        (type(decode_record(record)).__name__, str(from_message(record.by, Actor)))
         for record in (
             JournalRecord.FromString(entry.content)
             for entry in stage.journal.durable

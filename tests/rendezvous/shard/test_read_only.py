@@ -19,7 +19,7 @@ from rallypoint.rendezvous.base.errors import NotOwner
 from rallypoint.rendezvous.base.limits import MAX_VALUE_BYTES, Limits, RendezvousLimits
 from rallypoint.rendezvous.base.refusals import AnswerTooLarge, KeyWaitTimedOut, RoundOver
 from rallypoint.rendezvous.core import commands
-from rallypoint.rendezvous.core.commands import Refused, RunNotFound
+from rallypoint.rendezvous.core.commands import SERVICE, Refused, RunNotFound
 from rallypoint.rendezvous.core.state import ReportedFailure, RunState
 from rallypoint.rendezvous.journal.journal import JournalError, Record
 from rallypoint.rendezvous.runs import run as hosted_run
@@ -153,7 +153,7 @@ class Life:
             case "long time":
                 self.scene.now += 1_000.0  # runs are forgotten
             case name:
-                await engine.execute(run_id, command[name], "operator x")
+                await engine.execute(run_id, command[name], SERVICE)
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -11,6 +11,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from rallypoint.rendezvous.core.facts import explain_eviction, explain_loss, explain_window
 from rallypoint.rendezvous.core.failures import hold
 from rallypoint.rendezvous.core.state import LossReason, RunSettings
+from rallypoint.rendezvous.runs.codec import actor_of
 from rallypoint.rendezvous.v1 import journal_pb2
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rpc.durations import set_seconds, to_seconds
@@ -56,7 +57,7 @@ def event_of(record: journal_pb2.JournalRecord, settings: RunSettings) -> pb.Eve
     event = pb.Event(
         revision=record.revision,
         time=record.time,
-        actor=record.actor,
+        actor=actor_of(record),
         kind=subject.kind,
         node_id=subject.node_id,
         round=subject.round,

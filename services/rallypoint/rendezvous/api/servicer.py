@@ -20,6 +20,7 @@ from rallypoint.rendezvous.api.requests import (
 from rallypoint.rendezvous.base.cooperative import LatestValue
 from rallypoint.rendezvous.base.errors import Draining
 from rallypoint.rendezvous.core import commands, facts
+from rallypoint.rendezvous.core.commands import Actor, ActorKind
 from rallypoint.rendezvous.runs.engine import RendezvousEngine
 from rallypoint.rendezvous.runs.run import Member
 from rallypoint.rendezvous.shard.locator import ListReplicas, OnlyReplica, RunLocator
@@ -27,7 +28,7 @@ from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
 from rallypoint.rpc.errors import invalid
 from rallypoint.rpc.text import one_line
-from rallypoint.serving.access import caller_of
+from rallypoint.serving.access import Caller, caller_of
 from rallypoint.serving.flow import WRITE_TIMEOUT, ServerDraining, Subscriber, UnopenedStreams
 from rallypoint.serving.requests import SENTENCE_BYTES, count, name, reason
 
@@ -68,9 +69,9 @@ class RendezvousServicer(pb_grpc.RendezvousServiceServicer):
         context: grpc.aio.ServicerContext[pb.JoinRequest, pb.JoinResponse],
     ) -> None:
         """Serve one node's stream; see the contract."""
-        engine, member = await self._admit(await self._first(request_iterator), caller_of(context).name)
+        engine, member = await self._admit(await self._first(request_iterator), caller_of(context))
         self._end_if_draining(member.updates)
-        listener = asyncio.create_task(_listen(engine, member, request_iterator))
+        listener = asyncio.create_task(_listen(engine, member, request_iterator, context.peer()))
         revision = member.lease.revision
         lease: pb.Lease | None = member.lease
         node = Subscriber(context, self._write_timeout)
@@ -98,14 +99,14 @@ class RendezvousServicer(pb_grpc.RendezvousServiceServicer):
         except StopAsyncIteration:
             raise invalid("message", "expected join or resume, and the stream ended") from None
 
-    async def _admit(self, first: pb.JoinRequest, identity: str) -> tuple[RendezvousEngine, Member]:
+    async def _admit(self, first: pb.JoinRequest, caller: Caller) -> tuple[RendezvousEngine, Member]:
         """Return the member for a new stream, and the engine to which it belongs for as long as it lasts."""
         self._check_not_draining()
         match first.WhichOneof("message"):
             case "join":
-                join, command = first.join, join_command(first.join, identity)
+                join, command = first.join, join_command(first.join, caller.name)
                 engine = self._locator.writer(join.run_id).engine
-                return engine, await engine.join(join.run_id, command)
+                return engine, await engine.join(join.run_id, command, caller.peer)
             case "resume":
                 resume = first.resume
                 name("run_id", resume.run_id)
@@ -173,7 +174,7 @@ class RendezvousServicer(pb_grpc.RendezvousServiceServicer):
         name("run_id", request.run_id)
         why = reason(request.reason)
         engine = self._locator.writer(request.run_id).engine
-        run_end = await engine.close_run(request.run_id, why, f"operator {caller_of(context)}")
+        run_end = await engine.close_run(request.run_id, why, _operator(context))
         return pb.CloseRunResponse(run_end=run_end)
 
     async def DeleteRun(
@@ -184,7 +185,7 @@ class RendezvousServicer(pb_grpc.RendezvousServiceServicer):
         """Forget a run that has no nodes."""
         name("run_id", request.run_id)
         engine = self._locator.writer(request.run_id).engine
-        await engine.delete_run(request.run_id, f"operator {caller_of(context)}")
+        await engine.delete_run(request.run_id, _operator(context))
         return pb.DeleteRunResponse()
 
     async def RestartRun(
@@ -231,7 +232,7 @@ class RendezvousServicer(pb_grpc.RendezvousServiceServicer):
     ) -> Sequence[facts.Fact]:
         """Execute the command of an operator; return its facts."""
         engine = self._locator.writer(run_id).engine
-        return await engine.execute(run_id, command, f"operator {caller_of(context)}")
+        return await engine.execute(run_id, command, _operator(context))
 
     async def ListEvents(
         self,
@@ -269,14 +270,22 @@ class RendezvousServicer(pb_grpc.RendezvousServiceServicer):
             slot.end(Draining())
 
 
-async def _listen(engine: RendezvousEngine, member: Member, requests: AsyncIterator[pb.JoinRequest]) -> None:
+def _operator(context: grpc.aio.ServicerContext[Any, Any]) -> Actor:
+    caller = caller_of(context)
+    return Actor(ActorKind.OPERATOR, caller.name, caller.peer)
+
+
+async def _listen(
+    engine: RendezvousEngine, member: Member, requests: AsyncIterator[pb.JoinRequest], peer: str
+) -> None:
     """Carry out the requests of a node until its stream ends; then end its updates, and with them the call."""
+    actor = Actor(ActorKind.NODE, member.node_id, peer)
     try:
         async for request in requests:
             engine.renew(member, _watchdog_trouble(request))
             command = _command(request, member)
             if command is not None:
-                await engine.execute(member.run_id, command, f"node {member.node_id}")
+                await engine.execute(member.run_id, command, actor)
     except Exception as error:
         member.updates.end(error)
     else:

@@ -9,6 +9,30 @@ from typing import TypeAlias
 from rallypoint.rendezvous.core.state import Outcome, ReportedFailure, RunSettings
 
 
+class ActorKind(IntEnum):
+    """The kind of an actor."""
+
+    SERVICE = 1
+    NODE = 2
+    OPERATOR = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Actor:
+    """Who caused a change: the name of a node or an operator, and the client's address."""
+
+    kind: ActorKind
+    name: str = ""
+    peer: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.kind.name.lower()} {self.name or self.peer}".rstrip()
+
+
+SERVICE = Actor(ActorKind.SERVICE)
+"""The actor of deadlines and consequences, which no client requested."""
+
+
 @dataclass(frozen=True, slots=True)
 class Join:
     """A node requests a lease."""

@@ -16,7 +16,7 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from rallypoint.rendezvous.core import facts, snapshot, state
+from rallypoint.rendezvous.core import commands, facts, snapshot, state
 from rallypoint.rendezvous.v1 import journal_pb2, rendezvous_service_pb2
 from rallypoint.rpc.durations import set_seconds, to_seconds
 
@@ -54,6 +54,7 @@ _MESSAGES: dict[type, type[Message]] = {
     state.RunEnd: rendezvous_service_pb2.RunEnd,
     state.Seat: journal_pb2.Seat,
     state.FailedWorker: journal_pb2.FailedWorker,
+    commands.Actor: rendezvous_service_pb2.Actor,
     snapshot.KeptRestart: journal_pb2.Restart,
     snapshot.RunSnapshot: journal_pb2.RunSnapshot,
     snapshot.FormerRank: journal_pb2.FormerRank,
@@ -70,6 +71,7 @@ _ENUMS: dict[str, type[IntEnum]] = {
         state.RoundEndCause,
         state.FailureKind,
         state.LossReason,
+        commands.ActorKind,
     )
 }
 _TIMES = frozenset(kind.DESCRIPTOR.full_name for kind in (Duration, Timestamp))
@@ -96,13 +98,30 @@ def from_message(message: Message, kind: type[_T]) -> _T:
 
 
 def encode_record(
-    run_id: str, revision: int, fact: facts.Fact, wall_time: float, actor: str
+    run_id: str, revision: int, fact: facts.Fact, wall_time: float, actor: commands.Actor
 ) -> journal_pb2.JournalRecord:
     """Return a fact as a journal record; `wall_time`, in unix seconds, and `actor` are for people only."""
-    record = journal_pb2.JournalRecord(run_id=run_id, revision=revision, actor=actor)
+    record = journal_pb2.JournalRecord(run_id=run_id, revision=revision, by=_actor(actor))
     set_seconds(record.time, wall_time)
     getattr(record, _fact_field(type(fact).__name__)).CopyFrom(to_message(fact))
     return record
+
+
+@functools.lru_cache(maxsize=1_024)
+def _actor(actor: commands.Actor) -> rendezvous_service_pb2.Actor:
+    message: rendezvous_service_pb2.Actor = to_message(actor)
+    return message
+
+
+def actor_of(record: journal_pb2.JournalRecord) -> rendezvous_service_pb2.Actor:
+    """Return the actor of a journal record, as the API has it."""
+    if record.HasField("by"):
+        return record.by
+    kind, _, name = record.actor.partition(" ")
+    return _actor(commands.Actor(_OLDER_ACTORS.get(kind, commands.ActorKind.SERVICE), name))
+
+
+_OLDER_ACTORS = {kind.name.lower(): kind for kind in commands.ActorKind}
 
 
 def decode_record(record: journal_pb2.JournalRecord) -> facts.Fact:

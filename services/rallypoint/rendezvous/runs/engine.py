@@ -12,7 +12,7 @@ from rallypoint.rendezvous.base.entries import WriteAdmission
 from rallypoint.rendezvous.base.errors import NotOwner
 from rallypoint.rendezvous.base.limits import LimitReached
 from rallypoint.rendezvous.core import apply, commands, facts
-from rallypoint.rendezvous.core.commands import RevisionAhead
+from rallypoint.rendezvous.core.commands import SERVICE, Actor, ActorKind, RevisionAhead
 from rallypoint.rendezvous.core.decide import check_lease, check_revision
 from rallypoint.rendezvous.core.state import Phase, RunSettings, RunState
 from rallypoint.rendezvous.runs.history import History
@@ -24,7 +24,7 @@ from rallypoint.rendezvous.runs.run import (
     run_message,
     run_summary,
 )
-from rallypoint.rendezvous.runs.runs import SERVICE, DurableRuns
+from rallypoint.rendezvous.runs.runs import DurableRuns
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 
 _T = TypeVar("_T")
@@ -35,8 +35,8 @@ _TOKEN_BYTES = 16
 class RendezvousEngine(DurableRuns, WriteAdmission):
     """Runs with operations for clients. All that it returns, or puts into a `LatestValue`, is durable."""
 
-    async def join(self, run_id: str, command: commands.Join) -> Member:
-        """Give a node a lease.
+    async def join(self, run_id: str, command: commands.Join, peer: str = "") -> Member:
+        """Give a node a lease; `peer`: its address, for the event log.
 
         Raises:
             RunIsClosed, SettingsDiffer, NodeIsEvicted, NodeIdTaken: See `decide`.
@@ -58,7 +58,8 @@ class RendezvousEngine(DurableRuns, WriteAdmission):
         # Unique: a run of this name would have to be created twice in the same fraction of a microsecond.
         incarnation = f"{round(self._wall_clock() * 1e9):x}"
         command = replace(command, incarnation=incarnation, token=self._draw(_TOKEN_BYTES))
-        return await self._submit(enrol, run_id, command, f"node {command.node_id}", self.disconnect)
+        actor = Actor(ActorKind.NODE, command.node_id, peer)
+        return await self._submit(enrol, run_id, command, actor, self.disconnect)
 
     async def resume(self, run_id: str, node_id: str, lease: int, revision: int, token: bytes) -> Member:
         """Admit a node again that holds a lease; the present state is put into its updates.
@@ -133,7 +134,7 @@ class RendezvousEngine(DurableRuns, WriteAdmission):
             self._settle_at(run, run.next_deadline(self._limits.run_ttl))
 
     async def execute(
-        self, run_id: str, command: commands.Command, actor: str = SERVICE
+        self, run_id: str, command: commands.Command, actor: Actor = SERVICE
     ) -> Sequence[facts.Fact]:
         """Carry out a command; returns its facts once they are durable and published.
 
@@ -150,13 +151,13 @@ class RendezvousEngine(DurableRuns, WriteAdmission):
         """
         return await self._submit(lambda happened: happened, run_id, command, actor)
 
-    async def close_run(self, run_id: str, reason: str, actor: str = SERVICE) -> pb.RunEnd:
+    async def close_run(self, run_id: str, reason: str, actor: Actor = SERVICE) -> pb.RunEnd:
         """Close a run, or return how it was closed before."""
         return await self._submit(
             lambda _: run_summary(self._run(run_id).state).run_end, run_id, commands.Close(reason), actor
         )
 
-    async def delete_run(self, run_id: str, actor: str = SERVICE) -> None:
+    async def delete_run(self, run_id: str, actor: Actor = SERVICE) -> None:
         """Forget a run without nodes, with its events, store and states.
 
         Raises:

@@ -16,7 +16,7 @@ from rallypoint.rendezvous.base.errors import Refusal, RunBroken, of_unknown_out
 from rallypoint.rendezvous.base.limits import KeptEvents, LimitReached, Quota, RendezvousLimits, SharedTotals
 from rallypoint.rendezvous.core import apply, commands, facts
 from rallypoint.rendezvous.core.apply import LEAST_TERM_AFTER_RESTART, LONG_PAUSE
-from rallypoint.rendezvous.core.commands import Refused, RunNotFound
+from rallypoint.rendezvous.core.commands import SERVICE, Actor, Refused, RunNotFound
 from rallypoint.rendezvous.core.decide import begin_to_confirm, carry_out, settle
 from rallypoint.rendezvous.core.snapshot import (
     RunSnapshot,
@@ -51,9 +51,6 @@ from rallypoint.rpc.logs import get_logger
 
 _T = TypeVar("_T")
 
-# The actor of deadlines and consequences, which no client requested.
-SERVICE = "service"
-
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class RunRequest(PendingRequest[_T]):
@@ -61,7 +58,7 @@ class RunRequest(PendingRequest[_T]):
 
     read: Callable[[Sequence[facts.Fact]], _T]
     command: commands.Command | None = None
-    actor: str = SERVICE
+    actor: Actor = SERVICE
     undo: Callable[[_T], None] = lambda _: None
     came_at: float
     happened: Sequence[facts.Fact] = ()
@@ -384,14 +381,14 @@ class DurableRuns(CommitLoop[RunRequest[Any]]):
         except Refused as refusal:
             request.refusal = refusal
 
-    def _mark_deleted(self, run: HostedRun, command: commands.Command, actor: str) -> None:
+    def _mark_deleted(self, run: HostedRun, command: commands.Command, actor: Actor) -> None:
         """Have the run forgotten with this step if the command deletes it, and not if a node joins after that."""
         if isinstance(command, commands.Forget):
-            run.deleted_by = actor
+            run.deleted_by = str(actor)
         elif run.state.nodes:
             run.deleted_by = ""
 
-    def _note(self, step: RunStep, run: HostedRun, happened: Sequence[facts.Fact], actor: str) -> None:
+    def _note(self, step: RunStep, run: HostedRun, happened: Sequence[facts.Fact], actor: Actor) -> None:
         """Add applied facts to the step, and a checkpoint when one is due."""
         if not happened:
             return
@@ -581,7 +578,7 @@ class DurableRuns(CommitLoop[RunRequest[Any]]):
         read: Callable[[Sequence[facts.Fact]], _T],
         run_id: str = "",
         command: commands.Command | None = None,
-        actor: str = SERVICE,
+        actor: Actor = SERVICE,
         undo: Callable[[_T], None] = lambda _: None,
     ) -> _T:
         """Queue a request and wait for the result of `read`; if the caller is cancelled too late, `undo` gets it."""

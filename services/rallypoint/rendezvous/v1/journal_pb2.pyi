@@ -73,6 +73,7 @@ class JournalRecord(_message.Message):
     REVISION_FIELD_NUMBER: _builtins.int
     TIME_FIELD_NUMBER: _builtins.int
     ACTOR_FIELD_NUMBER: _builtins.int
+    BY_FIELD_NUMBER: _builtins.int
     RUN_CREATED_FIELD_NUMBER: _builtins.int
     NODE_JOINED_FIELD_NUMBER: _builtins.int
     NODE_LOST_FIELD_NUMBER: _builtins.int
@@ -94,10 +95,14 @@ class JournalRecord(_message.Message):
     revision: _builtins.int
     """Number of the record in its run: 1, 2, 3, …"""
     actor: _builtins.str
-    """The cause; see Event."""
+    """The cause, as an older version wrote it: "node <node_id>", "operator <name or address>", or "service"."""
     @_builtins.property
     def time(self) -> _timestamp_pb2.Timestamp:
         """When it was decided, by the server's wall clock. For people, and for a recovery, to compute the age of a restart."""
+
+    @_builtins.property
+    def by(self) -> _rendezvous_service_pb2.Actor:
+        """The cause."""
 
     @_builtins.property
     def run_created(self) -> Global___RunCreated:
@@ -170,6 +175,7 @@ class JournalRecord(_message.Message):
         revision: _builtins.int = ...,
         time: _timestamp_pb2.Timestamp | None = ...,
         actor: _builtins.str = ...,
+        by: _rendezvous_service_pb2.Actor | None = ...,
         run_created: Global___RunCreated | None = ...,
         node_joined: Global___NodeJoined | None = ...,
         node_lost: Global___NodeLost | None = ...,
@@ -187,9 +193,9 @@ class JournalRecord(_message.Message):
         restart_requested: Global___RestartRequested | None = ...,
         exit_barrier_passed: Global___ExitBarrierPassed | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["exit_barrier_passed", b"exit_barrier_passed", "fact", b"fact", "node_confirmed", b"node_confirmed", "node_departing", b"node_departing", "node_evicted", b"node_evicted", "node_joined", b"node_joined", "node_left", b"node_left", "node_lost", b"node_lost", "node_readmitted", b"node_readmitted", "node_succeeded", b"node_succeeded", "restart_requested", b"restart_requested", "round_ended", b"round_ended", "round_finalized", b"round_finalized", "round_frozen", b"round_frozen", "run_closed", b"run_closed", "run_created", b"run_created", "time", b"time", "worker_failed", b"worker_failed"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["by", b"by", "exit_barrier_passed", b"exit_barrier_passed", "fact", b"fact", "node_confirmed", b"node_confirmed", "node_departing", b"node_departing", "node_evicted", b"node_evicted", "node_joined", b"node_joined", "node_left", b"node_left", "node_lost", b"node_lost", "node_readmitted", b"node_readmitted", "node_succeeded", b"node_succeeded", "restart_requested", b"restart_requested", "round_ended", b"round_ended", "round_finalized", b"round_finalized", "round_frozen", b"round_frozen", "run_closed", b"run_closed", "run_created", b"run_created", "time", b"time", "worker_failed", b"worker_failed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["actor", b"actor", "exit_barrier_passed", b"exit_barrier_passed", "fact", b"fact", "node_confirmed", b"node_confirmed", "node_departing", b"node_departing", "node_evicted", b"node_evicted", "node_joined", b"node_joined", "node_left", b"node_left", "node_lost", b"node_lost", "node_readmitted", b"node_readmitted", "node_succeeded", b"node_succeeded", "restart_requested", b"restart_requested", "revision", b"revision", "round_ended", b"round_ended", "round_finalized", b"round_finalized", "round_frozen", b"round_frozen", "run_closed", b"run_closed", "run_created", b"run_created", "run_id", b"run_id", "time", b"time", "worker_failed", b"worker_failed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["actor", b"actor", "by", b"by", "exit_barrier_passed", b"exit_barrier_passed", "fact", b"fact", "node_confirmed", b"node_confirmed", "node_departing", b"node_departing", "node_evicted", b"node_evicted", "node_joined", b"node_joined", "node_left", b"node_left", "node_lost", b"node_lost", "node_readmitted", b"node_readmitted", "node_succeeded", b"node_succeeded", "restart_requested", b"restart_requested", "revision", b"revision", "round_ended", b"round_ended", "round_finalized", b"round_finalized", "round_frozen", b"round_frozen", "run_closed", b"run_closed", "run_created", b"run_created", "run_id", b"run_id", "time", b"time", "worker_failed", b"worker_failed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_fact: _TypeAlias = _typing.Literal["run_created", "node_joined", "node_lost", "node_left", "round_frozen", "node_confirmed", "round_finalized", "worker_failed", "node_succeeded", "round_ended", "run_closed", "node_departing", "node_evicted", "node_readmitted", "restart_requested", "exit_barrier_passed"]  # noqa: Y015
     _WhichOneofArgType_fact: _TypeAlias = _typing.Literal["fact", b"fact"]  # noqa: Y015

@@ -361,6 +361,34 @@ EVENT_KIND_RUN_CLOSED: EventKind.ValueType  # 16
 """The run ended."""
 Global___EventKind: _TypeAlias = EventKind  # noqa: Y015
 
+class _ActorKind:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _ActorKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ActorKind.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    ACTOR_KIND_UNSPECIFIED: _ActorKind.ValueType  # 0
+    """Never sent."""
+    ACTOR_KIND_SERVICE: _ActorKind.ValueType  # 1
+    """The service itself: a deadline, or a consequence of what others did."""
+    ACTOR_KIND_NODE: _ActorKind.ValueType  # 2
+    """A node."""
+    ACTOR_KIND_OPERATOR: _ActorKind.ValueType  # 3
+    """A person or a tool."""
+
+class ActorKind(_ActorKind, metaclass=_ActorKindEnumTypeWrapper):
+    """ActorKind is a kind of actors."""
+
+ACTOR_KIND_UNSPECIFIED: ActorKind.ValueType  # 0
+"""Never sent."""
+ACTOR_KIND_SERVICE: ActorKind.ValueType  # 1
+"""The service itself: a deadline, or a consequence of what others did."""
+ACTOR_KIND_NODE: ActorKind.ValueType  # 2
+"""A node."""
+ACTOR_KIND_OPERATOR: ActorKind.ValueType  # 3
+"""A person or a tool."""
+Global___ActorKind: _TypeAlias = ActorKind  # noqa: Y015
+
 @_typing.final
 class RunSettings(_message.Message):
     """RunSettings are the same for all nodes of a run. The first node that joins sets them; a node that joins with
@@ -1769,7 +1797,6 @@ class Event(_message.Message):
 
     REVISION_FIELD_NUMBER: _builtins.int
     TIME_FIELD_NUMBER: _builtins.int
-    ACTOR_FIELD_NUMBER: _builtins.int
     KIND_FIELD_NUMBER: _builtins.int
     NODE_ID_FIELD_NUMBER: _builtins.int
     ROUND_FIELD_NUMBER: _builtins.int
@@ -1782,10 +1809,9 @@ class Event(_message.Message):
     EARLIEST_FIELD_NUMBER: _builtins.int
     COUNTED_RESTARTS_FIELD_NUMBER: _builtins.int
     HELD_BACK_FIELD_NUMBER: _builtins.int
+    ACTOR_FIELD_NUMBER: _builtins.int
     revision: _builtins.int
     """Number of the event in its run; grows by one from each to the next."""
-    actor: _builtins.str
-    """The cause: "node <node_id>", "operator <identity or address>", or "service" for automatic changes (a deadline)."""
     kind: Global___EventKind.ValueType
     """Kind of the event."""
     node_id: _builtins.str
@@ -1824,12 +1850,15 @@ class Event(_message.Message):
     def held_back(self) -> _duration_pb2.Duration:
         """In ROUND_ENDED: delay of the next round. Absent: none."""
 
+    @_builtins.property
+    def actor(self) -> Global___Actor:
+        """The cause."""
+
     def __init__(
         self,
         *,
         revision: _builtins.int = ...,
         time: _timestamp_pb2.Timestamp | None = ...,
-        actor: _builtins.str = ...,
         kind: Global___EventKind.ValueType = ...,
         node_id: _builtins.str = ...,
         round: _builtins.int = ...,
@@ -1842,14 +1871,45 @@ class Event(_message.Message):
         earliest: _builtins.bool = ...,
         counted_restarts: _builtins.int = ...,
         held_back: _duration_pb2.Duration | None = ...,
+        actor: Global___Actor | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "held_back", b"held_back", "round_end", b"round_end", "run_end", b"run_end", "time", b"time"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["actor", b"actor", "failure", b"failure", "held_back", b"held_back", "round_end", b"round_end", "run_end", b"run_end", "time", b"time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
     _ClearFieldArgType: _TypeAlias = _typing.Literal["actor", b"actor", "counted_restarts", b"counted_restarts", "detail", b"detail", "earliest", b"earliest", "failure", b"failure", "group_world_size", b"group_world_size", "held_back", b"held_back", "kind", b"kind", "node_id", b"node_id", "revision", b"revision", "round", b"round", "round_end", b"round_end", "run_end", b"run_end", "time", b"time", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Event: _TypeAlias = Event  # noqa: Y015
+
+@_typing.final
+class Actor(_message.Message):
+    """Actor is who caused an event."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    PEER_FIELD_NUMBER: _builtins.int
+    kind: Global___ActorKind.ValueType
+    """Kind of the actor."""
+    name: _builtins.str
+    """Name: the node_id of a node; for an operator the name in its token or certificate, empty if it has none."""
+    peer: _builtins.str
+    """Address of the client, as gRPC gives it; empty for the service, and in events of older versions."""
+    def __init__(
+        self,
+        *,
+        kind: Global___ActorKind.ValueType = ...,
+        name: _builtins.str = ...,
+        peer: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "name", b"name", "peer", b"peer"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Actor: _TypeAlias = Actor  # noqa: Y015
 
 @_typing.final
 class EventFilter(_message.Message):
