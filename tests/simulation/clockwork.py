@@ -291,7 +291,7 @@ class Process:
     def kill(self) -> None:
         """End it, with nothing of it ever run again."""
         self.alive = False
-        self.paused = False
+        self.paused = self.suspended = False
 
     def dispose(self) -> None:
         """Let go of what it was doing when it was killed."""
