@@ -61,5 +61,5 @@ async def test_without_a_rendezvous_service_nothing_is_restarted() -> None:
     with pytest.raises(
         ServiceError, match=r"the rendezvous service at 127.0.0.1:1 did not take the restart"
     ) as caught:
-        await restart_workers(as_job(job), "a whim")
+        await restart_workers(as_job(job), "a whim", "alice")
     assert caught.value.reason == "NO_RENDEZVOUS"

@@ -310,6 +310,18 @@ async def test_who_reads_a_run_can_not_act_for_its_nodes(served: Served) -> None
     assert await a.ended() is None
 
 
+async def test_a_restart_that_an_agent_asks_for_has_the_name_of_its_operator(served: Served) -> None:
+    """Beside the agent's own, which is the one that was checked."""
+    await served.running("a", "b")
+    stub = served.stub()
+    await stub.RestartRun(pb.RestartRunRequest(run_id=RUN, reason="new data", on_behalf_of="alice"))
+    events = (await stub.ListEvents(pb.ListEventsRequest(run_id=RUN))).events
+    (actor,) = (event.actor for event in events if event.kind == pb.EVENT_KIND_RESTART_REQUESTED)
+    assert (actor.kind, actor.name) == (pb.ACTOR_KIND_OPERATOR, f"alice through {actor.peer}")
+    error = await refused(stub.RestartRun(pb.RestartRunRequest(run_id=RUN, on_behalf_of="x" * 257)))
+    assert field_of(error) == "on_behalf_of"
+
+
 async def test_a_superseded_node_is_told_by_whom(served: Served) -> None:
     """Another agent joined under its name: its stream ends, and so does its right to anything."""
     old = await served.join("a")

@@ -36,15 +36,20 @@ class Stacks:
     text: str
 
 
-async def restart_workers(job: Job, reason: str) -> int:
+async def restart_workers(job: Job, reason: str, operator: str) -> int:
     """Restart all workers of the job's run, on all hosts; return the round that ended.
+
+    Args:
+        job: The job.
+        reason: For people.
+        operator: Name or address of the caller, for the run's events.
 
     Raises:
         ServiceError: JOB_ENDED, JOB_NOT_RUNNING, NO_RENDEZVOUS.
     """
     running_group(job)
     peer, run_id = job.config.rendezvous, job.config.run_id
-    request = rendezvous_pb.RestartRunRequest(run_id=run_id, reason=reason)
+    request = rendezvous_pb.RestartRunRequest(run_id=run_id, reason=reason, on_behalf_of=operator)
     try:
         async with ReplicaClient(peer.endpoint, peer.security) as client, asyncio.timeout(RENDEZVOUS_TIMEOUT):
             response: rendezvous_pb.RestartRunResponse = await call_any(

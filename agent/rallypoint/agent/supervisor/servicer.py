@@ -19,6 +19,8 @@ from rallypoint.agent.v1 import supervisor_service_pb2 as pb
 from rallypoint.agent.v1 import supervisor_service_pb2_grpc as pb_grpc
 from rallypoint.agent.workers.usage import UsageMeter
 from rallypoint.rpc.errors import ServiceError
+from rallypoint.rpc.text import one_line
+from rallypoint.serving.access import caller_of
 from rallypoint.serving.flow import WRITE_TIMEOUT, Subscriber
 from rallypoint.serving.policy import OPERATORS, READERS, Rights
 from rallypoint.serving.requests import NAME_BYTES, reason, seconds, text
@@ -135,9 +137,9 @@ class SupervisorServicer(pb_grpc.SupervisorServiceServicer):
         self, request: pb.RestartWorkersRequest, context: _Context
     ) -> pb.RestartWorkersResponse:
         """Restart all workers of the run."""
-        why = reason(request.reason)
+        why, operator = reason(request.reason), one_line(str(caller_of(context)), NAME_BYTES)
         job = self._jobs.find(_run_id(request.run_id)).job
-        return pb.RestartWorkersResponse(ended_round=await restart_workers(job, why))
+        return pb.RestartWorkersResponse(ended_round=await restart_workers(job, why, operator))
 
     async def ReapWorker(self, request: pb.ReapWorkerRequest, context: _Context) -> pb.ReapWorkerResponse:
         """Kill a worker and its descendants."""

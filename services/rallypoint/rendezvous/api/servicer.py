@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -30,7 +31,7 @@ from rallypoint.rpc.errors import invalid
 from rallypoint.rpc.text import one_line
 from rallypoint.serving.access import Caller, caller_of
 from rallypoint.serving.flow import WRITE_TIMEOUT, ServerDraining, Subscriber, UnopenedStreams
-from rallypoint.serving.requests import SENTENCE_BYTES, count, name, reason
+from rallypoint.serving.requests import NAME_BYTES, SENTENCE_BYTES, count, name, reason, text
 
 # Seconds that a stream has for its first message.
 _FIRST_MESSAGE_TIMEOUT = 10.0
@@ -195,8 +196,9 @@ class RendezvousServicer(pb_grpc.RendezvousServiceServicer):
     ) -> pb.RestartRunResponse:
         """Restart all workers of a run."""
         name("run_id", request.run_id)
+        text("on_behalf_of", request.on_behalf_of, NAME_BYTES)
         command = commands.Restart(reason(request.reason))
-        happened = await self._operate(request.run_id, command, context)
+        happened = await self._operate(request.run_id, command, context, request.on_behalf_of)
         ended = [fact.end.round for fact in happened if isinstance(fact, facts.RoundEnded)]
         taken = any(isinstance(fact, facts.RestartRequested) for fact in happened)
         return pb.RestartRunResponse(ended_round=ended[0] if ended else 0, hurried=taken and not ended)
@@ -228,11 +230,17 @@ class RendezvousServicer(pb_grpc.RendezvousServiceServicer):
         return pb.ReadmitNodeResponse(was_evicted=bool(happened))
 
     async def _operate(
-        self, run_id: str, command: commands.Command, context: grpc.aio.ServicerContext[Any, Any]
+        self,
+        run_id: str,
+        command: commands.Command,
+        context: grpc.aio.ServicerContext[Any, Any],
+        on_behalf_of: str = "",
     ) -> Sequence[facts.Fact]:
         """Execute the command of an operator; return its facts."""
-        engine = self._locator.writer(run_id).engine
-        return await engine.execute(run_id, command, _operator(context))
+        actor = _operator(context)
+        if on_behalf_of:
+            actor = replace(actor, name=f"{on_behalf_of} through {actor.name or actor.peer}")
+        return await self._locator.writer(run_id).engine.execute(run_id, command, actor)
 
     async def ListEvents(
         self,
