@@ -185,6 +185,23 @@ class TestAHostThatVanishes:
         assert run.state.restart_count == 1
 
 
+@pytest.mark.parametrize("seconds", [0.0, 1.0])
+def test_a_host_that_vanishes_as_it_departs_may_be_the_cause(seconds: float) -> None:
+    """After a pause of the service its last words and its peers' failures come in any order (seed 120311146).
+
+    But if it was seen to be there for longer, a worker of another host had failed by itself.
+    """
+    run = running("a", "b", "c", max_restarts=3)
+    run.fail("a", "connection reset")
+    run.depart("c")
+    run.later(seconds)
+    break_stream(run, "c")
+    pass_grace(run)
+    (lost,) = run.of_type(facts.NodeLost)
+    excused = seconds < SETTLE_WINDOW
+    assert (lost.failed_round, run.state.restart_count) == ((1, 0) if excused else (0, 1))
+
+
 def test_three_hosts_lost_one_after_the_other_are_held_against_no_other() -> None:
     """Budgets of nodes are for what their own workers do."""
     run = ScriptedRun(

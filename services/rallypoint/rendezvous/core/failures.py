@@ -215,7 +215,7 @@ def failed_round_of(state: RunState, node_id: str) -> int:
     within milliseconds, and a lease outlives a network cut by seconds.
     """
     node = state.nodes[node_id]
-    if state.failure is None or node_id in state.departing:
+    if state.failure is None:
         return 0
     if state.phase is Phase.FINAL:
         failed = state.settling and _takes_part(state, node_id)
