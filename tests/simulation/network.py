@@ -357,6 +357,7 @@ class Network:
                 pipe.cut(powerless=True)
                 self._notice(connection, lambda: True, client=not client_died, server=client_died)
             else:
+                connection.unblock()  # its host may have been suspended
                 if self.random.random() < 0.5:
                     pipe.cut()
                 pipe.send(("gone", "socket closed"))
