@@ -260,6 +260,26 @@ async def test_reflection_lists_the_services(serve: Start, connect: Start) -> No
     assert {SERVICE, "grpc.health.v1.Health"} <= names
 
 
+async def test_health_and_reflection_can_be_closed(serve: Start, connect: Start) -> None:
+    """Then they are methods like any that there is not; the service itself is there."""
+    channel = connect(await serve(ECHO, options=ServerOptions(health=False, reflection=False)))
+
+    async def ask() -> AsyncIterator[Any]:
+        yield reflection_pb2.ServerReflectionRequest(list_services="")
+
+    with pytest.raises(grpc.aio.AioRpcError) as error:
+        await health_of(channel, "")
+    assert error.value.code() is grpc.StatusCode.UNIMPLEMENTED
+    with pytest.raises(grpc.aio.AioRpcError) as error:
+        await (
+            reflection_pb2_grpc.ServerReflectionStub(channel)
+            .ServerReflectionInfo(ask(), timeout=PATIENCE)
+            .read()
+        )
+    assert error.value.code() is grpc.StatusCode.UNIMPLEMENTED
+    assert await channel.unary_unary(f"/{SERVICE}/Echo")(b"here", timeout=PATIENCE) == b"here"
+
+
 async def test_a_drain_tells_streams_refuses_new_calls_and_lets_open_ones_end(
     serve: Start, connect: Start
 ) -> None:

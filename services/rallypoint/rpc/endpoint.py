@@ -82,6 +82,12 @@ class ServerOptions:
     audit_log: Path | None = None
     """File to which refused calls and actions of operators are appended, a line of JSON each."""
 
+    health: bool = True
+    """Offer `grpc.health.v1`, to every client that can connect."""
+
+    reflection: bool = True
+    """Offer reflection, so that grpcurl and buf curl need no protos, to every client that can connect."""
+
     drain_grace: float = 5.0
     """Seconds that open calls get to end after SIGTERM. 5 is below the 10 s after which `docker stop` kills;
     longer makes restarts slower, shorter cuts off more calls."""

@@ -136,6 +136,16 @@ def server_options(
             help="Append refused calls and all actions of operators to FILE, a line of JSON each.",
         ),
         _setting(
+            "--health/--no-health",
+            default=_DEFAULT.health,
+            help="Answer health checks (grpc.health.v1) of every client that can connect.",
+        ),
+        _setting(
+            "--reflection/--no-reflection",
+            default=_DEFAULT.reflection,
+            help="Describe the services to every client that can connect, as grpcurl and buf curl need it.",
+        ),
+        _setting(
             "--drain-grace",
             type=Seconds(0, 3600),
             default=_DEFAULT.drain_grace,

@@ -260,9 +260,12 @@ class Server:
         for service in self._services:
             service.add(server)
         await self._publish_health()
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         names = [service.service_name for service in self._services]
-        reflection.enable_server_reflection([*names, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
+        if self._options.health:
+            health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+            names.append(health.SERVICE_NAME)
+        if self._options.reflection:
+            reflection.enable_server_reflection([*names, reflection.SERVICE_NAME], server)
 
     async def set_ready(self, ready: bool) -> None:
         """Report by health that the services can do their work, or not: load balancers then send calls, or do not.
