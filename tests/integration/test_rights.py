@@ -347,8 +347,8 @@ async def test_keys_of_tokens_are_exchanged_while_the_server_runs(scene: Scene) 
 
 
 @pytest.mark.parametrize("scene", [CERTIFICATES, TOKENS], indirect=True)
-async def test_events_have_the_name_of_the_operator(scene: Scene) -> None:
-    """From the certificate, or from the token."""
+async def test_every_event_has_its_actor_and_the_audit_log_every_action(scene: Scene) -> None:
+    """The node with its address, the operator with the name in its certificate or token, or the service."""
     async with scene.channel("node") as channel:
         settings = rendezvous_pb.RunSettings(min_nodes=1, max_nodes=1)
         join = rendezvous_pb.JoinRun(
@@ -359,11 +359,29 @@ async def test_events_have_the_name_of_the_operator(scene: Scene) -> None:
         await joined.read()
     async with scene.channel("operator") as channel:
         stub = rendezvous_grpc.RendezvousServiceStub(channel)
+        await stub.RestartRun(rendezvous_pb.RestartRunRequest(run_id=OWN))
+        await stub.EvictNode(rendezvous_pb.EvictNodeRequest(run_id=OWN, node_id="n"))
+        await stub.ReadmitNode(rendezvous_pb.ReadmitNodeRequest(run_id=OWN, node_id="n"))
         await stub.CloseRun(rendezvous_pb.CloseRunRequest(run_id=OWN))
         events = (await stub.ListEvents(rendezvous_pb.ListEventsRequest(run_id=OWN))).events
-    (actor,) = (event.actor for event in events if event.actor.kind == rendezvous_pb.ACTOR_KIND_OPERATOR)
-    assert actor.name == "spiffe://rallypoint.test/operator"
-    assert actor.peer.startswith("ipv4:127.0.0.1:")
+        await stub.DeleteRun(rendezvous_pb.DeleteRunRequest(run_id=OWN))
+    operator = "spiffe://rallypoint.test/operator"
+    expected = {
+        rendezvous_pb.EVENT_KIND_NODE_JOINED: (rendezvous_pb.ACTOR_KIND_NODE, "n"),
+        rendezvous_pb.EVENT_KIND_RESTART_REQUESTED: (rendezvous_pb.ACTOR_KIND_OPERATOR, operator),
+        rendezvous_pb.EVENT_KIND_NODE_EVICTED: (rendezvous_pb.ACTOR_KIND_OPERATOR, operator),
+        rendezvous_pb.EVENT_KIND_NODE_READMITTED: (rendezvous_pb.ACTOR_KIND_OPERATOR, operator),
+        rendezvous_pb.EVENT_KIND_RUN_CLOSED: (rendezvous_pb.ACTOR_KIND_OPERATOR, operator),
+        rendezvous_pb.EVENT_KIND_ROUND_ENDED: (rendezvous_pb.ACTOR_KIND_SERVICE, ""),
+    }
+    actors = {event.kind: (event.actor.kind, event.actor.name) for event in events if event.kind in expected}
+    assert actors == expected
+    for event in events:
+        at_work = event.actor.kind != rendezvous_pb.ACTOR_KIND_SERVICE
+        assert event.actor.peer.startswith("ipv4:127.0.0.1:") == at_work, event
+    actions = [(line["method"].rpartition("/")[2], line["caller"], line["runs"]) for line in scene.audited()]
+    methods = ("RestartRun", "EvictNode", "ReadmitNode", "CloseRun", "DeleteRun")
+    assert actions == [(method, operator, [OWN]) for method in methods]
 
 
 @pytest.mark.parametrize("scene", [TOKENS], indirect=True)
