@@ -13,7 +13,9 @@ from rallypoint.agent.job.options import OPTIONS
 
 # Methods that end jobs. Without a name they would mean the bystander, which nothing in the attack may name.
 _ENDING = ("StopJob", "Drain", "ReapWorker", "RestartWorkers")
-_COMMANDS = (["/bin/true"], ["/bin/sleep", "2"], ["/nonexistent"])
+HARMLESS_COMMANDS = (["/bin/true"], ["/bin/sleep", "0.5"], ["/nonexistent"])
+"""The only ones that the attack has an agent run."""
+
 # Numbers above these cost the host more than a test should; above those of the second column, agents refuse them.
 _MOST = {"local_world_size": (2, 16_384), "max_restarts": (1, 1_000_000)}
 # Options with which a job runs programs, and writes files, of its own.
@@ -44,7 +46,12 @@ def _tame(spec: Any) -> bool:
     """Take out of a job what would do harm; return True if there was any."""
     before = spec.SerializeToString(deterministic=True)
     command = list(spec.command)
-    if command and command[0] and not any("\0" in part for part in command) and command not in _COMMANDS:
+    if (
+        command
+        and command[0]
+        and not any("\0" in part for part in command)
+        and command not in HARMLESS_COMMANDS
+    ):
         spec.command[:] = ["/nonexistent"]
     for name, (most, refused) in _MOST.items():
         if most < getattr(spec, name) <= refused:

@@ -13,7 +13,7 @@ from google.protobuf.descriptor import FileDescriptor, MethodDescriptor
 from grpc_health.v1 import health_pb2  # type: ignore[import-untyped]
 from grpc_reflection.v1alpha import reflection_pb2  # type: ignore[import-untyped]
 
-from hostile.harmless import harmless_job
+from hostile.harmless import HARMLESS_COMMANDS, harmless_job
 from rallypoint.agent.v1 import supervisor_service_pb2
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2, state_service_pb2, store_service_pb2
 from rallypoint.timer.v1 import timer_service_pb2
@@ -21,7 +21,7 @@ from rallypoint.timer.v1 import timer_service_pb2
 MOST_RUNS = 40
 MOST_NODES = 3
 MOST_TIMERS = 100
-MOST_JOBS = 4
+MOST_JOBS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,17 +114,22 @@ def _admit_timer(request: Any, draw: Random) -> None:
 
 
 def _admit_job(request: Any, draw: Random) -> None:
-    """A small job that ends soon, now and then; or a request about any job."""
+    """A small job that ends soon, now and then; or a request about such a job."""
     known = request.DESCRIPTOR.fields_by_name
-    if "spec" in known and draw.random() < 0.3:
-        run_id = request.spec.run_id
-        request.spec.Clear()
+    # More runs than for the other services: a run that is closed takes no job any more.
+    run_id = f"run-{draw.randrange(40)}"
+    if "run_id" in known and draw.random() < 0.5:
+        request.run_id = run_id
+    if "spec" in known and draw.random() < 0.5:
+        request.ClearField("launch_id")
+        for name in ("min_nodes", "max_nodes", "rendezvous_endpoint", "rendezvous_settings", "options"):
+            if draw.random() < 0.9:
+                request.spec.ClearField(name)
         request.spec.run_id = run_id
-        request.spec.command.extend(draw.choice((["/bin/true"], ["/bin/sleep", "2"], ["/nonexistent"])))
-    if "ranks" in known and draw.random() < 0.5:
-        request.ClearField("ranks")
-    if "cursors" in known and draw.random() < 0.5:
-        request.ClearField("cursors")
+        request.spec.command[:] = draw.choice(HARMLESS_COMMANDS)
+    for name in ("ranks", "cursors", "grace"):
+        if name in known and draw.random() < 0.5:
+            request.ClearField(name)
 
 
 RENDEZVOUS = Kind(

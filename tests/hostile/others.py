@@ -215,7 +215,8 @@ class Workers:
     async def begin(self) -> None:
         """Launch it, and wait until its worker runs."""
         await self._launch(_RUN, "/bin/sleep", "3600")
-        job = await self._once(_RUN, lambda job: job.state == agent_pb.JOB_STATE_RUNNING)
+        # The job runs a moment before its worker does.
+        job = await self._once(_RUN, lambda job: any(worker.pid for worker in job.workers))
         self._pid = job.workers[0].pid
 
     async def check(self) -> None:
