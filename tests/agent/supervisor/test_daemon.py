@@ -219,6 +219,7 @@ async def test_who_hurries_a_daemon_has_its_workers_killed(tmp_path: Path) -> No
         ({"rendezvous_settings": {"join": "1"}}, "spec.rendezvous_settings", "'join' is not a setting"),
         ({"rendezvous_endpoint": "here"}, "spec.rendezvous_endpoint", "has no port"),
         ({"rendezvous_endpoint": ""}, "spec.rendezvous_endpoint", "must not be empty"),
+        ({"rendezvous_endpoint": "127.0.0.1:1," * 400}, "spec.rendezvous_endpoint", "at most 4096 bytes"),
         ({"run_id": "a\nb"}, "spec.run_id", "must not have control characters"),
         ({"node_id": "x" * 257}, "spec.node_id", "at most 256 bytes"),
         ({"environment": {"A=B": "1"}}, "spec.environment", "'A=B' or its value is not valid"),
