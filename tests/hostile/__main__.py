@@ -18,9 +18,6 @@ from hostile.target import Target, target
 from hostile.verdict import fault
 
 _MIB = 1024 * 1024
-# What the second half of an attack may add to the memory of the server, bytes: what a request leaves behind for good is
-# less than 330 bytes then. Where the allocator puts things makes a difference of some MiB either way.
-_MOST_GROWTH = 16 * _MIB
 
 
 @click.command()
@@ -52,7 +49,7 @@ def main(count: int, seed: int, only: int | None, journal: str, of: str) -> None
         server.stop()
         report.faults += log_faults(server, kind)
     _show(report)
-    if memory_growth(report) > _MOST_GROWTH:
+    if memory_growth(report) > kind.most_growth * _MIB:
         report.faults.append(f"memory grew by {memory_growth(report) / _MIB:.1f} MiB in the second half")
     for each in report.faults:
         click.echo(f"\nFAULT: {each}")

@@ -61,6 +61,9 @@ class Kind:
     """Returns a request in the place of one that would do harm."""
     job_errors: frozenset[str] = frozenset()
     """Events of the server's log that are errors of the jobs it runs, not of the server."""
+    most_growth: int = 16
+    """MiB that the second half of an attack may add to the server's memory: what a request leaves behind for good is
+    less than 330 bytes then. Where the allocator puts things makes a difference of some MiB either way."""
     worth: int = 25
     """Pairs of code and reason that 10,000 requests get at least."""
 
@@ -225,6 +228,8 @@ AGENT = Kind(
             "this host can't run another round",
         }
     ),
+    # It keeps a hundred ended jobs, which it has only after 12,000 requests, with environments of up to some MiB.
+    most_growth=48,
     worth=7,
 )
 
