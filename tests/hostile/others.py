@@ -236,8 +236,10 @@ class Workers:
         for run_id in running:
             if run_id != _RUN:
                 await self._stop(run_id)
-        await self._launch("newcomer", "/bin/true")
-        job = await self._once("newcomer", lambda job: job.state == agent_pb.JOB_STATE_ENDED)
+        # A second attack on the same server needs another run: this one is closed at its end.
+        newcomer = f"newcomer-{self._pid}"
+        await self._launch(newcomer, "/bin/true")
+        job = await self._once(newcomer, lambda job: job.state == agent_pb.JOB_STATE_ENDED)
         assert job.exit_code == 0, job
         await self.check()
         await self._stop(_RUN)
