@@ -98,8 +98,8 @@ planted: $(VENV)/.ready ## plant bugs in the product, and say which seed of the 
 
 # SEED=7 sends others; SEED=7 ONLY=1234 sends that one alone, and shows what comes (docs/limits.md).
 .PHONY: hostile
-hostile: $(VENV)/.ready ## 100,000 malformed or hostile requests to a rendezvous service; COUNT=10000 sends fewer
-	PYTHONPATH=tests $(BIN)/python -m hostile $(if $(SEED),--seed $(SEED)) $(if $(COUNT),--count $(COUNT)) $(if $(ONLY),--only $(ONLY))
+hostile: $(VENV)/.ready ## 100,000 malformed or hostile requests to a service: OF=timer, OF=agent, or rendezvous; COUNT=10000 sends fewer
+	PYTHONPATH=tests $(BIN)/python -m hostile $(if $(OF),--of $(OF)) $(if $(SEED),--seed $(SEED)) $(if $(COUNT),--count $(COUNT)) $(if $(ONLY),--only $(ONLY))
 
 # ONLY=storm runs those of which the name matches (docs/survival.md).
 .PHONY: torture

@@ -12,14 +12,12 @@ import click
 from hostile.attacker import Attacker
 from hostile.campaign import Report, attack, log_faults, memory_growth
 from hostile.contract import documented_reasons
+from hostile.kinds import KINDS, RENDEZVOUS, Kind
 from hostile.requests import hostile_request
 from hostile.target import Target, target
 from hostile.verdict import fault
 
 _MIB = 1024 * 1024
-# What the second half of an attack may add to the memory of the server, bytes: what a request leaves behind for good is
-# less than 330 bytes then. Where the allocator puts things makes a difference of some MiB either way.
-_MOST_GROWTH = 16 * _MIB
 
 
 @click.command()
@@ -31,27 +29,35 @@ _MOST_GROWTH = 16 * _MIB
     "--only", type=click.IntRange(0), help="Send the request of that number alone, and show what comes."
 )
 @click.option(
-    "--journal", default="sqlite:journal.db", show_default=True, help="As of `rallypoint serve rendezvous`."
+    "--journal", default="", help="As of `rallypoint serve rendezvous`; default: sqlite:journal.db."
 )
-def main(count: int, seed: int, only: int | None, journal: str) -> None:
-    """Send hostile requests to a rendezvous service, and report what it did wrong."""
-    with tempfile.TemporaryDirectory() as folder, target(Path(folder), journal) as server:
+@click.option(
+    "--of",
+    type=click.Choice(list(KINDS)),
+    default=RENDEZVOUS.name,
+    show_default=True,
+    help="Which service to attack.",
+)
+def main(count: int, seed: int, only: int | None, journal: str, of: str) -> None:
+    """Send hostile requests to a service, and report what it did wrong."""
+    kind = KINDS[of]
+    with tempfile.TemporaryDirectory() as folder, target(Path(folder), kind, journal) as server:
         if only is not None:
-            asyncio.run(_send_one(server, seed, only))
+            asyncio.run(_send_one(server, kind, seed, only))
             return
-        report = asyncio.run(attack(server, seed, count))
+        report = asyncio.run(attack(server, kind, seed, count))
         server.stop()
-        report.faults += log_faults(server)
+        report.faults += log_faults(server, kind)
     _show(report)
-    if memory_growth(report) > _MOST_GROWTH:
+    if memory_growth(report) > kind.most_growth * _MIB:
         report.faults.append(f"memory grew by {memory_growth(report) / _MIB:.1f} MiB in the second half")
     for each in report.faults:
         click.echo(f"\nFAULT: {each}")
     sys.exit(1 if report.faults else 0)
 
 
-async def _send_one(server: Target, seed: int, number: int) -> None:
-    request = hostile_request(seed, number)
+async def _send_one(server: Target, kind: Kind, seed: int, number: int) -> None:
+    request = hostile_request(seed, number, kind)
     click.echo(str(request))
     attacker = Attacker(server.address, 1)
     outcome = await attacker.send(request)
@@ -66,8 +72,7 @@ def _show(report: Report) -> None:
         f"{report.sent:,} requests of seed {report.seed} in {report.seconds:.1f} s "
         f"({report.sent / report.seconds:,.0f}/s; {report.server_cpu:.1f} s of the server's CPU)\n"
         f"server memory after each tenth: {memory} MiB; {memory_growth(report) / _MIB:+.1f} MiB in the second half\n"
-        f"a job beside it kept its round, and formed the next within {report.slowest_round * 1000:.0f} ms; "
-        f"{report.runs} runs at the end\n"
+        f"{report.beside}\n"
         f"answered: {sum(report.answered.values()):,}, by {len(report.answered)} methods; "
         f"refused: {sum(report.refused.values()):,}, for {len(report.refused)} reasons:"
     )

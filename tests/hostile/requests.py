@@ -2,44 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from random import Random
 from typing import Any
 
-from google.protobuf.descriptor import Descriptor, MethodDescriptor
+from google.protobuf.descriptor import MethodDescriptor
 from google.protobuf.message import DecodeError
 from google.protobuf.message_factory import GetMessageClass
 from google.protobuf.text_format import MessageToString
-from grpc_health.v1 import health_pb2  # type: ignore[import-untyped]
-from grpc_reflection.v1alpha import reflection_pb2  # type: ignore[import-untyped]
 
+from hostile.kinds import RENDEZVOUS, Kind, Life
 from hostile.values import message
 from hostile.wire import damaged, without_utf8
-from rallypoint.rendezvous.v1 import rendezvous_service_pb2, state_service_pb2, store_service_pb2
-
-METHODS: Mapping[str, MethodDescriptor] = {
-    f"/{service.full_name}/{method.name}": method
-    for file in (
-        rendezvous_service_pb2.DESCRIPTOR,
-        store_service_pb2.DESCRIPTOR,
-        state_service_pb2.DESCRIPTOR,
-        health_pb2.DESCRIPTOR,
-        reflection_pb2.DESCRIPTOR,
-    )
-    for service in file.services_by_name.values()
-    for method in service.methods
-}
-"""Every method of a rendezvous server, by its path."""
-
-# Runs that are closed can't be joined any more: with as many closed as anything else, little else would come about.
-_SELDOM = ("/CloseRun", "/EvictNode", "/List", "/Check")
-_PATHS = tuple(path for path in METHODS for _ in range(1 if path.endswith(_SELDOM) else 4))
-# What a node's stream is for, and what needs a few messages in their order to get anywhere.
-_JOIN = "/rallypoint.rendezvous.v1.RendezvousService/Join"
-_LIFE = ("join", "heartbeat", "confirm", "worker_failed", "succeeded", "heartbeat", "depart", "leave")
-_WAITING = ("/Get", "/MultiGet", "/Wait")
-_UNKNOWN = ("/rallypoint.rendezvous.v1.StoreService/Drop", "/nobody.v1.NobodyService/Ask")
 
 # How long an honest answer may take on a machine that does other things too, seconds.
 PATIENCE = 30.0
@@ -61,11 +36,12 @@ class Request:
     """Whether the sender of a stream says that it has said everything."""
     most_answers: int
     """How many answers the sender of a call with many reads before it goes."""
+    kind: Kind = RENDEZVOUS
 
     @property
     def method(self) -> MethodDescriptor | None:
         """None: there is no such method."""
-        return METHODS.get(self.path)
+        return self.kind.methods.get(self.path)
 
     @property
     def may_time_out(self) -> bool:
@@ -75,30 +51,36 @@ class Request:
         return self.timeout < PATIENCE or streaming
 
     def __str__(self) -> str:
+        of = f"OF={self.kind} " if self.kind is not RENDEZVOUS else ""
         said = "\n".join(f"  {_shown(self.method, data)}" for data in self.messages)
         return (
             f"request {self.number} of seed {self.seed}: {self.path}, timeout {self.timeout:g} s, "
             f"cancelled after {self.cancel_after}, half-closed {self.half_close}\n{said}\n"
-            f"again: make hostile SEED={self.seed} ONLY={self.number}"
+            f"again: make hostile {of}SEED={self.seed} ONLY={self.number}"
         )
 
 
-def hostile_request(seed: int, number: int) -> Request:
+def hostile_request(seed: int, number: int, kind: Kind = RENDEZVOUS) -> Request:
     """The request of that number. Equal arguments, equal requests, in whatever order they are made."""
     draw = Random(f"{seed}-{number}")
     if draw.random() < 0.005:
-        return Request(seed, number, draw.choice(_UNKNOWN), (draw.randbytes(20),), PATIENCE, None, True, 1)
-    path = _JOIN if draw.random() < 0.15 else draw.choice(_PATHS)
-    method = METHODS[path]
+        path = draw.choice((f"/{kind.services[-1]}/Drop", "/nobody.v1.NobodyService/Ask"))
+        return Request(seed, number, path, (draw.randbytes(20),), PATIENCE, None, True, 1, kind)
+    life = kind.life if draw.random() < 0.15 else None
+    path = life.path if life is not None else draw.choice(_paths(kind))
+    method = kind.methods[path]
     wild = draw.choice((0.0, 0.02, 0.1, 0.5, 1.0))
-    if path == _JOIN:
-        messages = _life(method.input_type, draw, wild)
+    if kind.life is not None and path == kind.life.path:
+        messages = _life(kind.life, method, draw, wild)
     elif method.client_streaming:
         messages = [
             message(method.input_type, draw, wild).SerializeToString() for _ in range(draw.randrange(5))
         ]
     else:
-        messages = [message(method.input_type, draw, wild).SerializeToString()]
+        asked = message(method.input_type, draw, wild)
+        if wild < 1:
+            kind.admit(asked, draw)
+        messages = [asked.SerializeToString()]
     messages = [without_utf8(data) for data in messages]
     if messages and draw.random() < 0.15:
         victim = draw.randrange(len(messages))
@@ -107,47 +89,52 @@ def hostile_request(seed: int, number: int) -> Request:
         seed,
         number,
         path,
-        tuple(messages),
-        timeout=_timeout(method, path, draw),
+        tuple(kind.harmless(method, data) for data in messages),
+        timeout=_timeout(kind, method, draw),
         cancel_after=draw.choice((0.0, 0.001, 0.02)) if draw.random() < 0.05 else None,
         half_close=draw.random() < 0.5,
         most_answers=draw.randint(0, 3),
+        kind=kind,
     )
 
 
-def _timeout(method: MethodDescriptor, path: str, draw: Random) -> float:
+@cache
+def _paths(kind: Kind) -> tuple[str, ...]:
+    return tuple(path for path in kind.methods for _ in range(1 if path.endswith(kind.seldom) else 4))
+
+
+def _timeout(kind: Kind, method: MethodDescriptor, draw: Random) -> float:
     if draw.random() < 0.04:
         return 0.001
     if method.client_streaming or method.server_streaming:
         return draw.choice((0.02, 0.1, 0.3))
-    return 0.2 if path.endswith(_WAITING) else PATIENCE
+    return 0.2 if f"/{method.name}".endswith(kind.waiting) else PATIENCE
 
 
-def _life(join_request: Descriptor, draw: Random, wild: float) -> list[bytes]:
-    """What a node says on its stream: a part of its life, out of order now and then, or far too much of one thing."""
-    make: Any = GetMessageClass(join_request)
+def _life(life: Life, method: MethodDescriptor, draw: Random, wild: float) -> list[bytes]:
+    """What a client says on its stream: a part of its life, out of order now and then, or far too much of one thing."""
+    make: Any = GetMessageClass(method.input_type)
 
     def say(word: str) -> bytes:
-        kind = join_request.fields_by_name[word].message_type
-        assert kind is not None
         said = make()
-        getattr(said, word).CopyFrom(message(kind, draw, wild))
-        if word == "join" and draw.random() < 0.8:
-            # Names and settings with which it gets in, into one of few runs.
-            junk = draw.random() < 0.3
-            said.join.run_id = f"junk-{draw.randrange(10**9)}" if junk else f"run-{draw.randrange(12)}"
-            said.join.node_id = draw.choice("abcd")
-            said.join.address, said.join.local_world_size = "10.0.0.1", 2
-            said.join.settings.Clear()
-            said.join.settings.min_nodes = said.join.settings.max_nodes = 1
+        action = getattr(said, life.actions).add() if life.actions else said
+        part = action.DESCRIPTOR.fields_by_name[word].message_type
+        getattr(action, word).CopyFrom(message(part, draw, wild))
+        if word == life.words[0] and draw.random() < 0.8:
+            life.admit(getattr(action, word), draw)
         return bytes(said.SerializeToString())
 
-    words = ["resume" if draw.random() < 0.2 else _LIFE[0], *_LIFE[1 : draw.randint(1, len(_LIFE))]]
+    words = [
+        life.resume if draw.random() < 0.2 else life.words[0],
+        *life.words[1 : draw.randint(1, len(life.words))],
+    ]
     if draw.random() < 0.2:
         draw.shuffle(words)
     if draw.random() < 0.05:
-        words += [draw.choice(("heartbeat", "confirm", "join"))] * 60
-    return [say(word) for word in words] if draw.random() > 0.02 else []
+        words += [draw.choice(life.repeated)] * 60
+    said = [say(word) for word in words] if draw.random() > 0.02 else []
+    # The bytes of two messages are one message with the actions of both.
+    return [b"".join(said)] if life.actions and draw.random() < 0.3 else said
 
 
 def _shown(method: MethodDescriptor | None, data: bytes) -> str:

@@ -10,30 +10,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from cli.cli_process import RALLYPOINT, clean_environment
+from hostile.kinds import Kind
 from support.waiting import wait_until
-
-MOST_RUNS = 40
-MOST_NODES = 3
-# Small, so that what is bounded is full long before an attack is half over, and grows no more.
-LIMITS = {
-    "--max-runs": MOST_RUNS,
-    "--max-nodes-per-run": MOST_NODES,
-    "--max-subscribers-per-run": 3,
-    "--max-events-per-run": 200,
-    "--max-event-bytes-per-run": 256 * 1024,
-    "--run-ttl": 1,
-    "--message-rate": 100,
-    "--message-burst": 40,
-    "--max-store-bytes-per-run": 256 * 1024,
-    "--max-store-keys-per-run": 100,
-    "--max-store-waiters-per-run": 4,
-    "--max-states": 20,
-    "--max-state-bytes": 1024 * 1024,
-    "--max-state-watchers": 5,
-}
 
 _STOP_TIMEOUT = 30.0
 
@@ -76,37 +58,38 @@ class Target:
 
 
 @contextmanager
-def target(folder: Path, journal: str) -> Iterator[Target]:
-    """A server for as long as the context lasts; its log stays in `folder`."""
+def target(folder: Path, kind: Kind, journal: str = "") -> Iterator[Target]:
+    """A server for as long as the context lasts; its log stays in `folder`, and so does all that its jobs write.
+
+    `journal`: in the place of that of the kind's flags, of a rendezvous service.
+    """
     log = folder / "server.log"
-    command = [
-        str(RALLYPOINT),
-        "serve",
-        "rendezvous",
-        "--port",
-        "0",
-        "--insecure",
-        "--log-format",
-        "json",
-        "--journal",
-        journal,
-    ]
-    command += [str(part) for flag in LIMITS.items() for part in flag]
-    with log.open("wb") as stderr:
-        process = subprocess.Popen(command, stderr=stderr, env=clean_environment(), cwd=folder)
-    server = Target("", process, log)
-    try:
-        wait_until(lambda: _ready(server) or process.poll() is not None, "the server to be ready")
-        assert process.poll() is None, log.read_text(encoding="utf-8")
-        server.address = next(record["address"] for record in server.records() if record["event"] == "ready")
-        yield server
-    finally:
-        process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(_STOP_TIMEOUT)
-        process.kill()
-        process.wait()
+    flags = {"--port": 0, "--log-format": "json", **kind.flags}
+    if journal:
+        flags["--journal"] = journal
+    command = [str(RALLYPOINT), "serve", kind.name, "--insecure"]
+    command += [str(part) for flag in flags.items() for part in flag]
+    with TemporaryDirectory(prefix="hostile-") as temporary, log.open("wb") as stderr:
+        # A short path: agents make sockets in it.
+        environment = clean_environment(TMPDIR=temporary)
+        process = subprocess.Popen(command, stderr=stderr, env=environment, cwd=folder)
+        server = Target("", process, log)
+        try:
+            wait_until(lambda: bool(_address(server, kind)) or process.poll() is not None, "the server")
+            assert process.poll() is None, log.read_text(encoding="utf-8")
+            server.address = _address(server, kind)
+            yield server
+        finally:
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_STOP_TIMEOUT)
+            process.kill()
+            process.wait()
 
 
-def _ready(server: Target) -> bool:
-    return any(record["event"] == "ready" for record in server.records())
+def _address(server: Target, kind: Kind) -> str:
+    """Where it serves; empty: not yet. An agent has servers of its own inside."""
+    for record in server.records():
+        if record["event"] == "ready" and record["services"][0] in kind.services:
+            return str(record["address"])
+    return ""

@@ -1,4 +1,4 @@
-"""Whatever is sent to a rendezvous service, it answers by its contract, keeps within its limits, and serves others."""
+"""Whatever is sent to a service, it answers by its contract, keeps within its limits, and serves others."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from hostile.campaign import attack, log_faults
 from hostile.contract import documented_reasons
-from hostile.requests import METHODS
+from hostile.kinds import KINDS, Kind
 from hostile.target import target
 
 SEED = 1
@@ -18,31 +18,34 @@ WORTH = 10_000
 
 @pytest.mark.integration
 @pytest.mark.timeout(400)
+@pytest.mark.parametrize("kind", KINDS.values(), ids=str)
 @pytest.mark.parametrize("count", [1_500, pytest.param(WORTH, marks=pytest.mark.slow)])
-async def test_a_server_bears_hostile_requests(tmp_path: Path, count: int) -> None:
+async def test_a_server_bears_hostile_requests(tmp_path: Path, kind: Kind, count: int) -> None:
     """No UNKNOWN, no INTERNAL, no bug, no error that the contract doesn't know; nothing left open; nobody starved.
 
     And 10,000 requests are worth sending: every method was reached, and most reasons to refuse were given.
     """
     documented = documented_reasons()
-    ours = {path for path, method in METHODS.items() if method.containing_service.full_name in documented}
+    ours = {
+        path for path, method in kind.methods.items() if method.containing_service.full_name in kind.services
+    }
     answered: set[str] = set()
     refusals: set[tuple[str, str, str]] = set()
 
     def is_worth() -> bool:
-        return ours <= answered and len(refusals) >= 25
+        return ours <= answered and len(refusals) >= kind.worth
 
-    with target(tmp_path, "sqlite:journal.db") as server:
+    with target(tmp_path, kind) as server:
         # Many senders give up early. On a busy machine, these may be all that would show one method or reason: then
         # another seed gets a turn.
         for seed in (SEED, SEED + 1):
-            report = await attack(server, seed, count)
-            assert report.sent == count
+            report = await attack(server, kind, seed, count)
             answered |= set(report.answered)
             refusals |= {refusal for refusal in report.refused if refusal[0] in documented}
             assert report.faults == []
+            assert report.sent == count
             if count < WORTH or is_worth():
                 break
         server.stop()
-        assert log_faults(server) == []
+        assert log_faults(server, kind) == []
     assert count < WORTH or is_worth(), (ours - answered, sorted(refusals))

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
+import pytest
 from google.protobuf.message import DecodeError
 from google.protobuf.message_factory import GetMessageClass
 
-from hostile.requests import METHODS, hostile_request
+from hostile.kinds import AGENT, KINDS, Kind
+from hostile.requests import Request, hostile_request
 
 MANY = range(3_000)
 
@@ -25,10 +28,11 @@ def test_a_request_says_how_to_send_it_again() -> None:
     assert str(hostile_request(7, 42)).endswith("again: make hostile SEED=7 ONLY=42")
 
 
-def test_all_methods_are_called_in_all_ways() -> None:
+@pytest.mark.parametrize("kind", KINDS.values(), ids=str)
+def test_all_methods_are_called_in_all_ways(kind: Kind) -> None:
     """Well-formed and malformed, patient and not; too large for a field, and with too many messages for a stream."""
-    requests = [hostile_request(7, number) for number in MANY]
-    assert {request.path for request in requests} > set(METHODS)
+    requests = [hostile_request(7, number, kind) for number in MANY]
+    assert {request.path for request in requests} > set(kind.methods)
     seen: Counter[str] = Counter()
     for request in requests:
         seen["no such method"] += request.method is None
@@ -36,16 +40,43 @@ def test_all_methods_are_called_in_all_ways() -> None:
         seen["cancelled"] += request.cancel_after is not None
         seen["empty"] += b"" in request.messages
         seen["huge"] += any(len(data) > 1_000_000 for data in request.messages)
-        seen["silent"] += not request.messages
-        seen["chatty"] += len(request.messages) > 50
+        if kind.life is not None:
+            seen["silent"] += not request.messages
+            seen["chatty"] += len(request.messages) > 50
         for data in request.messages if request.method is not None else ():
-            seen["well-formed" if _decodes(request.path, data) else "malformed"] += 1
+            seen["well-formed" if _decoded(request, data) is not None else "malformed"] += 1
     assert [kind for kind, times in seen.items() if times < 3] == []
 
 
-def _decodes(path: str, data: bytes) -> bool:
+def test_no_request_does_harm_to_the_host_of_an_agent() -> None:
+    """A job runs nothing but a few harmless programs on two workers; no request ends a job that it does not name."""
+    commands: Counter[tuple[str, ...]] = Counter()
+    for number in range(10_000):
+        request = hostile_request(7, number, AGENT)
+        name = request.path.rpartition("/")[2]
+        for data in request.messages:
+            asked = _decoded(request, data)
+            if name in ("StopJob", "Drain", "ReapWorker", "RestartWorkers"):
+                assert asked is None or asked.run_id not in ("", "bystander")
+            elif name == "LaunchJob" and asked is not None and asked.spec.command:
+                assert not 2 < asked.spec.local_world_size <= 16_384
+                assert ".." not in asked.spec.log_dir
+                if all("\0" not in part for part in asked.spec.command):
+                    commands[tuple(asked.spec.command)] += bool(asked.spec.command[0])
+    assert {command for command, times in commands.items() if times} == {
+        ("/bin/true",),
+        ("/bin/sleep", "0.5"),
+        ("/nonexistent",),
+    }
+
+
+def _decoded(request: Request, data: bytes) -> Any:
+    """The message that the bytes are; None: they are none."""
+    if request.method is None:
+        return None
+    message = GetMessageClass(request.method.input_type)()
     try:
-        GetMessageClass(METHODS[path].input_type)().ParseFromString(data)
+        message.ParseFromString(data)
     except DecodeError:
-        return False
-    return True
+        return None
+    return message

@@ -16,6 +16,7 @@ _MIB = 1024 * 1024
 _INT32 = (0, -1, 1, 2, 1_000, 65_535, 65_536, 2**31 - 1, -(2**31))
 _INT64 = (*_INT32, 2**32, 2**53 + 1, 2**63 - 1, -(2**63))
 _UINT32 = (0, 1, 65_535, 65_536, 2**31, 2**32 - 1)
+_UINT64 = (*_UINT32, 2**53 + 1, 2**63, 2**64 - 1)
 _NANOS = (0, 1, -1, 999_999_999, 10**9, -(10**9), 2**31 - 1, -(2**31))
 _SECONDS = (0, 1, -1, 86_400, 86_401, 2_160_000, 2_160_001, 315_576_000_001, 2**63 - 1, -(2**63))
 _TEXTS = (
@@ -47,6 +48,20 @@ _PLAUSIBLE_TEXTS = {
     "prefix": ("", "k"),
     "client_id": ("client-1", "client-2"),
     "page_token": ("", "k1", "run-5", "WzJd", "WzEsICIwMTIzNDU2Nzg5YWJjZGVmIl0="),
+    "worker_id": ("0@1", "1@1", "0@2"),
+    "scope": ("step", "save", "load"),
+    "learned_as": ("", "step", "save", "load"),
+    "incarnation": ("", "first", "second"),
+    "launch_id": ("", "", "launch-1", "launch-2"),
+    "rendezvous_endpoint": ("", "127.0.0.1:1", "nowhere"),
+    "timer_endpoint": ("", "127.0.0.1:1", "nowhere"),
+    "topology": ("", "hall2/rack7"),
+    "working_directory": ("",),
+    "log_dir": ("", "logs"),
+    "command": ("/bin/true", ""),
+    "options": ("tee", "log-max-size", "keep-attempts", "1GiB", "1", "3"),
+    "rendezvous_settings": ("join_timeout", "read_timeout", "1"),
+    "environment": ("A", "B"),
     "service": ("", "rallypoint.rendezvous.v1.StoreService", "nobody.v1.NobodyService"),
 }
 # Numbers that mean something in a run of a few nodes and rounds.
@@ -88,6 +103,11 @@ def message(descriptor: Descriptor, draw: Random, wild: float) -> Message:
 
 def _fill_repeated(made: Message, field: FieldDescriptor, draw: Random, wild: float) -> None:
     entries = getattr(made, field.name)
+    if field.message_type is not None and field.message_type.GetOptions().map_entry:
+        for _ in range(draw.choice((0, 0, 0, 1, 2))):
+            key, value = (_text(field.name, draw, draw.random() < wild) for _ in range(2))
+            entries[key] = value
+        return
     if field.message_type is not None:
         for _ in range(draw.randrange(4)):
             entries.add().CopyFrom(_submessage(field.message_type, draw, wild))
@@ -130,6 +150,8 @@ def _scalar(field: FieldDescriptor, draw: Random, wild: float) -> Any:
             return draw.choice((99, -1, 2**31 - 1)) if absurd else draw.choice(known)
         case FieldDescriptor.TYPE_UINT32:
             return draw.choice(_UINT32) if absurd else draw.randrange(3)
+        case FieldDescriptor.TYPE_UINT64:
+            return draw.choice(_UINT64) if absurd else draw.randrange(4)
         case FieldDescriptor.TYPE_INT64:
             return draw.choice(_INT64) if absurd else draw.randrange(1, 8)
         case FieldDescriptor.TYPE_INT32:

@@ -219,6 +219,7 @@ async def test_who_hurries_a_daemon_has_its_workers_killed(tmp_path: Path) -> No
         ({"rendezvous_settings": {"join": "1"}}, "spec.rendezvous_settings", "'join' is not a setting"),
         ({"rendezvous_endpoint": "here"}, "spec.rendezvous_endpoint", "has no port"),
         ({"rendezvous_endpoint": ""}, "spec.rendezvous_endpoint", "must not be empty"),
+        ({"rendezvous_endpoint": "127.0.0.1:1," * 400}, "spec.rendezvous_endpoint", "at most 4096 bytes"),
         ({"run_id": "a\nb"}, "spec.run_id", "must not have control characters"),
         ({"node_id": "x" * 257}, "spec.node_id", "at most 256 bytes"),
         ({"environment": {"A=B": "1"}}, "spec.environment", "'A=B' or its value is not valid"),
@@ -271,6 +272,38 @@ async def test_a_job_that_turns_out_impossible_ends_with_2(
     assert (job.exit_code, told in job.detail) == (2, True)
     await host.launch("exit 0")
     assert (await host.ended()).exit_code == 0
+
+
+async def test_a_job_that_could_not_begin_can_be_stopped_as_any_other(host: Host) -> None:
+    """It never joined its run, so it has none to leave, however urgent the second request is.
+
+    Found by `make hostile OF=agent SEED=5 ONLY=2042`, beside others: UNEXPECTED_ERROR.
+    """
+    (host.folder / "logs").write_text("no folder")
+    await host.launch("exit 0")
+    before = await host.ended()
+    await host.stub.StopJob(pb.StopJobRequest(run_id="run-1"))
+    await asyncio.sleep(0.25)  # requests within 0.2 s count as one
+    await host.stub.StopJob(pb.StopJobRequest(run_id="run-1", now=True))
+    assert await host.ended() == before
+
+
+async def test_a_job_can_be_stopped_before_it_has_joined(tmp_path: Path) -> None:
+    """Twice, the second time at once: it leaves as soon as it can, without a worker."""
+    async with (
+        embedded_rendezvous() as rendezvous,
+        embedded_timer() as timer,
+        Daemon(timer, None, {}) as daemon,
+    ):
+        host = Host(tmp_path, rendezvous, None, "worker")  # type: ignore[arg-type]
+        await daemon._launch(host.request("touch $1/started"))
+        job = daemon.jobs.running[0]
+        job.request_stop("by a test")
+        job.request_stop("by a test", at_once=True)
+        await asyncio.wait_for(asyncio.gather(*daemon._running), PATIENCE)
+        assert job.result is not None
+        assert job.result.detail == "left the run: by a test"
+        assert not (tmp_path / "started").exists()
 
 
 async def test_unusable_certificates_are_the_jobs_end_not_the_daemons(tmp_path: Path) -> None:

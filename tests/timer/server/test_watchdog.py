@@ -8,7 +8,7 @@ import pytest
 
 from rallypoint.timer.core.progress import Stall
 from rallypoint.timer.core.values import Learned, Subscription, SubscriptionReplaced, TimerName, TimerSettings
-from rallypoint.timer.server.outbox import Outbox, OutboxBatch
+from rallypoint.timer.server.outbox import MOST_LEARNED, Outbox, OutboxBatch
 from rallypoint.timer.server.watchdog import Watchdog
 from support.waiting import until
 from timer.conftest import Clock
@@ -247,6 +247,28 @@ async def test_what_was_told_before_the_agent_forgot_is_not_learned_from(clock: 
     assert watchdog.table.learned_of("run")[-1] == Learned("step", 1, 4.0), (
         "nobody is waited for on another stream"
     )
+    watchdog.drain()
+
+
+async def test_an_agent_that_never_forgets_is_waited_for_in_bounded_memory(clock: Clock) -> None:
+    """A client that learns and forgets scopes of other names for ever must not fill the memory of the service."""
+    watchdog = Watchdog(TimerSettings(learn_warm_up=3), clock)
+    subscription, _ = watchdog.subscribe("run", "a", 0)
+
+    def learn_and_forget(scope: str) -> None:
+        watchdog.observe(subscription, scope, 1, 1.0)
+        watchdog.forget_scopes("run", scope)
+
+    for number in range(MOST_LEARNED):
+        learn_and_forget(f"s{number}")
+    watchdog.observe(subscription, "s0", 1, 1.0)
+    assert watchdog.table.learned_of("run") == [], (
+        "its observations of what it was asked to forget may be old"
+    )
+    learn_and_forget("one more")
+    watchdog.observe(subscription, "s0", 1, 1.0)
+    watchdog.observe(subscription, "s1", 1, 1.0)
+    assert watchdog.table.learned_of("run") == [Learned("s0", 1, 1.0)], "only the oldest is not waited for"
     watchdog.drain()
 
 

@@ -77,7 +77,9 @@ class Job:
         self.changed = Notifier()
         self.start_time = time.time()
         self.end_time: float | None = None
+        # Set by `run`: operators may already stop the job, and may still do so if it ended before that.
         self._membership: NodeMembership
+        self._joins = False
         self._log_directory: LogDirectory | None = None
         self._sockets: WorkerSockets
         self._history: JobEvents
@@ -172,6 +174,7 @@ class Job:
             self._groups.settings = GroupSettings(console, logs, environment, folder, self._history)
             self._groups.sockets = self._sockets
             self._membership = NodeMembership(config, rendezvous, self._events.put_nowait)
+            self._joins = True
             stack.callback(self._watchdog.close)
             self._membership.join(self._background.begin)
             stack.push_async_callback(self._end_all)
@@ -226,7 +229,8 @@ class Job:
             _log.warning("stopping at once", reason=detail)
             self._hurried = True
             self._groups.kill()
-            self._membership.hurry()
+            if self._joins:
+                self._membership.hurry()
             if self._state.left:
                 self._membership.abandon()
 

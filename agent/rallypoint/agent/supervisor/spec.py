@@ -109,6 +109,8 @@ def _check(spec: pb.JobSpec) -> None:
     text("spec.topology", spec.topology, NAME_BYTES)
     text("spec.working_directory", spec.working_directory, PATH_BYTES)
     text("spec.log_dir", spec.log_dir, PATH_BYTES)
+    # A list of jobs contains it: a hundred of them must fit into a message.
+    text("spec.rendezvous_endpoint", spec.rendezvous_endpoint, PATH_BYTES)
     if not spec.command or not spec.command[0]:
         raise invalid("spec.command", "must name a program")
     if any("\0" in argument for argument in spec.command):

@@ -23,8 +23,8 @@ from rallypoint.timer.v1 import timer_service_pb2 as pb
 
 # Refusals kept for a subscriber that does not read. Older ones are dropped.
 _MOST_REFUSALS = 1000
-# Scopes whose latest data is kept for it; older ones are dropped: a reader that slow has little use for its copy.
-_MOST_LEARNED = 10_000
+MOST_LEARNED = 10_000
+"""Scopes whose latest data is kept for it; older ones are dropped: a reader that slow has little use for its copy."""
 # Most events of one kind in one message, so that it stays below gRPC's 4 MiB.
 _MOST_AT_ONCE = 1000
 
@@ -84,7 +84,7 @@ class Outbox:
         if forgotten:
             self._learned.pop((learned.scope, False), None)
         self._learned[learned.scope, forgotten] = learned
-        if len(self._learned) > _MOST_LEARNED:
+        if len(self._learned) > MOST_LEARNED:
             del self._learned[next(iter(self._learned))]
         self._changed.set()
 

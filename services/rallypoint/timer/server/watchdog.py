@@ -21,7 +21,7 @@ from rallypoint.timer.core.values import (
     TooMany,
     check_name,
 )
-from rallypoint.timer.server.outbox import Outbox
+from rallypoint.timer.server.outbox import MOST_LEARNED, Outbox
 
 log = get_logger(__name__)
 
@@ -54,8 +54,9 @@ class Watchdog:
         self._forgiven = 0.0
         self._outboxes: dict[_NodeKey, tuple[Subscription, Outbox]] = {}
         self._nodes_of: dict[str, set[str]] = {}
-        # Scopes that a subscriber was asked to forget. Until it confirms, its observations of them may be old.
-        self._forgetting: dict[_NodeKey, set[str]] = {}
+        # Scopes that a subscriber was asked to forget. Until it confirms, its observations of them may be old. Bounded
+        # as its outbox is, for a subscriber that never confirms: the oldest are dropped.
+        self._forgetting: dict[_NodeKey, dict[str, None]] = {}
         # Nodes for which it was logged that they report more than is kept.
         self._overflowing: set[_NodeKey] = set()
         self._alarm: asyncio.TimerHandle | None = None
@@ -199,7 +200,7 @@ class Watchdog:
         """
         check_name("scope", scope, MAX_SCOPE_BYTES)
         if self._is_in_force(subscription):
-            self._forgetting.get((subscription.run_id, subscription.node_id), set()).discard(scope)
+            self._forgetting.get((subscription.run_id, subscription.node_id), {}).pop(scope, None)
 
     def forget_scopes(self, run_id: str, scope: str) -> int:
         """Make a run learn a scope ("": all) again; return how many were forgotten.
@@ -314,7 +315,10 @@ class Watchdog:
             for node_id in self._nodes_of.get(run_id, ()):
                 self._outboxes[run_id, node_id][1].learn(learned)
                 if not learned.count:
-                    self._forgetting.setdefault((run_id, node_id), set()).add(learned.scope)
+                    forgetting = self._forgetting.setdefault((run_id, node_id), {})
+                    forgetting[learned.scope] = None
+                    if len(forgetting) > MOST_LEARNED:
+                        del forgetting[next(iter(forgetting))]
         for stall in self._progress.take_new_stalls():
             _log_stall(stall)
             for outbox in self._outboxes_of(stall.run_id):

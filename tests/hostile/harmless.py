@@ -1,0 +1,63 @@
+"""Requests to an agent that could do harm, made harmless: whatever the attack sends, the host must survive it."""
+
+from __future__ import annotations
+
+from pathlib import PurePath
+from typing import Any
+
+from google.protobuf.descriptor import MethodDescriptor
+from google.protobuf.message import DecodeError
+from google.protobuf.message_factory import GetMessageClass
+
+from rallypoint.agent.job.options import OPTIONS
+
+# Methods that end jobs. Without a name they would mean the bystander, which nothing in the attack may name.
+_ENDING = ("StopJob", "Drain", "ReapWorker", "RestartWorkers")
+HARMLESS_COMMANDS = (["/bin/true"], ["/bin/sleep", "0.5"], ["/nonexistent"])
+"""The only ones that the attack has an agent run."""
+
+# Numbers above these cost the host more than a test should; above those of the second column, agents refuse them.
+_MOST = {"local_world_size": (2, 16_384), "max_restarts": (1, 1_000_000)}
+# Options with which a job runs programs, and writes files, of its own.
+_HARMFUL = OPTIONS.keys() - {"tee", "log-max-size", "keep-attempts", "drain-timeout"}
+
+
+def harmless_job(method: MethodDescriptor, data: bytes) -> bytes:
+    """Return the bytes of a request, or those of one that ends no unnamed job, and runs no program but a harmless one.
+
+    Bytes that are no request stay: the agent refuses them.
+    """
+    if method.name not in (*_ENDING, "LaunchJob"):
+        return data
+    request: Any = GetMessageClass(method.input_type)()
+    try:
+        request.ParseFromString(data)
+    except DecodeError:
+        return data
+    if method.name == "LaunchJob":
+        return data if not _tame(request.spec) else bytes(request.SerializeToString())
+    if request.run_id:
+        return data
+    request.run_id = "run-0"
+    return bytes(request.SerializeToString())
+
+
+def _tame(spec: Any) -> bool:
+    """Take out of a job what would do harm; return True if there was any."""
+    before = spec.SerializeToString(deterministic=True)
+    command = list(spec.command)
+    if (
+        command
+        and command[0]
+        and not any("\0" in part for part in command)
+        and command not in HARMLESS_COMMANDS
+    ):
+        spec.command[:] = ["/nonexistent"]
+    for name, (most, refused) in _MOST.items():
+        if most < getattr(spec, name) <= refused:
+            setattr(spec, name, most)
+    if ".." in PurePath(spec.log_dir).parts or spec.log_dir.startswith("/"):
+        spec.log_dir = "logs"
+    for name in [name for name in spec.options if name.replace("_", "-") in _HARMFUL]:
+        del spec.options[name]
+    return bool(spec.SerializeToString(deterministic=True) != before)

@@ -1,0 +1,246 @@
+"""The three services under attack: their methods, the life of their streams, their flags, and what must not happen."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+from google.protobuf.descriptor import FileDescriptor, MethodDescriptor
+from grpc_health.v1 import health_pb2  # type: ignore[import-untyped]
+from grpc_reflection.v1alpha import reflection_pb2  # type: ignore[import-untyped]
+
+from hostile.harmless import HARMLESS_COMMANDS, harmless_job
+from rallypoint.agent.v1 import supervisor_service_pb2
+from rallypoint.rendezvous.v1 import rendezvous_service_pb2, state_service_pb2, store_service_pb2
+from rallypoint.timer.v1 import timer_service_pb2
+
+MOST_RUNS = 40
+MOST_NODES = 3
+MOST_TIMERS = 100
+MOST_JOBS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Life:
+    """What a client sends on a stream that has an order."""
+
+    path: str
+    words: tuple[str, ...]
+    """Fields of the stream's messages, or of their actions, in the order of an honest client."""
+    resume: str
+    """The first word of a client that connects again."""
+    repeated: tuple[str, ...]
+    """Words of which a client sends far too many."""
+    admit: Callable[[Any, Random], None]
+    """Gives the message of the first word the values with which the service accepts it."""
+    actions: str = ""
+    """The repeated field that holds the actions; empty: each message is one action."""
+
+
+@dataclass(frozen=True, eq=False)
+class Kind:
+    """A service under attack."""
+
+    name: str
+    """As in `rallypoint serve`."""
+    files: tuple[FileDescriptor, ...]
+    flags: Mapping[str, object]
+    """Flags of the server: limits so small that they are reached long before an attack is half over."""
+    seldom: tuple[str, ...]
+    """Ends of the paths of which fewer requests are sent."""
+    waiting: tuple[str, ...] = ()
+    """Ends of the paths of unary methods that may wait longer than their callers."""
+    life: Life | None = None
+    admit: Callable[[Any, Random], None] = lambda _request, _draw: None
+    """Gives some unary requests values with which the service accepts them."""
+    harmless: Callable[[MethodDescriptor, bytes], bytes] = lambda _method, data: data
+    """Returns a request in the place of one that would do harm."""
+    job_errors: frozenset[str] = frozenset()
+    """Events of the server's log that are errors of the jobs it runs, not of the server."""
+    most_growth: int = 16
+    """MiB that the second half of an attack may add to the server's memory: what a request leaves behind for good is
+    less than 330 bytes then. Where the allocator puts things makes a difference of some MiB either way."""
+    worth: int = 25
+    """Pairs of code and reason that 10,000 requests get at least."""
+
+    @property
+    def methods(self) -> Mapping[str, MethodDescriptor]:
+        """Every method of the server, by its path."""
+        return _METHODS[self.name]
+
+    @property
+    def services(self) -> list[str]:
+        """The full names of its own services."""
+        return [service.full_name for file in self.files for service in file.services_by_name.values()]
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def _join(join: Any, draw: Random) -> None:
+    """Names and settings with which a node gets in, into one of few runs."""
+    junk = draw.random() < 0.3
+    join.run_id = f"junk-{draw.randrange(10**9)}" if junk else f"run-{draw.randrange(12)}"
+    join.node_id = draw.choice("abcd")
+    join.address, join.local_world_size = "10.0.0.1", 2
+    join.settings.Clear()
+    join.settings.min_nodes = join.settings.max_nodes = 1
+
+
+def _subscribe(subscribe: Any, draw: Random) -> None:
+    """The names of a node, and a lease that is now and then the latest."""
+    junk = draw.random() < 0.1
+    subscribe.Clear()
+    subscribe.run_id = f"junk-{draw.randrange(10**9)}" if junk else f"run-{draw.randrange(4)}"
+    subscribe.node_id = draw.choice("abcd")
+    subscribe.lease = draw.choice((0, 1, 1, 1, 2))
+    subscribe.token = draw.choice((b"", b"value"))
+    subscribe.incarnation = draw.choice(("", "", "", "first", "second"))
+
+
+def _admit_timer(request: Any, draw: Random) -> None:
+    """A request of a caller that is no agent; or the next page of a list."""
+    known = request.DESCRIPTOR.fields_by_name
+    if draw.random() < 0.3:
+        return
+    for name in {"lease", "token"} & set(known):
+        request.ClearField(name)
+    if "page_token" in known:
+        position = [draw.choice(("run-5", "\ud800", "x" * 2000, "\0")) for _ in range(draw.choice((2, 4)))]
+        token = base64.urlsafe_b64encode(json.dumps(position).encode()).decode()
+        request.page_token = token if draw.random() < 0.5 else ""
+        request.page_size = draw.choice((0, 1, 2))
+
+
+def _admit_job(request: Any, draw: Random) -> None:
+    """A small job that ends soon, now and then; or a request about such a job."""
+    known = request.DESCRIPTOR.fields_by_name
+    # More runs than for the other services: a run that is closed takes no job any more.
+    run_id = f"run-{draw.randrange(40)}"
+    if "run_id" in known and draw.random() < 0.5:
+        request.run_id = run_id
+    if "spec" in known and draw.random() < 0.5:
+        request.ClearField("launch_id")
+        for name in ("min_nodes", "max_nodes", "rendezvous_endpoint", "rendezvous_settings", "options"):
+            if draw.random() < 0.9:
+                request.spec.ClearField(name)
+        request.spec.run_id = run_id
+        request.spec.command[:] = draw.choice(HARMLESS_COMMANDS)
+    for name in ("ranks", "cursors", "grace"):
+        if name in known and draw.random() < 0.5:
+            request.ClearField(name)
+
+
+RENDEZVOUS = Kind(
+    "rendezvous",
+    (rendezvous_service_pb2.DESCRIPTOR, store_service_pb2.DESCRIPTOR, state_service_pb2.DESCRIPTOR),
+    {
+        "--journal": "sqlite:journal.db",
+        "--max-runs": MOST_RUNS,
+        "--max-nodes-per-run": MOST_NODES,
+        "--max-subscribers-per-run": 3,
+        "--max-events-per-run": 200,
+        "--max-event-bytes-per-run": 256 * 1024,
+        "--run-ttl": 1,
+        "--message-rate": 100,
+        "--message-burst": 40,
+        "--max-store-bytes-per-run": 256 * 1024,
+        "--max-store-keys-per-run": 100,
+        "--max-store-waiters-per-run": 4,
+        "--max-states": 20,
+        "--max-state-bytes": 1024 * 1024,
+        "--max-state-watchers": 5,
+    },
+    # Runs that are closed can't be joined any more: with as many closed as anything else, little else would come about.
+    seldom=("/CloseRun", "/EvictNode", "/List", "/Check"),
+    waiting=("/Get", "/MultiGet", "/Wait"),
+    # What a node's stream is for, and what needs a few messages in their order to get anywhere.
+    life=Life(
+        "/rallypoint.rendezvous.v1.RendezvousService/Join",
+        ("join", "heartbeat", "confirm", "worker_failed", "succeeded", "heartbeat", "depart", "leave"),
+        resume="resume",
+        repeated=("heartbeat", "confirm", "join"),
+        admit=_join,
+    ),
+)
+
+TIMER = Kind(
+    "timer",
+    (timer_service_pb2.DESCRIPTOR,),
+    {
+        "--learned": "learned.json",
+        "--learn-warm-up": 2,
+        "--learn-least": 0.01,
+        "--learned-retention": 1,
+        "--stall-after": 0.1,
+        "--reoffer-interval": 0.1,
+        "--expiry-retention": 1,
+        "--max-timers": MOST_TIMERS,
+        "--max-timers-per-node": 6,
+        "--max-nodes": 40,
+        "--max-scopes-per-run": 10,
+        "--max-learned-runs": 10,
+    },
+    seldom=("/ForgetScopes", "/Check"),
+    life=Life(
+        "/rallypoint.timer.v1.TimerService/Supervise",
+        (
+            "subscribe",
+            "learned",
+            "acquire",
+            "acquire",
+            "progress",
+            "registered",
+            "acquire",
+            "observe",
+            "progress",
+            "acknowledge",
+            "release",
+            "observe",
+            "clear",
+        ),
+        resume="subscribe",
+        repeated=("acquire", "progress", "observe", "acknowledge"),
+        admit=_subscribe,
+        actions="actions",
+    ),
+    admit=_admit_timer,
+    worth=6,
+)
+
+AGENT = Kind(
+    "agent",
+    (supervisor_service_pb2.DESCRIPTOR,),
+    {"--max-jobs": MOST_JOBS},
+    seldom=("/StopJob", "/Drain", "/Check"),
+    admit=_admit_job,
+    harmless=harmless_job,
+    job_errors=frozenset(
+        {
+            "worker failed",
+            "an earlier worker failure was found",
+            "a worker is killed",
+            "a worker hangs, and is being stopped",
+            "this host can't run another round",
+        }
+    ),
+    # It keeps a hundred ended jobs, which it has only after 12,000 requests, with environments of up to some MiB.
+    most_growth=48,
+    worth=7,
+)
+
+KINDS: Mapping[str, Kind] = {kind.name: kind for kind in (RENDEZVOUS, TIMER, AGENT)}
+
+_METHODS: Mapping[str, Mapping[str, MethodDescriptor]] = {
+    kind.name: {
+        f"/{service.full_name}/{method.name}": method
+        for file in (*kind.files, health_pb2.DESCRIPTOR, reflection_pb2.DESCRIPTOR)
+        for service in file.services_by_name.values()
+        for method in service.methods
+    }
+    for kind in KINDS.values()
+}
