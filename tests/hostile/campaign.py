@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
 
@@ -24,6 +25,8 @@ from support.waiting import PATIENCE
 _CONNECTIONS = 8
 _SENDERS = 64
 _PARTS = 10
+# What a server may log of itself.
+_LEVELS = frozenset({"info", "warning"})
 # Errors for which an attack is broken off: the rest would be more of the same.
 _MOST_FAULTS = 10
 
@@ -84,14 +87,18 @@ def log_faults(server: Target, kind: Kind) -> list[str]:
     faults = [
         f"in the server's log: {record}"
         for record in server.records()
-        if record["event"] not in kind.job_errors
-        and (record["level"] not in ("info", "warning") or "Traceback" in str(record))
+        if record["level"] not in _levels(kind, record) or "Traceback" in str(record)
     ]
     # An agent has servers inside; each says that it drains.
     draining = [record["open_calls"] for record in server.records() if "open_calls" in record]
     if not draining or any(draining):
         faults.append(f"{draining} calls were still open when everybody had gone")
     return faults
+
+
+def _levels(kind: Kind, record: Mapping[str, Any]) -> Collection[str]:
+    """Return the levels that a record of a server's log may have: a job has errors of its own."""
+    return _LEVELS | {"error"} if kind.runs_jobs and {"run_id", "rank"} & record.keys() else _LEVELS
 
 
 async def _barrage(server: Target, kind: Kind, report: Report, numbers: range) -> None:

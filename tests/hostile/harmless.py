@@ -13,7 +13,7 @@ from rallypoint.agent.job.options import OPTIONS
 
 # Methods that end jobs. Without a name they would mean the bystander, which nothing in the attack may name.
 _ENDING = ("StopJob", "Drain", "ReapWorker", "RestartWorkers")
-HARMLESS_COMMANDS = (["/bin/true"], ["/bin/sleep", "0.5"], ["/nonexistent"])
+HARMLESS_COMMANDS = (["/bin/true"], ["/bin/sleep", "5"], ["/nonexistent"])
 """The only ones that the attack has an agent run."""
 
 # Numbers above these cost the host more than a test should; above those of the second column, agents refuse them.

@@ -59,11 +59,13 @@ class Kind:
     """Gives some unary requests values with which the service accepts them."""
     harmless: Callable[[MethodDescriptor, bytes], bytes] = lambda _method, data: data
     """Returns a request in the place of one that would do harm."""
-    job_errors: frozenset[str] = frozenset()
-    """Events of the server's log that are errors of the jobs it runs, not of the server."""
+    runs_jobs: bool = False
+    """Whether it runs jobs, which have errors of their own; it logs them with a `run_id` or `rank`."""
     most_growth: int = 16
     """MiB that the second half of an attack may add to the server's memory: what a request leaves behind for good is
     less than 330 bytes then. Where the allocator puts things makes a difference of some MiB either way."""
+    by_luck: tuple[str, ...] = ()
+    """Ends of the paths that 10,000 requests need not reach: few name a worker that runs just then."""
     worth: int = 25
     """Pairs of code and reason that 10,000 requests get at least."""
 
@@ -219,17 +221,10 @@ AGENT = Kind(
     seldom=("/StopJob", "/Drain", "/Check"),
     admit=_admit_job,
     harmless=harmless_job,
-    job_errors=frozenset(
-        {
-            "worker failed",
-            "an earlier worker failure was found",
-            "a worker is killed",
-            "a worker hangs, and is being stopped",
-            "this host can't run another round",
-        }
-    ),
+    runs_jobs=True,
     # It keeps a hundred ended jobs, which it has only after 12,000 requests, with environments of up to some MiB.
     most_growth=48,
+    by_luck=("/ReapWorker", "/StreamLogs"),
     worth=7,
 )
 
