@@ -1020,8 +1020,8 @@ class JobSpec(_message.Message):
     """Name of this node in it; unset: made of the host's name."""
     rendezvous_endpoint: _builtins.str
     """Address of the rendezvous service, as host:port, or those of its replicas, separated by commas; a name may have
-    several addresses. Unset: the service that every daemon has at its own address, for the first host of a job that
-    names no other.
+    several addresses; at most 4,096 bytes. Unset: the service that every daemon has at its own address, for the first
+    host of a job that names no other.
     """
     timer_endpoint: _builtins.str
     """Address of the timer service; unset: the agent watches timers itself."""
