@@ -23,10 +23,10 @@ seen = {
     "working_directory": os.getcwd(),
     "own_folder_on_path": str(Path(__file__).resolve().parent) in sys.path,
 }
-Path(environment["PROBE_FOLDER"], f"{rank}.{attempt}").write_text(json.dumps(seen))
 # Each in one write: workers share the console.
 os.write(1, f"out {rank} apple\n".encode())
 os.write(2, f"err {rank} orange\n".encode())
+Path(environment["PROBE_FOLDER"], f"{rank}.{attempt}").write_text(json.dumps(seen))
 
 who, _, how = environment.get("PROBE_END", "").partition(":")
 if who == rank:

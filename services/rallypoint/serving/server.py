@@ -240,7 +240,7 @@ class Server:
         server = grpc.aio.server(interceptors=[self._calls], options=SERVER_ARGUMENTS)
         try:
             await self._register(server)
-            port = _bind(server, endpoint, credentials)
+            port = await _bind(server, endpoint, credentials)
             await server.start()
         except BaseException:
             # A server that was never started does not release its resources when it is stopped.
@@ -468,10 +468,20 @@ async def _first(received: asyncio.Queue[signal.Signals], other: asyncio.Task[No
         waiting.cancel()
 
 
-def _bind(server: grpc.aio.Server, endpoint: Endpoint, credentials: grpc.ServerCredentials | None) -> int:
-    try:
-        if credentials is None:
-            return server.add_insecure_port(str(endpoint))
-        return server.add_secure_port(str(endpoint), credentials)
-    except RuntimeError:
-        raise ServiceStartError(f"cannot listen on {endpoint}: change --host or --port") from None
+async def _bind(
+    server: grpc.aio.Server, endpoint: Endpoint, credentials: grpc.ServerCredentials | None
+) -> int:
+    for _ in range(_BIND_ATTEMPTS):
+        try:
+            if credentials is None:
+                return server.add_insecure_port(str(endpoint))
+            return server.add_secure_port(str(endpoint), credentials)
+        except RuntimeError:
+            # Another program may have taken it since it was found free, as of two agents that start at once; or it only
+            # tried it, as `check_free` does.
+            await check_free(endpoint)
+    raise ServiceStartError(f"cannot listen on {endpoint}: change --host or --port")
+
+
+# Each fails only if another program tries the address in the same few microseconds.
+_BIND_ATTEMPTS = 5
