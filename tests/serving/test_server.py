@@ -17,12 +17,15 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc  # type: ignore[import-untyped]
 
+from rallypoint.rpc.endpoint import Endpoint, PortInUseError
 from rallypoint.rpc.errors import decode
+from rallypoint.serving import server as server_module
 from rallypoint.serving.server import (
     Registration,
     Server,
     ServerOptions,
     ServiceStartError,
+    check_free,
     raise_open_files,
 )
 from support.log_events import log_events
@@ -465,3 +468,20 @@ async def test_a_storm_of_streams_loses_none(serve: Start, connect: Start) -> No
     answers = await soon(asyncio.gather(*(read_all(stream) for stream in streams)))
     assert answers == [[b"in", b"draining"]] * 2000
     await soon(draining)
+
+
+async def test_a_port_that_is_taken_between_the_check_and_the_bind_is_in_use(
+    monkeypatch: pytest.MonkeyPatch, serve: Start
+) -> None:
+    """As by another agent that starts at once: who asks gets the same error as from the check."""
+    port = port_of(await serve(ECHO))
+    checks = []
+
+    async def check_once(endpoint: Endpoint) -> None:
+        checks.append(endpoint)
+        if len(checks) > 1:
+            await check_free(endpoint)
+
+    monkeypatch.setattr(server_module, "check_free", check_once)
+    with pytest.raises(PortInUseError, match="is in use"):
+        await serve(ECHO, options=ServerOptions(port=port))
