@@ -468,6 +468,10 @@ async def _first(received: asyncio.Queue[signal.Signals], other: asyncio.Task[No
         waiting.cancel()
 
 
+# Each fails only if another program tries the address in the same few microseconds.
+_BIND_ATTEMPTS = 5
+
+
 async def _bind(
     server: grpc.aio.Server, endpoint: Endpoint, credentials: grpc.ServerCredentials | None
 ) -> int:
@@ -481,7 +485,3 @@ async def _bind(
             # tried it, as `check_free` does.
             await check_free(endpoint)
     raise ServiceStartError(f"cannot listen on {endpoint}: change --host or --port")
-
-
-# Each fails only if another program tries the address in the same few microseconds.
-_BIND_ATTEMPTS = 5
