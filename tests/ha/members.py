@@ -55,8 +55,8 @@ class RecordedNode(TormentedNode):
         super()._on_event(event)
         now, subscriber = self.history.clock(), f"{self.run_id}/{self.name}#{self.agents}"
         match event:
-            case Admitted(lease, resumed):
-                self.history.add(Admission(now, subscriber, self.run_id, self.name, lease, resumed))
+            case Admitted(held, resumed):
+                self.history.add(Admission(now, subscriber, self.run_id, self.name, held.number, resumed))
             case MembershipUpdate(update):
                 told = Told(now, subscriber, self.run_id, self.name, self.lease, as_json(update))
                 self.history.add(told)

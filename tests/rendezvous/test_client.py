@@ -18,6 +18,7 @@ from rallypoint.rendezvous.api.service import SERVICE_NAME, rendezvous_services
 from rallypoint.rendezvous.client import (
     Admitted,
     Event,
+    HeldLease,
     Membership,
     MembershipReset,
     MembershipUpdate,
@@ -731,7 +732,7 @@ async def test_a_service_that_goes_away_before_it_gives_a_lease_admits_nobody(
         script = Script(gone, [lease(7), grpc.StatusCode.UNAVAILABLE], gone, [lease(7)])
         one = join(await serve_script(script, stack), join_request("a"))
         await one.admitted(2)
-        assert one.admissions == [Admitted(7, resumed=False), Admitted(7, resumed=True)]
+        assert one.admissions == [Admitted(HeldLease(7), resumed=False), Admitted(HeldLease(7), resumed=True)]
         asked = [request.WhichOneof("message") for request in script.heard]
         assert [each for each in asked if each != "heartbeat"] == ["join", "join", "resume", "resume"]
         await one.close()

@@ -148,7 +148,7 @@ class Node:
         self.process.call_soon(self._events.put_nowait, event)
 
     def _group(self, round_: int, fencing_token: int) -> Group:
-        token = self.membership.token
+        token = self.membership.held.token if self.membership.held is not None else b""
         return Group(self.run_id, self.node_id, self._lease, round_, fencing_token, self, token)
 
     def _start(self, seat: core.Assignment) -> None:

@@ -162,8 +162,8 @@ class TormentedNode:
             self.told.append(Told(self._membership.lease, update))
             assigned = update.HasField("assignment") and not self._leaving
             runs = assigned and update.phase == pb.PHASE_FINAL
-            held = self._membership.lease, self._membership.token
-            self.place = Place(update.assignment.round, *held) if runs else None
+            held = self._membership.held
+            self.place = Place(update.assignment.round, held.number, held.token) if runs and held else None
             if assigned and update.phase == pb.PHASE_FROZEN:
                 self._membership.confirm(update.assignment.round, master_port=29_500)
         self._on_change()

@@ -118,20 +118,6 @@ _LEASE_ENDED = {"LEASE_LOST", "LEASE_NOT_PROVEN", "RUN_NOT_FOUND", "REVISION_AHE
 
 
 @dataclass(frozen=True, slots=True)
-class Admitted:
-    """The node holds a lease; `resumed`: the one it held before; `at`: the address of the server, for people.
-
-    Lease numbers can be compared only within one `incarnation` of the run. `token`: the secret that proves the lease.
-    """
-
-    lease: int
-    resumed: bool
-    at: str = field(default="", compare=False)
-    incarnation: str = field(default="", compare=False)
-    token: bytes = field(default=b"", compare=False, repr=False)
-
-
-@dataclass(frozen=True, slots=True)
 class HeldLease:
     """A lease, as its node needs it to act.
 
@@ -149,6 +135,20 @@ class HeldLease:
     def timer_token(self) -> bytes:
         """The secret for the timer service, which can't act as the node with it; empty: the lease has none."""
         return hashlib.sha256(b"rallypoint timers " + self.token).digest() if self.token else b""
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """The node holds a lease; `resumed`: the one it held before; `at`: the address of the server, for people."""
+
+    held: HeldLease
+    resumed: bool
+    at: str = field(default="", compare=False)
+
+    @property
+    def lease(self) -> int:
+        """The number of the lease."""
+        return self.held.number
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +222,7 @@ class Membership:
         self._connect_timeout = connect_timeout
         self._lost_timeout = lost_timeout
         self._jitter = jitter or random.Random()  # noqa: S311 (spreads load, guards nothing)
-        self._lease, self._token = 0, b""
+        self._held: HeldLease | None = None
         self._revision = 0
         self._ever_admitted = False
         self._over = False
@@ -239,12 +239,12 @@ class Membership:
     @property
     def lease(self) -> int:
         """The lease that the node holds, as far as it knows; 0: none."""
-        return self._lease
+        return self._held.number if self._held is not None else 0
 
     @property
-    def token(self) -> bytes:
-        """The secret that proves the lease."""
-        return self._token
+    def held(self) -> HeldLease | None:
+        """The same, with all that it takes to act under it."""
+        return self._held
 
     @property
     def departing(self) -> bool:
@@ -262,7 +262,7 @@ class Membership:
         backoff = Backoff(self._jitter.random, first=_FIRST_BACKOFF, longest=_LONGEST_BACKOFF)
         deadline = asyncio.get_running_loop().time() + self._connect_timeout
         # A node that leaves and holds no lease must not join in order to leave: it would cost a round.
-        while not self._over and (self._lease or not self.departing):
+        while not self._over and (self._held or not self.departing):
             self._progress = False
             error = await self._one_stream(deadline)
             if (task := asyncio.current_task()) is not None and task.cancelling():
@@ -332,8 +332,8 @@ class Membership:
         """Decide whether a stream's error is worth another attempt; raise it if not."""
         if "superseded_by" in error.metadata:
             raise error  # two agents under one node name would supersede each other for ever, and neither would run
-        if error.reason in _LEASE_ENDED and self._lease:
-            self._lease = self._revision = 0
+        if error.reason in _LEASE_ENDED and self._held:
+            self._held, self._revision = None, 0
             self._over = self.departing
             self._latest = self._success = None
             self._failures.clear()
@@ -399,20 +399,21 @@ class Membership:
             call.cancel()
 
     def _introduction(self) -> pb.JoinRequest:
-        if not self._lease:
+        if (held := self._held) is None:
             return pb.JoinRequest(join=self._request)
         run_id, node_id = self._request.run_id, self._request.node_id
-        resume = pb.ResumeRun(run_id=run_id, node_id=node_id, lease=self._lease, revision=self._revision)
-        resume.token = self._token
+        resume = pb.ResumeRun(
+            run_id=run_id, node_id=node_id, lease=held.number, revision=self._revision, token=held.token
+        )
         return pb.JoinRequest(resume=resume)
 
     async def _live(
         self, call: _JoinCall, first: pb.JoinResponse, connection: ReplicaConnection, at: str
     ) -> None:
-        lease, resumed = first.lease, bool(self._lease)
-        self._lease, self._ever_admitted, self._progress = lease.lease, True, True
-        self._token = lease.token
-        self._on_event(Admitted(lease.lease, resumed, at, lease.incarnation, lease.token))
+        lease, resumed = first.lease, self._held is not None
+        self._held = HeldLease(lease.lease, lease.incarnation, lease.token)
+        self._ever_admitted = self._progress = True
+        self._on_event(Admitted(self._held, resumed, at))
         if self._requests_to_send() or self._watchdog_trouble:
             self._unsent.set()
         sender = asyncio.create_task(self._send_requests(call, to_seconds(lease.keep_alive_interval)))

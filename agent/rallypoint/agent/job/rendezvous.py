@@ -161,7 +161,7 @@ class NodeMembership:
                     _log.info("resumed", lease=event.lease, at=event.at)
                 else:
                     _log.info("joined", lease=event.lease, **self._min_nodes())
-                self.lease = HeldLease(event.lease, event.incarnation, event.token)
+                self.lease = event.held
             case MembershipReset():
                 _log.warning("lease lost, joining again", reason=event.reason)
                 self._publish(core.LeaseEnded(event.reason))
