@@ -231,8 +231,8 @@ class Job:
             self._groups.kill()
             if self._joins:
                 self._membership.hurry()
-            if self._state.left:
-                self._membership.abandon()
+                if self._state.left:
+                    self._membership.abandon()
 
     def drain(self, grace: float | None, reason: str) -> None:
         """Warn the workers, and leave the run once they are done or have saved their state.
