@@ -84,6 +84,28 @@ def test_a_silent_owner_is_avoided_for_longer_each_time() -> None:
     assert not search.selector.is_doubtful(A, NOW)
 
 
+def test_after_a_rest_whoever_was_silent_is_asked_last() -> None:
+    """Also when its doubt is over: the replica that took over is found before its node is lost (seed 120663693)."""
+    search = begin()
+    search.pointed(A, B, NOW)  # which took over, and is suspended; A takes over again
+    for silent in (B, C):
+        assert search.next(NOW) == silent
+        search.refused(silent, NOW, silent=True)
+    assert not search.at_once
+    search.rest()
+    assert search.next(NOW + 60.0) == A
+    search.pointed(A, C, NOW + 60.0)
+    assert search.next(NOW + 60.0) == C, "named by one that replies"
+
+
+def test_an_outage_of_days_is_only_an_outage() -> None:
+    """Timeouts double no further than to the longest one, however often a replica is silent."""
+    search = begin()
+    for _ in range(2_000):
+        search.refused(A, NOW, silent=True)
+    assert search.selector.timeout(A, REPLY_TIMEOUT) == 16.0
+
+
 def test_replicas_that_point_at_one_another_are_not_followed_in_circles() -> None:
     search = begin()
     search.pointed(A, B, NOW)

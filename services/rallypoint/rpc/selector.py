@@ -21,6 +21,8 @@ _LONGEST_TIMEOUT = 16.0
 _DOUBT_OF_REFUSING = 1.0
 _DOUBT_OF_SILENT = 2.0
 _LONGEST_DOUBT = 16.0
+# Counted silences in a row: far more than double a timeout to the longest, and few enough for 2.0 to the power of them.
+_MOST_SILENCES = 100
 # An owner names another owner, and so on: in a chain longer than this the replicas do not agree yet.
 _MOST_HOPS = 4
 
@@ -79,6 +81,11 @@ class ReplicaSelector:
         doubt = self._doubts.get(address)
         return doubt is not None and now < doubt.until
 
+    def silences(self, address: Address) -> int:
+        """Return the number of times that a replica was silent since its last reply."""
+        doubt = self._doubts.get(address)
+        return 0 if doubt is None else doubt.silences
+
     def timeout(self, address: Address, base: float) -> float:
         """Return the timeout for a replica: `base`, doubled for each time that it was silent; infinite if it is alone.
 
@@ -86,8 +93,7 @@ class ReplicaSelector:
         """
         if len(self.ordered) <= 1:
             return math.inf
-        doubt = self._doubts.get(address)
-        return min(base * 2.0 ** (doubt.silences if doubt is not None else 0), _LONGEST_TIMEOUT)
+        return min(base * 2.0 ** self.silences(address), _LONGEST_TIMEOUT)
 
     def answered(self, address: Address) -> None:
         """Record a successful call of a replica."""
@@ -96,8 +102,7 @@ class ReplicaSelector:
 
     def refused(self, address: Address, now: float, *, silent: bool) -> None:
         """Record that a replica could not be reached, is draining, or did not reply (`silent`)."""
-        before = self._doubts.get(address)
-        silences = (before.silences if before is not None else 0) + silent
+        silences = min(self.silences(address) + silent, _MOST_SILENCES)
         span = min(_DOUBT_OF_SILENT * 2.0 ** (silences - 1), _LONGEST_DOUBT) if silent else _DOUBT_OF_REFUSING
         self._doubts[address] = _DoubtedReplica(now + span, silences)
         if self.owner == address:
@@ -141,11 +146,18 @@ class ReplicaSearch:
         self._followed: Address | None = None
 
     def next(self, now: float) -> Address:
-        """Return the replica to call: one not tried since the last pause and not in doubt, the best first."""
-        return min(
-            self.selector.ordered,
-            key=lambda address: (address in self._tried, self.selector.is_doubtful(address, now)),
-        )
+        """Return the replica to call: one not tried since the last pause and not in doubt, the best first.
+
+        One that was silent, and has sent no reply since, comes after all others, unless the last one called names it as
+        the owner. Otherwise, with two of three replicas paused, each round of attempts could begin with those two, and
+        with longer timeouts each time.
+        """
+
+        def rank(address: Address) -> tuple[bool, bool, int]:
+            silences = 0 if address == self._followed else self.selector.silences(address)
+            return address in self._tried, self.selector.is_doubtful(address, now), silences
+
+        return min(self.selector.ordered, key=rank)
 
     @property
     def at_once(self) -> bool:
