@@ -26,7 +26,8 @@ _IOERR_TRUNCATE, _IOERR_DELETE = 10 | 6 << 8, 10 | 10 << 8
 _SECTOR = 512
 
 _POINTER = ctypes.c_void_p
-_OPEN = ctypes.CFUNCTYPE(ctypes.c_int, _POINTER, ctypes.c_char_p, _POINTER, ctypes.c_int, _POINTER)
+# SQLite keeps the pointer to the name: it must be passed on, and not a copy of the text.
+_OPEN = ctypes.CFUNCTYPE(ctypes.c_int, _POINTER, _POINTER, _POINTER, ctypes.c_int, _POINTER)
 _DELETE = ctypes.CFUNCTYPE(ctypes.c_int, _POINTER, ctypes.c_char_p, ctypes.c_int)
 _CLOSE = ctypes.CFUNCTYPE(ctypes.c_int, _POINTER)
 _WRITE = ctypes.CFUNCTYPE(ctypes.c_int, _POINTER, _POINTER, ctypes.c_int, ctypes.c_int64)
@@ -275,10 +276,14 @@ class _Layer:
         """Take the place of its functions."""
         open_, delete = _OPEN(vfs.open), _DELETE(vfs.delete)
 
-        def on_open(own: int, name: bytes | None, file: int, flags: int, out: int | None) -> int:
-            code = open_(own, name, file, flags, out)
-            if code == _OK and name is not None and name.decode().startswith(self._folder):
-                self._take(file, name.decode())
+        def on_open(own: int, at: int | None, file: int, flags: int, out: int | None) -> int:
+            code = open_(own, at, file, flags, out)
+            if (
+                code == _OK
+                and at is not None
+                and (name := ctypes.string_at(at).decode()).startswith(self._folder)
+            ):
+                self._take(file, name)
             return int(code)
 
         def on_delete(own: int, name: bytes, sync: int) -> int:

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from rallypoint.rendezvous.journal.journal import Dropped
 from rallypoint.rendezvous.journal.sqlite import SqliteJournal
+from rallypoint.rendezvous.journal.sqlite_reading import read_untouched
 from rallypoint.rendezvous.journal.sqlite_rows import (
     BYTES_PER_STEP,
     PAGES_PER_STEP,
@@ -18,6 +20,7 @@ from rallypoint.rendezvous.journal.sqlite_rows import (
     SCHEMA,
     SCHEMA_VERSION,
     FreePages,
+    Rows,
 )
 from rendezvous.journal.entries import change, checkpoint, forgotten, record
 from rendezvous.journal.files import append, killed, recover, reopen
@@ -27,7 +30,8 @@ async def count(journal: SqliteJournal, table: str) -> int:
     """Rows in the file."""
     connection = journal._file._connection
     assert connection is not None
-    query = {"record": "SELECT count(*) FROM record", "store": "SELECT count(*) FROM store"}[table]
+    assert table in ("record", "checkpoint", "store")
+    query = f"SELECT count(*) FROM {table}"  # noqa: S608 - all of it is ours
     (rows,) = await journal._in_writer(lambda: connection.execute(query).fetchone())
     assert isinstance(rows, int)
     return rows
@@ -133,6 +137,31 @@ async def test_closing_does_not_wait_for_it(path: Path) -> None:
     connection.close()
     assert left > records / 2
     assert list((await reopen(path)).records) == []
+
+
+async def test_nothing_is_kept_in_memory_of_a_state_that_had_no_run(path: Path) -> None:
+    """However many names a client makes up for states, before and after a restart of the service."""
+    names = [f"run {number}" for number in range(100)]
+    states = [change("state", b"x", -1, name) for name in names]
+    for calls in [states], [[replace(state, value=None) for state in states]]:
+        await append(path, *calls)
+        found = read_untouched(path)
+        assert found is not None
+        spans = found.spans
+        rows = Rows(spans)
+        for entry in calls[0]:
+            rows.add(entry)
+        assert not spans
+
+
+async def test_a_dropped_run_goes_with_the_last_of_its_late_store_entries(journal: SqliteJournal) -> None:
+    """Until then its checkpoint has to stay, since it marks older entries as left-overs."""
+    await journal.append([record(1), forgotten(1), Dropped("run"), change("state", b"x", -1)])
+    await at_rest(journal)
+    assert await count(journal, "checkpoint") == 1
+    await journal.append([change("state", None, -1)])
+    await at_rest(journal)
+    assert await count(journal, "checkpoint") == 0
 
 
 MIB = 1 << 20

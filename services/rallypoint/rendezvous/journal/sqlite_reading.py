@@ -179,7 +179,8 @@ class _FileReader:
     def _store_entries(self) -> Iterator[StoreChange]:
         for run_id, *rest in self._rows(_STORE[self._contents.version]):
             era = rest.pop(0) if self._contents.version > 1 else 0
-            if era == self._contents.spans.setdefault(run_id, Span()).era:
+            span = self._contents.spans.get(run_id)
+            if era == (span.era if span else 0):
                 yield StoreChange(run_id, *rest)
             else:
                 self._contents.leftovers[run_id] = None

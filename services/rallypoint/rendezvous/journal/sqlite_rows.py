@@ -81,8 +81,11 @@ class Rows:
 
     def add(self, entry: Entry) -> None:
         """Add an entry; raise OutOfSequenceError if it does not continue the kept records of its run."""
-        span = self._spans.setdefault(entry.run_id, Span())
         self.runs.add(entry.run_id)
+        if isinstance(entry, StoreChange):
+            self._add_change(entry)
+            return
+        span = self._spans.setdefault(entry.run_id, Span())
         if isinstance(entry, Record):
             span.add(entry)
             row = (entry.run_id, entry.revision, entry.content)
@@ -101,9 +104,14 @@ class Rows:
             # The sweep deletes its rows, the row of its checkpoint last: that row marks the others as left-overs.
             span.drop(entry)
             self.dropped.append(entry.run_id)
-        elif isinstance(entry, StoreChange):
-            self._values[entry.run_id, span.era, entry.round, entry.key] = entry.value
-            self.size += len(entry.value or b"")
+
+    def _add_change(self, change: StoreChange) -> None:
+        # A fenced state needs no run: a span for its name would stay in memory after the state is gone.
+        span = self._spans.get(change.run_id)
+        self._values[change.run_id, span.era if span else 0, change.round, change.key] = change.value
+        self.size += len(change.value or b"")
+        if span is not None and span.dropped and change.value is None:
+            self.dropped.append(change.run_id)  # the row of its checkpoint may have waited for this deletion
 
     def write(self, connection: sqlite3.Connection) -> None:
         """Write all rows in the open transaction."""

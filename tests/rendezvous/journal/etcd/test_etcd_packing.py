@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -32,6 +33,15 @@ def test_a_thousand_joins_are_one_key() -> None:
     changes = _pack(contents, [record(n, run) for n in range(1, 1001) for run in ("a", "b")])
     assert _puts(changes) == [pack_key("a", 0, 1), pack_key("b", 0, 1)]
     assert contents.pack_count == 2
+
+
+def test_nothing_is_kept_in_memory_of_a_state_that_had_no_run() -> None:
+    """However many names a client makes up for states."""
+    contents = SpaceContents()
+    states = [change("state", b"x", -1, f"run {number}") for number in range(100)]
+    assert _puts(_pack(contents, states)) == [entry_key(state.run_id, 0, -1, "state") for state in states]
+    assert len(_pack(contents, [replace(state, value=None) for state in states])) == len(states)
+    assert contents == SpaceContents()
 
 
 def test_a_pack_is_no_larger_than_what_fits_under_a_key() -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from rallypoint.etcd.values import Delete, Put, prefix_end
+from rallypoint.rendezvous.base.entries import StoreChange
 from rallypoint.rendezvous.journal.etcd.keys import (
     PART_BYTES,
     STAGED,
@@ -51,7 +52,8 @@ class SpaceContents:
         packs: The first revision of each stored pack, by run, in order.
         checkpoints: The runs that have one.
         parts: Number of parts of a value, by its key, if more than one.
-        storing: The runs that have, or had since the journal was opened, store entries of the present era.
+        storing: The runs with a span that have, or had since the journal was opened, store entries of the present era.
+            A fenced state needs no run: its name is in neither, or would stay in memory after the state is gone.
     """
 
     spans: dict[str, Span] = field(default_factory=dict)
@@ -97,10 +99,19 @@ class Packing:
 
     def add(self, entry: Entry) -> None:
         """Add an entry; raise OutOfSequenceError if it does not continue the kept records of its run."""
-        span = self._contents.spans.setdefault(entry.run_id, Span())
+        span = self._contents.spans.get(entry.run_id)
         run = self._runs.get(entry.run_id)
         if run is None:
-            run = self._runs[entry.run_id] = _RunChanges(span.last)
+            run = self._runs[entry.run_id] = _RunChanges(span.last if span else 0)
+        if isinstance(entry, StoreChange):
+            run.values[entry.round, entry.key] = entry.value
+            if span is not None:
+                self._contents.storing.add(entry.run_id)
+            return
+        if span is None:
+            span = self._contents.spans[entry.run_id] = Span()
+            if run.values:
+                self._contents.storing.add(entry.run_id)
         if isinstance(entry, Record):
             span.add(entry)
             run.records.append(entry)
@@ -118,16 +129,13 @@ class Packing:
             span.drop(entry)
         elif isinstance(entry, HighWater):
             run.high_water = entry.revision, entry.content
-        else:
-            run.values[entry.round, entry.key] = entry.value
-            self._contents.storing.add(entry.run_id)
 
     def changes(self) -> list[Change]:
         """Return all changes; call once. The keys are without the prefix of the space."""
         return [change for run_id, run in self._runs.items() for change in self._of_run(run_id, run)]
 
     def _of_run(self, run_id: str, run: _RunChanges) -> Iterator[Change]:
-        span = self._contents.spans[run_id]
+        span = self._contents.spans.get(run_id) or Span()
         if run.high_water is not None:
             revision, content = run.high_water
             # Written as the checkpoint that it becomes if nothing else is left in the space: of the first era again.

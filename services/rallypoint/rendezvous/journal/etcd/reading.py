@@ -264,13 +264,13 @@ class _SpaceReader:
         return Checkpoint(parsed.run_id, stored.revision, stored.content, stored.keep_from)
 
     def _span(self, run_id: str, era: int) -> Span:
-        span = self.contents.spans.setdefault(run_id, Span())
+        span = self.contents.spans.get(run_id) or Span()
         if span.era != era:
             raise ValueError(f"run {run_id!r} has keys of era {era}, but its checkpoint is of {span.era}")
         return span
 
     def _records(self, key: bytes, parsed: PackKey) -> Iterator[Record]:
-        span = self._span(parsed.run_id, parsed.era)
+        span = self.contents.spans[parsed.run_id] = self._span(parsed.run_id, parsed.era)
         self.contents.packs.setdefault(parsed.run_id, []).append(parsed.first)
         self.contents.pack_count += 1
         pack = EtcdRecordPack.FromString(self._unseal(key))
@@ -286,5 +286,6 @@ class _SpaceReader:
 
     def _entry(self, key: bytes, parsed: EntryKey) -> StoreChange:
         self._span(parsed.run_id, parsed.era)
-        self.contents.storing.add(parsed.run_id)
+        if parsed.run_id in self.contents.spans:
+            self.contents.storing.add(parsed.run_id)
         return StoreChange(parsed.run_id, parsed.round, parsed.key, self._unseal(key))
