@@ -100,6 +100,20 @@ async def test_a_participant_that_does_not_answer_keeps_the_run_from_ending(stag
     assert await first_of(stage.engine) == "it broke"
 
 
+async def test_a_message_that_waited_is_no_answer(stage: Stage) -> None:
+    """Right after a pause of the server, what a lost host sent before may be read after its peer's failure."""
+    a, b = await stage.running("a", "b")
+    await stage.later(5.0)
+    stage.journal.hold()
+    (reported,) = await begun(stage.engine.execute(RUN, report(b, "connection reset")))
+    stage.engine.renew(a)
+    stage.journal.release()
+    await reported
+    assert (await stage.later(5.0)).phase == pb.PHASE_FINAL
+    stage.engine.renew(a)
+    assert (await stage.later(0.0)).phase == pb.PHASE_CLOSED
+
+
 async def test_a_node_that_comes_back_is_told_that_the_end_settles(stage: Stage) -> None:
     """Its stream broke before it heard of that."""
     a, b = await stage.running("a", "b")

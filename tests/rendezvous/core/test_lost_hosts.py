@@ -173,6 +173,18 @@ class TestAHostThatVanishes:
         run.run_round()
         assert (run.round, run.ranks, run.state.restart_count) == (3, ["a", "b"], 0)
 
+    def test_a_pause_of_the_service_excuses_nobody_but_the_lost_host(self) -> None:
+        """The clock of leases steps back after it: the last sign of life seems to be of later (seed 120629724)."""
+        run = running("a", "b", "c", max_restarts=3)
+        run.later(5.0)
+        run.now -= 0.7
+        run.state.forgiven += 3.7
+        run.fail("a", "connection reset")
+        run.confirm("a", "b")
+        run.later(16.0, silent=("c",))
+        assert run.of_type(facts.NodeLost) == [facts.NodeLost("c", LossReason.LEASE_EXPIRED, failed_round=1)]
+        require_lost(run, "c", rounds=2)
+
     def test_a_node_that_was_seen_since_was_not_the_cause(self) -> None:
         """A worker failed, and later a host was lost: the restart counts."""
         run = running("a", "b", "c", max_restarts=3)

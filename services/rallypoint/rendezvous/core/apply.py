@@ -56,7 +56,7 @@ def renew(state: RunState, node_id: str, now: float) -> bool:
         node.connected_at, node.broken_at = now, None
         state.disconnected.discard(node_id)
     state.silent.discard(node_id)
-    node.seen_at = now
+    node.seen_at = now + state.forgiven
     node.loss_if_expired = LossReason.LEASE_EXPIRED
     # The queue keeps the older, earlier entry; when that comes up it is put back with this deadline. So a heartbeat
     # costs no queue operation, except the first one after a restart, which may bring the deadline nearer.
@@ -69,7 +69,7 @@ def renew(state: RunState, node_id: str, now: float) -> bool:
 
 def note_broken(state: RunState, node_id: str, now: float) -> None:
     """Note that a node has no stream; its lease keeps its remaining time."""
-    state.nodes[node_id].broken_at = now
+    state.nodes[node_id].broken_at = now + state.forgiven
     state.disconnected.add(node_id)
 
 
@@ -114,12 +114,12 @@ def restart_leases(state: RunState, now: float, least: float = LEAST_TERM_AFTER_
     """
     state.lease_queue = []
     state.final_at = state.first_failed_at = -math.inf
-    state.failure_reported_at = now
+    state.failure_reported_at = now + state.forgiven
     state.disconnected = set(state.nodes)
     term = max(state.settings.time_to_live, least)
     for node in state.nodes.values():
         node.seen_at = node.connected_at = -math.inf
-        node.broken_at = now
+        node.broken_at = now + state.forgiven
         node.lease_deadline = now + term
         enqueue(state, node)
 
@@ -173,7 +173,7 @@ def resume_deadlines(state: RunState, now: float) -> None:
         state.exit_barrier_deadline = now + state.settings.exit_barrier_timeout
     if state.breach is not None and state.breach.cause is RoundEndCause.WORKER_FAILED:
         state.settle_deadline = now + failures.SETTLE_WINDOW
-        state.silent = failures.participants(state) - {each.node_id for each in state.failed_workers}
+        failures.await_signs_of_life(state)
     for node_id in state.failed_scale_ups_of:
         newcomers.hold_back(state, node_id, now)
 
@@ -203,7 +203,7 @@ def _node_joined(fact: facts.NodeJoined, state: RunState, now: float) -> None:
         waiting_since=now,
         token=fact.token,
         identity=fact.identity,
-        seen_at=now,
+        seen_at=now + state.forgiven,
         connected_at=now,
     )
     enqueue(state, node)
@@ -336,8 +336,8 @@ def _worker_failed(fact: facts.WorkerFailed, state: RunState, now: float) -> Non
     elif state.breach is None:
         state.breach = _end_by(failure)
         state.settle_deadline = now + failures.SETTLE_WINDOW
-        state.failure_reported_at = now
-        state.silent = failures.participants(state) - {failure.node_id}
+        state.failure_reported_at = now + state.forgiven
+        failures.await_signs_of_life(state)
     elif first and state.breach.cause is RoundEndCause.WORKER_FAILED:
         state.breach = _end_by(failure)
 

@@ -192,6 +192,15 @@ def misses_participant(state: RunState) -> bool:
     return any(_takes_part(state, node_id) for node_id in state.disconnected)
 
 
+def await_signs_of_life(state: RunState) -> None:
+    """Have the failed round wait for a sign of life of each participant that has not reported a failure.
+
+    It waits anew when the participants are informed of the failure, which they answer at once. A message that is read
+    before that, for example right after a pause of the server, may be one of a lost host that had waited.
+    """
+    state.silent = participants(state) - {each.node_id for each in state.failed_workers}
+
+
 def is_settled(state: RunState, now: float) -> bool:
     """True if no participant can report an earlier failure, or turn out to have been lost before the failure.
 
@@ -222,9 +231,10 @@ def failed_round_of(state: RunState, node_id: str) -> int:
         return state.round if failed else 0
     if node_id not in state.former_ranks or node.lease > state.former_fencing_token:
         return 0
-    reported_at = state.failure_reported_at
-    broken = node.broken_at is not None and node.broken_at <= reported_at + SETTLE_WINDOW
-    return state.counted_round if broken or node.seen_at <= reported_at else 0
+    # Messages of two hosts are read in any order: soon after the report, a sign of life may be older than it.
+    latest = state.failure_reported_at + SETTLE_WINDOW
+    broken = node.broken_at is not None and node.broken_at <= latest
+    return state.counted_round if broken or node.seen_at <= latest else 0
 
 
 def end_of_failed_round(state: RunState, breach: RoundEnd, now: float) -> facts.Fact | None:

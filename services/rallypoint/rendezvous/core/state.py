@@ -253,11 +253,11 @@ class Node:
     identity: str = ""
     # Deadline of its live entry in the lease queue; never later than that of the lease.
     queued_deadline: float = 0.0
-    # Volatile: the last sign of life, when the stream was opened and when it broke (None: it is open), and the loss
-    # reason if the lease expires.
+    # Volatile, by the clock that forgives no pauses: the last sign of life, and when the stream broke (None: not yet).
     seen_at: float = -math.inf
-    connected_at: float = -math.inf
     broken_at: float | None = None
+    # Volatile: when the stream was opened, and the loss reason if the lease expires.
+    connected_at: float = -math.inf
     loss_if_expired: LossReason = LossReason.LEASE_EXPIRED
     # Volatile: why no watchdog watches its workers, from its last heartbeat.
     watchdog_trouble: str = ""
@@ -358,12 +358,12 @@ class RunState:
     # Volatile: seconds by which the clock of leases and deadlines is behind one that forgives no pauses. The latter
     # measures the ages of failures.
     forgiven: float = field(default=0.0, compare=False)
-    # Volatile, by the clock that forgives no pauses: when the round became FINAL, and when its first failure was; -inf:
-    # unknown to this server.
+    # Volatile, by the clock that forgives no pauses: when the round became FINAL, when its first failure was, and when
+    # that was reported; -inf: unknown to this server.
     final_at: float = field(default=-math.inf, compare=False)
     first_failed_at: float = field(default=-math.inf, compare=False)
-    # Volatile: when the first failure of the round was reported, and participants without a sign of life since then.
     failure_reported_at: float = field(default=-math.inf, compare=False)
+    # Volatile: participants without a sign of life since then.
     silent: set[str] = field(default_factory=set, compare=False)
     # Volatile: nodes that hold a lease and have no open stream.
     disconnected: set[str] = field(default_factory=set, compare=False)

@@ -95,7 +95,7 @@ class RendezvousEngine(DurableRuns, WriteAdmission):
                 del run.returning[node_id, lease]
                 if run.holds_lease(node_id, lease) and node_id not in run.members:
                     # Its stream broke before it was admitted. It keeps its term: the service was slow, not the node.
-                    apply.note_broken(run.state, node_id, self._now())
+                    apply.note_broken(run.state, node_id, self._now_in(run))
 
     def renew(self, member: Member, watchdog_trouble: str | None = None) -> None:
         """Handle a sign of life of a member.
@@ -113,7 +113,7 @@ class RendezvousEngine(DurableRuns, WriteAdmission):
                 run.state.nodes[member.node_id].watchdog_trouble = watchdog_trouble
 
     def _renew(self, run: HostedRun, node_id: str) -> None:
-        now = self._now()
+        now = self._now_in(run)
         if apply.renew(run.state, node_id, now):
             self._settle_at(run, now)
 
@@ -130,7 +130,7 @@ class RendezvousEngine(DurableRuns, WriteAdmission):
         del run.members[member.node_id]
         if run.holds_lease(member.node_id, member.lease.lease):
             broken = apply.note_broken if self._streams_over else apply.disconnect
-            broken(run.state, member.node_id, self._now())
+            broken(run.state, member.node_id, self._now_in(run))
             self._settle_at(run, run.next_deadline(self._limits.run_ttl))
 
     async def execute(

@@ -18,6 +18,7 @@ from rallypoint.rendezvous.core import apply, commands, facts
 from rallypoint.rendezvous.core.apply import LEAST_TERM_AFTER_RESTART, LONG_PAUSE
 from rallypoint.rendezvous.core.commands import SERVICE, Actor, Refused, RunNotFound
 from rallypoint.rendezvous.core.decide import begin_to_confirm, carry_out, settle
+from rallypoint.rendezvous.core.failures import await_signs_of_life
 from rallypoint.rendezvous.core.snapshot import (
     RunSnapshot,
     numbers_only,
@@ -283,6 +284,12 @@ class DurableRuns(CommitLoop[RunRequest[Any]]):
             for run in self._runs.values():
                 run.state.woke_at = now
 
+    def _now_in(self, run: HostedRun) -> float:
+        """Return the time, and note in the run how far it is behind the clock that forgives no pauses."""
+        now = self._now()
+        run.state.forgiven = self._clock() - now
+        return now
+
     def _to_wall(self) -> float:
         """Return the offset from times of the lease clock to wall-clock times, seconds."""
         return self._wall_clock() - self._now()
@@ -469,7 +476,10 @@ class DurableRuns(CommitLoop[RunRequest[Any]]):
         self._histories.keep_within()
         for run_id, run in [*step.changed.items()]:
             with self._only_this(step, run_id):
-                if run.begins_to_settle() or run_id in due:
+                if run.begins_to_settle():
+                    await_signs_of_life(run.state)
+                    due.add(run_id)
+                if run_id in due:
                     run.publish_to_members()
                 run.keep_writable_round()  # until the next step, the state equals the journal
                 run.publish_to_watchers(now)
