@@ -62,11 +62,12 @@ def _commands(session: Session, program: Path, workers: int) -> Iterator[tuple[s
 
 
 def _overhead(session: Session, what: _Command) -> LaunchResult:
-    whole, alone = (_measured(session, command) for command in (what.command, what.alone))
+    whole, alone = (measured_launch(session, command) for command in (what.command, what.alone))
     return LaunchResult(whole.seconds - alone.seconds, whole.cpu - alone.cpu)
 
 
-def _measured(session: Session, command: list[str]) -> LaunchResult:
+def measured_launch(session: Session, command: list[str]) -> LaunchResult:
+    """Measure a command, from its start to its end; see `clients.launching`."""
     order = LaunchOrder(command, _TIMES, compiled(session))
     client = [*with_local_names(session.folder), *client_command("launching", order)]
     return LaunchResult(**driven(client, session.folder / "client-launching.log", _TIMEOUT))

@@ -62,18 +62,22 @@ def raise_open_files(needed: int) -> None:
 
 
 @contextmanager
-def our_server(folder: Path, journal: str, security: Sequence[str] = ("--insecure",)) -> Iterator[Server]:
+def our_server(
+    folder: Path, journal: str, security: Sequence[str] = ("--insecure",), *, socket: bool = False
+) -> Iterator[Server]:
     """The rendezvous service, as its users start it, until the context ends.
 
     Args:
         folder: For its log, and for a journal that is a file.
         journal: "memory", "sqlite" for a new file in a folder of its own, or the URL of an etcd.
         security: Flags for it.
+        socket: Listen on a Unix socket in place of a port.
     """
     with tempfile.TemporaryDirectory(dir=folder, prefix="journal-") as place:
         url = f"sqlite:{place}/journal.db" if journal == "sqlite" else journal
         command = [str(RALLYPOINT), "serve", "rendezvous", *security, "--journal", url]
-        with _server(folder / f"rendezvous-{journal.partition(':')[0]}.log", command) as server:
+        unix = f"{place}/socket" if socket else ""
+        with _server(folder / f"rendezvous-{journal.partition(':')[0]}.log", command, unix) as server:
             yield server
 
 
@@ -113,7 +117,11 @@ def timer_floor_server(folder: Path, behaviour: str) -> Iterator[Server]:
 
 
 @contextmanager
-def _server(log: Path, command: Sequence[str]) -> Iterator[Server]:
+def _server(log: Path, command: Sequence[str], unix: str = "") -> Iterator[Server]:
+    if unix:
+        with running([*command, "--host", f"unix:{unix}"], log) as process:
+            yield Server(process.pid, f"unix:{unix}", log)
+        return
     with free_port() as port, running([*command, "--port", str(port)], log) as process:
         yield Server(process.pid, f"127.0.0.1:{port}", log)
 

@@ -1,6 +1,6 @@
 """`rendezvous`: N nodes connect at once; until the last knows its ranks, and until it knows that all confirmed.
 
-`security`: the same over TLS, and with tokens, against plaintext.
+`security`: the same over TLS, and with tokens, against plaintext; and a local command over a socket, against TCP.
 """
 
 from __future__ import annotations
@@ -13,9 +13,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+import grpc
+
 from benchmarks.c10d import c10d_rendezvous
+from benchmarks.clients.launching import LaunchResult
 from benchmarks.clients.storm import StormOrder, StormResult
 from benchmarks.figures import Figure
+from benchmarks.launch import measured_launch
 from benchmarks.processes import RALLYPOINT, BenchmarkError, our_server, raise_open_files
 from benchmarks.session import Session
 from benchmarks.trials import FLOOR, JOURNALS, Start, floor, in_turns, measured, ours
@@ -68,6 +72,7 @@ def security(session: Session) -> Iterator[Figure]:
     (files / "token").write_text(token)
     tls = ("--tls-cert", f"{files}/server.pem", "--tls-key", f"{files}/server.key")
     keys, ca = ("--token-keys", f"{files}/token.pub"), f"{files}/ca.pem"
+    yield from _local_commands(session)
     for nodes in session.sizes_or(SECURITY_SIZES):
         raise_open_files(nodes + 256)
         measure = _Storms(session, nodes).measure
@@ -92,6 +97,26 @@ def security(session: Session) -> Iterator[Figure]:
                 )
                 each = 1e6 / nodes
                 yield Figure(f"security.{name}.cpu", nodes, storm.cpu * each, "µs/node", plain.cpu * each)
+
+
+def _local_commands(session: Session) -> Iterator[Figure]:
+    """A command on the service's own host: over its Unix socket, which asks for no secret, and over plaintext TCP."""
+
+    def measure(start: Start, *flags: str) -> LaunchResult:
+        with start(session.folder) as server, grpc.insecure_channel(server.endpoint) as channel:
+            grpc.channel_ready_future(channel).result(_TIMEOUT)
+            return measured_launch(
+                session, [str(RALLYPOINT), "status", "--rdzv-endpoint", server.endpoint, *flags]
+            )
+
+    variants = {
+        "socket": partial(measure, partial(our_server, journal="memory", security=(), socket=True)),
+        "tcp": partial(measure, ours("memory"), "--insecure"),
+    }
+    results = in_turns(session, "security rallypoint status", variants, lambda it: f"{it.seconds:.3f} s")
+    if len(results) == len(variants):
+        seconds = [results[name].seconds for name in variants]
+        yield Figure("security.socket", 1, seconds[0], "s", seconds[1], note="floor: over TCP")
 
 
 def _rallypoint(*arguments: str) -> str:

@@ -46,7 +46,10 @@ BLOCK = (
 # What each benchmark tells of when it is asked for a size of 8.
 FIGURES = {
     "rendezvous": [f"rendezvous.{journal}.{what}" for journal in JOURNALS for what in STORM],
-    "security": [f"security.{kind}{what}" for kind in ("tls", "tokens") for what in ("", ".cpu")],
+    "security": [
+        "security.socket",
+        *(f"security.{kind}{what}" for kind in ("tls", "tokens") for what in ("", ".cpu")),
+    ],
     "fanout": [f"fanout.{journal}.{what}" for journal in JOURNALS for what in ("first", "last")],
     "failover": [f"failover.{journal}.{what}" for journal in JOURNALS for what in ("told", "replaced")],
     "heartbeat": ["heartbeat.burst", "heartbeat.paced", "heartbeat.burst.fleet", "heartbeat.paced.fleet"],

@@ -316,7 +316,7 @@ def writes_of_who_is_over(
 ) -> Iterator[Finding]:
     """No write of a round, or under a lease, is taken that begins after anybody knew that it is over.
 
-    A write of a worker is asked with "writer": its run, node, lease and round.
+    A write to a store is asked with "writer": its run, node, lease and round; 0: it is of no round.
     """
     newer: dict[tuple[str, str], list[tuple[float, int, Admission]]] = defaultdict(list)
     for each in admissions:
@@ -332,7 +332,7 @@ def writes_of_who_is_over(
             continue
         run_id, round_, lease = writer["run_id"], writer["round"], writer["lease"]
         for at, newest, entry in over.get(run_id, ()):
-            if at < operation.began and newest >= round_:
+            if round_ and at < operation.began and newest >= round_:
                 sentence = f"a write of round {round_} was taken, which was known to be over"
                 yield Finding(Wrong.UNFENCED, operation.object, sentence, (entry, operation))
                 break

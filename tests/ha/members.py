@@ -15,9 +15,9 @@ from ha.caller import Caller
 from ha.doors import Door, Doors
 from ha.history import Admission, History, Logged, Outcome, Told
 from ha.writers import StoreClient
+from rallypoint.rendezvous.base.entries import Writer
 from rallypoint.rendezvous.client import Admitted, Event, MembershipUpdate
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
-from rallypoint.rendezvous.v1 import store_service_pb2 as store_pb
 from rallypoint.rpc.durations import to_duration
 from rallypoint.rpc.errors import decode
 from torture.crowd import Crowd
@@ -155,8 +155,8 @@ class Members:
     async def _work_at(self, node: TormentedNode, place: Place, stopping: asyncio.Event) -> None:
         name = f"{self.run_id}-{node.name}-{place.lease}-{place.round}"
         caller = Caller(name, self._doors, self._history, random.Random(self._draw.random()))
-        writer = store_pb.StoreWriter(node_id=node.name, lease=place.lease, token=place.token)
-        store = StoreClient(caller, self.run_id, writer, place.round)
+        writer = Writer(node.name, place.lease, place.token)
+        store = StoreClient(caller, self.run_id, lambda: writer, place.round)
         left = _ZOMBIE_WRITES
         while left and not await _set_within(stopping, caller.draw.uniform(0.1, 0.5)):
             if node.place != place:

@@ -134,7 +134,7 @@ async def play(folder: Path, seed: int, seconds: float, say: Callable[[str], Non
         doors = await stack.enter_async_context(open_doors(endpoints))
         draw = random.Random(f"{seed}/clients")
         members = [Members(run, cluster.endpoints, doors, history, draw) for run in RUNS]
-        writers = [Writers(run, doors, history, draw, _PAUSE) for run in RUNS]
+        writers = [Writers(each.crowd.nodes, doors, history, draw, _PAUSE) for each in members]
         nemesis = Nemesis(stage, seed, history, say)
         stopping = asyncio.Event()
         nodes = [each.tasks(stopping) for each in members]

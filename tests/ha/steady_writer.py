@@ -9,6 +9,7 @@ from ha.waiting import PATIENCE
 from rallypoint.rendezvous.store.client import StoreClient
 from rallypoint.rpc.endpoint import Plaintext
 from rallypoint.rpc.replica_client import ReplicaClient
+from torture.tormented_node import TormentedNode
 
 # Between two additions, seconds: one is to be under way at each trouble, not to use up the machine.
 _PAUSE = 0.01
@@ -17,11 +18,14 @@ _PAUSE = 0.01
 class SteadyWriter:
     """Adds one to a key of a run, again and again; every addition counts once, or `go_on` and `stop` fail."""
 
-    def __init__(self, endpoints: str, run_id: str, key: str = "sum") -> None:
-        """Write nothing yet; `endpoints` as `--rdzv-endpoint` takes them. Nobody else is to write to the key."""
+    def __init__(self, endpoints: str, node: TormentedNode, key: str = "sum") -> None:
+        """Write nothing yet; `endpoints` as `--rdzv-endpoint` takes them.
+
+        It writes for `node`, which must hold its lease all the time. Nobody else is to write to the key.
+        """
         self._key = key
         self._board = ReplicaClient(endpoints, Plaintext())
-        self._store = StoreClient(self._board, run_id)
+        self._store = StoreClient(self._board, node.run_id, writer=lambda: node.writer)
         # When each addition was answered, by the event loop's clock.
         self._answers: list[float] = []
         self._answered = asyncio.Event()

@@ -30,7 +30,10 @@ async def test_compaction_and_defragmentation_under_load_are_no_event(tmp_path: 
     async with running_cluster(tmp_path) as cluster, watched_crowd(cluster.endpoints, RUN, NODES) as crowd:
         round_ = await crowd.agree(PATIENCE)
         async with AsyncExitStack() as stack:
-            writers = [SteadyWriter(cluster.endpoints, RUN, f"sum-{number}") for number in range(WRITERS)]
+            writers = [
+                SteadyWriter(cluster.endpoints, node, f"sum-{number}")
+                for number, node in enumerate(crowd.nodes[:WRITERS])
+            ]
             for writer in writers:
                 await stack.enter_async_context(writer)
             for _ in range(TIMES):

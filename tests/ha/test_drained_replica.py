@@ -29,7 +29,7 @@ async def test_a_drained_replica_hands_its_runs_over_first(tmp_path: Path) -> No
     gaps: list[float] = []
     async with running_cluster(tmp_path) as cluster, watched_crowd(cluster.endpoints, RUN, NODES) as crowd:
         round_ = await crowd.agree(PATIENCE)
-        async with SteadyWriter(cluster.endpoints, RUN) as writer:
+        async with SteadyWriter(cluster.endpoints, crowd.nodes[0]) as writer:
             for _ in range(REPEATS):
                 await cluster.settled()
                 told = loop.time()

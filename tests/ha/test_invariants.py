@@ -256,6 +256,7 @@ def test_who_is_over_writes_no_more() -> None:
     assert not _wrong(_write(7.5, 2, 1, outcome=Outcome.REFUSED))
     assert not _wrong(_write(7.5, 2, 1, outcome=Outcome.UNKNOWN))
     assert _wrong(_write(7.5, 2, 1)) == {Wrong.UNFENCED}
+    assert not _wrong(_write(7.5, 2, 0)), "it is of no round"
     newer = Admission(8.0, "b#2", RUN, "b", 3, resumed=False)
     assert not _wrong(newer, _write(7.9, 2, 2))
-    assert _wrong(newer, _write(8.1, 2, 2)) == {Wrong.UNFENCED}
+    assert _wrong(newer, _write(8.1, 2, 2)) == _wrong(newer, _write(8.1, 2, 0)) == {Wrong.UNFENCED}

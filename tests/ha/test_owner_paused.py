@@ -16,6 +16,7 @@ from ha.crowd import steady, watched_crowd
 from ha.length import ordinarily
 from ha.runs import run_everywhere
 from ha.waiting import until
+from rallypoint.rendezvous.base.entries import Writer
 from rallypoint.rendezvous.state.client import FencedStateClient
 from rallypoint.rendezvous.state.core import FencedState
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
@@ -53,7 +54,7 @@ async def test_nothing_that_waited_in_a_stopped_owner_lands(tmp_path: Path) -> N
         for repeat in range(REPEATS):
             owner = await cluster.owner(RUN)
             async with _channel(cluster, owner) as channel:
-                sleeper = Writes(channel, f"sleeper-{repeat}")
+                sleeper = Writes(channel, f"sleeper-{repeat}", crowd.nodes[0].writer)
                 token = await sleeper.current_token()
                 cluster.process(owner).pause()
                 paused = loop.time()
@@ -109,9 +110,10 @@ async def _state_at(states: state_grpc.StateServiceAsyncStub) -> state_pb.Fenced
 class Writes:
     """Requests of all kinds that change a run, over one connection to one replica, each sent once."""
 
-    def __init__(self, channel: grpc.aio.Channel, name: str) -> None:
-        """Over that connection, with a name that is part of all that is written."""
+    def __init__(self, channel: grpc.aio.Channel, name: str, writer: Writer) -> None:
+        """Over that connection, with a name that is part of all that is written, and the lease of a node."""
         self._name = name
+        self._writer = store_pb.StoreWriter(node_id=writer.node_id, lease=writer.lease, token=writer.token)
         self._states = state_grpc.StateServiceStub(channel)
         self._store = store_grpc.StoreServiceStub(channel)
         self._rendezvous = pb_grpc.RendezvousServiceStub(channel)
@@ -132,7 +134,9 @@ class Writes:
         """Send one of each kind, and wait for no answer."""
         self._begin(self.set_state(token))
         for number in range(STORE_WRITES):
-            request = store_pb.SetRequest(run_id=RUN, key=f"{self._name}/{number}", value=b"landed")
+            request = store_pb.SetRequest(
+                run_id=RUN, key=f"{self._name}/{number}", value=b"landed", writer=self._writer
+            )
             self._begin(self._store.Set(request, timeout=PATIENCE))
         self._begin(self._join())
 

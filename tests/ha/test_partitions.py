@@ -53,7 +53,7 @@ async def scene(folder: Path) -> AsyncIterator[Scene]:
         watched_crowd(cluster.endpoints, RUN, NODES, patient(NODES)) as crowd,
     ):
         round_ = await crowd.agree(PATIENCE)
-        async with SteadyWriter(cluster.endpoints, RUN) as writer:
+        async with SteadyWriter(cluster.endpoints, crowd.nodes[0]) as writer:
             await writer.go_on()
             yield Scene(cluster, crowd, writer, round_)
             await cluster.heal()

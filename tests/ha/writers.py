@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from ha.caller import Caller
 from ha.doors import Door, Doors
 from ha.history import History, Operation, Outcome
+from rallypoint.rendezvous.base.entries import Writer
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1 import state_service_pb2 as state_pb
 from rallypoint.rendezvous.v1 import store_service_pb2 as store_pb
+from torture.tormented_node import TormentedNode
 
 # Operations on one key before the next takes its place: what is of unknown outcome makes judging a key harder and
 # harder, so none lives long.
 _KEY_LIFE = 120
 _UNKNOWN = 8  # operations of that life that one of unknown outcome takes
+# Writes while no node holds a lease, and is refused.
+_NOBODY = Writer("nobody", 1)
 
 
 class Keys:
@@ -101,12 +105,10 @@ class StateClient:
 
 
 class StoreClient:
-    """A client of one run's store, for a worker that holds a lease or for nobody."""
+    """A client that writes to one run's store."""
 
-    def __init__(
-        self, caller: Caller, run_id: str, writer: store_pb.StoreWriter | None = None, round_: int = 0
-    ) -> None:
-        """Under the name of the caller; `round_`: that of the worker."""
+    def __init__(self, caller: Caller, run_id: str, writer: Callable[[], Writer], round_: int = 0) -> None:
+        """Under the name of the caller, for the node that `writer` returns at each write; `round_`: of the worker."""
         self._caller = caller
         self._run_id = run_id
         self._writer = writer
@@ -131,21 +133,6 @@ class StoreClient:
         asked = {"expected": expected, "desired": desired}
         return await self._write("store.compare_set", "CompareSet", request, asked, _compared)
 
-    async def get(self, key: str, *, at: str = "") -> Operation:
-        """Read a value; it is not waited for."""
-        request = store_pb.MultiGetRequest(run_id=self._run_id, keys=[key])
-        check = store_pb.CheckRequest(run_id=self._run_id, keys=[key])
-
-        async def call(door: Door, timeout: float) -> str | None:
-            # Who isn't the owner can't wait for a key. Once a key is there it stays.
-            if not (await door.store.Check(check, timeout=timeout)).present:
-                return None
-            return (await door.store.MultiGet(request, timeout=timeout)).values[0].decode()
-
-        return await self._caller.ask(
-            "store.get", self._object(key), {}, call, lambda value: {"value": value}, at=at, patience=8.0
-        )
-
     async def _write(
         self,
         what: str,
@@ -157,23 +144,38 @@ class StoreClient:
         self._sequence += 1
         request.run_id = self._run_id
         request.operation.CopyFrom(_operation(self._caller.name, self._sequence))
-        if self._writer is not None:
-            request.writer.CopyFrom(self._writer)
-            request.writer_round = self._round
-            asked["writer"] = {
-                "run_id": self._run_id,
-                "node_id": self._writer.node_id,
-                "lease": self._writer.lease,
-                "round": self._round,
-            }
+        request.writer_round = self._round
+        writer = self._writer()
+        request.writer.CopyFrom(
+            store_pb.StoreWriter(node_id=writer.node_id, lease=writer.lease, token=writer.token)
+        )
+        asked["writer"] = {
+            "run_id": self._run_id,
+            "node_id": writer.node_id,
+            "lease": writer.lease,
+            "round": self._round,
+        }
 
         def call(door: Door, timeout: float) -> Any:
             return getattr(door.store, method)(request, timeout=timeout)
 
-        return await self._caller.ask(what, self._object(request.key), asked, call, read)
+        return await self._caller.ask(what, f"{self._run_id}/{request.key}", asked, call, read)
 
-    def _object(self, key: str) -> str:
-        return f"{self._run_id}/{key}"
+
+async def read_key(caller: Caller, run_id: str, key: str, *, at: str = "") -> Operation:
+    """Read a value of a store; it is not waited for."""
+    request = store_pb.MultiGetRequest(run_id=run_id, keys=[key])
+    check = store_pb.CheckRequest(run_id=run_id, keys=[key])
+
+    async def call(door: Door, timeout: float) -> str | None:
+        # Who isn't the owner can't wait for a key. Once a key is there it stays.
+        if not (await door.store.Check(check, timeout=timeout)).present:
+            return None
+        return (await door.store.MultiGet(request, timeout=timeout)).values[0].decode()
+
+    return await caller.ask(
+        "store.get", f"{run_id}/{key}", {}, call, lambda value: {"value": value}, at=at, patience=8.0
+    )
 
 
 async def read_run(caller: Caller, run_id: str, *, at: str = "") -> Operation:
@@ -191,15 +193,24 @@ async def read_run(caller: Caller, run_id: str, *, at: str = "") -> Operation:
 
 
 class Writers:
-    """The clients of one run: some that set its state, some its counters and registers, some that only read."""
+    """The clients of one run: some that set its state, some its counters and registers, some that only read.
+
+    What they write to the store is for one of the nodes, drawn, by the lease that it holds at that moment.
+    """
 
     def __init__(
-        self, run_id: str, doors: Doors, history: History, draw: random.Random, pause: float
+        self,
+        nodes: Sequence[TormentedNode],
+        doors: Doors,
+        history: History,
+        draw: random.Random,
+        pause: float,
     ) -> None:
         """Write nothing yet; each client waits for some `pause` (seconds, on average) between two operations."""
-        self.run_id = run_id
-        self.counters = Keys(run_id, "counter")
-        self.registers = Keys(run_id, "register")
+        self.run_id = nodes[0].run_id
+        self._nodes = nodes
+        self.counters = Keys(self.run_id, "counter")
+        self.registers = Keys(self.run_id, "register")
         self._doors = doors
         self._history = history
         self._draw = draw
@@ -223,6 +234,13 @@ class Writers:
         await asyncio.sleep(caller.draw.uniform(0.0, 2.0) * self._pause)
         return not stopping.is_set()
 
+    def _store(self, caller: Caller) -> StoreClient:
+        def writer() -> Writer:
+            holders = [node for node in self._nodes if node.lease]
+            return caller.draw.choice(holders).writer if holders else _NOBODY
+
+        return StoreClient(caller, self.run_id, writer)
+
     async def _set_states(self, caller: Caller, stopping: asyncio.Event) -> None:
         client = StateClient(caller, self.run_id)
         older: str | None = None
@@ -239,17 +257,17 @@ class Writers:
             older = before if before != client.token else older
 
     async def _count(self, caller: Caller, stopping: asyncio.Event) -> None:
-        client = StoreClient(caller, self.run_id)
+        client = self._store(caller)
         while await self._goes_on(caller, stopping):
             key = self.counters.current()
             if caller.draw.random() < 0.7:
                 # Sums of what is drawn from so many say which additions are in them.
                 self.counters.written(await client.add(key, 1 + caller.draw.randrange(10**9)))
             else:
-                await client.get(key, at=caller.anywhere())
+                await read_key(caller, self.run_id, key, at=caller.anywhere())
 
     async def _swap(self, caller: Caller, stopping: asyncio.Event) -> None:
-        client = StoreClient(caller, self.run_id)
+        client = self._store(caller)
         known: dict[str, str] = {}
         number = 0
         while await self._goes_on(caller, stopping):
@@ -264,7 +282,7 @@ class Writers:
                 if self.registers.written(await client.set(key, value)).outcome is Outcome.OK:
                     known[key] = value
             else:
-                await client.get(key, at=caller.anywhere())
+                await read_key(caller, self.run_id, key, at=caller.anywhere())
 
     async def _look(self, caller: Caller, stopping: asyncio.Event) -> None:
         client = StateClient(caller, self.run_id)
@@ -279,13 +297,13 @@ class Writers:
             AssertionError: Not all of it could be read in time.
         """
         caller = self._caller("read-back")
-        states, store = StateClient(caller, self.run_id), StoreClient(caller, self.run_id)
+        states = StateClient(caller, self.run_id)
         deadline = self._history.clock() + timeout
         for replica in self._doors.names:
             await self._read(partial(states.get, at=replica), deadline)
             await self._read(partial(read_run, caller, self.run_id, at=replica), deadline)
             for key in (*self.counters.all, *self.registers.all):
-                await self._read(partial(store.get, key, at=replica), deadline)
+                await self._read(partial(read_key, caller, self.run_id, key, at=replica), deadline)
 
     async def _read(self, read: Callable[[], Awaitable[Operation]], deadline: float) -> None:
         while (operation := await read()).outcome is not Outcome.OK:

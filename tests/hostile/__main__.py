@@ -12,6 +12,7 @@ import click
 from hostile.attacker import Attacker
 from hostile.campaign import Report, attack, log_faults, memory_growth
 from hostile.contract import documented_reasons
+from hostile.insider import Insider
 from hostile.kinds import KINDS, RENDEZVOUS, Kind
 from hostile.requests import hostile_request
 from hostile.target import Target, target
@@ -59,7 +60,7 @@ def main(count: int, seed: int, only: int | None, journal: str, of: str) -> None
 async def _send_one(server: Target, kind: Kind, seed: int, number: int) -> None:
     request = hostile_request(seed, number, kind)
     click.echo(str(request))
-    attacker = Attacker(server.address, 1)
+    attacker = Attacker(server.address, 1, Insider())
     outcome = await attacker.send(request)
     await attacker.close()
     click.echo(f"{outcome}\n{fault(request, outcome, documented_reasons()) or 'as it should be'}")

@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from hostile.insider import Insider
 from hostile.requests import Request
 from rallypoint.rpc.channel import CLIENT_ARGUMENTS
 from rallypoint.rpc.errors import decode
@@ -38,9 +39,10 @@ class Outcome:
 class Attacker:
     """Some connections to a server. Anything may be sent on them; nothing is checked before it is sent."""
 
-    def __init__(self, address: str, connections: int) -> None:
+    def __init__(self, address: str, connections: int, insider: Insider) -> None:
         # An honest client refuses by itself to send what the server wouldn't take.
         options = (*CLIENT_ARGUMENTS, ("grpc.max_send_message_length", -1))
+        self._insider = insider
         self._channels = [grpc.aio.insecure_channel(address, options) for _ in range(connections)]
 
     async def close(self) -> None:
@@ -54,12 +56,49 @@ class Attacker:
         Raises:
             TimeoutError: It is not, long after its deadline.
         """
+        request = self._insider.armed(request)
         call = _start(self._channels[request.number % len(self._channels)], request)
         try:
             async with asyncio.timeout(request.timeout + _OVERDUE):
-                return await _followed_for_a_while(call, request)
+                return await self._followed_for_a_while(call, request)
         finally:
             call.cancel()
+
+    async def _followed_for_a_while(self, call: Any, request: Request) -> Outcome:
+        if request.cancel_after is None:
+            return await self._followed(call, request)
+        try:
+            async with asyncio.timeout(request.cancel_after):
+                return await self._followed(call, request)
+        except TimeoutError:
+            return Outcome(grpc.StatusCode.CANCELLED, gone=True)
+
+    async def _followed(self, call: Any, request: Request) -> Outcome:
+        answers = 0
+        try:
+            if isinstance(call, grpc.aio.UnaryUnaryCall):
+                await call
+                return Outcome(grpc.StatusCode.OK, answers=1)
+            if isinstance(call, grpc.aio.StreamStreamCall):
+                await _say(call, request)
+            while answers < request.most_answers:
+                if (answer := await call.read()) is grpc.aio.EOF:
+                    return Outcome(await call.code(), answers=answers)
+                answers += 1
+                self._insider.learn(request, answer)
+            if not request.half_close:
+                return Outcome(grpc.StatusCode.OK, gone=True, answers=answers)
+            while await call.read() is not grpc.aio.EOF:
+                answers += 1
+            return Outcome(await call.code(), answers=answers)
+        except grpc.aio.AioRpcError as error:
+            if error.details() == _OWN_WORDS:
+                return Outcome(grpc.StatusCode.CANCELLED, gone=True, answers=answers)
+            decoded = decode(error)
+            known = decoded.reason != decoded.code.name
+            # Where a reason has the name of its code, INVALID_ARGUMENT, the details tell it from gRPC's own words.
+            ours = known or bool(decoded.field_violations)
+            return Outcome(decoded.code, decoded.reason if ours else "", decoded.message, answers=answers)
 
 
 def _start(channel: grpc.aio.Channel, request: Request) -> Any:
@@ -71,43 +110,6 @@ def _start(channel: grpc.aio.Channel, request: Request) -> Any:
     begin = getattr(channel, kind)(request.path)
     messages = () if kind == "stream_stream" else request.messages[:1]
     return begin(*messages, timeout=request.timeout)
-
-
-async def _followed_for_a_while(call: Any, request: Request) -> Outcome:
-    if request.cancel_after is None:
-        return await _followed(call, request)
-    try:
-        async with asyncio.timeout(request.cancel_after):
-            return await _followed(call, request)
-    except TimeoutError:
-        return Outcome(grpc.StatusCode.CANCELLED, gone=True)
-
-
-async def _followed(call: Any, request: Request) -> Outcome:
-    answers = 0
-    try:
-        if isinstance(call, grpc.aio.UnaryUnaryCall):
-            await call
-            return Outcome(grpc.StatusCode.OK, answers=1)
-        if isinstance(call, grpc.aio.StreamStreamCall):
-            await _say(call, request)
-        while answers < request.most_answers:
-            if await call.read() is grpc.aio.EOF:
-                return Outcome(await call.code(), answers=answers)
-            answers += 1
-        if not request.half_close:
-            return Outcome(grpc.StatusCode.OK, gone=True, answers=answers)
-        while await call.read() is not grpc.aio.EOF:
-            answers += 1
-        return Outcome(await call.code(), answers=answers)
-    except grpc.aio.AioRpcError as error:
-        if error.details() == _OWN_WORDS:
-            return Outcome(grpc.StatusCode.CANCELLED, gone=True, answers=answers)
-        decoded = decode(error)
-        known = decoded.reason != decoded.code.name
-        # Where a reason has the name of its code, INVALID_ARGUMENT, the details tell it from gRPC's own words.
-        ours = known or bool(decoded.field_violations)
-        return Outcome(decoded.code, decoded.reason if ours else "", decoded.message, answers=answers)
 
 
 async def _say(call: Any, request: Request) -> None:

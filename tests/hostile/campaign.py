@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-un
 
 from hostile.attacker import Attacker
 from hostile.contract import documented_reasons
+from hostile.insider import Insider
 from hostile.kinds import Kind
 from hostile.others import others_of
 from hostile.requests import hostile_request
@@ -56,15 +57,24 @@ async def attack(server: Target, kind: Kind, seed: int, count: int) -> Report:
     Raises:
         AssertionError: The server is not as it must be. What is wrong with single answers is in the report.
     """
-    report = Report(seed)
+    report, insider = Report(seed), Insider()
     others = others_of(kind, server.address)
     await others.begin()
     began, cpu = time.monotonic(), server.cpu_seconds()
     for part in range(_PARTS):
-        await _barrage(server, kind, report, range(count * part // _PARTS, count * (part + 1) // _PARTS))
-        report.memory.append(server.resident_bytes())
-        if server.process.poll() is not None:
+        numbers = range(count * part // _PARTS, count * (part + 1) // _PARTS)
+        await barrage(
+            server.address,
+            kind,
+            report,
+            insider,
+            numbers,
+            has_ended=lambda: server.process.poll() is not None,
+        )
+        if (code := server.process.poll()) is not None:
+            report.faults.append(f"the server ended with exit code {code}")
             return report
+        report.memory.append(server.resident_bytes())
         await others.check()
     report.seconds, report.server_cpu = time.monotonic() - began, server.cpu_seconds() - cpu
     await _check_healthy(server, kind)
@@ -101,14 +111,23 @@ def _levels(kind: Kind, record: Mapping[str, Any]) -> Collection[str]:
     return _LEVELS | {"error"} if kind.runs_jobs and {"run_id", "rank"} & record.keys() else _LEVELS
 
 
-async def _barrage(server: Target, kind: Kind, report: Report, numbers: range) -> None:
-    attacker = Attacker(server.address, _CONNECTIONS)
+async def barrage(
+    address: str,
+    kind: Kind,
+    report: Report,
+    insider: Insider,
+    numbers: range,
+    *,
+    has_ended: Callable[[], bool] = lambda: False,
+) -> None:
+    """Send the requests of those numbers, many at a time, and judge the answers; returns early once `has_ended`."""
+    attacker = Attacker(address, _CONNECTIONS, insider)
     waiting = iter(numbers)
     documented = documented_reasons()
 
     async def send_one_after_another(numbers: Iterator[int]) -> None:
         for number in numbers:
-            if len(report.faults) >= _MOST_FAULTS or server.process.poll() is not None:
+            if len(report.faults) >= _MOST_FAULTS or has_ended():
                 return
             request = hostile_request(report.seed, number, kind)
             try:
@@ -128,8 +147,6 @@ async def _barrage(server: Target, kind: Kind, report: Report, numbers: range) -
     # All take from the same iterator, so that none is sent twice.
     await asyncio.gather(*(send_one_after_another(waiting) for _ in range(_SENDERS)))
     await attacker.close()
-    if server.process.poll() is not None:
-        report.faults.append(f"the server ended with exit code {server.process.returncode}")
 
 
 async def _check_healthy(server: Target, kind: Kind) -> None:

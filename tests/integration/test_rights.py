@@ -36,6 +36,7 @@ from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as rendezvous_g
 from rallypoint.rpc.channel import open_channel
 from rallypoint.rpc.endpoint import (
     CERTIFIED_NAME,
+    AccessFiles,
     ClientSecurity,
     ClientTLS,
     RunSecret,
@@ -82,9 +83,9 @@ class Scene:
 
     def security(self, name: str) -> ClientSecurity:
         """Its certificate, or its token beside the authority or the run secret."""
-        if self.options.token_keys is None:
+        if self.options.access.token_keys is None:
             return client_certificate(self.certificates, f"URI:{name}")
-        path = self.options.token_keys.with_name("token")
+        path = self.options.access.token_keys.with_name("token")
         path.write_text(self.token(name))
         if self.options.run_secret is not None:
             return RunSecret(self.options.run_secret.text, token=path)
@@ -99,8 +100,8 @@ class Scene:
     @property
     def audit(self) -> Path:
         """The audit log."""
-        assert self.options.audit_log is not None
-        return self.options.audit_log
+        assert self.options.access.audit_log is not None
+        return self.options.access.audit_log
 
     def audited(self) -> list[dict[str, Any]]:
         """The lines of the audit log."""
@@ -117,13 +118,14 @@ def options_for(kind: str, folder: Path, certificates: Certificates, key: Ed2551
     policy, keys = folder / "policy.toml", folder / "token.pub"
     policy.write_text(POLICY)
     keys.write_bytes(public(key))
-    audited = ServerOptions(audit_log=folder / "audit.jsonl")
+    access = AccessFiles(audit_log=folder / "audit.jsonl")
+    by_token = replace(access, token_keys=keys)
     if kind == RUN_SECRET:
-        return replace(audited, run_secret=RunSecret("a secret of sixteen"), token_keys=keys)
-    tls = replace(audited, tls_cert=certificates.server, tls_key=certificates.server_key)
+        return ServerOptions(access=by_token, run_secret=RunSecret("a secret of sixteen"))
+    tls = ServerOptions(access=by_token, tls_cert=certificates.server, tls_key=certificates.server_key)
     if kind == TOKENS:
-        return replace(tls, token_keys=keys)
-    return replace(tls, tls_client_ca=certificates.ca, policy=policy)
+        return tls
+    return replace(tls, access=replace(access, policy=policy), tls_client_ca=certificates.ca)
 
 
 @pytest.fixture(params=[CERTIFICATES])
@@ -237,10 +239,10 @@ async def test_a_caller_without_a_role_for_all_runs_gets_it_when_the_policy_chan
     async with scene.channel("observer") as channel:
         method = scene.methods["RendezvousService.ListRuns"]
         assert await refusal(channel, method, NONE) is not None
-        assert scene.options.policy is not None
-        scene.options.policy.write_text(POLICY.replace("team-a-*", "*"))
+        assert scene.options.access.policy is not None
+        scene.options.access.policy.write_text(POLICY.replace("team-a-*", "*"))
         assert await refusal(channel, method, NONE) is None
-        scene.options.policy.write_text("[[grant]]\nnames = 3\n")
+        scene.options.access.policy.write_text("[[grant]]\nnames = 3\n")
         assert await refusal(channel, method, NONE) is None
 
 
@@ -317,8 +319,10 @@ async def test_a_name_is_taken_from_one_place_and_matches_patterns_of_its_kind(
     scene: Scene, name: str, granted: str, permitted: bool
 ) -> None:
     """A SPIFFE ID ends as its owner likes, and its signer may not check the common name."""
-    assert scene.options.policy is not None
-    scene.options.policy.write_text(f'[[grant]]\nnames = ["{granted}"]\nroles = ["operator"]\nruns = ["*"]\n')
+    assert scene.options.access.policy is not None
+    scene.options.access.policy.write_text(
+        f'[[grant]]\nnames = ["{granted}"]\nroles = ["operator"]\nruns = ["*"]\n'
+    )
     async with open_channel(scene.address, client_certificate(scene.certificates, name)) as channel:
         error = await refusal(channel, scene.methods["RendezvousService.ListRuns"])
     assert (error is None) == permitted
@@ -327,7 +331,11 @@ async def test_a_name_is_taken_from_one_place_and_matches_patterns_of_its_kind(
 @pytest.mark.parametrize("scene", [TOKENS], indirect=True)
 async def test_keys_of_tokens_are_exchanged_while_the_server_runs(scene: Scene) -> None:
     """Beside each other first; what a removed one signed is not valid any more."""
-    keys, method, new = scene.options.token_keys, scene.methods["RendezvousService.GetRun"], replace(scene)
+    keys, method, new = (
+        scene.options.access.token_keys,
+        scene.methods["RendezvousService.GetRun"],
+        replace(scene),
+    )
     new.key = Ed25519PrivateKey.generate()
     assert keys is not None
     async with scene.channel("observer") as old_channel:

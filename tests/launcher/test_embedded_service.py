@@ -6,12 +6,16 @@ import asyncio
 import shutil
 import signal
 import socket
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import grpc
 import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from integration.test_rights import public
 from rallypoint.agent.config.job import Peer
 from rallypoint.launcher import embedded_service, services
 from rallypoint.launcher.embedded_service import EmbeddedService, answers_calls, is_this_host, rendezvous_at
@@ -19,7 +23,9 @@ from rallypoint.launcher.plan import Hosted
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
 from rallypoint.rpc.channel import open_channel
-from rallypoint.rpc.endpoint import ClientSecurity, ClientTLS, Plaintext, RunSecret, SettingError
+from rallypoint.rpc.endpoint import AccessFiles, ClientSecurity, ClientTLS, Plaintext, RunSecret, SettingError
+from rallypoint.serving.policy import Role
+from rallypoint.serving.tokens import Token, issue
 from serving.conftest import make_certificates
 from support.ports import free_port
 from support.waiting import PATIENCE, until
@@ -59,9 +65,11 @@ class Member:
 
 
 @asynccontextmanager
-async def member(endpoint: str, node_id: str = "other") -> AsyncIterator[Member]:
+async def member(
+    endpoint: str, node_id: str = "other", security: ClientSecurity = None
+) -> AsyncIterator[Member]:
     """Join a run of one node."""
-    async with open_channel(endpoint) as channel:
+    async with open_channel(endpoint, security) as channel:
         call = pb_grpc.RendezvousServiceStub(channel).Join()
         settings = pb.RunSettings(min_nodes=1, max_nodes=2)
         join = pb.JoinRun(
@@ -98,7 +106,10 @@ async def close(host: EmbeddedService) -> None:
 async def test_the_first_agent_on_a_host_serves_and_the_others_join(port: int) -> None:
     """Several on one host have the same command line."""
     place = Hosted(f"localhost:{port}")
-    async with rendezvous_at(place, None) as first, rendezvous_at(place, None) as second:
+    async with (
+        rendezvous_at(place, None, AccessFiles()) as first,
+        rendezvous_at(place, None, AccessFiles()) as second,
+    ):
         assert first is not None
         assert second is None
         assert await answers_calls(place.endpoint, None)
@@ -107,16 +118,16 @@ async def test_the_first_agent_on_a_host_serves_and_the_others_join(port: int) -
 async def test_an_agent_serves_only_if_it_is_to(port: int) -> None:
     """Node rank 1, another host's name, or is_host=0: all of them go to where somebody else serves."""
     for place in (Hosted(f"localhost:{port}", here=False), Hosted(f"192.0.2.7:{port}")):
-        async with rendezvous_at(place, None) as host:
+        async with rendezvous_at(place, None, AccessFiles()) as host:
             assert host is None
 
 
 async def test_two_that_must_serve_at_one_place_are_told(port: int) -> None:
     """Node rank 0 twice, for one."""
     place = Hosted(f"127.0.0.1:{port}", here=True)
-    async with rendezvous_at(place, None):
+    async with rendezvous_at(place, None, AccessFiles()):
         with pytest.raises(SettingError, match="another agent does; do two hosts have the same --node-rank"):
-            async with rendezvous_at(place, None):
+            async with rendezvous_at(place, None, AccessFiles()):
                 pass
 
 
@@ -124,7 +135,7 @@ async def test_a_port_that_is_a_strangers_is_told(stranger: str, monkeypatch: py
     """It is asked first: joining something that is no service would take a minute to fail."""
     monkeypatch.setattr(embedded_service, "_ANSWER", 0.3)
     with pytest.raises(SettingError, match="another program listens there") as caught:
-        async with rendezvous_at(Hosted(stranger), None):
+        async with rendezvous_at(Hosted(stranger), None, AccessFiles()):
             pass
     assert str(caught.value).startswith(f"can't serve rendezvous at {stranger}: ")
     assert "choose another --master-port or --rdzv-endpoint" in str(caught.value)
@@ -134,7 +145,7 @@ async def test_a_port_that_is_a_strangers_is_told(stranger: str, monkeypatch: py
 async def test_serving_with_tls_needs_a_certificate(port: int) -> None:
     """An authority alone is what a client has."""
     with pytest.raises(SettingError, match="give --tls-cert and --tls-key beside --tls-ca"):
-        async with rendezvous_at(Hosted(f"localhost:{port}"), ClientTLS()):
+        async with rendezvous_at(Hosted(f"localhost:{port}"), ClientTLS(), AccessFiles()):
             pass
 
 
@@ -144,7 +155,7 @@ async def test_with_tls_whoever_has_no_certificate_is_kept_out(port: int, tmp_pa
         pytest.skip("needs the openssl command (apt install openssl)")
     files = make_certificates(tmp_path, "ours")
     tls = ClientTLS(files.ca, files.server, files.server_key)
-    async with rendezvous_at(Hosted(f"localhost:{port}"), tls) as host:
+    async with rendezvous_at(Hosted(f"localhost:{port}"), tls, AccessFiles()) as host:
         assert host is not None
         assert host.peer == Peer(f"localhost:{port}", tls)
         assert await answers_calls(host.peer.endpoint, tls)
@@ -158,17 +169,39 @@ async def test_other_hosts_are_served_if_it_is_said_how(port: int, security: Cli
     """At the address that was named, and at no other."""
     place = Hosted(f"0.0.0.0:{port}", here=True)
     with pytest.raises(SettingError, match="refusing to serve plaintext"):
-        async with rendezvous_at(place, None):
+        async with rendezvous_at(place, None, AccessFiles()):
             pass
-    async with rendezvous_at(place, security) as host:
+    async with rendezvous_at(place, security, AccessFiles()) as host:
         assert host is not None
         assert await answers_calls(host.peer.endpoint, security)
         assert await answers_calls(f"127.0.0.2:{port}", security)
         assert not await answers_calls(f"127.0.0.2:{port}", None)
-    async with rendezvous_at(Hosted(f"127.0.0.3:{port}", here=True), security) as host:
+    async with rendezvous_at(Hosted(f"127.0.0.3:{port}", here=True), security, AccessFiles()) as host:
         assert host is not None
         assert await answers_calls(f"127.0.0.3:{port}", security)
         assert not await answers_calls(f"127.0.0.2:{port}", security)
+
+
+async def test_tokens_restrict_an_agents_own_service_too(port: int, tmp_path: Path) -> None:
+    """A node may not close the run; its host still does, when it leaves with the rendezvous."""
+    key, keys, file = Ed25519PrivateKey.generate(), tmp_path / "token.pub", tmp_path / "token"
+    keys.write_bytes(public(key))
+    file.write_text(issue(key, Token("host", frozenset({Role.NODE}), [RUN], time.time() + 60), time.time()))
+    node = RunSecret("a" * 32, token=file)
+    async with rendezvous_at(Hosted(f"localhost:{port}"), node, AccessFiles(token_keys=keys)) as host:
+        assert host is not None
+        for security, refusal in (
+            (RunSecret(node.text), grpc.StatusCode.UNAUTHENTICATED),
+            (node, grpc.StatusCode.PERMISSION_DENIED),
+        ):
+            async with open_channel(host.peer.endpoint, security) as channel:
+                with pytest.raises(grpc.aio.AioRpcError) as refused:
+                    await pb_grpc.RendezvousServiceStub(channel).CloseRun(pb.CloseRunRequest(run_id=RUN))
+                assert refused.value.code() is refusal
+        async with member(host.peer.endpoint, security=node) as other:
+            leaving = asyncio.create_task(host.stop_when_over(RUN, "got SIGTERM", (), succeeded=False))
+            assert (await other.ends()).outcome == pb.OUTCOME_CANCELLED
+            await asyncio.wait_for(leaving, PATIENCE)
 
 
 async def test_a_name_that_only_this_host_reaches_is_served_at_all_addresses(
@@ -182,7 +215,7 @@ async def test_a_name_that_only_this_host_reaches_is_served_at_all_addresses(
     for module in (embedded_service, services):
         monkeypatch.setattr(module, "own_addresses", own_addresses)
     secret = RunSecret("a" * 32)
-    async with rendezvous_at(Hosted(f"head.example:{port}"), secret) as host:
+    async with rendezvous_at(Hosted(f"head.example:{port}"), secret, AccessFiles()) as host:
         assert host is not None
         assert await answers_calls(f"127.0.0.2:{port}", secret)
         assert await answers_calls(host.peer.endpoint, secret)
@@ -212,7 +245,7 @@ async def test_this_machines_own_name_is_its(port: int) -> None:
 
 async def test_a_host_that_left_closes_the_run(port: int) -> None:
     """The others can't go on without their rendezvous; they hear why before it is gone."""
-    async with rendezvous_at(Hosted(f"localhost:{port}"), None) as host:
+    async with rendezvous_at(Hosted(f"localhost:{port}"), None, AccessFiles()) as host:
         assert host is not None
         async with member(host.peer.endpoint) as other:
             leaving = asyncio.create_task(host.stop_when_over(RUN, "got SIGTERM", (), succeeded=False))
@@ -224,7 +257,7 @@ async def test_a_host_that_left_closes_the_run(port: int) -> None:
 
 async def test_a_host_that_is_done_waits_for_the_others(port: int) -> None:
     """Their work is not lost because this host's was done first."""
-    async with rendezvous_at(Hosted(f"localhost:{port}"), None) as host:
+    async with rendezvous_at(Hosted(f"localhost:{port}"), None, AccessFiles()) as host:
         assert host is not None
         async with member(host.peer.endpoint) as other:
             waiting = asyncio.create_task(host.stop_when_over(RUN, "done", (signal.SIGTERM,), succeeded=True))
@@ -238,7 +271,7 @@ async def test_a_host_that_is_done_waits_for_the_others(port: int) -> None:
 
 async def test_a_signal_ends_that_wait(port: int) -> None:
     """Whoever wants the host gone need not wait for other hosts' work."""
-    async with rendezvous_at(Hosted(f"localhost:{port}"), None) as host:
+    async with rendezvous_at(Hosted(f"localhost:{port}"), None, AccessFiles()) as host:
         assert host is not None
         async with member(host.peer.endpoint) as other:
             waiting = asyncio.create_task(host.stop_when_over(RUN, "done", (signal.SIGTERM,), succeeded=True))
@@ -250,7 +283,7 @@ async def test_a_signal_ends_that_wait(port: int) -> None:
 
 async def test_a_run_that_is_over_or_never_began_holds_nobody_up(port: int) -> None:
     """There is nobody to tell."""
-    async with rendezvous_at(Hosted(f"localhost:{port}"), None) as host:
+    async with rendezvous_at(Hosted(f"localhost:{port}"), None, AccessFiles()) as host:
         assert host is not None
         await asyncio.wait_for(host.stop_when_over(RUN, "it failed", (), succeeded=False), PATIENCE)
         async with member(host.peer.endpoint) as other:

@@ -30,7 +30,7 @@ from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
 from rallypoint.rendezvous.v1 import state_service_pb2 as state_pb
 from rallypoint.rendezvous.v1 import state_service_pb2_grpc as state_grpc
 from rallypoint.rpc.channel import open_channel
-from rallypoint.rpc.endpoint import ClientSecurity, ClientTLS, Plaintext, RunSecret, SettingError
+from rallypoint.rpc.endpoint import AccessFiles, ClientSecurity, ClientTLS, Plaintext, RunSecret, SettingError
 from rallypoint.rpc.errors import decode
 from rallypoint.rpc.pace import Pace
 from serving.conftest import make_certificates
@@ -54,7 +54,7 @@ def place(etcd: EtcdCluster, tmp_path: Path) -> EtcdAddress:
 async def agent(place: EtcdAddress, security: ClientSecurity = PLAINTEXT) -> AsyncIterator[OwnReplica]:
     """What one agent does."""
     host = "localhost" if isinstance(security, ClientTLS) else "127.0.0.1"
-    async with replicated_rendezvous(place, RUN, host, security, PATIENCE) as replica:
+    async with replicated_rendezvous(place, RUN, host, security, PATIENCE, access=AccessFiles()) as replica:
         yield replica
 
 
@@ -98,29 +98,47 @@ class Member:
         return error.metadata["owner"]
 
 
+async def join(
+    stub: pb_grpc.RendezvousServiceAsyncStub, node_id: str, settings: pb.RunSettings
+) -> tuple[Any, pb.JoinResponse]:
+    """Join the run, as soon as its owner serves it: the stream, and its first message."""
+    request = pb.JoinRun(
+        run_id=RUN, node_id=node_id, settings=settings, address="a", local_world_size=1, role="d"
+    )
+    async with asyncio.timeout(PATIENCE):
+        while True:
+            call: Any = stub.Join()
+            try:
+                await call.write(pb.JoinRequest(join=request))
+                first = await call.read()
+                assert isinstance(first, pb.JoinResponse), "the stream ended without a word"
+                return call, first
+            except grpc.aio.AioRpcError as error:
+                # gRPC's own, INTERNAL, if the stream ended while this was written.
+                if error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL):
+                    raise
+                await asyncio.sleep(0.05)
+
+
 @asynccontextmanager
 async def member(
     endpoint: str, security: ClientSecurity = PLAINTEXT, node_id: str = "a"
 ) -> AsyncIterator[Member]:
     """Join the run where it is served."""
+    settings = pb.RunSettings(min_nodes=1, max_nodes=2 * NODES)
     async with open_channel(endpoint, security) as channel:
-        call = pb_grpc.RendezvousServiceStub(channel).Join()
-        settings = pb.RunSettings(min_nodes=1, max_nodes=2 * NODES)
-        join = pb.JoinRun(
-            run_id=RUN, node_id=node_id, settings=settings, address="a", local_world_size=1, role="d"
-        )
-        await call.write(pb.JoinRequest(join=join))
-        joined = asyncio.Event()
+        call, first = await join(pb_grpc.RendezvousServiceStub(channel), node_id, settings)
 
         async def read() -> pb.RunEnd:
-            async for response in call:
-                joined.set()
+            response: Any = first
+            while response is not grpc.aio.EOF:
                 if response.HasField("update") and response.update.phase == pb.PHASE_CLOSED:
-                    return response.update.run_end
+                    end: pb.RunEnd = response.update.run_end
+                    return end
+                response = await call.read()
             raise AssertionError("the stream ended without a word")
 
         reading = asyncio.create_task(read())
-        await asyncio.wait_for(joined.wait(), PATIENCE)
         try:
             yield Member(reading)
         finally:
@@ -270,22 +288,9 @@ class Node:
         self.lease = pb.Lease()
 
     async def join(self, max_restarts: int) -> None:
-        """Join the run, as soon as its owner serves it."""
+        """Join the run."""
         settings = pb.RunSettings(min_nodes=1, max_nodes=1, max_restarts=max_restarts)
-        join = pb.JoinRun(
-            run_id=RUN, node_id="n", settings=settings, address="a", local_world_size=1, role="d"
-        )
-        async with asyncio.timeout(PATIENCE):
-            while self._first is None:
-                self._call = self._stub.Join(timeout=PATIENCE)
-                try:
-                    await self._call.write(pb.JoinRequest(join=join))
-                    self._first = await self._call.read()
-                except grpc.aio.AioRpcError as error:
-                    # gRPC's own, INTERNAL, if the stream ended while this was written.
-                    if error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL):
-                        raise
-                    await asyncio.sleep(0.05)
+        self._call, self._first = await join(self._stub, "n", settings)
 
     async def phase(self, phase: pb.Phase.ValueType) -> pb.NodeUpdate:
         """The first update that is of a phase."""
@@ -403,7 +408,7 @@ async def test_an_etcd_that_is_not_there_is_told() -> None:
     """It is asked again for a while: it may be just starting."""
     address = parse_address(f"etcd://127.0.0.1:{free_port()}/x?request-timeout=0.2", {})
     with pytest.raises(SettingError, match=r"no etcd answers at 127\.0\.0\.1:.*retried for 0.3 s"):
-        async with replicated_rendezvous(address, RUN, "127.0.0.1", None, 0.3):
+        async with replicated_rendezvous(address, RUN, "127.0.0.1", None, 0.3, access=AccessFiles()):
             pass
 
 
@@ -429,7 +434,7 @@ class Trying(OwnReplica):
         monkeypatch.setattr(replicated, "Pace", lambda: pace)
         monkeypatch.setattr(replicated, "seat", self._seat)
         address = parse_address("etcd://127.0.0.1:1/x", {})
-        super().__init__(address, RUN, "127.0.0.1", None, Peer("127.0.0.1:1"))
+        super().__init__(address, RUN, "127.0.0.1", None, Peer("127.0.0.1:1"), access=AccessFiles())
 
     async def attempts(self, count: int) -> list[float]:
         """The pauses between so many of them."""

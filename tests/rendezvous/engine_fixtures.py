@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from rallypoint.rendezvous.base.entries import StoreChange
+from rallypoint.rendezvous.base.entries import StoreChange, Writer
 from rallypoint.rendezvous.base.limits import RendezvousLimits
 from rallypoint.rendezvous.core import commands
 from rallypoint.rendezvous.core.state import ReportedFailure, RunSettings, RunState
@@ -204,6 +204,11 @@ async def taken(member: Member) -> pb.NodeUpdate:
     update = await member.updates.take()
     assert update is not None
     return update
+
+
+def writer_of(member: Member) -> Writer:
+    """The lease that a member holds, as its writes carry it."""
+    return Writer(member.node_id, member.lease.lease, member.lease.token)
 
 
 async def begun(*coroutines: Coroutine[Any, Any, T]) -> list[asyncio.Task[T]]:

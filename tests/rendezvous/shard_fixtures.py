@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from rallypoint.rendezvous.base.cooperative import LatestValue
-from rallypoint.rendezvous.base.entries import Operation, StoreChange
+from rallypoint.rendezvous.base.entries import Operation, StoreChange, Writer
 from rallypoint.rendezvous.base.errors import NotOwner
 from rallypoint.rendezvous.core import commands
 from rallypoint.rendezvous.core.state import RunSettings
@@ -21,7 +21,7 @@ from rallypoint.rendezvous.runs.run import Member
 from rallypoint.rendezvous.shard.shard import Shard, open_shard
 from rallypoint.rendezvous.state.core import FencedState, SetState
 from rallypoint.rendezvous.store.writes import Set
-from rendezvous.engine_fixtures import NO_PAUSES, RUN, HeldJournal, begun, idle
+from rendezvous.engine_fixtures import NO_PAUSES, RUN, HeldJournal, begun, idle, writer_of
 
 __all__ = ["OWNER", "RUN", "Scene", "ShardJournal", "begun", "elsewhere", "idle", "opened", "refusal_of"]
 
@@ -111,9 +111,9 @@ class Scene:
             **settings,
         )
 
-    async def join(self, node_id: str, run_id: str = RUN) -> Member:
+    async def join(self, node_id: str, run_id: str = RUN, client: str = "") -> Member:
         settings = RunSettings(min_nodes=2, max_nodes=2, max_restarts=3, restart_backoff=0.0)
-        command = commands.Join(node_id, settings, f"{node_id}.cluster", 2, "trainer")
+        command = commands.Join(node_id, settings, f"{node_id}.cluster", 2, "trainer", client=client)
         return await self.shard.engine.join(run_id, command)
 
     async def populate(self) -> None:
@@ -135,7 +135,13 @@ class Scene:
         await self.shard.engine.execute(RUN, commands.Restart("the operator wants it"))
 
     async def set(self, key: str, value: bytes, operation: Operation | None = None) -> None:
-        await self.shard.store.write(RUN, Set(round=0, key=key, value=value, operation=operation))
+        write = Set(writer=self.writer, round=0, key=key, value=value, operation=operation)
+        await self.shard.store.write(RUN, write)
+
+    @property
+    def writer(self) -> Writer:
+        """The first of the nodes."""
+        return writer_of(self.members[0])
 
     async def set_state(self, state: bytes, token: bytes | None = None, **rest: Any) -> FencedState | None:
         outcome = await self.shard.states.set(SetState(run_id=RUN, state=state, token=token, **rest))

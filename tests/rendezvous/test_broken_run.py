@@ -17,7 +17,7 @@ from rallypoint.rendezvous.runs.run import HostedRun
 from rallypoint.rendezvous.store.store import RunStore
 from rallypoint.rendezvous.store.writes import Set
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
-from rendezvous.engine_fixtures import RUN, Stage, begun, staged, taken
+from rendezvous.engine_fixtures import RUN, Stage, begun, staged, taken, writer_of
 from rendezvous.shard_fixtures import ShardJournal, idle, opened, refusal_of
 
 OTHER = "other"
@@ -134,7 +134,10 @@ async def test_a_run_that_can_not_be_recovered_is_set_aside(monkeypatch: pytest.
             engine, store = second.shard.engine, second.shard.store
             assert isinstance(await refusal_of(engine.get_run(RUN)), RunBroken)
             assert isinstance(await refusal_of(second.join("c", RUN)), RunBroken)
-            assert isinstance(await refusal_of(store.write(RUN, Set(round=0, key="k", value=b""))), RunBroken)
+            assert isinstance(
+                await refusal_of(store.write(RUN, Set(writer=scene.writer, round=0, key="k", value=b""))),
+                RunBroken,
+            )
             assert (await engine.get_run(OTHER)).run_id == OTHER
             await second.join("b", OTHER)
             kept = [entry for entry in second.journal.durable if entry.run_id == RUN]
@@ -148,19 +151,19 @@ async def test_a_run_that_can_not_be_recovered_is_set_aside(monkeypatch: pytest.
 async def test_a_mistake_in_the_store_of_one_run_stops_that_store(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who waits in it too. Stores of other runs go on, and so does the run."""
     async with opened() as scene:
-        await scene.join("a", OTHER)
+        other = await scene.join("a", OTHER)
         store = scene.shard.store
         (waiting,) = await begun(store.get(RUN, 0, "later", 3600.0))
         trip = tripping(RunStore._take_over, RUN, lambda run_store, *_: run_store.spaces.run_id)
         monkeypatch.setattr(RunStore, "_take_over", trip)
         for ask in (
-            store.write(RUN, Set(round=0, key="k", value=b"")),
-            store.write(RUN, Set(round=0, key="k", value=b"")),
+            store.write(RUN, Set(writer=scene.writer, round=0, key="k", value=b"")),
+            store.write(RUN, Set(writer=scene.writer, round=0, key="k", value=b"")),
             store.get(RUN, 0, "here", 0),
             waiting,
         ):
             assert isinstance(await refusal_of(ask), RunBroken)
-        await store.write(OTHER, Set(round=0, key="k", value=b""))
+        await store.write(OTHER, Set(writer=writer_of(other), round=0, key="k", value=b""))
         await scene.restart()
 
 

@@ -37,8 +37,8 @@ class Node:
 
     async def serve(self) -> None:
         """Stand the service up, at the address that it had."""
-        server = await self._service.enter_async_context(rendezvous_server(ServerOptions(port=self._port)))
-        self._port = int(server.address.rpartition(":")[2])
+        serving = await self._service.enter_async_context(rendezvous_server(ServerOptions(port=self._port)))
+        self._port = int(serving.server.address.rpartition(":")[2])
         self._stack.push_async_callback(self._service.aclose)
 
     async def lose(self) -> None:

@@ -15,6 +15,7 @@ from google.protobuf.duration_pb2 import Duration
 from rallypoint.rendezvous import client
 from rallypoint.rendezvous.api.errors import translate
 from rallypoint.rendezvous.api.service import SERVICE_NAME, rendezvous_services
+from rallypoint.rendezvous.base.entries import Writer
 from rallypoint.rendezvous.client import Admitted, Event, Membership, RendezvousUnreachable
 from rallypoint.rendezvous.journal.sqlite import SqliteJournal
 from rallypoint.rendezvous.store.client import StoreClient
@@ -178,8 +179,9 @@ async def test_stores_and_nodes_of_a_job_share_what_they_know(fleet: Fleet) -> N
     other, elsewhere = await fleet.other()
     other.owner = await fleet.own()
     fleet.join(elsewhere)
-    await fleet.admitted()
-    store = StoreClient(fleet.board, "r")
+    held = (await fleet.admitted()).held
+    writer = Writer(JOIN.node_id, held.number, held.token)
+    store = StoreClient(fleet.board, "r", writer=lambda: writer)
     async with asyncio.timeout(PATIENCE):
         await store.set("k", b"v")
         assert await store.get("k") == b"v"

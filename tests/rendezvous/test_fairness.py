@@ -13,7 +13,7 @@ from rallypoint.rendezvous.base.refusals import RunStoreFull, TooManyWaiters
 from rallypoint.rendezvous.core import commands
 from rallypoint.rendezvous.store.writes import Set
 from rendezvous.engine_fixtures import RUN, Stage, begun, staged
-from rendezvous.store.store_fakes import Rounds, TestJournal, open_store
+from rendezvous.store.store_fakes import WRITER, Rounds, TestJournal, open_store
 
 FLOODED = "flooded"
 
@@ -87,12 +87,15 @@ async def test_a_write_beside_a_flood_of_writes_takes_its_turn() -> None:
     journal = TestJournal()
     store = open_store(journal, Rounds({FLOODED: 1, RUN: 1}), StoreLimits(batch_entries=100))
     journal.hold()
-    (first,) = await begun(store.write(FLOODED, Set(round=1, key="first", value=b"")))
+    (first,) = await begun(store.write(FLOODED, Set(writer=WRITER, round=1, key="first", value=b"")))
     await journal.until_held()
     flood = await begun(
-        *(store.write(FLOODED, Set(round=1, key=f"k{number}", value=b"x" * 100)) for number in range(5_000))
+        *(
+            store.write(FLOODED, Set(writer=WRITER, round=1, key=f"k{number}", value=b"x" * 100))
+            for number in range(5_000)
+        )
     )
-    (writing,) = await begun(store.write(RUN, Set(round=1, key="k", value=b"v")))
+    (writing,) = await begun(store.write(RUN, Set(writer=WRITER, round=1, key="k", value=b"v")))
     journal.release()
     await writing
     # Before it at most the commit of the flood that was under way, and one more.
@@ -107,7 +110,8 @@ async def test_a_store_that_is_full_is_full_for_its_run_only() -> None:
     limits = StoreLimits(run_bytes=10_000, waiters=10)
     store = open_store(journal, Rounds({FLOODED: 1, RUN: 1}), limits)
     flood = (
-        store.write(FLOODED, Set(round=1, key=f"k{number}", value=b"x" * 1_000)) for number in range(100)
+        store.write(FLOODED, Set(writer=WRITER, round=1, key=f"k{number}", value=b"x" * 1_000))
+        for number in range(100)
     )
     results = await asyncio.gather(*flood, return_exceptions=True)
     assert {type(result) for result in results if result is not None} == {RunStoreFull}
@@ -115,7 +119,7 @@ async def test_a_store_that_is_full_is_full_for_its_run_only() -> None:
     with pytest.raises(TooManyWaiters):
         await store.get(FLOODED, 1, "never", 3600.0)
     (waiter,) = await begun(store.get(RUN, 1, "k", 3600.0))
-    await store.write(RUN, Set(round=1, key="k", value=b"v"))
+    await store.write(RUN, Set(writer=WRITER, round=1, key="k", value=b"v"))
     assert await waiter == b"v"
     for task in waiting:
         task.cancel()

@@ -26,7 +26,7 @@ from rallypoint.rendezvous.store.core import RunSpaces
 from rallypoint.rendezvous.store.writes import Set
 from rallypoint.rendezvous.v1 import journal_pb2
 from rendezvous.base.test_shares import used
-from rendezvous.engine_fixtures import NO_PAUSES
+from rendezvous.engine_fixtures import NO_PAUSES, writer_of
 from rendezvous.shard_fixtures import RUN, ShardJournal, opened
 from rendezvous.turn_counter import TickingClock, Turns, counting
 
@@ -211,6 +211,8 @@ async def test_what_is_over_is_deleted_only_once_the_shard_stands() -> None:
         await asyncio.sleep(0)
     shard = await task
     await shard.engine.settled()
-    await shard.store.write(RUN, Set(round=0, key="key", value=b"value"))
+    settings = shard.engine.settings(RUN)
+    member = await shard.engine.join(RUN, commands.Join("n0", settings, "host", 8, "trainer"))
+    await shard.store.write(RUN, Set(writer=writer_of(member), round=0, key="key", value=b"value"))
     assert StoreChange(RUN, 1, "old", None) in journal.durable
     await drop([shard])

@@ -10,7 +10,7 @@ from random import Random
 
 import pytest
 
-from rallypoint.rendezvous.base.entries import Operation
+from rallypoint.rendezvous.base.entries import Operation, Writer
 from rallypoint.rendezvous.base.refusals import KeyWaitTimedOut, RoundNotBegun, RoundOver
 from rallypoint.rendezvous.core import commands
 from rallypoint.rendezvous.core.commands import Refused
@@ -21,6 +21,7 @@ from rallypoint.rendezvous.runs.run import Member
 from rallypoint.rendezvous.shard.shard import Shard, open_shard
 from rallypoint.rendezvous.store.writes import CompareSet, DeleteKey, Set, Write
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
+from rendezvous.engine_fixtures import writer_of
 from rendezvous.journal.conftest import etcd as etcd  # noqa: PLC0414 - a fixture
 from rendezvous.journal.etcd_shelf import etcd_shelf
 from rendezvous.shard_fixtures import RUN, begun, elsewhere, idle, opened, refusal_of
@@ -30,11 +31,11 @@ from support.waiting import PATIENCE
 # ---- one after the other, over a journal whose commits the test holds
 
 
-def of_round(round_: int, kind: str, operation: Operation | None = None) -> Write[object]:
+def of_round(writer: Writer, round_: int, kind: str, operation: Operation | None = None) -> Write[object]:
     """A write of a round: to its space, or as one of its workers to the space of the run."""
     if kind == "to its space":
-        return Set(round=round_, key="k", value=b"late", operation=operation)
-    return Set(round=0, writer_round=round_, key="k", value=b"late", operation=operation)
+        return Set(writer=writer, round=round_, key="k", value=b"late", operation=operation)
+    return Set(writer=writer, round=0, writer_round=round_, key="k", value=b"late", operation=operation)
 
 
 KINDS = ["to its space", "by its worker"]
@@ -49,7 +50,7 @@ async def test_a_write_that_comes_while_the_end_of_its_round_is_committed_is_ref
         journal.hold()
         (ending,) = await begun(scene.restart())
         await journal.held()
-        (writing,) = await begun(store.write(RUN, of_round(1, kind)))
+        (writing,) = await begun(store.write(RUN, of_round(scene.writer, 1, kind)))
         appends = journal.appends
         await idle()
         assert not writing.done()
@@ -75,7 +76,9 @@ async def test_a_write_that_comes_first_is_answered_first(kind: str) -> None:
 
         told = asyncio.create_task(scene.members[0].updates.take())
         journal.hold()
-        writing, ending = await begun(scene.shard.store.write(RUN, of_round(1, kind)), scene.restart())
+        writing, ending = await begun(
+            scene.shard.store.write(RUN, of_round(scene.writer, 1, kind)), scene.restart()
+        )
         noting = await begun(note("answered", writing), note("told", told))
         assert not order
         journal.release()
@@ -89,8 +92,8 @@ async def test_a_write_that_waited_for_another_is_judged_by_the_facts_of_then(ki
     async with opened() as scene:
         journal, store = scene.journal, scene.shard.store
         journal.hold()
-        (first,) = await begun(store.write(RUN, of_round(1, kind, Operation("c", 0, 1))))
-        (second,) = await begun(store.write(RUN, of_round(1, kind, Operation("c", 1, 1))))
+        (first,) = await begun(store.write(RUN, of_round(scene.writer, 1, kind, Operation("c", 0, 1))))
+        (second,) = await begun(store.write(RUN, of_round(scene.writer, 1, kind, Operation("c", 1, 1))))
         (ending,) = await begun(scene.restart())
         journal.release()
         await first
@@ -107,11 +110,14 @@ async def test_what_changes_nothing_waits_for_what_it_was_judged_by() -> None:
         (ending,) = await begun(scene.restart())
         assert engine.latest_round(RUN) == 2
         assert engine.writable_round(RUN) == 1
-        tasks = await begun(
-            store.write(RUN, CompareSet(round=0, writer_round=2, key="here", expected=b"x", desired=b"y")),
-            store.write(RUN, DeleteKey(round=2, key="nowhere")),
+        lost = CompareSet(
+            writer=scene.writer, round=0, writer_round=2, key="here", expected=b"x", desired=b"y"
         )
-        (beyond,) = await begun(store.write(RUN, DeleteKey(round=3, key="nowhere")))
+        tasks = await begun(
+            store.write(RUN, lost),
+            store.write(RUN, DeleteKey(writer=scene.writer, round=2, key="nowhere")),
+        )
+        (beyond,) = await begun(store.write(RUN, DeleteKey(writer=scene.writer, round=3, key="nowhere")))
         await idle()
         assert not [task for task in (*tasks, beyond) if task.done()]
         journal.release()
@@ -125,7 +131,7 @@ async def test_a_completed_write_that_is_repeated_has_its_outcome(kind: str) -> 
     """While the end of its round is being committed, after that, and of a service that was started again."""
     async with opened() as scene:
         store, journal = scene.shard.store, scene.journal
-        write = of_round(1, kind, Operation("c", 0, 1))
+        write = of_round(scene.writer, 1, kind, Operation("c", 0, 1))
         await store.write(RUN, write)
         journal.hold()
         (ending,) = await begun(scene.restart())
@@ -134,7 +140,8 @@ async def test_a_completed_write_that_is_repeated_has_its_outcome(kind: str) -> 
         await ending
         await store.write(RUN, write)
         assert isinstance(
-            await refusal_of(store.write(RUN, of_round(1, kind, Operation("c", 0, 2)))), RoundOver
+            await refusal_of(store.write(RUN, of_round(scene.writer, 1, kind, Operation("c", 0, 2)))),
+            RoundOver,
         )
         durable = journal.durable
     again = type(journal)(durable)
@@ -210,7 +217,7 @@ class Job:
 
     async def write(self, number: int) -> None:
         """As a worker of the round that is announced, and of the one before, which doesn't know yet that it ended."""
-        sequence = 0
+        sequence, writer = 0, writer_of(self.members[0])
         while not self.over.is_set():
             for _ in range(self.random.randrange(5)):
                 await asyncio.sleep(0)
@@ -220,13 +227,17 @@ class Job:
             sequence += 1
             key = f"{number}.{sequence}"
             operation = Operation(f"worker{number}", 0, sequence)
-            write = Set(round=0, writer_round=round_, key=key, value=b"", operation=operation)
+            write = Set(writer=writer, round=0, writer_round=round_, key=key, value=b"", operation=operation)
             try:
                 await self.shard.store.write(RUN, write)
             except RoundOver as refusal:
                 self.refused.add(key)
                 self.settle(refusal)
                 continue
+            except commands.RunIsClosed:
+                assert self.over.is_set()
+                self.refused.add(key)
+                return
             assert self.announced == round_, f"acknowledged in round {round_}, announced was {self.announced}"
             self.acknowledged.add(key)
             async with self.progress:

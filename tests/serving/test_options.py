@@ -10,7 +10,7 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
-from rallypoint.rpc.endpoint import Plaintext, RunSecret, ServiceStartError
+from rallypoint.rpc.endpoint import AccessFiles, Plaintext, RunSecret, ServiceStartError
 from rallypoint.rpc.runtime_folder import role_socket
 from rallypoint.serving.options import ClientTLS, ServerOptions, Setting, client_options, server_options
 
@@ -157,7 +157,7 @@ def test_a_command_reads_its_own_table_only(run: Run, got: dict[str, Any]) -> No
 def test_every_setting_has_a_flag_and_an_environment_variable(run: Run) -> None:
     text = run("serve", "timer", "--help").output
     words = set(text.replace("/", " ").split())
-    for field in ServerOptions.__dataclass_fields__:
+    for field in (ServerOptions.__dataclass_fields__ | AccessFiles.__dataclass_fields__).keys() - {"access"}:
         name = "run_secret_file" if field == "run_secret" else field
         assert f"--{name.replace('_', '-')}" in words
         assert f"RALLYPOINT_{name.upper()}" in text

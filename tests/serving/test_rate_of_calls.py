@@ -1,7 +1,8 @@
-"""A client, or a stream, that comes too often is told TOO_MANY_REQUESTS and when to come again; others never notice."""
+"""A client that calls too often, or holds too many streams, is told when to come again; others never notice."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -122,6 +123,55 @@ async def test_streams_of_other_services_are_not_metered() -> None:
             await stream.write(b"x")
             assert await stream.read() == b"x"
         stream.cancel()
+
+
+async def hold_as_generator(request: bytes, context: Any) -> AsyncIterator[bytes]:
+    """Answers, and ends with its client only."""
+    yield request
+    await asyncio.Event().wait()
+
+
+async def hold_as_writer(request: bytes, context: Any) -> None:
+    """Does the same by writes."""
+    await context.write(request)
+    await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize("behaviour", [hold_as_generator, hold_as_writer])
+async def test_one_client_holds_so_many_streams_and_no_more(behaviour: Any) -> None:
+    """The next one is refused until one has ended, however it ended."""
+    handler: Any = grpc.unary_stream_rpc_method_handler(behaviour)
+    async with served(handler, Clock(), most_watches=2) as channel:
+        call = channel.unary_stream(METHOD)
+        held = [call(b"x", timeout=PATIENCE) for _ in range(2)]
+        for each in held:
+            assert await each.read() == b"x"
+        error = await refusal(call(b"x", timeout=PATIENCE).read())
+        assert (error.code, error.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "TOO_MANY_WATCHERS")
+        assert error.metadata == {"limit": "2"}
+        assert error.retry_after
+        held.pop().cancel()
+        async with asyncio.timeout(PATIENCE):
+            while not held[1:]:
+                another = call(b"x", timeout=PATIENCE)
+                try:
+                    assert await another.read() == b"x"
+                    held.append(another)
+                except grpc.aio.AioRpcError as refused:
+                    if decode(refused).reason != "TOO_MANY_WATCHERS":
+                        raise
+                    await asyncio.sleep(0.01)
+
+
+def test_the_streams_of_another_client_are_counted_apart() -> None:
+    """So that nobody can take them all."""
+    calls = CallInterceptor(lambda error: None, clock=Clock(), most_watches=1)
+    calls.begin_watch("10.0.0.1")
+    calls.begin_watch("10.0.0.2")
+    with pytest.raises(ServiceError, match=r"client '10\.0\.0\.1' has 1 open streams"):
+        calls.begin_watch("10.0.0.1")
+    calls.end_watch("10.0.0.1")
+    calls.begin_watch("10.0.0.1")
 
 
 async def test_a_flooded_server_does_not_look_ill() -> None:

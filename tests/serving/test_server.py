@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
+import gc
 import logging
 import resource
 import socket
@@ -100,11 +102,46 @@ def port_of(server: Server) -> int:
     return int(server.address.rpartition(":")[2])
 
 
+MIB = 1 << 20
+
+
 async def test_a_started_server_answers_at_its_address(serve: Start, connect: Start) -> None:
     server = await serve(ECHO)
     assert server.address.startswith("127.0.0.1:")
     assert port_of(server) > 0
     assert await connect(server).unary_unary(f"/{SERVICE}/Echo")(b"hello", timeout=PATIENCE) == b"hello"
+
+
+async def test_no_usual_garbage_collection_stops_the_service_for_long(serve: Start) -> None:
+    """Of all but the oldest objects it examines 50,000 at most: some 40 ms, in which no heartbeat is read."""
+    await serve(ECHO)
+    newest, collections, _ = gc.get_threshold()
+    assert newest * collections <= 50_000
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="needs glibc 2.33")
+async def test_memory_of_large_values_is_given_back(serve: Start) -> None:
+    """Each has a mapping of its own, also after one was freed, which makes glibc keep those that follow."""
+    await serve(ECHO)
+    value = bytearray(MIB)
+    del value
+    before = _mapped_bytes()
+    values = [bytearray(MIB) for _ in range(8)]
+    assert _mapped_bytes() - before >= len(values) * MIB
+    del values
+    assert _mapped_bytes() - before < MIB
+
+
+class MallInfo(ctypes.Structure):
+    """What mallinfo2(3) returns: ten sizes, of which the fifth is that of blocks with a mapping of their own."""
+
+    _fields_ = (("before", ctypes.c_size_t * 4), ("mapped", ctypes.c_size_t), ("after", ctypes.c_size_t * 5))
+
+
+def _mapped_bytes() -> int:
+    mallinfo = ctypes.CDLL(None).mallinfo2
+    mallinfo.restype = MallInfo
+    return int(mallinfo().mapped)
 
 
 async def test_the_ready_line_says_what_is_served_where_and_how(
@@ -460,7 +497,8 @@ async def test_a_storm_of_streams_loses_none(serve: Start, connect: Start) -> No
     """With gRPC's own limits, 20 to 120 of 2,000 streams opened at once end as CANCELLED."""
     hall = Hall()
     hall.capacity = 2000
-    server = await serve(hall.handlers, on_drain=hall.open_doors)
+    options = ServerOptions(max_watches_per_client=0)
+    server = await serve(hall.handlers, options=options, on_drain=hall.open_doors)
     channels = [connect(server) for _ in range(4)]
     streams = [wait_call(channels[number % 4]) for number in range(2000)]
     await soon(hall.full.wait())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
+from rallypoint.rendezvous.base.entries import Writer
 from rallypoint.rendezvous.core.state import Phase
 from rallypoint.rendezvous.journal.journal import Record
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
@@ -200,9 +201,13 @@ class Cluster:
 
     def _new_user(self, process: Process, link: Link, group: Group | None = None) -> StoreUser:
         chance = self._stream(f"store/{process.name}")
-        return StoreUser(
-            process, self.to_service(process, link), chance, RUN, every=self.plan.store_pace, group=group
-        )
+        where, every = self.to_service(process, link), self.plan.store_pace
+        return StoreUser(process, where, chance, RUN, every=every, leases=self._leases, group=group)
+
+    def _leases(self) -> list[Writer]:
+        """The leases that agents hold, as far as they know."""
+        held = [(node.node_id, node.membership.held) for node in self.alive]
+        return [Writer(node_id, lease.number, lease.token) for node_id, lease in held if lease is not None]
 
     def _use_store(self, group: Group, link: Link) -> None:
         """Workers start: if they use the store, in a process of their own."""

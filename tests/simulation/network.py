@@ -238,6 +238,8 @@ class Network:
         self.window = chance.choice([1, 3, 10])
         # Who waits for the server to take a connection, and since when.
         self._knocking: dict[Caller, float] = {}
+        # Processes that went with their hosts.
+        self._vanished: set[Process] = set()
 
     @property
     def listener(self) -> Listener | None:
@@ -336,7 +338,9 @@ class Network:
         since = process.paused_since
 
         def still() -> bool:
-            return process.paused and process.paused_since == since
+            # Who pings it doesn't begin anew when its host goes while it is stopped (seed 120657260 of the replicas).
+            gone = process.paused or process in self._vanished
+            return gone and process.paused_since == since
 
         for connection in self._those(lambda each: process in (each.client, each.server)):
             self._notice(
@@ -354,6 +358,7 @@ class Network:
             connection.ended("client" if client_died else "server")
             pipe = connection.up if client_died else connection.down
             if silently:
+                self._vanished.add(process)
                 pipe.cut(powerless=True)
                 self._notice(connection, lambda: True, client=not client_died, server=client_died)
             else:

@@ -379,10 +379,11 @@ def take_commits_for_pauses(patch: pytest.MonkeyPatch) -> None:
 
 _AGREE = "all live nodes agree on one FINAL round"
 _ALONE = "trouble of the server alone"
+_OVER = "nothing is written under a lease that is over"
 
 # With words of the invariants that each is seen to break.
 PLANTS: dict[Plant, str] = {
-    skip_the_fence: f"workers run on a participant|holder|durable|{_AGREE}|whoever waits, waits",
+    skip_the_fence: f"workers run on a participant|holder|durable|{_AGREE}|whoever waits, waits|{_OVER}",
     tell_before_commit: "durable",
     take_a_failed_commit_for_durable: "durable",
     forget_round_numbers_in_a_crash: "a round number is never given out twice",

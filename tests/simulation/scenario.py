@@ -86,7 +86,7 @@ class ClusterScenario(Scenario):
     def _encore(self) -> None:
         """A run that was forgotten comes again under its name, with its numbers going on."""
         cluster = self.cluster
-        self._let_pass(1.5 * SHORT_TTL)
+        self._let_run_expire()
         if not cluster.referee.ledger(RUN).forgotten:
             raise Violation("a run without nodes is forgotten in its time")
         cluster.note("encore")
@@ -94,6 +94,9 @@ class ClusterScenario(Scenario):
         for node_id in self.plan.node_ids:
             cluster.start_node(node_id)
         self._await("a run that comes again forms a round", FORM_WITHIN)
+
+    def _let_run_expire(self) -> None:
+        self._let_pass(1.5 * SHORT_TTL)
 
     def _await(self, invariant: str, seconds: float, *, closed: bool = False) -> None:
         cluster = self.cluster

@@ -42,6 +42,8 @@ def _judged(
             truth.answered(
                 asked, answer if isinstance(answer, answer_type) else answer_type.FromString(answer)
             )
+        elif context.details().startswith("nothing was done"):
+            truth.undone(asked)
         return answer
 
     return judged

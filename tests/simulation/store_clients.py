@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from rallypoint.rendezvous.state.client import FencedStateClient
@@ -24,10 +24,16 @@ _PAUSE = 3.0
 # What a reader waits for a key that is not there.
 _SHORT = 0.5
 _FINAL = frozenset({"ROUND_OVER", "LEASE_LOST", "RUN_CLOSED"})
+# Writes while no node holds a lease, and is refused.
+_NOBODY = Writer("nobody", 1)
 
 
 class StoreUser:
-    """Writes and reads at random, at the service that is `where`; for `group` if it is a process of its workers."""
+    """Writes and reads at random, at the service that is `where`.
+
+    For `group` if it is a process of its workers; else each write is done for a node of the run, drawn, whose lease may
+    be over.
+    """
 
     def __init__(
         self,
@@ -37,6 +43,7 @@ class StoreUser:
         run_id: str,
         *,
         every: float,
+        leases: Callable[[], Sequence[Writer]],
         group: Group | None = None,
     ) -> None:
         self.process = process
@@ -44,13 +51,19 @@ class StoreUser:
         self._every = every
         self._name = process.name
         self._round = 0 if group is None else group.round
-        writer = None if group is None else Writer(group.node_id, group.lease, group.token)
+        self._leases = leases
+        self._group = group
         pace = Pace(process.time, asyncio.sleep, chance.random)
-        self._store = StoreClient(where, run_id, client_id=self._name, writer=lambda: writer, pace=pace)
+        self._store = StoreClient(where, run_id, client_id=self._name, writer=self._writer, pace=pace)
         self._states = FencedStateClient(where, run_id, client_id=f"{self._name}.state", pace=pace)
         self._count = 0
         self._expected = b""
         process.create_task(self._use())
+
+    def _writer(self) -> Writer:
+        if (group := self._group) is not None:
+            return Writer(group.node_id, group.lease, group.token)
+        return self._chance.choice(self._leases() or [_NOBODY])
 
     async def _use(self) -> None:
         chance = self._chance
@@ -66,7 +79,7 @@ class StoreUser:
             try:
                 await chance.choice(doings)(space)
             except ServiceError as error:
-                if error.reason in _FINAL:
+                if self._round and error.reason in _FINAL:
                     return
                 await asyncio.sleep(_PAUSE * chance.random())
 

@@ -65,8 +65,8 @@ class Asked:
     request: Any
     # By key: the earliest value that the answer may be of.
     since: dict[Key, int]
-    # What it writes was durable already when it was taken: it is a repetition.
-    done: bool
+    # It may repeat a write: an earlier request for the same may have been carried out, as far as was said.
+    repeated: bool
     at: float
 
 
@@ -86,6 +86,8 @@ class StoreTruth:
     # Of a write under way, what was asked, by its operation; when its record became durable.
     writes: dict[_Operation, Any] = field(default_factory=dict)
     durable_at: dict[_Operation, float] = field(default_factory=dict)
+    # Requests for a write, less those of which a server said that nothing was done.
+    attempts: dict[_Operation, int] = field(default_factory=dict)
     # Of the counters: operations that were taken, and those that were acknowledged, with their sums.
     added: dict[Key, set[_Operation]] = field(default_factory=dict)
     sums: dict[Key, dict[int, _Operation]] = field(default_factory=dict)
@@ -188,13 +190,19 @@ class StoreTruth:
 
     def asked(self, request: Any) -> Asked:
         """A server takes a request."""
-        done = False
+        repeated = False
         if (operation := _operation_of(request)) is not None:
             self.writes[operation] = request
-            done = operation in self.durable_at
+            repeated = self.attempts.get(operation, 0) > 0
+            self.attempts[operation] = self.attempts.get(operation, 0) + 1
             if isinstance(request, pb.AddRequest):
                 self.added.setdefault((request.run_id, request.round, request.key), set()).add(operation)
-        return Asked(request, {key: self.line(key).told for key in _keys_of(request)}, done, self.now())
+        return Asked(request, {key: self.line(key).told for key in _keys_of(request)}, repeated, self.now())
+
+    def undone(self, asked: Asked) -> None:
+        """A server answers that it did nothing of a request."""
+        if (operation := _operation_of(asked.request)) is not None:
+            self.attempts[operation] -= 1
 
     def answered(self, asked: Asked, answer: Any) -> None:
         """A server answers a request."""
@@ -213,7 +221,8 @@ class StoreTruth:
 
     def _judge_writer(self, asked: Asked, answer: Any) -> None:
         request = asked.request
-        if _operation_of(request) is None or asked.done:
+        # The write itself was in time: a repetition of it may be answered later than that.
+        if _operation_of(request) is None or asked.repeated:
             return
         if isinstance(answer, pb.CompareSetResponse) and not answer.swapped:
             return

@@ -413,6 +413,10 @@ class ServerCall:
         """See `set_code`."""
         return self._code
 
+    def details(self) -> str:
+        """See `set_details`."""
+        return self._details
+
     def auth_context(self) -> dict[str, list[bytes]]:
         """Nobody shows a certificate."""
         return {}

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -35,20 +35,31 @@ class MortalServer:
 
     Attributes:
         endpoint: Where it listens, whenever it does.
+        port: The same without the host.
         journal: The file.
         pid: Of the present process.
         kills: How many processes were killed.
     """
 
-    def __init__(self, folder: Path, certificates: Certificates | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        certificates: Certificates | None = None,
+        flags: Sequence[str] = (),
+        program: Sequence[str] = (str(RALLYPOINT),),
+    ) -> None:
         """Start nothing yet.
 
         Args:
             folder: For the journal and the logs; made where it is missing.
             certificates: What it serves TLS with; None: plaintext.
+            flags: Further flags of `rallypoint serve rendezvous`.
+            program: The command in the place of `rallypoint`.
         """
         folder.mkdir(exist_ok=True)
         self._certificates = certificates
+        self._flags = tuple(flags)
+        self._program = tuple(program)
         # Nobody else is given the port meanwhile. A server can listen there: this only holds it.
         self._reservation = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         self._reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -58,7 +69,8 @@ class MortalServer:
         # When each of its processes was started, Unix seconds.
         self.starts: list[float] = []
         self._process: subprocess.Popen[str] | None = None
-        self.endpoint = f"127.0.0.1:{self._address[1]}"
+        self.port = int(self._address[1])
+        self.endpoint = f"127.0.0.1:{self.port}"
         self.journal = folder / "journal.db"
         self.pid = 0
         self.kills = 0
@@ -81,12 +93,12 @@ class MortalServer:
         self.starts.append(time.time())
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
-                mortal(str(RALLYPOINT), *self._arguments),
+                mortal(*self._program, *self._arguments),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 text=True,
-                env=clean_environment(),
+                env=clean_environment(PYTHONPATH=str(Path(__file__).parents[1])),
             )
         self.pid = self._process.pid
 
@@ -140,12 +152,20 @@ class MortalServer:
 
     @property
     def _arguments(self) -> tuple[str, ...]:
-        listening = ("--port", str(self._address[1]), "--log-format", "json")
+        listening = ("--port", str(self.port), "--log-format", "json")
         serving: tuple[str, ...] = ("--insecure",)
         if (files := self._certificates) is not None:
             serving = ("--tls-cert", str(files.server), "--tls-key", str(files.server_key))
             serving += ("--tls-client-ca", str(files.ca))
-        return ("serve", "rendezvous", *listening, *serving, "--journal", f"sqlite:{self.journal}")
+        return (
+            "serve",
+            "rendezvous",
+            *listening,
+            *serving,
+            "--journal",
+            f"sqlite:{self.journal}",
+            *self._flags,
+        )
 
     @property
     def _log(self) -> Path:

@@ -41,7 +41,7 @@ async def test_a_restart_in_good_order_is_no_event(tmp_path: Path) -> None:
             stack.push_async_callback(each.close)
             await each.subscribe()
         revision = (await operator.GetRun(pb.GetRunRequest(run_id=RUN))).run.revision
-        writers = Writers(channel, nodes.nodes[:8], 2)
+        writers = Writers(server.endpoint, channel, nodes.nodes[:8], 2)
         writers.start()
         try:
             for restart in range(1, RESTARTS + 1):

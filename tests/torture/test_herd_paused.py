@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 import time
-from collections.abc import Iterator
-from contextlib import AsyncExitStack, contextmanager, suppress
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
@@ -16,7 +14,7 @@ from rallypoint.rendezvous.core.apply import LEAST_TERM_AFTER_RESTART
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
 from serving.conftest import certificates as certificates  # noqa: PLC0414 (a fixture)
-from torture.crowd import Crowd, crowd
+from torture.crowd import Crowd, crowd, hosts_of_their_own
 from torture.length import ordinarily
 from torture.mortal_server import MortalServer, serving
 from torture.tormented_node import RUN
@@ -27,7 +25,6 @@ HERDS = ordinarily([(50, True)], in_full=[(1500, False), (500, True)])
 PAUSES = ordinarily((16.0,), in_full=(5.0, 20.0, 60.0))
 # Seconds for a herd of this size to come, or come back, on a machine that is busy with other work.
 PATIENCE = ordinarily(60.0, in_full=300.0)
-_HIGHER = 5
 
 pytestmark = [
     pytest.mark.slow,
@@ -45,7 +42,7 @@ async def test_a_pause_of_the_service_loses_no_node(
     settings = pb.RunSettings(min_nodes=count, max_nodes=count)
     async with AsyncExitStack() as stack:
         channel = await stack.enter_async_context(serving(server))
-        stack.enter_context(_hosts_of_their_own())
+        stack.enter_context(hosts_of_their_own())
         draw = random.Random(count)
         nodes = await stack.enter_async_context(
             crowd(server.endpoint, settings, count, draw, server.security)
@@ -69,23 +66,6 @@ async def test_a_pause_of_the_service_loses_no_node(
         after = (await rendezvous.GetRun(pb.GetRunRequest(run_id=RUN))).run
         assert (after.revision, after.round) == (before.revision, before.round), "nothing happened to the run"
     assert server.complaints() == []
-
-
-@contextmanager
-def _hosts_of_their_own() -> Iterator[None]:
-    """Let the nodes run at a higher priority, where that is allowed: their hosts do not share the service's machine."""
-    _raise_priority(_HIGHER)
-    try:
-        yield
-    finally:
-        _raise_priority(-_HIGHER)
-
-
-def _raise_priority(by: int) -> None:
-    for thread in os.listdir("/proc/self/task"):
-        with suppress(PermissionError, ProcessLookupError):
-            before = os.getpriority(os.PRIO_PROCESS, int(thread))
-            os.setpriority(os.PRIO_PROCESS, int(thread), before - by)
 
 
 async def _all_back(nodes: Crowd, rendezvous: pb_grpc.RendezvousServiceAsyncStub) -> float:

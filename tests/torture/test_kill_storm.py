@@ -128,7 +128,7 @@ async def test_a_server_killed_again_and_again_tells_no_lie(tmp_path: Path) -> N
     server = QuickServer(tmp_path)
     async with serving(server) as channel:
         async with crowd(server.endpoint, SETTINGS, NODES, draw) as nodes:
-            writers = Writers(channel, draw.sample(nodes.nodes, WORKING_NODES), WRITERS)
+            writers = Writers(server.endpoint, channel, draw.sample(nodes.nodes, WORKING_NODES), WRITERS)
             await nodes.agree(PATIENCE)
             writers.start()
             storm = Storm(server, nodes, channel, draw)

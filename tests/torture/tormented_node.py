@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from rallypoint.rendezvous.base.entries import Writer
 from rallypoint.rendezvous.client import Admitted, Event, Membership, MembershipReset
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rpc.endpoint import ClientSecurity, Plaintext
@@ -88,6 +89,17 @@ class TormentedNode:
         """Whether it has an agent."""
         return self._life is not None
 
+    @property
+    def writer(self) -> Writer:
+        """The lease that its agent holds, to write with.
+
+        Raises:
+            AssertionError: It holds none.
+        """
+        held = self._membership.held if self._membership is not None else None
+        assert held is not None, f"{self.name} holds no lease"
+        return Writer(self.name, held.number, held.token)
+
     def join(self) -> None:
         """Start an agent."""
         assert self._life is None, "one agent at a time"
@@ -120,6 +132,11 @@ class TormentedNode:
             self._membership.report_failure(
                 pb.WorkerFailure(round=self.place.round, rank=0, exit_code=1, message="it was told to")
             )
+
+    def heartbeat(self, trouble: str) -> None:
+        """Send a heartbeat at once; GetRun shows `trouble` as soon as it has taken effect."""
+        assert self._membership is not None
+        self._membership.report_watchdog(trouble)
 
     def check_alive(self) -> None:
         """Raise what ended the agent, if something has."""

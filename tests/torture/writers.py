@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections import Counter
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -12,11 +13,15 @@ import grpc
 from rallypoint.rendezvous.base.entries import Writer
 from rallypoint.rendezvous.state.client import FencedStateClient
 from rallypoint.rendezvous.store.client import StoreClient
+from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rpc.errors import ServiceError
 from torture.tormented_node import RUN, Place, TormentedNode
 
 STATE = "run-2"
 """The run of the fenced state; it needs no membership."""
+
+QUIET = "run-3"
+"""The run of the store that all but the workers write to: of one node, which stays."""
 
 # Between two writes of one writer, seconds: they are to be under way at each kill, not to use up the machine.
 _PAUSE = 0.01
@@ -32,10 +37,13 @@ class Writers:
         refused: How many writes of each kind were refused by a fence.
     """
 
-    def __init__(self, channel: grpc.aio.Channel, nodes: list[TormentedNode], of_each: int) -> None:
+    def __init__(
+        self, endpoint: str, channel: grpc.aio.Channel, nodes: list[TormentedNode], of_each: int
+    ) -> None:
         """Write nothing yet.
 
         Args:
+            endpoint: Of the server, for the node of `QUIET`.
             channel: To the server, for all of them.
             nodes: Whose workers write under their leases, as long as they run.
             of_each: So many writers of each other kind.
@@ -47,6 +55,10 @@ class Writers:
         self._of_each = of_each
         self._stopping = asyncio.Event()
         self._answered = asyncio.Event()
+        settings = pb.RunSettings(min_nodes=1, max_nodes=1)
+        self._holder = TormentedNode(
+            "holder", endpoint, settings, random.Random(), self._answered.set, run_id=QUIET
+        )
         self._tasks: list[asyncio.Task[None]] = []
         self._sums: list[int] = []
         self._swapped: list[int] = []
@@ -57,6 +69,7 @@ class Writers:
 
     def start(self) -> None:
         """Let them write."""
+        self._holder.join()
         for number in range(self._of_each):
             self._begin(self._add())
             self._begin(self._swap())
@@ -90,6 +103,7 @@ class Writers:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._holder.die()
 
     async def check(self) -> None:
         """Whether all that was acknowledged is there, once; to be asked after `stop`.
@@ -109,7 +123,7 @@ class Writers:
         assert state is not None
         assert int(state.state) == len(self._won)
         if self.acknowledged["work"]:
-            done = int(await store.get("work"))
+            done = int(await self._store(RUN).get("work"))
             # A write whose repetition came after the fence: it took effect before, or never.
             most = self.acknowledged["work"] + self.refused["work"]
             assert self.acknowledged["work"] <= done <= most, "a worker's addition counts once"
@@ -126,24 +140,28 @@ class Writers:
         self.acknowledged[kind] += 1
         self._answered.set()
 
-    def _store(self) -> StoreClient:
-        return StoreClient(self._channel, RUN)
+    def _store(self, run_id: str = QUIET) -> StoreClient:
+        return StoreClient(self._channel, run_id, writer=lambda: self._holder.writer)
 
     def _states(self) -> FencedStateClient:
         return FencedStateClient(self._channel, STATE)
+
+    async def _writable(self) -> StoreClient:
+        await self._until(lambda: self._holder.lease > 0)
+        return self._store()
 
     async def _goes_on(self) -> bool:
         await asyncio.sleep(_PAUSE)
         return not self._stopping.is_set()
 
     async def _add(self) -> None:
-        store = self._store()
+        store = await self._writable()
         while await self._goes_on():
             self._sums.append(await store.add("sum", 1))
             self._note("add")
 
     async def _set(self, key: str) -> None:
-        store = self._store()
+        store = await self._writable()
         while await self._goes_on():
             value = b"%d" % self.acknowledged["set"]
             await store.set(key, value)
@@ -152,7 +170,7 @@ class Writers:
 
     async def _swap(self) -> None:
         """Replace a number by the next one, where nobody was faster."""
-        store = self._store()
+        store = await self._writable()
         known = 0
         while await self._goes_on():
             expected = b"%d" % known if known else b""

@@ -18,7 +18,6 @@ import pytest
 
 from rallypoint.agent.sockets.store import StoreSocket
 from rallypoint.rendezvous.base import limits
-from rallypoint.rendezvous.store.client import StoreClient
 from rallypoint.rendezvous.store.service import StoreService
 from rallypoint.worker import store as worker_store
 from rallypoint.worker.store import (
@@ -35,6 +34,7 @@ from rendezvous.store.store_fakes import (
     TestJournal,
     agent_socket,
     channel_to,
+    client_of,
     open_store,
     serving,
 )
@@ -214,7 +214,7 @@ async def test_a_restart_of_the_service_is_only_a_pause(tmp_path: Path) -> None:
     """A wait, a set and an addition under way when the service dies all end as if nothing had happened."""
     journal, service, path = TestJournal(), f"{tmp_path}/store.sock", tmp_path / "agent.sock"
     async with channel_to(service) as channel:
-        sock = StoreSocket(path, StoreClient(channel, RUN))
+        sock = StoreSocket(path, client_of(channel))
         await sock.start()
         try:
             with Store(str(path), round=1) as store:
@@ -241,7 +241,7 @@ async def test_a_restart_of_the_service_is_only_a_pause(tmp_path: Path) -> None:
 async def test_keys_come_page_by_page(agent: Agent, store: Store) -> None:
     names = [f"{number:04}" for number in range(1_001)]
     async with channel_to(f"{Path(agent.path).parent}/store.sock") as channel:
-        client = StoreClient(channel, RUN)
+        client = client_of(channel)
         await asyncio.gather(*(client.set(name, b"", round=1) for name in names))
     assert await in_thread(store.keys) == names
 

@@ -20,7 +20,7 @@ from rallypoint.cli.run_flags import RunCommand, run_flags
 from rallypoint.launcher.backends import RequestedRendezvous, ResolvedRendezvous, resolve_rendezvous
 from rallypoint.launcher.plan import LaunchPlan
 from rallypoint.rpc.endpoint import SettingError
-from rallypoint.serving.options import client_options
+from rallypoint.serving.options import access_options, client_options
 
 _START_METHODS = ("spawn", "fork", "forkserver")
 # Options that the rendezvous backend sets itself, from the same flags.
@@ -34,6 +34,7 @@ _OF_THE_BACKEND = ("master-addr", "master-port")
 )
 @run_flags
 @client_options
+@access_options
 @click.argument("program")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def run(**flags: Any) -> None:
@@ -74,6 +75,7 @@ def _plan(command: tuple[str, ...], flags: Mapping[str, Any]) -> LaunchPlan:
         supervisor_address=flags["supervisor_address"],
         metrics_address=flags["metrics_address"],
         security=flags["security"],
+        access=flags["access"],
         signals=flags["signals_to_handle"],
         job={**job, "master_address": where.master_address, "master_port": where.master_port},
         notices=(*where.notices, *_notices(flags), *_idle(options, job)),

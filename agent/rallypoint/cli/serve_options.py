@@ -30,6 +30,7 @@ def limit_options(command: _Command) -> _Command:
         limits = Limits(
             RendezvousLimits(
                 runs=take("max_runs"),
+                runs_per_client=take("max_runs_per_client"),
                 nodes_per_run=take("max_nodes_per_run"),
                 subscribers_per_run=take("max_subscribers_per_run"),
                 events_per_run=take("max_events_per_run"),
@@ -41,6 +42,7 @@ def limit_options(command: _Command) -> _Command:
             ),
             StoreLimits(
                 all_bytes=take("max_store_bytes"),
+                client_bytes=take("max_store_bytes_per_client"),
                 run_bytes=take("max_store_bytes_per_run"),
                 run_keys=take("max_store_keys_per_run"),
                 waiters=take("max_store_waiters_per_run"),
@@ -70,6 +72,12 @@ def _flags() -> list[Flag]:
             "--max-runs",
             rendezvous.runs,
             "Number of runs, ended ones included until they expire. Each takes some 10 KB.",
+        ),
+        count(
+            "--max-runs-per-client",
+            rendezvous.runs_per_client,
+            "Number of them that one client has created: a name in a token, or in a certificate under a policy, else a "
+            "host. Lower: a client leaves more room for others.",
         ),
         count(
             "--max-nodes-per-run",
@@ -112,6 +120,11 @@ def _flags() -> list[Flag]:
             "--max-store-bytes",
             store.all_bytes,
             "Bytes of keys and values in the stores of all runs, in memory and on disk.",
+        ),
+        size(
+            "--max-store-bytes-per-client",
+            store.client_bytes,
+            "Bytes in the stores of the runs that one client has created.",
         ),
         size(
             "--max-store-bytes-per-run",

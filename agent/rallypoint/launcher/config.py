@@ -15,7 +15,7 @@ from rallypoint.agent.job.options import idle_options, job_fields, parse_signal
 from rallypoint.launcher.backends import RequestedRendezvous, resolve_rendezvous
 from rallypoint.launcher.plan import LaunchPlan
 from rallypoint.rendezvous.core.state import MOST_NODES, MOST_RESTARTS, MOST_WORKERS_PER_NODE
-from rallypoint.rpc.endpoint import ClientTLS, SettingError, client_security, run_secret
+from rallypoint.rpc.endpoint import AccessFiles, ClientTLS, SettingError, client_security, run_secret
 
 START_METHODS = ("spawn", "fork", "forkserver")
 
@@ -71,6 +71,7 @@ class LaunchConfig:
         metrics_address: Address at which Prometheus metrics are served; empty: not served.
         tls: TLS files for the services; None: RALLYPOINT_RUN_SECRET, if it is set.
         insecure: Speak and serve plaintext over TCP.
+        access: Which calls to a service in this process are refused, if it listens for other hosts.
         log_level: Level of the agent's own log: debug, info, warning or error.
         options: Any other flag of `rallypoint run` by its name, as in {"rlimit": "nofile=65536"}.
     """
@@ -109,6 +110,7 @@ class LaunchConfig:
     metrics_address: str = ""
     tls: ClientTLS | None = None
     insecure: bool = False
+    access: AccessFiles = field(default_factory=AccessFiles)
     log_level: str = "warning"
     options: Mapping[str, Any] = field(default_factory=dict)
 
@@ -183,6 +185,7 @@ class LaunchConfig:
             supervisor_address=self.supervisor_address,
             metrics_address=self.metrics_address,
             security=client_security(self.tls, run_secret(), insecure=self.insecure),
+            access=self.access,
             signals=self.handled_signals,
             notices=(*(in_our_names(notice) for notice in where.notices), *self._notices(), *idle),
             job={**job, **{name: value for name, value in master.items() if value is not None}, "call": call},

@@ -14,6 +14,7 @@ from rallypoint.agent.config.job import Peer
 from rallypoint.launcher.plan import Hosted
 from rallypoint.launcher.services import (
     LAST_WORD,
+    RendezvousServer,
     listening,
     listening_host,
     own_addresses,
@@ -21,10 +22,13 @@ from rallypoint.launcher.services import (
 )
 from rallypoint.launcher.signals import signalled
 from rallypoint.rendezvous.api.service import SERVICE_NAME
+from rallypoint.rendezvous.core.commands import RunNotFound
+from rallypoint.rendezvous.core.state import Phase
+from rallypoint.rendezvous.runs.engine import RendezvousEngine
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
-from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
 from rallypoint.rpc.channel import open_channel
 from rallypoint.rpc.endpoint import (
+    AccessFiles,
     ClientSecurity,
     ClientTLS,
     PortInUseError,
@@ -36,7 +40,6 @@ from rallypoint.rpc.logs import get_logger
 from rallypoint.rpc.loop import cancel_all
 from rallypoint.rpc.text import one_line
 from rallypoint.serving.requests import SENTENCE_BYTES
-from rallypoint.serving.server import Server
 
 # Seconds in which the owner of a taken port must reply as a rendezvous service. Another agent on this host that
 # started a moment earlier may need some of them.
@@ -48,10 +51,11 @@ _log = get_logger("rallypoint.run")
 class EmbeddedService:
     """The service of a run in this process."""
 
-    def __init__(self, server: Server, peer: Peer) -> None:
-        """`server`: already started; `peer`: its address for this process."""
+    def __init__(self, serving: RendezvousServer, peer: Peer) -> None:
+        """`peer`: its address for this process."""
         self.peer = peer
-        self._server = server
+        self._server = serving.server
+        self._engine = serving.engine
 
     async def stop_when_over(
         self, run_id: str, reason: str, signals: Sequence[int], *, succeeded: bool
@@ -67,30 +71,30 @@ class EmbeddedService:
             signals: Signals that end the wait for other nodes.
             succeeded: True if this host's workers succeeded.
         """
-        async with open_channel(self.peer.endpoint, self.peer.security) as channel:
-            stub = pb_grpc.RendezvousServiceStub(channel)
-            with suppress(grpc.aio.AioRpcError):  # the run never began
-                run = (await stub.GetRun(pb.GetRunRequest(run_id=run_id, page_size=1), timeout=_ANSWER)).run
-                over = run.phase == pb.PHASE_CLOSED
-                if not over and succeeded:
-                    _log.info("waiting for the workers of other hosts: this host serves their rendezvous")
-                    signalled_by = await _until_closed(stub, run_id, signals)
-                    over, reason = signalled_by is None, f"got {signalled_by}"
-                if not over:
-                    gone = f"the host that served the run's rendezvous is gone: {reason}"
-                    detail = one_line(gone, SENTENCE_BYTES)
-                    await stub.CloseRun(pb.CloseRunRequest(run_id=run_id, reason=detail), timeout=_ANSWER)
+        engine = self._engine
+        with suppress(RunNotFound):  # the run never began
+            over = await engine.read_run(run_id, lambda state: state.phase is Phase.CLOSED)
+            if not over and succeeded:
+                _log.info("waiting for the workers of other hosts: this host serves their rendezvous")
+                signalled_by = await _until_closed(engine, run_id, signals)
+                over, reason = signalled_by is None, f"got {signalled_by}"
+            if not over:
+                gone = f"the host that served the run's rendezvous is gone: {reason}"
+                await engine.close_run(run_id, one_line(gone, SENTENCE_BYTES))
         with suppress(TimeoutError):
             await asyncio.wait_for(self._server.idle(), LAST_WORD)
 
 
 @asynccontextmanager
-async def rendezvous_at(hosted: Hosted, security: ClientSecurity) -> AsyncIterator[EmbeddedService | None]:
+async def rendezvous_at(
+    hosted: Hosted, security: ClientSecurity, access: AccessFiles
+) -> AsyncIterator[EmbeddedService | None]:
     """Serve rendezvous at an address while the context lasts; yield None if another host's agent does.
 
     Args:
         hosted: The address; see Hosted for the serving agent.
         security: How the job's connections are secured.
+        access: Which calls are refused.
 
     Raises:
         SettingError: This agent must serve and can't; one line.
@@ -102,8 +106,8 @@ async def rendezvous_at(hosted: Hosted, security: ClientSecurity) -> AsyncIterat
             return
         try:
             host = await listening_host(endpoint)
-            server = await stack.enter_async_context(
-                rendezvous_server(listening(host, endpoint.port, security))
+            serving = await stack.enter_async_context(
+                rendezvous_server(listening(host, endpoint.port, security, access))
             )
         except ServiceStartError as error:
             taken = isinstance(error, PortInUseError) and await answers_calls(hosted.endpoint, security)
@@ -117,8 +121,8 @@ async def rendezvous_at(hosted: Hosted, security: ClientSecurity) -> AsyncIterat
                 why = "another program listens there; stop it, or choose another --master-port or --rdzv-endpoint"
             raise SettingError(f"can't serve rendezvous at {hosted.endpoint}: {why}") from None
         # Certificates are issued for names; anything else is sure to reach this process by its address.
-        here = hosted.endpoint if isinstance(security, ClientTLS) else server.address
-        yield EmbeddedService(server, Peer(advertised(here, named=False), security))
+        here = hosted.endpoint if isinstance(security, ClientTLS) else serving.server.address
+        yield EmbeddedService(serving, Peer(advertised(here, named=False), security))
 
 
 async def is_this_host(host: str) -> bool:
@@ -136,15 +140,13 @@ async def answers_calls(endpoint: str, security: ClientSecurity) -> bool:
     return False
 
 
-async def _until_closed(
-    stub: pb_grpc.RendezvousServiceAsyncStub, run_id: str, signals: Sequence[int]
-) -> str | None:
+async def _until_closed(engine: RendezvousEngine, run_id: str, signals: Sequence[int]) -> str | None:
     """Wait for the end of a run; return the name of the signal if one came first, else None."""
 
     async def watch() -> None:
-        async for update in stub.WatchRun(pb.WatchRunRequest(run_id=run_id)):
-            if update.run.phase == pb.PHASE_CLOSED:
-                return
+        states = await engine.watch(run_id, 0)
+        while (run := await states.take()) is not None and run.phase != pb.PHASE_CLOSED:
+            pass
 
     watching = asyncio.ensure_future(watch())
     with signalled(signals) as received:

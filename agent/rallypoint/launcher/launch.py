@@ -47,7 +47,6 @@ from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
 from rallypoint.rpc.calls import call_any
 from rallypoint.rpc.endpoint import (
-    ClientSecurity,
     ClientTLS,
     Endpoint,
     EndpointError,
@@ -179,7 +178,7 @@ async def launch(
             await refuse_duplicate(config)
         job = Job(config, spawner)
         on_job(job)
-        await _serve_supervisor(stack, job, plan.supervisor_address, plan.security)
+        await _serve_supervisor(stack, job, plan)
         try:
             result = await run_until_signalled(job, plan.signals)
         except LogError as error:
@@ -217,7 +216,9 @@ async def _rendezvous(plan: LaunchPlan, conf: RendezvousConf, stack: AsyncExitSt
         named = isinstance(plan.security, ClientTLS) and not plan.local_address
         served_at = socket.gethostname() if named else own
         replica = await stack.enter_async_context(
-            replicated_rendezvous(service.etcd, plan.run_id, served_at, plan.security, conf.read_timeout)
+            replicated_rendezvous(
+                service.etcd, plan.run_id, served_at, plan.security, conf.read_timeout, access=plan.access
+            )
         )
         return _LaunchedRendezvous(replica.peer, own, host=replica)
     _check_endpoints("--rdzv-endpoint", service.endpoint)
@@ -225,7 +226,7 @@ async def _rendezvous(plan: LaunchPlan, conf: RendezvousConf, stack: AsyncExitSt
         return _LaunchedRendezvous(Peer(service.endpoint, plan.security), await address(service.endpoint))
     from rallypoint.launcher.embedded_service import rendezvous_at  # noqa: PLC0415
 
-    host = await stack.enter_async_context(rendezvous_at(service, plan.security))
+    host = await stack.enter_async_context(rendezvous_at(service, plan.security, plan.access))
     if host is None:
         # The serving host may be gone for good, and the run with it.
         lost_timeout = min(conf.read_timeout, _LOST_TIMEOUT)
@@ -321,8 +322,9 @@ def _check_endpoint(flag: str, endpoint: str) -> None:
         raise SettingError(f"{flag}: {error}") from None
 
 
-async def _serve_supervisor(stack: AsyncExitStack, job: Job, address: str, security: ClientSecurity) -> None:
+async def _serve_supervisor(stack: AsyncExitStack, job: Job, plan: LaunchPlan) -> None:
     """Serve SupervisorService at an address; empty: at a socket that is found by the run's name."""
+    address, security = plan.supervisor_address, plan.security
     address = address or stack.enter_context(new_run_socket("agent", job.config.run_id))
     host, _, port = address.rpartition(":")
     if address.startswith("unix:"):
@@ -333,7 +335,8 @@ async def _serve_supervisor(stack: AsyncExitStack, job: Job, address: str, secur
         # The files are for the servers of other hosts. Callers on this host know the user's secret.
         security = None
     try:
-        server = Server(listening(host, int(port), security), services=[supervisor_registration(Jobs(job))])
+        options = listening(host, int(port), security, plan.access)
+        server = Server(options, services=[supervisor_registration(Jobs(job))])
         await server.start()
     except SettingError as error:
         raise SettingError(f"--supervisor-address {address}: {error}") from None

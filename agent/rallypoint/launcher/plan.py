@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from rallypoint.rpc.endpoint import ClientSecurity
+from rallypoint.rpc.endpoint import AccessFiles, ClientSecurity
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -83,6 +83,7 @@ class LaunchPlan:
         supervisor_address: Address at which SupervisorService listens; empty: a socket that is found by the run's name.
         metrics_address: Address at which Prometheus metrics are served; empty: not served.
         security: How connections to services are secured, and those to a service in this process.
+        access: Which calls to a service in this process are refused, if it listens for other hosts.
         signals: Signals on which the job leaves its run. Empty if the caller handles signals.
         job: Further fields of JobConfig, as `rallypoint.agent.job.options.job_fields` makes them.
         notices: Requested settings that have no meaning here, to be logged once; one line each.
@@ -103,6 +104,7 @@ class LaunchPlan:
     supervisor_address: str = ""
     metrics_address: str = ""
     security: ClientSecurity = None
+    access: AccessFiles = field(default_factory=AccessFiles)
     signals: tuple[int, ...] = HANDLED_SIGNALS
     job: Mapping[str, Any] = field(default_factory=dict)
     notices: tuple[str, ...] = ()

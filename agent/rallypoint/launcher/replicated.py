@@ -37,7 +37,14 @@ from rallypoint.rendezvous.cluster.ownership import MoveSettings
 from rallypoint.rendezvous.cluster.replica import Replicas
 from rallypoint.rendezvous.cluster.service import ReplicatedServices, replicated_services
 from rallypoint.rendezvous.core.state import Phase
-from rallypoint.rpc.endpoint import ClientSecurity, Endpoint, ServerOptions, SettingError, parse_endpoint
+from rallypoint.rpc.endpoint import (
+    AccessFiles,
+    ClientSecurity,
+    Endpoint,
+    ServerOptions,
+    SettingError,
+    parse_endpoint,
+)
 from rallypoint.rpc.logs import get_logger
 from rallypoint.rpc.loop import cancel_all
 from rallypoint.rpc.pace import Pace
@@ -63,7 +70,14 @@ class OwnReplica:
     """
 
     def __init__(
-        self, etcd: EtcdAddress, run_id: str, address: str, security: ClientSecurity, peer: Peer
+        self,
+        etcd: EtcdAddress,
+        run_id: str,
+        address: str,
+        security: ClientSecurity,
+        peer: Peer,
+        *,
+        access: AccessFiles,
     ) -> None:
         """Start nothing yet; see `replicated_rendezvous`."""
         self.peer = peer
@@ -71,6 +85,7 @@ class OwnReplica:
         self._run_id = run_id
         self._address = address
         self._security = security
+        self._access = access
         self._pace = Pace()
         self._services: ReplicatedServices | None = None
         # Seconds that the last attempt to serve lasted.
@@ -159,7 +174,7 @@ class OwnReplica:
             )
             host = await listening_host(Endpoint(self._address, 0))
             server = Server(
-                listening(host, 0, self._security),
+                listening(host, 0, self._security, self._access),
                 services=services.registrations,
                 translate=translate,
             )
@@ -213,7 +228,13 @@ class OwnReplica:
 
 @asynccontextmanager
 async def replicated_rendezvous(
-    etcd: EtcdAddress, run_id: str, address: str, security: ClientSecurity, timeout: float
+    etcd: EtcdAddress,
+    run_id: str,
+    address: str,
+    security: ClientSecurity,
+    timeout: float,
+    *,
+    access: AccessFiles,
 ) -> AsyncIterator[OwnReplica]:
     """Take part in a run's rendezvous over an etcd, as long as the context lasts.
 
@@ -223,6 +244,7 @@ async def replicated_rendezvous(
         address: Address of this host for other hosts.
         security: How the job's connections are secured; None: by a secret that the job keeps in the etcd.
         timeout: Seconds after which an etcd that does not reply counts as a wrong address.
+        access: Which calls from other hosts are refused.
 
     Raises:
         SettingError: etcd does not reply, or refuses, or this host can't serve; one line.
@@ -243,7 +265,7 @@ async def replicated_rendezvous(
         stack.push_async_callback(server.stop)
         following = asyncio.create_task(locator.follow(client))
         stack.push_async_callback(_cancel, following)
-        replica = OwnReplica(etcd, run_id, address, security, Peer(endpoint, security))
+        replica = OwnReplica(etcd, run_id, address, security, Peer(endpoint, security), access=access)
         replica.begin(client)
         stack.push_async_callback(replica.end)
         await replica.begun(locator, timeout)

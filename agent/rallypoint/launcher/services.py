@@ -7,11 +7,15 @@ import ipaddress
 import socket
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
 
 from rallypoint.rendezvous.api.errors import translate as translate_rendezvous
-from rallypoint.rendezvous.api.service import rendezvous_services
+from rallypoint.rendezvous.api.service import own_shard, registrations
 from rallypoint.rendezvous.journal.journal import MemoryJournal
+from rallypoint.rendezvous.runs.engine import RendezvousEngine
+from rallypoint.rendezvous.shard.locator import SingleShardLocator
 from rallypoint.rpc.endpoint import (
+    AccessFiles,
     ClientSecurity,
     ClientTLS,
     Endpoint,
@@ -29,19 +33,21 @@ LAST_WORD = 10.0
 """Seconds for the other nodes to learn the run's end. They learn it at once; the rest is for a busy machine."""
 
 
-def listening(host: str, port: int, security: ClientSecurity) -> ServerOptions:
+def listening(host: str, port: int, security: ClientSecurity, access: AccessFiles) -> ServerOptions:
     """Return the options of a server of a job at an address, which is secured as the job's own connections are.
 
     Args:
         host: Name or address to listen on, or `unix:/path`.
         port: The port; 0: any free one.
         security: With TLS files, clients need a certificate of the same authority.
+        access: Which calls are refused, and recorded. None is refused at a Unix socket.
 
     Raises:
         SettingError: One of the TLS files is missing; one line.
     """
     if host.startswith("unix:"):
-        return ServerOptions(host=host)  # whom the kernel lets in
+        recorded = AccessFiles(audit_log=access.audit_log)
+        return ServerOptions(host=host, access=recorded)  # the kernel decides who gets in
     match security:
         case ClientTLS(ca, certificate, key):
             if ca is None or certificate is None or key is None:
@@ -49,11 +55,12 @@ def listening(host: str, port: int, security: ClientSecurity) -> ServerOptions:
                     f"this host serves at {host} with TLS, to clients of one authority: give --tls-cert and --tls-key "
                     "beside --tls-ca"
                 )
-            return ServerOptions(host=host, port=port, tls_cert=certificate, tls_key=key, tls_client_ca=ca)
+            options = ServerOptions(tls_cert=certificate, tls_key=key, tls_client_ca=ca)
         case RunSecret():
-            return ServerOptions(host=host, port=port, run_secret=security)
+            options = ServerOptions(run_secret=security)
         case _:
-            return ServerOptions(host=host, port=port, insecure=isinstance(security, Plaintext))
+            options = ServerOptions(insecure=isinstance(security, Plaintext))
+    return replace(options, host=host, port=port, access=access)
 
 
 async def listening_host(endpoint: Endpoint) -> str:
@@ -99,19 +106,28 @@ async def embedded_rendezvous(run_id: str = "") -> AsyncIterator[str]:
             yield endpoint
 
 
+@dataclass(frozen=True, slots=True)
+class RendezvousServer:
+    """A rendezvous service of this process: its started server, and its runs."""
+
+    server: Server
+    engine: RendezvousEngine
+
+
 @asynccontextmanager
-async def rendezvous_server(options: ServerOptions) -> AsyncIterator[Server]:
-    """Serve rendezvous as long as the context lasts, in memory only; yield the started server.
+async def rendezvous_server(options: ServerOptions) -> AsyncIterator[RendezvousServer]:
+    """Serve rendezvous as long as the context lasts, in memory only.
 
     Raises:
         ServiceStartError: The server can't listen.
     """
     async with AsyncExitStack() as stack:
-        services = await stack.enter_async_context(rendezvous_services(MemoryJournal()))
+        shard = await stack.enter_async_context(own_shard(MemoryJournal()))
+        services = registrations(SingleShardLocator(shard))
         server = Server(options, services=services, translate=translate_rendezvous)
         await server.start()
         stack.push_async_callback(server.stop)
-        yield server
+        yield RendezvousServer(server, shard.engine)
 
 
 @asynccontextmanager

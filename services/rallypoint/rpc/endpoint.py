@@ -46,6 +46,22 @@ class Plaintext:
 
 
 @dataclass(frozen=True, slots=True)
+class AccessFiles:
+    """The files by which a server decides on calls. Field `token_keys` is the flag `--token-keys`, and so on."""
+
+    policy: Path | None = None
+    """TOML file that grants roles for runs to the names in clients' certificates; see `rallypoint.serving.policy`. The
+    server must require certificates. None: a client that could connect may call everything."""
+
+    token_keys: Path | None = None
+    """PEM public keys (Ed25519) of those who issue tokens. If set, a client without a certificate needs a token, and a
+    client with a token has the rights in it. Read again when the file changes. Needs TLS files or a run secret."""
+
+    audit_log: Path | None = None
+    """File to which refused calls and actions of operators are appended, a line of JSON each."""
+
+
+@dataclass(frozen=True, slots=True)
 class ServerOptions:
     """Settings of one server process. Field `tls_cert` is the flag `--tls-cert`, and so on."""
 
@@ -71,16 +87,8 @@ class ServerOptions:
     insecure: bool = False
     """Serve plaintext at the TCP address. Every client that can reach the port can then read and control every run."""
 
-    policy: Path | None = None
-    """TOML file that grants roles for runs to the names in clients' certificates; see `rallypoint.serving.policy`. It
-    needs `tls_client_ca`. None: a client that could connect may call everything."""
-
-    token_keys: Path | None = None
-    """PEM public keys (Ed25519) of those who issue tokens. If set, a client without a certificate needs a token, and a
-    client with a token has the rights in it. Read again when the file changes. Needs TLS files or a run secret."""
-
-    audit_log: Path | None = None
-    """File to which refused calls and actions of operators are appended, a line of JSON each."""
+    access: AccessFiles = AccessFiles()
+    """Which calls of the clients that could connect are refused, and recorded."""
 
     health: bool = True
     """Offer `grpc.health.v1`, to every client that can connect."""
@@ -100,6 +108,11 @@ class ServerOptions:
     request_burst: int = 20_000
     """Calls that one client may begin at once; at least 1. 20,000 are enough for every node of the largest run to
     reconnect from one address."""
+
+    max_watches_per_client: int = 500
+    """Calls of one client address that may be open at a time, of those that answer one request with a stream of changes
+    or lines; 0: unlimited. Above it: RESOURCE_EXHAUSTED, TOO_MANY_WATCHERS. 500 are half of the watchers that a run may
+    have."""
 
     log_level: str = "info"
     """debug, info, warning or error."""

@@ -60,18 +60,20 @@ def server_credentials(options: ServerOptions, endpoint: Endpoint) -> grpc.Serve
         TLSFileError: a file is missing, unusable or does not match.
         SettingError: nothing would keep others on the network away, or flags contradict each other.
     """
-    if options.token_keys is not None and (options.insecure or endpoint.path is not None):
+    access, certified = options.access, options.tls_client_ca is not None
+    if access.token_keys is not None and (options.insecure or endpoint.path is not None):
         raise SettingError(
             "--token-keys needs encrypted connections, by TLS files or a run secret: tokens can be read on others"
         )
-    if options.token_keys is not None and options.tls_client_ca is not None and options.policy is None:
+    if access.token_keys is not None and certified and access.policy is None:
         raise SettingError(
-            "--token-keys with --tls-client-ca needs --policy: without one, a client with a certificate may call "
-            "everything, and needs no token"
+            "--token-keys beside certificates of clients needs --policy: without one, a client with a certificate may "
+            "call everything, and needs no token"
         )
-    if options.policy is not None and options.tls_client_ca is None:
+    if access.policy is not None and not certified:
         raise SettingError(
-            "--policy grants rights to the names in clients' certificates, and needs --tls-client-ca"
+            "--policy grants rights to the names in clients' certificates: the server must require them, by "
+            "--tls-client-ca (an agent: --tls-ca with --tls-cert)"
         )
     if options.tls_cert is None and options.tls_key is None:
         if options.tls_client_ca is not None:

@@ -17,6 +17,7 @@ from google.protobuf.message import Message
 
 from rallypoint.rpc.errors import ServiceError, invalid
 from rallypoint.serving.audit import Audit
+from rallypoint.serving.flow import client_of
 from rallypoint.serving.policy import ALL_RUNS, OPERATORS, Policy, Rights, Role
 from rallypoint.serving.tokens import InvalidToken, TokenKeys
 
@@ -37,6 +38,11 @@ class Caller:
 
     name: str
     peer: str
+
+    @property
+    def client(self) -> str:
+        """The party whose runs are limited in number: its name, else its host."""
+        return self.name or client_of(self.peer)
 
     def __str__(self) -> str:
         return self.name or self.peer

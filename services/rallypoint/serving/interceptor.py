@@ -9,6 +9,7 @@ import asyncio
 import inspect
 import secrets
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing
 from functools import partial
@@ -39,6 +40,8 @@ _OWN_MESSAGES = Rate(200, 1_000)
 _MOST_CLIENTS = 16_384
 # Earliest reconnection of a client whose stream was ended for its messages, seconds.
 _STREAM_RETRY = 1.0
+# Earliest retry of a watch beyond the client's limit, seconds.
+_WATCH_RETRY = 5.0
 # A client cannot act on these, so a handler that raises them has a bug.
 _NEVER_SENT = (grpc.StatusCode.OK, grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL)
 
@@ -71,6 +74,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         request_rate: Rate | None = None,
         message_rates: Mapping[str, Rate] = MappingProxyType({}),
         access: Access | None = None,
+        most_watches: int = 0,
     ) -> None:
         """Begin without a refusal.
 
@@ -82,6 +86,8 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
                 counted: a client that floods a server must not make it look unhealthy to its orchestrator.
             message_rates: by the name of a service, the messages that a client may send on one of its streams.
             access: decides which calls may go on; None: all may. Not asked about health and reflection.
+            most_watches: calls of one client that may be open at a time of those that answer one request with a stream,
+                health watches included; 0: unlimited.
         """
         self.open_calls = 0
         self.refusal: ServiceError | None = None
@@ -91,6 +97,8 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         self._clock = clock
         self._requests = None if request_rate is None else Buckets(request_rate, _MOST_CLIENTS)
         self._message_rates = message_rates
+        self._most_watches = most_watches
+        self._watches: Counter[str] = Counter()
         self._wrapped: dict[str, tuple[Handler, Handler]] = {}
         self._idle = asyncio.Event()
         self._idle.set()
@@ -134,6 +142,25 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         rate = _OWN_MESSAGES if method.startswith(_OWN_TO_GRPC) else self._message_rates.get(service)
         return messages if rate is None else _Metered(messages, rate, self._clock)
 
+    def begin_watch(self, client: str) -> None:
+        """Count a watch of a client that begins; raise the error if the client has too many."""
+        if self._most_watches and self._watches[client] >= self._most_watches:
+            raise ServiceError(
+                grpc.StatusCode.RESOURCE_EXHAUSTED,
+                "TOO_MANY_WATCHERS",
+                f"client {client!r} has {self._most_watches} open streams, the most that one client may have: end some "
+                "of them, or start the server with a higher --max-watches-per-client",
+                metadata={"limit": str(self._most_watches)},
+                retry_after=_WATCH_RETRY,
+            )
+        self._watches[client] += 1
+
+    def end_watch(self, client: str) -> None:
+        """Count the end of a watch."""
+        self._watches[client] -= 1
+        if not self._watches[client]:
+            del self._watches[client]
+
     def opened(self) -> None:
         """Count a call that has started."""
         self.open_calls += 1
@@ -175,14 +202,17 @@ class _HandledCall:
     refused request would stay in memory, up to 4 MiB each.
     """
 
-    __slots__ = ("_calls", "_context", "_counted", "_method", "_permit")
+    __slots__ = ("_calls", "_context", "_counted", "_method", "_permit", "_watcher", "_watches")
 
-    def __init__(self, calls: CallInterceptor, method: str, context: Any) -> None:
+    def __init__(self, calls: CallInterceptor, method: str, context: Any, *, watches: bool = False) -> None:
         self._calls = calls
         self._method = method
         self._context = context
         self._counted = not method.startswith(_OWN_TO_GRPC)
         self._permit: Permit | None = None
+        self._watches = watches
+        # The client, once the call counts as one of its watches.
+        self._watcher = ""
 
     def __enter__(self) -> _HandledCall:
         if self._counted:
@@ -201,12 +231,15 @@ class _HandledCall:
 
     def permitted(self, request: Any) -> Any:
         """Return the decoded request, or a stream of them, for the handler; raise the error if it is refused."""
-        if self._permit is None:
-            return request
-        if isinstance(request, Message):
+        if self._permit is not None:
+            if not isinstance(request, Message):
+                return self._permit.check_each(request)
             self._permit.check(request)
-            return request
-        return self._permit.check_each(request)
+        if self._watches:
+            client = client_of(self._context.peer())
+            self._calls.begin_watch(client)
+            self._watcher = client
+        return request
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -219,6 +252,8 @@ class _HandledCall:
             clear_frames(traceback)
             return True
         finally:
+            if self._watcher:
+                self._calls.end_watch(self._watcher)
             if self._counted:
                 self._calls.closed()
 
@@ -294,9 +329,12 @@ def _wrap(calls: CallInterceptor, method: str, handler: Handler) -> Handler:
     encode_ = handler.response_serializer or _unchanged
     if not handler.response_streaming:
         return make(_single(calls, method, behaviour, before, encode_), on_stream, None)
+    watches = not handler.request_streaming
     if inspect.isasyncgenfunction(behaviour):
-        return make(_generator(calls, method, behaviour, before, encode_), on_stream, None)
-    return make(_writer(calls, method, behaviour, before), on_stream, handler.response_serializer)
+        return make(_generator(calls, method, behaviour, before, encode_, watches=watches), on_stream, None)
+    return make(
+        _writer(calls, method, behaviour, before, watches=watches), on_stream, handler.response_serializer
+    )
 
 
 def _single(
@@ -324,9 +362,11 @@ def _generator(
     behaviour: Callable[[Any, Any], Any],
     before: Callable[[Any], Any],
     encode_: Callable[[Any], Any],
+    *,
+    watches: bool,
 ) -> Callable[[Any, Any], AsyncIterator[Any]]:
     async def answer_with_each(request: Any, context: Any) -> AsyncIterator[Any]:
-        with _HandledCall(calls, method, context) as call:
+        with _HandledCall(calls, method, context, watches=watches) as call:
             call.admit()
             async with aclosing(behaviour(call.permitted(before(request)), context)) as answers:
                 async for answer in answers:
@@ -340,9 +380,11 @@ def _writer(
     method: str,
     behaviour: Callable[[Any, Any], Awaitable[None]],
     before: Callable[[Any], Any],
+    *,
+    watches: bool,
 ) -> Callable[[Any, Any], Awaitable[None]]:
     async def let_it_write(request: Any, context: Any) -> None:
-        with _HandledCall(calls, method, context) as call:
+        with _HandledCall(calls, method, context, watches=watches) as call:
             call.admit()
             await behaviour(call.permitted(before(request)), context)
 

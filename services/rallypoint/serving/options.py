@@ -17,6 +17,7 @@ import click
 
 from rallypoint.rpc.endpoint import (
     SECRET_VARIABLE,
+    AccessFiles,
     ClientTLS,
     ServerOptions,
     SettingError,
@@ -25,7 +26,16 @@ from rallypoint.rpc.endpoint import (
 )
 from rallypoint.rpc.runtime_folder import role_socket
 
-__all__ = ["ClientTLS", "Finite", "Seconds", "ServerOptions", "Setting", "client_options", "server_options"]
+__all__ = [
+    "ClientTLS",
+    "Finite",
+    "Seconds",
+    "ServerOptions",
+    "Setting",
+    "access_options",
+    "client_options",
+    "server_options",
+]
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 Flag = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -115,26 +125,7 @@ def server_options(
             default=_DEFAULT.insecure,
             help="Serve plaintext: everyone who can reach the port can control all jobs.",
         ),
-        _setting(
-            "--policy",
-            type=_FILE,
-            metavar="FILE",
-            help="TOML file that says which roles the names in clients' certificates have, for which runs. Needs "
-            "--tls-client-ca.",
-        ),
-        _setting(
-            "--token-keys",
-            type=_FILE,
-            metavar="FILE",
-            help="PEM public keys of those who issue tokens (`rallypoint token`). Clients without a certificate need a "
-            "token then.",
-        ),
-        _setting(
-            "--audit-log",
-            type=_FILE,
-            metavar="FILE",
-            help="Append refused calls and all actions of operators to FILE, a line of JSON each.",
-        ),
+        *_ACCESS,
         _setting(
             "--health/--no-health",
             default=_DEFAULT.health,
@@ -167,6 +158,13 @@ def server_options(
             metavar="N",
             help="Calls that one client address may begin at once: at least the agents behind it.",
         ),
+        _setting(
+            "--max-watches-per-client",
+            type=click.IntRange(0, 10**9),
+            default=_DEFAULT.max_watches_per_client,
+            metavar="N",
+            help="Streams of changes or log lines that one client address may have open; 0: any number.",
+        ),
         *_log_options(),
     ]
     if also_client:
@@ -178,6 +176,7 @@ def server_options(
             networked = port is not None or arguments["tls_cert"] is not None or arguments["insecure"]
             host = _DEFAULT.host if networked else role_socket(role)
         arguments["run_secret"] = run_secret(arguments.pop("run_secret_file"))
+        _take_access(arguments)
         names = [
             field.name for field in dataclasses.fields(ServerOptions) if field.name not in ("host", "port")
         ]
@@ -228,6 +227,19 @@ def client_options(command: Command) -> Command:
     return _command_with(flags, take)(command)
 
 
+def access_options(command: Command) -> Command:
+    """Give a click command the flags that restrict the calls to the services inside its process.
+
+    The command gets them as the keyword argument `access`, an AccessFiles.
+    """
+    return _command_with(_ACCESS, _take_access)(command)
+
+
+def _take_access(arguments: dict[str, Any]) -> None:
+    names = [field.name for field in dataclasses.fields(AccessFiles)]
+    arguments["access"] = AccessFiles(**{name: arguments.pop(name) for name in names})
+
+
 def _log_options() -> tuple[Flag, ...]:
     return (
         _setting(
@@ -263,6 +275,29 @@ def _config_option() -> Flag:
 def _setting(*declarations: str, **attributes: Any) -> Flag:
     return click.option(*declarations, cls=Setting, **attributes)
 
+
+_ACCESS = (
+    _setting(
+        "--policy",
+        type=_FILE,
+        metavar="FILE",
+        help="TOML file that says which roles the names in clients' certificates have, for which runs. Clients need a "
+        "certificate then.",
+    ),
+    _setting(
+        "--token-keys",
+        type=_FILE,
+        metavar="FILE",
+        help="PEM public keys of those who issue tokens (`rallypoint token`). Clients without a certificate need a "
+        "token then.",
+    ),
+    _setting(
+        "--audit-log",
+        type=_FILE,
+        metavar="FILE",
+        help="Append refused calls and all actions of operators to FILE, a line of JSON each.",
+    ),
+)
 
 _SECRET_FILE = _setting(
     "--run-secret-file",

@@ -16,10 +16,9 @@ import pytest
 import uvloop
 
 from rallypoint.agent.sockets.store import StoreSocket, StoreSocketError
-from rallypoint.rendezvous.store.client import StoreClient
 from rallypoint.rendezvous.store.service import StoreService
 from rallypoint.worker.store import MAX_PART_BYTES, PREFIX, encode_frame
-from rendezvous.store.store_fakes import RUN, TestJournal, agent_socket, channel_to, open_store
+from rendezvous.store.store_fakes import RUN, TestJournal, agent_socket, channel_to, client_of, open_store
 from support.waiting import PATIENCE
 
 SET = {"op": "set", "key": "k", "round": 1, "writer_round": 1, "timeout": 30.0}
@@ -224,7 +223,7 @@ async def test_stopping_ends_calls_and_connections(tmp_path: Path, store: StoreS
 async def test_an_agent_that_ends_answers_what_it_still_can(tmp_path: Path, store: StoreService) -> None:
     """Its channel closed, a call is answered, if with an error, and not left waiting."""
     async with channel_to(f"{tmp_path}/store.sock") as channel:
-        sock = StoreSocket(tmp_path / "agent.sock", StoreClient(channel, RUN))
+        sock = StoreSocket(tmp_path / "agent.sock", client_of(channel))
         await sock.start()
     worker = await Worker.connect(f"{tmp_path}/agent.sock")
     answer, _ = await worker.call(SET)
@@ -255,7 +254,7 @@ def test_it_runs_on_uvloop(tmp_path: Path) -> None:
 
 async def test_a_socket_that_cannot_be_had_is_explained(tmp_path: Path) -> None:
     async with channel_to(f"{tmp_path}/store.sock") as channel:
-        client = StoreClient(channel, RUN)
+        client = client_of(channel)
         with pytest.raises(StoreSocketError, match="at most 107; use a shorter folder"):
             await StoreSocket(tmp_path / ("x" * 120), client).start()
         with pytest.raises(StoreSocketError, match=r"can't listen for workers at .*missing.*No such file"):

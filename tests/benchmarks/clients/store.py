@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeAlias
 
 import rallypoint.serving  # noqa: F401 (before gRPC is imported, it settles what gRPC may do in this process)
@@ -74,11 +75,12 @@ async def store(order: StoreOrder) -> StoreResult:
     node = Swarm(order.endpoint, join_requests(range(1), places=1))
     node.start()
     await node.reached(FINAL, order.timeout)
+    writer = pb.StoreWriter(node_id="node-0", lease=node.lease.lease, token=node.lease.token)
     async with asyncio.timeout(order.timeout):
         if order.waiting:
-            first, last = await _waited(order)
+            first, last = await _waited(order, writer)
             return StoreResult(0, 0, 0, first, last)
-        rates = {method: await _rate(order, method, request) for method, request in _REQUESTS.items()}
+        rates = {name: await _rate(order, name, partial(make, writer)) for name, make in _REQUESTS.items()}
         return StoreResult(rates["Set"], rates["Get"], rates["Add"], 0, 0)
 
 
@@ -87,21 +89,21 @@ def _operation(caller: int, slot: int, number: int) -> pb.StoreOperation:
     return pb.StoreOperation(client_id=f"client-{caller}", slot=slot, sequence=number + 1)
 
 
-def _set(caller: int, number: int) -> bytes:
+def _set(writer: pb.StoreWriter, caller: int, number: int) -> bytes:
     operation = _operation(caller, 0, number)
     return pb.SetRequest(
-        run_id=RUN_ID, key=f"key/{caller}", value=_VALUE, operation=operation
+        run_id=RUN_ID, key=f"key/{caller}", value=_VALUE, operation=operation, writer=writer
     ).SerializeToString()
 
 
-def _get(caller: int, _: int) -> bytes:
+def _get(_: pb.StoreWriter, caller: int, number: int) -> bytes:
     return pb.GetRequest(run_id=RUN_ID, key=f"key/{caller}").SerializeToString()
 
 
-def _add(caller: int, number: int) -> bytes:
+def _add(writer: pb.StoreWriter, caller: int, number: int) -> bytes:
     operation = _operation(caller, 1, number)
     return pb.AddRequest(
-        run_id=RUN_ID, key=f"sum/{caller}", amount=1, operation=operation
+        run_id=RUN_ID, key=f"sum/{caller}", amount=1, operation=operation, writer=writer
     ).SerializeToString()
 
 
@@ -130,11 +132,11 @@ async def _rate(order: StoreOrder, method: str, request: Callable[[int, int], by
     return order.callers * order.each / (time.perf_counter() - began)
 
 
-async def _waited(order: StoreOrder) -> tuple[float, float]:
+async def _waited(order: StoreOrder, writer: pb.StoreWriter) -> tuple[float, float]:
     calls = await _connected(order.endpoint, "Get", order.waiting)
     (release,) = await _connected(order.endpoint, "Set", 1)
     wait = pb.GetRequest(run_id=RUN_ID, key=_AWAITED, timeout=Duration(seconds=600)).SerializeToString()
-    released = pb.SetRequest(run_id=RUN_ID, key=_AWAITED, value=_VALUE).SerializeToString()
+    released = pb.SetRequest(run_id=RUN_ID, key=_AWAITED, value=_VALUE, writer=writer).SerializeToString()
     answered: list[float] = []
 
     async def have(call: _Call) -> None:

@@ -162,6 +162,7 @@ class Swarm:
         told: when nodes were told of each moment.
         lost: streams that ended, by how. None is to.
         calls: streams, in the order of their requests.
+        lease: what a node was given last.
         confirm: whether nodes confirm a round when they are told of their place in it.
         last_message_bytes: size of what was told last.
     """
@@ -185,6 +186,7 @@ class Swarm:
         self.told: dict[Moment, Told] = defaultdict(Told)
         self.lost: Counter[str] = Counter()
         self.calls: list[_Call] = []
+        self.lease = pb.Lease()
         self.confirm = confirm
         self.last_message_bytes = 0
         self._endpoint = endpoint
@@ -267,7 +269,10 @@ class Swarm:
         self._lose(f"{(await call.code()).name} {_kind(await call.details())}".rstrip())
 
     async def _obey(self, call: _Call, data: bytes) -> None:
-        update = pb.JoinResponse.FromString(data).update
+        response = pb.JoinResponse.FromString(data)
+        if response.HasField("lease"):
+            self.lease = response.lease
+        update = response.update
         moment = (update.phase, update.assignment.round)
         told = self.told[moment]
         told.note(time.perf_counter())

@@ -28,6 +28,9 @@ from rallypoint.rendezvous.core.state import (
 from rallypoint.rendezvous.runs.codec import from_message, to_message
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rpc.errors import ServiceError
+from rallypoint.serving.access import Caller
+
+CALLER = Caller("alice", "ipv4:10.0.0.9:1")
 
 
 def good_join() -> pb.JoinRun:
@@ -45,7 +48,7 @@ def good_join() -> pb.JoinRun:
 def violation(join: pb.JoinRun) -> tuple[str, str]:
     """The field that is refused, and why."""
     with pytest.raises(ServiceError) as refusal:
-        join_command(join, "")
+        join_command(join, CALLER)
     error = refusal.value
     assert (error.code, error.reason) == (StatusCode.INVALID_ARGUMENT, "INVALID_ARGUMENT")
     ((field, description),) = error.field_violations
@@ -55,7 +58,7 @@ def violation(join: pb.JoinRun) -> tuple[str, str]:
 
 def test_a_good_join_is_taken_as_it_is() -> None:
     """With the defaults in the place of what is absent."""
-    command = join_command(good_join(), "")
+    command = join_command(good_join(), CALLER)
     assert (command.node_id, command.address, command.local_world_size, command.role) == (
         "node1",
         "node1.cluster",

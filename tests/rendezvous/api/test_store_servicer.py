@@ -26,6 +26,8 @@ from support.waiting import PATIENCE
 
 Code = grpc.StatusCode
 LONG = Duration(seconds=3600)
+WRITER = pb.StoreWriter(node_id="node", lease=7)
+WRITING: dict[str, Any] = {"run_id": RUN, "writer": WRITER}
 
 
 @dataclass
@@ -59,28 +61,29 @@ async def refused(call: Awaitable[object]) -> ServiceError:
 async def test_every_call_does_what_the_contract_says(served: Served) -> None:
     stub = served.stub
     place: dict[str, Any] = {"run_id": RUN, "round": 1}
-    await stub.Set(pb.SetRequest(**place, key="k", value=b"\x00\xff"))
+    writing: dict[str, Any] = {**place, "writer": WRITER}
+    await stub.Set(pb.SetRequest(**writing, key="k", value=b"\x00\xff"))
     assert (await stub.Get(pb.GetRequest(**place, key="k"))).value == b"\x00\xff"
-    assert (await stub.Add(pb.AddRequest(**place, key="n", amount=-5))).value == -5
-    lost = await stub.CompareSet(pb.CompareSetRequest(**place, key="k", expected=b"no", desired=b"2"))
+    assert (await stub.Add(pb.AddRequest(**writing, key="n", amount=-5))).value == -5
+    lost = await stub.CompareSet(pb.CompareSetRequest(**writing, key="k", expected=b"no", desired=b"2"))
     assert (lost.swapped, lost.exists, lost.value) == (False, True, b"\x00\xff")
-    absent = await stub.CompareSet(pb.CompareSetRequest(**place, key="a", expected=b"no", desired=b"2"))
+    absent = await stub.CompareSet(pb.CompareSetRequest(**writing, key="a", expected=b"no", desired=b"2"))
     assert (absent.swapped, absent.exists, absent.value) == (False, False, b"")
-    won = await stub.CompareSet(pb.CompareSetRequest(**place, key="a", desired=b""))
+    won = await stub.CompareSet(pb.CompareSetRequest(**writing, key="a", desired=b""))
     assert (won.swapped, won.exists, won.value) == (True, True, b"")
-    assert (await stub.Append(pb.AppendRequest(**place, key="l", value=b"ab"))).length == 2
-    assert (await stub.Append(pb.AppendRequest(**place, key="l", value=b"c"))).length == 3
+    assert (await stub.Append(pb.AppendRequest(**writing, key="l", value=b"ab"))).length == 2
+    assert (await stub.Append(pb.AppendRequest(**writing, key="l", value=b"c"))).length == 3
     entries = [pb.StoreEntry(key="m", value=b"1"), pb.StoreEntry(key="l"), pb.StoreEntry(key="m", value=b"2")]
-    await stub.MultiSet(pb.MultiSetRequest(**place, entries=entries))
+    await stub.MultiSet(pb.MultiSetRequest(**writing, entries=entries))
     several = await stub.MultiGet(pb.MultiGetRequest(**place, keys=["m", "l", "k", "m"]))
     assert list(several.values) == [b"2", b"", b"\x00\xff", b"2"]
     for key in ("l", "m"):
-        await stub.Delete(pb.DeleteRequest(**place, key=key))
+        await stub.Delete(pb.DeleteRequest(**writing, key=key))
     await stub.Wait(pb.WaitRequest(**place, keys=["k", "n", "a"]))
     assert (await stub.Check(pb.CheckRequest(**place, keys=["k", "n"]))).present
     assert not (await stub.Check(pb.CheckRequest(**place, keys=["k", "missing"]))).present
-    assert (await stub.Delete(pb.DeleteRequest(**place, key="a"))).deleted
-    assert not (await stub.Delete(pb.DeleteRequest(**place, key="a"))).deleted
+    assert (await stub.Delete(pb.DeleteRequest(**writing, key="a"))).deleted
+    assert not (await stub.Delete(pb.DeleteRequest(**writing, key="a"))).deleted
     page = await stub.ListKeys(pb.ListKeysRequest(**place, page_size=1))
     assert (list(page.keys), page.next_page_token) == (["k"], "k")
     page = await stub.ListKeys(pb.ListKeysRequest(**place, page_size=1, page_token=page.next_page_token))
@@ -92,7 +95,7 @@ async def test_a_reader_is_told_by_the_write_it_waits_for(served: Served) -> Non
     """And not before that is durable."""
     waiting = asyncio.ensure_future(served.stub.Get(pb.GetRequest(run_id=RUN, key="k", timeout=LONG)))
     served.journal.hold()
-    setting = asyncio.ensure_future(served.stub.Set(pb.SetRequest(run_id=RUN, key="k", value=b"1")))
+    setting = asyncio.ensure_future(served.stub.Set(pb.SetRequest(**WRITING, key="k", value=b"1")))
     await served.journal.until_held()
     assert not waiting.done()
     assert not setting.done()
@@ -147,7 +150,7 @@ async def test_the_largest_value_and_one_byte_more(served: Served, name: str) ->
     assert (await served.stub.Get(pb.GetRequest(**SPACE, key=KEY))).value == VALUE
     several = await served.stub.MultiGet(pb.MultiGetRequest(**SPACE, keys=[KEY]))
     assert list(several.values) == [VALUE]
-    request = pb.CompareSetRequest(**SPACE, key=KEY, expected=b"no", desired=b"")
+    request = pb.CompareSetRequest(**SPACE, writer=WRITER, key=KEY, expected=b"no", desired=b"")
     assert (await served.stub.CompareSet(request)).value == VALUE
 
 
@@ -166,7 +169,7 @@ async def test_the_most_that_can_be_set_at_once_can_be_read_at_once(served: Serv
     error = await refused(served.stub.MultiSet(pb.MultiSetRequest(**PLACE, entries=entries)))
     assert (error.code, error.field_violations[0][0]) == (Code.INVALID_ARGUMENT, "entries")
     assert "at most 4,186,112 fit, split it over several requests" in error.message
-    large = pb.SetRequest(**SPACE, key="large", value=VALUE)
+    large = pb.SetRequest(**SPACE, writer=WRITER, key="large", value=VALUE)
     await served.stub.Set(large)
     error = await refused(served.stub.MultiGet(pb.MultiGetRequest(**SPACE, keys=[*keys[:9_999], "large"])))
     assert (error.code, error.reason) == (Code.RESOURCE_EXHAUSTED, "ANSWER_TOO_LARGE")
@@ -175,15 +178,26 @@ async def test_the_most_that_can_be_set_at_once_can_be_read_at_once(served: Serv
 
 
 async def test_append_past_the_largest_value_is_refused(served: Served) -> None:
-    await served.stub.Set(pb.SetRequest(run_id=RUN, key="k", value=VALUE))
-    error = await refused(served.stub.Append(pb.AppendRequest(run_id=RUN, key="k", value=b"x")))
+    await served.stub.Set(pb.SetRequest(**WRITING, key="k", value=VALUE))
+    error = await refused(served.stub.Append(pb.AppendRequest(**WRITING, key="k", value=b"x")))
     assert (error.code, error.reason) == (Code.FAILED_PRECONDITION, "VALUE_TOO_LARGE")
     assert error.metadata == {"limit_bytes": "4177920"}
 
 
+def writes(stub: rpc.StoreServiceAsyncStub, place: dict[str, Any]) -> list[Awaitable[object]]:
+    """One of each."""
+    return [
+        stub.Set(pb.SetRequest(**place, key="k")),
+        stub.Add(pb.AddRequest(**place, key="n")),
+        stub.Append(pb.AppendRequest(**place, key="k")),
+        stub.CompareSet(pb.CompareSetRequest(**place, key="k")),
+        stub.MultiSet(pb.MultiSetRequest(**place, entries=[pb.StoreEntry(key="k")])),
+        stub.Delete(pb.DeleteRequest(**place, key="k")),
+    ]
+
+
 async def test_every_write_is_fenced_by_its_lease(served: Served) -> None:
-    """Each of them, with the reason of the one who knows; without a writer nobody is asked."""
-    stub, writer = served.stub, pb.StoreWriter(node_id="node", lease=7)
+    """Each of them, with the reason of the one who knows."""
     asked: list[tuple[str, str, int]] = []
     refusal: Refused = LeaseLost(RUN, "node", 7, None)
 
@@ -192,33 +206,39 @@ async def test_every_write_is_fenced_by_its_lease(served: Served) -> None:
         raise refusal
 
     served.rounds.check = check_lease
-
-    def writes(place: dict[str, Any]) -> list[Awaitable[object]]:
-        return [
-            stub.Set(pb.SetRequest(**place, key="k")),
-            stub.Add(pb.AddRequest(**place, key="n")),
-            stub.Append(pb.AppendRequest(**place, key="k")),
-            stub.CompareSet(pb.CompareSetRequest(**place, key="k")),
-            stub.MultiSet(pb.MultiSetRequest(**place, entries=[pb.StoreEntry(key="k")])),
-            stub.Delete(pb.DeleteRequest(**place, key="k")),
-        ]
-
-    for call in writes({"run_id": RUN, "writer": writer}):
+    for call in writes(served.stub, WRITING):
         error = await refused(call)
         assert (error.code, error.reason) == (Code.FAILED_PRECONDITION, "LEASE_LOST")
         assert error.metadata == {"run_id": RUN, "node_id": "node", "lease": "7"}
     assert asked == [(RUN, "node", 7)] * 6
     refusal = RunIsClosed(RUN, Outcome.SUCCEEDED, "all done")
-    error = await refused(stub.Set(pb.SetRequest(run_id=RUN, key="k", writer=writer)))
+    error = await refused(served.stub.Set(pb.SetRequest(**WRITING, key="k")))
     assert (error.code, error.reason) == (Code.FAILED_PRECONDITION, "RUN_CLOSED")
     assert error.metadata == {"run_id": RUN, "outcome": "SUCCEEDED"}
     assert not served.journal.commits
-    await asyncio.gather(*writes({"run_id": RUN}))
+
+
+async def test_no_write_goes_without_a_lease(served: Served) -> None:
+    """The refusal names the field, and says where the lease comes from. Reads and waits go on without one."""
+    calls = writes(served.stub, {"run_id": RUN})
+    wire = pb.DESCRIPTOR.services_by_name["StoreService"].methods
+    assert len(calls) == sum("writer" in method.input_type.fields_by_name for method in wire)
+    for call in calls:
+        error = await refused(call)
+        assert (error.code, error.reason) == (Code.INVALID_ARGUMENT, "INVALID_ARGUMENT")
+        assert error.field_violations[0][0] == "writer"
+        assert "the lease and the token that Join sent" in error.message
+        assert "RALLYPOINT_STORE_SOCKET" in error.message
+    assert not served.journal.commits
+    waiting = asyncio.ensure_future(served.stub.Get(pb.GetRequest(run_id=RUN, key="k", timeout=LONG)))
+    await served.stub.Set(pb.SetRequest(**WRITING, key="k", value=b"1"))
+    assert (await waiting).value == b"1"
+    assert (await served.stub.Check(pb.CheckRequest(run_id=RUN, keys=["k"]))).present
 
 
 async def test_who_waits_in_a_run_that_is_forgotten_is_told(served: Served) -> None:
     waiting = asyncio.ensure_future(served.stub.Get(pb.GetRequest(run_id=RUN, key="k", timeout=LONG)))
-    await served.stub.Set(pb.SetRequest(run_id=RUN, key="other"))  # so the wait has arrived, or is next
+    await served.stub.Set(pb.SetRequest(**WRITING, key="other"))  # so the wait has arrived, or is next
     served.journal.drop_run(RUN)
     del served.rounds.of[RUN]
     served.store.forget_run(RUN)
@@ -230,10 +250,10 @@ async def test_refusals_carry_their_reason(served: Served) -> None:
     """One of each that a test can bring about; `test_each_refusal_has_a_code` looks at the table."""
     stub = served.stub
     malformed: list[tuple[Awaitable[object], grpc.StatusCode, str]] = [
-        (stub.Set(pb.SetRequest(run_id="other", key="k")), Code.NOT_FOUND, "RUN_NOT_FOUND"),
-        (stub.Set(pb.SetRequest(run_id=RUN, key="")), Code.INVALID_ARGUMENT, "INVALID_ARGUMENT"),
+        (stub.Set(pb.SetRequest(run_id="other", writer=WRITER, key="k")), Code.NOT_FOUND, "RUN_NOT_FOUND"),
+        (stub.Set(pb.SetRequest(**WRITING, key="")), Code.INVALID_ARGUMENT, "INVALID_ARGUMENT"),
         (
-            stub.Set(pb.SetRequest(run_id=RUN, key="k", value=b"x" * (MAX_VALUE_BYTES + 1))),
+            stub.Set(pb.SetRequest(**WRITING, key="k", value=b"x" * (MAX_VALUE_BYTES + 1))),
             Code.INVALID_ARGUMENT,
             "INVALID_ARGUMENT",
         ),
@@ -245,23 +265,23 @@ async def test_refusals_carry_their_reason(served: Served) -> None:
     for call, code, reason in malformed:
         error = await refused(call)
         assert (error.code, error.reason) == (code, reason)
-    await stub.Set(pb.SetRequest(run_id=RUN, key="text", value=b"text"))
-    error = await refused(stub.Add(pb.AddRequest(run_id=RUN, key="text", amount=1)))
+    await stub.Set(pb.SetRequest(**WRITING, key="text", value=b"text"))
+    error = await refused(stub.Add(pb.AddRequest(**WRITING, key="text", amount=1)))
     assert (error.code, error.reason) == (Code.FAILED_PRECONDITION, "NOT_AN_INTEGER")
     for key in "ab":
-        await stub.Set(pb.SetRequest(run_id=RUN, key=key, value=b"x" * MAX_VALUE_BYTES))
-    error = await refused(stub.Set(pb.SetRequest(run_id=RUN, key="c", value=b"x" * MAX_VALUE_BYTES)))
+        await stub.Set(pb.SetRequest(**WRITING, key=key, value=b"x" * MAX_VALUE_BYTES))
+    error = await refused(stub.Set(pb.SetRequest(**WRITING, key="c", value=b"x" * MAX_VALUE_BYTES)))
     assert (error.code, error.reason) == (Code.RESOURCE_EXHAUSTED, "RUN_STORE_FULL")
     assert error.retry_after is None
-    await stub.Delete(pb.DeleteRequest(run_id=RUN, key="a"))
+    await stub.Delete(pb.DeleteRequest(**WRITING, key="a"))
     entries = [pb.StoreEntry(key=f"{number}") for number in range(10_000)]
-    error = await refused(stub.MultiSet(pb.MultiSetRequest(run_id=RUN, entries=entries)))
+    error = await refused(stub.MultiSet(pb.MultiSetRequest(**WRITING, entries=entries)))
     assert (error.code, error.reason) == (Code.RESOURCE_EXHAUSTED, "TOO_MANY_KEYS")
     assert (error.metadata, error.retry_after) == ({"limit_keys": "10001"}, None)
 
 
 async def test_missing_keys_are_named(served: Served) -> None:
-    await served.stub.Set(pb.SetRequest(run_id=RUN, key="there"))
+    await served.stub.Set(pb.SetRequest(**WRITING, key="there"))
     request = pb.WaitRequest(run_id=RUN, keys=["there", "one", "two"], timeout=Duration(nanos=1_000_000))
     error = await refused(served.stub.Wait(request))
     assert error.reason == "KEY_WAIT_TIMED_OUT"
@@ -276,20 +296,20 @@ async def test_who_waits_in_a_round_that_ends_is_told(served: Served) -> None:
         served.stub.Get(pb.GetRequest(run_id=RUN, round=1, key="k", timeout=LONG))
     )
     await served.stub.Set(
-        pb.SetRequest(run_id=RUN, round=1, key="other")
+        pb.SetRequest(**WRITING, round=1, key="other")
     )  # so the wait has arrived, or is next
     served.rounds.of[RUN] = 2
     served.store.forget_rounds_before(RUN, 2)
     error = await refused(waiting)
     assert (error.code, error.reason) == (Code.FAILED_PRECONDITION, "ROUND_OVER")
     assert error.metadata == {"round": "1", "current_round": "2"}
-    error = await refused(served.stub.Set(pb.SetRequest(run_id=RUN, key="k", writer_round=1)))
+    error = await refused(served.stub.Set(pb.SetRequest(**WRITING, key="k", writer_round=1)))
     assert error.reason == "ROUND_OVER"
 
 
 async def test_draining_ends_waits_as_unavailable(served: Served) -> None:
     waiting = asyncio.ensure_future(served.stub.Get(pb.GetRequest(run_id=RUN, key="k", timeout=LONG)))
-    await served.stub.Set(pb.SetRequest(run_id=RUN, key="other"))
+    await served.stub.Set(pb.SetRequest(**WRITING, key="other"))
     await served.server.drain(30.0)
     error = await refused(waiting)
     assert (error.code, error.reason) == (Code.UNAVAILABLE, "DRAINING")
@@ -297,7 +317,7 @@ async def test_draining_ends_waits_as_unavailable(served: Served) -> None:
 
 async def test_a_caller_that_goes_is_forgotten(served: Served) -> None:
     call = served.stub.Get(pb.GetRequest(run_id=RUN, key="k", timeout=LONG))
-    await served.stub.Set(pb.SetRequest(run_id=RUN, key="other"))
+    await served.stub.Set(pb.SetRequest(**WRITING, key="other"))
     call.cancel()
     async with asyncio.timeout(PATIENCE):
         # The server learns of it before it answers what was sent later on the same connection, or soon after.

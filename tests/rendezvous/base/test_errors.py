@@ -105,7 +105,7 @@ TABLE: list[tuple[Exception, StatusCode, str, dict[str, str]]] = [
         {"run_id": "r", "limit": "5"},
     ),
     (
-        LimitReached("TOO_MANY_RUNS", "r", "as many runs as may be", 5),
+        LimitReached("TOO_MANY_RUNS", "r", "as many runs as may be", "delete some", 5),
         StatusCode.RESOURCE_EXHAUSTED,
         "TOO_MANY_RUNS",
         {"run_id": "r", "limit": "5"},
@@ -202,10 +202,10 @@ def test_the_table(error: Exception, code: StatusCode, reason: str, metadata: di
 
 
 def test_whoever_comes_past_a_limit_is_told_when_to_try_again() -> None:
-    """In RetryInfo; the sentence names the limit."""
-    told = translate(LimitReached("TOO_MANY_RUNS", "r", "as many as may", 10, retry_after=7.0))
+    """In RetryInfo; the sentence names the limit, and the remedy."""
+    told = translate(LimitReached("TOO_MANY_RUNS", "r", "as many as may", "delete some", 10, retry_after=7.0))
     assert told is not None
-    assert (told.retry_after, told.message) == (7.0, "as many as may (the limit is 10)")
+    assert (told.retry_after, told.message) == (7.0, "as many as may (the limit is 10); delete some")
 
 
 @pytest.mark.parametrize(

@@ -32,11 +32,13 @@ WITHOUT_A_COMMIT: dict[str, Asks] = {
     "a command that changes nothing": lambda scene: scene.confirm(scene.members[0]),
     "a refused command": lambda scene: scene.confirm(scene.members[0], round_=7),
     "a comparison that fails": lambda scene: scene.shard.store.write(
-        RUN, CompareSet(round=0, key="here", expected=b"other", desired=b"new")
+        RUN, CompareSet(writer=scene.writer, round=0, key="here", expected=b"other", desired=b"new")
     ),
-    "a deletion of nothing": lambda scene: scene.shard.store.write(RUN, DeleteKey(round=0, key="nowhere")),
+    "a deletion of nothing": lambda scene: scene.shard.store.write(
+        RUN, DeleteKey(writer=scene.writer, round=0, key="nowhere")
+    ),
     "a write in a round to come": lambda scene: scene.shard.store.write(
-        RUN, Set(round=9, key="key", value=b"")
+        RUN, Set(writer=scene.writer, round=9, key="key", value=b"")
     ),
     "a write with a lease that nobody holds": lambda scene: scene.shard.store.write(
         RUN, Set(round=0, key="key", value=b"", writer=Writer("a", 999))
@@ -149,12 +151,7 @@ async def test_a_lease_that_is_refused_is_no_news_before_it_is_durable() -> None
             scene.shard.engine.execute(RUN, leave),
             scene.shard.store.write(
                 RUN,
-                Set(
-                    round=0,
-                    key="key",
-                    value=b"",
-                    writer=Writer(member.node_id, member.lease.lease, member.lease.token),
-                ),
+                Set(round=0, key="key", value=b"", writer=scene.writer),
             ),
         )
         await scene.journal.held()
@@ -175,7 +172,7 @@ async def test_what_was_lost_behind_a_commit_is_not_told() -> None:
         await scene.journal.held()
         behind = [
             *await begun(scene.set("key", b"value", operation)),
-            *await begun(store.write(RUN, DeleteKey(round=0, key="nowhere"))),
+            *await begun(store.write(RUN, DeleteKey(writer=scene.writer, round=0, key="nowhere"))),
             *await begun(states.set(SetState(run_id=RUN, state=b"newer", token=b"an old token"))),
         ]
         scene.lost = OSError("the session is lost")
@@ -190,7 +187,7 @@ async def test_a_repetition_is_guarded_too() -> None:
     """Its first attempt may have been repeated elsewhere, and its slot have gone on."""
     async with opened() as scene:
         operation = Operation("client", 0, 1)
-        write = Set(round=0, key="key", value=b"value", operation=operation)
+        write = Set(writer=scene.writer, round=0, key="key", value=b"value", operation=operation)
         request = SetState(run_id=RUN, state=b"new", token=scene.token, operation=operation)
         await scene.shard.store.write(RUN, write)
         await scene.shard.states.set(request)

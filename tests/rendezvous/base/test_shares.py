@@ -26,9 +26,11 @@ from rallypoint.rendezvous.base.refusals import (
     TooManyWatchers,
 )
 from rallypoint.rendezvous.core import commands
+from rallypoint.rendezvous.runs.run import Member
 from rallypoint.rendezvous.state.core import STATE_OVERHEAD_BYTES, SetState
 from rallypoint.rendezvous.store.core import entry_bytes
 from rallypoint.rendezvous.store.writes import Set
+from rendezvous.engine_fixtures import writer_of
 from rendezvous.shard_fixtures import RUN, Scene, ShardJournal, begun, opened, refusal_of
 
 
@@ -91,6 +93,29 @@ async def test_runs() -> None:
         assert totals.runs.used == 2
 
 
+async def test_runs_of_a_client() -> None:
+    """Who has created as many as one may leaves room for the others, until one of them is forgotten."""
+    limits = Limits(RendezvousLimits(runs=9, runs_per_client=2, run_ttl=60.0))
+    async with together(limits) as (one, other, totals):
+        member = await one.join("a", "first", client="10.0.0.1")
+        await other.join("a", "second", client="10.0.0.1")
+        await other.join("b", "second", client="10.0.0.2")  # a run of the first one's
+        for scene in (one, other):
+            refusal = await refusal_of(scene.join("a", "third", client="10.0.0.1"))
+            assert isinstance(refusal, LimitReached)
+            assert (refusal.reason, refusal.limit) == ("TOO_MANY_RUNS", 2)
+            assert "client '10.0.0.1'" in str(refusal)
+        await other.join("a", "third", client="10.0.0.2")
+        leave = commands.Leave(member.node_id, member.lease.lease, "told to stop")
+        await one.shard.engine.execute("first", leave)
+        one.now += 61.0
+        assert await one.shard.engine.read_runs(list) == []
+        await other.join("a", "fourth", client="10.0.0.1")
+        used = totals.runs_by_client.used
+        assert [used(client) for client in ("10.0.0.1", "10.0.0.2")] == [2, 1]
+    assert [used(client) for client in ("10.0.0.1", "10.0.0.2")] == [0, 0]
+
+
 async def test_states() -> None:
     """By number."""
     async with together(Limits(state=StateLimits(states=2))) as (one, other, _):
@@ -116,34 +141,60 @@ async def test_bytes_of_states() -> None:
         await setting
 
 
+VALUE = b"x" * 1_000
+
+
+async def set_key(scene: Scene, member: Member, key: str = "k") -> None:
+    write = Set(writer=writer_of(member), round=0, key=key, value=VALUE)
+    await scene.shard.store.write(member.run_id, write)
+
+
+async def test_bytes_of_the_stores_of_a_client() -> None:
+    """Others have room beside it; and it has room again once a run of it is forgotten."""
+    most = 2 * entry_bytes("k", VALUE)
+    limits = Limits(RendezvousLimits(run_ttl=60.0), store=StoreLimits(client_bytes=most))
+    async with together(limits) as (one, other, totals):
+        first = await one.join("a", "first", client="x")
+        second, third = [await other.join("a", name, client="x") for name in ("second", "third")]
+        foreign = await one.join("a", "foreign", client="y")
+        await set_key(one, first)
+        await set_key(other, second)
+        refusal = await refusal_of(set_key(other, third))
+        assert isinstance(refusal, StoresFull)
+        assert (refusal.used_bytes, refusal.limit_bytes, refusal.client) == (most, most, "x")
+        assert "the runs of client 'x'" in str(refusal)
+        for key in "kl":
+            await set_key(one, foreign, key)
+        await one.shard.engine.execute("first", commands.Leave("a", first.lease.lease, "done"))
+        one.now += 61.0
+        assert len(await one.shard.engine.read_runs(list)) == 1
+        await set_key(other, third)
+        assert totals.store_bytes_by_client.used("x") == most
+    assert [totals.store_bytes_by_client.used(client) for client in "xy"] == [0, 0]
+
+
 async def test_bytes_of_stores() -> None:
     """Of all runs together, those that are being committed too; a forgotten run and an ended round make room again."""
-    value = b"x" * 1_000
-    most = 2 * entry_bytes("k", value)
-
-    async def set_key(scene: Scene, run_id: str, key: str = "k") -> None:
-        await scene.shard.store.write(run_id, Set(round=0, key=key, value=value))
-
+    most = 2 * entry_bytes("k", VALUE)
     limits = Limits(RendezvousLimits(run_ttl=60.0), store=StoreLimits(all_bytes=most))
     async with together(limits) as (one, other, totals):
         member = await one.join("a", "first")
-        for name in ("second", "third"):
-            await other.join("a", name)
-        await set_key(one, "first")
+        second, third = [await other.join("a", name) for name in ("second", "third")]
+        await set_key(one, member)
         other.journal.hold()
-        (setting,) = await begun(set_key(other, "second"))
+        (setting,) = await begun(set_key(other, second))
         await other.journal.held()
-        refusal = await refusal_of(set_key(one, "first", "more"))
+        refusal = await refusal_of(set_key(one, member, "more"))
         assert isinstance(refusal, StoresFull)
         assert refusal.used_bytes == refusal.limit_bytes == most
         other.journal.release()
         await setting
-        assert isinstance(await refusal_of(set_key(other, "third")), StoresFull)
-        await set_key(other, "second")  # it grows nothing
+        assert isinstance(await refusal_of(set_key(other, third)), StoresFull)
+        await set_key(other, second)  # it grows nothing
         await one.shard.engine.execute("first", commands.Leave(member.node_id, member.lease.lease, "done"))
         one.now += 61.0
         assert await one.shard.engine.read_runs(list) == []
-        await set_key(other, "third")
+        await set_key(other, third)
         assert totals.store_bytes.used == most
     assert totals.store_bytes.used == 0
 
@@ -197,7 +248,7 @@ async def test_what_a_shard_had_is_free_for_others_once_it_has_ended(end: str) -
     """All of it, also what waited and what was being committed."""
     totals = SharedTotals()
     async with opened(totals=totals) as scene:
-        await scene.shard.store.write(RUN, Set(round=0, key="k", value=b"v"))
+        await scene.shard.store.write(RUN, Set(writer=scene.writer, round=0, key="k", value=b"v"))
         counted = ("runs", "event_bytes", "store_bytes", "states", "state_bytes")
         assert all(used(totals)[name] > 0 for name in counted)
         scene.journal.hold()

@@ -132,6 +132,7 @@ def asked_of_the_owner(served: Served, run_id: str) -> dict[str, Any]:
         await call.write(pb.JoinRequest(resume=pb.ResumeRun(run_id=run_id, node_id="a", lease=3)))
         return await call.read()
 
+    writing: dict[str, Any] = {"run_id": run_id, "writer": store_pb.StoreWriter(node_id="a", lease=3)}
     calls = {
         "Join": served.join(run_id),
         "resume": resume(),
@@ -140,14 +141,14 @@ def asked_of_the_owner(served: Served, run_id: str) -> dict[str, Any]:
         "CloseRun": runs.CloseRun(pb.CloseRunRequest(run_id=run_id)),
         "RestartRun": runs.RestartRun(pb.RestartRunRequest(run_id=run_id)),
         "EvictNode": runs.EvictNode(pb.EvictNodeRequest(run_id=run_id, node_id="a")),
-        "Set": store.Set(store_pb.SetRequest(run_id=run_id, key="k")),
-        "Add": store.Add(store_pb.AddRequest(run_id=run_id, key="k")),
-        "Append": store.Append(store_pb.AppendRequest(run_id=run_id, key="k")),
-        "CompareSet": store.CompareSet(store_pb.CompareSetRequest(run_id=run_id, key="k")),
+        "Set": store.Set(store_pb.SetRequest(**writing, key="k")),
+        "Add": store.Add(store_pb.AddRequest(**writing, key="k")),
+        "Append": store.Append(store_pb.AppendRequest(**writing, key="k")),
+        "CompareSet": store.CompareSet(store_pb.CompareSetRequest(**writing, key="k")),
         "MultiSet": store.MultiSet(
-            store_pb.MultiSetRequest(run_id=run_id, entries=[store_pb.StoreEntry(key="k")])
+            store_pb.MultiSetRequest(**writing, entries=[store_pb.StoreEntry(key="k")])
         ),
-        "Delete": store.Delete(store_pb.DeleteRequest(run_id=run_id, key="k")),
+        "Delete": store.Delete(store_pb.DeleteRequest(**writing, key="k")),
         "SetState": states.SetState(state_pb.SetStateRequest(run_id=run_id)),
         "WatchState": states.WatchState(state_pb.WatchStateRequest(run_id=run_id)),
     }

@@ -14,7 +14,7 @@ import pytest
 from rallypoint.rendezvous.api.event_pages import EventServicer
 from rallypoint.rendezvous.api.requests import list_runs, nodes_page
 from rallypoint.rendezvous.base.cooperative import finish
-from rallypoint.rendezvous.base.entries import Operation
+from rallypoint.rendezvous.base.entries import Operation, Writer
 from rallypoint.rendezvous.base.errors import NotOwner
 from rallypoint.rendezvous.base.limits import MAX_VALUE_BYTES, Limits, RendezvousLimits
 from rallypoint.rendezvous.base.refusals import AnswerTooLarge, KeyWaitTimedOut, RoundOver
@@ -126,6 +126,10 @@ class Life:
         self.sequence += 1
         operation = Operation("client", draw.randrange(3), self.sequence) if draw.random() < 0.5 else None
         space, key = draw.randrange(4), draw.choice(KEYS)
+        writer = Writer("nobody", 1)
+        if run is not None and run.state.nodes:
+            holder = run.state.nodes[draw.choice([*run.state.nodes])]
+            writer = Writer(holder.node_id, holder.lease, holder.token)
         weights = {
             "join": 8, "confirm": 8, "fail": 1, "succeed": 1, "leave": 1, "evict": 1, "readmit": 2,
             "restart": 1, "close": 0.2, "set": 6, "add": 2, "delete": 1, "state": 4, "time": 1, "long time": 0.2,
@@ -134,14 +138,14 @@ class Life:
             case "join":
                 await self.scene.join(node_id, run_id)
             case "set":
-                write = Set(round=space, key=key, value=draw.randbytes(3), operation=operation)
+                write = Set(writer=writer, round=space, key=key, value=draw.randbytes(3), operation=operation)
                 await self.scene.shard.store.write(run_id, write)
             case "add":
-                counter = Add(round=space, key="k3", amount=1, operation=operation)
+                counter = Add(writer=writer, round=space, key="k3", amount=1, operation=operation)
                 await self.scene.shard.store.write(run_id, counter)
             case "delete":
                 await self.scene.shard.store.write(
-                    run_id, DeleteKey(round=space, key=key, operation=operation)
+                    run_id, DeleteKey(writer=writer, round=space, key=key, operation=operation)
                 )
             case "state":
                 held = self.scene.shard.states.get(run_id)
@@ -209,7 +213,7 @@ async def test_values_that_do_not_fit_into_one_answer() -> None:
 async def test_what_is_over_is_over_though_the_journal_has_it_still() -> None:
     """Its deletion may be under way."""
     async with opened() as scene:
-        await scene.shard.store.write(RUN, Set(round=1, key="key", value=b"value"))
+        await scene.shard.store.write(RUN, Set(writer=scene.writer, round=1, key="key", value=b"value"))
         kept = list(scene.journal.durable)
         await scene.restart()
         rounds = [entry for entry in scene.journal.durable if isinstance(entry, Record)]

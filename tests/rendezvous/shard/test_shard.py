@@ -185,7 +185,9 @@ async def test_a_long_deletion_does_not_hold_up_the_hand_over() -> None:
     """What is left to delete, the next owner deletes when it opens the journal."""
     async with opened() as scene:
         for number in range(600):
-            await scene.shard.store.write(RUN, Add(round=1, key=f"key {number}", amount=1))
+            await scene.shard.store.write(
+                RUN, Add(writer=scene.writer, round=1, key=f"key {number}", amount=1)
+            )
         await scene.restart()  # the round is over, and its keys with it
         await scene.shard.retire(elsewhere)
         left = [entry for entry in scene.journal.kept().store_entries if entry.round == 1]
@@ -198,7 +200,7 @@ async def test_a_long_deletion_does_not_hold_up_the_hand_over() -> None:
 async def test_nothing_is_written_after_the_last_commit() -> None:
     """Not even what follows from it: the keys of a round that it ended are the next owner's to delete."""
     async with opened() as scene:
-        await scene.shard.store.write(RUN, Add(round=1, key="key", amount=1))
+        await scene.shard.store.write(RUN, Add(writer=scene.writer, round=1, key="key", amount=1))
         scene.journal.hold()
         (restarting,) = await begun(scene.restart())
         (retiring,) = await begun(scene.shard.retire(elsewhere))
@@ -309,7 +311,7 @@ async def test_a_resume_in_the_same_step_as_a_commit_was_not_done() -> None:
 async def test_what_was_unknown_is_repeated_at_the_next_owner(came_through: bool) -> None:
     """With its operation it takes effect once, whether the commit came through or not."""
     async with opened() as scene:
-        add = Add(round=0, key="counter", amount=5, operation=Operation("client", 0, 1))
+        add = Add(writer=scene.writer, round=0, key="counter", amount=5, operation=Operation("client", 0, 1))
         request = SetState(run_id=RUN, state=b"newer", token=scene.token, operation=Operation("client", 0, 1))
         if came_through:
             scene.journal.hold_answers()

@@ -6,16 +6,17 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rallypoint.agent.sockets.store import StoreSocket
 from rallypoint.rendezvous.api.errors import translate
 from rallypoint.rendezvous.api.store_servicer import store_registration
-from rallypoint.rendezvous.base.entries import StoreChange
+from rallypoint.rendezvous.base.entries import StoreChange, Writer
 from rallypoint.rendezvous.base.limits import StoreLimits
 from rallypoint.rendezvous.store.client import StoreClient
 from rallypoint.rendezvous.store.service import StoreService
 from rallypoint.rpc.channel import open_channel
+from rallypoint.rpc.replica_client import Where
 from rallypoint.serving.server import Server, ServerOptions
 from rendezvous.locators import home_of
 
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     import grpc.aio
 
 RUN = "digits"
+WRITER = Writer("node", 1)
+"""For stores that believe every lease, as `Rounds` does by default."""
 
 
 class TestJournal:
@@ -112,6 +115,9 @@ class Rounds:
     def check_lease(self, run_id: str, node_id: str, lease: int, token: bytes) -> None:
         self.check(run_id, node_id, lease, token)
 
+    def client_of(self, run_id: str) -> str:
+        return ""
+
     async def settled(self) -> None:
         pass
 
@@ -143,6 +149,11 @@ async def channel_to(path: str) -> AsyncIterator[grpc.aio.Channel]:
         yield channel
 
 
+def client_of(where: Where, run_id: str = RUN, **rest: Any) -> StoreClient:
+    """A client that writes for `WRITER`, unless `rest` names another."""
+    return StoreClient(where, run_id, **{"writer": lambda: WRITER, **rest})
+
+
 @asynccontextmanager
 async def agent_socket(
     folder: Path, store: StoreService, *, max_connections: int = 1024
@@ -150,7 +161,7 @@ async def agent_socket(
     """The whole way that a worker's call takes; yields the path of the agent's socket."""
     service, path = f"{folder}/store.sock", folder / "agent.sock"
     async with serving(store, service), channel_to(service) as channel:
-        sock = StoreSocket(path, StoreClient(channel, RUN), max_connections=max_connections)
+        sock = StoreSocket(path, client_of(channel), max_connections=max_connections)
         await sock.start()
         try:
             yield str(path)

@@ -35,6 +35,7 @@ from rallypoint.rendezvous.store.writes import (
     Write,
     decide,
 )
+from rendezvous.store.store_fakes import WRITER
 
 RUN, ROUND = "run", 3
 LIMITS = StoreLimits()
@@ -48,18 +49,18 @@ operations = st.none() | st.builds(
     slot=st.integers(0, 2),
     sequence=st.integers(1, 9),
 )
+common: dict[str, st.SearchStrategy[object]] = {
+    "writer": st.just(WRITER),
+    "round": rounds,
+    "operation": operations,
+}
 writes: st.SearchStrategy[Write[object]] = st.one_of(
-    st.builds(Set, round=rounds, key=keys, value=values, operation=operations),
-    st.builds(Add, round=rounds, key=keys, amount=st.integers(-3, 3), operation=operations),
-    st.builds(Append, round=rounds, key=keys, value=values, operation=operations),
-    st.builds(
-        MultiSet,
-        round=rounds,
-        entries=st.dictionaries(keys, values, min_size=1),
-        operation=operations,
-    ),
-    st.builds(CompareSet, round=rounds, key=keys, expected=values, desired=values, operation=operations),
-    st.builds(DeleteKey, round=rounds, key=keys, operation=operations),
+    st.builds(Set, key=keys, value=values, **common),
+    st.builds(Add, key=keys, amount=st.integers(-3, 3), **common),
+    st.builds(Append, key=keys, value=values, **common),
+    st.builds(MultiSet, entries=st.dictionaries(keys, values, min_size=1), **common),
+    st.builds(CompareSet, key=keys, expected=values, desired=values, **common),
+    st.builds(DeleteKey, key=keys, **common),
 )
 
 
@@ -202,16 +203,16 @@ def test_a_repeated_write_takes_effect_once(batch: list[Write[object]], repeated
 
 def test_a_refused_write_leaves_no_trace() -> None:
     run = RunSpaces(RUN)
-    commit(run, [Set(round=0, key="a", value=b"text")])
+    commit(run, [Set(writer=WRITER, round=0, key="a", value=b"text")])
     before = contents(run)
     draft = RunDraft(run, StoreLimits(run_bytes=200))
     operation = Operation("client", 0, 1)
     with pytest.raises(NotAnInteger, match="'a' holds b'text'"):
-        decide(draft, Add(round=0, key="a", amount=1, operation=operation), ROUND)
+        decide(draft, Add(writer=WRITER, round=0, key="a", amount=1, operation=operation), ROUND)
     with pytest.raises(RunStoreFull, match="past its limit of 200"):
-        decide(draft, Set(round=0, key="b", value=b"x" * 100, operation=operation), ROUND)
+        decide(draft, Set(writer=WRITER, round=0, key="b", value=b"x" * 100, operation=operation), ROUND)
     with pytest.raises(IntegerOverflow):
-        decide(draft, Add(round=0, key="c", amount=2**63, operation=operation), ROUND)
+        decide(draft, Add(writer=WRITER, round=0, key="c", amount=2**63, operation=operation), ROUND)
     assert not draft.steps()
     assert not draft.values()
     assert not draft.records()
@@ -221,11 +222,11 @@ def test_a_refused_write_leaves_no_trace() -> None:
 def test_a_full_store_still_shrinks() -> None:
     """What doesn't grow is never refused for want of room; a record of a deletion counts nothing."""
     run = RunSpaces(RUN)
-    commit(run, [Set(round=0, key="a", value=b"12345678")])
+    commit(run, [Set(writer=WRITER, round=0, key="a", value=b"12345678")])
     full = StoreLimits(run_bytes=run.used_bytes)
     operation = Operation("client" * 10, 0, 1)
-    assert commit(run, [Set(round=0, key="a", value=b"87654321")], full) == [None]
-    assert commit(run, [DeleteKey(round=0, key="a", operation=operation)], full) == [True]
+    assert commit(run, [Set(writer=WRITER, round=0, key="a", value=b"87654321")], full) == [None]
+    assert commit(run, [DeleteKey(writer=WRITER, round=0, key="a", operation=operation)], full) == [True]
     assert run.used_bytes == 0
 
 
@@ -240,29 +241,38 @@ def test_several_values_are_set_all_or_none(limits: StoreLimits, refusal: type[R
     """Also when only the last of them is too much, with other writes of the batch before and after it."""
     run = RunSpaces(RUN)
     draft = RunDraft(run, limits)
-    decide(draft, Set(round=0, key="a", value=b""), ROUND)
+    decide(draft, Set(writer=WRITER, round=0, key="a", value=b""), ROUND)
     before = draft.steps().copy(), draft.values()
     with pytest.raises(refusal, match=match):
-        decide(draft, MultiSet(round=0, entries={"a": b"", "b": b"", "c": b"", "d": b""}), ROUND)
+        decide(
+            draft, MultiSet(writer=WRITER, round=0, entries={"a": b"", "b": b"", "c": b"", "d": b""}), ROUND
+        )
     assert (draft.steps(), draft.values()) == before
-    decide(draft, MultiSet(round=0, entries={"a": b"", "b": b"", "c": b""}), ROUND)
+    decide(draft, MultiSet(writer=WRITER, round=0, entries={"a": b"", "b": b"", "c": b""}), ROUND)
     assert [change.key for step in draft.steps() for change in step] == ["a", "a", "b", "c"]
     assert len(draft.steps()[-1]) == 3, "a write is told as one"
 
 
 def test_a_run_that_is_full_of_keys_goes_on_with_those_it_has() -> None:
     run, limits = RunSpaces(RUN), StoreLimits(run_keys=2)
-    two: list[Write[object]] = [Set(round=0, key="a", value=b""), Set(round=ROUND, key="a", value=b"")]
+    two: list[Write[object]] = [
+        Set(writer=WRITER, round=0, key="a", value=b""),
+        Set(writer=WRITER, round=ROUND, key="a", value=b""),
+    ]
     assert commit(run, two, limits) == [None, None]
-    assert commit(run, [Set(round=0, key="a", value=b"longer")], limits) == [None]
-    (answer,) = commit(run, [Set(round=0, key="b", value=b"")], limits)
+    assert commit(run, [Set(writer=WRITER, round=0, key="a", value=b"longer")], limits) == [None]
+    (answer,) = commit(run, [Set(writer=WRITER, round=0, key="b", value=b"")], limits)
     assert str(answer).startswith("TooManyKeys")
-    assert commit(run, [DeleteKey(round=ROUND, key="a"), Set(round=0, key="b", value=b"")], limits) == [
+    assert commit(
+        run,
+        [DeleteKey(writer=WRITER, round=ROUND, key="a"), Set(writer=WRITER, round=0, key="b", value=b"")],
+        limits,
+    ) == [
         True,
         None,
     ]
     fewer = StoreLimits(run_keys=1)  # a limit that was lowered over a restart
-    assert commit(run, [MultiSet(round=0, entries={"a": b"", "b": b""})], fewer) == [None]
+    assert commit(run, [MultiSet(writer=WRITER, round=0, entries={"a": b"", "b": b""})], fewer) == [None]
 
 
 def test_rounds_bound_who_may_work_where() -> None:
@@ -276,7 +286,7 @@ def test_rounds_bound_who_may_work_where() -> None:
     with pytest.raises(RoundNotBegun):
         run.check_round(1, 0)
     with pytest.raises(RoundOver):  # a writer of an old round, in the run's own space
-        decide(RunDraft(run, LIMITS), Set(round=0, key="a", value=b"", writer_round=2), ROUND)
+        decide(RunDraft(run, LIMITS), Set(writer=WRITER, round=0, key="a", value=b"", writer_round=2), ROUND)
 
 
 def test_a_round_that_is_over_is_gone_for_good() -> None:
@@ -285,7 +295,10 @@ def test_a_round_that_is_over_is_gone_for_good() -> None:
     operation = Operation("client", 0, 1)
     commit(
         run,
-        [Set(round=0, key="kept", value=b"1"), Set(round=ROUND, key="a", value=b"2", operation=operation)],
+        [
+            Set(writer=WRITER, round=0, key="kept", value=b"1"),
+            Set(writer=WRITER, round=ROUND, key="a", value=b"2", operation=operation),
+        ],
     )
     deletions = list(run.forget_rounds_before(ROUND + 1))
     assert deletions == [StoreChange(RUN, ROUND, "a", None)]
@@ -302,13 +315,17 @@ def test_forgotten_spaces_are_empty_at_once_and_let_go_of_bit_by_bit() -> None:
     run = RunSpaces(RUN)
     operation = Operation("client", 0, 1)
     commit(
-        run, [Set(round=0, key="a", value=b"1"), Set(round=ROUND, key="b", value=b"2", operation=operation)]
+        run,
+        [
+            Set(writer=WRITER, round=0, key="a", value=b"1"),
+            Set(writer=WRITER, round=ROUND, key="b", value=b"2", operation=operation),
+        ],
     )
     assert run.holds(0, "a")
     assert run.holds(ROUND, operation.record_key)
     deletions = run.forget()
     assert (run.rounds, run.used_bytes, run.holds(0, "a")) == ([], 0, False)
-    commit(run, [Set(round=0, key="a", value=b"new")])
+    commit(run, [Set(writer=WRITER, round=0, key="a", value=b"new")])
     assert next(deletions) == StoreChange(RUN, 0, "a", None)
     assert {change.key for change in deletions} == {"b", operation.record_key}
     assert run.value(0, "a") == b"new"
@@ -318,7 +335,7 @@ def test_records_are_bounded_and_the_longest_unused_go() -> None:
     run, limits = RunSpaces(RUN), StoreLimits(operations=3)
 
     def write(slot: int, sequence: int) -> Write[object]:
-        return Add(round=0, key="a", amount=1, operation=Operation("c", slot, sequence))
+        return Add(writer=WRITER, round=0, key="a", amount=1, operation=Operation("c", slot, sequence))
 
     commit(run, [write(0, 1), write(1, 1), write(2, 1)], limits)
     commit(run, [write(0, 2)], limits)  # slot 1 is now the one unused for longest
@@ -333,7 +350,7 @@ def test_records_are_bounded_and_the_longest_unused_go() -> None:
 def named(round: int, sequence: int, writer_round: int = 0) -> Write[object]:
     """A write of one slot that counts in the space of a round."""
     operation = Operation("client", 0, sequence)
-    return Add(round=round, writer_round=writer_round, key="n", amount=1, operation=operation)
+    return Add(writer=WRITER, round=round, writer_round=writer_round, key="n", amount=1, operation=operation)
 
 
 @pytest.mark.parametrize("write", [named(ROUND, 1), named(0, 1, writer_round=ROUND)])
@@ -402,7 +419,10 @@ def test_keys_come_in_pages_in_order() -> None:
     names = ["b/2", "a", "b/10", "b/1", "c"]
     commit(
         run,
-        [Set(round=0, key=key, value=b"", operation=Operation("c", 0, n + 1)) for n, key in enumerate(names)],
+        [
+            Set(writer=WRITER, round=0, key=key, value=b"", operation=Operation("c", 0, n + 1))
+            for n, key in enumerate(names)
+        ],
     )
     assert run.keys(0, "", "", 10) == ["a", "b/1", "b/10", "b/2", "c"]
     assert run.keys(0, "b/", "", 2) == ["b/1", "b/10"]

@@ -9,7 +9,7 @@ import pytest
 
 from rallypoint.rendezvous.store.client import StoreClient
 from rendezvous.store import store_server
-from rendezvous.store.store_fakes import RUN, channel_to
+from rendezvous.store.store_fakes import channel_to, client_of
 from rendezvous.victim import victim_of
 
 
@@ -26,7 +26,7 @@ async def test_a_killed_service_loses_and_repeats_nothing(tmp_path: Path) -> Non
                 await victim.count()
             return sums
 
-        client = StoreClient(channel, RUN)
+        client = client_of(channel)
         waiter = asyncio.ensure_future(client.get("end"))
         adding = asyncio.gather(*(add(client) for _ in range(adders)))
         await victim.die_after(50, 300, 600, 1_000)

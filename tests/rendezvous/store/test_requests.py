@@ -11,6 +11,7 @@ from rallypoint.rendezvous.base.entries import Operation, Writer
 from rallypoint.rendezvous.base.limits import MAX_MULTI_BYTES, MAX_VALUE_BYTES
 from rallypoint.rendezvous.store import requests
 from rallypoint.rendezvous.v1 import store_service_pb2 as pb
+from rallypoint.rendezvous.v1.state_service_pb2 import SetStateRequest
 from rallypoint.rpc.errors import ServiceError
 
 
@@ -97,8 +98,11 @@ def test_keys_fit_into_a_message() -> None:
         requests.check_keys([f"{n:04}" + "k" * 1_000 for n in range(5_000)])
 
 
-def test_writers_are_whole_or_absent() -> None:
-    assert requests.writer_of(pb.SetRequest()) is None
+def test_writers_are_whole() -> None:
+    """Absent only where a request may do without: a write to a store may not."""
+    assert requests.named_writer(SetStateRequest()) is None
+    with pytest.raises(ServiceError, match="writer: is absent; expected the node"):
+        requests.writer_of(pb.SetRequest())
     request = pb.MultiSetRequest(writer=pb.StoreWriter(node_id="n" * 256, lease=2**63 - 1))
     assert requests.writer_of(request) == Writer("n" * 256, 2**63 - 1)
     for field, broken in [

@@ -16,7 +16,7 @@ from rallypoint.rendezvous.base.refusals import JournalFailed, KeyWaitTimedOut
 from rallypoint.rendezvous.core.commands import LeaseLost, NodeIsEvicted, RunNotFound
 from rallypoint.rendezvous.store.service import StoreService
 from rallypoint.rendezvous.store.writes import Append, MultiSet, Set
-from rendezvous.store.store_fakes import RUN, Rounds, TestJournal, open_store
+from rendezvous.store.store_fakes import RUN, WRITER, Rounds, TestJournal, open_store
 from support.waiting import started
 
 FOR_EVER = 3600.0
@@ -24,7 +24,7 @@ OPERATION = Operation("c", 0, 1)
 
 
 def set_(key: str, value: bytes = b"1", operation: Operation | None = None) -> Set:
-    return Set(round=1, key=key, value=value, operation=operation)
+    return Set(writer=WRITER, round=1, key=key, value=value, operation=operation)
 
 
 async def idle(store: StoreService) -> None:
@@ -54,7 +54,7 @@ async def batches_of(limits: StoreLimits, *writes: Any) -> list[int]:
 async def test_a_batch_has_so_many_writes_and_entries() -> None:
     limits = StoreLimits(batch_entries=3)
     assert await batches_of(limits, *(set_(f"{n}") for n in range(7))) == [3, 3, 1]
-    several = MultiSet(round=1, entries={f"m{n}": b"" for n in range(10)})
+    several = MultiSet(writer=WRITER, round=1, entries={f"m{n}": b"" for n in range(10)})
     assert await batches_of(limits, set_("a"), several, set_("b")) == [11, 1], "a write is never cut"
 
 
@@ -63,7 +63,7 @@ async def test_a_batch_has_so_many_bytes() -> None:
     large = b"x" * 1_000
     limits = StoreLimits(batch_bytes=2_500)
     assert await batches_of(limits, *(set_(f"{n}", large) for n in range(5))) == [3, 2]
-    appends = [Append(round=1, key="k", value=b"y") for _ in range(4)]
+    appends = [Append(writer=WRITER, round=1, key="k", value=b"y") for _ in range(4)]
     # Each commit has the key once, so its number shows only in how many there are.
     assert await batches_of(limits, set_("k", large), *appends) == [1, 1]
     same = [set_("k", large) for _ in range(6)]
@@ -133,7 +133,9 @@ async def test_a_commit_under_way_when_its_run_is_forgotten_stays_nowhere(late: 
     store = open_store(journal, rounds)
     (journal.hold if late == "before" else journal.hold_after)()
     (old,) = await started(
-        store.write(RUN, MultiSet(round=1, entries={"a": b"old", "b": b"old"}, operation=OPERATION))
+        store.write(
+            RUN, MultiSet(writer=WRITER, round=1, entries={"a": b"old", "b": b"old"}, operation=OPERATION)
+        )
     )
     await journal.until_held()
     (queued,) = await started(store.write(RUN, set_("queued")))
@@ -224,7 +226,9 @@ def test_journal_and_store_agree_whatever_happens_to_the_run(steps: Sequence[str
                 case ["multi"]:
                     sequence += 1
                     entries = dict.fromkeys("abc", b"%d" % sequence)
-                    tasks += await started(store.write(RUN, MultiSet(round=0, entries=entries)))
+                    tasks += await started(
+                        store.write(RUN, MultiSet(writer=WRITER, round=0, entries=entries))
+                    )
                 case ["forget"] if RUN in rounds.of:
                     await forgotten(store, journal, rounds)
                 case ["come"]:
@@ -309,5 +313,5 @@ async def test_whoever_writes_for_an_evicted_node_has_lost_its_lease() -> None:
 
 async def test_a_write_that_waits_counts_what_it_holds() -> None:
     """A MultiSet of very many small entries is no small write."""
-    several = MultiSet(round=1, entries={f"{n}": b"" for n in range(100)})
+    several = MultiSet(writer=WRITER, round=1, entries={f"{n}": b"" for n in range(100)})
     assert several.queued_bytes > 100 * 128

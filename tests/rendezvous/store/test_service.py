@@ -19,14 +19,14 @@ from rallypoint.rendezvous.base.refusals import (
 from rallypoint.rendezvous.core.commands import RunNotFound
 from rallypoint.rendezvous.store.service import StoreService
 from rallypoint.rendezvous.store.writes import Add, CompareSet, DeleteKey, Set
-from rendezvous.store.store_fakes import RUN, Rounds, TestJournal, open_store
+from rendezvous.store.store_fakes import RUN, WRITER, Rounds, TestJournal, open_store
 from support.waiting import started
 
 FOR_EVER = 3600.0
 
 
 def set_(key: str, value: bytes = b"1", round: int = 1) -> Set:
-    return Set(round=round, key=key, value=value)
+    return Set(writer=WRITER, round=round, key=key, value=value)
 
 
 async def test_nothing_is_told_before_it_is_durable() -> None:
@@ -38,7 +38,7 @@ async def test_nothing_is_told_before_it_is_durable() -> None:
         store.get(RUN, 1, "k", FOR_EVER),
         store.wait(RUN, 1, ["k"], FOR_EVER),
         store.write(RUN, set_("k")),
-        store.write(RUN, CompareSet(round=1, key="k", expected=b"other", desired=b"2")),
+        store.write(RUN, CompareSet(writer=WRITER, round=1, key="k", expected=b"other", desired=b"2")),
     )
     await journal.until_held()
     assert not any(task.done() for task in tasks)
@@ -73,9 +73,11 @@ async def test_concurrent_writes_share_a_commit() -> None:
     journal = TestJournal()
     store = open_store(journal)
     journal.hold()
-    (first,) = await started(store.write(RUN, Add(round=1, key="n", amount=1)))
+    (first,) = await started(store.write(RUN, Add(writer=WRITER, round=1, key="n", amount=1)))
     await journal.until_held()
-    others = await started(*(store.write(RUN, Add(round=1, key="n", amount=1)) for _ in range(100)))
+    others = await started(
+        *(store.write(RUN, Add(writer=WRITER, round=1, key="n", amount=1)) for _ in range(100))
+    )
     journal.release()
     assert await first == 1
     assert await asyncio.gather(*others) == list(range(2, 102))
@@ -104,7 +106,9 @@ async def test_waiters_see_every_write_of_a_batch_in_order() -> None:
         store.wait(RUN, 1, ["k", "later"], FOR_EVER),
     )
     await journal.until_held()
-    await started(store.write(RUN, set_("k", b"brief")), store.write(RUN, DeleteKey(round=1, key="k")))
+    await started(
+        store.write(RUN, set_("k", b"brief")), store.write(RUN, DeleteKey(writer=WRITER, round=1, key="k"))
+    )
     journal.release()
     await blocker
     assert await waiter == b"brief"
@@ -118,10 +122,10 @@ async def test_a_failed_commit_leaves_nothing_behind() -> None:
     """Writers are told, readers see the old values, and the next store over the journal starts from them."""
     journal = TestJournal()
     store = open_store(journal)
-    await store.write(RUN, Add(round=1, key="n", amount=1))
+    await store.write(RUN, Add(writer=WRITER, round=1, key="n", amount=1))
     journal.fails_with = OSError("no space left on device")
     operation = Operation("c", 0, 1)
-    add = Add(round=1, key="n", amount=1, operation=operation)
+    add = Add(writer=WRITER, round=1, key="n", amount=1, operation=operation)
     (waiter, *writers) = await started(
         store.get(RUN, 1, "k", FOR_EVER), store.write(RUN, add), store.write(RUN, set_("k"))
     )
@@ -150,12 +154,12 @@ async def test_a_writer_that_goes_hurts_nobody() -> None:
     store = open_store(journal)
     journal.hold()
     in_flight, *queued = await started(
-        store.write(RUN, Add(round=1, key="n", amount=1)),
+        store.write(RUN, Add(writer=WRITER, round=1, key="n", amount=1)),
     )
     await journal.until_held()
     queued = await started(
-        store.write(RUN, Add(round=1, key="n", amount=10)),
-        store.write(RUN, Add(round=1, key="n", amount=100)),
+        store.write(RUN, Add(writer=WRITER, round=1, key="n", amount=10)),
+        store.write(RUN, Add(writer=WRITER, round=1, key="n", amount=100)),
     )
     in_flight.cancel()
     queued[0].cancel()
@@ -195,7 +199,7 @@ async def test_a_new_round_ends_the_old_one() -> None:
     journal, rounds = TestJournal(), Rounds()
     store = open_store(journal, rounds)
     operation = Operation("c", 0, 1)
-    completed = Set(round=1, key="old", value=b"1", operation=operation)
+    completed = Set(writer=WRITER, round=1, key="old", value=b"1", operation=operation)
     await store.write(RUN, completed)
     await store.write(RUN, set_("kept", round=0))
     old, own = await started(store.get(RUN, 1, "k", FOR_EVER), store.get(RUN, 0, "k", FOR_EVER))
@@ -209,9 +213,9 @@ async def test_a_new_round_ends_the_old_one() -> None:
         with pytest.raises(RoundOver):
             await request
     with pytest.raises(RoundOver):
-        await store.write(RUN, Set(round=0, key="k", value=b"", writer_round=1))
+        await store.write(RUN, Set(writer=WRITER, round=0, key="k", value=b"", writer_round=1))
     assert not store.check(RUN, 2, ["old"])
-    await store.write(RUN, Set(round=0, key="k", value=b"", writer_round=2))
+    await store.write(RUN, Set(writer=WRITER, round=0, key="k", value=b"", writer_round=2))
     await own
     await store.write(RUN, completed)
     assert {key for _, _, key in journal.rows} == {"kept", "k", operation.record_key}
@@ -222,7 +226,7 @@ async def test_a_write_under_way_when_its_round_ends_stays_nowhere() -> None:
     journal, rounds = TestJournal(), Rounds()
     store = open_store(journal, rounds)
     journal.hold()
-    write = Set(round=1, key="k", value=b"", operation=Operation("c", 0, 1))
+    write = Set(writer=WRITER, round=1, key="k", value=b"", operation=Operation("c", 0, 1))
     (late,) = await started(store.write(RUN, write))
     await journal.until_held()
     rounds.of[RUN] = 2
@@ -266,7 +270,7 @@ async def test_a_restarted_store_goes_on() -> None:
     """From the journal's entries alone: values, what was already carried out, and no value of rounds over."""
     journal, rounds = TestJournal(), Rounds()
     before = open_store(journal, rounds)
-    add = Add(round=1, key="n", amount=1, operation=Operation("c", 0, 1))
+    add = Add(writer=WRITER, round=1, key="n", amount=1, operation=Operation("c", 0, 1))
     assert await before.write(RUN, add) == 1
     await before.write(RUN, set_("own", round=0))
     after = open_store(journal, rounds)

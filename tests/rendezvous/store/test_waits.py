@@ -14,7 +14,7 @@ from rallypoint.rendezvous.base.limits import FRAME_BYTES, MAX_MULTI_BYTES, MAX_
 from rallypoint.rendezvous.base.refusals import AnswerTooLarge, KeyWaitTimedOut, RoundOver, TooManyWaiters
 from rallypoint.rendezvous.store.service import StoreService
 from rallypoint.rendezvous.store.writes import DeleteKey, MultiSet, Set
-from rendezvous.store.store_fakes import RUN, Rounds, TestJournal, open_store
+from rendezvous.store.store_fakes import RUN, WRITER, Rounds, TestJournal, open_store
 from support.waiting import started
 
 FOR_EVER = 3600.0
@@ -22,7 +22,7 @@ FOR_EVER = 3600.0
 
 async def set_(store: StoreService, **entries: bytes) -> None:
     for key, value in entries.items():
-        await store.write(RUN, Set(round=1, key=key, value=value))
+        await store.write(RUN, Set(writer=WRITER, round=1, key=key, value=value))
 
 
 async def test_several_values_come_in_the_order_of_their_keys() -> None:
@@ -43,7 +43,7 @@ async def test_several_values_are_those_of_the_moment_when_all_were_there() -> N
     tasks = await started(set_(store, other=b""))
     await journal.until_held()
     tasks += await started(set_(store, a=b"2"), set_(store, b=b"2"), set_(store, a=b"3"))
-    tasks += await started(store.write(RUN, DeleteKey(round=1, key="b")))
+    tasks += await started(store.write(RUN, DeleteKey(writer=WRITER, round=1, key="b")))
     journal.release()
     assert await reading == [b"2", b"2"]
     await asyncio.gather(*tasks)
@@ -60,7 +60,7 @@ async def test_nobody_sees_half_of_several_values() -> None:
     both, one = await started(
         store.multi_get(RUN, 1, ["a", "b"], FOR_EVER), store.multi_get(RUN, 1, ["b", "c"], FOR_EVER)
     )
-    await store.write(RUN, MultiSet(round=1, entries={"a": b"new", "b": b"new", "c": b"new"}))
+    await store.write(RUN, MultiSet(writer=WRITER, round=1, entries={"a": b"new", "b": b"new", "c": b"new"}))
     assert await both == [b"new", b"new"]
     assert await one == [b"new", b"new"]
 
@@ -112,7 +112,7 @@ async def test_how_many_keys_are_waited_for_is_bounded() -> None:
     assert not alone.done(), "alone, as many as a request may have"
     with pytest.raises(TooManyWaiters):
         await store.wait(RUN, 1, ["a"], FOR_EVER)
-    await store.write(RUN, MultiSet(round=1, entries=dict.fromkeys("abcd", b"")))
+    await store.write(RUN, MultiSet(writer=WRITER, round=1, entries=dict.fromkeys("abcd", b"")))
     await alone
     tasks = await started(store.wait(RUN, 1, ["e", "f"], FOR_EVER), store.wait(RUN, 1, ["g"], FOR_EVER))
     assert not any(task.done() for task in tasks)

@@ -26,6 +26,7 @@ from rallypoint.rendezvous.store.writes import (
     Write,
     decide,
 )
+from rendezvous.store.store_fakes import WRITER
 
 
 class Space:
@@ -47,13 +48,13 @@ def named(slot: int, sequence: int) -> Operation:
 
 def test_add_counts_from_nothing_and_keeps_decimal_ascii() -> None:
     space = Space()
-    assert space.do(Add(round=0, key="n", amount=5)) == 5
-    assert space.do(Add(round=0, key="n", amount=-7)) == -2
+    assert space.do(Add(writer=WRITER, round=0, key="n", amount=5)) == 5
+    assert space.do(Add(writer=WRITER, round=0, key="n", amount=-7)) == -2
     assert space.get("n") == b"-2"
-    space.do(Set(round=0, key="n", value=b"41"))
-    assert space.do(Add(round=0, key="n", amount=1)) == 42
-    assert space.do(Add(round=0, key="n", amount=0)) == 42
-    assert space.do(Add(round=0, key="edge", amount=2**63 - 1)) == 2**63 - 1
+    space.do(Set(writer=WRITER, round=0, key="n", value=b"41"))
+    assert space.do(Add(writer=WRITER, round=0, key="n", amount=1)) == 42
+    assert space.do(Add(writer=WRITER, round=0, key="n", amount=0)) == 42
+    assert space.do(Add(writer=WRITER, round=0, key="edge", amount=2**63 - 1)) == 2**63 - 1
 
 
 @pytest.mark.parametrize(
@@ -61,45 +62,45 @@ def test_add_counts_from_nothing_and_keeps_decimal_ascii() -> None:
 )
 def test_add_refuses_what_is_no_integer(value: bytes) -> None:
     space = Space()
-    space.do(Set(round=0, key="n", value=value))
+    space.do(Set(writer=WRITER, round=0, key="n", value=value))
     with pytest.raises(NotAnInteger):
-        space.do(Add(round=0, key="n", amount=1))
+        space.do(Add(writer=WRITER, round=0, key="n", amount=1))
     assert space.get("n") == value
 
 
 def test_append_is_that_of_torch() -> None:
     """An absent key counts as empty and is there afterwards, also if nothing was appended."""
     space = Space()
-    assert space.do(Append(round=0, key="k", value=b"ab")) == 2
-    assert space.do(Append(round=0, key="k", value=b"")) == 2
-    assert space.do(Append(round=0, key="k", value=b"c\x00")) == 4
+    assert space.do(Append(writer=WRITER, round=0, key="k", value=b"ab")) == 2
+    assert space.do(Append(writer=WRITER, round=0, key="k", value=b"")) == 2
+    assert space.do(Append(writer=WRITER, round=0, key="k", value=b"c\x00")) == 4
     assert space.get("k") == b"abc\x00"
-    assert space.do(Append(round=0, key="empty", value=b"")) == 0
+    assert space.do(Append(writer=WRITER, round=0, key="empty", value=b"")) == 0
     assert space.get("empty") == b""
-    space.do(Add(round=0, key="n", amount=4))
-    space.do(Append(round=0, key="n", value=b"2"))
-    assert space.do(Add(round=0, key="n", amount=0)) == 42
+    space.do(Add(writer=WRITER, round=0, key="n", amount=4))
+    space.do(Append(writer=WRITER, round=0, key="n", value=b"2"))
+    assert space.do(Add(writer=WRITER, round=0, key="n", amount=0)) == 42
 
 
 def test_append_goes_to_the_largest_value_and_no_further() -> None:
     space = Space()
-    space.do(Set(round=0, key="k", value=b"x" * (MAX_VALUE_BYTES - 1)))
-    assert space.do(Append(round=0, key="k", value=b"y")) == MAX_VALUE_BYTES
+    space.do(Set(writer=WRITER, round=0, key="k", value=b"x" * (MAX_VALUE_BYTES - 1)))
+    assert space.do(Append(writer=WRITER, round=0, key="k", value=b"y")) == MAX_VALUE_BYTES
     with pytest.raises(ValueTooLarge, match=r"4,177,921 bytes long; a value has at most 4,177,920"):
-        space.do(Append(round=0, key="k", value=b"z"))
-    assert space.do(Append(round=0, key="k", value=b"")) == MAX_VALUE_BYTES
+        space.do(Append(writer=WRITER, round=0, key="k", value=b"z"))
+    assert space.do(Append(writer=WRITER, round=0, key="k", value=b"")) == MAX_VALUE_BYTES
 
 
 def test_several_values_take_effect_as_one_write() -> None:
     space = Space()
-    write = MultiSet(round=0, entries={"a": b"1", "b": b""}, operation=named(0, 1))
+    write = MultiSet(writer=WRITER, round=0, entries={"a": b"1", "b": b""}, operation=named(0, 1))
     space.do(write)
     assert (space.get("a"), space.get("b")) == (b"1", b"")
-    space.do(Set(round=0, key="a", value=b"2"))
+    space.do(Set(writer=WRITER, round=0, key="a", value=b"2"))
     space.do(write)
     assert space.get("a") == b"2", "a repetition changes nothing"
     with pytest.raises(OperationReused):
-        space.do(MultiSet(round=0, entries={"a": b"1", "c": b""}, operation=named(0, 1)))
+        space.do(MultiSet(writer=WRITER, round=0, entries={"a": b"1", "c": b""}, operation=named(0, 1)))
 
 
 def test_requests_that_run_together_have_other_fingerprints() -> None:
@@ -116,16 +117,18 @@ def test_requests_that_run_together_have_other_fingerprints() -> None:
         {"a": b"x", "b": b""},
         {"a 0 b": b"x"},
     ]
-    assert len({MultiSet(round=0, entries=entries).fingerprint() for entries in several}) == len(several)
+    assert len(
+        {MultiSet(writer=WRITER, round=0, entries=entries).fingerprint() for entries in several}
+    ) == len(several)
 
 
 def test_fingerprints_are_those_that_journals_keep() -> None:
     """A write that is repeated over an upgrade is recognised by a record of the version before."""
     kept: list[tuple[Write[object], bytes]] = [
-        (Set(round=0, key="k", value=b"v"), b"Setkv"),
-        (Add(round=0, key="k", amount=-7), b"Addk-7"),
-        (CompareSet(round=0, key="k", expected=b"a", desired=b"b"), b"CompareSetk1 ab"),
-        (DeleteKey(round=0, key="k"), b"Deletek"),
+        (Set(writer=WRITER, round=0, key="k", value=b"v"), b"Setkv"),
+        (Add(writer=WRITER, round=0, key="k", amount=-7), b"Addk-7"),
+        (CompareSet(writer=WRITER, round=0, key="k", expected=b"a", desired=b"b"), b"CompareSetk1 ab"),
+        (DeleteKey(writer=WRITER, round=0, key="k"), b"Deletek"),
     ]
     for write, summed in kept:
         assert write.fingerprint() == crc32(summed)
@@ -147,55 +150,55 @@ def test_compare_set_is_that_of_torch(
 ) -> None:
     space = Space()
     if present is not None:
-        space.do(Set(round=0, key="k", value=present))
-    answer = space.do(CompareSet(round=0, key="k", expected=expected, desired=b"new"))
+        space.do(Set(writer=WRITER, round=0, key="k", value=present))
+    answer = space.do(CompareSet(writer=WRITER, round=0, key="k", expected=expected, desired=b"new"))
     assert answer == Comparison(swapped, after)
     assert space.get("k") == after
 
 
 def test_delete_says_what_was_there() -> None:
     space = Space()
-    assert space.do(DeleteKey(round=0, key="k")) is False
-    space.do(Set(round=0, key="k", value=b""))
-    assert space.do(DeleteKey(round=0, key="k")) is True
+    assert space.do(DeleteKey(writer=WRITER, round=0, key="k")) is False
+    space.do(Set(writer=WRITER, round=0, key="k", value=b""))
+    assert space.do(DeleteKey(writer=WRITER, round=0, key="k")) is True
     assert space.get("k") is None
 
 
 def test_a_repeated_write_is_answered_as_before_whatever_came_between() -> None:
     space = Space()
-    add = Add(round=0, key="n", amount=1, operation=named(0, 1))
+    add = Add(writer=WRITER, round=0, key="n", amount=1, operation=named(0, 1))
     assert space.do(add) == 1
-    assert space.do(Add(round=0, key="n", amount=1, operation=named(1, 1))) == 2
+    assert space.do(Add(writer=WRITER, round=0, key="n", amount=1, operation=named(1, 1))) == 2
     assert space.do(add) == 1
     assert space.get("n") == b"2"
-    delete = DeleteKey(round=0, key="n", operation=named(0, 2))
+    delete = DeleteKey(writer=WRITER, round=0, key="n", operation=named(0, 2))
     assert space.do(delete) is True
-    space.do(Set(round=0, key="n", value=b"7"))
+    space.do(Set(writer=WRITER, round=0, key="n", value=b"7"))
     assert space.do(delete) is True
     assert space.get("n") == b"7"
 
 
 def test_a_write_that_comes_after_a_later_one_of_its_slot_is_refused() -> None:
     space = Space()
-    space.do(Add(round=0, key="n", amount=1, operation=named(0, 2)))
+    space.do(Add(writer=WRITER, round=0, key="n", amount=1, operation=named(0, 2)))
     with pytest.raises(OperationSuperseded, match="operation 1 of slot client/0 comes too late"):
-        space.do(Add(round=0, key="n", amount=1, operation=named(0, 1)))
+        space.do(Add(writer=WRITER, round=0, key="n", amount=1, operation=named(0, 1)))
     assert space.get("n") == b"1"
 
 
 @pytest.mark.parametrize(
     "other",
     [
-        Set(round=0, key="n", value=b"1", operation=named(0, 1)),
-        Add(round=0, key="n", amount=2, operation=named(0, 1)),
-        Add(round=0, key="m", amount=1, operation=named(0, 1)),
-        DeleteKey(round=0, key="n", operation=named(0, 1)),
+        Set(writer=WRITER, round=0, key="n", value=b"1", operation=named(0, 1)),
+        Add(writer=WRITER, round=0, key="n", amount=2, operation=named(0, 1)),
+        Add(writer=WRITER, round=0, key="m", amount=1, operation=named(0, 1)),
+        DeleteKey(writer=WRITER, round=0, key="n", operation=named(0, 1)),
     ],
 )
 def test_a_client_that_forgets_to_count_is_told(other: Write[object]) -> None:
     """The same number for another request would otherwise lose that request without a word."""
     space = Space()
-    space.do(Add(round=0, key="n", amount=1, operation=named(0, 1)))
+    space.do(Add(writer=WRITER, round=0, key="n", amount=1, operation=named(0, 1)))
     with pytest.raises(OperationReused):
         space.do(other)
 
@@ -208,8 +211,8 @@ def test_slots_and_clients_count_apart_and_spaces_together() -> None:
         (Operation("other", 0, 1), 0),
         (named(0, 2), 1),
     ]:
-        space.do(Add(round=round, key="n", amount=1, operation=operation))
+        space.do(Add(writer=WRITER, round=round, key="n", amount=1, operation=operation))
     assert space.get("n") == b"3"
     assert space.draft.value(1, "n") == b"1"
     with pytest.raises(OperationReused):
-        space.do(Add(round=0, key="n", amount=1, operation=named(0, 2)))
+        space.do(Add(writer=WRITER, round=0, key="n", amount=1, operation=named(0, 2)))

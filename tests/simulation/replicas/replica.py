@@ -73,15 +73,6 @@ class ReplicaServer:
         self._referee.unforeseen(repr(sys.exception()))
         return "simulated"
 
-    def writable_round(self, run_id: str) -> int | None:
-        """The round of a run whose workers may write, if this replica serves it."""
-        if self.services is None or not self.process.alive or self.process.paused:
-            return None
-        for shard in self.services.locator.shards():
-            if (round_ := shard.engine.writable_round(run_id)) is not None:
-                return round_
-        return None
-
     @property
     def serves(self) -> bool:
         """Whether it serves a shard."""

@@ -52,6 +52,13 @@ class ReplicaScenario(ClusterScenario):
         """What may befall it, by name."""
         return ACTIONS
 
+    def _let_run_expire(self) -> None:
+        """A replica that takes the run over gives it a new term. Offers that nobody takes come ever more seldom."""
+        assert isinstance(self.cluster, ReplicaCluster)
+        served = None
+        while served != (served := self.cluster.served):
+            super()._let_run_expire()
+
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """Replace the product's connections to etcd by simulated ones, too."""

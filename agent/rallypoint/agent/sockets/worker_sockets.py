@@ -94,9 +94,9 @@ class WorkerSockets:
     async def __aexit__(self, *error: object) -> None:
         await self._stack.aclose()
 
-    def _writer(self) -> Writer | None:
-        lease = self._lease
-        return None if lease is None else Writer(self._config.node_id, lease.number, lease.token)
+    def _writer(self) -> Writer:
+        assert self._lease is not None, "no worker runs before `act_under`"
+        return Writer(self._config.node_id, self._lease.number, self._lease.token)
 
     async def act_under(self, lease: HeldLease) -> None:
         """Use this lease of the node for store writes and timers; it only grows within an incarnation of the run."""

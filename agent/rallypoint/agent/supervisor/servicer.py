@@ -28,7 +28,7 @@ from rallypoint.serving.server import Registration
 
 SERVICE_NAME = "rallypoint.agent.v1.SupervisorService"
 
-MOST_STREAMS = 256
+MOST_STREAMS = 1_000
 """Limit of open streams of WatchJob and StreamLogs. A StreamLogs stream keeps up to two files of each worker open; all
 streams together may use half of this process's limit of open files."""
 

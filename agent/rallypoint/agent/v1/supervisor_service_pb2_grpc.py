@@ -48,7 +48,7 @@ class SupervisorServiceStub(object):
     UNAVAILABLE          LOGS_UNREADABLE   a worker's output cannot be read, for example on a lost file system
     UNAVAILABLE          SUBSCRIBER_TOO_SLOW the client read nothing for 10 s: connect again, and resume
     RESOURCE_EXHAUSTED   TOO_MANY_REQUESTS this client sends too many requests: retry after RetryInfo.retry_delay
-    RESOURCE_EXHAUSTED   TOO_MANY_WATCHERS too many streams are open at this agent
+    RESOURCE_EXHAUSTED   TOO_MANY_WATCHERS too many streams are open at this agent, or of this client: retry later
     UNAVAILABLE          UNEXPECTED_ERROR  a bug: the outcome is unknown; metadata "incident" is in the server log
     """
 
@@ -138,7 +138,7 @@ class SupervisorServiceServicer(object):
     UNAVAILABLE          LOGS_UNREADABLE   a worker's output cannot be read, for example on a lost file system
     UNAVAILABLE          SUBSCRIBER_TOO_SLOW the client read nothing for 10 s: connect again, and resume
     RESOURCE_EXHAUSTED   TOO_MANY_REQUESTS this client sends too many requests: retry after RetryInfo.retry_delay
-    RESOURCE_EXHAUSTED   TOO_MANY_WATCHERS too many streams are open at this agent
+    RESOURCE_EXHAUSTED   TOO_MANY_WATCHERS too many streams are open at this agent, or of this client: retry later
     UNAVAILABLE          UNEXPECTED_ERROR  a bug: the outcome is unknown; metadata "incident" is in the server log
     """
 
@@ -318,7 +318,7 @@ class SupervisorService(object):
     UNAVAILABLE          LOGS_UNREADABLE   a worker's output cannot be read, for example on a lost file system
     UNAVAILABLE          SUBSCRIBER_TOO_SLOW the client read nothing for 10 s: connect again, and resume
     RESOURCE_EXHAUSTED   TOO_MANY_REQUESTS this client sends too many requests: retry after RetryInfo.retry_delay
-    RESOURCE_EXHAUSTED   TOO_MANY_WATCHERS too many streams are open at this agent
+    RESOURCE_EXHAUSTED   TOO_MANY_WATCHERS too many streams are open at this agent, or of this client: retry later
     UNAVAILABLE          UNEXPECTED_ERROR  a bug: the outcome is unknown; metadata "incident" is in the server log
     """
 

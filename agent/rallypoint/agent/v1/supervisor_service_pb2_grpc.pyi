@@ -49,7 +49,7 @@ class SupervisorServiceStub:
       UNAVAILABLE          LOGS_UNREADABLE   a worker's output cannot be read, for example on a lost file system
       UNAVAILABLE          SUBSCRIBER_TOO_SLOW the client read nothing for 10 s: connect again, and resume
       RESOURCE_EXHAUSTED   TOO_MANY_REQUESTS this client sends too many requests: retry after RetryInfo.retry_delay
-      RESOURCE_EXHAUSTED   TOO_MANY_WATCHERS too many streams are open at this agent
+      RESOURCE_EXHAUSTED   TOO_MANY_WATCHERS too many streams are open at this agent, or of this client: retry later
       UNAVAILABLE          UNEXPECTED_ERROR  a bug: the outcome is unknown; metadata "incident" is in the server log
     """
 
@@ -121,7 +121,7 @@ class SupervisorServiceAsyncStub(SupervisorServiceStub):
       UNAVAILABLE          LOGS_UNREADABLE   a worker's output cannot be read, for example on a lost file system
       UNAVAILABLE          SUBSCRIBER_TOO_SLOW the client read nothing for 10 s: connect again, and resume
       RESOURCE_EXHAUSTED   TOO_MANY_REQUESTS this client sends too many requests: retry after RetryInfo.retry_delay
-      RESOURCE_EXHAUSTED   TOO_MANY_WATCHERS too many streams are open at this agent
+      RESOURCE_EXHAUSTED   TOO_MANY_WATCHERS too many streams are open at this agent, or of this client: retry later
       UNAVAILABLE          UNEXPECTED_ERROR  a bug: the outcome is unknown; metadata "incident" is in the server log
     """
 
@@ -189,7 +189,7 @@ class SupervisorServiceServicer(metaclass=_abc_1.ABCMeta):
       UNAVAILABLE          LOGS_UNREADABLE   a worker's output cannot be read, for example on a lost file system
       UNAVAILABLE          SUBSCRIBER_TOO_SLOW the client read nothing for 10 s: connect again, and resume
       RESOURCE_EXHAUSTED   TOO_MANY_REQUESTS this client sends too many requests: retry after RetryInfo.retry_delay
-      RESOURCE_EXHAUSTED   TOO_MANY_WATCHERS too many streams are open at this agent
+      RESOURCE_EXHAUSTED   TOO_MANY_WATCHERS too many streams are open at this agent, or of this client: retry later
       UNAVAILABLE          UNEXPECTED_ERROR  a bug: the outcome is unknown; metadata "incident" is in the server log
     """
 

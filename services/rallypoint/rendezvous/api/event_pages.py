@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Callable, MutableSequence, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 
 from rallypoint.rendezvous.api.events import EventFilter, event_of, parse_filter
@@ -27,6 +27,8 @@ from rallypoint.serving.requests import count, name, page_position, page_token
 # Records examined before the event loop runs other tasks: one or two milliseconds of work.
 _STEP_RECORDS = 100
 _STEP_BYTES = 64 * 1024
+# A shorter step ends without a pause: so a new event reaches all watchers of a run in one iteration of the event loop.
+_SMALL_STEP = 10
 # Around an event in its message: a tag and a length.
 _FRAME_BYTES = 8
 
@@ -40,6 +42,9 @@ class EventReader:
     filter: EventFilter
     cursor: int
     backwards: bool = False
+    # Shared by all readers of a server, which take turns: if each of hundreds had a step in each iteration of the event
+    # loop, heartbeats would wait for all of them.
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @property
     def at_end(self) -> bool:
@@ -79,23 +84,25 @@ class EventReader:
         """
         room, looked_at = most_bytes, 0
         while not self.at_end and not self.compacted and looked_at < most_looked_at:
-            taken = 0
-            for content in self._step():
-                record = journal_pb2.JournalRecord.FromString(content.content)
-                if self.filter.matches(record):
-                    event = event_of(record, self.settings)
-                    room -= event.ByteSize() + _FRAME_BYTES
-                    if room < 0 and events:
+            async with self.turn:
+                begun, taken = looked_at, 0
+                for content in self._step():
+                    record = journal_pb2.JournalRecord.FromString(content.content)
+                    if self.filter.matches(record):
+                        event = event_of(record, self.settings)
+                        room -= event.ByteSize() + _FRAME_BYTES
+                        if room < 0 and events:
+                            return
+                        events.append(event)
+                    self.cursor = record.revision
+                    if len(events) == most_events:
                         return
-                    events.append(event)
-                self.cursor = record.revision
-                if len(events) == most_events:
-                    return
-                taken += len(content.content)
-                looked_at += 1
-                if taken >= _STEP_BYTES:
-                    break
-            await asyncio.sleep(0)
+                    taken += len(content.content)
+                    looked_at += 1
+                    if taken >= _STEP_BYTES:
+                        break
+                if looked_at - begun >= _SMALL_STEP or taken >= _STEP_BYTES:
+                    await asyncio.sleep(0)
 
     def _step(self) -> Sequence[Record]:
         # Read again in each step: events are added, and dropped, while other tasks run.
@@ -160,6 +167,7 @@ class EventServicer:
         """Serve the runs of `locator`; `check_not_draining` raises once the server drains."""
         self._locator = locator
         self._check_not_draining = check_not_draining
+        self._turn = asyncio.Lock()
 
     async def list(self, request: pb.ListEventsRequest) -> pb.ListEventsResponse:
         """Return a page of events; see the contract.
@@ -180,6 +188,7 @@ class EventServicer:
             parse_filter(request.filter),
             history.latest + 1 if request.newest_first else history.oldest - 1,
             request.newest_first,
+            turn=self._turn,
         )
         if request.page_token:
             reader.cursor = page_cursor(request)
@@ -225,6 +234,7 @@ class EventServicer:
             engine.settings(request.run_id),
             parse_filter(request.filter),
             request.revision or history.oldest - 1,
+            turn=self._turn,
         )
         revisions = engine.follow(request.run_id, request.revision)
         try:

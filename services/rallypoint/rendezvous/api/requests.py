@@ -29,6 +29,7 @@ from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rpc.durations import set_seconds, to_seconds
 from rallypoint.rpc.errors import invalid
 from rallypoint.rpc.text import clip_start, one_line
+from rallypoint.serving.access import Caller
 from rallypoint.serving.requests import (
     NAME_BYTES,
     PATH_BYTES,
@@ -50,8 +51,8 @@ _NODE_COUNTS = ("min_nodes", "max_nodes")
 _LATEST = 253_402_300_000
 
 
-def join_command(request: pb.JoinRun, identity: str) -> commands.Join:
-    """Return the command of a `join` after checks; `identity`: the name of its sender, empty: it has none.
+def join_command(request: pb.JoinRun, caller: Caller) -> commands.Join:
+    """Return the command of a `join` after checks.
 
     Raises:
         ServiceError: INVALID_ARGUMENT, naming the field.
@@ -71,7 +72,8 @@ def join_command(request: pb.JoinRun, identity: str) -> commands.Join:
         local_world_size=request.local_world_size,
         role=request.role,
         topology=request.topology,
-        identity=identity,
+        identity=caller.name,
+        client=caller.client,
     )
 
 

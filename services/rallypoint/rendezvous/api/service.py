@@ -16,7 +16,7 @@ from rallypoint.rendezvous.base.errors import draining_error
 from rallypoint.rendezvous.base.limits import Limits, RendezvousLimits
 from rallypoint.rendezvous.journal.journal import Journal, MemoryJournal
 from rallypoint.rendezvous.shard.locator import ListReplicas, OnlyReplica, RunLocator, SingleShardLocator
-from rallypoint.rendezvous.shard.shard import open_shard
+from rallypoint.rendezvous.shard.shard import Shard, open_shard
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
 from rallypoint.rpc.endpoint import SettingError
 from rallypoint.rpc.loop import boot_time
@@ -70,16 +70,33 @@ async def rendezvous_services(
         JournalError: The journal can't be opened.
     """
     limits = limits or Limits()
+    async with own_shard(
+        journal, clock=clock, wall_clock=wall_clock, draw=draw, limits=limits, on_failure=on_failure
+    ) as shard:
+        yield registrations(SingleShardLocator(shard), limits.rendezvous, list_replicas)
+
+
+@asynccontextmanager
+async def own_shard(
+    journal: Journal,
+    *,
+    clock: Callable[[], float] = boot_time,
+    wall_clock: Callable[[], float] = time.time,
+    draw: Callable[[int], bytes] = secrets.token_bytes,
+    limits: Limits | None = None,
+    on_failure: Callable[[BaseException], None] = lambda error: None,
+) -> AsyncIterator[Shard]:
+    """Yield the only shard of a service, as long as the context lasts. See `rendezvous_services`."""
     shard = await open_shard(
         journal,
         clock=clock,
         wall_clock=wall_clock,
         draw=draw,
-        limits=limits,
+        limits=limits or Limits(),
         on_failure=on_failure,
     )
     try:
-        yield registrations(SingleShardLocator(shard), limits.rendezvous, list_replicas)
+        yield shard
     finally:
         await shard.retire(draining_error)
         shard.end_streams(draining_error)

@@ -105,7 +105,7 @@ class RendezvousServicer(pb_grpc.RendezvousServiceServicer):
         self._check_not_draining()
         match first.WhichOneof("message"):
             case "join":
-                join, command = first.join, join_command(first.join, caller.name)
+                join, command = first.join, join_command(first.join, caller)
                 engine = self._locator.writer(join.run_id).engine
                 return engine, await engine.join(join.run_id, command, caller.peer)
             case "resume":

@@ -155,7 +155,7 @@ class _Addressed(TypedDict):
 
     round: int
     writer_round: int
-    writer: Writer | None
+    writer: Writer
     operation: Operation | None
 
 

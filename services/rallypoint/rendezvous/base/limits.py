@@ -15,6 +15,8 @@ class RendezvousLimits:
 
     # Runs at a time, closed ones that have not expired included. An idle run takes some 10 KB.
     runs: int = 10_000
+    # Those of them that one client has created: see docs/limits.md.
+    runs_per_client: int = 5_000
     # Nodes of a run at a time, spares included. A node takes some 40 KB, most of it for its connection.
     nodes_per_run: int = 16_384
     # Streams of WatchRun and WatchEvents on a run at a time. Each change of a run is sent to all of them.
@@ -37,16 +39,18 @@ class RendezvousLimits:
 
 @dataclass(eq=False)
 class LimitReached(Refused):
-    """A limit is reached. `reason` is the error reason for programs, `retry_after` in seconds."""
+    """A limit is reached. `reason` is the error reason for programs; `detail`: who reached it; `remedy`: how to
+    make room; `retry_after` in seconds."""
 
     reason: str
     run_id: str
     detail: str
+    remedy: str
     limit: int
     retry_after: float = 5.0
 
     def __str__(self) -> str:
-        return f"{self.detail} (the limit is {self.limit})"
+        return f"{self.detail} (the limit is {self.limit:,}); {self.remedy}"
 
 
 class EventHistory(Protocol):
@@ -81,6 +85,25 @@ class SharedTotal:
     """A sum to which several quotas add."""
 
     used: int = 0
+
+
+class ClientTotals:
+    """A sum for each client that uses something; the client "" is unknown, and not counted."""
+
+    def __init__(self) -> None:
+        """Start without a client."""
+        self._used: dict[str, int] = {}
+
+    def used(self, client: str) -> int:
+        """The sum of a client."""
+        return self._used.get(client, 0)
+
+    def add(self, client: str, more: int) -> None:
+        """Add to the sum of a client; negative to subtract."""
+        if client:
+            self._used[client] = self.used(client) + more
+            if not self._used[client]:
+                del self._used[client]
 
 
 class Quota:
@@ -119,8 +142,10 @@ class SharedTotals:
 
     Attributes:
         runs: Runs.
+        runs_by_client: Runs that each client has created since the process began to serve them.
         events: The kept events.
         store_bytes: Bytes of the stores of all runs.
+        store_bytes_by_client: Bytes of the stores of the runs in `runs_by_client`.
         states: Runs that have a fenced state.
         state_bytes: Bytes of these.
         state_queued_bytes: Bytes of sets that wait for a commit to begin.
@@ -128,8 +153,10 @@ class SharedTotals:
     """
 
     runs: SharedTotal = field(default_factory=SharedTotal)
+    runs_by_client: ClientTotals = field(default_factory=ClientTotals)
     events: KeptEvents = field(default_factory=KeptEvents)
     store_bytes: SharedTotal = field(default_factory=SharedTotal)
+    store_bytes_by_client: ClientTotals = field(default_factory=ClientTotals)
     states: SharedTotal = field(default_factory=SharedTotal)
     state_bytes: SharedTotal = field(default_factory=SharedTotal)
     state_queued_bytes: SharedTotal = field(default_factory=SharedTotal)
@@ -146,6 +173,8 @@ class StoreLimits:
     Attributes:
         all_bytes: Most bytes of the stores of all runs. Default 2 GiB. Without it, a client that may create runs could
             fill the memory and the journal of the process with the stores of a few.
+        client_bytes: Most bytes of the stores of all runs that one client has created. Default 1 GiB: a client leaves
+            as much for all others.
         run_bytes: Most bytes of keys and values of all its spaces, 128 per entry included. Default 256 MiB. All
             of it is held in memory, and once more in the journal.
         run_keys: Most keys of all its spaces. Default 1,000,000. The overhead of a key is counted in
@@ -166,6 +195,7 @@ class StoreLimits:
     """
 
     all_bytes: int = 2 * 1024 * 1024 * 1024
+    client_bytes: int = 1024 * 1024 * 1024
     run_bytes: int = 256 * 1024 * 1024
     run_keys: int = 1_000_000
     waiters: int = 100_000

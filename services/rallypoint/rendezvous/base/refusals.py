@@ -97,16 +97,18 @@ class RunStoreFull(Refused):
 
 @dataclass(eq=False)
 class StoresFull(Refused):
-    """The bytes of all runs together are used up."""
+    """The bytes of all runs together, or of the runs of a client, are used up."""
 
     run_id: str
     used_bytes: int
     limit_bytes: int
+    client: str = ""
     retry_after: ClassVar[float] = _FULL_RETRY
 
     def __str__(self) -> str:
+        runs = f"the runs of client {self.client!r}" if self.client else "all runs"
         return (
-            f"the stores of all runs use {self.used_bytes:,} bytes, and a write to that of run {self.run_id!r} would "
+            f"the stores of {runs} use {self.used_bytes:,} bytes, and a write to that of run {self.run_id!r} would "
             f"exceed the limit of {self.limit_bytes:,}; delete keys or runs that are no longer needed"
         )
 
@@ -242,7 +244,7 @@ class TooManyStates(Refused):
     retry_after: ClassVar[float] = _FULL_RETRY
 
     def __str__(self) -> str:
-        return f"{self.limit:,} runs have a state, the most that this service keeps; unused ones expire"
+        return f"{self.limit:,} runs have a state, the most that this service keeps; raise --max-states"
 
 
 @dataclass(eq=False)
@@ -280,4 +282,4 @@ class TooManyWatchers(Refused):
     retry_after: ClassVar[float] = _FULL_RETRY
 
     def __str__(self) -> str:
-        return f"{self.limit:,} clients watch states, the most that this service serves; try again later"
+        return f"{self.limit:,} clients watch states, the most that this service serves; raise --max-state-watchers"

@@ -48,6 +48,8 @@ class Join:
     # Secret of the lease; and the name in the node's certificate or token, empty: it has none.
     token: bytes = field(default=b"", repr=False)
     identity: str = ""
+    # The client whose run it is, if this creates it; empty: none.
+    client: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -262,9 +262,9 @@ class RendezvousEngine(DurableRuns, WriteAdmission):
         most = self._limits.subscribers_per_run
         if len(run.watchers) + len(run.followers) >= most:
             run_id = run.state.run_id
-            raise LimitReached(
-                "TOO_MANY_SUBSCRIBERS", run_id, f"run {run_id!r} is at its limit of watchers", most
-            )
+            detail = f"run {run_id!r} is at its limit of watchers"
+            remedy = "end some of them, or raise --max-subscribers-per-run"
+            raise LimitReached("TOO_MANY_SUBSCRIBERS", run_id, detail, remedy, most)
 
     def writable_round(self, run_id: str) -> int | None:
         """Return the latest round, or the next once that has ended, as durable; None if there is no such run."""
@@ -277,6 +277,11 @@ class RendezvousEngine(DurableRuns, WriteAdmission):
         self._check_whole(run_id)
         run = self._runs.get(run_id)
         return None if run is None else run.latest_round()
+
+    def client_of(self, run_id: str) -> str:
+        """Return the client that created a run; empty: unknown to this process."""
+        run = self._runs.get(run_id)
+        return "" if run is None else run.client
 
     async def settled(self) -> None:
         """Return when all present decisions are durable."""

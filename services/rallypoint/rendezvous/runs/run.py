@@ -245,6 +245,7 @@ class HostedRun:
     checkpoint: int = 0  # the last revision that a checkpoint has
     writable_round: int | None = None  # see `RendezvousEngine.writable_round`
     ended: bool = False  # whether it is durable that the run is closed
+    client: str = ""  # the one that created it; empty: unknown to this process
     deleted_by: str = ""  # the operator who deletes it; empty: none
     members: dict[str, Member] = field(default_factory=dict)
     # (node, lease) of resume requests under way, with the number of streams that request it.

@@ -203,6 +203,7 @@ class DurableRuns(CommitLoop[RunRequest[Any]]):
             limits.events_per_run, limits.event_bytes_per_run, limits.event_bytes, totals.events
         )
         self._run_count = Quota(totals.runs)
+        self._runs_by_client = totals.runs_by_client
         self._runs: dict[str, HostedRun] = {}
         # The highest numbers of all forgotten runs. New runs continue from them: so no number is given out twice under
         # one name, and no name need be remembered.
@@ -377,6 +378,7 @@ class DurableRuns(CommitLoop[RunRequest[Any]]):
                 self._mark_deleted(run, command, request.actor)
                 if request.run_id not in self._runs:
                     self._run_count.add(1)
+                    self._runs_by_client.add(run.client, 1)
                     self._begin(step, run.state)
                 self._runs[request.run_id] = run
                 self._take_up(step, request.run_id, run, now)
@@ -491,6 +493,7 @@ class DurableRuns(CommitLoop[RunRequest[Any]]):
     def _drop(self, run_id: str) -> None:
         run = self._runs.pop(run_id)
         self._run_count.add(-1)
+        self._runs_by_client.add(run.client, -1)
         self._schedule.put(run_id, None)
         run.history.clear()
         for slot in run.slots():
@@ -510,6 +513,8 @@ class DurableRuns(CommitLoop[RunRequest[Any]]):
         """Stop counting in the totals of the service. The runs can still be read."""
         self._run_count.release()
         for run in self._runs.values():
+            self._runs_by_client.add(run.client, -1)
+            run.client = ""
             run.history.leave_count()
 
     def drain(self, ending: Exception) -> None:
@@ -536,25 +541,29 @@ class DurableRuns(CommitLoop[RunRequest[Any]]):
         self._check_whole(run_id)
         if not isinstance(command, commands.Join):
             return self._run(run_id)
-        run = self._runs.get(run_id) or self._new_run(run_id)
+        run = self._runs.get(run_id) or self._new_run(run_id, command.client)
         most = self._limits.nodes_per_run
         if len(run.state.nodes) >= most and command.node_id not in run.state.nodes:
-            raise LimitReached(
-                "TOO_MANY_NODES", run_id, f"run {run_id!r} is at its limit of nodes, spares included", most
-            )
+            detail = f"run {run_id!r} is at its limit of nodes, spares included"
+            raise LimitReached("TOO_MANY_NODES", run_id, detail, "raise --max-nodes-per-run", most)
         return run
 
-    def _new_run(self, run_id: str) -> HostedRun:
-        if self._run_count.together >= self._limits.runs:
-            raise LimitReached(
-                "TOO_MANY_RUNS", run_id, "the service is at its limit of runs", self._limits.runs
-            )
+    def _new_run(self, run_id: str, client: str) -> HostedRun:
+        most, of_client = self._limits.runs, self._limits.runs_per_client
+        remedy = "wait until runs that are over expire, delete some (`rallypoint delete`), or raise"
+        if self._runs_by_client.used(client) >= of_client:
+            detail = f"client {client!r} is at its limit of runs"
+            raise LimitReached("TOO_MANY_RUNS", run_id, detail, f"{remedy} --max-runs-per-client", of_client)
+        if self._run_count.together >= most:
+            detail = "the service is at its limit of runs"
+            raise LimitReached("TOO_MANY_RUNS", run_id, detail, f"{remedy} --max-runs", most)
         numbers = self._mark
         return HostedRun(
             restore(self._beginning(run_id), self._now(), self._to_wall()),
             self._histories.open(),
             recorded=numbers.revision,
             checkpoint=numbers.revision,
+            client=client,
         )
 
     def _readable(self, run_id: str) -> HostedRun:

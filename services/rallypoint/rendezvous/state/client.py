@@ -13,7 +13,7 @@ from rallypoint.rendezvous.base.entries import Writer
 from rallypoint.rendezvous.base.limits import MAX_VALUE_BYTES
 from rallypoint.rendezvous.state.core import FencedState, SetOutcome, SetState
 from rallypoint.rendezvous.store.client import OperationSlots
-from rallypoint.rendezvous.store.requests import operation_of, writer_of
+from rallypoint.rendezvous.store.requests import named_writer, operation_of
 from rallypoint.rendezvous.v1 import state_service_pb2 as pb
 from rallypoint.rendezvous.v1 import state_service_pb2_grpc as rpc
 from rallypoint.rpc.calls import RetryingCalls
@@ -43,7 +43,7 @@ def set_state(request: pb.SetStateRequest) -> SetState:
         state=request.state,
         token=request.token if request.HasField("token") else None,
         operation=operation_of(request),
-        writer=writer_of(request),
+        writer=named_writer(request),
     )
 
 

@@ -84,8 +84,8 @@ class StoreClient:
         where: Where,
         run_id: str,
         *,
+        writer: Callable[[], Writer],
         client_id: str | None = None,
-        writer: Callable[[], Writer | None] = lambda: None,
         pace: Pace | None = None,
     ) -> None:
         """Make a client.
@@ -93,8 +93,8 @@ class StoreClient:
         Args:
             where: A ReplicaClient, or a channel, to the service; the caller closes it.
             run_id: Name of the run.
+            writer: Returns the node that writes, and its lease; called once for each write. Reads need none.
             client_id: A name that no other client, also none of an earlier process, has; by default random.
-            writer: Returns the node that writes, and its lease; called for each write. None: no lease is checked.
             pace: Clock and delays.
         """
         self._run_id = run_id
@@ -242,9 +242,9 @@ class StoreClient:
     ) -> _Response:
         request.run_id, request.round, request.writer_round = self._run_id, round, writer_round
         # Once per write: a repetition of a write that a node began under an older lease must be refused.
-        if (writer := self._writer()) is not None:
-            request.writer.node_id, request.writer.lease = writer.node_id, writer.lease
-            request.writer.token = writer.token
+        writer = self._writer()
+        request.writer.node_id, request.writer.lease = writer.node_id, writer.lease
+        request.writer.token = writer.token
         with self._slots.operation() as operation:
             request.operation.CopyFrom(operation)
             return await self._calls.call(pick, request, timeout)

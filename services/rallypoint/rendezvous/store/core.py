@@ -304,6 +304,15 @@ class RunSpaces:
             yield StoreChange(self.run_id, record.round, key, None)
 
 
+@dataclass(frozen=True, slots=True)
+class Room:
+    """A bound of the bytes of several runs: `others` are those of all but one; `client`: whose runs, empty: all."""
+
+    limit: int
+    others: int
+    client: str = ""
+
+
 class RunDraft:
     """A run's spaces after a batch of writes.
 
@@ -312,11 +321,11 @@ class RunDraft:
         changed_bytes: Bytes of these, with overhead; an entry that was set twice counts twice.
     """
 
-    def __init__(self, run: RunSpaces, limits: StoreLimits, other_bytes: int = 0) -> None:
-        """Begin with the present spaces; `other_bytes`: those of all other runs."""
+    def __init__(self, run: RunSpaces, limits: StoreLimits, rooms: Sequence[Room] = ()) -> None:
+        """Begin with the present spaces; `rooms`: the bounds that the run shares with others."""
         self._run = run
         self._limits = limits
-        self._other_bytes = other_bytes
+        self._rooms = rooms
         self._values: dict[tuple[int, str], StoreChange] = {}
         self._records: dict[str, OperationRecord] = {}
         self._used_bytes = run.used_bytes
@@ -345,8 +354,8 @@ class RunDraft:
         """Set keys, or delete them with None: all of them, or none if this raises.
 
         Raises:
-            RunStoreFull, TooManyKeys, StoresFull: The run, or all together, would exceed a limit. A write that doesn't
-                grow it is never refused.
+            RunStoreFull, TooManyKeys, StoresFull: The run, or several together, would exceed a limit. A write that
+                doesn't grow it is never refused.
         """
         run_id, limits = self._run.run_id, self._limits
         more_bytes = more_keys = changed_bytes = 0
@@ -359,8 +368,9 @@ class RunDraft:
         used_bytes, used_keys = self._used_bytes + more_bytes, self._used_keys + more_keys
         if more_bytes > 0 and used_bytes > limits.run_bytes:
             raise RunStoreFull(run_id, next(iter(values)), used_bytes, limits.run_bytes)
-        if more_bytes > 0 and used_bytes + self._other_bytes > limits.all_bytes:
-            raise StoresFull(run_id, self._used_bytes + self._other_bytes, limits.all_bytes)
+        for room in self._rooms:
+            if more_bytes > 0 and used_bytes + room.others > room.limit:
+                raise StoresFull(run_id, self._used_bytes + room.others, room.limit, room.client)
         if more_keys > 0 and used_keys > limits.run_keys:
             raise TooManyKeys(run_id, next(iter(values)), limits.run_keys)
         self._used_bytes, self._used_keys = used_bytes, used_keys

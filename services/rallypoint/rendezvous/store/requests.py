@@ -127,8 +127,19 @@ def page(request: pb.ListKeysRequest) -> int:
     return request.page_size or DEFAULT_PAGE_SIZE
 
 
-def writer_of(request: WriteRequest | state_pb.SetStateRequest) -> Writer | None:
-    """Return the node on whose behalf a write is done; None: none."""
+def writer_of(request: WriteRequest) -> Writer:
+    """Return the node on whose behalf a write to a store is done."""
+    if (writer := named_writer(request)) is None:
+        raise invalid(
+            "writer",
+            "is absent; expected the node for which the write is done, with the lease and the token that Join sent; "
+            "a worker writes through its agent, at the socket in RALLYPOINT_STORE_SOCKET",
+        )
+    return writer
+
+
+def named_writer(request: WriteRequest | state_pb.SetStateRequest) -> Writer | None:
+    """Return the node on whose behalf a write is done; None: the request names none."""
     if not request.HasField("writer"):
         return None
     writer = request.writer

@@ -67,7 +67,7 @@ class StoreService(RunData):
             admission=admission,
             check_owned=check_owned,
             limits=limits or StoreLimits(),
-            total_bytes=(totals or SharedTotals()).store_bytes,
+            totals=totals or SharedTotals(),
             on_journal_failure=on_journal_failure,
         )
         self._runs: dict[str, RunStore] = {}

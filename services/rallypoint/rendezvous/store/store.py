@@ -12,12 +12,12 @@ from typing import Any, TypeVar
 
 from rallypoint.rendezvous.base.entries import StoreChange, StoreJournal, WriteAdmission
 from rallypoint.rendezvous.base.errors import Refusal, RunBroken
-from rallypoint.rendezvous.base.limits import Quota, SharedTotal, StoreLimits
+from rallypoint.rendezvous.base.limits import Quota, SharedTotals, StoreLimits
 from rallypoint.rendezvous.base.refusals import RoundOver, StoreBusy
 from rallypoint.rendezvous.core.commands import LeaseLost, NodeIsEvicted, Refused, RunNotFound
 from rallypoint.rendezvous.journal.commit_loop import CheckOwned, CommitLoop, PendingRequest
 from rallypoint.rendezvous.journal.journal import OwnershipLost
-from rallypoint.rendezvous.store.core import RunDraft, RunSpaces
+from rallypoint.rendezvous.store.core import Room, RunDraft, RunSpaces
 from rallypoint.rendezvous.store.waits import Waits
 from rallypoint.rendezvous.store.writes import Write, decide
 from rallypoint.rpc.logs import get_logger
@@ -97,7 +97,7 @@ class RunStore(CommitLoop[_PendingWrite[Any]]):
         admission: WriteAdmission,
         check_owned: CheckOwned,
         limits: StoreLimits,
-        total_bytes: SharedTotal,
+        totals: SharedTotals,
         on_journal_failure: Callable[[Exception], None],
     ) -> None:
         """Serve `spaces`; the other arguments are those of StoreService."""
@@ -106,7 +106,9 @@ class RunStore(CommitLoop[_PendingWrite[Any]]):
         self.waits = Waits(spaces.run_id, limits)
         self._admission = admission
         self._limits = limits
-        self._bytes = Quota(total_bytes)
+        self._bytes = Quota(totals.store_bytes)
+        self._by_client = totals.store_bytes_by_client
+        self._client = ""
         self._count_bytes()
         self._on_journal_failure = on_journal_failure
         self._sweep = StoreSweep()
@@ -163,12 +165,27 @@ class RunStore(CommitLoop[_PendingWrite[Any]]):
         self._refuse_all(RunNotFound)
         self._start_committing()
 
-    def _count_bytes(self) -> None:
-        self._bytes.add(self.spaces.used_bytes - self._bytes.own)
+    def _count_bytes(self, used: int | None = None) -> None:
+        more = (self.spaces.used_bytes if used is None else used) - self._bytes.own
+        self._bytes.add(more)
+        self._by_client.add(self._client, more)
+
+    def _rooms(self) -> Sequence[Room]:
+        """Return the bounds that the run shares with others, now that it may have a new life, and another client."""
+        client = self._admission.client_of(self.spaces.run_id)
+        if client != self._client:
+            self._by_client.add(self._client, -self._bytes.own)
+            self._by_client.add(client, self._bytes.own)
+            self._client = client
+        rooms = [Room(self._limits.all_bytes, self._bytes.others)]
+        if client:
+            others = self._by_client.used(client) - self._bytes.own
+            rooms.append(Room(self._limits.client_bytes, others, client))
+        return rooms
 
     def release(self) -> None:
         """Count its bytes no longer: another process owns the run, or will."""
-        self._bytes.release()
+        self._count_bytes(0)
 
     def check_whole(self) -> None:
         """Raise RunBroken if an unexpected error has stopped the store."""
@@ -199,9 +216,7 @@ class RunStore(CommitLoop[_PendingWrite[Any]]):
             self._start_committing()
 
     def _check_writer(self, write: Write[Any]) -> None:
-        if (writer := write.writer) is None:
-            return
-        run_id = self.spaces.run_id
+        run_id, writer = self.spaces.run_id, write.writer
         try:
             self._admission.check_lease(run_id, writer.node_id, writer.lease, writer.token)
         except NodeIsEvicted as refusal:
@@ -231,7 +246,7 @@ class RunStore(CommitLoop[_PendingWrite[Any]]):
         """Decide a batch of writes; a portion of the deletions becomes durable with it. See `CommitLoop`."""
         self._releasing = sum(1 for _ in islice(self._released, _SWEEP)) > 0
         limits, taken_bytes = self._limits, 0
-        draft = RunDraft(self.spaces, limits, self._bytes.others)
+        draft = RunDraft(self.spaces, limits, self._rooms())
         decided: list[tuple[_PendingWrite[Any], object]] = []
         try:
             while (
@@ -246,7 +261,7 @@ class RunStore(CommitLoop[_PendingWrite[Any]]):
             entries = draft.values()
             records = draft.records()
             # Counted before it is durable, so that other runs do not take the same room meanwhile.
-            self._bytes.add(draft.used_bytes - self._bytes.own)
+            self._count_bytes(draft.used_bytes)
             # First, so that keys that the batch sets again remain in the end.
             swept = self._sweep.take(_SWEEP, self.spaces.holds)
             yield [*swept, *entries, *records]

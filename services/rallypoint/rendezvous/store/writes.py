@@ -29,15 +29,15 @@ class Write(ABC, Generic[T_co]):
         kind: The name in fingerprints. Journals keep fingerprints: never change it.
         round: The space: 0 for the run's own, otherwise that of a round.
         writer_round: The round whose worker the writer is; 0: none.
-        writer: The node on whose behalf it is done; None: none.
+        writer: The node on whose behalf it is done; its lease must be held.
         operation: The client's name for the write; None: a repetition is a new write.
     """
 
     kind: ClassVar[str]
 
     round: int
+    writer: Writer
     writer_round: int = 0
-    writer: Writer | None = None
     operation: Operation | None = None
 
     @abstractmethod

@@ -64,9 +64,10 @@ class RendezvousServiceStub(object):
     ABORTED              STREAM_REPLACED    the node opened a newer stream with the same lease
     OUT_OF_RANGE         REVISION_AHEAD     a resume cursor that this server never sent
     OUT_OF_RANGE         EVENTS_COMPACTED   events that old are no longer kept; metadata "oldest_revision"
-    RESOURCE_EXHAUSTED   TOO_MANY_RUNS      the service has as many runs as it may: retry later
+    RESOURCE_EXHAUSTED   TOO_MANY_RUNS      the service, or this client in it, has as many runs as it may: retry later
     RESOURCE_EXHAUSTED   TOO_MANY_NODES     the run has as many nodes as it may: retry later
     RESOURCE_EXHAUSTED   TOO_MANY_SUBSCRIBERS  the run has as many watchers as it may: retry later
+    RESOURCE_EXHAUSTED   TOO_MANY_WATCHERS  this client has as many open watches as it may; metadata "limit": retry later
     RESOURCE_EXHAUSTED   TOO_MANY_REQUESTS  this client sends too many requests, or too much on its stream: retry later
     UNAVAILABLE          NOT_OWNER          nothing was done: another replica owns the run (metadata "owner": its
     address), or none can own it (metadata "cause": the reason)
@@ -187,9 +188,10 @@ class RendezvousServiceServicer(object):
     ABORTED              STREAM_REPLACED    the node opened a newer stream with the same lease
     OUT_OF_RANGE         REVISION_AHEAD     a resume cursor that this server never sent
     OUT_OF_RANGE         EVENTS_COMPACTED   events that old are no longer kept; metadata "oldest_revision"
-    RESOURCE_EXHAUSTED   TOO_MANY_RUNS      the service has as many runs as it may: retry later
+    RESOURCE_EXHAUSTED   TOO_MANY_RUNS      the service, or this client in it, has as many runs as it may: retry later
     RESOURCE_EXHAUSTED   TOO_MANY_NODES     the run has as many nodes as it may: retry later
     RESOURCE_EXHAUSTED   TOO_MANY_SUBSCRIBERS  the run has as many watchers as it may: retry later
+    RESOURCE_EXHAUSTED   TOO_MANY_WATCHERS  this client has as many open watches as it may; metadata "limit": retry later
     RESOURCE_EXHAUSTED   TOO_MANY_REQUESTS  this client sends too many requests, or too much on its stream: retry later
     UNAVAILABLE          NOT_OWNER          nothing was done: another replica owns the run (metadata "owner": its
     address), or none can own it (metadata "cause": the reason)
@@ -420,9 +422,10 @@ class RendezvousService(object):
     ABORTED              STREAM_REPLACED    the node opened a newer stream with the same lease
     OUT_OF_RANGE         REVISION_AHEAD     a resume cursor that this server never sent
     OUT_OF_RANGE         EVENTS_COMPACTED   events that old are no longer kept; metadata "oldest_revision"
-    RESOURCE_EXHAUSTED   TOO_MANY_RUNS      the service has as many runs as it may: retry later
+    RESOURCE_EXHAUSTED   TOO_MANY_RUNS      the service, or this client in it, has as many runs as it may: retry later
     RESOURCE_EXHAUSTED   TOO_MANY_NODES     the run has as many nodes as it may: retry later
     RESOURCE_EXHAUSTED   TOO_MANY_SUBSCRIBERS  the run has as many watchers as it may: retry later
+    RESOURCE_EXHAUSTED   TOO_MANY_WATCHERS  this client has as many open watches as it may; metadata "limit": retry later
     RESOURCE_EXHAUSTED   TOO_MANY_REQUESTS  this client sends too many requests, or too much on its stream: retry later
     UNAVAILABLE          NOT_OWNER          nothing was done: another replica owns the run (metadata "owner": its
     address), or none can own it (metadata "cause": the reason)

@@ -104,7 +104,8 @@ class StateServiceStub:
       RESOURCE_EXHAUSTED   TOO_MANY_STATES       no space for one more run; metadata "limit"; retry later
       RESOURCE_EXHAUSTED   STATES_FULL           no space for so many bytes; metadata "limit_bytes"; retry later
       RESOURCE_EXHAUSTED   STATE_BUSY            too many bytes wait to be written; retry later
-      RESOURCE_EXHAUSTED   TOO_MANY_WATCHERS     too many watchers in the service; metadata "limit"; retry later
+      RESOURCE_EXHAUSTED   TOO_MANY_WATCHERS     too many watchers in the service, or of this client; metadata "limit";
+                                                 retry later
       RESOURCE_EXHAUSTED   TOO_MANY_REQUESTS     this client sends too many requests; retry later
       UNAVAILABLE          NOT_OWNER             nothing was done: another replica owns the run, metadata "owner"
       UNAVAILABLE          OWNERSHIP_LOST        the outcome is unknown: another replica took the run over; likewise
@@ -212,7 +213,8 @@ class StateServiceAsyncStub(StateServiceStub):
       RESOURCE_EXHAUSTED   TOO_MANY_STATES       no space for one more run; metadata "limit"; retry later
       RESOURCE_EXHAUSTED   STATES_FULL           no space for so many bytes; metadata "limit_bytes"; retry later
       RESOURCE_EXHAUSTED   STATE_BUSY            too many bytes wait to be written; retry later
-      RESOURCE_EXHAUSTED   TOO_MANY_WATCHERS     too many watchers in the service; metadata "limit"; retry later
+      RESOURCE_EXHAUSTED   TOO_MANY_WATCHERS     too many watchers in the service, or of this client; metadata "limit";
+                                                 retry later
       RESOURCE_EXHAUSTED   TOO_MANY_REQUESTS     this client sends too many requests; retry later
       UNAVAILABLE          NOT_OWNER             nothing was done: another replica owns the run, metadata "owner"
       UNAVAILABLE          OWNERSHIP_LOST        the outcome is unknown: another replica took the run over; likewise
@@ -316,7 +318,8 @@ class StateServiceServicer(metaclass=_abc_1.ABCMeta):
       RESOURCE_EXHAUSTED   TOO_MANY_STATES       no space for one more run; metadata "limit"; retry later
       RESOURCE_EXHAUSTED   STATES_FULL           no space for so many bytes; metadata "limit_bytes"; retry later
       RESOURCE_EXHAUSTED   STATE_BUSY            too many bytes wait to be written; retry later
-      RESOURCE_EXHAUSTED   TOO_MANY_WATCHERS     too many watchers in the service; metadata "limit"; retry later
+      RESOURCE_EXHAUSTED   TOO_MANY_WATCHERS     too many watchers in the service, or of this client; metadata "limit";
+                                                 retry later
       RESOURCE_EXHAUSTED   TOO_MANY_REQUESTS     this client sends too many requests; retry later
       UNAVAILABLE          NOT_OWNER             nothing was done: another replica owns the run, metadata "owner"
       UNAVAILABLE          OWNERSHIP_LOST        the outcome is unknown: another replica took the run over; likewise

@@ -123,7 +123,7 @@ class SetRequest(_message.Message):
 
     @_builtins.property
     def writer(self) -> Global___StoreWriter:
-        """The node that the write is done for; absent: none, and no lease is checked."""
+        """The node that the write is done for, and its lease; required."""
 
     def __init__(
         self,
@@ -248,7 +248,7 @@ class AddRequest(_message.Message):
 
     @_builtins.property
     def writer(self) -> Global___StoreWriter:
-        """The node that the write is done for; absent: none, and no lease is checked."""
+        """The node that the write is done for, and its lease; required."""
 
     def __init__(
         self,
@@ -320,7 +320,7 @@ class AppendRequest(_message.Message):
 
     @_builtins.property
     def writer(self) -> Global___StoreWriter:
-        """The node that the write is done for; absent: none, and no lease is checked."""
+        """The node that the write is done for, and its lease; required."""
 
     def __init__(
         self,
@@ -395,7 +395,7 @@ class CompareSetRequest(_message.Message):
 
     @_builtins.property
     def writer(self) -> Global___StoreWriter:
-        """The node that the write is done for; absent: none, and no lease is checked."""
+        """The node that the write is done for, and its lease; required."""
 
     def __init__(
         self,
@@ -501,7 +501,7 @@ class MultiSetRequest(_message.Message):
 
     @_builtins.property
     def writer(self) -> Global___StoreWriter:
-        """The node that the write is done for; absent: none, and no lease is checked."""
+        """The node that the write is done for, and its lease; required."""
 
     def __init__(
         self,
@@ -735,7 +735,7 @@ class DeleteRequest(_message.Message):
 
     @_builtins.property
     def writer(self) -> Global___StoreWriter:
-        """The node that the write is done for; absent: none, and no lease is checked."""
+        """The node that the write is done for, and its lease; required."""
 
     def __init__(
         self,

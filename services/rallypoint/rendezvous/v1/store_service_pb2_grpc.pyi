@@ -39,10 +39,12 @@ class StoreServiceStub:
     write of a round is durable before the server announces the end of that round. ROUND_OVER is final: stop, and
     start again as a worker of the current round, if you are a participant of it.
 
-    Leases. A write may carry the lease of the node that it is done for (`writer`). Then it takes effect only while
-    the node holds that lease: a node that was lost, evicted or superseded, and has not noticed yet, is refused with
-    LEASE_LOST, and any node of a closed run with RUN_CLOSED. The server checks this when it decides the write, in the
-    order of all writes, also for a repeated write. Both refusals are final for that lease.
+    Leases. Each write carries the lease of the node that it is done for (`writer`), as RendezvousService.Join sent it; a
+    write without one is refused with INVALID_ARGUMENT. It takes effect only while the node holds that lease: a node that
+    was lost, evicted or superseded, and has not noticed yet, is refused with LEASE_LOST, and any node of a closed run with
+    RUN_CLOSED. The server checks this when it decides the write, in the order of all writes, also for a repeated write.
+    Both refusals are final for that lease. So only nodes of the run can write to its store, not an operator. Reads and
+    waits need no lease.
 
     End of a run. Some time after its last node has left (default 2 h) a run is forgotten, with its spaces; from then
     on all requests, including those that wait, end with RUN_NOT_FOUND.
@@ -95,7 +97,8 @@ class StoreServiceStub:
       FAILED_PRECONDITION  OPERATION_SUPERSEDED  the operation's slot has a later operation already
       DEADLINE_EXCEEDED    KEY_WAIT_TIMED_OUT    keys were still missing; metadata "missing_count", "missing"
       RESOURCE_EXHAUSTED   RUN_STORE_FULL        the run has no bytes left: delete keys; metadata "limit_bytes"
-      RESOURCE_EXHAUSTED   STORES_FULL           all runs together have no bytes left: retry later; metadata "limit_bytes"
+      RESOURCE_EXHAUSTED   STORES_FULL           all runs together, or those of a client, have no bytes left: retry later;
+                                                 metadata "limit_bytes"
       RESOURCE_EXHAUSTED   TOO_MANY_KEYS         the run has as many keys as it may: delete some; metadata "limit_keys"
       RESOURCE_EXHAUSTED   ANSWER_TOO_LARGE      the values of a MultiGet do not fit into one reply: request fewer
                                                  keys at once; metadata "fitting": how many of the first keys fit
@@ -165,10 +168,12 @@ class StoreServiceAsyncStub(StoreServiceStub):
     write of a round is durable before the server announces the end of that round. ROUND_OVER is final: stop, and
     start again as a worker of the current round, if you are a participant of it.
 
-    Leases. A write may carry the lease of the node that it is done for (`writer`). Then it takes effect only while
-    the node holds that lease: a node that was lost, evicted or superseded, and has not noticed yet, is refused with
-    LEASE_LOST, and any node of a closed run with RUN_CLOSED. The server checks this when it decides the write, in the
-    order of all writes, also for a repeated write. Both refusals are final for that lease.
+    Leases. Each write carries the lease of the node that it is done for (`writer`), as RendezvousService.Join sent it; a
+    write without one is refused with INVALID_ARGUMENT. It takes effect only while the node holds that lease: a node that
+    was lost, evicted or superseded, and has not noticed yet, is refused with LEASE_LOST, and any node of a closed run with
+    RUN_CLOSED. The server checks this when it decides the write, in the order of all writes, also for a repeated write.
+    Both refusals are final for that lease. So only nodes of the run can write to its store, not an operator. Reads and
+    waits need no lease.
 
     End of a run. Some time after its last node has left (default 2 h) a run is forgotten, with its spaces; from then
     on all requests, including those that wait, end with RUN_NOT_FOUND.
@@ -221,7 +226,8 @@ class StoreServiceAsyncStub(StoreServiceStub):
       FAILED_PRECONDITION  OPERATION_SUPERSEDED  the operation's slot has a later operation already
       DEADLINE_EXCEEDED    KEY_WAIT_TIMED_OUT    keys were still missing; metadata "missing_count", "missing"
       RESOURCE_EXHAUSTED   RUN_STORE_FULL        the run has no bytes left: delete keys; metadata "limit_bytes"
-      RESOURCE_EXHAUSTED   STORES_FULL           all runs together have no bytes left: retry later; metadata "limit_bytes"
+      RESOURCE_EXHAUSTED   STORES_FULL           all runs together, or those of a client, have no bytes left: retry later;
+                                                 metadata "limit_bytes"
       RESOURCE_EXHAUSTED   TOO_MANY_KEYS         the run has as many keys as it may: delete some; metadata "limit_keys"
       RESOURCE_EXHAUSTED   ANSWER_TOO_LARGE      the values of a MultiGet do not fit into one reply: request fewer
                                                  keys at once; metadata "fitting": how many of the first keys fit
@@ -287,10 +293,12 @@ class StoreServiceServicer(metaclass=_abc_1.ABCMeta):
     write of a round is durable before the server announces the end of that round. ROUND_OVER is final: stop, and
     start again as a worker of the current round, if you are a participant of it.
 
-    Leases. A write may carry the lease of the node that it is done for (`writer`). Then it takes effect only while
-    the node holds that lease: a node that was lost, evicted or superseded, and has not noticed yet, is refused with
-    LEASE_LOST, and any node of a closed run with RUN_CLOSED. The server checks this when it decides the write, in the
-    order of all writes, also for a repeated write. Both refusals are final for that lease.
+    Leases. Each write carries the lease of the node that it is done for (`writer`), as RendezvousService.Join sent it; a
+    write without one is refused with INVALID_ARGUMENT. It takes effect only while the node holds that lease: a node that
+    was lost, evicted or superseded, and has not noticed yet, is refused with LEASE_LOST, and any node of a closed run with
+    RUN_CLOSED. The server checks this when it decides the write, in the order of all writes, also for a repeated write.
+    Both refusals are final for that lease. So only nodes of the run can write to its store, not an operator. Reads and
+    waits need no lease.
 
     End of a run. Some time after its last node has left (default 2 h) a run is forgotten, with its spaces; from then
     on all requests, including those that wait, end with RUN_NOT_FOUND.
@@ -343,7 +351,8 @@ class StoreServiceServicer(metaclass=_abc_1.ABCMeta):
       FAILED_PRECONDITION  OPERATION_SUPERSEDED  the operation's slot has a later operation already
       DEADLINE_EXCEEDED    KEY_WAIT_TIMED_OUT    keys were still missing; metadata "missing_count", "missing"
       RESOURCE_EXHAUSTED   RUN_STORE_FULL        the run has no bytes left: delete keys; metadata "limit_bytes"
-      RESOURCE_EXHAUSTED   STORES_FULL           all runs together have no bytes left: retry later; metadata "limit_bytes"
+      RESOURCE_EXHAUSTED   STORES_FULL           all runs together, or those of a client, have no bytes left: retry later;
+                                                 metadata "limit_bytes"
       RESOURCE_EXHAUSTED   TOO_MANY_KEYS         the run has as many keys as it may: delete some; metadata "limit_keys"
       RESOURCE_EXHAUSTED   ANSWER_TOO_LARGE      the values of a MultiGet do not fit into one reply: request fewer
                                                  keys at once; metadata "fitting": how many of the first keys fit
