@@ -218,8 +218,8 @@ def test_lines() -> Figure:
 
 RULES = (
     Rule("hand-written product files", files, 268, 220),
-    Rule("product lines", lines, 55_200, 43_500),
-    Rule("product code lines", code_lines, 35_900, 28_500),
+    Rule("product lines", lines, 55_400, 43_500),
+    Rule("product code lines", code_lines, 36_000, 28_500),
     Rule("median file, lines (at least)", median_file, 218, 200, at_least=True),
     Rule("files under 60 lines", small_files, 9, 12),
     Rule("modules with one importer and under 100 lines", single_importers, 4, 10),

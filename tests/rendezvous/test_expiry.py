@@ -266,9 +266,9 @@ async def test_cursors_of_its_earlier_life_still_grow(stage: Stage) -> None:
     watcher = await stage.engine.watch(RUN, last.revision)
     told = await watcher.take()
     assert told is not None
-    assert told.revision > last.revision
+    assert told.run.revision > last.revision
     with pytest.raises(RevisionAhead):
-        await stage.engine.watch(RUN, told.revision + 1)
+        await stage.engine.watch(RUN, told.run.revision + 1)
 
 
 async def test_numbers_outlive_the_server_too(stage: Stage) -> None:

@@ -76,9 +76,9 @@ async def test_watchers_of_one_run_are_no_business_of_another(stage: Stage) -> N
     before = stage.journal.commits
     await stage.join("b")
     assert stage.journal.commits - before == 1
-    run = await watcher.take()
-    assert run is not None
-    assert run.node_count == 2
+    published = await watcher.take()
+    assert published is not None
+    assert published.run.node_count == 2
     assert len(watchers) == 50
 
 

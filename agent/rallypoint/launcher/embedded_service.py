@@ -145,7 +145,7 @@ async def _until_closed(engine: RendezvousEngine, run_id: str, signals: Sequence
 
     async def watch() -> None:
         states = await engine.watch(run_id, 0)
-        while (run := await states.take()) is not None and run.phase != pb.PHASE_CLOSED:
+        while (published := await states.take()) is not None and published.run.phase != pb.PHASE_CLOSED:
             pass
 
     watching = asyncio.ensure_future(watch())

@@ -201,6 +201,43 @@ async def bounded(awaitable: Awaitable[_T], seconds: float) -> _T:
         wait.task = None
 
 
+# ---- Many tasks that have something to do at the same time.
+
+
+class IterationBudget:
+    """Lets a few tasks go on in each iteration of the event loop, in the order in which they came.
+
+    If a change wakes hundreds of tasks, all of them run in the next iteration, and everything else waits for the sum.
+    """
+
+    def __init__(self, per_iteration: int) -> None:
+        """`per_iteration`: tasks that go on in an iteration; at least 1."""
+        self._per_iteration = self._left = per_iteration
+        self._waiting: deque[asyncio.Future[None]] = deque()
+
+    async def take(self) -> None:
+        """Return in this iteration, if fewer tasks have gone on in it, else in a later one."""
+        loop = asyncio.get_running_loop()
+        if self._left == self._per_iteration:
+            loop.call_soon(self._begin_iteration, loop)
+        if self._left:
+            self._left -= 1
+            return
+        turn = loop.create_future()
+        self._waiting.append(turn)
+        await turn
+
+    def _begin_iteration(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._left = self._per_iteration
+        while self._waiting and self._left:
+            turn = self._waiting.popleft()
+            if not turn.done():  # its task was cancelled
+                turn.set_result(None)
+                self._left -= 1
+        if self._left < self._per_iteration:
+            loop.call_soon(self._begin_iteration, loop)
+
+
 # ---- First messages of streams: the wait has a limit, and ends when the server drains.
 
 

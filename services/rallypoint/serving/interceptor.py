@@ -333,7 +333,7 @@ def _wrap(calls: CallInterceptor, method: str, handler: Handler) -> Handler:
     if inspect.isasyncgenfunction(behaviour):
         return make(_generator(calls, method, behaviour, before, encode_, watches=watches), on_stream, None)
     return make(
-        _writer(calls, method, behaviour, before, watches=watches), on_stream, handler.response_serializer
+        _writer(calls, method, behaviour, before, watches=watches), on_stream, _unless_encoded(encode_)
     )
 
 
@@ -389,6 +389,11 @@ def _writer(
             await behaviour(call.permitted(before(request)), context)
 
     return let_it_write
+
+
+def _unless_encoded(encode_: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return an encoder that leaves bytes as they are: a message to many subscribers is encoded once."""
+    return lambda message: message if type(message) is bytes else encode_(message)
 
 
 def _checked(method: str, decode: Callable[[bytes], Any]) -> Callable[[bytes], Any]:

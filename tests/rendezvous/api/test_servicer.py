@@ -671,7 +671,7 @@ async def test_a_watcher_that_never_reads_is_ended(served: Served, monkeypatch: 
     stub = served.stub()
     stuck = stub.WatchRun(pb.WatchRunRequest(run_id=RUN), timeout=PATIENCE)
     await stuck.read()
-    watchers = served.stage.engine._runs[RUN].watchers
+    watchers = served.stage.engine._runs[RUN].watchers.slots
     for member in members[100:]:
         if not watchers:
             break

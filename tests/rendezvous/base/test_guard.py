@@ -118,8 +118,8 @@ async def test_watchers_are_told_nothing() -> None:
         run = scene.shard.engine._runs[RUN]
         for lost in (OSError("the session is lost"), None):
             scene.lost = lost
-            run._published_revision = (
-                0  # as if it were a large run, which is told to watchers only now and then
+            run.watchers._published = (
+                None  # as if it were a large run, which is told to watchers only now and then
             )
             scene.shard.engine._schedule.put(RUN, scene.now)
             (reading,) = await begun(scene.shard.engine.get_run(RUN))

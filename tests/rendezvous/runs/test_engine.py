@@ -67,7 +67,7 @@ async def test_nothing_is_told_or_read_before_it_is_durable(stage: Stage) -> Non
     second, update, told, run, runs, _ = await asyncio.gather(*tasks)
     assert second.lease.lease == 3
     assert seen is not None
-    assert seen.revision < told.revision == update.revision == run.revision == runs[0].revision == 4
+    assert seen.run.revision < told.run.revision == update.revision == run.revision == runs[0].revision == 4
     assert update.phase == (await taken(second)).phase == pb.PHASE_FROZEN
     assert stage.engine.writable_round(RUN) == 1
 
@@ -435,7 +435,7 @@ async def test_a_watcher_that_goes_away_while_it_subscribes_is_dropped(stage: St
     if not going.done():
         going.cancel()
         await idle()
-        assert stage.engine._runs[RUN].watchers == {stays}
+        assert stage.engine._runs[RUN].watchers.slots == {stays}
 
 
 async def test_members_may_speak_while_their_loss_is_being_committed(stage: Stage) -> None:
@@ -762,9 +762,10 @@ async def test_a_watcher_sees_the_present_and_then_the_latest(stage: Stage) -> N
     seen.append(await watcher.take())
     await stage.engine.close_run(RUN, "enough")
     seen.append(await watcher.take())
-    revisions = [run.revision for run in seen if run is not None]
+    runs = [published.run for published in seen if published is not None]
+    revisions = [run.revision for run in runs]
     assert revisions == sorted(set(revisions))
-    assert [run.node_count for run in seen if run is not None] == [1, 4, 0]
+    assert [run.node_count for run in runs] == [1, 4, 0]
     assert await watcher.take() is None
 
 
@@ -776,9 +777,9 @@ async def test_a_watcher_that_comes_back_is_not_told_again_what_it_saw(stage: St
     (waiting,) = await begun(watcher.take())
     assert not waiting.done()
     await stage.join("b")
-    run = await waiting
-    assert run is not None
-    assert run.revision > revision
+    published = await waiting
+    assert published is not None
+    assert published.run.revision > revision
     await stage.engine.close_run(RUN, "enough")
     last = (await stage.engine.get_run(RUN)).revision
     assert await (await stage.engine.watch(RUN, last)).take() is None

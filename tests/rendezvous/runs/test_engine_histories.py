@@ -24,8 +24,7 @@ from rallypoint.rendezvous.core.state import RankPolicy, ReportedFailure, ScaleU
 from rallypoint.rendezvous.journal.journal import Record
 from rallypoint.rendezvous.runs import run as hosted_run
 from rallypoint.rendezvous.runs.codec import decode_record
-from rallypoint.rendezvous.runs.run import Member
-from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
+from rallypoint.rendezvous.runs.run import Member, PublishedRun
 from rallypoint.rendezvous.v1.journal_pb2 import JournalRecord
 from rendezvous.engine_fixtures import Stage, idle, staged
 from support.waiting import PATIENCE
@@ -55,7 +54,7 @@ class Story:
         }
         self.stage = Stage(limits=LIMITS, **self.settings)
         self.members: list[Member] = []
-        self.watchers: list[tuple[str, LatestValue[pb.Run], int]] = []
+        self.watchers: list[tuple[str, LatestValue[PublishedRun], int]] = []
         self.tasks: list[asyncio.Task[None]] = []
         self.refused = 0
         # The latest number of each kind that anybody was told, per run.
@@ -211,17 +210,17 @@ class Story:
         assert stands or member.updates.ended, "a stream that nobody feeds and nobody ends"
 
     async def caught_up(
-        self, run_id: str, slot: LatestValue[pb.Run], seen: int
-    ) -> tuple[str, LatestValue[pb.Run], int]:
+        self, run_id: str, slot: LatestValue[PublishedRun], seen: int
+    ) -> tuple[str, LatestValue[PublishedRun], int]:
         """What a watcher was told is newer than what it saw, and the last of it what there is."""
         if slot._value is not None:
             told = slot._value
-            assert told.revision > seen, "a watcher was told the same twice"
-            seen = (await slot.take() or told).revision
+            assert told.run.revision > seen, "a watcher was told the same twice"
+            seen = (await slot.take() or told).run.revision
         run = self.stage.engine._runs.get(run_id)
         if not slot.ended:
             assert run is not None, "a watcher of nothing"
-            assert seen == run.state.revision or run._publish_at > self.stage.now
+            assert seen == run.state.revision or run.watchers.deadline(run.state) > self.stage.now
         return run_id, slot, seen
 
     async def play(self) -> None:
@@ -262,8 +261,8 @@ class Story:
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is done for large and for old runs only is done for these."""
-    monkeypatch.setattr(hosted_run, "_SMALL_RUN", 2)
-    monkeypatch.setattr(hosted_run, "_PACE_PER_NODE", 0.1)
+    monkeypatch.setattr(hosted_run, "_BUILD", 0.01)
+    monkeypatch.setattr(hosted_run, "_CHEAP", 0.03)
     monkeypatch.setattr(hosted_run, "_RECORDS_PER_CHECKPOINT", 12)
     monkeypatch.setattr(hosted_run, "_RECORDS_PER_NODE", 1)
 

@@ -21,7 +21,7 @@ from rallypoint.rendezvous.shard.reader import RunsReader
 from rallypoint.rendezvous.v1 import journal_pb2
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rpc.errors import invalid
-from rallypoint.serving.flow import Subscriber
+from rallypoint.serving.flow import IterationBudget, Subscriber
 from rallypoint.serving.requests import count, name, page_position, page_token
 
 # Records examined before the event loop runs other tasks: one or two milliseconds of work.
@@ -163,10 +163,19 @@ _MOST_UNREPORTED = 1_000
 class EventServicer:
     """The event calls of RendezvousService, for the runs that a locator finds."""
 
-    def __init__(self, locator: RunLocator, check_not_draining: Callable[[], None]) -> None:
-        """Serve the runs of `locator`; `check_not_draining` raises once the server drains."""
+    def __init__(
+        self, locator: RunLocator, check_not_draining: Callable[[], None], watchers_turn: IterationBudget
+    ) -> None:
+        """Serve the runs of `locator`.
+
+        Args:
+            locator: Finds the runs.
+            check_not_draining: Raises once the server drains.
+            watchers_turn: A watcher waits for it before it reads new events.
+        """
         self._locator = locator
         self._check_not_draining = check_not_draining
+        self._watchers_turn = watchers_turn
         self._turn = asyncio.Lock()
 
     async def list(self, request: pb.ListEventsRequest) -> pb.ListEventsResponse:
@@ -252,6 +261,7 @@ class EventServicer:
     ) -> None:
         first, reported = True, 0
         while (latest := await revisions.take()) is not None:
+            await self._watchers_turn.take()
             while first or reader.cursor < latest:
                 self._check_not_draining()
                 engine.check_streams(run_id)

@@ -30,13 +30,22 @@ from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
 from rallypoint.rpc.errors import invalid
 from rallypoint.rpc.text import one_line
 from rallypoint.serving.access import Caller, caller_of
-from rallypoint.serving.flow import WRITE_TIMEOUT, ServerDraining, Subscriber, UnopenedStreams
+from rallypoint.serving.flow import (
+    WRITE_TIMEOUT,
+    IterationBudget,
+    ServerDraining,
+    Subscriber,
+    UnopenedStreams,
+)
 from rallypoint.serving.requests import NAME_BYTES, SENTENCE_BYTES, count, name, reason, text
 
 # Seconds that a stream has for its first message.
 _FIRST_MESSAGE_TIMEOUT = 10.0
 
 _MOST_PORT = 65_535
+
+# Messages to watchers that begin in an iteration of the event loop: some 2 ms of work.
+_WATCHERS_PER_ITERATION = 16
 
 
 class RendezvousServicer(pb_grpc.RendezvousServiceServicer):
@@ -54,7 +63,9 @@ class RendezvousServicer(pb_grpc.RendezvousServiceServicer):
         self._write_timeout = write_timeout
         self._draining = False
         self._unopened = UnopenedStreams(_FIRST_MESSAGE_TIMEOUT)
-        self._events = EventServicer(locator, self._check_not_draining)
+        # Watchers wait for each other, so that nodes do not wait for hundreds of them.
+        self._watchers_turn = IterationBudget(_WATCHERS_PER_ITERATION)
+        self._events = EventServicer(locator, self._check_not_draining, self._watchers_turn)
 
     async def drain(self) -> None:
         """Send every stream that the server drains, and accept no more."""
@@ -161,8 +172,9 @@ class RendezvousServicer(pb_grpc.RendezvousServiceServicer):
         self._end_if_draining(states)
         watcher = Subscriber(context, self._write_timeout)
         try:
-            while (run := await states.take()) is not None:
-                await watcher.send(pb.WatchRunResponse(run=run))
+            while (published := await states.take()) is not None:
+                await self._watchers_turn.take()
+                await watcher.send(published.response)
         finally:
             engine.unwatch(request.run_id, states)
 

@@ -195,8 +195,8 @@ def misses_participant(state: RunState) -> bool:
 def await_signs_of_life(state: RunState) -> None:
     """Have the failed round wait for a sign of life of each participant that has not reported a failure.
 
-    It waits anew when the participants are informed of the failure, which they answer at once. A message that is read
-    before that, for example right after a pause of the server, may be one of a lost host that had waited.
+    It begins to wait again when the participants are informed of the failure, which they answer at once. A message that
+    is read before that, for example right after a pause of the server, may be one of a lost host that had waited.
     """
     state.silent = participants(state) - {each.node_id for each in state.failed_workers}
 

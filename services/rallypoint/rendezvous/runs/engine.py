@@ -19,6 +19,7 @@ from rallypoint.rendezvous.runs.history import History
 from rallypoint.rendezvous.runs.run import (
     HostedRun,
     Member,
+    PublishedRun,
     StoppedRun,
     node_update,
     run_message,
@@ -187,26 +188,26 @@ class RendezvousEngine(DurableRuns, WriteAdmission):
 
         return await self._submit(lambda _: view(states()))
 
-    async def watch(self, run_id: str, revision: int) -> LatestValue[pb.Run]:
-        """Return a value that gets the run's state: now, if it is past `revision`, and after every change."""
+    async def watch(self, run_id: str, revision: int) -> LatestValue[PublishedRun]:
+        """Return a value that gets the run's states after `revision`; see RunWatchers."""
 
-        def subscribe(_: Sequence[facts.Fact]) -> LatestValue[pb.Run]:
+        def subscribe(_: Sequence[facts.Fact]) -> LatestValue[PublishedRun]:
             run = self._run(run_id)
             check_revision(run.state, revision)
             self._check_subscribers(run)
-            slot: LatestValue[pb.Run] = LatestValue()
-            run.add_watcher(slot, revision)
+            slot: LatestValue[PublishedRun] = LatestValue()
+            run.watchers.add(slot, revision, run.state, self._now())
             if run.ended:
                 slot.end()
-                run.watchers.discard(slot)
+                run.watchers.slots.discard(slot)
             return slot
 
         return await self._submit(subscribe, run_id, undo=partial(self.unwatch, run_id))
 
-    def unwatch(self, run_id: str, slot: LatestValue[pb.Run]) -> None:
+    def unwatch(self, run_id: str, slot: LatestValue[PublishedRun]) -> None:
         """Drop a watcher."""
         if (run := self._runs.get(run_id)) is not None:
-            run.watchers.discard(slot)
+            run.watchers.slots.discard(slot)
 
     @property
     def run_count(self) -> int:

@@ -219,10 +219,91 @@ def _node_state(state: RunState, node_id: str) -> pb.NodeState.ValueType:
 # and a recovery replays at most these.
 _RECORDS_PER_CHECKPOINT = 1_000
 _RECORDS_PER_NODE = 4
-# Watchers of a large run get it at most once in this many seconds per node: building the message takes about a tenth
-# of that, so watching costs no more than a tenth of the server. Watchers of a small run get every change.
-_PACE_PER_NODE = 50e-6
-_SMALL_RUN = 256
+
+
+# ---- Watchers of a run.
+
+
+# Seconds that it takes to build the message, per node, and to send it, per watcher.
+_BUILD = 5e-6
+_SEND = 100e-6
+# A state that costs more than this is published for at most a tenth of the time; a cheaper one at each change.
+_CHEAP = 2e-3
+_SHARE = 0.1
+
+
+class PublishedRun:
+    """A state of a run, encoded once for all its watchers."""
+
+    __slots__ = ("_response", "run")
+
+    def __init__(self, run: pb.Run) -> None:
+        self.run = run
+        self._response: bytes | None = None
+
+    @property
+    def response(self) -> bytes:
+        """The WatchRunResponse, encoded."""
+        if self._response is None:
+            self._response = pb.WatchRunResponse(run=self.run).SerializeToString()
+        return self._response
+
+
+class RunWatchers:
+    """The watchers of a run. Each gets the state that was published last, and then those that follow.
+
+    A large run, and one with many watchers, is published at intervals only.
+    """
+
+    __slots__ = ("_again_at", "_published", "slots")
+
+    def __init__(self) -> None:
+        """Begin without a watcher."""
+        self.slots: set[LatestValue[PublishedRun]] = set()
+        self._published: PublishedRun | None = None
+        self._again_at = -math.inf
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+    def deadline(self, state: RunState) -> float:
+        """Return the time at which a newer state may be published; infinity: there is none, or no watcher."""
+        return self._again_at if self.slots and self._is_behind(state) else math.inf
+
+    def add(self, watcher: LatestValue[PublishedRun], seen: int, state: RunState, now: float) -> None:
+        """Add a watcher that has seen a revision; it gets the published state at once, if that is newer."""
+        published = self._published
+        if published is None or (published.run.revision < state.revision and now >= self._again_at):
+            published = self._publish(state, now)
+        if published.run.revision > seen:
+            watcher.put(published)
+        self.slots.add(watcher)
+
+    def publish(self, state: RunState, now: float, *, is_last: bool) -> None:
+        """Publish a changed state, unless it is too early; the last one is never too early, and ends the streams."""
+        if self._is_behind(state) and (now >= self._again_at or is_last):
+            if self.slots:
+                self._publish(state, now)
+            else:
+                self._published = None  # it may be large
+        if is_last:
+            for watcher in self.slots:
+                watcher.end()
+            self.slots.clear()
+
+    def _is_behind(self, state: RunState) -> bool:
+        return self._published is None or self._published.run.revision < state.revision
+
+    def _publish(self, state: RunState, now: float) -> PublishedRun:
+        self._published = published = PublishedRun(run_message(state, end=NODES_PER_MESSAGE))
+        for watcher in self.slots:
+            watcher.put(published)
+        cost = _BUILD * len(state.nodes) + _SEND * len(self.slots)
+        self._again_at = now + cost / _SHARE if cost > _CHEAP else -math.inf
+        return published
+
+
+# ---- A run.
 
 
 @dataclass(eq=False, slots=True)
@@ -251,11 +332,8 @@ class HostedRun:
     # (node, lease) of resume requests under way, with the number of streams that request it.
     returning: Counter[tuple[str, int]] = field(default_factory=Counter)
     pending_joins: PendingJoins = field(default_factory=PendingJoins)
-    watchers: set[LatestValue[pb.Run]] = field(default_factory=set)
+    watchers: RunWatchers = field(default_factory=RunWatchers)
     followers: set[LatestValue[int]] = field(default_factory=set)
-    # The revision last published to watchers, and the earliest time of the next one.
-    _published_revision: int = 0
-    _publish_at: float = -math.inf
     # The revision last published to followers.
     _followed: int = 0
     # True once members got an update that the round settles; sent once only, since failures may come by the thousand.
@@ -269,9 +347,11 @@ class HostedRun:
 
     def next_deadline(self, time_to_live: float) -> float | None:
         """The time at which to look at the run again if nothing happens to it; None: never."""
-        deadline = min(next_deadline(self.state) or math.inf, self.expires(time_to_live))
-        if self.watchers and self._published_revision < self.state.revision:
-            deadline = min(deadline, self._publish_at)
+        deadline = min(
+            next_deadline(self.state) or math.inf,
+            self.expires(time_to_live),
+            self.watchers.deadline(self.state),
+        )
         return None if deadline == math.inf else deadline
 
     def wants_checkpoint(self) -> bool:
@@ -346,50 +426,22 @@ class HostedRun:
                 member.updates.end()
             self.members.clear()
 
-    def add_watcher(self, watcher: LatestValue[pb.Run], revision: int) -> None:
-        """Add a watcher that has seen `revision`; it gets the state at once if there is a newer one."""
-        due = [*self.watchers] if self._published_revision < self.state.revision else []
-        if self.state.revision > revision:
-            due.append(watcher)
-        if due:
-            message = run_message(self.state, end=NODES_PER_MESSAGE)
-            for each in due:
-                each.put(message)
-        self._published_revision = self.state.revision
-        self.watchers.add(watcher)
-
     def publish_to_watchers(self, now: float) -> None:
-        """Send every watcher the changes, and end their streams once the run is closed.
-
-        A large run that changes quickly is sent at intervals only; its deadline triggers the rest.
-        """
+        """Send watchers and followers the changes, and end their streams once the run is closed."""
         if self._followed < self.history.latest:
             self._followed = self.history.latest
             for follower in self.followers:
                 follower.put(self._followed)
-        if (
-            self.watchers
-            and self._published_revision < self.state.revision
-            and (now >= self._publish_at or self.ended)
-        ):
-            message = run_message(self.state, end=NODES_PER_MESSAGE)
-            for watcher in self.watchers:
-                watcher.put(message)
-            self._published_revision = self.state.revision
-            nodes = len(self.state.nodes)
-            self._publish_at = now + _PACE_PER_NODE * nodes if nodes > _SMALL_RUN else -math.inf
+        self.watchers.publish(self.state, now, is_last=self.ended)
         if self.ended:
-            for watcher in self.watchers:
-                watcher.end()
             for follower in self.followers:
                 follower.end()
-            self.watchers.clear()
             self.followers.clear()
 
     def slots(self) -> Iterator[LatestValue[Any]]:
         """All values through which streams of this run are updated and ended."""
         yield from (member.updates for member in self.members.values())
-        yield from self.watchers
+        yield from self.watchers.slots
         yield from self.followers
 
 
