@@ -36,6 +36,10 @@ protos: $(VENV)/.ready $(GENERATOR)/.ready ## generate the Python code of protos
 	PATH=$(CURDIR)/$(GENERATOR)/bin:$$PATH .ci/generate-protos services etcd rendezvous timer
 	PATH=$(CURDIR)/$(GENERATOR)/bin:$$PATH .ci/generate-protos agent agent
 
+.PHONY: stubs
+stubs: $(VENV)/.ready ## clients of protos/ in other languages, in build/stubs; compiles C++, Go, Java, TypeScript
+	.ci/make-stubs
+
 .PHONY: run demo
 run: $(VENV)/.ready ## train on digits: two services and two agents of two workers each, to the end
 	$(BIN)/python examples/run_digits.py

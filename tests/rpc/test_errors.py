@@ -33,6 +33,16 @@ def test_an_error_survives_the_wire_whole() -> None:
     assert str(got) == "node n1 joined again; this lease is over"
 
 
+def test_the_reason_and_the_delay_are_trailers_for_people() -> None:
+    """As text, beside the details, which tools print as base64."""
+    trailers = dict(encode(invalid("a", "b")).trailing_metadata)
+    assert trailers.keys() == {"grpc-status-details-bin", "rallypoint-reason"}
+    assert trailers["rallypoint-reason"] == "INVALID_ARGUMENT"
+    busy = ServiceError(grpc.StatusCode.RESOURCE_EXHAUSTED, "STORE_\tBÜSY\n", "later", retry_after=2)
+    trailers = dict(encode(busy).trailing_metadata)
+    assert (trailers["rallypoint-reason"], trailers["rallypoint-retry-after"]) == ("STORE_?B?SY?", "2.000")
+
+
 def test_the_wire_names_the_domain() -> None:
     status = rpc_status.from_call(over_the_wire(invalid("min_nodes", "is 0, expected at least 1")))
     info = error_details_pb2.ErrorInfo()

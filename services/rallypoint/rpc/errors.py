@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import cast
@@ -102,8 +103,14 @@ def invalid(field: str, description: str) -> ServiceError:
     )
 
 
+# Trailers for people who call with grpcurl or buf: their tools print the details as base64.
+REASON_TRAILER = "rallypoint-reason"
+RETRY_AFTER_TRAILER = "rallypoint-retry-after"
+
+
 def encode(error: ServiceError) -> grpc.Status:
-    """Return the error as gRPC sends it: code, message, and a `google.rpc.Status` in the trailing metadata."""
+    """Return the error as gRPC sends it: code, message, and in the trailing metadata a `google.rpc.Status`, with its
+    reason and RetryInfo once more as text."""
     status = status_pb2.Status(code=error.code.value[0], message=clip(error.message, _MESSAGE_BYTES, "…"))
     if error.retry_after is not None:
         retry = error_details_pb2.RetryInfo()
@@ -130,7 +137,11 @@ def encode(error: ServiceError) -> grpc.Status:
     status.details.add().Pack(info)
     if bad.field_violations:
         status.details.add().Pack(bad)
-    return cast(grpc.Status, rpc_status.to_status(status))
+    encoded = rpc_status.to_status(status)
+    trailers = [*encoded.trailing_metadata, (REASON_TRAILER, re.sub("[^ -~]", "?", info.reason))]
+    if error.retry_after is not None:
+        trailers.append((RETRY_AFTER_TRAILER, f"{error.retry_after:.3f}"))
+    return cast(grpc.Status, encoded._replace(trailing_metadata=tuple(trailers)))
 
 
 def decode(error: grpc.aio.AioRpcError) -> ServiceError:

@@ -18,7 +18,7 @@ from functools import cache
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
-from grpc_reflection.v1alpha import reflection  # type: ignore[import-untyped]
+from grpc_reflection.v1alpha import reflection, reflection_pb2  # type: ignore[import-untyped]
 
 from rallypoint.rpc.channel import MAX_MESSAGE_BYTES
 from rallypoint.rpc.endpoint import (
@@ -268,7 +268,7 @@ class Server:
             health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
             names.append(health.SERVICE_NAME)
         if self._options.reflection:
-            reflection.enable_server_reflection([*names, reflection.SERVICE_NAME], server)
+            _enable_reflection([*names, reflection.SERVICE_NAME, _REFLECTION_V1], server)
 
     async def set_ready(self, ready: bool) -> None:
         """Report by health that the services can do their work, or not: load balancers then send calls, or do not.
@@ -394,6 +394,21 @@ class Server:
         _, open_still = await asyncio.wait({closing}, timeout=_OVERDUE + (grace or 0))
         if open_still:
             log.error("gRPC does not stop; continuing without it", open_calls=self._calls.open_calls)
+
+
+_REFLECTION_V1 = "grpc.reflection.v1.ServerReflection"
+
+
+def _enable_reflection(names: Sequence[str], server: grpc.aio.Server) -> None:
+    """Serve reflection v1alpha, which is all that grpcio-reflection has, and v1: their messages are the same."""
+    reflection.enable_server_reflection(names, server)
+    handler = grpc.stream_stream_rpc_method_handler(
+        reflection.aio.ReflectionServicer(names).ServerReflectionInfo,
+        request_deserializer=reflection_pb2.ServerReflectionRequest.FromString,
+        response_serializer=reflection_pb2.ServerReflectionResponse.SerializeToString,
+    )
+    methods = {"ServerReflectionInfo": handler}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_REFLECTION_V1, methods),))
 
 
 def _tune_interpreter() -> None:

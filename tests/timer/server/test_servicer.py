@@ -135,7 +135,7 @@ async def test_many_actions_in_one_call(quick: Service) -> None:
                 pb.TimerAction(release=pb.Release(worker_id="w", scope="s0")),
                 pb.TimerAction(release=pb.Release(worker_id="", scope="s0")),
                 pb.TimerAction(release=pb.Release(worker_id="w", scope="unknown")),
-                pb.TimerAction(clear=pb.Clear(worker_id="x" * 300)),
+                pb.TimerAction(clear=pb.ClearWorker(worker_id="x" * 300)),
                 timer("s5", elapsed=to_duration(20)),
                 timer("s6"),
                 timer("s7"),
@@ -155,7 +155,7 @@ async def test_many_actions_in_one_call(quick: Service) -> None:
     listed = {timer.scope: timer for timer in (await stub.ListTimers(pb.ListTimersRequest())).timers}
     assert sorted(listed) == ["s5", "s6", "s7"]
     assert listed["s5"].remaining.seconds < 40
-    cleared = pb.TimerAction(clear=pb.Clear(worker_id="w"))
+    cleared = pb.TimerAction(clear=pb.ClearWorker(worker_id="w"))
     request = pb.RegisterTimersRequest(run_id="run", node_id="a", actions=[cleared])
     assert not (await stub.RegisterTimers(request)).refused
     assert len(quick.watchdog.table) == 0
@@ -167,8 +167,8 @@ async def test_many_actions_in_one_call(quick: Service) -> None:
         ("run_id", {"run_id": ""}),
         ("node_id", {"node_id": "x" * 257}),
         ("lease", {"lease": -1}),
-        ("actions", {"actions": [pb.TimerAction(clear=pb.Clear(worker_id="w"))] * (MAX_ACTIONS + 1)}),
-        ("actions[1]", {"actions": [pb.TimerAction(clear=pb.Clear(worker_id="w")), pb.TimerAction()]}),
+        ("actions", {"actions": [pb.TimerAction(clear=pb.ClearWorker(worker_id="w"))] * (MAX_ACTIONS + 1)}),
+        ("actions[1]", {"actions": [pb.TimerAction(clear=pb.ClearWorker(worker_id="w")), pb.TimerAction()]}),
     ],
 )
 async def test_a_malformed_call_takes_none_of_its_actions(

@@ -50,9 +50,9 @@ async def test_what_is_released_or_cleared_does_not_run_out(quick: Service) -> N
         acquire("released", 0.2, 1),
         act(release=pb.Release(worker_id="0@1", scope="released")),
         acquire("cleared", 0.2, 2),
-        act(clear=pb.Clear(worker_id="0@1")),
+        act(clear=pb.ClearWorker(worker_id="0@1")),
         act(release=pb.Release(worker_id="0@1", scope="unknown")),
-        act(clear=pb.Clear(worker_id="unknown")),
+        act(clear=pb.ClearWorker(worker_id="unknown")),
         act(acknowledge=pb.Acknowledge(expiry_id=99)),
         acquire("left", 0.3, 3),
     )

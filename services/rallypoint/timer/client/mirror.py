@@ -345,7 +345,7 @@ def action_of(change: Change) -> pb.SuperviseAction:
         case End():
             return pb.SuperviseAction(release=pb.Release(worker_id=change.worker_id, scope=change.scope))
         case EndAll():
-            return pb.SuperviseAction(clear=pb.Clear(worker_id=change.worker_id))
+            return pb.SuperviseAction(clear=pb.ClearWorker(worker_id=change.worker_id))
         case Acknowledge():
             return pb.SuperviseAction(acknowledge=pb.Acknowledge(expiry_id=change.expiry_id))
         case Completions():

@@ -104,7 +104,7 @@ class SuperviseAction(_message.Message):
         """A worker ended a timer."""
 
     @_builtins.property
-    def clear(self) -> Global___Clear:
+    def clear(self) -> Global___ClearWorker:
         """A worker no longer exists, nor do its timers."""
 
     @_builtins.property
@@ -135,7 +135,7 @@ class SuperviseAction(_message.Message):
         subscribe: Global___Subscribe | None = ...,
         acquire: Global___Acquire | None = ...,
         release: Global___Release | None = ...,
-        clear: Global___Clear | None = ...,
+        clear: Global___ClearWorker | None = ...,
         acknowledge: Global___Acknowledge | None = ...,
         registered: Global___Registered | None = ...,
         observe: Global___Observe | None = ...,
@@ -401,8 +401,8 @@ class Progress(_message.Message):
 Global___Progress: _TypeAlias = Progress  # noqa: Y015
 
 @_typing.final
-class Clear(_message.Message):
-    """Clear ends all timers of a worker, withdraws its expiries, and forgets its progress. A worker without timers
+class ClearWorker(_message.Message):
+    """ClearWorker ends all timers of a worker, withdraws its expiries, and forgets its progress. A worker without timers
     is no error.
     """
 
@@ -422,7 +422,7 @@ class Clear(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Clear: _TypeAlias = Clear  # noqa: Y015
+Global___ClearWorker: _TypeAlias = ClearWorker  # noqa: Y015
 
 @_typing.final
 class Acknowledge(_message.Message):
@@ -955,7 +955,7 @@ class TimerAction(_message.Message):
         """End a timer."""
 
     @_builtins.property
-    def clear(self) -> Global___Clear:
+    def clear(self) -> Global___ClearWorker:
         """End all timers of a worker."""
 
     def __init__(
@@ -963,7 +963,7 @@ class TimerAction(_message.Message):
         *,
         acquire: Global___Acquire | None = ...,
         release: Global___Release | None = ...,
-        clear: Global___Clear | None = ...,
+        clear: Global___ClearWorker | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["acquire", b"acquire", "action", b"action", "clear", b"clear", "release", b"release"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
