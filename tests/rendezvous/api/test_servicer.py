@@ -699,7 +699,9 @@ async def test_a_draining_server_says_so_and_ends_every_stream(served: Served) -
         response = await node.hear()
         assert response.HasField("draining")
         assert response.draining.revision == revision
-        assert await node.ended() is None
+        ended = await node.ended()
+        assert ended is not None, "a client takes OK for the end of its membership"
+        assert (ended.code, ended.reason) == (Code.UNAVAILABLE, "DRAINING")
     error = await refused(watching.read())
     assert (error.code, error.reason) == (Code.UNAVAILABLE, "DRAINING")
     # One that arrives as the server closes is cancelled by gRPC itself: to clients the two mean the same.
@@ -725,7 +727,9 @@ async def test_a_stream_that_opens_while_the_server_drains_ends_with_the_others(
     assert (await late.admission()).lease > 0
     while not (response := await late.hear()).HasField("draining"):
         assert response.HasField("update")
-    assert await late.ended() is None
+    ended = await late.ended()
+    assert ended is not None
+    assert ended.reason == "DRAINING"
     await draining
 
 

@@ -257,10 +257,9 @@ async def test_a_server_that_drains_ends_the_streams_of_all_its_shards(served: S
                 await served.runs.ListRuns(pb.ListRunsRequest())
     await served.server.drain(grace=PATIENCE)
     for stream in streams:
-        told = []
-        while (message := await stream.read()) is not grpc.aio.EOF:
-            told.append(message)
-        assert told[-1].HasField("draining")
+        while not (await stream.read()).HasField("draining"):
+            pass
+        assert (await ended(stream)).reason == "DRAINING"
     assert (await ended(watch)).reason == "DRAINING"
     for wait in waits:
         assert (await refused(wait)).reason == "DRAINING"

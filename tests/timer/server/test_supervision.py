@@ -177,13 +177,16 @@ async def test_an_action_of_a_newer_client_is_ignored(service: Service) -> None:
 
 
 async def test_draining_is_told_and_ends_the_stream(service: Service) -> None:
-    """With status OK: it is no error."""
+    """With an error to retry: clients take OK for the end of the subscription."""
     stream = Stream(service)
     await stream.send(subscribe(), acquire("s", 60, 1))
     await stream.next()
     await service.server.drain(5.0)
     assert isinstance(await stream.next(), pb.Draining)
-    assert await stream.next() is None
+    with pytest.raises(grpc.aio.AioRpcError) as ended:
+        await stream.next()
+    error = decode(ended.value)
+    assert (error.code, error.reason) == (grpc.StatusCode.UNAVAILABLE, "DRAINING")
 
 
 async def test_a_client_that_closes_its_half_ends_the_stream(service: Service) -> None:

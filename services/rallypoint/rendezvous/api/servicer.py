@@ -99,6 +99,9 @@ class RendezvousServicer(pb_grpc.RendezvousServiceServicer):
                 revision = update.revision if update is not None else revision
         except Draining:
             await node.send(pb.JoinResponse(lease=lease, draining=pb.Draining(revision=revision)))
+            # Clients take OK for the end of the membership. A new error: the caught one ends all streams, and its
+            # traceback would collect the frames of them all.
+            raise Draining from None
         finally:
             listener.cancel()
             engine.disconnect(member)

@@ -977,7 +977,9 @@ Global___Lease: _TypeAlias = Lease  # noqa: Y015
 
 @_typing.final
 class Draining(_message.Message):
-    """Draining announces that the server is shutting down."""
+    """Draining announces that the server is shutting down. The stream ends after it, with UNAVAILABLE, reason DRAINING: the
+    node is still in the run, and resumes with a new stream, to this server or to another one.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 

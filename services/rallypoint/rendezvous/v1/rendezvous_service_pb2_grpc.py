@@ -215,7 +215,8 @@ class RendezvousServiceServicer(object):
 
         When the stream breaks, the lease lives on for the run's disconnect grace: open a new stream with `resume`,
         and repeat the last messages. The server acknowledges no message of the client, and the client may send each twice.
-        Treat any CANCELLED or UNAVAILABLE end as retryable, with jitter. Several nodes must not share a node_id.
+        Treat any CANCELLED or UNAVAILABLE end as retryable, with jitter. A stream ends with OK only when the membership is
+        over: the node left, or the run is closed. Several nodes must not share a node_id.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -96,7 +96,8 @@ class RendezvousServiceStub:
 
     When the stream breaks, the lease lives on for the run's disconnect grace: open a new stream with `resume`,
     and repeat the last messages. The server acknowledges no message of the client, and the client may send each twice.
-    Treat any CANCELLED or UNAVAILABLE end as retryable, with jitter. Several nodes must not share a node_id.
+    Treat any CANCELLED or UNAVAILABLE end as retryable, with jitter. A stream ends with OK only when the membership is
+    over: the node left, or the run is closed. Several nodes must not share a node_id.
     """
     GetRun: _grpc.UnaryUnaryMultiCallable[_rendezvous_service_pb2.GetRunRequest, _rendezvous_service_pb2.GetRunResponse]
     """GetRun returns the present state of a run with its nodes, in pages if there are more nodes than fit one page."""
@@ -211,7 +212,8 @@ class RendezvousServiceAsyncStub(RendezvousServiceStub):
 
     When the stream breaks, the lease lives on for the run's disconnect grace: open a new stream with `resume`,
     and repeat the last messages. The server acknowledges no message of the client, and the client may send each twice.
-    Treat any CANCELLED or UNAVAILABLE end as retryable, with jitter. Several nodes must not share a node_id.
+    Treat any CANCELLED or UNAVAILABLE end as retryable, with jitter. A stream ends with OK only when the membership is
+    over: the node left, or the run is closed. Several nodes must not share a node_id.
     """
     GetRun: _aio.UnaryUnaryMultiCallable[_rendezvous_service_pb2.GetRunRequest, _rendezvous_service_pb2.GetRunResponse]  # type: ignore[assignment]
     """GetRun returns the present state of a run with its nodes, in pages if there are more nodes than fit one page."""
@@ -329,7 +331,8 @@ class RendezvousServiceServicer(metaclass=_abc_1.ABCMeta):
 
         When the stream breaks, the lease lives on for the run's disconnect grace: open a new stream with `resume`,
         and repeat the last messages. The server acknowledges no message of the client, and the client may send each twice.
-        Treat any CANCELLED or UNAVAILABLE end as retryable, with jitter. Several nodes must not share a node_id.
+        Treat any CANCELLED or UNAVAILABLE end as retryable, with jitter. A stream ends with OK only when the membership is
+        over: the node left, or the run is closed. Several nodes must not share a node_id.
         """
 
     @_abc_1.abstractmethod

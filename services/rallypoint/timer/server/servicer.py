@@ -203,6 +203,7 @@ class TimerServicer(pb_grpc.TimerServiceServicer):
                 yield outbox.batch_response(batch)
             if self._watchdog.draining:
                 yield _event(pb.SuperviseEvent(draining=pb.Draining()))
+                raise ServerDraining  # clients take OK for the end of the subscription
         finally:
             reading.cancel()
             self._watchdog.unsubscribe(supervision.subscription)

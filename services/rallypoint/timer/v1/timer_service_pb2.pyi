@@ -663,7 +663,7 @@ Global___Refused: _TypeAlias = Refused  # noqa: Y015
 
 @_typing.final
 class Draining(_message.Message):
-    """Draining announces that the server is shutting down."""
+    """Draining announces that the server is shutting down. The stream ends after it, with UNAVAILABLE, reason DRAINING."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
