@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import cast
 
@@ -106,6 +107,11 @@ def invalid(field: str, description: str) -> ServiceError:
 # Trailers for people who call with grpcurl or buf: their tools print the details as base64.
 REASON_TRAILER = "rallypoint-reason"
 RETRY_AFTER_TRAILER = "rallypoint-retry-after"
+
+
+def json_list(values: Iterable[str | int]) -> str:
+    """Return a list as metadata has it, for programs in any language."""
+    return json.dumps([*values], ensure_ascii=False, separators=(",", ":"))
 
 
 def encode(error: ServiceError) -> grpc.Status:

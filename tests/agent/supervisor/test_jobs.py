@@ -29,7 +29,7 @@ def test_where_several_run_it_must_be_said_which() -> None:
     jobs = Jobs(as_job(job("run-1")), as_job(job("run-2")), as_job(job("run-3", over=True)))
     with pytest.raises(ServiceError) as caught:
         jobs.find("")
-    assert (caught.value.reason, caught.value.metadata) == ("WHICH_JOB", {"run_ids": "run-1, run-2"})
+    assert (caught.value.reason, caught.value.metadata) == ("WHICH_JOB", {"run_ids": '["run-1","run-2"]'})
     assert jobs.find("run-2").run_id == "run-2"
     assert jobs.find("run-3").run_id == "run-3"
 

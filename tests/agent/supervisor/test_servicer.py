@@ -259,7 +259,7 @@ async def test_a_worker_of_another_host_is_not_found(agent: Agent) -> None:
     ):
         error = await refusal(call)
         assert (error.code, error.reason) == (grpc.StatusCode.NOT_FOUND, "NO_WORKER")
-        assert error.metadata == {"ranks": "4, 5"}
+        assert error.metadata == {"ranks": "[4,5]"}
 
 
 async def test_an_agent_of_one_job_takes_no_other(agent: Agent) -> None:

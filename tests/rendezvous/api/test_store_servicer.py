@@ -285,7 +285,7 @@ async def test_missing_keys_are_named(served: Served) -> None:
     request = pb.WaitRequest(run_id=RUN, keys=["there", "one", "two"], timeout=Duration(nanos=1_000_000))
     error = await refused(served.stub.Wait(request))
     assert error.reason == "KEY_WAIT_TIMED_OUT"
-    assert error.metadata == {"missing_count": "2", "missing": "'one', 'two'"}
+    assert error.metadata == {"missing_count": "2", "missing": '["one","two"]'}
     many = [f"{number}" + "ä" * 500 for number in range(2_000)]
     error = await refused(served.stub.Wait(pb.WaitRequest(run_id=RUN, keys=many)))
     assert error.metadata["missing_count"] == "2000"

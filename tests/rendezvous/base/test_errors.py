@@ -157,7 +157,7 @@ TABLE: list[tuple[Exception, StatusCode, str, dict[str, str]]] = [
         store.KeyWaitTimedOut("r", ["j", "k"], 1.0),
         StatusCode.DEADLINE_EXCEEDED,
         "KEY_WAIT_TIMED_OUT",
-        {"missing_count": "2", "missing": "'j', 'k'"},
+        {"missing_count": "2", "missing": '["j","k"]'},
     ),
     (
         store.RunStoreFull("r", "k", 11, 10),

@@ -91,7 +91,7 @@ async def test_a_newer_stream_ends_the_older_one(service: Service) -> None:
     await third.next()
     lost = await error_of(second.next())
     assert (lost.code, lost.reason) == (grpc.StatusCode.FAILED_PRECONDITION, "LEASE_LOST")
-    assert lost.metadata["current_lease"] == "2"
+    assert lost.metadata["superseded_by"] == "2"
     await fourth.send(subscribe(lease=1))
     assert (await error_of(fourth.next())).reason == "LEASE_LOST"
 

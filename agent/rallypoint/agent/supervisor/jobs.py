@@ -13,7 +13,7 @@ from rallypoint.agent.v1 import supervisor_service_pb2 as pb
 from rallypoint.agent.workers.group import Worker
 from rallypoint.agent.workers.usage import Usage
 from rallypoint.rpc.durations import set_seconds
-from rallypoint.rpc.errors import ServiceError
+from rallypoint.rpc.errors import ServiceError, json_list
 from rallypoint.rpc.text import clip
 
 MOST_ENDED = 100
@@ -84,12 +84,12 @@ class Jobs:
         """
         running = [taken for taken in self.latest_first if taken.running]
         if not run_id and len(running) > 1:
-            names = ", ".join(sorted(taken.run_id for taken in running))
+            names = sorted(taken.run_id for taken in running)
             raise ServiceError(
                 grpc.StatusCode.INVALID_ARGUMENT,
                 "WHICH_JOB",
-                f"this agent runs {len(running)} jobs: name the run of one of them ({names})",
-                metadata={"run_ids": names},
+                f"this agent runs {len(running)} jobs: name the run of one of them ({', '.join(names)})",
+                metadata={"run_ids": json_list(names)},
             )
         for taken in (*running, *self.latest_first):
             if not run_id or taken.run_id == run_id:

@@ -16,7 +16,7 @@ from rallypoint.agent.workers.group import Worker, WorkerGroup
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as rendezvous_pb
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as rendezvous_grpc
 from rallypoint.rpc.calls import OUTCOME_UNKNOWN, call_any
-from rallypoint.rpc.errors import ServiceError
+from rallypoint.rpc.errors import ServiceError, json_list
 from rallypoint.rpc.replica_client import ReplicaClient
 from rallypoint.rpc.text import clip
 
@@ -143,7 +143,7 @@ def workers_of(job: Job, ranks: Sequence[int]) -> list[Worker]:
                 "NO_WORKER",
                 f"run {job.config.run_id!r} has no worker of rank {rank} on this host"
                 + (f"; it has {here}" if here else ", nor any other"),
-                metadata={"ranks": here},
+                metadata={"ranks": json_list(sorted(by_rank))},
             )
     return [worker for worker in job.workers if not ranks or worker.rank in ranks]
 

@@ -35,9 +35,9 @@ class SupervisorServiceStub(object):
 
     INVALID_ARGUMENT     INVALID_ARGUMENT  the request is malformed; BadRequest names the fields
     INVALID_ARGUMENT     MALFORMED_MESSAGE the bytes are not a message of this file: wrong stubs
-    INVALID_ARGUMENT     WHICH_JOB         several jobs run and the request names none; metadata "run_ids"
+    INVALID_ARGUMENT     WHICH_JOB         several jobs run and the request names none; metadata "run_ids": JSON list
     NOT_FOUND            NO_JOB            the agent runs no such job, and has no record of one
-    NOT_FOUND            NO_WORKER         the job has no worker of that rank on this host; metadata "ranks": its ranks
+    NOT_FOUND            NO_WORKER         the job has no worker of that rank on this host; metadata "ranks": JSON list
     FAILED_PRECONDITION  JOB_NOT_RUNNING   the job's workers do not run: nothing to restart, to reap or to inspect
     FAILED_PRECONDITION  JOB_ENDED         the job is over, or about to end
     FAILED_PRECONDITION  JOB_RUNNING       the agent runs as many jobs as it may, or one of this run; metadata "run_id"
@@ -125,9 +125,9 @@ class SupervisorServiceServicer(object):
 
     INVALID_ARGUMENT     INVALID_ARGUMENT  the request is malformed; BadRequest names the fields
     INVALID_ARGUMENT     MALFORMED_MESSAGE the bytes are not a message of this file: wrong stubs
-    INVALID_ARGUMENT     WHICH_JOB         several jobs run and the request names none; metadata "run_ids"
+    INVALID_ARGUMENT     WHICH_JOB         several jobs run and the request names none; metadata "run_ids": JSON list
     NOT_FOUND            NO_JOB            the agent runs no such job, and has no record of one
-    NOT_FOUND            NO_WORKER         the job has no worker of that rank on this host; metadata "ranks": its ranks
+    NOT_FOUND            NO_WORKER         the job has no worker of that rank on this host; metadata "ranks": JSON list
     FAILED_PRECONDITION  JOB_NOT_RUNNING   the job's workers do not run: nothing to restart, to reap or to inspect
     FAILED_PRECONDITION  JOB_ENDED         the job is over, or about to end
     FAILED_PRECONDITION  JOB_RUNNING       the agent runs as many jobs as it may, or one of this run; metadata "run_id"
@@ -305,9 +305,9 @@ class SupervisorService(object):
 
     INVALID_ARGUMENT     INVALID_ARGUMENT  the request is malformed; BadRequest names the fields
     INVALID_ARGUMENT     MALFORMED_MESSAGE the bytes are not a message of this file: wrong stubs
-    INVALID_ARGUMENT     WHICH_JOB         several jobs run and the request names none; metadata "run_ids"
+    INVALID_ARGUMENT     WHICH_JOB         several jobs run and the request names none; metadata "run_ids": JSON list
     NOT_FOUND            NO_JOB            the agent runs no such job, and has no record of one
-    NOT_FOUND            NO_WORKER         the job has no worker of that rank on this host; metadata "ranks": its ranks
+    NOT_FOUND            NO_WORKER         the job has no worker of that rank on this host; metadata "ranks": JSON list
     FAILED_PRECONDITION  JOB_NOT_RUNNING   the job's workers do not run: nothing to restart, to reap or to inspect
     FAILED_PRECONDITION  JOB_ENDED         the job is over, or about to end
     FAILED_PRECONDITION  JOB_RUNNING       the agent runs as many jobs as it may, or one of this run; metadata "run_id"

@@ -36,9 +36,9 @@ class SupervisorServiceStub:
 
       INVALID_ARGUMENT     INVALID_ARGUMENT  the request is malformed; BadRequest names the fields
       INVALID_ARGUMENT     MALFORMED_MESSAGE the bytes are not a message of this file: wrong stubs
-      INVALID_ARGUMENT     WHICH_JOB         several jobs run and the request names none; metadata "run_ids"
+      INVALID_ARGUMENT     WHICH_JOB         several jobs run and the request names none; metadata "run_ids": JSON list
       NOT_FOUND            NO_JOB            the agent runs no such job, and has no record of one
-      NOT_FOUND            NO_WORKER         the job has no worker of that rank on this host; metadata "ranks": its ranks
+      NOT_FOUND            NO_WORKER         the job has no worker of that rank on this host; metadata "ranks": JSON list
       FAILED_PRECONDITION  JOB_NOT_RUNNING   the job's workers do not run: nothing to restart, to reap or to inspect
       FAILED_PRECONDITION  JOB_ENDED         the job is over, or about to end
       FAILED_PRECONDITION  JOB_RUNNING       the agent runs as many jobs as it may, or one of this run; metadata "run_id"
@@ -108,9 +108,9 @@ class SupervisorServiceAsyncStub(SupervisorServiceStub):
 
       INVALID_ARGUMENT     INVALID_ARGUMENT  the request is malformed; BadRequest names the fields
       INVALID_ARGUMENT     MALFORMED_MESSAGE the bytes are not a message of this file: wrong stubs
-      INVALID_ARGUMENT     WHICH_JOB         several jobs run and the request names none; metadata "run_ids"
+      INVALID_ARGUMENT     WHICH_JOB         several jobs run and the request names none; metadata "run_ids": JSON list
       NOT_FOUND            NO_JOB            the agent runs no such job, and has no record of one
-      NOT_FOUND            NO_WORKER         the job has no worker of that rank on this host; metadata "ranks": its ranks
+      NOT_FOUND            NO_WORKER         the job has no worker of that rank on this host; metadata "ranks": JSON list
       FAILED_PRECONDITION  JOB_NOT_RUNNING   the job's workers do not run: nothing to restart, to reap or to inspect
       FAILED_PRECONDITION  JOB_ENDED         the job is over, or about to end
       FAILED_PRECONDITION  JOB_RUNNING       the agent runs as many jobs as it may, or one of this run; metadata "run_id"
@@ -176,9 +176,9 @@ class SupervisorServiceServicer(metaclass=_abc_1.ABCMeta):
 
       INVALID_ARGUMENT     INVALID_ARGUMENT  the request is malformed; BadRequest names the fields
       INVALID_ARGUMENT     MALFORMED_MESSAGE the bytes are not a message of this file: wrong stubs
-      INVALID_ARGUMENT     WHICH_JOB         several jobs run and the request names none; metadata "run_ids"
+      INVALID_ARGUMENT     WHICH_JOB         several jobs run and the request names none; metadata "run_ids": JSON list
       NOT_FOUND            NO_JOB            the agent runs no such job, and has no record of one
-      NOT_FOUND            NO_WORKER         the job has no worker of that rank on this host; metadata "ranks": its ranks
+      NOT_FOUND            NO_WORKER         the job has no worker of that rank on this host; metadata "ranks": JSON list
       FAILED_PRECONDITION  JOB_NOT_RUNNING   the job's workers do not run: nothing to restart, to reap or to inspect
       FAILED_PRECONDITION  JOB_ENDED         the job is over, or about to end
       FAILED_PRECONDITION  JOB_RUNNING       the agent runs as many jobs as it may, or one of this run; metadata "run_id"

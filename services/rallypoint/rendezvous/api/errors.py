@@ -23,7 +23,7 @@ from rallypoint.rendezvous.base.errors import (
 from rallypoint.rendezvous.base.limits import LimitReached
 from rallypoint.rendezvous.core import commands
 from rallypoint.rendezvous.journal.journal import JournalError
-from rallypoint.rpc.errors import ServiceError
+from rallypoint.rpc.errors import ServiceError, json_list
 
 
 def translate(error: Exception) -> ServiceError | None:
@@ -88,7 +88,7 @@ def _owner(error: Exception) -> dict[str, str]:
 
 def _missing_keys(error: Exception) -> dict[str, str]:
     assert isinstance(error, store.KeyWaitTimedOut)
-    return {"missing_count": str(len(error.missing)), "missing": error.shown}
+    return {"missing_count": str(len(error.missing)), "missing": json_list(error.shown)}
 
 
 _as(commands.RunNotFound, StatusCode.NOT_FOUND, "RUN_NOT_FOUND", _fields("run_id"))

@@ -211,15 +211,15 @@ class KeyWaitTimedOut(Refused):
     SHOWN_BYTES = 64
 
     @property
-    def shown(self) -> str:
-        """The first missing keys, shortened for people."""
-        names = [repr(clip(key, self.SHOWN_BYTES, "…")) for key in self.missing[: self.SHOWN_KEYS]]
-        more = len(self.missing) - len(names)
-        return ", ".join(names) + (f" and {more} more" if more else "")
+    def shown(self) -> list[str]:
+        """The first missing keys, long ones shortened."""
+        return [clip(key, self.SHOWN_BYTES, "…") for key in self.missing[: self.SHOWN_KEYS]]
 
     def __str__(self) -> str:
-        count = len(self.missing)
-        keys = f"key {self.shown} was" if count == 1 else f"{count} keys ({self.shown}) were"
+        count, shown = len(self.missing), ", ".join(map(repr, self.shown))
+        if count > self.SHOWN_KEYS:
+            shown += f" and {count - self.SHOWN_KEYS} more"
+        keys = f"key {shown} was" if count == 1 else f"{count} keys ({shown}) were"
         return f"{keys} not set in run {self.run_id!r} within {round(self.timeout, 3):g} s"
 
 

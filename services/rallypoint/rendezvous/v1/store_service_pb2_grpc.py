@@ -94,7 +94,8 @@ class StoreServiceStub(object):
     FAILED_PRECONDITION  INTEGER_OVERFLOW      the sum of an Add has more than 64 bits
     FAILED_PRECONDITION  VALUE_TOO_LARGE       the result of an Append is too large; metadata "limit_bytes"
     FAILED_PRECONDITION  OPERATION_SUPERSEDED  the operation's slot has a later operation already
-    DEADLINE_EXCEEDED    KEY_WAIT_TIMED_OUT    keys were still missing; metadata "missing_count", "missing"
+    DEADLINE_EXCEEDED    KEY_WAIT_TIMED_OUT    keys were still missing; metadata "missing_count", and
+    "missing": JSON list of the first 8, cut to 64 bytes each
     RESOURCE_EXHAUSTED   RUN_STORE_FULL        the run has no bytes left: delete keys; metadata "limit_bytes"
     RESOURCE_EXHAUSTED   STORES_FULL           all runs together, or those of a client, have no bytes left: retry later;
     metadata "limit_bytes"
@@ -245,7 +246,8 @@ class StoreServiceServicer(object):
     FAILED_PRECONDITION  INTEGER_OVERFLOW      the sum of an Add has more than 64 bits
     FAILED_PRECONDITION  VALUE_TOO_LARGE       the result of an Append is too large; metadata "limit_bytes"
     FAILED_PRECONDITION  OPERATION_SUPERSEDED  the operation's slot has a later operation already
-    DEADLINE_EXCEEDED    KEY_WAIT_TIMED_OUT    keys were still missing; metadata "missing_count", "missing"
+    DEADLINE_EXCEEDED    KEY_WAIT_TIMED_OUT    keys were still missing; metadata "missing_count", and
+    "missing": JSON list of the first 8, cut to 64 bytes each
     RESOURCE_EXHAUSTED   RUN_STORE_FULL        the run has no bytes left: delete keys; metadata "limit_bytes"
     RESOURCE_EXHAUSTED   STORES_FULL           all runs together, or those of a client, have no bytes left: retry later;
     metadata "limit_bytes"
@@ -483,7 +485,8 @@ class StoreService(object):
     FAILED_PRECONDITION  INTEGER_OVERFLOW      the sum of an Add has more than 64 bits
     FAILED_PRECONDITION  VALUE_TOO_LARGE       the result of an Append is too large; metadata "limit_bytes"
     FAILED_PRECONDITION  OPERATION_SUPERSEDED  the operation's slot has a later operation already
-    DEADLINE_EXCEEDED    KEY_WAIT_TIMED_OUT    keys were still missing; metadata "missing_count", "missing"
+    DEADLINE_EXCEEDED    KEY_WAIT_TIMED_OUT    keys were still missing; metadata "missing_count", and
+    "missing": JSON list of the first 8, cut to 64 bytes each
     RESOURCE_EXHAUSTED   RUN_STORE_FULL        the run has no bytes left: delete keys; metadata "limit_bytes"
     RESOURCE_EXHAUSTED   STORES_FULL           all runs together, or those of a client, have no bytes left: retry later;
     metadata "limit_bytes"

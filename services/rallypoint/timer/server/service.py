@@ -41,7 +41,7 @@ def translate(error: Exception) -> ServiceError | None:
         case InvalidField():
             return invalid(error.field, error.problem)
         case LeaseSuperseded():
-            numbers = {"lease": str(error.lease), "current_lease": str(error.current)}
+            numbers = {"lease": str(error.lease), "superseded_by": str(error.current)}
             return _error(StatusCode.FAILED_PRECONDITION, error, **_node(error), **numbers)
         case NotTheAgent():
             return _error(StatusCode.PERMISSION_DENIED, error, **_node(error))

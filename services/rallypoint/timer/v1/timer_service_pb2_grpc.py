@@ -53,7 +53,8 @@ class TimerServiceStub(object):
     INVALID_ARGUMENT     MALFORMED_MESSAGE  the bytes are not a message of this file: wrong stubs
     FAILED_PRECONDITION  LEASE_LOST         a newer lease of the node is known; on a stream: no watchdog supervises the
     node's workers. Retry at once with a newer lease, and with back-off until
-    you have one: the agent with the newer lease may be about to end
+    you have one: the agent with the newer lease may be about to end.
+    Metadata as in RendezvousService
     PERMISSION_DENIED    LEASE_NOT_PROVEN   the node has an agent, and the request is not from it: the token is not that of
     its subscription, or the caller has another name in its certificate or token
     ABORTED              STREAM_REPLACED    the node opened a newer stream with the same lease: retry likewise
@@ -147,7 +148,8 @@ class TimerServiceServicer(object):
     INVALID_ARGUMENT     MALFORMED_MESSAGE  the bytes are not a message of this file: wrong stubs
     FAILED_PRECONDITION  LEASE_LOST         a newer lease of the node is known; on a stream: no watchdog supervises the
     node's workers. Retry at once with a newer lease, and with back-off until
-    you have one: the agent with the newer lease may be about to end
+    you have one: the agent with the newer lease may be about to end.
+    Metadata as in RendezvousService
     PERMISSION_DENIED    LEASE_NOT_PROVEN   the node has an agent, and the request is not from it: the token is not that of
     its subscription, or the caller has another name in its certificate or token
     ABORTED              STREAM_REPLACED    the node opened a newer stream with the same lease: retry likewise
@@ -330,7 +332,8 @@ class TimerService(object):
     INVALID_ARGUMENT     MALFORMED_MESSAGE  the bytes are not a message of this file: wrong stubs
     FAILED_PRECONDITION  LEASE_LOST         a newer lease of the node is known; on a stream: no watchdog supervises the
     node's workers. Retry at once with a newer lease, and with back-off until
-    you have one: the agent with the newer lease may be about to end
+    you have one: the agent with the newer lease may be about to end.
+    Metadata as in RendezvousService
     PERMISSION_DENIED    LEASE_NOT_PROVEN   the node has an agent, and the request is not from it: the token is not that of
     its subscription, or the caller has another name in its certificate or token
     ABORTED              STREAM_REPLACED    the node opened a newer stream with the same lease: retry likewise

@@ -54,7 +54,8 @@ class TimerServiceStub:
       INVALID_ARGUMENT     MALFORMED_MESSAGE  the bytes are not a message of this file: wrong stubs
       FAILED_PRECONDITION  LEASE_LOST         a newer lease of the node is known; on a stream: no watchdog supervises the
                                               node's workers. Retry at once with a newer lease, and with back-off until
-                                              you have one: the agent with the newer lease may be about to end
+                                              you have one: the agent with the newer lease may be about to end.
+                                              Metadata as in RendezvousService
       PERMISSION_DENIED    LEASE_NOT_PROVEN   the node has an agent, and the request is not from it: the token is not that of
                                               its subscription, or the caller has another name in its certificate or token
       ABORTED              STREAM_REPLACED    the node opened a newer stream with the same lease: retry likewise
@@ -149,7 +150,8 @@ class TimerServiceAsyncStub(TimerServiceStub):
       INVALID_ARGUMENT     MALFORMED_MESSAGE  the bytes are not a message of this file: wrong stubs
       FAILED_PRECONDITION  LEASE_LOST         a newer lease of the node is known; on a stream: no watchdog supervises the
                                               node's workers. Retry at once with a newer lease, and with back-off until
-                                              you have one: the agent with the newer lease may be about to end
+                                              you have one: the agent with the newer lease may be about to end.
+                                              Metadata as in RendezvousService
       PERMISSION_DENIED    LEASE_NOT_PROVEN   the node has an agent, and the request is not from it: the token is not that of
                                               its subscription, or the caller has another name in its certificate or token
       ABORTED              STREAM_REPLACED    the node opened a newer stream with the same lease: retry likewise
@@ -240,7 +242,8 @@ class TimerServiceServicer(metaclass=_abc_1.ABCMeta):
       INVALID_ARGUMENT     MALFORMED_MESSAGE  the bytes are not a message of this file: wrong stubs
       FAILED_PRECONDITION  LEASE_LOST         a newer lease of the node is known; on a stream: no watchdog supervises the
                                               node's workers. Retry at once with a newer lease, and with back-off until
-                                              you have one: the agent with the newer lease may be about to end
+                                              you have one: the agent with the newer lease may be about to end.
+                                              Metadata as in RendezvousService
       PERMISSION_DENIED    LEASE_NOT_PROVEN   the node has an agent, and the request is not from it: the token is not that of
                                               its subscription, or the caller has another name in its certificate or token
       ABORTED              STREAM_REPLACED    the node opened a newer stream with the same lease: retry likewise
