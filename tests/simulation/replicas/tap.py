@@ -22,6 +22,13 @@ from rendezvous.core.ledger import Violation, require
 from simulation.replicas.etcd_model import Commit
 
 
+class Given(list[Entry]):
+    """What one call has the journal write."""
+
+    at: float
+    """When: all of it was decided just before. It may be sent later than that, and again (seed 120676196)."""
+
+
 @dataclass(slots=True)
 class Tap:
     """Follows every commit of one cluster."""
@@ -31,11 +38,7 @@ class Tap:
     on_durable: Callable[[Sequence[Entry], float], None]
     on_owner: Callable[[int], None]
     blame: Callable[[Violation], None]
-    sent: dict[bytes, tuple[Sequence[Entry], float]] = field(default_factory=dict)
-
-    def send(self, id_: bytes, entries: Sequence[Entry]) -> None:
-        """A replica sends a commit."""
-        self.sent[id_] = entries, self.now()
+    sent: dict[bytes, Sequence[Given]] = field(default_factory=dict)
 
     def committed(self, commit: Commit) -> None:
         """etcd has done a transaction."""
@@ -53,28 +56,34 @@ class Tap:
                 require(bytes(head.id) in self.sent, "a commit is done once")
             except Violation as violation:
                 self.blame(violation)
-            entries, at = self.sent.pop(bytes(head.id), ((), 0.0))
-            self.on_durable(entries, at)
+            for given in self.sent.pop(bytes(head.id), ()):
+                self.on_durable(given, given.at)
 
 
 def tapped(patch: pytest.MonkeyPatch, tap: Tap) -> None:
     """Have the journals of all replicas tell a tap of what they send."""
+    append = journal.EtcdJournal.append
     commit, write = journal.EtcdJournal._commit, journal.EtcdJournal._write
 
-    async def committing(self: Any, calls: Sequence[Sequence[Entry]]) -> None:
-        self._calls = [entry for entries in calls for entry in entries]
+    async def appending(self: Any, entries: Sequence[Entry]) -> None:
+        given = Given(entries)
+        given.at = tap.now()
+        await append(self, given)
+
+    async def committing(self: Any, calls: Sequence[Given]) -> None:
+        self._calls = calls
         await commit(self, calls)
 
     async def writing(self: Any, step: Any) -> None:
         fence: Fence = self._fence
         draw = fence._draw
-        entries = getattr(self, "_calls", []) if step.durable else []
+        calls: Sequence[Given] = getattr(self, "_calls", ()) if step.durable else ()
         if step.durable:
-            self._calls = []
+            self._calls = ()
 
         def drawn(count: int) -> bytes:
             id_ = draw(count)
-            tap.send(id_, entries)
+            tap.sent[id_] = calls
             return id_
 
         fence._draw = drawn
@@ -83,5 +92,6 @@ def tapped(patch: pytest.MonkeyPatch, tap: Tap) -> None:
         finally:
             fence._draw = draw
 
+    patch.setattr(journal.EtcdJournal, "append", appending)
     patch.setattr(journal.EtcdJournal, "_commit", committing)
     patch.setattr(journal.EtcdJournal, "_write", writing)
