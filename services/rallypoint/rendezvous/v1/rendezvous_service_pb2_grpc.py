@@ -239,7 +239,9 @@ class RendezvousServiceServicer(object):
     def WatchRun(self, request, context):
         """WatchRun streams a run: its present state first, then the latest state after changes, until the run is closed. A
         client that reconnects sends the last revision it received, and does not receive that revision again. If a run has
-        more than 2,000 nodes, the stream has the first 2,000; GetRun has the others.
+        more than 2,000 nodes, the stream has the first 2,000; GetRun has the others. A run that changes quickly, and is
+        large or has many watchers, is sent at intervals: what is sent first is then up to a second old, and the present
+        state follows.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -106,7 +106,9 @@ class RendezvousServiceStub:
     WatchRun: _grpc.UnaryStreamMultiCallable[_rendezvous_service_pb2.WatchRunRequest, _rendezvous_service_pb2.WatchRunResponse]
     """WatchRun streams a run: its present state first, then the latest state after changes, until the run is closed. A
     client that reconnects sends the last revision it received, and does not receive that revision again. If a run has
-    more than 2,000 nodes, the stream has the first 2,000; GetRun has the others.
+    more than 2,000 nodes, the stream has the first 2,000; GetRun has the others. A run that changes quickly, and is
+    large or has many watchers, is sent at intervals: what is sent first is then up to a second old, and the present
+    state follows.
     """
     CloseRun: _grpc.UnaryUnaryMultiCallable[_rendezvous_service_pb2.CloseRunRequest, _rendezvous_service_pb2.CloseRunResponse]
     """CloseRun ends a run for good. The server informs every node, which stops its workers. Closing a closed run changes
@@ -222,7 +224,9 @@ class RendezvousServiceAsyncStub(RendezvousServiceStub):
     WatchRun: _aio.UnaryStreamMultiCallable[_rendezvous_service_pb2.WatchRunRequest, _rendezvous_service_pb2.WatchRunResponse]  # type: ignore[assignment]
     """WatchRun streams a run: its present state first, then the latest state after changes, until the run is closed. A
     client that reconnects sends the last revision it received, and does not receive that revision again. If a run has
-    more than 2,000 nodes, the stream has the first 2,000; GetRun has the others.
+    more than 2,000 nodes, the stream has the first 2,000; GetRun has the others. A run that changes quickly, and is
+    large or has many watchers, is sent at intervals: what is sent first is then up to a second old, and the present
+    state follows.
     """
     CloseRun: _aio.UnaryUnaryMultiCallable[_rendezvous_service_pb2.CloseRunRequest, _rendezvous_service_pb2.CloseRunResponse]  # type: ignore[assignment]
     """CloseRun ends a run for good. The server informs every node, which stops its workers. Closing a closed run changes
@@ -359,7 +363,9 @@ class RendezvousServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_rendezvous_service_pb2.WatchRunResponse], _abc.AsyncIterator[_rendezvous_service_pb2.WatchRunResponse]]:
         """WatchRun streams a run: its present state first, then the latest state after changes, until the run is closed. A
         client that reconnects sends the last revision it received, and does not receive that revision again. If a run has
-        more than 2,000 nodes, the stream has the first 2,000; GetRun has the others.
+        more than 2,000 nodes, the stream has the first 2,000; GetRun has the others. A run that changes quickly, and is
+        large or has many watchers, is sent at intervals: what is sent first is then up to a second old, and the present
+        state follows.
         """
 
     @_abc_1.abstractmethod
