@@ -24,6 +24,7 @@ pytestmark = pytest.mark.integration
 BUF = Path(sys.executable).with_name("buf")
 OF_GRPC = {
     "grpc.health.v1.Health",
+    "grpc.reflection.v1.ServerReflection",
     "grpc.reflection.v1alpha.ServerReflection",
 }
 RENDEZVOUS = {f"rallypoint.rendezvous.v1.{name}Service" for name in ("Rendezvous", "Store", "State")}

@@ -240,8 +240,8 @@ class RendezvousServiceServicer(object):
         """WatchRun streams a run: its present state first, then the latest state after changes, until the run is closed. A
         client that reconnects sends the last revision it received, and does not receive that revision again. If a run has
         more than 2,000 nodes, the stream has the first 2,000; GetRun has the others. A run that changes quickly, and is
-        large or has many watchers, is sent at intervals: what is sent first is then up to a second old, and the present
-        state follows.
+        large or has many watchers, is sent at intervals: the first state is then up to a second old, and the present one
+        follows.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

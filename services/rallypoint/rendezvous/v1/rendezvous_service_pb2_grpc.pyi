@@ -107,8 +107,8 @@ class RendezvousServiceStub:
     """WatchRun streams a run: its present state first, then the latest state after changes, until the run is closed. A
     client that reconnects sends the last revision it received, and does not receive that revision again. If a run has
     more than 2,000 nodes, the stream has the first 2,000; GetRun has the others. A run that changes quickly, and is
-    large or has many watchers, is sent at intervals: what is sent first is then up to a second old, and the present
-    state follows.
+    large or has many watchers, is sent at intervals: the first state is then up to a second old, and the present one
+    follows.
     """
     CloseRun: _grpc.UnaryUnaryMultiCallable[_rendezvous_service_pb2.CloseRunRequest, _rendezvous_service_pb2.CloseRunResponse]
     """CloseRun ends a run for good. The server informs every node, which stops its workers. Closing a closed run changes
@@ -225,8 +225,8 @@ class RendezvousServiceAsyncStub(RendezvousServiceStub):
     """WatchRun streams a run: its present state first, then the latest state after changes, until the run is closed. A
     client that reconnects sends the last revision it received, and does not receive that revision again. If a run has
     more than 2,000 nodes, the stream has the first 2,000; GetRun has the others. A run that changes quickly, and is
-    large or has many watchers, is sent at intervals: what is sent first is then up to a second old, and the present
-    state follows.
+    large or has many watchers, is sent at intervals: the first state is then up to a second old, and the present one
+    follows.
     """
     CloseRun: _aio.UnaryUnaryMultiCallable[_rendezvous_service_pb2.CloseRunRequest, _rendezvous_service_pb2.CloseRunResponse]  # type: ignore[assignment]
     """CloseRun ends a run for good. The server informs every node, which stops its workers. Closing a closed run changes
@@ -364,8 +364,8 @@ class RendezvousServiceServicer(metaclass=_abc_1.ABCMeta):
         """WatchRun streams a run: its present state first, then the latest state after changes, until the run is closed. A
         client that reconnects sends the last revision it received, and does not receive that revision again. If a run has
         more than 2,000 nodes, the stream has the first 2,000; GetRun has the others. A run that changes quickly, and is
-        large or has many watchers, is sent at intervals: what is sent first is then up to a second old, and the present
-        state follows.
+        large or has many watchers, is sent at intervals: the first state is then up to a second old, and the present one
+        follows.
         """
 
     @_abc_1.abstractmethod
