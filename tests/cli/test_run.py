@@ -205,6 +205,16 @@ def test_a_flag_without_a_meaning_is_told(understood: Understood, script: Path) 
     assert understood.of("--start-method=spawn", script).notices == ()
 
 
+def test_rights_without_a_service_for_other_hosts_are_told(understood: Understood, script: Path) -> None:
+    """Nobody may believe that a file restricts what no server reads. An audit log is for Unix sockets too."""
+    flags = ["--policy=p", "--token-keys=k", "--audit-log=a"]
+    notices = understood.of(*flags, script).notices
+    assert [notice.split(" has no effect")[0] for notice in notices] == ["--policy", "--token-keys"]
+    assert understood.of(*flags, "--supervisor-address", "0.0.0.0:29420", script).notices == ()
+    several = ["--nnodes=2", "--rdzv-backend=c10d", "--rdzv-endpoint=a:1", "--rdzv-id=x"]
+    assert understood.of(*flags, *several, script).notices == ()
+
+
 def test_a_flag_that_needs_another_is_told(understood: Understood, script: Path) -> None:
     """Unless it is a variable's: one that is set for all jobs of a site means those with the other."""
     notices = understood.of("--log-keep-files=3", "--log-line-prefix=x", script).notices

@@ -18,7 +18,7 @@ from rallypoint.agent.job.options import OPTIONS, idle_options, job_fields
 from rallypoint.cli.main import ENVIRONMENT
 from rallypoint.cli.run_flags import RunCommand, run_flags
 from rallypoint.launcher.backends import RequestedRendezvous, ResolvedRendezvous, resolve_rendezvous
-from rallypoint.launcher.plan import LaunchPlan
+from rallypoint.launcher.plan import Hosted, LaunchPlan, Replicated
 from rallypoint.rpc.endpoint import SettingError
 from rallypoint.serving.options import access_options, client_options
 
@@ -78,7 +78,7 @@ def _plan(command: tuple[str, ...], flags: Mapping[str, Any]) -> LaunchPlan:
         access=flags["access"],
         signals=flags["signals_to_handle"],
         job={**job, "master_address": where.master_address, "master_port": where.master_port},
-        notices=(*where.notices, *_notices(flags), *_idle(options, job)),
+        notices=(*where.notices, *_notices(flags), *_idle(options, job), *_idle_access(flags, where)),
     )
 
 
@@ -115,6 +115,18 @@ def _idle(options: Mapping[str, Any], job: Mapping[str, Any]) -> list[str]:
         if source(name.replace("-", "_")) is ParameterSource.COMMANDLINE
     }
     return idle_options(written, job)
+
+
+def _idle_access(flags: Mapping[str, Any], where: ResolvedRendezvous) -> list[str]:
+    supervisor = flags["supervisor_address"]
+    if isinstance(where.service, Hosted | Replicated) or (supervisor and not supervisor.startswith("unix:")):
+        return []
+    source = click.get_current_context().get_parameter_source
+    return [
+        f"--{name.replace('_', '-')} has no effect: this job's services listen at Unix sockets, for your user alone"
+        for name in ("policy", "token_keys")
+        if source(name) is ParameterSource.COMMANDLINE
+    ]
 
 
 def _notices(flags: Mapping[str, Any]) -> list[str]:

@@ -268,7 +268,7 @@ class Server:
             health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
             names.append(health.SERVICE_NAME)
         if self._options.reflection:
-            _enable_reflection([*names, reflection.SERVICE_NAME, _REFLECTION_V1], server)
+            _enable_reflection([*names, reflection.SERVICE_NAME], server)
 
     async def set_ready(self, ready: bool) -> None:
         """Report by health that the services can do their work, or not: load balancers then send calls, or do not.
@@ -400,7 +400,10 @@ _REFLECTION_V1 = "grpc.reflection.v1.ServerReflection"
 
 
 def _enable_reflection(names: Sequence[str], server: grpc.aio.Server) -> None:
-    """Serve reflection v1alpha, which is all that grpcio-reflection has, and v1: their messages are the same."""
+    """Serve reflection v1alpha, which is all that grpcio-reflection has, and v1: their messages are the same.
+
+    v1 is not in `names`: there is no description of it, and tools that list all methods would fail for want of one.
+    """
     reflection.enable_server_reflection(names, server)
     handler = grpc.stream_stream_rpc_method_handler(
         reflection.aio.ReflectionServicer(names).ServerReflectionInfo,
