@@ -14,7 +14,7 @@ from integration.agents import Start, agents, ended
 from integration.scene import RUN
 from local_cluster import Job, LocalCluster
 from support.ports import free_port
-from support.waiting import PATIENCE
+from support.waiting import PATIENCE, until
 
 pytestmark = pytest.mark.integration
 
@@ -86,7 +86,9 @@ async def test_a_watchdog_that_is_gone_is_seen_wherever_one_looks(tmp_path: Path
         cluster._environment["RALLYPOINT_EVENT_LOG_HANDLER"] = f"file:{events}"
         job = Job(RUN, (str(OBEDIENT), str(tmp_path), "wait"), workers=1, log_dir=tmp_path / "logs")
         agent = await cluster.start_agent("a", job)
-        await timer.log.first("an agent", lambda line: line.event == "agent subscribed")
+        await until(
+            lambda: events.exists() and "WATCHDOG" in events.read_text(), "the agent to have a watchdog"
+        )
 
         async def shown(there: bool) -> None:
             needle = "no watchdog guards the workers of a: "

@@ -139,7 +139,7 @@ def test_timers_reach_every_corner() -> None:
         seen.update("reaped " + scope.rstrip("0123456789") for _, scope in scene.referee.reaped)
     wanted = {
         *("subscribe", "acquire", "release", "clear", "acknowledge", "registered", "observe", "learned"),
-        *("subscribed", "expired", "draining", "OK", "FAILED_PRECONDITION"),
+        *("subscribed", "expired", "draining", "FAILED_PRECONDITION"),
         *("failed", "gone", "reaped scope", "reaped auto"),
     }
     assert not wanted - seen

@@ -136,13 +136,16 @@ class Spare(Subscriber):
         self._silent = False
 
     async def farewell(self) -> str:
-        """Read to the message that says so, after which the stream ends in order."""
+        """Read to the message that says so, after which the stream ends with an error; returns its reason."""
         self._silent = True  # a heartbeat that finds the stream ended would hide how it did
         while not (message := await self._call.read()).HasField("draining"):
             self._take(message)
         assert message.draining.revision == self.revision, "it names what was told last"
-        assert await self._call.read() is grpc.aio.EOF
-        return "DRAINING"
+        try:
+            await self._call.read()
+        except grpc.aio.AioRpcError as error:
+            return decode(error).reason
+        raise AssertionError("a client takes OK for the end of its membership")
 
     async def close(self) -> None:
         """See `Subscriber`."""
