@@ -17,19 +17,28 @@ pytestmark = [pytest.mark.torch, pytest.mark.integration]
 SCRIPT = Path(__file__).parents[2] / "examples" / "train_ddp.py"
 
 
+# Torch 2.13 rarely aborts a worker as it exits.
+TORCHS_ABORT = "terminate called without an active exception"
+
+
 def torchrun(checkpoint: Path, *arguments: object) -> list[str]:
-    """Two workers under stock torchrun; the lines they printed."""
+    """Two workers under stock torchrun, launched once more if torch aborts one; the lines they printed."""
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*launch, str(SCRIPT), "--checkpoint", str(checkpoint), *map(str, arguments)],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=2 * PATIENCE,
-        check=False,
-    )
+    lines: list[str] = []
+    for _ in range(2):
+        done = subprocess.run(
+            [*launch, str(SCRIPT), "--checkpoint", str(checkpoint), *map(str, arguments)],
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=2 * PATIENCE,
+            check=False,
+        )
+        lines += done.stdout.splitlines()
+        if TORCHS_ABORT not in done.stderr:
+            break
     assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
+    return lines
 
 
 def test_it_trains_and_resumes_under_stock_torchrun(tmp_path: Path) -> None:
@@ -38,6 +47,7 @@ def test_it_trains_and_resumes_under_stock_torchrun(tmp_path: Path) -> None:
     checkpoint = tmp_path / "new" / "digits.pt"
     torchrun(checkpoint, "--epochs", 3)
     *lines, last = torchrun(checkpoint, "--epochs", 15)
+    lines = [line for line in lines if line != last]  # a second launch prints it again
     epochs = [re.match(r"restart 0 · epoch (\d+)/15 · .* · world 2$", line) for line in lines]
     assert [match and int(match[1]) for match in epochs] == list(range(4, 16))
     assert float(last.removeprefix("held-out accuracy ")) >= 0.92
