@@ -206,7 +206,7 @@ def test_a_flag_without_a_meaning_is_told(understood: Understood, script: Path) 
 
 
 def test_rights_without_a_service_for_other_hosts_are_told(understood: Understood, script: Path) -> None:
-    """Nobody may believe that a file restricts what no server reads. An audit log is for Unix sockets too."""
+    """A file that no server reads restricts no caller. An audit log is for Unix sockets too."""
     flags = ["--policy=p", "--token-keys=k", "--audit-log=a"]
     notices = understood.of(*flags, script).notices
     assert [notice.split(" has no effect")[0] for notice in notices] == ["--policy", "--token-keys"]

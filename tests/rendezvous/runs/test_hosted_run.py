@@ -100,7 +100,7 @@ async def test_the_end_of_a_large_run_is_told_at_once(stage: Stage) -> None:
 
 @pytest.mark.usefixtures("large")
 async def test_a_new_watcher_of_a_large_run_is_told_at_once(stage: Stage) -> None:
-    """What the others were told last, as they are told the rest: each change is sent once, whoever comes."""
+    """It gets the state that the others got last, and all get the rest: a newcomer has nothing sent twice."""
     for node_id in ("a", "b", "c"):
         await stage.join(node_id)
     first = await stage.engine.watch(RUN, 0)

@@ -115,7 +115,7 @@ class Rounds:
     def check_lease(self, run_id: str, node_id: str, lease: int, token: bytes) -> None:
         self.check(run_id, node_id, lease, token)
 
-    def client_of(self, run_id: str) -> str:
+    def creator_of(self, run_id: str) -> str:
         return ""
 
     async def settled(self) -> None:

@@ -27,7 +27,7 @@ from rallypoint.serving.requests import count, name, page_position, page_token
 # Records examined before the event loop runs other tasks: one or two milliseconds of work.
 _STEP_RECORDS = 100
 _STEP_BYTES = 64 * 1024
-# A shorter step ends without a pause: so a new event reaches all watchers of a run in one iteration of the event loop.
+# A shorter step ends without a pause: watchers read one or two new events at a time, and `watchers_turn` spreads them.
 _SMALL_STEP = 10
 # Around an event in its message: a tag and a length.
 _FRAME_BYTES = 8

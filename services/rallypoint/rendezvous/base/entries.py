@@ -73,7 +73,7 @@ class WriteAdmission(Protocol):
             Refused: RunNotFound, RunIsClosed, NodeIsEvicted, LeaseLost, LeaseNotProven or RunBroken: it does not.
         """
 
-    def client_of(self, run_id: str) -> str:
+    def creator_of(self, run_id: str) -> str:
         """Return the client whose limits hold for the data of a run; empty: it is unknown."""
 
     async def settled(self) -> None:

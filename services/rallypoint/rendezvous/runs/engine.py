@@ -279,7 +279,7 @@ class RendezvousEngine(DurableRuns, WriteAdmission):
         run = self._runs.get(run_id)
         return None if run is None else run.latest_round()
 
-    def client_of(self, run_id: str) -> str:
+    def creator_of(self, run_id: str) -> str:
         """Return the client that created a run; empty: unknown to this process."""
         run = self._runs.get(run_id)
         return "" if run is None else run.client

@@ -172,7 +172,7 @@ class RunStore(CommitLoop[_PendingWrite[Any]]):
 
     def _rooms(self) -> Sequence[Room]:
         """Return the bounds that the run shares with others, now that it may have a new life, and another client."""
-        client = self._admission.client_of(self.spaces.run_id)
+        client = self._admission.creator_of(self.spaces.run_id)
         if client != self._client:
             self._by_client.add(self._client, -self._bytes.own)
             self._by_client.add(client, self._bytes.own)
