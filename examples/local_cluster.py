@@ -304,7 +304,7 @@ class RunWatch:
     async def _follow(self) -> None:
         revision = 0
         while True:
-            request = pb.WatchRunRequest(run_id=self._run_id, revision=revision)
+            request = pb.WatchRunRequest(run_id=self._run_id, after_revision=revision)
             try:
                 run = pb.Run()
                 async for response in self._stub.WatchRun(request, wait_for_ready=True):

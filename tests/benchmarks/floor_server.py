@@ -27,7 +27,7 @@ _Stream: TypeAlias = Callable[[Any, _Context], Awaitable[None]]
 _Unary: TypeAlias = Callable[[bytes, _Context], Awaitable[bytes]]
 
 ASSIGNMENT_BYTES = 200
-_LEASE = pb.JoinResponse(lease=pb.Lease(lease=1, revision=1)).SerializeToString()
+_LEASE = pb.JoinResponse(lease=pb.Lease(number=1, revision=1)).SerializeToString()
 
 
 def _update(phase: pb.Phase.ValueType, round_: int, size: int = ASSIGNMENT_BYTES) -> bytes:

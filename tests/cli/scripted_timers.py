@@ -84,7 +84,7 @@ class ScriptedTimers(pb_grpc.TimerServiceServicer):
         self.asked.append(request)
         answer = pb.GetProgressResponse()
         answer.CopyFrom(self.progress)
-        del answer.slowest[request.most or 10 :]
+        del answer.slowest[request.page_size or 10 :]
         return answer
 
 

@@ -77,5 +77,4 @@ def test_programs_get_the_whole_event() -> None:
         "groupWorldSize": 0,
         "worldSize": 0,
         "earliest": False,
-        "countedRestarts": 0,
     }

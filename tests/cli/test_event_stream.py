@@ -38,11 +38,11 @@ class Scripted:
         self.asked: list[Any] = []
 
     async def WatchEvents(self, request: pb.WatchEventsRequest, context: Any) -> None:
-        self.asked.append(request.revision)
+        self.asked.append(request.after_revision)
         messages, error = self.script.pop(0)
         if error is SILENCE:
             await asyncio.Event().wait()
-        revision = request.revision
+        revision = request.after_revision
         for revisions in messages:
             revision = max([revision, *revisions])
             events = [pb.Event(revision=each) for each in revisions]
@@ -97,7 +97,7 @@ async def followed(
         following = Following(
             address,
             None,
-            pb.WatchEventsRequest(run_id="digits", revision=revision),
+            pb.WatchEventsRequest(run_id="digits", after_revision=revision),
             timeout=patience,
             on_events=note,
             on_gap=gaps.append,

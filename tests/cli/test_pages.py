@@ -27,11 +27,19 @@ class Service:
         )
 
     async def GetRun(self, request: pb.GetRunRequest) -> pb.GetRunResponse:
-        page = int(request.page_token or 0)
-        run = pb.Run(
-            run_id=request.run_id, revision=10 + page, nodes=[pb.Node(node_id=n) for n in self.nodes[page]]
+        nodes = [pb.Node(node_id=name) for name in self.nodes[0]]
+        count = sum(map(len, self.nodes))
+        return pb.GetRunResponse(
+            run=pb.Run(run_id=request.run_id, revision=10, nodes=nodes, node_count=count)
         )
-        return pb.GetRunResponse(run=run, next_page_token=str(page + 1) if page + 1 < len(self.nodes) else "")
+
+    async def ListNodes(self, request: pb.ListNodesRequest) -> pb.ListNodesResponse:
+        assert request.owner_only
+        page = int(request.page_token or 0)
+        more = str(page + 1) if page + 1 < len(self.nodes) else ""
+        return pb.ListNodesResponse(
+            nodes=[pb.Node(node_id=name) for name in self.nodes[page]], next_page_token=more
+        )
 
 
 async def test_all_runs_are_there() -> None:
@@ -44,7 +52,6 @@ async def test_all_runs_are_there() -> None:
 
 async def test_all_nodes_are_there() -> None:
     """With the run as it was first; a node that moved from one page to the next while it was read is there once."""
-    whole = await whole_run("digits", Service([["a", "b"], ["b", "c"], ["d"]]).stub())
+    whole = await whole_run("digits", Service([["a", "b"], ["b", "c"], ["d"]]).stub(), owner_only=True)
     assert (whole.run.run_id, whole.run.revision) == ("digits", 10)
     assert [node.node_id for node in whole.run.nodes] == ["a", "b", "c", "d"]
-    assert whole.next_page_token == ""

@@ -48,7 +48,7 @@ def test_what_nobody_owns_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     ("place", "told"),
     [
         (
-            pb.RunPlace(shard=7, owner="b-29400", address="10.0.0.2:29400"),
+            pb.RunPlace(shard=7, owner_name="b-29400", owner_address="10.0.0.2:29400"),
             "run digits is in shard 7, which b-29400 owns, at 10.0.0.2:29400",
         ),
         (
@@ -73,4 +73,4 @@ def test_a_service_with_a_journal_of_its_own_is_its_only_replica() -> None:
     assert replica["shards"] == answer["shards"] == 1
     assert answer["journal"] == "memory"
     assert answer["answeredBy"] == replica["name"]
-    assert answer["run"] == {"shard": 0, "owner": replica["name"], "address": address}
+    assert answer["run"] == {"shard": 0, "ownerName": replica["name"], "ownerAddress": address}

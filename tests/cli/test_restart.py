@@ -36,17 +36,19 @@ def test_a_run_is_restarted_with_a_reason(
     asked: list[pb.RestartRunRequest] = []
 
     class Stub:
+        def GetRun(self, request: pb.GetRunRequest) -> pb.GetRunResponse:
+            return pb.GetRunResponse(run=pb.Run(run_id=request.run_id, round=7))
+
         def RestartRun(self, request: pb.RestartRunRequest) -> pb.RestartRunResponse:
             asked.append(request)
             return answer
 
-    def ask(endpoint: str, tls: Any, timeout: float, question: Any, *, repeatable: bool) -> Any:
+    def ask(endpoint: str, tls: Any, timeout: float, question: Any) -> Any:
         assert (endpoint, tls, timeout) == ("10.0.0.1:29400", None, 3.0)
-        assert not repeatable, "a second restart would end the round that the first one made"
         return question(Stub())
 
     monkeypatch.setattr(operator, "call_rendezvous", ask)
     arguments = ["--rdzv-endpoint", "10.0.0.1:29400", "--timeout", "3", "--reason", "new data"]
     result = CliRunner().invoke(main, ["restart", "digits", *arguments])
     assert (result.exit_code, result.output) == (0, told)
-    assert asked == [pb.RestartRunRequest(run_id="digits", reason="new data")]
+    assert asked == [pb.RestartRunRequest(run_id="digits", reason="new data", round=7)]

@@ -263,6 +263,6 @@ async def join_refused(stub: pb_grpc.RendezvousServiceAsyncStub, run_id: str) ->
     except grpc.aio.AioRpcError as error:
         return decode(error).reason
     assert isinstance(response, pb.JoinResponse)
-    assert response.lease.lease > 0
+    assert response.lease.number > 0
     call.cancel()
     return None

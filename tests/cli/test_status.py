@@ -213,7 +213,7 @@ def test_the_slowest_worker_is_shown_if_the_timer_service_is_named(
     plain = answer(response, ["digits"])
     assert timers.asked == []
     assert answer(response, asking) == f"{plain}{SLOWEST}\n"
-    assert timers.asked == [timer_pb.GetProgressRequest(run_id="digits", most=1)]
+    assert timers.asked == [timer_pb.GetProgressRequest(run_id="digits", page_size=1)]
     timers.progress.stalled.MergeFrom(
         timer_pb.Stalled(idle=to_duration(605), first=timers.progress.slowest[0], workers=4, at_same_step=2)
     )

@@ -113,5 +113,5 @@ class Caller:
 
     def _move_on(self, error: ServiceError) -> None:
         """Ask whoever is named as the owner next, or anybody."""
-        named = self._doors.at(error.metadata.get("owner", ""))
+        named = self._doors.at(error.metadata.get("owner_address", ""))
         self._door = named or self._doors.by_name[self.anywhere()]

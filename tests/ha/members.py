@@ -182,7 +182,7 @@ class Members:
                     if error is not None:
                         raise error
                     return  # the run is closed
-                door = self._doors.at(decode(error).metadata.get("owner", "")) or self._anyone()
+                door = self._doors.at(decode(error).metadata.get("owner_address", "")) or self._anyone()
                 await _set_within(stopping, self._draw.random() * 0.5)
         finally:
             ended.cancel()
@@ -200,7 +200,7 @@ class Members:
     _seen = 0
 
     async def _watch_events(self, door: Door) -> None:
-        request = pb.WatchEventsRequest(run_id=self.run_id, revision=self._seen)
+        request = pb.WatchEventsRequest(run_id=self.run_id, after_revision=self._seen)
         async for answer in door.rendezvous.WatchEvents(request):
             for event in answer.events:
                 self._history.add(

@@ -81,7 +81,7 @@ async def test_a_refusal_at_once_says_that_nothing_happened() -> None:
 async def test_who_is_not_the_owner_names_it() -> None:
     """The next attempt goes to the owner that is named."""
     for owner, endpoint in _ENDPOINTS.items():
-        elsewhere = _failure(grpc.StatusCode.UNAVAILABLE, "NOT_OWNER", owner=endpoint)
+        elsewhere = _failure(grpc.StatusCode.UNAVAILABLE, "NOT_OWNER", owner_address=endpoint)
         script = _Script([elsewhere, "fine"])
         assert (await _ask(script)).at == owner
         assert script.asked[-1] == owner

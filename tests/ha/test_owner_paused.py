@@ -102,7 +102,7 @@ async def _state_at(states: state_grpc.StateServiceAsyncStub) -> state_pb.Fenced
     try:
         return (await states.GetState(request, timeout=PATIENCE)).current
     except grpc.aio.AioRpcError as error:
-        if not decode(error).metadata.get("owner"):
+        if not decode(error).metadata.get("owner_address"):
             raise
         return (await states.GetState(request, timeout=PATIENCE)).current
 
@@ -150,7 +150,7 @@ class Writes:
         for answer in await asyncio.gather(*self._sent, return_exceptions=True):
             assert isinstance(answer, grpc.aio.AioRpcError), f"it was answered {answer!r}"
             error = decode(answer)
-            found.append(Refusal(error.code, error.reason, error.metadata.get("owner", "")))
+            found.append(Refusal(error.code, error.reason, error.metadata.get("owner_address", "")))
         return found
 
     async def has_left_nothing(self, channel: grpc.aio.Channel, state: FencedState | None) -> None:
@@ -213,7 +213,7 @@ async def _is_told_of_the_owner(cluster: Cluster, sleeper: str) -> float:
                 await watching.read()
             except grpc.aio.AioRpcError as failure:
                 error = decode(failure)
-                told = error.metadata.get("owner", "")
+                told = error.metadata.get("owner_address", "")
                 return (
                     ""
                     if told == cluster.replicas.endpoint(heir)

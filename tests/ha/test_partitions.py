@@ -184,7 +184,7 @@ async def _redirected(endpoint: str) -> str:
         await watching.read()
     except grpc.aio.AioRpcError as failure:
         error = decode(failure)
-        return error.metadata.get("owner", repr(error))
+        return error.metadata.get("owner_address", repr(error))
     finally:
         await channel.close()
     return "it streams"

@@ -28,7 +28,7 @@ class Insider:
             return
         with suppress(DecodeError):
             join = pb.JoinRequest.FromString(request.messages[0]).join
-            writer = store_pb.StoreWriter(node_id=join.node_id, lease=lease.lease, token=lease.token)
+            writer = store_pb.StoreWriter(node_id=join.node_id, lease=lease.number, token=lease.token)
             self._writers[join.run_id] = writer
 
     def armed(self, request: Request) -> Request:

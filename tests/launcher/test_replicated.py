@@ -75,7 +75,7 @@ async def pointed(replica: OwnReplica) -> str:
             )
     error = decode(caught.value)
     assert error.reason == "NOT_OWNER"
-    return error.metadata["owner"]
+    return error.metadata["owner_address"]
 
 
 class Member:
@@ -95,7 +95,7 @@ class Member:
             await asyncio.wait_for(self.reading, PATIENCE)
         error = decode(caught.value)
         assert error.reason == "NOT_OWNER"
-        return error.metadata["owner"]
+        return error.metadata["owner_address"]
 
 
 async def join(
@@ -348,7 +348,7 @@ async def test_no_number_goes_back_when_the_lease_of_a_run_ends_under_it(
         assert after.assignment.round == before.assignment.round + 1
         assert after.assignment.fencing_token > before.assignment.fencing_token
         assert after.revision > before.revision
-        assert again.lease.lease > node.lease.lease
+        assert again.lease.number > node.lease.number
         assert after.restart_count == 1
         await again.fail(after.assignment.round)
         after = await again.running()

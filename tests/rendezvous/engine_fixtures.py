@@ -159,18 +159,18 @@ class Stage:
         """Members confirm the round that stands."""
         round_ = (await self.engine.get_run(RUN)).round
         for member in members:
-            command = commands.Confirm(member.node_id, member.lease.lease, round_, 29500)
+            command = commands.Confirm(member.node_id, member.lease.number, round_, 29500)
             await self.engine.execute(RUN, command)
 
     async def fail(self, member: Member, round_: int) -> None:
         failure = ReportedFailure(
             round_, 0, 0, "trainer", member.node_id, "host", 1, 1, 1.7e9, "it broke", "", ""
         )
-        command = commands.ReportFailure(member.node_id, member.lease.lease, failure)
+        command = commands.ReportFailure(member.node_id, member.lease.number, failure)
         await self.engine.execute(RUN, command)
 
     async def leave(self, member: Member) -> None:
-        command = commands.Leave(member.node_id, member.lease.lease, "told to stop")
+        command = commands.Leave(member.node_id, member.lease.number, "told to stop")
         await self.engine.execute(RUN, command)
 
     async def list_runs(self) -> list[pb.Run]:
@@ -208,7 +208,7 @@ async def taken(member: Member) -> pb.NodeUpdate:
 
 def writer_of(member: Member) -> Writer:
     """The lease that a member holds, as its writes carry it."""
-    return Writer(member.node_id, member.lease.lease, member.lease.token)
+    return Writer(member.node_id, member.lease.number, member.lease.token)
 
 
 async def begun(*coroutines: Coroutine[Any, Any, T]) -> list[asyncio.Task[T]]:

@@ -64,7 +64,9 @@ class Served:
 
     def watch(self, revision: int = 0, run_id: str = RUN, **filter_: Any) -> Watch:
         """A stream of events."""
-        request = pb.WatchEventsRequest(run_id=run_id, revision=revision, filter=pb.EventFilter(**filter_))
+        request = pb.WatchEventsRequest(
+            run_id=run_id, after_revision=revision, filter=pb.EventFilter(**filter_)
+        )
         return Watch(self.stub().WatchEvents(request, timeout=PATIENCE))
 
     async def note(self, count: int) -> None:

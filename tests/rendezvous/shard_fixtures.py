@@ -127,7 +127,7 @@ class Scene:
         await self.set_state(b"state")
 
     async def confirm(self, member: Member, round_: int = 1) -> None:
-        command = commands.Confirm(member.node_id, member.lease.lease, round_, 29500)
+        command = commands.Confirm(member.node_id, member.lease.number, round_, 29500)
         await self.shard.engine.execute(RUN, command)
 
     async def restart(self) -> None:
@@ -183,7 +183,7 @@ class Scene:
 
         return {
             "join": lambda: self.join("c"),
-            "resume": lambda: engine.resume(RUN, member.node_id, member.lease.lease, 1, member.lease.token),
+            "resume": lambda: engine.resume(RUN, member.node_id, member.lease.number, 1, member.lease.token),
             "execute": self.restart,
             "close": lambda: engine.close_run(RUN, "over"),
             "get run": lambda: engine.get_run(RUN),

@@ -61,7 +61,7 @@ async def test_one_run_is_stopped_and_the_others_go_on(
         with monkeypatch.context() as patch:
             patch.setattr(where, name, tripping(getattr(where, name), RUN, named))
             confirms = [
-                stage.engine.execute(run_id, commands.Confirm(member.node_id, member.lease.lease, 1, 29500))
+                stage.engine.execute(run_id, commands.Confirm(member.node_id, member.lease.number, 1, 29500))
                 for run_id, each in ((RUN, members), (OTHER, others))
                 for member in each
             ]
@@ -79,14 +79,14 @@ async def test_one_run_is_stopped_and_the_others_go_on(
             stage.join("a", RUN),
             stage.engine.get_run(RUN),
             stage.engine.watch(RUN, 0),
-            stage.engine.resume(RUN, "a", members[0].lease.lease, 1, members[0].lease.token),
+            stage.engine.resume(RUN, "a", members[0].lease.number, 1, members[0].lease.token),
             stage.engine.execute(RUN, commands.Restart("by hand")),
         ):
             assert isinstance(await refusal_of(ask), RunBroken)
         with pytest.raises(RunBroken):
             stage.engine.history(RUN)
         with pytest.raises(RunBroken):
-            stage.engine.check_lease(RUN, "a", members[0].lease.lease, members[0].lease.token)
+            stage.engine.check_lease(RUN, "a", members[0].lease.number, members[0].lease.token)
         assert [(run.run_id, run.broken) for run in await stage.list_runs()] == [
             (OTHER, ""),
             (RUN, "KeyError"),
@@ -99,7 +99,7 @@ async def test_one_run_is_stopped_and_the_others_go_on(
     revisions = [each.revision for each in durable if isinstance(each, Record) and each.run_id == RUN]
     assert revisions == list(range(1, len(revisions) + 1))
     async with staged(Stage(durable=durable)) as again:
-        resumed = await again.engine.resume(RUN, "a", members[0].lease.lease, 4, members[0].lease.token)
+        resumed = await again.engine.resume(RUN, "a", members[0].lease.number, 4, members[0].lease.token)
         assert (await taken(resumed)).assignment.round == 1
 
 
@@ -108,7 +108,7 @@ async def test_a_mistake_in_a_deadline_stops_that_run_only(monkeypatch: pytest.M
     async with staged(Stage(limits=RendezvousLimits(run_ttl=10.0))) as stage:
         for run_id in (RUN, OTHER):
             member = await stage.join("a", run_id)
-            await stage.engine.execute(run_id, commands.Leave("a", member.lease.lease, "enough"))
+            await stage.engine.execute(run_id, commands.Leave("a", member.lease.number, "enough"))
 
         def trip(run_id: str) -> None:
             if run_id == RUN:

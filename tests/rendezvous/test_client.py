@@ -523,7 +523,7 @@ class Refusing(pb_grpc.RendezvousServiceServicer):
         self.first_messages.append(await anext(request_iterator))
         if len(self.first_messages) == 2:
             raise self._refusal
-        yield pb.JoinResponse(lease=pb.Lease(lease=7, keep_alive_interval=Duration(seconds=5)))
+        yield pb.JoinResponse(lease=pb.Lease(number=7, keep_alive_interval=Duration(seconds=5)))
         if len(self.first_messages) == 1:
             raise ServiceError(grpc.StatusCode.UNAVAILABLE, "DRAINING", "the server is going away")
         await asyncio.Event().wait()
@@ -653,7 +653,7 @@ async def serve_script(script: Script, stack: AsyncExitStack) -> str:
 
 def lease(number: int) -> pb.JoinResponse:
     """A lease that asks for a heartbeat every hundredth of a second."""
-    answer = pb.JoinResponse(lease=pb.Lease(lease=number, revision=1))
+    answer = pb.JoinResponse(lease=pb.Lease(number=number, revision=1))
     answer.lease.keep_alive_interval.FromMilliseconds(10)
     return answer
 
@@ -714,7 +714,7 @@ async def test_a_broken_stream_is_resumed_from_the_last_revision(
         script = Script([lease(7), seen, end], [lease(7)])
         one = join(await serve_script(script, stack), join_request("a"))
         await one.admitted(2)
-        resumed = pb.ResumeRun(run_id=RUN, node_id="a", lease=7, revision=41)
+        resumed = pb.ResumeRun(run_id=RUN, node_id="a", lease=7, after_revision=41)
         assert [request.resume for request in script.heard if request.HasField("resume")] == [resumed]
         assert one.lost_leases == 0
         await one.close()

@@ -60,7 +60,7 @@ class Other:
         """Refuse to."""
         self.asked.set()
         if self.paused:
-            yield pb.JoinResponse(lease=pb.Lease(lease=1, keep_alive_interval=Duration(seconds=3600)))
+            yield pb.JoinResponse(lease=pb.Lease(number=1, keep_alive_interval=Duration(seconds=3600)))
         if self.silent or self.paused:
             await asyncio.get_running_loop().create_future()
         raise not_owner(self.owner)

@@ -133,7 +133,7 @@ async def test_a_cursor_that_is_gone_is_told(served: Served) -> None:
     ("field", "request_"),
     [
         ("run_id", {"run_id": ""}),
-        ("revision", {"revision": -1}),
+        ("after_revision", {"after_revision": -1}),
         ("filter.rounds", {"filter": pb.EventFilter(rounds=[0])}),
     ],
 )

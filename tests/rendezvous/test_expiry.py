@@ -110,7 +110,7 @@ async def test_who_comes_back_at_the_very_moment_finds_the_run(stage: Stage) -> 
     revision = (await stage.engine.get_run(RUN)).revision
     stage.now += TTL
     member = await stage.join("a")
-    assert member.lease.lease > revision
+    assert member.lease.number > revision
     assert stage.expired_runs == []
 
 
@@ -188,7 +188,7 @@ async def test_a_node_that_comes_with_the_deletion_keeps_its_run(stage: Stage) -
     joining = asyncio.ensure_future(stage.join("a"))
     with pytest.raises(RunInUse):
         await deleting
-    assert (await joining).lease.lease > 0
+    assert (await joining).lease.number > 0
     assert await known(stage, TTL / 2) == [RUN]
 
 
@@ -223,7 +223,7 @@ async def test_its_numbers_go_on(stage: Stage) -> None:
     await known(stage, TTL)
     new = await stage.join("a")
     update = await taken(new)
-    assert new.lease.lease > last.revision > old.lease.lease
+    assert new.lease.number > last.revision > old.lease.number
     assert update.assignment.round == last.round + 1
     assert update.assignment.fencing_token > token
     assert update.revision == last.revision + 3  # created, joined, frozen
@@ -236,9 +236,9 @@ async def test_leases_of_its_earlier_life_are_worth_nothing(stage: Stage) -> Non
     await known(stage, TTL)
     await stage.join("a")
     with pytest.raises(LeaseLost):
-        stage.engine.check_lease(RUN, "a", old.lease.lease, old.lease.token)
+        stage.engine.check_lease(RUN, "a", old.lease.number, old.lease.token)
     with pytest.raises(LeaseLost):
-        await stage.engine.resume(RUN, "a", old.lease.lease, 0, old.lease.token)
+        await stage.engine.resume(RUN, "a", old.lease.number, 0, old.lease.token)
     with pytest.raises(LeaseLost):
         await stage.confirm(old)
 
@@ -280,11 +280,11 @@ async def test_numbers_outlive_the_server_too(stage: Stage) -> None:
         async with staged(restarted(durable)) as second:
             assert await known(second) == []
             member = await second.join("a")
-            assert member.lease.lease > last.revision
+            assert member.lease.number > last.revision
             assert (await taken(member)).assignment.round == last.round + 1
             revision = (await second.engine.get_run(RUN)).revision
         async with staged(restarted(second.journal.durable)) as third:
-            resumed = await third.engine.resume(RUN, "a", member.lease.lease, revision, member.lease.token)
+            resumed = await third.engine.resume(RUN, "a", member.lease.number, revision, member.lease.token)
             assert (await taken(resumed)).assignment.round == last.round + 1
             await third.engine.close_run(RUN, "enough")
             last = await third.engine.get_run(RUN)
@@ -316,7 +316,7 @@ async def test_every_life_of_a_run_has_a_name_of_its_own(stage: Stage) -> None:
     assert (await stage.join("b", run_id=RUN)).lease.incarnation == first
     async with staged(Stage(durable=stage.journal.durable, limits=LIMITS)) as second:
         again = await second.engine.resume(
-            RUN, "a", member.lease.lease, member.lease.revision, member.lease.token
+            RUN, "a", member.lease.number, member.lease.revision, member.lease.token
         )
         assert again.lease.incarnation == first
     await stage.engine.close_run(RUN, "enough")
@@ -331,7 +331,7 @@ async def test_every_life_of_a_run_has_a_name_of_its_own(stage: Stage) -> None:
 async def lived(stage: Stage, run_id: str) -> pb.Run:
     """A run of one node that was in one round, and is forgotten."""
     member = await stage.join("a", run_id)
-    command = commands.Confirm("a", member.lease.lease, (await stage.engine.get_run(run_id)).round, 29500)
+    command = commands.Confirm("a", member.lease.number, (await stage.engine.get_run(run_id)).round, 29500)
     await stage.engine.execute(run_id, command)
     await stage.engine.close_run(run_id, "enough")
     run = await stage.engine.get_run(run_id)
@@ -354,7 +354,7 @@ async def test_of_all_that_are_forgotten_one_mark_is_left(stage: Stage) -> None:
     async with staged(restarted(stage.journal.durable)) as second:
         for run_id in ("run0", "new"):
             member = await second.join("a", run_id)
-            assert member.lease.lease > last.revision
+            assert member.lease.number > last.revision
             assert (await taken(member)).assignment.round == last.round + 1
 
 
@@ -362,7 +362,7 @@ async def test_where_nothing_was_forgotten_runs_begin_at_1(stage: Stage) -> None
     for run_id in ("a", "b"):
         member = await stage.join("a", run_id)
         assert (await taken(member)).assignment.round == 1
-        assert member.lease.lease == 2
+        assert member.lease.number == 2
 
 
 async def test_what_versions_before_kept_of_each_is_let_go_of() -> None:
@@ -377,14 +377,14 @@ async def test_what_versions_before_kept_of_each_is_let_go_of() -> None:
     ]
     async with staged(restarted(list(kept))) as stage:
         member = await stage.join("a", "run7")
-        assert member.lease.lease == 1002
+        assert member.lease.number == 1002
         assert (await taken(member)).assignment.round == 1001
         for _ in range(10):
             await stage.list_runs()
         assert {each.run_id for each in stage.journal.kept().checkpoints} == {MARK, "run7"}
     async with staged(restarted(stage.journal.durable)) as again:
         assert await known(again) == ["run7"]
-        assert (await again.join("a", "run8")).lease.lease == 1002
+        assert (await again.join("a", "run8")).lease.number == 1002
 
 
 async def test_a_fenced_state_outlives_the_beginning_of_its_run(tmp_path: Path) -> None:
@@ -403,7 +403,7 @@ async def test_a_fenced_state_outlives_the_beginning_of_its_run(tmp_path: Path) 
     settings = RunSettings(min_nodes=1, max_nodes=1)
     join = commands.Join("a", settings, "a.cluster", 1, "trainer")
     member = await shard.engine.join("first", join)
-    await shard.engine.execute("first", commands.Leave("a", member.lease.lease, "enough"))
+    await shard.engine.execute("first", commands.Leave("a", member.lease.number, "enough"))
     assert await shard.engine.read_runs(lambda runs: [run.run_id for run in runs]) == []
     await shard.states.set(SetState(run_id=RUN, state=b"kept"))
     await shard.engine.join(RUN, join)

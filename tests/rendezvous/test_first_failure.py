@@ -30,7 +30,7 @@ def report(
 ) -> commands.ReportFailure:
     """What a member says of a failure of its first worker."""
     failure = ReportedFailure(round_, 0, 0, "", member.node_id, "host", 1, 1, 1.7e9, message, "", "")
-    return commands.ReportFailure(member.node_id, member.lease.lease, replace(failure, age=age))
+    return commands.ReportFailure(member.node_id, member.lease.number, replace(failure, age=age))
 
 
 async def all_of(member: Member) -> None:
@@ -119,7 +119,7 @@ async def test_a_node_that_comes_back_is_told_that_the_end_settles(stage: Stage)
     a, b = await stage.running("a", "b")
     before = (await stage.engine.get_run(RUN)).revision
     await stage.engine.execute(RUN, report(b))
-    again = await stage.engine.resume(RUN, "a", a.lease.lease, before, a.lease.token)
+    again = await stage.engine.resume(RUN, "a", a.lease.number, before, a.lease.token)
     assert (await taken(again)).settling
 
 

@@ -11,9 +11,9 @@ from random import Random
 import pytest
 
 from rallypoint.rendezvous.base.entries import Operation, Writer
-from rallypoint.rendezvous.base.refusals import KeyWaitTimedOut, RoundNotBegun, RoundOver
+from rallypoint.rendezvous.base.refusals import KeyWaitTimedOut, RoundNotBegun
 from rallypoint.rendezvous.core import commands
-from rallypoint.rendezvous.core.commands import Refused
+from rallypoint.rendezvous.core.commands import Refused, RoundOver
 from rallypoint.rendezvous.core.state import RunSettings
 from rallypoint.rendezvous.journal.journal import Entry, Journal, MemoryJournal, Recovered
 from rallypoint.rendezvous.journal.sqlite import SqliteJournal
@@ -209,7 +209,7 @@ class Job:
             if update.phase == pb.PHASE_FROZEN:
                 round_ = update.assignment.round
                 self.announced = max(self.announced, round_)
-                confirm = commands.Confirm(member.node_id, member.lease.lease, round_, 29500)
+                confirm = commands.Confirm(member.node_id, member.lease.number, round_, 29500)
                 try:
                     await self.shard.engine.execute(RUN, confirm)
                 except Refused:

@@ -41,24 +41,24 @@ async def test_the_engine_refuses_by_its_latest_facts() -> None:
     async with staged(Stage()) as stage:
         a, b = await stage.running("a", "b")
         check = partial(stage.engine.check_lease, token=b"")
-        stage.engine.check_lease(RUN, "b", b.lease.lease, b.lease.token)
+        stage.engine.check_lease(RUN, "b", b.lease.number, b.lease.token)
         stage.journal.hold()
         (leaving,) = await begun(stage.leave(b))
         await stage.journal.held()
         with pytest.raises(LeaseLost):
-            check(RUN, "b", b.lease.lease)
-        stage.engine.check_lease(RUN, "a", a.lease.lease, a.lease.token)
+            check(RUN, "b", b.lease.number)
+        stage.engine.check_lease(RUN, "a", a.lease.number, a.lease.token)
         stage.journal.release()
         await leaving
         with pytest.raises(LeaseLost):
-            check(RUN, "b", b.lease.lease)
+            check(RUN, "b", b.lease.number)
         with pytest.raises(LeaseLost):
             check(RUN, "a", 1)
         with pytest.raises(RunNotFound):
             check("other", "a", 1)
         await stage.engine.close_run(RUN, "enough")
         with pytest.raises(RunIsClosed):
-            check(RUN, "a", a.lease.lease)
+            check(RUN, "a", a.lease.number)
 
 
 @pytest.mark.parametrize("kind", ["store", "states"])
@@ -66,7 +66,7 @@ async def test_a_refusal_waits_until_its_cause_is_durable(kind: str) -> None:
     """Nobody is told of what may still not have happened: a server that is killed now has lost nobody."""
     async with staged(Stage()) as stage:
         _, b = await stage.running("a", "b")
-        engine, writer = stage.engine, Writer("b", b.lease.lease, b.lease.token)
+        engine, writer = stage.engine, Writer("b", b.lease.number, b.lease.token)
         stage.journal.hold()
         (leaving,) = await begun(stage.leave(b))
         await stage.journal.held()
@@ -123,12 +123,12 @@ async def test_store_and_states_ask_the_engine() -> None:
             await stream.write(pb.JoinRequest(join=join))
             admission = await stream.read()
             assert isinstance(admission, pb.JoinResponse)
-            writer = StoreWriter(node_id="a", lease=admission.lease.lease, token=admission.lease.token)
+            writer = StoreWriter(node_id="a", lease=admission.lease.number, token=admission.lease.token)
             in_store = SetRequest(run_id=RUN, key="k", writer=writer)
             in_state = SetStateRequest(run_id=RUN, writer=writer)
             assert await reason_of(store.Set(in_store, timeout=PATIENCE)) is None
             assert await reason_of(states.SetState(in_state, timeout=PATIENCE)) is None
-            stranger = StoreWriter(node_id="a", lease=admission.lease.lease)
+            stranger = StoreWriter(node_id="a", lease=admission.lease.number)
             forged = SetRequest(run_id=RUN, key="k", writer=stranger)
             assert await reason_of(store.Set(forged, timeout=PATIENCE)) == "LEASE_NOT_PROVEN"
             forged_state = SetStateRequest(run_id=RUN, writer=stranger)

@@ -67,7 +67,7 @@ def not_owner(owner: str = "", reason: str = "NOT_OWNER") -> ServiceError:
         grpc.StatusCode.UNAVAILABLE,
         reason,
         "the run is elsewhere",
-        metadata={"run_id": "r", **({"owner": owner} if owner else {})},
+        metadata={"run_id": "r", **({"owner_address": owner} if owner else {})},
         retry_after=None if owner else 0.1,
     )
 

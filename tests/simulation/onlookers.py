@@ -54,7 +54,7 @@ class Watcher(Onlooker):
 
     async def follow(self) -> None:
         """See `Onlooker`."""
-        request = pb.WatchRunRequest(run_id=RUN, revision=self.revision)
+        request = pb.WatchRunRequest(run_id=RUN, after_revision=self.revision)
         async for answer in self.stub.WatchRun(request, wait_for_ready=True):
             run = answer.run
             with self.referee.judging():
@@ -69,7 +69,7 @@ class Reader(Onlooker):
 
     async def follow(self) -> None:
         """See `Onlooker`."""
-        request = pb.WatchEventsRequest(run_id=RUN, revision=self.revision)
+        request = pb.WatchEventsRequest(run_id=RUN, after_revision=self.revision)
         async for answer in self.stub.WatchEvents(request, wait_for_ready=True):
             with self.referee.judging():
                 for event in answer.events:

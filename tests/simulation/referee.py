@@ -302,7 +302,7 @@ class Referee:
                 self.streams[call] = None
             case "resume":
                 resume = message.resume
-                call.subject = Subject(resume.run_id, resume.node_id, resume.lease, resume.revision)
+                call.subject = Subject(resume.run_id, resume.node_id, resume.lease, resume.after_revision)
                 self.streams[call] = None
                 self.losses.opened(call)
             case "heartbeat":
@@ -325,13 +325,13 @@ class Referee:
         ledger = self.ledger(subject.run_id)
         if message.HasField("lease"):
             lease = message.lease
-            held = ledger.leases.get(subject.node_id) == lease.lease
-            ended = (subject.node_id, lease.lease) in ledger.ended
+            held = ledger.leases.get(subject.node_id) == lease.number
+            ended = (subject.node_id, lease.number) in ledger.ended
             require(held or ended, "a lease is durable before it is told")
             require(lease.revision <= ledger.revision, "a lease tells a revision that is durable")
-            require(subject.lease in (0, lease.lease), "who resumes keeps its lease")
+            require(subject.lease in (0, lease.number), "who resumes keeps its lease")
             require(lease.revision >= subject.revision, "revisions told on a stream only grow")
-            subject.lease, subject.revision, subject.admitted = lease.lease, lease.revision, True
+            subject.lease, subject.revision, subject.admitted = lease.number, lease.revision, True
             self.losses.opened(call)
             if self.terms is not None:
                 self.terms.told(subject)

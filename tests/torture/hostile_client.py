@@ -191,7 +191,7 @@ class _Greedy:
         lease = (await self._hold(call)).lease
         if run_id not in self._writers:
             self._writers[run_id] = store_pb.StoreWriter(
-                node_id=node_id, lease=lease.lease, token=lease.token
+                node_id=node_id, lease=lease.number, token=lease.token
             )
 
     async def _watch(self, number: int) -> None:

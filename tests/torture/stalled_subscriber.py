@@ -106,7 +106,7 @@ class RunWatcher(Subscriber):
     """Watches the run's states."""
 
     async def _open(self) -> None:
-        self._call = self._stub.WatchRun(pb.WatchRunRequest(run_id=RUN, revision=self.revision))
+        self._call = self._stub.WatchRun(pb.WatchRunRequest(run_id=RUN, after_revision=self.revision))
 
     def _told(self, message: pb.WatchRunResponse) -> int:
         return message.run.revision
@@ -116,7 +116,7 @@ class EventWatcher(Subscriber):
     """Watches the run's events, and must miss none."""
 
     async def _open(self) -> None:
-        self._call = self._stub.WatchEvents(pb.WatchEventsRequest(run_id=RUN, revision=self.revision))
+        self._call = self._stub.WatchEvents(pb.WatchEventsRequest(run_id=RUN, after_revision=self.revision))
 
     def _told(self, message: pb.WatchEventsResponse) -> int:
         if self.revision:
@@ -156,7 +156,9 @@ class Spare(Subscriber):
         await self._still()
         self._call = self._stub.Join()
         if self._lease:
-            resume = pb.ResumeRun(run_id=RUN, node_id=self._name, lease=self._lease, revision=self.revision)
+            resume = pb.ResumeRun(
+                run_id=RUN, node_id=self._name, lease=self._lease, after_revision=self.revision
+            )
             resume.token = self._token
             await self._call.write(pb.JoinRequest(resume=resume))
         else:
@@ -173,7 +175,7 @@ class Spare(Subscriber):
 
     def _told(self, message: pb.JoinResponse) -> int:
         if message.HasField("lease"):
-            self._lease, self._token = message.lease.lease, message.lease.token
+            self._lease, self._token = message.lease.number, message.lease.token
         return message.update.revision
 
     def _forget(self, reason: str) -> None:

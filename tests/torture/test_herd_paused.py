@@ -95,9 +95,9 @@ async def _connected(rendezvous: pb_grpc.RendezvousServiceAsyncStub) -> int:
     """Nodes of which the service has a stream."""
     connected, token = 0, ""
     while True:
-        request = pb.GetRunRequest(run_id=RUN, page_size=1000, page_token=token)
-        page = await rendezvous.GetRun(request, wait_for_ready=True)
-        connected += sum(node.connected for node in page.run.nodes)
+        request = pb.ListNodesRequest(run_id=RUN, filter=pb.NodeFilter(connected=True), page_token=token)
+        page = await rendezvous.ListNodes(request, wait_for_ready=True)
+        connected += len(page.nodes)
         token = page.next_page_token
         if not token:
             return connected

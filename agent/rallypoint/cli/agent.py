@@ -175,7 +175,7 @@ def _worker_table(response: pb.ListWorkersResponse) -> Table:
         progress = ("-", "-")
         if worker.HasField("progress"):
             latest = worker.progress
-            progress = (str(latest.step), show_span(to_seconds(latest.age)))
+            progress = (str(latest.step), show_span(to_seconds(latest.idle)))
         table.add_row(
             str(worker.rank),
             str(worker.local_rank),
@@ -287,7 +287,7 @@ def drain(
     from rallypoint.agent.v1 import supervisor_service_pb2 as pb  # noqa: PLC0415 (gRPC is not for --help)
     from rallypoint.cli.operator import call_agent  # noqa: PLC0415
 
-    request = pb.DrainRequest(run_id=run_id, reason=reason)
+    request = pb.DrainRequest(run_id=run_id, reason=reason, all_jobs=not run_id)
     if grace is not None:
         set_seconds(request.grace, grace)
     response = call_agent(agent, security, timeout, lambda stub: stub.Drain(request))

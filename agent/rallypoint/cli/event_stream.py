@@ -139,7 +139,7 @@ class Following:
                         replica.answered()
                     received = True
                     silence.reschedule(None)  # the first message is immediate, later ones come with events
-                    self._request.revision = response.revision
+                    self._request.after_revision = response.revision
                     if response.events:
                         self._on_events(response.events)
         except grpc.aio.AioRpcError as rpc_error:
@@ -187,6 +187,8 @@ class Following:
         if error.reason != "EVENTS_COMPACTED":
             return False
         oldest = error.metadata.get("oldest_revision", "?")
-        self._on_gap(f"events {self._request.revision + 1} to {oldest} (not included) are no longer kept")
-        self._request.revision = 0
+        self._on_gap(
+            f"events {self._request.after_revision + 1} to {oldest} (not included) are no longer kept"
+        )
+        self._request.after_revision = 0
         return True

@@ -116,7 +116,7 @@ def events(
     show(past)
     if follow:
         revision = past[-1].revision if past else 0
-        request = pb.WatchEventsRequest(run_id=run_id, revision=revision, filter=wanted)
+        request = pb.WatchEventsRequest(run_id=run_id, after_revision=revision, filter=wanted)
         following = Following(
             rdzv_endpoint,
             security,

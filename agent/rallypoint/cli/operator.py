@@ -190,22 +190,33 @@ async def all_runs(stub: pb_grpc.RendezvousServiceAsyncStub) -> pb.ListRunsRespo
 async def whole_run(
     run_id: str, stub: pb_grpc.RendezvousServiceAsyncStub, *, owner_only: bool = False
 ) -> pb.GetRunResponse:
-    """Return a run with all its nodes, as its first page shows it; each node once even if the run changes meanwhile.
+    """Return a run with all its nodes; each node once even if the run changes meanwhile.
 
     Args:
         run_id: Name of the run.
         stub: Stub of the service.
         owner_only: Accept a reply only from the replica that owns the run: it knows which nodes are connected.
     """
-    page = whole = await stub.GetRun(pb.GetRunRequest(run_id=run_id, owner_only=owner_only))
-    seen = {node.node_id for node in whole.run.nodes}
-    while page.next_page_token:
-        request = pb.GetRunRequest(run_id=run_id, page_token=page.next_page_token, owner_only=owner_only)
-        page = await stub.GetRun(request)
-        whole.run.nodes.extend(node for node in page.run.nodes if node.node_id not in seen)
-        seen.update(node.node_id for node in page.run.nodes)
-    whole.next_page_token = ""
+    whole = await stub.GetRun(pb.GetRunRequest(run_id=run_id, owner_only=owner_only))
+    if len(whole.run.nodes) < whole.run.node_count:
+        nodes = {node.node_id: node for node in await all_nodes(run_id, stub, owner_only=owner_only)}
+        del whole.run.nodes[:]
+        whole.run.nodes.extend(nodes.values())
     return whole
+
+
+async def all_nodes(
+    run_id: str, stub: pb_grpc.RendezvousServiceAsyncStub, *, owner_only: bool = False
+) -> list[pb.Node]:
+    """Return the nodes of a run; a node may be in the list twice, or not at all, if the run changes meanwhile."""
+    nodes: list[pb.Node] = []
+    request = pb.ListNodesRequest(run_id=run_id, owner_only=owner_only)
+    while True:
+        page = await stub.ListNodes(request)
+        nodes.extend(page.nodes)
+        request.page_token = page.next_page_token
+        if not request.page_token:
+            return nodes
 
 
 # ---- Responses of a timer service that come in pages, put together.

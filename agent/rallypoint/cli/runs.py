@@ -66,10 +66,11 @@ def restart(run_id: str, rdzv_endpoint: str, reason: str, timeout: float, securi
     from rallypoint.cli.operator import call_rendezvous  # noqa: PLC0415 (gRPC is not for --help)
     from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb  # noqa: PLC0415
 
-    request = pb.RestartRunRequest(run_id=run_id, reason=reason)
-    response = call_rendezvous(
-        rdzv_endpoint, security, timeout, lambda stub: stub.RestartRun(request), repeatable=False
-    )
+    # With its round, the request may be sent again if a replica does not reply.
+    present = pb.GetRunRequest(run_id=run_id)
+    found = call_rendezvous(rdzv_endpoint, security, timeout, lambda stub: stub.GetRun(present))
+    request = pb.RestartRunRequest(run_id=run_id, reason=reason, round=found.run.round)
+    response = call_rendezvous(rdzv_endpoint, security, timeout, lambda stub: stub.RestartRun(request))
     if response.ended_round:
         click.echo(f"run {run_id}: round {response.ended_round} ended, all workers restart")
     elif response.hurried:
@@ -181,6 +182,6 @@ def _print(answer: pb.ListReplicasResponse, run_id: str) -> None:
 
 def _find_run(run: pb.RunPlace, run_id: str) -> str:
     shard = f"run {printable(run_id)} is in shard {run.shard}, "
-    if not run.owner:
+    if not run.owner_name:
         return shard + "which has no owner at present: it waits for a replica to take it over"
-    return shard + f"which {printable(run.owner)} owns, at {printable(run.address)}"
+    return shard + f"which {printable(run.owner_name)} owns, at {printable(run.owner_address)}"

@@ -104,6 +104,7 @@ async def serve_agent_role(
         await stack.enter_async_context(daemon)
         server = Server(options, services=[daemon.registration, *rendezvous], translate=translate_rendezvous)
         daemon.rendezvous = partial(_own_rendezvous, server, options, security)
+        daemon.supervisor_address = lambda: advertised(server.address, named=False)
         # Its jobs leave before the server drains, so that their state can still be queried.
         await server.serve_until_signal(before_drain=daemon.leave)
 

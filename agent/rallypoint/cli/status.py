@@ -75,14 +75,14 @@ def status(
         )
     if as_json:
         fields = MessageToDict(response, always_print_fields_with_no_presence=True)
-        del fields["nextPageToken"]  # all pages are included
+        fields.pop("nextPageToken", None)  # all pages are included
         if run_id is not None and timer_endpoint:
             fields |= _progress_fields(run_id, timer_endpoint, security, timeout)
         click.echo(json.dumps(fields, indent=2))
     elif isinstance(response, pb.GetRunResponse):
         _print_run(response.run, connections_known=not response.durable_only)
         if response.durable_only:
-            _print_owner_away(response.owner)
+            _print_owner_away(response.owner_address)
         if timer_endpoint:
             _print_progress(response.run.run_id, timer_endpoint, security, timeout)
     else:
@@ -122,7 +122,7 @@ def _request_progress(
     from rallypoint.cli.operator import call_timer  # noqa: PLC0415
     from rallypoint.timer.v1 import timer_service_pb2 as timer_pb  # noqa: PLC0415
 
-    request = timer_pb.GetProgressRequest(run_id=run_id, most=1)
+    request = timer_pb.GetProgressRequest(run_id=run_id, page_size=1)
     return call_timer(endpoint, security, timeout, lambda stub: stub.GetProgress(request))
 
 

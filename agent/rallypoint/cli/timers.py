@@ -239,7 +239,7 @@ def progress(
     from rallypoint.cli.status import progress_lines  # noqa: PLC0415
     from rallypoint.timer.v1 import timer_service_pb2 as pb  # noqa: PLC0415
 
-    request = pb.GetProgressRequest(run_id=run_id, most=limit)
+    request = pb.GetProgressRequest(run_id=run_id, page_size=limit)
     answer = call_timer(timer_endpoint, security, timeout, lambda stub: stub.GetProgress(request))
     if as_json:
         fields = MessageToDict(answer, always_print_fields_with_no_presence=True)

@@ -12,12 +12,11 @@ import socket
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 
 import click
 
-from rallypoint.agent.addresses import local_address_towards
+from rallypoint.agent.addresses import advertised, local_address_towards
 from rallypoint.agent.config.job import JobConfig, Peer, new_node_id
 from rallypoint.agent.config.settings import (
     SHUTDOWN_TIMEOUT,
@@ -80,32 +79,23 @@ async def refuse_duplicate(config: JobConfig) -> None:
     Raises:
         SettingError: There is such a node; one line.
     """
+    same_name = pb.NodeFilter(node_ids=[config.node_id], connected=True)
+    request = pb.ListNodesRequest(run_id=config.run_id, filter=same_name)
     async with ReplicaClient(config.rendezvous.endpoint, config.rendezvous.security) as client:
         try:
             async with asyncio.timeout(config.connect_timeout):
-                nodes = await call_any(
-                    client, pb_grpc.RendezvousServiceStub, partial(_nodes, run_id=config.run_id)
+                found = await call_any(
+                    client,
+                    pb_grpc.RendezvousServiceStub,
+                    lambda stub: stub.ListNodes(request, wait_for_ready=True),
                 )
         except (TimeoutError, ServiceError):
             return  # no such run, or no service: the join finds out which
-    for node in nodes:
-        if node.node_id == config.node_id and node.connected:
-            raise SettingError(
-                f"the node {config.node_id} is in run {config.run_id!r} already, on {node.address}: give every node "
-                "a --node-rank of its own, and every job a --rdzv-id of its own"
-            )
-
-
-async def _nodes(stub: pb_grpc.RendezvousServiceAsyncStub, run_id: str) -> list[pb.Node]:
-    nodes: list[pb.Node] = []
-    token = ""
-    while True:
-        request = pb.GetRunRequest(run_id=run_id, page_token=token)
-        page = await stub.GetRun(request, wait_for_ready=True)
-        nodes.extend(page.run.nodes)
-        token = page.next_page_token
-        if not token:
-            return nodes
+    if found.nodes:
+        raise SettingError(
+            f"the node {config.node_id} is in run {config.run_id!r} already, on {found.nodes[0].address}: give every "
+            "node a --node-rank of its own, and every job a --rdzv-id of its own"
+        )
 
 
 # ---- The address of this host for the other hosts, also while the rendezvous host's name can't be resolved yet.
@@ -176,9 +166,11 @@ async def launch(
         config = await _with_metrics(plan.metrics_address, config, stack)
         if plan.node_id_is_ours and not isinstance(plan.service, Embedded):
             await refuse_duplicate(config)
+        jobs = Jobs()
+        config = await _serve_supervisor(stack, jobs, config, plan)
         job = Job(config, spawner)
+        jobs.add(job)
         on_job(job)
-        await _serve_supervisor(stack, job, plan)
         try:
             result = await run_until_signalled(job, plan.signals)
         except LogError as error:
@@ -322,10 +314,15 @@ def _check_endpoint(flag: str, endpoint: str) -> None:
         raise SettingError(f"{flag}: {error}") from None
 
 
-async def _serve_supervisor(stack: AsyncExitStack, job: Job, plan: LaunchPlan) -> None:
-    """Serve SupervisorService at an address; empty: at a socket that is found by the run's name."""
+async def _serve_supervisor(
+    stack: AsyncExitStack, jobs: Jobs, config: JobConfig, plan: LaunchPlan
+) -> JobConfig:
+    """Serve SupervisorService at an address; empty: at a socket that is found by the run's name.
+
+    Return the configuration with that address.
+    """
     address, security = plan.supervisor_address, plan.security
-    address = address or stack.enter_context(new_run_socket("agent", job.config.run_id))
+    address = address or stack.enter_context(new_run_socket("agent", config.run_id))
     host, _, port = address.rpartition(":")
     if address.startswith("unix:"):
         host, port = address, "0"
@@ -336,7 +333,7 @@ async def _serve_supervisor(stack: AsyncExitStack, job: Job, plan: LaunchPlan) -
         security = None
     try:
         options = listening(host, int(port), security, plan.access)
-        server = Server(options, services=[supervisor_registration(Jobs(job))])
+        server = Server(options, services=[supervisor_registration(jobs)])
         await server.start()
     except SettingError as error:
         raise SettingError(f"--supervisor-address {address}: {error}") from None
@@ -344,9 +341,10 @@ async def _serve_supervisor(stack: AsyncExitStack, job: Job, plan: LaunchPlan) -
     _log.info(
         "supervisor ready",
         supervisor=server.address,
-        rendezvous=job.config.rendezvous.endpoint,
-        timer=job.config.timer.endpoint,
+        rendezvous=config.rendezvous.endpoint,
+        timer=config.timer.endpoint,
     )
+    return dataclasses.replace(config, supervisor_address=advertised(server.address, named=False))
 
 
 def print_summary(result: JobResult) -> None:

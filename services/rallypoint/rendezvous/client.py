@@ -67,7 +67,7 @@ class Outage:
             return
         if admitted and self._replicated and first:
             if _is_orderly(error):
-                to = error.metadata.get("owner") or "not known yet"
+                to = error.metadata.get("owner_address") or "not known yet"
                 _log.info("the run moves to another replica", before=self._at, to=to)
                 return
         elif at_once:
@@ -90,13 +90,13 @@ def _why(error: ServiceError) -> str:
         return str(error)
     if cause := error.metadata.get("cause"):
         return f"the run has no owner: {cause}"
-    owner = error.metadata.get("owner")
+    owner = error.metadata.get("owner_address")
     return f"{owner} is still reported as the owner" if owner else "the run has no known owner"
 
 
 def _is_orderly(error: ServiceError) -> bool:
     """True if the replica that owned the run drains, or names the new owner."""
-    return error.reason == "DRAINING" or (error.reason in MOVED and "owner" in error.metadata)
+    return error.reason == "DRAINING" or (error.reason in MOVED and "owner_address" in error.metadata)
 
 
 # Wait between two attempts to connect, seconds: each drawn from 0 to a bound that doubles from the first
@@ -387,7 +387,7 @@ class Membership:
         except TimeoutError:
             return ServiceError(grpc.StatusCode.DEADLINE_EXCEEDED, "NO_ANSWER", self._last_error)
         except _Moved as moved:
-            owner = {"owner": str(moved.owner)}
+            owner = {"owner_address": str(moved.owner)}
             message = f"{moved.owner} owns the run now"
             return ServiceError(grpc.StatusCode.UNAVAILABLE, "NOT_OWNER", message, metadata=owner)
         except _StreamDrained:
@@ -403,7 +403,7 @@ class Membership:
             return pb.JoinRequest(join=self._request)
         run_id, node_id = self._request.run_id, self._request.node_id
         resume = pb.ResumeRun(
-            run_id=run_id, node_id=node_id, lease=held.number, revision=self._revision, token=held.token
+            run_id=run_id, node_id=node_id, lease=held.number, after_revision=self._revision, token=held.token
         )
         return pb.JoinRequest(resume=resume)
 
@@ -411,7 +411,7 @@ class Membership:
         self, call: _JoinCall, first: pb.JoinResponse, connection: ReplicaConnection, at: str
     ) -> None:
         lease, resumed = first.lease, self._held is not None
-        self._held = HeldLease(lease.lease, lease.incarnation, lease.token)
+        self._held = HeldLease(lease.number, lease.incarnation, lease.token)
         self._ever_admitted = self._progress = True
         self._on_event(Admitted(self._held, resumed, at))
         if self._requests_to_send() or self._watchdog_trouble:

@@ -257,7 +257,7 @@ class ReplicaClient:
         """Record a failed call in the search and the selector."""
         now = self._pace.clock()
         if error.reason in MOVED:
-            search.pointed(address, self._named_owner(error.metadata.get("owner", "")), now)
+            search.pointed(address, self._named_owner(error.metadata.get("owner_address", "")), now)
         elif error.reason in ("NO_CONNECTION", "NO_ANSWER", grpc.StatusCode.DEADLINE_EXCEEDED.name):
             search.refused(address, now, silent=True)
         elif error.code in GONE and error.reason not in ("SUBSCRIBER_TOO_SLOW", "FIRST_MESSAGE_LATE"):

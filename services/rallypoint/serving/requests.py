@@ -77,7 +77,17 @@ def seconds(field: str, duration: Duration, most: float, *, zero: bool = True) -
     return value
 
 
-# ---- Page tokens: the position of the last item of a page. The next page continues after it even if items come or go.
+# ---- Pages. A token has the position of the last item of a page: the next page continues after it.
+
+
+def page_size(requested: int, default: int, most: int) -> int:
+    """Return the number of items of a page: the default for 0, and at most `most`.
+
+    Raises:
+        ServiceError: INVALID_ARGUMENT: it is negative.
+    """
+    count("page_size", requested, 0)
+    return min(requested or default, most)
 
 
 def page_token(*position: str | int) -> str:

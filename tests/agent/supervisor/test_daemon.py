@@ -57,10 +57,10 @@ class Host:
         """What has a job run."""
         return pb.LaunchJobRequest(spec=self.spec(script, **more), launch_id=launch_id)
 
-    async def refused(self, **more: Any) -> ServiceError:
+    async def refused(self, script: str = "exit 0", **more: Any) -> ServiceError:
         """The error with which a job is refused."""
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await self.launch("exit 0", **more)
+            await self.launch(script, **more)
         return decode(caught.value)
 
     async def ended(self, run_id: str = "") -> pb.Job:
@@ -147,11 +147,13 @@ async def test_a_launch_that_is_sent_again_launches_nothing_more(host: Host) -> 
     assert len((await host.stub.ListJobs(pb.ListJobsRequest())).jobs) == 1
 
 
-async def test_a_launch_id_is_not_for_two_runs(host: Host) -> None:
-    """Whoever made it up twice would take another job for its own."""
+@pytest.mark.parametrize("run_id", ["run-1", "run-2"])
+async def test_a_launch_id_is_not_for_two_jobs(host: Host, run_id: str) -> None:
+    """A caller that chose it twice would take another job for its own."""
     await host.stub.LaunchJob(host.request("exit 0", launch_id="launch-1"))
-    error = await host.refused(run_id="run-2", launch_id="launch-1")
-    assert [name for name, _ in error.field_violations] == ["launch_id"]
+    error = await host.refused(run_id=run_id, script="exit 1", launch_id="launch-1")
+    assert (error.code, error.reason) == (grpc.StatusCode.FAILED_PRECONDITION, "LAUNCH_ID_REUSED")
+    assert error.metadata == {"run_id": "run-1"}
 
 
 async def test_python_is_that_of_the_agent(host: Host) -> None:

@@ -31,7 +31,7 @@ FAILURE = WorkerFailure(
 
 def told(job: FakeJob, launch_id: str = "") -> pb.Job:
     """The job, as it is told."""
-    return job_message(TakenJob(as_job(job), launch_id))
+    return job_message(TakenJob(as_job(job), pb.LaunchJobRequest(launch_id=launch_id)))
 
 
 def test_a_job_is_told_with_its_workers() -> None:
@@ -115,7 +115,7 @@ def test_what_a_worker_uses_is_told_while_it_runs() -> None:
     assert worker.usage.processor_time.ToMilliseconds() == 12_500
     assert (worker.usage.processors, worker.usage.memory_bytes) == (1.25, 4096)
     assert (worker.usage.process_count, worker.usage.thread_count) == (3, 9)
-    assert (worker.progress.step, worker.progress.age.ToMilliseconds()) == (17, 2500)
+    assert (worker.progress.step, worker.progress.idle.ToMilliseconds()) == (17, 2500)
     over = worker_message(ended(1, code=0), usage, (17, 2.5))
     assert not over.HasField("usage")
     assert not over.HasField("progress")

@@ -7,6 +7,7 @@ import pytest
 from agent.fake_job import FakeJob, as_job, config
 from rallypoint.agent.job.result import JobResult
 from rallypoint.agent.supervisor.jobs import MOST_ENDED, Jobs
+from rallypoint.agent.v1 import supervisor_service_pb2 as pb
 from rallypoint.rpc.errors import ServiceError
 
 
@@ -56,7 +57,7 @@ def test_the_last_jobs_that_ended_are_remembered_and_all_that_run() -> None:
     jobs = Jobs()
     jobs.add(as_job(job("early-bird")))
     for number in range(MOST_ENDED + 5):
-        jobs.add(as_job(job(f"run-{number}", over=True)), f"launch-{number}")
+        jobs.add(as_job(job(f"run-{number}", over=True)), pb.LaunchJobRequest(launch_id=f"launch-{number}"))
     names = [taken.run_id for taken in jobs.latest_first]
     assert names == [f"run-{number}" for number in range(MOST_ENDED + 4, 4, -1)] + ["early-bird"]
     assert jobs.launched("launch-4") is None

@@ -79,6 +79,51 @@ async def test_jobs_are_told_by_name_and_all_together(agent: Agent) -> None:
     assert [(job.run_id, len(job.workers)) for job in jobs] == [("run-2", 0), ("run-1", 0)]
 
 
+async def test_jobs_and_workers_come_a_page_at_a_time(agent: Agent) -> None:
+    """The latest job first, workers by local rank; a token is that of a page before."""
+    workers = [running(rank) for rank in range(5)]
+    stub = await agent.serve(named("run-1"), named("run-2"), FakeJob(config=config("run-3"), workers=workers))
+    jobs, of_jobs = [], pb.ListJobsRequest(page_size=2)
+    while True:
+        page = await stub.ListJobs(of_jobs)
+        jobs.append([job.run_id for job in page.jobs])
+        of_jobs.page_token = page.next_page_token
+        if not of_jobs.page_token:
+            break
+    assert jobs == [["run-3", "run-2"], ["run-1"]]
+    ranks, of_workers = [], pb.ListWorkersRequest(run_id="run-3", page_size=3)
+    while True:
+        part = await stub.ListWorkers(of_workers)
+        ranks.append([worker.local_rank for worker in part.workers])
+        of_workers.page_token = part.next_page_token
+        if not of_workers.page_token:
+            break
+    assert ranks == [[0, 1, 2], [3, 4]]
+    for request in (pb.ListJobsRequest(page_size=-1), pb.ListJobsRequest(page_token="2")):  # noqa: S106
+        assert (await refusal(stub.ListJobs(request))).reason == "INVALID_ARGUMENT"
+
+
+async def test_a_worker_is_named_by_its_rank_and_its_process(agent: Agent) -> None:
+    """Rank 0 is not meant by a request that names none; and a process that has been replaced is not meant."""
+    state = AgentState(workers=Workers.RUNNING)
+    stub = await agent.serve(FakeJob(group=worker_group(), state=state, workers=[running(0)]))
+    error = await refusal(stub.ReapWorker(pb.ReapWorkerRequest()))
+    assert error.field_violations[0][0] == "rank"
+    error = await refusal(stub.ReapWorker(pb.ReapWorkerRequest(rank=running(0).rank, pid=10**6)))
+    assert (error.reason, error.metadata) == ("WORKER_REPLACED", {"pid": str(running(0).pid)})
+
+
+async def test_a_restart_is_of_the_round_that_was_named(agent: Agent) -> None:
+    """Another one runs: it is not restarted."""
+    group = worker_group()
+    stub = await agent.serve(
+        FakeJob(group=group, state=AgentState(workers=Workers.RUNNING), workers=[running(0)])
+    )
+    error = await refusal(stub.RestartWorkers(pb.RestartWorkersRequest(round=group.assignment.round + 1)))
+    assert error.reason == "ROUND_OVER"
+    assert error.metadata == {"current_round": str(group.assignment.round)}
+
+
 async def test_who_watches_gets_the_latest_state_until_the_end(agent: Agent) -> None:
     """At once what is, then what changed; what was over before anybody looked is left out."""
     job = FakeJob()
@@ -168,12 +213,12 @@ async def test_a_job_is_stopped_once(agent: Agent) -> None:
     assert job.asked[1:] == [("stopped through SupervisorService: no reason given", True)]
 
 
-async def test_draining_without_a_name_is_for_all_jobs_that_stay(agent: Agent) -> None:
+async def test_all_jobs_that_stay_can_be_drained_at_once(agent: Agent) -> None:
     """It is the host that goes; a grace is passed on if there is one."""
     jobs = [named("run-1"), named("run-2"), FakeJob(config=config("run-3"), stopping=True), named("run-4")]
     jobs[3].end(JobResult(0, "done"))
     stub = await agent.serve(*jobs)
-    answer = await stub.Drain(pb.DrainRequest(reason="power cut"))
+    answer = await stub.Drain(pb.DrainRequest(reason="power cut", all_jobs=True))
     assert answer.run_ids == ["run-1", "run-2"]
     assert [job.asked for job in jobs] == [[(None, "power cut")], [(None, "power cut")], [], []]
     request = pb.DrainRequest(run_id="run-2")
@@ -185,6 +230,9 @@ async def test_draining_without_a_name_is_for_all_jobs_that_stay(agent: Agent) -
         assert (error.code, error.reason) == (grpc.StatusCode.FAILED_PRECONDITION, "JOB_ENDED")
     request.grace.FromSeconds(-1)
     assert (await refusal(stub.Drain(request))).field_violations[0][0] == "grace"
+    both = await refusal(stub.Drain(pb.DrainRequest(run_id="run-1", all_jobs=True)))
+    assert both.field_violations[0][0] == "run_id"
+    assert (await refusal(stub.Drain(pb.DrainRequest()))).reason == "WHICH_JOB"
 
 
 @pytest.mark.parametrize("reason", ["x" * 1025, "two\nlines", "\x1b[2J"])
@@ -211,7 +259,7 @@ def questions(stub: pb_grpc.SupervisorServiceAsyncStub, run_id: str = "") -> dic
         "StreamLogs": stub.StreamLogs(pb.StreamLogsRequest(run_id=run_id)).read(),
         "StopJob": stub.StopJob(pb.StopJobRequest(run_id=run_id)),
         "RestartWorkers": stub.RestartWorkers(pb.RestartWorkersRequest(run_id=run_id)),
-        "ReapWorker": stub.ReapWorker(pb.ReapWorkerRequest(run_id=run_id)),
+        "ReapWorker": stub.ReapWorker(pb.ReapWorkerRequest(run_id=run_id, rank=4)),
         "DumpStacks": stub.DumpStacks(pb.DumpStacksRequest(run_id=run_id)),
     }
 

@@ -75,7 +75,7 @@ async def store(order: StoreOrder) -> StoreResult:
     node = Swarm(order.endpoint, join_requests(range(1), places=1))
     node.start()
     await node.reached(FINAL, order.timeout)
-    writer = pb.StoreWriter(node_id="node-0", lease=node.lease.lease, token=node.lease.token)
+    writer = pb.StoreWriter(node_id="node-0", lease=node.lease.number, token=node.lease.token)
     async with asyncio.timeout(order.timeout):
         if order.waiting:
             first, last = await _waited(order, writer)

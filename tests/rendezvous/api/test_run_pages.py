@@ -10,14 +10,7 @@ from typing import Any, TypeVar, cast
 import pytest
 
 from rallypoint.rendezvous.api import requests
-from rallypoint.rendezvous.api.requests import (
-    TRACEBACK_BYTES,
-    check_list_runs,
-    first_node,
-    list_runs,
-    nodes_page,
-    runs_page,
-)
+from rallypoint.rendezvous.api.requests import TRACEBACK_BYTES, NodesPage, RunsPage
 from rallypoint.rendezvous.core import commands
 from rallypoint.rendezvous.core.decide import carry_out
 from rallypoint.rendezvous.core.state import Outcome, ReportedFailure, RunEnd, RunSettings, RunState
@@ -61,7 +54,7 @@ def listed(runs: list[RunState], page_size: int) -> list[list[str]]:
     """The names on each page."""
     pages, token = [], ""
     while True:
-        response = runs_page(pb.ListRunsRequest(page_size=page_size, page_token=token), runs)
+        response = RunsPage(pb.ListRunsRequest(page_size=page_size, page_token=token)).of(runs)
         pages.append([run.run_id for run in response.runs])
         token = response.next_page_token
         if not token:
@@ -78,11 +71,10 @@ def test_runs_are_listed_by_name_a_page_at_a_time() -> None:
 
 def test_runs_that_come_and_go_between_pages_shift_no_other() -> None:
     """What is there all the time is seen once."""
-    first = runs_page(pb.ListRunsRequest(page_size=2), runs_named("b", "c", "d", "e"))
+    first = RunsPage(pb.ListRunsRequest(page_size=2)).of(runs_named("b", "c", "d", "e"))
     assert [run.run_id for run in first.runs] == ["b", "c"]
-    second = runs_page(
-        pb.ListRunsRequest(page_size=2, page_token=first.next_page_token), runs_named("a", "d", "e")
-    )
+    request = pb.ListRunsRequest(page_size=2, page_token=first.next_page_token)
+    second = RunsPage(request).of(runs_named("a", "d", "e"))
     assert ([run.run_id for run in second.runs], second.next_page_token) == (["d", "e"], "")
 
 
@@ -94,7 +86,7 @@ def test_a_page_of_runs_with_long_failures_fits_a_message() -> None:
     )
     end = RunEnd(Outcome.FAILED, "d" * SENTENCE_BYTES, failure)
     runs = [replace(run, run_end=end) for run in runs_named(*(f"run-{number:04}" for number in range(1_000)))]
-    response = runs_page(pb.ListRunsRequest(page_size=1_000), runs)
+    response = RunsPage(pb.ListRunsRequest(page_size=1_000)).of(runs)
     assert 100 < len(response.runs) < 1_000
     assert response.ByteSize() < MAX_MESSAGE_BYTES
     assert sum(len(page) for page in listed(runs, 1_000)) == 1_000
@@ -105,10 +97,9 @@ def test_the_nodes_of_a_large_run_come_a_page_at_a_time() -> None:
     state = run_of(5_000)
     names, token, pages = [], "", 0
     while True:
-        request = pb.GetRunRequest(page_token=token)
-        response = nodes_page(request, state, first_node(request))
-        names += [node.node_id for node in response.run.nodes]
-        assert (response.run.node_count, response.run.revision) == (5_000, state.revision)
+        response = NodesPage(pb.ListNodesRequest(page_token=token)).read(state)
+        names += [node.node_id for node in response.nodes]
+        assert response.revision == state.revision
         token, pages = response.next_page_token, pages + 1
         if not token:
             break
@@ -121,40 +112,83 @@ def test_the_largest_page_with_the_longest_names_fits_a_message() -> None:
     """Whoever joined."""
     state = run_of(NODES_PER_MESSAGE + 1, long=True)
     carry_out(state, commands.Evict("x" * NAME_BYTES, "why"), 0.0)
-    page = nodes_page(pb.GetRunRequest(), state, 0)
-    assert (len(page.run.nodes), bool(page.next_page_token)) == (NODES_PER_MESSAGE, True)
-    assert page.ByteSize() < MAX_MESSAGE_BYTES
-    assert list(page.run.evicted_node_ids) == ["x" * NAME_BYTES]
-    assert not nodes_page(pb.GetRunRequest(), state, NODES_PER_MESSAGE).run.evicted_node_ids
+    page = NodesPage(pb.ListNodesRequest()).read(state)
+    assert (len(page.nodes), bool(page.next_page_token)) == (NODES_PER_MESSAGE, True)
+    run = run_message(state, NODES_PER_MESSAGE)
+    assert (list(run.nodes), list(run.evicted_node_ids)) == (list(page.nodes), ["x" * NAME_BYTES])
+    assert run.ByteSize() < MAX_MESSAGE_BYTES
 
 
-@pytest.mark.parametrize("size", [-1, 1_001])
-def test_a_page_of_runs_that_can_not_be_is_refused(size: int) -> None:
-    """Naming the field."""
-    with pytest.raises(ServiceError, match="page_size: must be from 0 to 1000"):
-        check_list_runs(pb.ListRunsRequest(page_size=size))
-
-
+@pytest.mark.parametrize("page", [RunsPage, NodesPage])
 @pytest.mark.parametrize(
     ("request_", "told"),
     [
-        (pb.GetRunRequest(page_size=-1), "page_size: must be from 0 to 2000"),
-        (pb.GetRunRequest(page_size=2_001), "page_size: must be from 0 to 2000"),
-        (pb.GetRunRequest(page_token="-1"), "page_token: must be the next_page_token"),  # noqa: S106
-        (pb.GetRunRequest(page_token="٣"), "page_token: must be the next_page_token"),  # noqa: S106
-        (pb.GetRunRequest(page_token="9" * 5_000), "page_token: must be the next_page_token"),
+        ({"page_size": -1}, "page_size: must be at least 0, not -1"),
+        ({"page_token": "-1"}, "page_token: must be the next_page_token"),
+        ({"page_token": "٣"}, "page_token: must be the next_page_token"),
+        ({"page_token": "9" * 50_000}, "page_token: must be the next_page_token"),
     ],
 )
-def test_a_page_of_nodes_that_can_not_be_is_refused(request_: pb.GetRunRequest, told: str) -> None:
+def test_a_page_that_can_not_be_is_refused(page: Any, request_: dict[str, Any], told: str) -> None:
     """Naming the field, and what is expected in it."""
+    kind = pb.ListRunsRequest if page is RunsPage else pb.ListNodesRequest
     with pytest.raises(ServiceError, match=told):
-        first_node(request_)
+        page(kind(**request_))
+
+
+def test_the_largest_page_is_returned_to_who_wants_a_larger_one() -> None:
+    """In all lists alike."""
+    nodes = NodesPage(pb.ListNodesRequest(page_size=10**6)).read(run_of(NODES_PER_MESSAGE + 1))
+    assert (len(nodes.nodes), bool(nodes.next_page_token)) == (NODES_PER_MESSAGE, True)
+    runs = RunsPage(pb.ListRunsRequest(page_size=10**6)).of(runs_named(*map(str, range(1_001))))
+    assert (len(runs.runs), bool(runs.next_page_token)) == (1_000, True)
+
+
+def test_a_token_of_runs_is_none_of_nodes() -> None:
+    """A token is for the request that it belongs to."""
+    runs = RunsPage(pb.ListRunsRequest(page_size=1)).of(runs_named("a", "b"))
+    with pytest.raises(ServiceError, match="page_token: must be the next_page_token"):
+        NodesPage(pb.ListNodesRequest(page_token=runs.next_page_token))
+
+
+@pytest.mark.parametrize(
+    ("filter_", "names"),
+    [
+        ({"node_ids": ["node-00001", "none"]}, ["node-00001"]),
+        ({"states": [pb.NODE_STATE_WAITING]}, ["node-00000", "node-00001", "node-00002"]),
+        ({"states": [pb.NODE_STATE_RUNNING]}, []),
+        ({"connected": False}, ["node-00002"]),
+        ({"connected": True, "node_ids": ["node-00001", "node-00002"]}, ["node-00001"]),
+    ],
+)
+def test_nodes_that_match_a_filter_are_listed(filter_: dict[str, Any], names: list[str]) -> None:
+    """Page for page, with as many on each as were wanted."""
+    state = run_of(3)
+    state.nodes["node-00002"].broken_at = 0.0
+    for size in (1, 2_000):
+        found, token = [], ""
+        while True:
+            request = pb.ListNodesRequest(filter=pb.NodeFilter(**filter_), page_size=size, page_token=token)
+            page = NodesPage(request).read(state)
+            found += [node.node_id for node in page.nodes]
+            token = page.next_page_token
+            if not token:
+                break
+        assert found == names
+
+
+def test_a_filter_with_too_many_names_is_refused() -> None:
+    """Each takes a comparison for each node."""
+    wanted = pb.NodeFilter(node_ids=["a"] * 1_001)
+    with pytest.raises(ServiceError, match=r"filter\.node_ids: must have at most 1000 entries"):
+        NodesPage(pb.ListNodesRequest(filter=wanted))
 
 
 def test_a_page_past_the_end_is_empty() -> None:
     """Nodes may have left since the page before."""
-    page = nodes_page(pb.GetRunRequest(), run_of(3), 100)
-    assert (len(page.run.nodes), page.run.node_count, page.next_page_token) == (0, 3, "")
+    first = NodesPage(pb.ListNodesRequest(page_size=3)).read(run_of(4))
+    page = NodesPage(pb.ListNodesRequest(page_token=first.next_page_token)).read(run_of(3))
+    assert (len(page.nodes), page.next_page_token) == (0, "")
 
 
 # ---- runs of several readers
@@ -180,8 +214,8 @@ async def pages_of(readers: Sequence[Reader], page_size: int) -> list[pb.ListRun
     pages, token = [], ""
     while True:
         request = pb.ListRunsRequest(page_size=page_size, page_token=token)
-        pages.append(await list_runs(request, cast(Any, readers)))
-        assert pages[-1].next_page_token > token or not pages[-1].next_page_token, "it gets on"
+        pages.append(await RunsPage(request).read(cast(Any, readers)))
+        assert not pages[-1].next_page_token or pages[-1].next_page_token != token, "it gets on"
         token = pages[-1].next_page_token
         if not token:
             return pages
@@ -245,6 +279,6 @@ async def test_readers_are_not_asked_for_more_summaries_than_the_page_has(
 
     monkeypatch.setattr(requests, "run_summary", summary)
     readers = [Reader(runs_named(*(f"run-{number}{first}" for number in range(10)))) for first in range(8)]
-    page = await list_runs(pb.ListRunsRequest(page_size=5), cast(Any, readers))
+    page = await RunsPage(pb.ListRunsRequest(page_size=5)).read(cast(Any, readers))
     assert [run.run_id for run in page.runs] == ["run-00", "run-01", "run-02", "run-03", "run-04"]
     assert len(made) == 6

@@ -104,12 +104,12 @@ class Served:
     async def join(self, node_id: str, run_id: str = RUN) -> NodeStream:
         stream = self.stream()
         await stream.say(join=good_join(node_id, run_id))
-        assert (await stream.admission()).lease > 0
+        assert (await stream.admission()).number > 0
         return stream
 
     async def resume(self, node_id: str, lease: pb.Lease) -> NodeStream:
         stream = self.stream()
-        resume = pb.ResumeRun(run_id=RUN, node_id=node_id, lease=lease.lease, token=lease.token)
+        resume = pb.ResumeRun(run_id=RUN, node_id=node_id, lease=lease.number, token=lease.token)
         await stream.say(resume=resume)
         return stream
 
@@ -271,7 +271,7 @@ async def test_a_broken_stream_is_resumed_with_the_lease(served: Served) -> None
     await served.until(lambda run: not all(node.connected for node in run.nodes))
     await b.say(worker_failed=pb.WorkerFailure(round=1, rank=2, message="it broke"))
     again = await served.resume("a", a.lease)
-    assert (await again.admission()).lease == a.lease.lease
+    assert (await again.admission()).number == a.lease.number
     update = await again.until(pb.PHASE_FROZEN)
     assert (update.phase, update.assignment.round, update.restart_count) == (pb.PHASE_FROZEN, 2, 1)
     assert update.last_round_end.detail == "worker of rank 2 on node b failed: it broke"
@@ -281,10 +281,10 @@ async def test_a_broken_stream_is_resumed_with_the_lease(served: Served) -> None
 async def test_a_lease_that_ended_is_not_resumed(served: Served) -> None:
     """LEASE_LOST: as a newcomer, or not at all."""
     a = await served.join("a")
-    error = await (await served.resume("a", pb.Lease(lease=7))).ended()
+    error = await (await served.resume("a", pb.Lease(number=7))).ended()
     assert error is not None
     assert (error.code, error.reason) == (Code.FAILED_PRECONDITION, "LEASE_LOST")
-    assert error.metadata["superseded_by"] == str(a.lease.lease)
+    assert error.metadata["superseded_by"] == str(a.lease.number)
 
 
 async def test_who_reads_a_run_can_not_act_for_its_nodes(served: Served) -> None:
@@ -302,7 +302,7 @@ async def test_who_reads_a_run_can_not_act_for_its_nodes(served: Served) -> None
     assert a.lease.token != b.lease.token
     assert not any(a.lease.token in message.SerializeToString() for message in reads)  # type: ignore[attr-defined]
     for token in (b"", b.lease.token):
-        error = await (await served.resume("a", pb.Lease(lease=a.lease.lease, token=token))).ended()
+        error = await (await served.resume("a", pb.Lease(number=a.lease.number, token=token))).ended()
         assert error is not None
         assert (error.code, error.reason) == (Code.PERMISSION_DENIED, "LEASE_NOT_PROVEN")
     assert all(node.connected for node in (await served.run()).nodes)
@@ -322,6 +322,35 @@ async def test_a_restart_that_an_agent_asks_for_has_the_name_of_its_operator(ser
     assert field_of(error) == "on_behalf_of"
 
 
+async def test_what_an_operator_expects_is_checked(served: Served) -> None:
+    """So that a request may be sent again without a second effect."""
+    await served.running("a", "b")
+    stub = served.stub()
+    round_ = (await served.run()).round
+    assert (await stub.RestartRun(pb.RestartRunRequest(run_id=RUN, round=round_))).ended_round == round_
+    error = await refused(stub.RestartRun(pb.RestartRunRequest(run_id=RUN, round=round_)))
+    assert (error.reason, error.metadata["current_round"]) == ("ROUND_OVER", str(round_ + 1))
+    error = await refused(stub.EvictNode(pb.EvictNodeRequest(run_id=RUN, node_id="a", lease=10**6)))
+    assert (error.reason, error.metadata["node_id"]) == ("LEASE_LOST", "a")
+    (node,) = (
+        await stub.ListNodes(pb.ListNodesRequest(run_id=RUN, filter=pb.NodeFilter(node_ids=["a"])))
+    ).nodes
+    request = pb.EvictNodeRequest(run_id=RUN, node_id="a", lease=node.lease)
+    assert (await stub.EvictNode(request)).was_in
+    assert not (await stub.EvictNode(request)).was_in
+
+
+async def test_a_node_is_shown_with_the_address_of_its_agent(served: Served) -> None:
+    """That is where its workers can be looked at."""
+    stream = served.stream()
+    join = good_join("a")
+    join.supervisor_address = "10.0.0.1:29402"
+    await stream.say(join=join)
+    await stream.admission()
+    (node,) = (await served.run()).nodes
+    assert node.supervisor_address == "10.0.0.1:29402"
+
+
 async def test_a_superseded_node_is_told_by_whom(served: Served) -> None:
     """Another agent joined under its name: its stream ends, and so does its right to anything."""
     old = await served.join("a")
@@ -329,7 +358,7 @@ async def test_a_superseded_node_is_told_by_whom(served: Served) -> None:
     error = await old.ended()
     assert error is not None
     assert (error.code, error.reason) == (Code.FAILED_PRECONDITION, "LEASE_LOST")
-    assert error.metadata["superseded_by"] == str(new.lease.lease)
+    assert error.metadata["superseded_by"] == str(new.lease.number)
     assert error.message.endswith("node a was lost: an agent joined again under its name")
 
 
@@ -337,7 +366,7 @@ async def test_the_newer_of_two_streams_of_one_lease_lives(served: Served) -> No
     """The older one ends ABORTED, which is not for ever."""
     old = await served.join("a")
     new = await served.resume("a", old.lease)
-    assert (await new.hear()).lease.lease == old.lease.lease
+    assert (await new.hear()).lease.number == old.lease.number
     error = await old.ended()
     assert error is not None
     assert (error.code, error.reason) == (Code.ABORTED, "STREAM_REPLACED")
@@ -477,7 +506,7 @@ async def test_a_bad_field_of_a_later_message_is_named(
     await a.say(**message)
     assert field_of(await a.ended()) == field
     again = await served.resume("a", a.lease)
-    assert (await again.admission()).lease == a.lease.lease
+    assert (await again.admission()).number == a.lease.number
 
 
 async def test_other_settings_are_refused_by_name(served: Served) -> None:
@@ -594,7 +623,7 @@ async def test_deleting_a_run_frees_its_name(served: Served) -> None:
     await stub.DeleteRun(pb.DeleteRunRequest(run_id=RUN))
     error = await refused(stub.GetRun(pb.GetRunRequest(run_id=RUN)))
     assert error.code is Code.NOT_FOUND
-    assert (await served.join("a")).lease.lease > nodes[0].lease.lease
+    assert (await served.join("a")).lease.number > nodes[0].lease.number
 
 
 async def test_who_comes_to_a_closed_run_is_told_how_it_ended(served: Served) -> None:
@@ -608,7 +637,7 @@ async def test_who_comes_to_a_closed_run_is_told_how_it_ended(served: Served) ->
     assert (error.code, error.reason) == (Code.FAILED_PRECONDITION, "RUN_CLOSED")
     assert error.metadata == {"run_id": RUN, "outcome": "CANCELLED"}
     late = await served.resume("a", a.lease)
-    assert (await late.admission()).lease == a.lease.lease
+    assert (await late.admission()).number == a.lease.number
     assert (await late.update()).run_end.outcome == pb.OUTCOME_CANCELLED
     assert await late.ended() is None
 
@@ -621,7 +650,7 @@ async def test_a_watcher_resumes_where_it_was(served: Served) -> None:
     seen = await first.read()
     assert isinstance(seen, pb.WatchRunResponse)
     first.cancel()
-    again = stub.WatchRun(pb.WatchRunRequest(run_id=RUN, revision=seen.run.revision), timeout=PATIENCE)
+    again = stub.WatchRun(pb.WatchRunRequest(run_id=RUN, after_revision=seen.run.revision), timeout=PATIENCE)
     reading = asyncio.ensure_future(again.read())
     await served.until(lambda run: len(served.stage.engine._runs[RUN].watchers) == 1)
     assert not reading.done()
@@ -630,7 +659,7 @@ async def test_a_watcher_resumes_where_it_was(served: Served) -> None:
     assert isinstance(newer, pb.WatchRunResponse)
     assert newer.run.revision > seen.run.revision
     assert newer.run.node_count == 2
-    ahead = stub.WatchRun(pb.WatchRunRequest(run_id=RUN, revision=999), timeout=PATIENCE)
+    ahead = stub.WatchRun(pb.WatchRunRequest(run_id=RUN, after_revision=999), timeout=PATIENCE)
     error = await refused(ahead.read())
     assert (error.code, error.reason) == (Code.OUT_OF_RANGE, "REVISION_AHEAD")
 
@@ -724,7 +753,7 @@ async def test_a_stream_that_opens_while_the_server_drains_ends_with_the_others(
     with pytest.raises(Exception, match="going away"):
         await watched.take()
     served.stage.journal.release()
-    assert (await late.admission()).lease > 0
+    assert (await late.admission()).number > 0
     while not (response := await late.hear()).HasField("draining"):
         assert response.HasField("update")
     ended = await late.ended()

@@ -145,7 +145,7 @@ async def test_a_lease_that_is_refused_is_no_news_before_it_is_durable() -> None
     """As ever: who shows a lease that was lost is told so when the loss is durable, and that vouches for it."""
     async with opened() as scene:
         member = scene.members[0]
-        leave = commands.Leave(member.node_id, member.lease.lease, "told to stop")
+        leave = commands.Leave(member.node_id, member.lease.number, "told to stop")
         scene.journal.hold()
         leaving, writing = await begun(
             scene.shard.engine.execute(RUN, leave),

@@ -85,7 +85,7 @@ async def test_runs() -> None:
             refusal = await refusal_of(scene.join("a", "third"))
             assert isinstance(refusal, LimitReached)
             assert (refusal.reason, refusal.limit) == ("TOO_MANY_RUNS", 2)
-        leave = commands.Leave(member.node_id, member.lease.lease, "told to stop")
+        leave = commands.Leave(member.node_id, member.lease.number, "told to stop")
         await one.shard.engine.execute("first", leave)
         one.now += 61.0
         assert await one.shard.engine.read_runs(list) == []
@@ -106,7 +106,7 @@ async def test_runs_of_a_client() -> None:
             assert (refusal.reason, refusal.limit) == ("TOO_MANY_RUNS", 2)
             assert "client '10.0.0.1'" in str(refusal)
         await other.join("a", "third", client="10.0.0.2")
-        leave = commands.Leave(member.node_id, member.lease.lease, "told to stop")
+        leave = commands.Leave(member.node_id, member.lease.number, "told to stop")
         await one.shard.engine.execute("first", leave)
         one.now += 61.0
         assert await one.shard.engine.read_runs(list) == []
@@ -165,7 +165,7 @@ async def test_bytes_of_the_stores_of_a_client() -> None:
         assert "the runs of client 'x'" in str(refusal)
         for key in "kl":
             await set_key(one, foreign, key)
-        await one.shard.engine.execute("first", commands.Leave("a", first.lease.lease, "done"))
+        await one.shard.engine.execute("first", commands.Leave("a", first.lease.number, "done"))
         one.now += 61.0
         assert len(await one.shard.engine.read_runs(list)) == 1
         await set_key(other, third)
@@ -191,7 +191,7 @@ async def test_bytes_of_stores() -> None:
         await setting
         assert isinstance(await refusal_of(set_key(other, third)), StoresFull)
         await set_key(other, second)  # it grows nothing
-        await one.shard.engine.execute("first", commands.Leave(member.node_id, member.lease.lease, "done"))
+        await one.shard.engine.execute("first", commands.Leave(member.node_id, member.lease.number, "done"))
         one.now += 61.0
         assert await one.shard.engine.read_runs(list) == []
         await set_key(other, third)

@@ -90,7 +90,7 @@ class Served:
         try:
             return (await self.states.GetState(request, timeout=PATIENCE)).current
         except grpc.aio.AioRpcError as error:
-            if "owner" not in decode(error).metadata:
+            if "owner_address" not in decode(error).metadata:
                 raise
             return (await self.states.GetState(request, timeout=PATIENCE)).current
 

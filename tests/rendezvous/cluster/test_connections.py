@@ -51,13 +51,21 @@ async def test_who_is_connected_is_asked_of_the_owner(address: EtcdAddress) -> N
         assert first.HasField("lease")
         request = pb.GetRunRequest(run_id=run_id)
         owner_s = await b.rendezvous.GetRun(request, timeout=PATIENCE)
-        assert (owner_s.durable_only, owner_s.owner, owner_s.run.nodes[0].connected) == (False, "", True)
+        assert (owner_s.durable_only, owner_s.owner_address, owner_s.run.nodes[0].connected) == (
+            False,
+            "",
+            True,
+        )
         others = await a.rendezvous.GetRun(request, timeout=PATIENCE)
-        assert (others.durable_only, others.owner, others.run.nodes[0].connected) == (True, b.address, False)
+        assert (others.durable_only, others.owner_address, others.run.nodes[0].connected) == (
+            True,
+            b.address,
+            False,
+        )
         request.owner_only = True
         assert await b.rendezvous.GetRun(request, timeout=PATIENCE) == owner_s
         error = await refusal(a.rendezvous.GetRun(request, timeout=PATIENCE))
-        assert (error.reason, error.metadata["owner"]) == ("NOT_OWNER", b.address)
+        assert (error.reason, error.metadata["owner_address"]) == ("NOT_OWNER", b.address)
 
         (line,) = [line for line in (await _status(run_id, a.address)).splitlines() if "node-1" in line]
         assert line.split()[-1] == "yes"

@@ -57,9 +57,9 @@ async def test_a_run_elsewhere_is_refused_with_the_address_of_its_owner(address:
         run_id = run_in(min(b.serving))
         error = await refusal(a.rendezvous.CloseRun(pb.CloseRunRequest(run_id=run_id), timeout=PATIENCE))
         assert (error.code, error.reason) == (grpc.StatusCode.UNAVAILABLE, "NOT_OWNER")
-        assert error.metadata == {"run_id": run_id, "owner": b.address}
+        assert error.metadata == {"run_id": run_id, "owner_address": b.address}
         error = await refusal(a.set_state(run_id, b"mine"))
-        assert (error.reason, error.metadata["owner"]) == ("NOT_OWNER", b.address)
+        assert (error.reason, error.metadata["owner_address"]) == ("NOT_OWNER", b.address)
         await b.set_state(run_id, b"mine")
 
 
@@ -109,7 +109,7 @@ async def test_a_state_that_is_only_read_through_another_replica_lives_on(addres
             try:
                 answer = await a.states.GetState(request, timeout=PATIENCE)
             except grpc.aio.AioRpcError as error:
-                if decode(error).metadata.get("owner") != b.address:
+                if decode(error).metadata.get("owner_address") != b.address:
                     raise
                 answer = await b.states.GetState(request, timeout=PATIENCE)
                 sent += 1
@@ -172,7 +172,7 @@ async def test_what_was_decided_stays_when_a_replica_goes_in_order(address: Etcd
         assert first.current == set_.current
         draining = asyncio.create_task(b.services.drain())
         error = await refusal(watch.read())
-        assert (error.reason, error.metadata) == ("NOT_OWNER", {"run_id": run_id, "owner": a.address})
+        assert (error.reason, error.metadata) == ("NOT_OWNER", {"run_id": run_id, "owner_address": a.address})
         answer = await insisting(lambda: a.set_state(run_id, b"after", set_.current.token))
         assert answer.has_set
         await draining
@@ -207,7 +207,7 @@ async def test_who_drains_hands_over_to_whoever_came_before(
             await until(lambda: b.services.replica.cluster is not None, "the newcomer to be there")
             draining = asyncio.create_task(a.services.drain())
             error = await refusal(stream.read())
-            assert (error.reason, error.metadata.get("owner")) == ("NOT_OWNER", b.address)
+            assert (error.reason, error.metadata.get("owner_address")) == ("NOT_OWNER", b.address)
             await draining
 
 
@@ -227,7 +227,11 @@ async def test_who_drains_is_shown_as_leaving_and_then_not_at_all(address: EtcdA
             SHARDS,
             0,
         )
-        assert (answer.run.owner, answer.run.address, answer.run.shard) == ("b", b.address, min(b.serving))
+        assert (answer.run.owner_name, answer.run.owner_address, answer.run.shard) == (
+            "b",
+            b.address,
+            min(b.serving),
+        )
         await b.services.drain()
         assert [each.name for each in (await a.listed()).replicas] == ["a"]
 
@@ -270,7 +274,7 @@ async def test_runs_of_all_replicas_are_listed_by_each(address: EtcdAddress) -> 
         run_ids = sorted(run_in(shard) for shard in range(SHARDS))
         streams = []
         for run_id in run_ids:
-            owner = a if (await a.listed(run_id)).run.owner == "a" else b
+            owner = a if (await a.listed(run_id)).run.owner_name == "a" else b
             stream = owner.rendezvous.Join(timeout=PATIENCE)
             settings = pb.RunSettings(min_nodes=2, max_nodes=2)
             join = pb.JoinRun(
@@ -279,7 +283,7 @@ async def test_runs_of_all_replicas_are_listed_by_each(address: EtcdAddress) -> 
             await stream.write(pb.JoinRequest(join=join))
             answer = await stream.read()
             assert isinstance(answer, pb.JoinResponse)
-            assert answer.lease.lease
+            assert answer.lease.number
             streams.append(stream)
         for asked in (a, b):
             for _ in range(2):  # from etcd, and from what was kept

@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 
 from rallypoint.rendezvous.core import commands, decide, facts
-from rallypoint.rendezvous.core.commands import NodeIsEvicted, RunIsClosed, TooManyEvicted
+from rallypoint.rendezvous.core.commands import (
+    LeaseLost,
+    NodeIsEvicted,
+    RoundOver,
+    RunIsClosed,
+    TooManyEvicted,
+)
 from rallypoint.rendezvous.core.decide import check_lease
 from rallypoint.rendezvous.core.state import Eviction, Phase, RoundEndCause, ScaleUpPolicy
 from rallypoint.rendezvous.runs.run import run_message
@@ -56,6 +62,17 @@ class TestRestarting:
         run.confirm("a")
         run.restart()
         assert (run.phase, run.round, run.state.unconfirmed) == (Phase.FROZEN, 2, {"a", "b"})
+
+    def test_a_repeated_request_with_its_round_restarts_once(self) -> None:
+        """The reply to the first may have been lost."""
+        run = ScriptedRun(min_nodes=1, max_nodes=2)
+        run.start("a", "b")
+        request = commands.Restart("new data", round=run.round)
+        assert type(run.do(request)[0]) is facts.RestartRequested
+        with pytest.raises(RoundOver) as refused:
+            run.do(request)
+        assert (refused.value.round, refused.value.current_round) == (1, 2)
+        assert (run.phase, run.round) == (Phase.FROZEN, 2)
 
     def test_a_run_without_a_round_stays_as_it_is(self) -> None:
         """There is nothing to restart; nor is there once it is closed."""
@@ -179,6 +196,21 @@ class TestEvicting:
         assert run.phase is Phase.FINAL
         with pytest.raises(NodeIsEvicted):
             run.join("c")
+
+    def test_a_node_that_has_joined_again_since_is_not_meant(self) -> None:
+        """It holds another lease; and with the one it holds, the request is carried out."""
+        run = ScriptedRun(min_nodes=1, max_nodes=2)
+        run.start("a", "b")
+        former = run.state.nodes["a"].lease
+        run.lose("a")
+        for present in (None, "a"):
+            if present:
+                run.join(present)
+            with pytest.raises(LeaseLost):
+                run.do(commands.Evict("a", "old news", former))
+            assert run.state.evicted == {}
+        run.do(commands.Evict("a", "bad memory", run.state.nodes["a"].lease))
+        assert run.state.evicted == {"a": Eviction("bad memory")}
 
     def test_twice_changes_nothing(self) -> None:
         """The first reason stands."""

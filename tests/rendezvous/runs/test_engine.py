@@ -65,7 +65,7 @@ async def test_nothing_is_told_or_read_before_it_is_durable(stage: Stage) -> Non
 
     stage.journal.release()
     second, update, told, run, runs, _ = await asyncio.gather(*tasks)
-    assert second.lease.lease == 3
+    assert second.lease.number == 3
     assert seen is not None
     assert seen.run.revision < told.run.revision == update.revision == run.revision == runs[0].revision == 4
     assert update.phase == (await taken(second)).phase == pb.PHASE_FROZEN
@@ -254,8 +254,8 @@ async def test_two_nodes_that_share_a_name_get_a_lease_each(stage: Stage) -> Non
     stage.journal.release()
     with pytest.raises(LeaseLost, match=r"no longer holds lease 3 .* superseded it"):
         await first
-    assert (await second).lease.lease > 3
-    assert (await other).lease.lease == 2
+    assert (await second).lease.number > 3
+    assert (await other).lease.number == 2
 
 
 async def test_a_stale_lease_can_not_act(stage: Stage) -> None:
@@ -285,7 +285,7 @@ async def test_closing_a_run_tells_every_member_and_ends_its_stream(stage: Stage
         assert (update.phase, update.run_end) == (pb.PHASE_CLOSED, end)
         assert await member.updates.take() is None
     assert await stage.engine.close_run(RUN, "again") == end
-    late = await stage.engine.resume(RUN, "a", a.lease.lease, 0, a.lease.token)
+    late = await stage.engine.resume(RUN, "a", a.lease.number, 0, a.lease.token)
     assert (await taken(late)).run_end == end
     assert await late.updates.take() is None
 
@@ -318,9 +318,9 @@ async def test_a_member_that_resumes_is_told_the_present_state(stage: Stage) -> 
     stage.engine.disconnect(a)
     await stage.fail(b, 1)
     await stage.later(1.9)
-    again = await stage.engine.resume(RUN, "a", a.lease.lease, 1, a.lease.token)
+    again = await stage.engine.resume(RUN, "a", a.lease.number, 1, a.lease.token)
     update = await taken(again)
-    assert (again.lease.lease, update.phase, update.assignment.round) == (a.lease.lease, pb.PHASE_FROZEN, 2)
+    assert (again.lease.number, update.phase, update.assignment.round) == (a.lease.number, pb.PHASE_FROZEN, 2)
     assert states(await stage.later(13)) == {"a": "ASSIGNED", "b": "ASSIGNED"}
 
 
@@ -332,10 +332,10 @@ async def test_a_member_that_comes_back_in_time_is_not_lost_to_a_slow_disk(stage
     (joining,) = await begun(stage.join("c"))
     await stage.journal.held()
     stage.now += 1.9
-    (resuming,) = await begun(stage.engine.resume(RUN, "a", a.lease.lease, 0, a.lease.token))
+    (resuming,) = await begun(stage.engine.resume(RUN, "a", a.lease.number, 0, a.lease.token))
     stage.now += 5
     stage.journal.release()
-    assert (await resuming).lease.lease == a.lease.lease
+    assert (await resuming).lease.number == a.lease.number
     await joining
     assert states(await stage.engine.get_run(RUN)) == {"a": "RUNNING", "b": "RUNNING", "c": "SPARE"}
 
@@ -346,7 +346,7 @@ async def test_who_can_not_prove_a_lease_does_not_prolong_it(stage: Stage) -> No
     stage.engine.disconnect(a)
     stage.now += 1.5
     with pytest.raises(LeaseNotProven):
-        await stage.engine.resume(RUN, "a", a.lease.lease, 0, bytes(16))
+        await stage.engine.resume(RUN, "a", a.lease.number, 0, bytes(16))
     assert states(await stage.later(1.0)) == {"b": "WAITING"}
 
 
@@ -359,7 +359,7 @@ async def test_a_member_whose_stream_breaks_before_it_is_in_again_is_still_away(
     (joining,) = await begun(stage.join("c"))
     await stage.journal.held()
     first, second = await begun(
-        *(stage.engine.resume(RUN, "a", a.lease.lease, 0, a.lease.token) for _ in range(2))
+        *(stage.engine.resume(RUN, "a", a.lease.number, 0, a.lease.token) for _ in range(2))
     )
     first.cancel()
     await idle()
@@ -375,7 +375,7 @@ async def test_a_member_whose_stream_breaks_before_it_is_in_again_is_still_away(
 async def test_a_newer_stream_replaces_the_older_one(stage: Stage) -> None:
     """With the same lease; the older one's end is no broken stream."""
     a, _ = await stage.running("a", "b")
-    again = await stage.engine.resume(RUN, "a", a.lease.lease, 0, a.lease.token)
+    again = await stage.engine.resume(RUN, "a", a.lease.number, 0, a.lease.token)
     with pytest.raises(StreamReplaced):
         await a.updates.take()
     stage.engine.disconnect(a)
@@ -452,7 +452,7 @@ async def test_members_may_speak_while_their_loss_is_being_committed(stage: Stag
     stage.journal.release()
     new = await joining
     assert states(await stage.later(3)) == {"a": "WAITING"}
-    assert new.lease.lease > a.lease.lease
+    assert new.lease.number > a.lease.number
 
 
 async def test_a_heartbeat_while_the_run_is_being_closed_is_harmless(stage: Stage) -> None:
@@ -502,7 +502,7 @@ async def test_after_a_pause_nodes_have_the_time_to_come_back() -> None:
         for _ in range(33):
             run = await stage.later(0.3)
         assert states(run) == {"a": "RUNNING", "b": "RUNNING"}
-        back = await stage.engine.resume(RUN, "a", a.lease.lease, run.revision, a.lease.token)
+        back = await stage.engine.resume(RUN, "a", a.lease.number, run.revision, a.lease.token)
         for _ in range(20):
             stage.engine.renew(back)
             run = await stage.later(0.3)
@@ -547,7 +547,7 @@ async def test_who_waits_for_a_slow_commit_keeps_its_lease() -> None:
             stage.journal.hold()
             waiting = await begun(
                 stage.fail(b, 1),
-                stage.engine.resume(RUN, "a", a.lease.lease, 0, a.lease.token),
+                stage.engine.resume(RUN, "a", a.lease.number, 0, a.lease.token),
                 stage.join("c"),
             )
             await stage.journal.held()
@@ -607,7 +607,7 @@ async def test_a_commit_that_outlasts_a_lease_costs_none_when_the_server_drains_
     a, b = await stage.running("a", "b")
     stage.journal.hold()
     (succeeding,) = await begun(
-        stage.engine.execute(RUN, commands.ReportSuccess("a", a.lease.lease, round=1))
+        stage.engine.execute(RUN, commands.ReportSuccess("a", a.lease.number, round=1))
     )
     await stage.journal.held()
     stage.now += 100
@@ -638,7 +638,9 @@ async def test_a_restarted_server_knows_what_was_durable(stage: Stage) -> None:
     before = await stage.engine.get_run(RUN)
     async with staged(Stage(durable=stage.journal.durable)) as second:
         resumed = [
-            await second.engine.resume(RUN, each.node_id, each.lease.lease, before.revision, each.lease.token)
+            await second.engine.resume(
+                RUN, each.node_id, each.lease.number, before.revision, each.lease.token
+            )
             for each in members
         ]
         assert await second.engine.get_run(RUN) == before
@@ -658,8 +660,8 @@ async def test_what_was_not_durable_never_happened(stage: Stage) -> None:
     async with staged(Stage(durable=stage.journal.durable)) as second:
         run = await second.engine.get_run(RUN)
         assert (run.phase, run.round, run.restart_count) == (pb.PHASE_FINAL, 1, 0)
-        await second.engine.resume(RUN, "a", a.lease.lease, run.revision, a.lease.token)
-        again = await second.engine.resume(RUN, "b", b.lease.lease, run.revision, b.lease.token)
+        await second.engine.resume(RUN, "a", a.lease.number, run.revision, a.lease.token)
+        again = await second.engine.resume(RUN, "b", b.lease.number, run.revision, b.lease.token)
         await second.fail(again, 1)
         assert (await second.engine.get_run(RUN)).round == 2
     assert not listening.done()
@@ -706,7 +708,7 @@ async def test_a_run_has_its_participants_by_rank_and_then_who_waits(stage: Stag
     await stage.join("z")
     spare = await stage.join("c")
     stage.engine.disconnect(spare)
-    await stage.engine.execute(RUN, commands.ReportSuccess(a.node_id, a.lease.lease, 1))
+    await stage.engine.execute(RUN, commands.ReportSuccess(a.node_id, a.lease.number, 1))
     run = await stage.engine.get_run(RUN)
     assert list(states(run).items()) == [
         ("a", "SUCCEEDED"),
@@ -726,7 +728,7 @@ async def test_a_run_says_who_is_still_stopping_its_workers(stage: Stage) -> Non
     await stage.fail(b, 1)
     await stage.confirm(b)
     assert states(await stage.engine.get_run(RUN)) == {"a": "ASSIGNED", "b": "CONFIRMED"}
-    await stage.engine.execute(RUN, commands.Depart("a", a.lease.lease, "SIGTERM"))
+    await stage.engine.execute(RUN, commands.Depart("a", a.lease.number, "SIGTERM"))
     assert states(await stage.engine.get_run(RUN)) == {"a": "DEPARTING", "b": "WAITING"}
 
 

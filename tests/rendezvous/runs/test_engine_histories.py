@@ -84,8 +84,8 @@ class Story:
             return
 
         def admitted(member: Member) -> None:
-            assert member.lease.lease > self.lease.get(run_id, 0), "a lease was given out twice"
-            self.lease[run_id] = member.lease.lease
+            assert member.lease.number > self.lease.get(run_id, 0), "a lease was given out twice"
+            self.lease[run_id] = member.lease.number
             self.members.append(member)
 
         self.ask(self.stage.join(node_id, run_id), admitted)
@@ -96,7 +96,7 @@ class Story:
 
     def come_back(self, member: Member) -> None:
         asked = self.stage.engine.resume(
-            member.run_id, member.node_id, member.lease.lease, 0, member.lease.token
+            member.run_id, member.node_id, member.lease.number, 0, member.lease.token
         )
         self.ask(asked, self.members.append)
 
@@ -115,7 +115,7 @@ class Story:
                 self.ask(self.stage.engine.execute(member.run_id, command))
 
     def statement(self, member: Member) -> commands.Command | None:
-        node_id, lease, draw = member.node_id, member.lease.lease, self.draw.random()
+        node_id, lease, draw = member.node_id, member.lease.number, self.draw.random()
         round_ = self.stage.engine.writable_round(member.run_id) or 0
         if draw < 0.6:
             return commands.Confirm(node_id, lease, round_, 29500)
@@ -131,7 +131,7 @@ class Story:
         if self.members:
             member = self.draw.choice(self.members)
             round_ = self.stage.engine.writable_round(member.run_id) or 0
-            command = commands.ReportSuccess(member.node_id, member.lease.lease, round_)
+            command = commands.ReportSuccess(member.node_id, member.lease.number, round_)
             self.ask(self.stage.engine.execute(member.run_id, command))
 
     def operate(self) -> None:
@@ -189,7 +189,7 @@ class Story:
             assert run.history.latest - run.history.oldest < LIMITS.events_per_run
             assert set(run.members) <= set(run.state.nodes), "a stream of nobody"
             for member in run.members.values():
-                assert run.holds_lease(member.node_id, member.lease.lease)
+                assert run.holds_lease(member.node_id, member.lease.number)
             assert run.expires(LIMITS.run_ttl) > now
             self.check_numbers(run_id, run.state.round, run.state.fencing_token)
         for member in self.members:

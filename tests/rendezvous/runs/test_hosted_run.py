@@ -247,11 +247,11 @@ async def test_an_evicted_node_is_told_so_and_the_others_why(stage: Stage) -> No
     assert update.phase == pb.PHASE_JOINABLE
     assert update.last_round_end.cause == pb.ROUND_END_CAUSE_NODE_EVICTED
     stage.engine.disconnect(a)
-    for coming_back in (stage.join("a"), stage.engine.resume(RUN, "a", a.lease.lease, 0, a.lease.token)):
+    for coming_back in (stage.join("a"), stage.engine.resume(RUN, "a", a.lease.number, 0, a.lease.token)):
         with pytest.raises(NodeIsEvicted):
             await coming_back
     with pytest.raises(NodeIsEvicted):
-        stage.engine.check_lease(RUN, "a", a.lease.lease, a.lease.token)
+        stage.engine.check_lease(RUN, "a", a.lease.number, a.lease.token)
 
 
 async def test_a_node_that_is_taken_out_and_back_in_at_once_has_one_stream(stage: Stage) -> None:
@@ -285,7 +285,7 @@ async def test_members_are_told_that_the_exit_barrier_is_over() -> None:
     """At its time, by itself: those that succeeded may go, and those at work see no change of their round."""
     async with staged(Stage(exit_barrier_timeout=10.0)) as stage:
         a, b = await stage.running("a", "b")
-        await stage.engine.execute(RUN, commands.ReportSuccess("a", a.lease.lease, 1))
+        await stage.engine.execute(RUN, commands.ReportSuccess("a", a.lease.number, 1))
         (waiting,) = await begun(a.updates.take())
         stage.now += 10
         await stage.list_runs()
@@ -294,7 +294,7 @@ async def test_members_are_told_that_the_exit_barrier_is_over() -> None:
         assert (told.phase, told.exit_barrier_passed) == (pb.PHASE_FINAL, True)
         assert (await taken(b)).assignment.round == 1
         await stage.leave(a)
-        await stage.engine.execute(RUN, commands.ReportSuccess("b", b.lease.lease, 1))
+        await stage.engine.execute(RUN, commands.ReportSuccess("b", b.lease.number, 1))
         assert (await taken(b)).run_end.outcome == pb.OUTCOME_SUCCEEDED
 
 
@@ -309,7 +309,7 @@ async def test_a_heartbeat_after_a_restart_may_bring_a_deadline_nearer() -> None
         await second.list_runs()
         revision = (await second.engine.get_run(RUN)).revision
         resumed = [
-            await second.engine.resume(RUN, each.node_id, each.lease.lease, revision, each.lease.token)
+            await second.engine.resume(RUN, each.node_id, each.lease.number, revision, each.lease.token)
             for each in members
         ]
         await idle()

@@ -182,7 +182,7 @@ async def test_members_resume_after_a_checkpoint(stage: Stage) -> None:
     async with staged(Stage(durable=stage.journal.durable, max_restarts=100)) as second:
         for member in members:
             again = await second.engine.resume(
-                RUN, member.node_id, member.lease.lease, before.revision, member.lease.token
+                RUN, member.node_id, member.lease.number, before.revision, member.lease.token
             )
             update = await taken(again)
             assert (update.phase, update.assignment.round) == (pb.PHASE_FINAL, 4)

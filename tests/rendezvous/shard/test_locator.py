@@ -167,7 +167,7 @@ async def test_what_is_the_owners_to_do_is_sent_there(served: Served) -> None:
     for name, call in asked_of_the_owner(served, AWAY).items():
         error = await refused(call)
         assert (error.code, error.reason) == (grpc.StatusCode.UNAVAILABLE, "NOT_OWNER"), name
-        assert (error.metadata, error.retry_after) == ({"run_id": AWAY, "owner": OWNER}, None), name
+        assert (error.metadata, error.retry_after) == ({"run_id": AWAY, "owner_address": OWNER}, None), name
 
 
 async def test_while_nobody_owns_a_run_it_is_said_when_to_ask_again(served: Served) -> None:
@@ -221,7 +221,7 @@ async def test_a_handed_over_run_sends_its_nodes_and_watchers_away(served: Serve
     served.home.second.shard.end_streams(elsewhere)
     for stream in (gone, watching, events, state):
         error = await ended(stream)
-        assert (error.reason, error.metadata) == ("NOT_OWNER", {"run_id": "b1", "owner": OWNER})
+        assert (error.reason, error.metadata) == ("NOT_OWNER", {"run_id": "b1", "owner_address": OWNER})
     await stays.write(pb.JoinRequest(leave=pb.LeaveRun(reason="told to stop")))
     while await stays.read() is not grpc.aio.EOF:
         pass
@@ -238,7 +238,7 @@ async def test_a_member_belongs_to_the_shard_that_admitted_it(served: Served) ->
         await call.write(pb.JoinRequest(leave=pb.LeaveRun(reason="told to stop")))
         error = await ended(call)
         assert (error.reason, error.metadata) == ("NOT_OWNER", {"run_id": "b1"})
-        assert [node.lease for node in (await again.shard.engine.get_run("b1")).nodes] == [lease.lease]
+        assert [node.lease for node in (await again.shard.engine.get_run("b1")).nodes] == [lease.number]
 
 
 async def test_a_server_that_drains_ends_the_streams_of_all_its_shards(served: Served) -> None:

@@ -12,14 +12,14 @@ from typing import cast
 import pytest
 
 from rallypoint.rendezvous.api.event_pages import EventServicer
-from rallypoint.rendezvous.api.requests import list_runs, nodes_page
+from rallypoint.rendezvous.api.requests import NodesPage, RunsPage
 from rallypoint.rendezvous.base.cooperative import finish
 from rallypoint.rendezvous.base.entries import Operation, Writer
 from rallypoint.rendezvous.base.errors import NotOwner
 from rallypoint.rendezvous.base.limits import MAX_VALUE_BYTES, Limits, RendezvousLimits
-from rallypoint.rendezvous.base.refusals import AnswerTooLarge, KeyWaitTimedOut, RoundOver
+from rallypoint.rendezvous.base.refusals import AnswerTooLarge, KeyWaitTimedOut
 from rallypoint.rendezvous.core import commands
-from rallypoint.rendezvous.core.commands import SERVICE, Refused, RunNotFound
+from rallypoint.rendezvous.core.commands import SERVICE, Refused, RoundOver, RunNotFound
 from rallypoint.rendezvous.core.state import ReportedFailure, RunState
 from rallypoint.rendezvous.journal.journal import JournalError, Record
 from rallypoint.rendezvous.runs import run as hosted_run
@@ -32,6 +32,7 @@ from rallypoint.serving.flow import IterationBudget
 from rendezvous.shard_fixtures import OWNER, RUN, Scene, ShardJournal, elsewhere, opened
 
 RUNS = [RUN, "other", "nowhere"]
+WAITING, RUNNING = pb.NODE_STATE_WAITING, pb.NODE_STATE_RUNNING
 KEYS = ["here", "k1", "k2", "k3"]
 LIMITS = RendezvousLimits(events_per_run=60, run_ttl=600.0)
 
@@ -67,12 +68,20 @@ async def outcome(ask: Callable[..., object], *arguments: object) -> object:
         return type(refusal).__name__, str(refusal)
 
 
-def run_page(first: int, state: RunState) -> pb.GetRunResponse:
-    """A page of a run's nodes, without what is known to the owner alone."""
-    page = nodes_page(pb.GetRunRequest(page_size=2), state, first)
-    for node in page.run.nodes:
+def run_page(state: RunState) -> pb.GetRunResponse:
+    """A run, without what is known to the owner alone."""
+    run = hosted_run.run_message(state)
+    for node in run.nodes:
         node.connected = False
-    return page
+    return pb.GetRunResponse(run=run)
+
+
+def nodes_page(page: NodesPage, state: RunState) -> pb.ListNodesResponse:
+    """A page of the nodes of a run, without what is known to the owner alone."""
+    response = page.read(state)
+    for node in response.nodes:
+        node.connected = False
+    return response
 
 
 async def answers(reader: RunReader) -> dict[tuple[object, ...], object]:
@@ -80,11 +89,15 @@ async def answers(reader: RunReader) -> dict[tuple[object, ...], object]:
     events = EventServicer(cast(RunLocator, _OneReader(reader)), lambda: None, IterationBudget(1))
     store = reader.store
     asked: dict[tuple[object, ...], tuple[Callable[..., object], *tuple[object, ...]]] = {
-        ("ListRuns",): (list_runs, pb.ListRunsRequest(), [reader.runs])
+        ("ListRuns",): (RunsPage(pb.ListRunsRequest()).read, [reader.runs])
     }
     for run_id in RUNS:
-        for first in (0, 2):
-            asked["GetRun", run_id, first] = reader.runs.read_run, run_id, partial(run_page, first)
+        asked["GetRun", run_id] = reader.runs.read_run, run_id, run_page
+        for size in (1, 2):
+            nodes = NodesPage(
+                pb.ListNodesRequest(filter=pb.NodeFilter(states=[WAITING, RUNNING]), page_size=size)
+            )
+            asked["ListNodes", run_id, size] = reader.runs.read_run, run_id, partial(nodes_page, nodes)
         for newest_first in (False, True):
             request = pb.ListEventsRequest(run_id=run_id, newest_first=newest_first, page_size=20)
             asked["ListEvents", run_id, newest_first] = events.list, request

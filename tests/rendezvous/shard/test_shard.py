@@ -300,7 +300,7 @@ async def test_a_resume_in_the_same_step_as_a_commit_was_not_done() -> None:
         member = scene.members[0]
         tasks = await begun(
             scene.restart(),
-            scene.shard.engine.resume(RUN, member.node_id, member.lease.lease, 1, member.lease.token),
+            scene.shard.engine.resume(RUN, member.node_id, member.lease.number, 1, member.lease.token),
         )
         await scene.journal.held()
         scene.shard.halt(elsewhere)

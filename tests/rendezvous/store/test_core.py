@@ -18,11 +18,10 @@ from rallypoint.rendezvous.base.refusals import (
     OperationReused,
     OperationSuperseded,
     RoundNotBegun,
-    RoundOver,
     RunStoreFull,
     TooManyKeys,
 )
-from rallypoint.rendezvous.core.commands import Refused
+from rallypoint.rendezvous.core.commands import Refused, RoundOver
 from rallypoint.rendezvous.store.core import RunDraft, RunSpaces, entry_bytes
 from rallypoint.rendezvous.store.writes import (
     Add,

@@ -13,10 +13,9 @@ from rallypoint.rendezvous.base.refusals import (
     JournalFailed,
     KeyWaitTimedOut,
     RoundNotBegun,
-    RoundOver,
     StoreBusy,
 )
-from rallypoint.rendezvous.core.commands import RunNotFound
+from rallypoint.rendezvous.core.commands import RoundOver, RunNotFound
 from rallypoint.rendezvous.store.service import StoreService
 from rallypoint.rendezvous.store.writes import Add, CompareSet, DeleteKey, Set
 from rendezvous.store.store_fakes import RUN, WRITER, Rounds, TestJournal, open_store

@@ -11,7 +11,8 @@ import pytest
 
 from rallypoint.rendezvous.base.entries import StoreChange
 from rallypoint.rendezvous.base.limits import FRAME_BYTES, MAX_MULTI_BYTES, MAX_VALUE_BYTES, StoreLimits
-from rallypoint.rendezvous.base.refusals import AnswerTooLarge, KeyWaitTimedOut, RoundOver, TooManyWaiters
+from rallypoint.rendezvous.base.refusals import AnswerTooLarge, KeyWaitTimedOut, TooManyWaiters
+from rallypoint.rendezvous.core.commands import RoundOver
 from rallypoint.rendezvous.store.service import StoreService
 from rallypoint.rendezvous.store.writes import DeleteKey, MultiSet, Set
 from rendezvous.store.store_fakes import RUN, WRITER, Rounds, TestJournal, open_store

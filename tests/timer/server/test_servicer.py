@@ -26,7 +26,8 @@ async def test_single_calls(service: Service) -> None:
     """Acquire, list, release; the agent is told with sequence 0."""
     stub = service.stub()
     timer: dict[str, Any] = {"run_id": "run", "node_id": "a", "worker_id": "0@1", "scope": "s"}
-    await stub.AcquireTimer(pb.AcquireTimerRequest(**timer, after=to_duration(0.02)))
+    acquired = await stub.AcquireTimer(pb.AcquireTimerRequest(**timer, after=to_duration(0.02)))
+    assert not acquired.subscribed
     await until(lambda: next(service.watchdog.table.timers(0.0)).state.name == "UNCLAIMED")
     (listed,) = (await stub.ListTimers(pb.ListTimersRequest(run_id="run"))).timers
     assert (listed.scope, listed.state, listed.offers) == ("s", pb.TIMER_STATE_UNCLAIMED, 0)
@@ -37,6 +38,8 @@ async def test_single_calls(service: Service) -> None:
     assert (await stream.next()).sequence == 0
     (listed,) = (await stub.ListTimers(pb.ListTimersRequest(node_id="a"))).timers
     assert (listed.state, listed.offers) == (pb.TIMER_STATE_OFFERED, 1)
+    request = pb.RegisterTimersRequest(run_id="run", node_id="a")
+    assert (await stub.RegisterTimers(request)).subscribed
     assert (await stub.ReleaseTimer(pb.ReleaseTimerRequest(**timer))).released
     assert not (await stub.ReleaseTimer(pb.ReleaseTimerRequest(**timer))).released
 
@@ -281,8 +284,19 @@ async def test_progress_of_a_run(service: Service) -> None:
     assert progress.slowest[0].node_id == "a"
     assert progress.stall_after == to_duration(600)
     assert not progress.HasField("stalled")
-    assert len((await stub.GetProgress(pb.GetProgressRequest(run_id="run", most=3))).slowest) == 3
-    assert len((await stub.GetProgress(pb.GetProgressRequest(run_id="run", most=1000))).slowest) == 20
+    assert len((await stub.GetProgress(pb.GetProgressRequest(run_id="run", page_size=3))).slowest) == 3
+    whole = await stub.GetProgress(pb.GetProgressRequest(run_id="run", page_size=10**6))
+    assert (len(whole.slowest), whole.next_page_token) == (20, "")
+    slowest: list[pb.WorkerProgress] = []
+    request_ = pb.GetProgressRequest(run_id="run", page_size=7)
+    while True:
+        page = await stub.GetProgress(request_)
+        assert page.lowest_step == whole.lowest_step
+        slowest += page.slowest
+        request_.page_token = page.next_page_token
+        if not request_.page_token:
+            break
+    assert [each.worker_id for each in slowest] == [each.worker_id for each in whole.slowest]
     assert (await stub.GetProgress(pb.GetProgressRequest(run_id="none"))).workers == 0
 
 
@@ -290,8 +304,7 @@ async def test_progress_of_a_run(service: Service) -> None:
     ("field", "method", "request_"),
     [
         ("run_id", "GetProgress", pb.GetProgressRequest()),
-        ("most", "GetProgress", pb.GetProgressRequest(run_id="run", most=-1)),
-        ("most", "GetProgress", pb.GetProgressRequest(run_id="run", most=1001)),
+        ("page_size", "GetProgress", pb.GetProgressRequest(run_id="run", page_size=-1)),
         ("run_id", "ForgetScopes", pb.ForgetScopesRequest(scope="s")),
         ("scope", "ForgetScopes", pb.ForgetScopesRequest(run_id="run", scope="x" * 513)),
         ("page_size", "ListScopes", pb.ListScopesRequest(page_size=-1)),

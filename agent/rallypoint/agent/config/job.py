@@ -94,6 +94,7 @@ class JobConfig:
         failure_file: Second path for the machine-readable report of a failed job; the first is in `log_dir`.
         event_log: Destination of the job's events: `null`, `console`, `file:PATH`, or the name of an entry point of
             the group `rallypoint.event_sinks` (torchrun's `--event-log-handler`).
+        supervisor_address: Address of the agent's SupervisorService, for the other hosts; empty: it serves none.
         event_sinks: Callables that receive the events too, such as AgentMetrics; see rallypoint.agent.events.handlers.
     """
 
@@ -141,6 +142,7 @@ class JobConfig:
     warn_signal: int | None = None
     failure_file: Path | None = None
     event_log: str = "null"
+    supervisor_address: str = ""
     event_sinks: tuple[EventSink, ...] = ()
 
     @property

@@ -213,4 +213,5 @@ def _join_request(config: JobConfig) -> pb.JoinRun:
         local_world_size=config.local_world_size,
         role=config.role,
         topology=config.topology,
+        supervisor_address=config.supervisor_address,
     )

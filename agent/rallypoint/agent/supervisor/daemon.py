@@ -22,7 +22,7 @@ from rallypoint.agent.supervisor.servicer import supervisor_registration
 from rallypoint.agent.supervisor.spec import HostSettings, job_config
 from rallypoint.agent.v1 import supervisor_service_pb2 as pb
 from rallypoint.rpc.endpoint import ClientSecurity, SettingError
-from rallypoint.rpc.errors import ServiceError, invalid
+from rallypoint.rpc.errors import ServiceError
 from rallypoint.rpc.logs import get_logger
 from rallypoint.serving.requests import name
 
@@ -37,6 +37,7 @@ class Daemon:
         registration: SupervisorService, for a server.
         rendezvous: Returns the address of the daemon's own rendezvous service for its jobs; None: they can't reach it.
             To be set by the owner of that service.
+        supervisor_address: Returns the address of its SupervisorService for the other hosts; likewise.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class Daemon:
         self.jobs = Jobs()
         self.registration = supervisor_registration(self.jobs, self._launch)
         self.rendezvous: Callable[[], Peer | None] = lambda: None
+        self.supervisor_address: Callable[[], str] = lambda: ""
         self._host = HostSettings(self._own_rendezvous, Peer(timer_endpoint), security, environment)
         self._max_jobs = max_jobs
         self._event_sinks = tuple(event_sinks)
@@ -99,19 +101,28 @@ class Daemon:
             self._check_room(request.spec.run_id)
             # In a thread: a DNS look-up may be slow.
             config = await asyncio.to_thread(job_config, request.spec, self._host)
-            config = replace(config, event_sinks=(*config.event_sinks, *self._event_sinks))
+            config = replace(
+                config,
+                supervisor_address=self.supervisor_address(),
+                event_sinks=(*config.event_sinks, *self._event_sinks),
+            )
             # A retry of the same request may have launched the job meanwhile.
             former = self._launched(request)
             if former is None:
                 self._check_room(config.run_id)
-                return _launched(self._take_on(config, request.launch_id).config)
+                return _launched(self._take_on(config, request).config)
         return _launched(former.job.config)
 
     def _launched(self, request: pb.LaunchJobRequest) -> TakenJob | None:
         """The job that an earlier attempt of this request has launched; None if there is none."""
         former = self.jobs.launched(request.launch_id)
-        if former is not None and former.run_id != request.spec.run_id:
-            raise invalid("launch_id", f"was used to launch run {former.run_id!r} already; send a new one")
+        if former is not None and former.launch != request:
+            raise ServiceError(
+                grpc.StatusCode.FAILED_PRECONDITION,
+                "LAUNCH_ID_REUSED",
+                f"launch_id {request.launch_id!r} was used for another job, of run {former.run_id!r}; send a new one",
+                metadata={"run_id": former.run_id},
+            )
         return former
 
     def _check_room(self, run_id: str) -> None:
@@ -138,12 +149,12 @@ class Daemon:
             grpc.StatusCode.FAILED_PRECONDITION, "JOB_RUNNING", message, metadata={"run_id": run_id}
         )
 
-    def _take_on(self, config: JobConfig, launch_id: str) -> Job:
+    def _take_on(self, config: JobConfig, request: pb.LaunchJobRequest) -> Job:
         try:
             job = Job(config, Spawner.start())
         except SpawnError as error:
             raise ServiceError(grpc.StatusCode.UNAVAILABLE, "NO_PROCESSES", str(error)) from None
-        self.jobs.add(job, launch_id)
+        self.jobs.add(job, request)
         running = asyncio.create_task(_run(job))
         self._running.add(running)
         running.add_done_callback(self._running.discard)

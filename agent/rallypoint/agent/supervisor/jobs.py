@@ -26,16 +26,21 @@ class TakenJob:
 
     Attributes:
         job: the job.
-        launch_id: idempotency key of its launch request; empty: none.
+        launch: the request that launched it; None: it was not launched by a request.
     """
 
     job: Job
-    launch_id: str = ""
+    launch: pb.LaunchJobRequest | None = None
 
     @property
     def run_id(self) -> str:
         """Name of its run."""
         return self.job.config.run_id
+
+    @property
+    def launch_id(self) -> str:
+        """The launch_id of its request; empty: none."""
+        return self.launch.launch_id if self.launch is not None else ""
 
     @property
     def running(self) -> bool:
@@ -50,9 +55,9 @@ class Jobs:
         """Start with these jobs."""
         self._taken = [TakenJob(job) for job in jobs]
 
-    def add(self, job: Job, launch_id: str = "") -> None:
+    def add(self, job: Job, launch: pb.LaunchJobRequest | None = None) -> None:
         """Add a job; beyond MOST_ENDED, remove the ended jobs that are oldest."""
-        self._taken.append(TakenJob(job, launch_id))
+        self._taken.append(TakenJob(job, launch))
         ended = [taken for taken in self._taken if not taken.running]
         for forgotten in ended[:-MOST_ENDED]:
             self._taken.remove(forgotten)
@@ -203,5 +208,5 @@ def worker_message(
         set_seconds(message.usage.processor_time, usage.processor_seconds)
     if progress is not None:
         message.progress.step = progress[0]
-        set_seconds(message.progress.age, progress[1])
+        set_seconds(message.progress.idle, progress[1])
     return message

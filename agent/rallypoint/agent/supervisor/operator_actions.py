@@ -15,7 +15,7 @@ from rallypoint.agent.job.job import Job
 from rallypoint.agent.workers.group import Worker, WorkerGroup
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as rendezvous_pb
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as rendezvous_grpc
-from rallypoint.rpc.calls import OUTCOME_UNKNOWN, call_any
+from rallypoint.rpc.calls import call_any
 from rallypoint.rpc.errors import ServiceError, json_list
 from rallypoint.rpc.replica_client import ReplicaClient
 from rallypoint.rpc.text import clip
@@ -36,28 +36,34 @@ class Stacks:
     text: str
 
 
-async def restart_workers(job: Job, reason: str, operator: str) -> int:
+async def restart_workers(job: Job, reason: str, operator: str, expected: int | None = None) -> int:
     """Restart all workers of the job's run, on all hosts; return the round that ended.
 
     Args:
         job: The job.
         reason: For people.
         operator: Name or address of the caller, for the run's events.
+        expected: The round of the workers to restart; None: those that run.
 
     Raises:
-        ServiceError: JOB_ENDED, JOB_NOT_RUNNING, NO_RENDEZVOUS.
+        ServiceError: JOB_ENDED, JOB_NOT_RUNNING, ROUND_OVER, NO_RENDEZVOUS.
     """
-    running_group(job)
+    round_ = running_group(job).assignment.round
     peer, run_id = job.config.rendezvous, job.config.run_id
-    request = rendezvous_pb.RestartRunRequest(run_id=run_id, reason=reason, on_behalf_of=operator)
+    if expected not in (None, round_):
+        raise ServiceError(
+            grpc.StatusCode.FAILED_PRECONDITION,
+            "ROUND_OVER",
+            f"the workers of run {run_id!r} that run are of round {round_}, not of round {expected}",
+            metadata={"current_round": str(round_)},
+        )
+    request = rendezvous_pb.RestartRunRequest(
+        run_id=run_id, reason=reason, on_behalf_of=operator, round=round_
+    )
     try:
         async with ReplicaClient(peer.endpoint, peer.security) as client, asyncio.timeout(RENDEZVOUS_TIMEOUT):
-            response: rendezvous_pb.RestartRunResponse = await call_any(
-                client,
-                rendezvous_grpc.RendezvousServiceStub,
-                lambda stub: stub.RestartRun(request),
-                # A second restart would end the round that the first one made.
-                repeatable=False,
+            await call_any(
+                client, rendezvous_grpc.RendezvousServiceStub, lambda stub: stub.RestartRun(request)
             )
     except TimeoutError:
         raise _perhaps_taken(peer.endpoint, f"within {RENDEZVOUS_TIMEOUT:g} s") from None
@@ -66,26 +72,29 @@ async def restart_workers(job: Job, reason: str, operator: str) -> int:
             raise _ended(run_id) from None
         if error.code is grpc.StatusCode.NOT_FOUND:
             raise _not_running(run_id) from None
-        if error.reason == OUTCOME_UNKNOWN:
-            raise _perhaps_taken(peer.endpoint, f"({error.message})") from None
-        raise _not_taken(peer.endpoint, error.message) from None
-    ended = response.ended_round
-    if not ended:
-        raise _not_running(run_id)
-    return ended
+        if error.reason != "ROUND_OVER":
+            raise _not_taken(peer.endpoint, error.message) from None
+    return round_  # it has ended, by this request or just before it
 
 
-async def reap_worker(job: Job, rank: int, reason: str) -> tuple[int, str]:
-    """Kill a worker and its descendants, after its diagnostics were written.
+async def reap_worker(job: Job, rank: int, reason: str, pid: int = 0) -> tuple[int, str]:
+    """Kill a worker and its descendants, after its diagnostics were written; `pid`: its process id, 0: any.
 
     Returns:
         Its process id, and the file with its diagnostics; empty if that could not be written.
 
     Raises:
-        ServiceError: JOB_ENDED, JOB_NOT_RUNNING, NO_WORKER.
+        ServiceError: JOB_ENDED, JOB_NOT_RUNNING, NO_WORKER, WORKER_REPLACED.
     """
     group = running_group(job)
     worker = workers_of(job, (rank,))[0]
+    if pid not in (0, worker.pid):
+        raise ServiceError(
+            grpc.StatusCode.FAILED_PRECONDITION,
+            "WORKER_REPLACED",
+            f"rank {rank} of run {job.config.run_id!r} is process {worker.pid}, not {pid}",
+            metadata={"pid": str(worker.pid)},
+        )
     if worker.exit is not None:
         raise _not_running(job.config.run_id, f"rank {rank} has ended already")
     requested = f"it was killed through SupervisorService: {reason}"

@@ -3,27 +3,35 @@
 from __future__ import annotations
 
 import resource
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import grpc
 
 from rallypoint.agent.config.settings import MOST_SECONDS
 from rallypoint.agent.job.job import Job
-from rallypoint.agent.supervisor.jobs import MOST_ENDED, Jobs, job_message, worker_message
+from rallypoint.agent.supervisor.jobs import Jobs, job_message, worker_message
 from rallypoint.agent.supervisor.log_stream import LOG_STREAMS, stream_logs
 from rallypoint.agent.supervisor.operator_actions import dump_stacks, reap_worker, restart_workers
 from rallypoint.agent.v1 import supervisor_service_pb2 as pb
 from rallypoint.agent.v1 import supervisor_service_pb2_grpc as pb_grpc
 from rallypoint.agent.workers.usage import UsageMeter
-from rallypoint.rpc.errors import ServiceError
+from rallypoint.rpc.errors import ServiceError, invalid
 from rallypoint.rpc.text import one_line
 from rallypoint.serving.access import caller_of
 from rallypoint.serving.flow import WRITE_TIMEOUT, Subscriber
 from rallypoint.serving.policy import OPERATORS, READERS, Rights
-from rallypoint.serving.requests import NAME_BYTES, reason, seconds, text
+from rallypoint.serving.requests import (
+    NAME_BYTES,
+    page_position,
+    page_size,
+    page_token,
+    reason,
+    seconds,
+    text,
+)
 from rallypoint.serving.server import Registration
 
 SERVICE_NAME = "rallypoint.agent.v1.SupervisorService"
@@ -33,6 +41,10 @@ MOST_STREAMS = 1_000
 streams together may use half of this process's limit of open files."""
 
 
+_JOBS_PER_PAGE = 100
+_WORKERS_PER_PAGE = 1_000
+
+_Item = TypeVar("_Item")
 _Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 # Launches a job, or raises ServiceError.
 Launch: TypeAlias = Callable[[pb.LaunchJobRequest], Awaitable[pb.LaunchJobResponse]]
@@ -81,9 +93,11 @@ class SupervisorServicer(pb_grpc.SupervisorServiceServicer):
         return pb.GetJobResponse(job=job_message(self._jobs.find(_run_id(request.run_id))))
 
     async def ListJobs(self, request: pb.ListJobsRequest, context: _Context) -> pb.ListJobsResponse:
-        """Return all running and ended jobs, without their workers."""
-        latest = self._jobs.latest_first[:MOST_ENDED]
-        return pb.ListJobsResponse(jobs=[job_message(taken, whole=False) for taken in latest])
+        """Return the running and ended jobs, without their workers, a page at a time."""
+        jobs, more = _page(request, self._jobs.latest_first, _JOBS_PER_PAGE)
+        return pb.ListJobsResponse(
+            jobs=[job_message(taken, whole=False) for taken in jobs], next_page_token=more
+        )
 
     async def WatchJob(self, request: pb.WatchJobRequest, context: _Context) -> None:  # type: ignore[override]
         """Send a job's state after each change; a slow client gets only the latest one."""
@@ -102,16 +116,17 @@ class SupervisorServicer(pb_grpc.SupervisorServiceServicer):
                 await changed.wait()
 
     async def ListWorkers(self, request: pb.ListWorkersRequest, context: _Context) -> pb.ListWorkersResponse:
-        """Return a job's workers, with their use of the host."""
+        """Return a job's workers, with their use of the host, a page at a time."""
         job = self._jobs.find(_run_id(request.run_id)).job
-        running = [worker.pid for worker in job.workers if worker.exit is None and worker.pid]
+        workers, more = _page(request, job.workers, _WORKERS_PER_PAGE)
+        running = [worker.pid for worker in workers if worker.exit is None and worker.pid]
         usage = await self._meter.measure(job.spawner_pid, running) if running else {}
         return pb.ListWorkersResponse(
             round=job.group.assignment.round if job.group is not None else 0,
             workers=[
-                worker_message(worker, usage.get(worker.pid), job.progress_of(worker))
-                for worker in job.workers
+                worker_message(worker, usage.get(worker.pid), job.progress_of(worker)) for worker in workers
             ],
+            next_page_token=more,
         )
 
     async def StreamLogs(self, request: pb.StreamLogsRequest, context: _Context) -> None:  # type: ignore[override]
@@ -139,13 +154,16 @@ class SupervisorServicer(pb_grpc.SupervisorServiceServicer):
         """Restart all workers of the run."""
         why, operator = reason(request.reason), one_line(str(caller_of(context)), NAME_BYTES)
         job = self._jobs.find(_run_id(request.run_id)).job
-        return pb.RestartWorkersResponse(ended_round=await restart_workers(job, why, operator))
+        expected = request.round if request.HasField("round") else None
+        return pb.RestartWorkersResponse(ended_round=await restart_workers(job, why, operator, expected))
 
     async def ReapWorker(self, request: pb.ReapWorkerRequest, context: _Context) -> pb.ReapWorkerResponse:
         """Kill a worker and its descendants."""
         why = reason(request.reason)
         job = self._jobs.find(_run_id(request.run_id)).job
-        pid, evidence_file = await reap_worker(job, request.rank, why)
+        if not request.HasField("rank"):
+            raise invalid("rank", "must be set")
+        pid, evidence_file = await reap_worker(job, request.rank, why, request.pid)
         return pb.ReapWorkerResponse(pid=pid, evidence_file=evidence_file)
 
     async def DumpStacks(self, request: pb.DumpStacksRequest, context: _Context) -> pb.DumpStacksResponse:
@@ -167,8 +185,11 @@ class SupervisorServicer(pb_grpc.SupervisorServiceServicer):
         """Drain this host: its jobs leave their runs once their workers are done or have saved their state."""
         why = reason(request.reason)
         grace = seconds("grace", request.grace, MOST_SECONDS) if request.HasField("grace") else None
-        jobs = [job for job in self._jobs.running if not job.stopping]
-        if request.run_id:
+        if request.all_jobs and request.run_id:
+            raise invalid("run_id", "must be empty with all_jobs")
+        if request.all_jobs:
+            jobs = [job for job in self._jobs.running if not job.stopping]
+        else:
             jobs = [_is_running(self._jobs.find(_run_id(request.run_id)).job)]
         for job in jobs:
             job.drain(grace, why)
@@ -216,6 +237,16 @@ class SupervisorServicer(pb_grpc.SupervisorServiceServicer):
             yield
         finally:
             self._files -= count
+
+
+def _page(
+    request: pb.ListJobsRequest | pb.ListWorkersRequest, items: Sequence[_Item], most: int
+) -> tuple[Sequence[_Item], str]:
+    """Return the items of a page, and the token of the next one, which has the number of items before it."""
+    size = page_size(request.page_size, most, most)
+    first = int(page_position(request.page_token, int)[0]) if request.page_token else 0
+    end = first + size
+    return items[first:end], page_token(end) if end < len(items) else ""
 
 
 def _run_id(value: str) -> str:

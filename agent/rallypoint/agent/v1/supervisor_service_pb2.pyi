@@ -187,9 +187,9 @@ class Job(_message.Message):
         node_id: _builtins.str = ...,
         state: Global___JobState.ValueType = ...,
         round: _builtins.int = ...,
-        restart_count: _builtins.int = ...,
+        restart_count: _builtins.int | None = ...,
         workers: _abc.Iterable[Global___Worker] | None = ...,
-        exit_code: _builtins.int = ...,
+        exit_code: _builtins.int | None = ...,
         detail: _builtins.str = ...,
         log_dir: _builtins.str = ...,
         world_size: _builtins.int = ...,
@@ -201,11 +201,18 @@ class Job(_message.Message):
         failure_report: _builtins.str = ...,
         watchdog_trouble: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["drain_deadline", b"drain_deadline", "end_time", b"end_time", "start_time", b"start_time"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_exit_code", b"_exit_code", "_restart_count", b"_restart_count", "drain_deadline", b"drain_deadline", "end_time", b"end_time", "exit_code", b"exit_code", "restart_count", b"restart_count", "start_time", b"start_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "drain_deadline", b"drain_deadline", "end_time", b"end_time", "exit_code", b"exit_code", "failure_report", b"failure_report", "launch_id", b"launch_id", "log_dir", b"log_dir", "node_id", b"node_id", "rendezvous_endpoint", b"rendezvous_endpoint", "restart_count", b"restart_count", "round", b"round", "run_id", b"run_id", "start_time", b"start_time", "state", b"state", "watchdog_trouble", b"watchdog_trouble", "workers", b"workers", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_exit_code", b"_exit_code", "_restart_count", b"_restart_count", "detail", b"detail", "drain_deadline", b"drain_deadline", "end_time", b"end_time", "exit_code", b"exit_code", "failure_report", b"failure_report", "launch_id", b"launch_id", "log_dir", b"log_dir", "node_id", b"node_id", "rendezvous_endpoint", b"rendezvous_endpoint", "restart_count", b"restart_count", "round", b"round", "run_id", b"run_id", "start_time", b"start_time", "state", b"state", "watchdog_trouble", b"watchdog_trouble", "workers", b"workers", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__exit_code: _TypeAlias = _typing.Literal["exit_code"]  # noqa: Y015
+    _WhichOneofArgType__exit_code: _TypeAlias = _typing.Literal["_exit_code", b"_exit_code"]  # noqa: Y015
+    _WhichOneofReturnType__restart_count: _TypeAlias = _typing.Literal["restart_count"]  # noqa: Y015
+    _WhichOneofArgType__restart_count: _TypeAlias = _typing.Literal["_restart_count", b"_restart_count"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__exit_code) -> _WhichOneofReturnType__exit_code | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__restart_count) -> _WhichOneofReturnType__restart_count | None: ...
 
 Global___Job: _TypeAlias = Job  # noqa: Y015
 
@@ -248,20 +255,31 @@ class Worker(_message.Message):
     def __init__(
         self,
         *,
-        local_rank: _builtins.int = ...,
-        rank: _builtins.int = ...,
+        local_rank: _builtins.int | None = ...,
+        rank: _builtins.int | None = ...,
         pid: _builtins.int = ...,
         state: Global___WorkerState.ValueType = ...,
         start_time: _timestamp_pb2.Timestamp | None = ...,
-        exit_code: _builtins.int = ...,
+        exit_code: _builtins.int | None = ...,
         usage: Global___WorkerUsage | None = ...,
         progress: Global___WorkerProgress | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["progress", b"progress", "start_time", b"start_time", "usage", b"usage"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_exit_code", b"_exit_code", "_local_rank", b"_local_rank", "_rank", b"_rank", "exit_code", b"exit_code", "local_rank", b"local_rank", "progress", b"progress", "rank", b"rank", "start_time", b"start_time", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["exit_code", b"exit_code", "local_rank", b"local_rank", "pid", b"pid", "progress", b"progress", "rank", b"rank", "start_time", b"start_time", "state", b"state", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_exit_code", b"_exit_code", "_local_rank", b"_local_rank", "_rank", b"_rank", "exit_code", b"exit_code", "local_rank", b"local_rank", "pid", b"pid", "progress", b"progress", "rank", b"rank", "start_time", b"start_time", "state", b"state", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__exit_code: _TypeAlias = _typing.Literal["exit_code"]  # noqa: Y015
+    _WhichOneofArgType__exit_code: _TypeAlias = _typing.Literal["_exit_code", b"_exit_code"]  # noqa: Y015
+    _WhichOneofReturnType__local_rank: _TypeAlias = _typing.Literal["local_rank"]  # noqa: Y015
+    _WhichOneofArgType__local_rank: _TypeAlias = _typing.Literal["_local_rank", b"_local_rank"]  # noqa: Y015
+    _WhichOneofReturnType__rank: _TypeAlias = _typing.Literal["rank"]  # noqa: Y015
+    _WhichOneofArgType__rank: _TypeAlias = _typing.Literal["_rank", b"_rank"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__exit_code) -> _WhichOneofReturnType__exit_code | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__local_rank) -> _WhichOneofReturnType__local_rank | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__rank) -> _WhichOneofReturnType__rank | None: ...
 
 Global___Worker: _TypeAlias = Worker  # noqa: Y015
 
@@ -312,24 +330,26 @@ class WorkerProgress(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     STEP_FIELD_NUMBER: _builtins.int
-    AGE_FIELD_NUMBER: _builtins.int
+    IDLE_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """The step it reported."""
     @_builtins.property
-    def age(self) -> _duration_pb2.Duration:
-        """How long ago the step last grew."""
+    def idle(self) -> _duration_pb2.Duration:
+        """Time since the worker reached it."""
 
     def __init__(
         self,
         *,
-        step: _builtins.int = ...,
-        age: _duration_pb2.Duration | None = ...,
+        step: _builtins.int | None = ...,
+        idle: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["age", b"age"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_step", b"_step", "idle", b"idle", "step", b"step"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_step", b"_step", "idle", b"idle", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__step: _TypeAlias = _typing.Literal["step"]  # noqa: Y015
+    _WhichOneofArgType__step: _TypeAlias = _typing.Literal["_step", b"_step"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__step) -> _WhichOneofReturnType__step | None: ...
 
 Global___WorkerProgress: _TypeAlias = WorkerProgress  # noqa: Y015
 
@@ -381,16 +401,25 @@ Global___GetJobResponse: _TypeAlias = GetJobResponse  # noqa: Y015
 
 @_typing.final
 class ListJobsRequest(_message.Message):
-    """ListJobsRequest requests the jobs."""
+    """ListJobsRequest requests a page of jobs."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    page_size: _builtins.int
+    """Most jobs to return: 100 by default, and at most."""
+    page_token: _builtins.str
+    """The next_page_token of the previous page; empty: the first page."""
     def __init__(
         self,
+        *,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["page_size", b"page_size", "page_token", b"page_token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -398,23 +427,27 @@ Global___ListJobsRequest: _TypeAlias = ListJobsRequest  # noqa: Y015
 
 @_typing.final
 class ListJobsResponse(_message.Message):
-    """ListJobsResponse is the jobs."""
+    """ListJobsResponse is a page of jobs."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     JOBS_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    """Token of the next page; empty: this is the last."""
     @_builtins.property
     def jobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___Job]:
-        """The jobs, at most 100, the latest first."""
+        """The jobs, the latest first."""
 
     def __init__(
         self,
         *,
         jobs: _abc.Iterable[Global___Job] | None = ...,
+        next_page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["jobs", b"jobs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["jobs", b"jobs", "next_page_token", b"next_page_token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -468,21 +501,29 @@ Global___WatchJobResponse: _TypeAlias = WatchJobResponse  # noqa: Y015
 
 @_typing.final
 class ListWorkersRequest(_message.Message):
-    """ListWorkersRequest requests a job's workers."""
+    """ListWorkersRequest requests a page of a job's workers."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     RUN_ID_FIELD_NUMBER: _builtins.int
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Name of its run; see the service."""
+    page_size: _builtins.int
+    """Most workers to return: 1,000 by default, and at most."""
+    page_token: _builtins.str
+    """The next_page_token of the previous page; empty: the first page."""
     def __init__(
         self,
         *,
         run_id: _builtins.str = ...,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["run_id", b"run_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["page_size", b"page_size", "page_token", b"page_token", "run_id", b"run_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -490,14 +531,17 @@ Global___ListWorkersRequest: _TypeAlias = ListWorkersRequest  # noqa: Y015
 
 @_typing.final
 class ListWorkersResponse(_message.Message):
-    """ListWorkersResponse is a job's workers."""
+    """ListWorkersResponse is a page of a job's workers."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     ROUND_FIELD_NUMBER: _builtins.int
     WORKERS_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     round: _builtins.int
     """Their round."""
+    next_page_token: _builtins.str
+    """Token of the next page; empty: this is the last."""
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___Worker]:
         """The workers, by local rank."""
@@ -507,10 +551,11 @@ class ListWorkersResponse(_message.Message):
         *,
         round: _builtins.int = ...,
         workers: _abc.Iterable[Global___Worker] | None = ...,
+        next_page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["round", b"round", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["next_page_token", b"next_page_token", "round", b"round", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -537,16 +582,23 @@ class LogCursor(_message.Message):
     def __init__(
         self,
         *,
-        local_rank: _builtins.int = ...,
+        local_rank: _builtins.int | None = ...,
         stream: Global___LogStream.ValueType = ...,
-        attempt: _builtins.int = ...,
+        attempt: _builtins.int | None = ...,
         offset: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_attempt", b"_attempt", "_local_rank", b"_local_rank", "attempt", b"attempt", "local_rank", b"local_rank"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "local_rank", b"local_rank", "offset", b"offset", "stream", b"stream"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_attempt", b"_attempt", "_local_rank", b"_local_rank", "attempt", b"attempt", "local_rank", b"local_rank", "offset", b"offset", "stream", b"stream"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__attempt: _TypeAlias = _typing.Literal["attempt"]  # noqa: Y015
+    _WhichOneofArgType__attempt: _TypeAlias = _typing.Literal["_attempt", b"_attempt"]  # noqa: Y015
+    _WhichOneofReturnType__local_rank: _TypeAlias = _typing.Literal["local_rank"]  # noqa: Y015
+    _WhichOneofArgType__local_rank: _TypeAlias = _typing.Literal["_local_rank", b"_local_rank"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__attempt) -> _WhichOneofReturnType__attempt | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__local_rank) -> _WhichOneofReturnType__local_rank | None: ...
 
 Global___LogCursor: _TypeAlias = LogCursor  # noqa: Y015
 
@@ -623,16 +675,18 @@ class StreamLogsResponse(_message.Message):
     def __init__(
         self,
         *,
-        rank: _builtins.int = ...,
+        rank: _builtins.int | None = ...,
         cursor: Global___LogCursor | None = ...,
         data: _builtins.bytes = ...,
         lost_bytes: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cursor", b"cursor"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_rank", b"_rank", "cursor", b"cursor", "rank", b"rank"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cursor", b"cursor", "data", b"data", "lost_bytes", b"lost_bytes", "rank", b"rank"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_rank", b"_rank", "cursor", b"cursor", "data", b"data", "lost_bytes", b"lost_bytes", "rank", b"rank"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__rank: _TypeAlias = _typing.Literal["rank"]  # noqa: Y015
+    _WhichOneofArgType__rank: _TypeAlias = _typing.Literal["_rank", b"_rank"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__rank) -> _WhichOneofReturnType__rank | None: ...
 
 Global___StreamLogsResponse: _TypeAlias = StreamLogsResponse  # noqa: Y015
 
@@ -691,21 +745,29 @@ class RestartWorkersRequest(_message.Message):
 
     RUN_ID_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    ROUND_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Name of the run; see the service."""
     reason: _builtins.str
     """Why, for people; at most 1,024 bytes."""
+    round: _builtins.int
+    """Restart only if the workers that run are of this round, and refuse with ROUND_OVER otherwise: with it, the request
+    may be repeated. Not set: the workers that run.
+    """
     def __init__(
         self,
         *,
         run_id: _builtins.str = ...,
         reason: _builtins.str = ...,
+        round: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_round", b"_round", "round", b"round"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "run_id", b"run_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_round", b"_round", "reason", b"reason", "round", b"round", "run_id", b"run_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__round: _TypeAlias = _typing.Literal["round"]  # noqa: Y015
+    _WhichOneofArgType__round: _TypeAlias = _typing.Literal["_round", b"_round"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__round) -> _WhichOneofReturnType__round | None: ...
 
 Global___RestartWorkersRequest: _TypeAlias = RestartWorkersRequest  # noqa: Y015
 
@@ -740,24 +802,32 @@ class ReapWorkerRequest(_message.Message):
     RUN_ID_FIELD_NUMBER: _builtins.int
     RANK_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    PID_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Name of the run; see the service."""
     rank: _builtins.int
-    """Its global rank."""
+    """Its global rank; required."""
     reason: _builtins.str
     """Why, for people; at most 1,024 bytes."""
+    pid: _builtins.int
+    """Kill it only if this is its process id, and refuse with WORKER_REPLACED otherwise: with it, the request may be
+    repeated. 0: the process that has the rank.
+    """
     def __init__(
         self,
         *,
         run_id: _builtins.str = ...,
-        rank: _builtins.int = ...,
+        rank: _builtins.int | None = ...,
         reason: _builtins.str = ...,
+        pid: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_rank", b"_rank", "rank", b"rank"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["rank", b"rank", "reason", b"reason", "run_id", b"run_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_rank", b"_rank", "pid", b"pid", "rank", b"rank", "reason", b"reason", "run_id", b"run_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__rank: _TypeAlias = _typing.Literal["rank"]  # noqa: Y015
+    _WhichOneofArgType__rank: _TypeAlias = _typing.Literal["_rank", b"_rank"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__rank) -> _WhichOneofReturnType__rank | None: ...
 
 Global___ReapWorkerRequest: _TypeAlias = ReapWorkerRequest  # noqa: Y015
 
@@ -862,16 +932,23 @@ class WorkerStacks(_message.Message):
     def __init__(
         self,
         *,
-        rank: _builtins.int = ...,
-        local_rank: _builtins.int = ...,
+        rank: _builtins.int | None = ...,
+        local_rank: _builtins.int | None = ...,
         pid: _builtins.int = ...,
         text: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_local_rank", b"_local_rank", "_rank", b"_rank", "local_rank", b"local_rank", "rank", b"rank"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["local_rank", b"local_rank", "pid", b"pid", "rank", b"rank", "text", b"text"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_local_rank", b"_local_rank", "_rank", b"_rank", "local_rank", b"local_rank", "pid", b"pid", "rank", b"rank", "text", b"text"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__local_rank: _TypeAlias = _typing.Literal["local_rank"]  # noqa: Y015
+    _WhichOneofArgType__local_rank: _TypeAlias = _typing.Literal["_local_rank", b"_local_rank"]  # noqa: Y015
+    _WhichOneofReturnType__rank: _TypeAlias = _typing.Literal["rank"]  # noqa: Y015
+    _WhichOneofArgType__rank: _TypeAlias = _typing.Literal["_rank", b"_rank"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__local_rank) -> _WhichOneofReturnType__local_rank | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__rank) -> _WhichOneofReturnType__rank | None: ...
 
 Global___WorkerStacks: _TypeAlias = WorkerStacks  # noqa: Y015
 
@@ -884,10 +961,13 @@ class DrainRequest(_message.Message):
     RUN_ID_FIELD_NUMBER: _builtins.int
     GRACE_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    ALL_JOBS_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
-    """Name of the run; empty: every job of this agent."""
+    """Name of the run; see the service. Empty, with `all_jobs`."""
     reason: _builtins.str
     """Why, for people; at most 1,024 bytes. Workers can read it."""
+    all_jobs: _builtins.bool
+    """Every job of this agent, also if there is none."""
     @_builtins.property
     def grace(self) -> _duration_pb2.Duration:
         """How long workers may take; unset: the job's own setting."""
@@ -898,10 +978,11 @@ class DrainRequest(_message.Message):
         run_id: _builtins.str = ...,
         grace: _duration_pb2.Duration | None = ...,
         reason: _builtins.str = ...,
+        all_jobs: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["grace", b"grace"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["grace", b"grace", "reason", b"reason", "run_id", b"run_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["all_jobs", b"all_jobs", "grace", b"grace", "reason", b"reason", "run_id", b"run_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

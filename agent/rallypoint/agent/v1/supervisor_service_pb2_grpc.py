@@ -29,7 +29,11 @@ class SupervisorServiceStub(object):
     """SupervisorService lets clients watch and control the jobs that an agent runs on its host.
 
     Requests about a job name its run. Without a name they mean the job that runs, or ran last; if several run, the
-    request is refused with WHICH_JOB.
+    request is refused with WHICH_JOB. Numbers for which 0 means something (ranks, exit codes, steps) are `optional`: the
+    agent sets them where they apply.
+
+    Pages. A list takes the page_size that is wanted (0: the default; more than the maximum: the maximum) and the
+    next_page_token of the page before. Tokens are opaque, and only for the same request with another page_size.
 
     Errors: every error carries a google.rpc.ErrorInfo with domain "rallypoint" and one of these reasons.
 
@@ -40,6 +44,10 @@ class SupervisorServiceStub(object):
     NOT_FOUND            NO_WORKER         the job has no worker of that rank on this host; metadata "ranks": JSON list
     FAILED_PRECONDITION  JOB_NOT_RUNNING   the job's workers do not run: nothing to restart, to reap or to inspect
     FAILED_PRECONDITION  JOB_ENDED         the job is over, or about to end
+    FAILED_PRECONDITION  ROUND_OVER        the workers that run are not of the round that was named; metadata
+    "current_round"
+    FAILED_PRECONDITION  WORKER_REPLACED   the worker of that rank is another process; metadata "pid"
+    FAILED_PRECONDITION  LAUNCH_ID_REUSED  another job was launched with this launch_id; metadata "run_id"
     FAILED_PRECONDITION  JOB_RUNNING       the agent runs as many jobs as it may, or one of this run; metadata "run_id"
     UNAVAILABLE          DRAINING          the agent is shutting down: launch the job on another one
     UNAVAILABLE          NO_RENDEZVOUS     the rendezvous service does not reply: nothing was changed
@@ -119,7 +127,11 @@ class SupervisorServiceServicer(object):
     """SupervisorService lets clients watch and control the jobs that an agent runs on its host.
 
     Requests about a job name its run. Without a name they mean the job that runs, or ran last; if several run, the
-    request is refused with WHICH_JOB.
+    request is refused with WHICH_JOB. Numbers for which 0 means something (ranks, exit codes, steps) are `optional`: the
+    agent sets them where they apply.
+
+    Pages. A list takes the page_size that is wanted (0: the default; more than the maximum: the maximum) and the
+    next_page_token of the page before. Tokens are opaque, and only for the same request with another page_size.
 
     Errors: every error carries a google.rpc.ErrorInfo with domain "rallypoint" and one of these reasons.
 
@@ -130,6 +142,10 @@ class SupervisorServiceServicer(object):
     NOT_FOUND            NO_WORKER         the job has no worker of that rank on this host; metadata "ranks": JSON list
     FAILED_PRECONDITION  JOB_NOT_RUNNING   the job's workers do not run: nothing to restart, to reap or to inspect
     FAILED_PRECONDITION  JOB_ENDED         the job is over, or about to end
+    FAILED_PRECONDITION  ROUND_OVER        the workers that run are not of the round that was named; metadata
+    "current_round"
+    FAILED_PRECONDITION  WORKER_REPLACED   the worker of that rank is another process; metadata "pid"
+    FAILED_PRECONDITION  LAUNCH_ID_REUSED  another job was launched with this launch_id; metadata "run_id"
     FAILED_PRECONDITION  JOB_RUNNING       the agent runs as many jobs as it may, or one of this run; metadata "run_id"
     UNAVAILABLE          DRAINING          the agent is shutting down: launch the job on another one
     UNAVAILABLE          NO_RENDEZVOUS     the rendezvous service does not reply: nothing was changed
@@ -150,7 +166,8 @@ class SupervisorServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListJobs(self, request, context):
-        """ListJobs returns the jobs that run and the last jobs that ended, the latest first, without their workers.
+        """ListJobs returns the jobs that run and the last 100 jobs that ended, the latest first, without their workers, a page
+        at a time. A job that begins between two pages moves the others by one.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -164,8 +181,8 @@ class SupervisorServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListWorkers(self, request, context):
-        """ListWorkers returns the workers of a job's latest round on this host, with their resource usage. Costs a few
-        reads of /proc for each of their processes.
+        """ListWorkers returns the workers of a job's latest round on this host, with their resource usage, a page at a time.
+        Costs a few reads of /proc for each of their processes.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -222,8 +239,8 @@ class SupervisorServiceServicer(object):
 
     def LaunchJob(self, request, context):
         """LaunchJob starts a job on an agent that runs as a daemon (`rallypoint serve agent`). Returns once the agent has
-        accepted the job; follow it with WatchJob, or at the rendezvous service. Launching the job that runs already,
-        with the same launch_id, changes nothing and returns the first response again.
+        accepted the job; follow it with WatchJob, or at the rendezvous service. The same request with the same launch_id
+        changes nothing and returns the first response again; another job is refused with LAUNCH_ID_REUSED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -299,7 +316,11 @@ class SupervisorService(object):
     """SupervisorService lets clients watch and control the jobs that an agent runs on its host.
 
     Requests about a job name its run. Without a name they mean the job that runs, or ran last; if several run, the
-    request is refused with WHICH_JOB.
+    request is refused with WHICH_JOB. Numbers for which 0 means something (ranks, exit codes, steps) are `optional`: the
+    agent sets them where they apply.
+
+    Pages. A list takes the page_size that is wanted (0: the default; more than the maximum: the maximum) and the
+    next_page_token of the page before. Tokens are opaque, and only for the same request with another page_size.
 
     Errors: every error carries a google.rpc.ErrorInfo with domain "rallypoint" and one of these reasons.
 
@@ -310,6 +331,10 @@ class SupervisorService(object):
     NOT_FOUND            NO_WORKER         the job has no worker of that rank on this host; metadata "ranks": JSON list
     FAILED_PRECONDITION  JOB_NOT_RUNNING   the job's workers do not run: nothing to restart, to reap or to inspect
     FAILED_PRECONDITION  JOB_ENDED         the job is over, or about to end
+    FAILED_PRECONDITION  ROUND_OVER        the workers that run are not of the round that was named; metadata
+    "current_round"
+    FAILED_PRECONDITION  WORKER_REPLACED   the worker of that rank is another process; metadata "pid"
+    FAILED_PRECONDITION  LAUNCH_ID_REUSED  another job was launched with this launch_id; metadata "run_id"
     FAILED_PRECONDITION  JOB_RUNNING       the agent runs as many jobs as it may, or one of this run; metadata "run_id"
     UNAVAILABLE          DRAINING          the agent is shutting down: launch the job on another one
     UNAVAILABLE          NO_RENDEZVOUS     the rendezvous service does not reply: nothing was changed

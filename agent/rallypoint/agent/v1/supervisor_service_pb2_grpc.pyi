@@ -30,7 +30,11 @@ class SupervisorServiceStub:
     """SupervisorService lets clients watch and control the jobs that an agent runs on its host.
 
     Requests about a job name its run. Without a name they mean the job that runs, or ran last; if several run, the
-    request is refused with WHICH_JOB.
+    request is refused with WHICH_JOB. Numbers for which 0 means something (ranks, exit codes, steps) are `optional`: the
+    agent sets them where they apply.
+
+    Pages. A list takes the page_size that is wanted (0: the default; more than the maximum: the maximum) and the
+    next_page_token of the page before. Tokens are opaque, and only for the same request with another page_size.
 
     Errors: every error carries a google.rpc.ErrorInfo with domain "rallypoint" and one of these reasons.
 
@@ -41,6 +45,10 @@ class SupervisorServiceStub:
       NOT_FOUND            NO_WORKER         the job has no worker of that rank on this host; metadata "ranks": JSON list
       FAILED_PRECONDITION  JOB_NOT_RUNNING   the job's workers do not run: nothing to restart, to reap or to inspect
       FAILED_PRECONDITION  JOB_ENDED         the job is over, or about to end
+      FAILED_PRECONDITION  ROUND_OVER        the workers that run are not of the round that was named; metadata
+                                             "current_round"
+      FAILED_PRECONDITION  WORKER_REPLACED   the worker of that rank is another process; metadata "pid"
+      FAILED_PRECONDITION  LAUNCH_ID_REUSED  another job was launched with this launch_id; metadata "run_id"
       FAILED_PRECONDITION  JOB_RUNNING       the agent runs as many jobs as it may, or one of this run; metadata "run_id"
       UNAVAILABLE          DRAINING          the agent is shutting down: launch the job on another one
       UNAVAILABLE          NO_RENDEZVOUS     the rendezvous service does not reply: nothing was changed
@@ -60,12 +68,14 @@ class SupervisorServiceStub:
     GetJob: _grpc.UnaryUnaryMultiCallable[_supervisor_service_pb2.GetJobRequest, _supervisor_service_pb2.GetJobResponse]
     """GetJob returns a job with its workers."""
     ListJobs: _grpc.UnaryUnaryMultiCallable[_supervisor_service_pb2.ListJobsRequest, _supervisor_service_pb2.ListJobsResponse]
-    """ListJobs returns the jobs that run and the last jobs that ended, the latest first, without their workers."""
+    """ListJobs returns the jobs that run and the last 100 jobs that ended, the latest first, without their workers, a page
+    at a time. A job that begins between two pages moves the others by one.
+    """
     WatchJob: _grpc.UnaryStreamMultiCallable[_supervisor_service_pb2.WatchJobRequest, _supervisor_service_pb2.WatchJobResponse]
     """WatchJob streams a job: its present state first, then the latest state after changes, until it has ended."""
     ListWorkers: _grpc.UnaryUnaryMultiCallable[_supervisor_service_pb2.ListWorkersRequest, _supervisor_service_pb2.ListWorkersResponse]
-    """ListWorkers returns the workers of a job's latest round on this host, with their resource usage. Costs a few
-    reads of /proc for each of their processes.
+    """ListWorkers returns the workers of a job's latest round on this host, with their resource usage, a page at a time.
+    Costs a few reads of /proc for each of their processes.
     """
     StreamLogs: _grpc.UnaryStreamMultiCallable[_supervisor_service_pb2.StreamLogsRequest, _supervisor_service_pb2.StreamLogsResponse]
     """StreamLogs sends the output of workers: the existing part and, with `follow`, the new part, over restarts, until
@@ -93,8 +103,8 @@ class SupervisorServiceStub:
     """
     LaunchJob: _grpc.UnaryUnaryMultiCallable[_supervisor_service_pb2.LaunchJobRequest, _supervisor_service_pb2.LaunchJobResponse]
     """LaunchJob starts a job on an agent that runs as a daemon (`rallypoint serve agent`). Returns once the agent has
-    accepted the job; follow it with WatchJob, or at the rendezvous service. Launching the job that runs already,
-    with the same launch_id, changes nothing and returns the first response again.
+    accepted the job; follow it with WatchJob, or at the rendezvous service. The same request with the same launch_id
+    changes nothing and returns the first response again; another job is refused with LAUNCH_ID_REUSED.
     """
 
 @_typing.type_check_only
@@ -102,7 +112,11 @@ class SupervisorServiceAsyncStub(SupervisorServiceStub):
     """SupervisorService lets clients watch and control the jobs that an agent runs on its host.
 
     Requests about a job name its run. Without a name they mean the job that runs, or ran last; if several run, the
-    request is refused with WHICH_JOB.
+    request is refused with WHICH_JOB. Numbers for which 0 means something (ranks, exit codes, steps) are `optional`: the
+    agent sets them where they apply.
+
+    Pages. A list takes the page_size that is wanted (0: the default; more than the maximum: the maximum) and the
+    next_page_token of the page before. Tokens are opaque, and only for the same request with another page_size.
 
     Errors: every error carries a google.rpc.ErrorInfo with domain "rallypoint" and one of these reasons.
 
@@ -113,6 +127,10 @@ class SupervisorServiceAsyncStub(SupervisorServiceStub):
       NOT_FOUND            NO_WORKER         the job has no worker of that rank on this host; metadata "ranks": JSON list
       FAILED_PRECONDITION  JOB_NOT_RUNNING   the job's workers do not run: nothing to restart, to reap or to inspect
       FAILED_PRECONDITION  JOB_ENDED         the job is over, or about to end
+      FAILED_PRECONDITION  ROUND_OVER        the workers that run are not of the round that was named; metadata
+                                             "current_round"
+      FAILED_PRECONDITION  WORKER_REPLACED   the worker of that rank is another process; metadata "pid"
+      FAILED_PRECONDITION  LAUNCH_ID_REUSED  another job was launched with this launch_id; metadata "run_id"
       FAILED_PRECONDITION  JOB_RUNNING       the agent runs as many jobs as it may, or one of this run; metadata "run_id"
       UNAVAILABLE          DRAINING          the agent is shutting down: launch the job on another one
       UNAVAILABLE          NO_RENDEZVOUS     the rendezvous service does not reply: nothing was changed
@@ -129,12 +147,14 @@ class SupervisorServiceAsyncStub(SupervisorServiceStub):
     GetJob: _aio.UnaryUnaryMultiCallable[_supervisor_service_pb2.GetJobRequest, _supervisor_service_pb2.GetJobResponse]  # type: ignore[assignment]
     """GetJob returns a job with its workers."""
     ListJobs: _aio.UnaryUnaryMultiCallable[_supervisor_service_pb2.ListJobsRequest, _supervisor_service_pb2.ListJobsResponse]  # type: ignore[assignment]
-    """ListJobs returns the jobs that run and the last jobs that ended, the latest first, without their workers."""
+    """ListJobs returns the jobs that run and the last 100 jobs that ended, the latest first, without their workers, a page
+    at a time. A job that begins between two pages moves the others by one.
+    """
     WatchJob: _aio.UnaryStreamMultiCallable[_supervisor_service_pb2.WatchJobRequest, _supervisor_service_pb2.WatchJobResponse]  # type: ignore[assignment]
     """WatchJob streams a job: its present state first, then the latest state after changes, until it has ended."""
     ListWorkers: _aio.UnaryUnaryMultiCallable[_supervisor_service_pb2.ListWorkersRequest, _supervisor_service_pb2.ListWorkersResponse]  # type: ignore[assignment]
-    """ListWorkers returns the workers of a job's latest round on this host, with their resource usage. Costs a few
-    reads of /proc for each of their processes.
+    """ListWorkers returns the workers of a job's latest round on this host, with their resource usage, a page at a time.
+    Costs a few reads of /proc for each of their processes.
     """
     StreamLogs: _aio.UnaryStreamMultiCallable[_supervisor_service_pb2.StreamLogsRequest, _supervisor_service_pb2.StreamLogsResponse]  # type: ignore[assignment]
     """StreamLogs sends the output of workers: the existing part and, with `follow`, the new part, over restarts, until
@@ -162,15 +182,19 @@ class SupervisorServiceAsyncStub(SupervisorServiceStub):
     """
     LaunchJob: _aio.UnaryUnaryMultiCallable[_supervisor_service_pb2.LaunchJobRequest, _supervisor_service_pb2.LaunchJobResponse]  # type: ignore[assignment]
     """LaunchJob starts a job on an agent that runs as a daemon (`rallypoint serve agent`). Returns once the agent has
-    accepted the job; follow it with WatchJob, or at the rendezvous service. Launching the job that runs already,
-    with the same launch_id, changes nothing and returns the first response again.
+    accepted the job; follow it with WatchJob, or at the rendezvous service. The same request with the same launch_id
+    changes nothing and returns the first response again; another job is refused with LAUNCH_ID_REUSED.
     """
 
 class SupervisorServiceServicer(metaclass=_abc_1.ABCMeta):
     """SupervisorService lets clients watch and control the jobs that an agent runs on its host.
 
     Requests about a job name its run. Without a name they mean the job that runs, or ran last; if several run, the
-    request is refused with WHICH_JOB.
+    request is refused with WHICH_JOB. Numbers for which 0 means something (ranks, exit codes, steps) are `optional`: the
+    agent sets them where they apply.
+
+    Pages. A list takes the page_size that is wanted (0: the default; more than the maximum: the maximum) and the
+    next_page_token of the page before. Tokens are opaque, and only for the same request with another page_size.
 
     Errors: every error carries a google.rpc.ErrorInfo with domain "rallypoint" and one of these reasons.
 
@@ -181,6 +205,10 @@ class SupervisorServiceServicer(metaclass=_abc_1.ABCMeta):
       NOT_FOUND            NO_WORKER         the job has no worker of that rank on this host; metadata "ranks": JSON list
       FAILED_PRECONDITION  JOB_NOT_RUNNING   the job's workers do not run: nothing to restart, to reap or to inspect
       FAILED_PRECONDITION  JOB_ENDED         the job is over, or about to end
+      FAILED_PRECONDITION  ROUND_OVER        the workers that run are not of the round that was named; metadata
+                                             "current_round"
+      FAILED_PRECONDITION  WORKER_REPLACED   the worker of that rank is another process; metadata "pid"
+      FAILED_PRECONDITION  LAUNCH_ID_REUSED  another job was launched with this launch_id; metadata "run_id"
       FAILED_PRECONDITION  JOB_RUNNING       the agent runs as many jobs as it may, or one of this run; metadata "run_id"
       UNAVAILABLE          DRAINING          the agent is shutting down: launch the job on another one
       UNAVAILABLE          NO_RENDEZVOUS     the rendezvous service does not reply: nothing was changed
@@ -207,7 +235,9 @@ class SupervisorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _supervisor_service_pb2.ListJobsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_supervisor_service_pb2.ListJobsResponse, _abc.Awaitable[_supervisor_service_pb2.ListJobsResponse]]:
-        """ListJobs returns the jobs that run and the last jobs that ended, the latest first, without their workers."""
+        """ListJobs returns the jobs that run and the last 100 jobs that ended, the latest first, without their workers, a page
+        at a time. A job that begins between two pages moves the others by one.
+        """
 
     @_abc_1.abstractmethod
     def WatchJob(
@@ -223,8 +253,8 @@ class SupervisorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _supervisor_service_pb2.ListWorkersRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_supervisor_service_pb2.ListWorkersResponse, _abc.Awaitable[_supervisor_service_pb2.ListWorkersResponse]]:
-        """ListWorkers returns the workers of a job's latest round on this host, with their resource usage. Costs a few
-        reads of /proc for each of their processes.
+        """ListWorkers returns the workers of a job's latest round on this host, with their resource usage, a page at a time.
+        Costs a few reads of /proc for each of their processes.
         """
 
     @_abc_1.abstractmethod
@@ -294,8 +324,8 @@ class SupervisorServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_supervisor_service_pb2.LaunchJobResponse, _abc.Awaitable[_supervisor_service_pb2.LaunchJobResponse]]:
         """LaunchJob starts a job on an agent that runs as a daemon (`rallypoint serve agent`). Returns once the agent has
-        accepted the job; follow it with WatchJob, or at the rendezvous service. Launching the job that runs already,
-        with the same launch_id, changes nothing and returns the first response again.
+        accepted the job; follow it with WatchJob, or at the rendezvous service. The same request with the same launch_id
+        changes nothing and returns the first response again; another job is refused with LAUNCH_ID_REUSED.
         """
 
 def add_SupervisorServiceServicer_to_server(servicer: SupervisorServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

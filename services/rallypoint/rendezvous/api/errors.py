@@ -82,7 +82,7 @@ def _end_of_run(error: Exception) -> dict[str, str]:
 def _owner(error: Exception) -> dict[str, str]:
     assert isinstance(error, NotOwner | OutcomeUnknown)
     cause = error.cause if isinstance(error, NotOwner) else ""
-    metadata = {"run_id": error.run_id, "owner": error.owner or "", "cause": cause}
+    metadata = {"run_id": error.run_id, "owner_address": error.owner or "", "cause": cause}
     return {name: value for name, value in metadata.items() if value}
 
 
@@ -143,7 +143,7 @@ _translate.register(
 )
 
 _round = _fields("round", "current_round")
-_as(store.RoundOver, StatusCode.FAILED_PRECONDITION, "ROUND_OVER", _round)
+_as(commands.RoundOver, StatusCode.FAILED_PRECONDITION, "ROUND_OVER", _round)
 _as(store.RoundNotBegun, StatusCode.FAILED_PRECONDITION, "ROUND_NOT_BEGUN", _round)
 _as(store.NotAnInteger, StatusCode.FAILED_PRECONDITION, "NOT_AN_INTEGER")
 _as(store.IntegerOverflow, StatusCode.FAILED_PRECONDITION, "INTEGER_OVERFLOW")

@@ -22,7 +22,7 @@ from rallypoint.rendezvous.v1 import journal_pb2
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rpc.errors import invalid
 from rallypoint.serving.flow import IterationBudget, Subscriber
-from rallypoint.serving.requests import count, name, page_position, page_token
+from rallypoint.serving.requests import count, name, page_position, page_size, page_token
 
 # Records examined before the event loop runs other tasks: one or two milliseconds of work.
 _STEP_RECORDS = 100
@@ -188,7 +188,7 @@ class EventServicer:
             NotOwner: The run can't be read here.
         """
         name("run_id", request.run_id)
-        count("page_size", request.page_size, 0, _MOST_EVENTS)
+        size = page_size(request.page_size, _DEFAULT_EVENTS, _MOST_EVENTS)
         runs = (await self._locator.reader(request.run_id)).runs
         history = _history(runs, request.run_id)
         reader = EventReader(
@@ -205,7 +205,7 @@ class EventServicer:
         response = pb.ListEventsResponse()
         await reader.fill(
             response.events,
-            most_events=request.page_size or _DEFAULT_EVENTS,
+            most_events=size,
             most_bytes=_PAGE_BYTES,
             most_looked_at=_MOST_LOOKED_AT,
         )
@@ -235,17 +235,17 @@ class EventServicer:
             NotOwner: The run belongs to another replica.
         """
         name("run_id", request.run_id)
-        count("revision", request.revision, 0, 2**63 - 1)
+        count("after_revision", request.after_revision, 0, 2**63 - 1)
         engine = self._locator.shard(request.run_id).engine
         history = _history(engine, request.run_id)
         reader = EventReader(
             history,
             engine.settings(request.run_id),
             parse_filter(request.filter),
-            request.revision or history.oldest - 1,
+            request.after_revision or history.oldest - 1,
             turn=self._turn,
         )
-        revisions = engine.follow(request.run_id, request.revision)
+        revisions = engine.follow(request.run_id, request.after_revision)
         try:
             await self._send_events(engine, request.run_id, reader, revisions, watcher)
         finally:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from dataclasses import dataclass
 from typing import Any
 
@@ -220,6 +220,16 @@ class EventFilter:
         )
 
 
+def check_entries(field: str, values: Sized) -> None:
+    """Check the length of a list of a filter.
+
+    Raises:
+        ServiceError: INVALID_ARGUMENT, naming the field.
+    """
+    if len(values) > _MOST_ENTRIES:
+        raise invalid(f"filter.{field}", f"must have at most {_MOST_ENTRIES} entries, not {len(values)}")
+
+
 def parse_filter(message: pb.EventFilter) -> EventFilter:
     """Return a filter of a request after checks.
 
@@ -231,8 +241,7 @@ def parse_filter(message: pb.EventFilter) -> EventFilter:
         ("kinds", message.kinds),
         ("rounds", message.rounds),
     ):
-        if len(values) > _MOST_ENTRIES:
-            raise invalid(f"filter.{field}", f"must have at most {_MOST_ENTRIES} entries, not {len(values)}")
+        check_entries(field, values)
     for node_id in message.node_ids:
         name("filter.node_ids", node_id)
     for kind in message.kinds:

@@ -8,9 +8,10 @@ from dataclasses import Field, fields
 from enum import IntEnum
 from functools import partial
 from heapq import nsmallest
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
+from rallypoint.rendezvous.api.events import check_entries
 from rallypoint.rendezvous.core import commands
 from rallypoint.rendezvous.core.state import (
     LONGEST,
@@ -18,12 +19,19 @@ from rallypoint.rendezvous.core.state import (
     MOST_RESTARTS_KEPT,
     MOST_WORKERS_PER_NODE,
     FailureKind,
+    Node,
     ReportedFailure,
     RunSettings,
     RunState,
 )
 from rallypoint.rendezvous.runs.codec import from_message
-from rallypoint.rendezvous.runs.run import NODES_PER_MESSAGE, run_message, run_summary
+from rallypoint.rendezvous.runs.run import (
+    NODES_PER_MESSAGE,
+    node_messages,
+    node_state,
+    nodes_in_order,
+    run_summary,
+)
 from rallypoint.rendezvous.shard.reader import RunsReader
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rpc.durations import set_seconds, to_seconds
@@ -37,6 +45,7 @@ from rallypoint.serving.requests import (
     count,
     name,
     page_position,
+    page_size,
     page_token,
     seconds,
     text,
@@ -62,6 +71,7 @@ def join_command(request: pb.JoinRun, caller: Caller) -> commands.Join:
     text("address", request.address, NAME_BYTES)
     if not request.address:
         raise invalid("address", "must not be empty: it is how the other nodes reach this one")
+    text("supervisor_address", request.supervisor_address, NAME_BYTES)
     text("role", request.role, NAME_BYTES)
     text("topology", request.topology, NAME_BYTES)
     count("local_world_size", request.local_world_size, 1, MOST_WORKERS_PER_NODE)
@@ -72,6 +82,7 @@ def join_command(request: pb.JoinRun, caller: Caller) -> commands.Join:
         local_world_size=request.local_world_size,
         role=request.role,
         topology=request.topology,
+        supervisor_address=request.supervisor_address,
         identity=caller.name,
         client=caller.client,
     )
@@ -167,101 +178,110 @@ _DEFAULT_RUNS = 200
 # gRPC's clients take messages of 4 MiB; a run that a failure with its traceback ended has some 20 KiB.
 _PAGE_BYTES = 3 * 1024 * 1024
 _FRAME_BYTES = 8
-_TOKEN_BYTES = 256
 
 
-def check_list_runs(request: pb.ListRunsRequest) -> None:
-    """Check a request for runs.
+class RunsPage:
+    """A page of all runs, by name. The token has the name of the last run on the page before."""
 
-    Raises:
-        ServiceError: INVALID_ARGUMENT, naming the field.
-    """
-    count("page_size", request.page_size, 0, _MOST_RUNS)
-    text("page_token", request.page_token, _TOKEN_BYTES)
+    def __init__(self, request: pb.ListRunsRequest) -> None:
+        """Check a request.
 
+        Raises:
+            ServiceError: INVALID_ARGUMENT, naming the field.
+        """
+        self._size = page_size(request.page_size, _DEFAULT_RUNS, _MOST_RUNS)
+        self._after = page_position(request.page_token, str)[0] if request.page_token else ""
 
-def runs_page(request: pb.ListRunsRequest, runs: Iterable[RunState]) -> pb.ListRunsResponse:
-    """Return a page of all runs, by name. The token is the name of its last run."""
-    most = _most(request)
-    later = (run for run in runs if run.run_id > request.page_token)
-    response = pb.ListRunsResponse()
-    room = _PAGE_BYTES
-    for state in nsmallest(most + 1, later, key=lambda run: run.run_id):
-        run = run_summary(state)
-        room -= run.ByteSize() + _FRAME_BYTES
-        if response.runs and (room < 0 or len(response.runs) == most):
-            response.next_page_token = response.runs[-1].run_id
-            break
-        response.runs.append(run)
-    return response
+    def of(self, runs: Iterable[RunState]) -> pb.ListRunsResponse:
+        """Return the page of some runs."""
+        later = (run for run in runs if run.run_id > self._after)
+        response = pb.ListRunsResponse()
+        room = _PAGE_BYTES
+        for state in nsmallest(self._size + 1, later, key=lambda run: run.run_id):
+            run = run_summary(state)
+            room -= run.ByteSize() + _FRAME_BYTES
+            if response.runs and (room < 0 or len(response.runs) == self._size):
+                response.next_page_token = page_token(response.runs[-1].run_id)
+                break
+            response.runs.append(run)
+        return response
 
+    async def read(self, readers: Sequence[RunsReader]) -> pb.ListRunsResponse:
+        """Return the page of the runs of all readers.
 
-async def list_runs(request: pb.ListRunsRequest, readers: Sequence[RunsReader]) -> pb.ListRunsResponse:
-    """Return a page of all runs of all readers, by name.
+        Raises:
+            NotOwner: Runs can't be read here any more.
+        """
+        if len(readers) == 1:
+            return await readers[0].read_runs(self.of)
+        # Names are cheap and summaries are not: find the next names first.
+        names = [await reader.read_runs(self._first_names) for reader in readers]
+        wanted = set(nsmallest(self._size + 1, chain.from_iterable(names)))
+        pages = [
+            await reader.read_runs(partial(self._of_wanted, wanted.intersection(own)))
+            for reader, own in zip(readers, names, strict=True)
+            if not wanted.isdisjoint(own)
+        ]
+        return self._merged(wanted, pages)
 
-    Raises:
-        NotOwner: Runs can't be read here any more.
-    """
-    if len(readers) == 1:
-        return await readers[0].read_runs(partial(runs_page, request))
-    # Names are cheap and summaries are not: find the next names first.
-    names = [await reader.read_runs(partial(_first_names, request)) for reader in readers]
-    wanted = set(nsmallest(_most(request) + 1, chain.from_iterable(names)))
-    pages = [
-        await reader.read_runs(partial(_page_of, request, wanted.intersection(own)))
-        for reader, own in zip(readers, names, strict=True)
-        if not wanted.isdisjoint(own)
-    ]
-    return _merged(request, wanted, pages)
+    def _first_names(self, runs: Iterable[RunState]) -> list[str]:
+        return nsmallest(self._size + 1, (run.run_id for run in runs if run.run_id > self._after))
 
+    def _of_wanted(self, wanted: set[str], runs: Iterable[RunState]) -> pb.ListRunsResponse:
+        return self.of(run for run in runs if run.run_id in wanted)
 
-def _most(request: pb.ListRunsRequest) -> int:
-    return request.page_size or _DEFAULT_RUNS
-
-
-def _first_names(request: pb.ListRunsRequest, runs: Iterable[RunState]) -> list[str]:
-    return nsmallest(_most(request) + 1, (run.run_id for run in runs if run.run_id > request.page_token))
-
-
-def _page_of(request: pb.ListRunsRequest, wanted: set[str], runs: Iterable[RunState]) -> pb.ListRunsResponse:
-    return runs_page(request, (run for run in runs if run.run_id in wanted))
-
-
-def _merged(
-    request: pb.ListRunsRequest, wanted: set[str], pages: Sequence[pb.ListRunsResponse]
-) -> pb.ListRunsResponse:
-    """Merge several readers' pages of the `wanted` runs into one."""
-    # Past the end of a page that is not the last, its reader has runs that are not in `pages`.
-    end = min((page.next_page_token for page in pages if page.next_page_token), default=None)
-    runs = sorted((run for page in pages for run in page.runs), key=lambda run: run.run_id)
-    response = pb.ListRunsResponse()
-    room = _PAGE_BYTES
-    for run in runs:
-        room -= run.ByteSize() + _FRAME_BYTES
-        full = len(response.runs) == _most(request) or (room < 0 and len(response.runs) > 0)
-        if full or (end is not None and run.run_id > end):
-            break
-        response.runs.append(run)
-    # Runs may have expired since their names were looked up.
-    if len(response.runs) < len(runs) or end is not None or len(wanted) > _most(request):
-        response.next_page_token = response.runs[-1].run_id if response.runs else max(wanted)
-    return response
+    def _merged(self, wanted: set[str], pages: Sequence[pb.ListRunsResponse]) -> pb.ListRunsResponse:
+        """Merge several readers' pages of the `wanted` runs into one."""
+        # Past the end of a page that is not the last, its reader has runs that are not in `pages`.
+        end = min((page.runs[-1].run_id for page in pages if page.next_page_token), default=None)
+        runs = sorted((run for page in pages for run in page.runs), key=lambda run: run.run_id)
+        response = pb.ListRunsResponse()
+        room = _PAGE_BYTES
+        for run in runs:
+            room -= run.ByteSize() + _FRAME_BYTES
+            full = len(response.runs) == self._size or (room < 0 and len(response.runs) > 0)
+            if full or (end is not None and run.run_id > end):
+                break
+            response.runs.append(run)
+        # Runs may have expired since their names were looked up.
+        if len(response.runs) < len(runs) or end is not None or len(wanted) > self._size:
+            last = response.runs[-1].run_id if response.runs else max(wanted)
+            response.next_page_token = page_token(last)
+        return response
 
 
-def first_node(request: pb.GetRunRequest) -> int:
-    """Check a request for a run; returns the number of nodes on the pages before.
+class NodesPage:
+    """A page of the nodes of a run that match a filter. The token has the number of nodes on the pages before."""
 
-    Raises:
-        ServiceError: INVALID_ARGUMENT, naming the field.
-    """
-    count("page_size", request.page_size, 0, NODES_PER_MESSAGE)
-    return int(page_position(request.page_token, int)[0]) if request.page_token else 0
+    def __init__(self, request: pb.ListNodesRequest) -> None:
+        """Check a request.
 
+        Raises:
+            ServiceError: INVALID_ARGUMENT, naming the field.
+        """
+        self._size = page_size(request.page_size, NODES_PER_MESSAGE, NODES_PER_MESSAGE)
+        self._first = int(page_position(request.page_token, int)[0]) if request.page_token else 0
+        wanted = request.filter
+        check_entries("node_ids", wanted.node_ids)
+        check_entries("states", wanted.states)
+        self._node_ids, self._states = frozenset(wanted.node_ids), frozenset(wanted.states)
+        self._connected = wanted.connected if wanted.HasField("connected") else None
 
-def nodes_page(request: pb.GetRunRequest, state: RunState, first: int) -> pb.GetRunResponse:
-    """Return a run with a page of its nodes: those after the `first` ones."""
-    end = first + (request.page_size or NODES_PER_MESSAGE)
-    more = end < len(state.nodes)
-    return pb.GetRunResponse(
-        run=run_message(state, first, end), next_page_token=page_token(end) if more else ""
-    )
+    def read(self, state: RunState) -> pb.ListNodesResponse:
+        """Return the page."""
+        matching = filter(partial(self._matches, state), nodes_in_order(state))
+        end = self._first + self._size
+        nodes = list(islice(matching, self._first, end))
+        more = next(matching, None) is not None
+        return pb.ListNodesResponse(
+            nodes=node_messages(state, nodes),
+            next_page_token=page_token(end) if more else "",
+            revision=state.revision,
+        )
+
+    def _matches(self, state: RunState, node: Node) -> bool:
+        return (
+            (not self._node_ids or node.node_id in self._node_ids)
+            and (not self._states or node_state(state, node.node_id) in self._states)
+            and (self._connected is None or node.connected == self._connected)
+        )

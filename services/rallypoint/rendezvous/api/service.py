@@ -105,6 +105,7 @@ async def own_shard(
 _RIGHTS: Rights = {
     "Join": NODES,
     "GetRun": ALL_READERS,
+    "ListNodes": ALL_READERS,
     "ListRuns": READERS,
     "WatchRun": ALL_READERS,
     "CloseRun": OPERATORS,

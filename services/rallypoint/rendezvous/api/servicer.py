@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 
 from rallypoint.rendezvous.api.event_pages import EventServicer
 from rallypoint.rendezvous.api.requests import (
-    check_list_runs,
-    first_node,
+    NodesPage,
+    RunsPage,
     join_command,
-    list_runs,
-    nodes_page,
     worker_failure,
 )
 from rallypoint.rendezvous.base.cooperative import LatestValue
 from rallypoint.rendezvous.base.errors import Draining
 from rallypoint.rendezvous.core import commands, facts
 from rallypoint.rendezvous.core.commands import Actor, ActorKind
+from rallypoint.rendezvous.core.state import RunState
 from rallypoint.rendezvous.runs.engine import RendezvousEngine
-from rallypoint.rendezvous.runs.run import Member
+from rallypoint.rendezvous.runs.run import NODES_PER_MESSAGE, Member, run_message
 from rallypoint.rendezvous.shard.locator import ListReplicas, OnlyReplica, RunLocator
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
@@ -43,6 +42,8 @@ from rallypoint.serving.requests import NAME_BYTES, SENTENCE_BYTES, count, name,
 _FIRST_MESSAGE_TIMEOUT = 10.0
 
 _MOST_PORT = 65_535
+
+_Read = TypeVar("_Read", pb.GetRunResponse, pb.ListNodesResponse)
 
 # Messages to watchers that begin in an iteration of the event loop: some 2 ms of work.
 _WATCHERS_PER_ITERATION = 16
@@ -128,7 +129,7 @@ class RendezvousServicer(pb_grpc.RendezvousServiceServicer):
                 name("node_id", resume.node_id)
                 engine = self._locator.shard(resume.run_id).engine
                 member = await engine.resume(
-                    resume.run_id, resume.node_id, resume.lease, resume.revision, resume.token
+                    resume.run_id, resume.node_id, resume.lease, resume.after_revision, resume.token
                 )
                 return engine, member
             case other:
@@ -139,18 +140,35 @@ class RendezvousServicer(pb_grpc.RendezvousServiceServicer):
         request: pb.GetRunRequest,
         context: grpc.aio.ServicerContext[pb.GetRunRequest, pb.GetRunResponse],
     ) -> pb.GetRunResponse:
-        """Return a run with its nodes, a page at a time."""
+        """Return a run with its first nodes."""
         name("run_id", request.run_id)
-        first = first_node(request)
+        return await self._read_run(
+            request, lambda state: pb.GetRunResponse(run=run_message(state, NODES_PER_MESSAGE))
+        )
+
+    async def ListNodes(
+        self,
+        request: pb.ListNodesRequest,
+        context: grpc.aio.ServicerContext[pb.ListNodesRequest, pb.ListNodesResponse],
+    ) -> pb.ListNodesResponse:
+        """Return the nodes of a run, a page at a time."""
+        name("run_id", request.run_id)
+        page = NodesPage(request)
+        return await self._read_run(request, page.read)
+
+    async def _read_run(
+        self, request: pb.GetRunRequest | pb.ListNodesRequest, read: Callable[[RunState], _Read]
+    ) -> _Read:
+        """Return a response from the state of a run, with the owner of the run if that is another process."""
         run_id = request.run_id
         if request.owner_only:
             self._locator.shard(run_id)  # raises NotOwner, unless this process owns it
         runs = (await self._locator.reader(run_id)).runs
-        response = await runs.read_run(run_id, lambda state: nodes_page(request, state, first))
+        response = await runs.read_run(run_id, read)
         if (not_owner := runs.remote_reader(run_id)) is not None:
             if request.owner_only:
                 raise not_owner  # the shard moved meanwhile
-            response.durable_only, response.owner = True, not_owner.owner or ""
+            response.durable_only, response.owner_address = True, not_owner.owner or ""
         return response
 
     async def ListRuns(
@@ -159,8 +177,8 @@ class RendezvousServicer(pb_grpc.RendezvousServiceServicer):
         context: grpc.aio.ServicerContext[pb.ListRunsRequest, pb.ListRunsResponse],
     ) -> pb.ListRunsResponse:
         """Return all runs, a page at a time."""
-        check_list_runs(request)
-        return await list_runs(request, [reader.runs for reader in await self._locator.readers()])
+        page = RunsPage(request)
+        return await page.read([reader.runs for reader in await self._locator.readers()])
 
     async def WatchRun(  # type: ignore[override]
         self,
@@ -171,7 +189,7 @@ class RendezvousServicer(pb_grpc.RendezvousServiceServicer):
         self._check_not_draining()
         name("run_id", request.run_id)
         engine = self._locator.shard(request.run_id).engine
-        states = await engine.watch(request.run_id, request.revision)
+        states = await engine.watch(request.run_id, request.after_revision)
         self._end_if_draining(states)
         watcher = Subscriber(context, self._write_timeout)
         try:
@@ -212,7 +230,9 @@ class RendezvousServicer(pb_grpc.RendezvousServiceServicer):
         """Restart all workers of a run."""
         name("run_id", request.run_id)
         text("on_behalf_of", request.on_behalf_of, NAME_BYTES)
-        command = commands.Restart(reason(request.reason))
+        command = commands.Restart(
+            reason(request.reason), request.round if request.HasField("round") else None
+        )
         happened = await self._operate(request.run_id, command, context, request.on_behalf_of)
         ended = [fact.end.round for fact in happened if isinstance(fact, facts.RoundEnded)]
         taken = any(isinstance(fact, facts.RestartRequested) for fact in happened)
@@ -226,7 +246,8 @@ class RendezvousServicer(pb_grpc.RendezvousServiceServicer):
         """Take a node out of a run and keep it out."""
         name("run_id", request.run_id)
         name("node_id", request.node_id)
-        command = commands.Evict(request.node_id, reason(request.reason))
+        lease = request.lease if request.HasField("lease") else None
+        command = commands.Evict(request.node_id, reason(request.reason), lease)
         happened = await self._operate(request.run_id, command, context)
         return pb.EvictNodeResponse(
             was_in=any(isinstance(fact, facts.NodeEvicted) and fact.lease > 0 for fact in happened)
@@ -322,7 +343,7 @@ def _watchdog_trouble(request: pb.JoinRequest) -> str | None:
 
 
 def _command(request: pb.JoinRequest, member: Member) -> commands.Command | None:
-    node_id, lease = member.node_id, member.lease.lease
+    node_id, lease = member.node_id, member.lease.number
     match request.WhichOneof("message"):
         case "heartbeat":
             return None

@@ -15,20 +15,6 @@ _BUSY_RETRY = 0.1
 
 
 @dataclass(eq=False)
-class RoundOver(Refused):
-    """The round's space is gone, or the writer's round is over."""
-
-    run_id: str
-    round: int
-    current_round: int
-
-    def __str__(self) -> str:
-        return (
-            f"round {self.round} of run {self.run_id!r} is over; round {self.current_round} takes its place"
-        )
-
-
-@dataclass(eq=False)
 class RoundNotBegun(Refused):
     """The round has not begun yet."""
 

@@ -335,7 +335,8 @@ def list_replicas(replica: Replica, run_id: str) -> pb.ListReplicasResponse:
         shard = shard_of(run_id, cluster.shards)
         response.run.shard = shard
         if (owned := cluster.owned.get(shard)) is not None:
-            response.run.owner, response.run.address = owned.owner.replica, owned.owner.address
+            owner = owned.owner
+            response.run.owner_name, response.run.owner_address = owner.replica, owner.address
     return response
 
 

@@ -203,6 +203,7 @@ def _node_joined(fact: facts.NodeJoined, state: RunState, now: float) -> None:
         waiting_since=now,
         token=fact.token,
         identity=fact.identity,
+        supervisor_address=fact.supervisor_address,
         seen_at=now + state.forgiven,
         connected_at=now,
     )

@@ -43,6 +43,7 @@ class Join:
     local_world_size: int
     role: str
     topology: str = ""
+    supervisor_address: str = ""
     # Incarnation of the run, if this creates it.
     incarnation: str = ""
     # Secret of the lease; and the name in the node's certificate or token, empty: it has none.
@@ -116,17 +117,19 @@ class Forget:
 
 @dataclass(frozen=True, slots=True)
 class Restart:
-    """An operator restarts all workers."""
+    """An operator restarts all workers; `round`: only if it is the latest round."""
 
     reason: str
+    round: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Evict:
-    """An operator removes a node from the run, and keeps it out."""
+    """An operator removes a node from the run, and keeps it out; `lease`: only if the node holds it."""
 
     node_id: str
     reason: str
+    lease: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,6 +300,20 @@ class TooManyEvicted(Refused):
 
     def __str__(self) -> str:
         return f"run {self.run_id!r} refuses {self.limit} nodes already; readmit some of them first"
+
+
+@dataclass(eq=False)
+class RoundOver(Refused):
+    """The round is not the latest of its run any more."""
+
+    run_id: str
+    round: int
+    current_round: int
+
+    def __str__(self) -> str:
+        return (
+            f"round {self.round} of run {self.run_id!r} is over; round {self.current_round} takes its place"
+        )
 
 
 @dataclass(eq=False)

@@ -89,6 +89,7 @@ def _join(command: commands.Join, state: RunState) -> list[facts.Fact]:
             command.topology,
             command.token,
             command.identity,
+            command.supervisor_address,
         )
     )
     return decided
@@ -151,6 +152,8 @@ def _forget(command: commands.Forget, state: RunState) -> list[facts.Fact]:
 
 @_decide.register
 def _restart(command: commands.Restart, state: RunState) -> list[facts.Fact]:
+    if command.round is not None and command.round != state.round:
+        raise commands.RoundOver(state.run_id, command.round, state.round)
     no_round = state.phase is Phase.JOINABLE and state.hold_until is None
     if no_round or state.breach is not None:
         return []  # there is nothing to restart, or the round ends anyway
@@ -164,6 +167,8 @@ def _evict(command: commands.Evict, state: RunState) -> list[facts.Fact]:
     if len(state.evicted) >= MOST_EVICTED:
         raise TooManyEvicted(state.run_id, MOST_EVICTED)
     node = state.nodes.get(command.node_id)
+    if command.lease is not None and (node is None or node.lease != command.lease):
+        raise LeaseLost(state.run_id, command.node_id, command.lease, node.lease if node else None)
     return [facts.NodeEvicted(command.node_id, command.reason, node.lease if node else 0)]
 
 

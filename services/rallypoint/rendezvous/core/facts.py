@@ -31,6 +31,7 @@ class NodeJoined:
     # See commands.Join.
     token: bytes = field(default=b"", repr=False)
     identity: str = ""
+    supervisor_address: str = ""
 
 
 @dataclass(frozen=True, slots=True)

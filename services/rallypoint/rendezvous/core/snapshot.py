@@ -121,6 +121,7 @@ def take_snapshot(state: RunState, to_wall: float = 0.0) -> RunSnapshot:
                 node.topology,
                 node.token,
                 node.identity,
+                node.supervisor_address,
             )
             for node in state.nodes.values()
         ),
@@ -224,6 +225,7 @@ def restore(snapshot: RunSnapshot, now: float, to_wall: float = 0.0) -> RunState
             waiting_since=now,
             token=node.token,
             identity=node.identity,
+            supervisor_address=node.supervisor_address,
         )
         for node in snapshot.nodes
     }

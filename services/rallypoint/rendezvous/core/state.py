@@ -251,6 +251,7 @@ class Node:
     # See commands.Join.
     token: bytes = field(default=b"", repr=False)
     identity: str = ""
+    supervisor_address: str = ""
     # Deadline of its live entry in the lease queue; never later than that of the lease.
     queued_deadline: float = 0.0
     # Volatile, by the clock that forgives no pauses: the last sign of life, and when the stream broke (None: not yet).

@@ -108,7 +108,7 @@ class RendezvousEngine(DurableRuns, WriteAdmission):
         run = self._runs.get(member.run_id)
         if run is None or run.members.get(member.node_id) is not member:
             return
-        if run.holds_lease(member.node_id, member.lease.lease):
+        if run.holds_lease(member.node_id, member.lease.number):
             self._renew(run, member.node_id)
             if watchdog_trouble is not None:
                 run.state.nodes[member.node_id].watchdog_trouble = watchdog_trouble
@@ -129,7 +129,7 @@ class RendezvousEngine(DurableRuns, WriteAdmission):
         if run is None or run.members.get(member.node_id) is not member:
             return
         del run.members[member.node_id]
-        if run.holds_lease(member.node_id, member.lease.lease):
+        if run.holds_lease(member.node_id, member.lease.number):
             broken = apply.note_broken if self._streams_over else apply.disconnect
             broken(run.state, member.node_id, self._now_in(run))
             self._settle_at(run, run.next_deadline(self._limits.run_ttl))

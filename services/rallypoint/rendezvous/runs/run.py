@@ -6,7 +6,7 @@ import asyncio
 import functools
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import Any
@@ -17,7 +17,7 @@ from rallypoint.rendezvous.core import facts, failures
 from rallypoint.rendezvous.core.commands import JoinTimedOut, LeaseLost, NodeIsEvicted, Refused
 from rallypoint.rendezvous.core.decide import next_deadline
 from rallypoint.rendezvous.core.facts import explain_loss
-from rallypoint.rendezvous.core.state import LossReason, Phase, RunSettings, RunState, Seat
+from rallypoint.rendezvous.core.state import LossReason, Node, Phase, RunSettings, RunState, Seat
 from rallypoint.rendezvous.runs.codec import to_message
 from rallypoint.rendezvous.runs.history import History
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
@@ -100,7 +100,7 @@ def lease_message(state: RunState, number: int, token: bytes = b"") -> pb.Lease:
     """Return a lease and its terms."""
     return pb.Lease(
         token=token,
-        lease=number,
+        number=number,
         incarnation=state.incarnation,
         revision=state.revision,
         time_to_live=_duration(state.settings.time_to_live),
@@ -150,31 +150,42 @@ def run_summary(state: RunState) -> pb.Run:
     return run
 
 
-def run_message(state: RunState, first: int = 0, end: int | None = None) -> pb.Run:
-    """Return a run with nodes `first` to `end` (exclusive): participants by group rank, then the wait list."""
+def run_message(state: RunState, most_nodes: int | None = None) -> pb.Run:
+    """Return a run with its first nodes, see `nodes_in_order`; `most_nodes` None: all of them."""
     run = run_summary(state)
+    run.nodes.extend(node_messages(state, islice(nodes_in_order(state), most_nodes)))
+    run.evicted_node_ids.extend(sorted(state.evicted))
+    return run
+
+
+def nodes_in_order(state: RunState) -> Iterator[Node]:
+    """Return the nodes of a run: participants by group rank, then the wait list."""
     seated = (state.nodes[node_id] for node_id in state.seats if node_id in state.nodes)
     unseated = (node for node in state.nodes.values() if node.node_id not in state.seats)
+    return chain(seated, unseated)
+
+
+def node_messages(state: RunState, nodes: Iterable[Node]) -> Iterator[pb.Node]:
+    """Return the messages of some nodes of a run."""
     caused = Counter(each.node_id for each in state.restarts if state.settings.max_restarts_per_node)
-    for node in islice(chain(seated, unseated), first, end):
-        entry = run.nodes.add(
+    for node in nodes:
+        message = pb.Node(
             node_id=node.node_id,
             address=node.address,
             role=node.role,
             local_world_size=node.local_world_size,
-            state=_node_state(state, node.node_id),
+            state=node_state(state, node.node_id),
             connected=node.connected,
             topology=node.topology,
             lease=node.lease,
             counted_restarts=caused[node.node_id],
             watchdog_trouble=node.watchdog_trouble,
+            supervisor_address=node.supervisor_address,
         )
         seat = state.seats.get(node.node_id)
         if seat is not None:
-            _fill_assignment(entry.assignment, state, seat)
-    if first == 0:
-        run.evicted_node_ids.extend(sorted(state.evicted))
-    return run
+            _fill_assignment(message.assignment, state, seat)
+        yield message
 
 
 def _fill_assignment(assignment: pb.Assignment, state: RunState, seat: Seat) -> None:
@@ -202,7 +213,8 @@ def _fill_hold(message: pb.NodeUpdate | pb.Run, state: RunState) -> None:
         set_seconds(message.held_back, seconds)
 
 
-def _node_state(state: RunState, node_id: str) -> pb.NodeState.ValueType:
+def node_state(state: RunState, node_id: str) -> pb.NodeState.ValueType:
+    """Return the state of a node of a run."""
     if node_id in state.departing:
         return pb.NODE_STATE_DEPARTING
     if node_id not in state.seats:
@@ -295,7 +307,7 @@ class RunWatchers:
         return self._published is None or self._published.run.revision < state.revision
 
     def _publish(self, state: RunState, now: float) -> PublishedRun:
-        self._published = published = PublishedRun(run_message(state, end=NODES_PER_MESSAGE))
+        self._published = published = PublishedRun(run_message(state, NODES_PER_MESSAGE))
         for watcher in self.slots:
             watcher.put(published)
         cost = _BUILD * len(state.nodes) + _SEND * len(self.slots)
@@ -397,7 +409,7 @@ class HostedRun:
     def end_stale_member(self, fact: facts.NodeLost | facts.NodeLeft | facts.NodeEvicted) -> None:
         """End the stream of a node whose lease is gone: normally if it left, otherwise with the reason."""
         member = self.members.get(fact.node_id)
-        if member is None or self.holds_lease(member.node_id, member.lease.lease):
+        if member is None or self.holds_lease(member.node_id, member.lease.number):
             return
         del self.members[fact.node_id]
         member.updates.end(None if isinstance(fact, facts.NodeLeft) else self._refusal(member, fact))
@@ -410,7 +422,7 @@ class HostedRun:
             return JoinTimedOut(run_id, loss.node_id, settings.min_nodes, settings.join_timeout)
         node = self.state.nodes.get(loss.node_id)
         detail = explain_loss(loss.node_id, loss.reason, settings)
-        return LeaseLost(run_id, loss.node_id, member.lease.lease, node.lease if node else None, detail)
+        return LeaseLost(run_id, loss.node_id, member.lease.number, node.lease if node else None, detail)
 
     def begins_to_settle(self) -> bool:
         """True once each time the round begins to settle; call it after each change."""

@@ -107,6 +107,5 @@ class OnlyReplica:
             replicas=[replica], answered_by=name, journal=self._journal, shards=1
         )
         if run_id:
-            response.run.MergeFrom(pb.RunPlace(owner=name, address=self._address))
-            response.run.SetInParent()
+            response.run.MergeFrom(pb.RunPlace(shard=0, owner_name=name, owner_address=self._address))
         return response

@@ -16,11 +16,11 @@ from rallypoint.rendezvous.base.entries import RESERVED, Operation, OperationRec
 from rallypoint.rendezvous.base.limits import StoreLimits
 from rallypoint.rendezvous.base.refusals import (
     RoundNotBegun,
-    RoundOver,
     RunStoreFull,
     StoresFull,
     TooManyKeys,
 )
+from rallypoint.rendezvous.core.commands import RoundOver
 
 # ---- Keys in order, so that a page of them costs the page and not all keys.
 

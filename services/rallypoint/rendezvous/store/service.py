@@ -17,8 +17,8 @@ from rallypoint.rendezvous.base.entries import (
 )
 from rallypoint.rendezvous.base.errors import Draining, Refusal, RunBroken, draining_error
 from rallypoint.rendezvous.base.limits import FRAME_BYTES, MAX_MULTI_BYTES, SharedTotals, StoreLimits
-from rallypoint.rendezvous.base.refusals import AnswerTooLarge, KeyWaitTimedOut, RoundNotBegun, RoundOver
-from rallypoint.rendezvous.core.commands import Refused, RunNotFound
+from rallypoint.rendezvous.base.refusals import AnswerTooLarge, KeyWaitTimedOut, RoundNotBegun
+from rallypoint.rendezvous.core.commands import Refused, RoundOver, RunNotFound
 from rallypoint.rendezvous.journal.commit_loop import CheckOwned, always_owned
 from rallypoint.rendezvous.journal.journal import JournalError
 from rallypoint.rendezvous.store.core import RunSpaces

@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 from rallypoint.rendezvous.base.entries import StoreChange, StoreJournal, WriteAdmission
 from rallypoint.rendezvous.base.errors import Refusal, RunBroken
 from rallypoint.rendezvous.base.limits import Quota, SharedTotals, StoreLimits
-from rallypoint.rendezvous.base.refusals import RoundOver, StoreBusy
-from rallypoint.rendezvous.core.commands import LeaseLost, NodeIsEvicted, Refused, RunNotFound
+from rallypoint.rendezvous.base.refusals import StoreBusy
+from rallypoint.rendezvous.core.commands import LeaseLost, NodeIsEvicted, Refused, RoundOver, RunNotFound
 from rallypoint.rendezvous.journal.commit_loop import CheckOwned, CommitLoop, PendingRequest
 from rallypoint.rendezvous.journal.journal import OwnershipLost
 from rallypoint.rendezvous.store.core import Room, RunDraft, RunSpaces

@@ -26,7 +26,7 @@ from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as rallypoint_dot_rendezvous_dot_v1_dot_rendezvous__service__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n&rallypoint/rendezvous/v1/journal.proto\x12\x18rallypoint.rendezvous.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x31rallypoint/rendezvous/v1/rendezvous_service.proto\"\xaa\t\n\rJournalRecord\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x10\n\x08revision\x18\x02 \x01(\x03\x12(\n\x04time\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\r\n\x05\x61\x63tor\x18\x04 \x01(\t\x12+\n\x02\x62y\x18\x05 \x01(\x0b\x32\x1f.rallypoint.rendezvous.v1.Actor\x12;\n\x0brun_created\x18\n \x01(\x0b\x32$.rallypoint.rendezvous.v1.RunCreatedH\x00\x12;\n\x0bnode_joined\x18\x0b \x01(\x0b\x32$.rallypoint.rendezvous.v1.NodeJoinedH\x00\x12\x37\n\tnode_lost\x18\x0c \x01(\x0b\x32\".rallypoint.rendezvous.v1.NodeLostH\x00\x12\x37\n\tnode_left\x18\r \x01(\x0b\x32\".rallypoint.rendezvous.v1.NodeLeftH\x00\x12=\n\x0cround_frozen\x18\x0e \x01(\x0b\x32%.rallypoint.rendezvous.v1.RoundFrozenH\x00\x12\x41\n\x0enode_confirmed\x18\x0f \x01(\x0b\x32\'.rallypoint.rendezvous.v1.NodeConfirmedH\x00\x12\x43\n\x0fround_finalized\x18\x10 \x01(\x0b\x32(.rallypoint.rendezvous.v1.RoundFinalizedH\x00\x12?\n\rworker_failed\x18\x11 \x01(\x0b\x32&.rallypoint.rendezvous.v1.WorkerFailedH\x00\x12\x41\n\x0enode_succeeded\x18\x12 \x01(\x0b\x32\'.rallypoint.rendezvous.v1.NodeSucceededH\x00\x12;\n\x0bround_ended\x18\x13 \x01(\x0b\x32$.rallypoint.rendezvous.v1.RoundEndedH\x00\x12\x39\n\nrun_closed\x18\x14 \x01(\x0b\x32#.rallypoint.rendezvous.v1.RunClosedH\x00\x12\x41\n\x0enode_departing\x18\x15 \x01(\x0b\x32\'.rallypoint.rendezvous.v1.NodeDepartingH\x00\x12=\n\x0cnode_evicted\x18\x16 \x01(\x0b\x32%.rallypoint.rendezvous.v1.NodeEvictedH\x00\x12\x43\n\x0fnode_readmitted\x18\x17 \x01(\x0b\x32(.rallypoint.rendezvous.v1.NodeReadmittedH\x00\x12G\n\x11restart_requested\x18\x18 \x01(\x0b\x32*.rallypoint.rendezvous.v1.RestartRequestedH\x00\x12J\n\x13\x65xit_barrier_passed\x18\x19 \x01(\x0b\x32+.rallypoint.rendezvous.v1.ExitBarrierPassedH\x00\x42\x06\n\x04\x66\x61\x63t\"Z\n\nRunCreated\x12\x37\n\x08settings\x18\x01 \x01(\x0b\x32%.rallypoint.rendezvous.v1.RunSettings\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\"\x98\x01\n\nNodeJoined\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\r\n\x05lease\x18\x02 \x01(\x03\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x18\n\x10local_world_size\x18\x04 \x01(\x05\x12\x0c\n\x04role\x18\x05 \x01(\t\x12\x10\n\x08topology\x18\x06 \x01(\t\x12\r\n\x05token\x18\x07 \x01(\x0c\x12\x10\n\x08identity\x18\x08 \x01(\t\"g\n\x08NodeLost\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x34\n\x06reason\x18\x02 \x01(\x0e\x32$.rallypoint.rendezvous.v1.LossReason\x12\x14\n\x0c\x66\x61iled_round\x18\x03 \x01(\x05\"+\n\x08NodeLeft\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x89\x01\n\x04Seat\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x12\n\ngroup_rank\x18\x02 \x01(\x05\x12\x11\n\tbase_rank\x18\x03 \x01(\x05\x12\x16\n\x0e\x62\x61se_role_rank\x18\x04 \x01(\x05\x12\x17\n\x0frole_world_size\x18\x05 \x01(\x05\x12\x18\n\x10local_world_size\x18\x06 \x01(\x05\"0\n\rNodeDeparting\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"K\n\x0bRoundFrozen\x12\r\n\x05round\x18\x01 \x01(\x05\x12-\n\x05seats\x18\x02 \x03(\x0b\x32\x1e.rallypoint.rendezvous.v1.Seat\"D\n\rNodeConfirmed\x12\r\n\x05round\x18\x01 \x01(\x05\x12\x0f\n\x07node_id\x18\x02 \x01(\t\x12\x13\n\x0bmaster_port\x18\x03 \x01(\x05\"\x1f\n\x0eRoundFinalized\x12\r\n\x05round\x18\x01 \x01(\x05\"Z\n\x0cWorkerFailed\x12\x38\n\x07\x66\x61ilure\x18\x01 \x01(\x0b\x32\'.rallypoint.rendezvous.v1.WorkerFailure\x12\x10\n\x08\x65\x61rliest\x18\x02 \x01(\x08\"/\n\rNodeSucceeded\x12\r\n\x05round\x18\x01 \x01(\x05\x12\x0f\n\x07node_id\x18\x02 \x01(\t\"\xba\x01\n\nRoundEnded\x12/\n\x03\x65nd\x18\x01 \x01(\x0b\x32\".rallypoint.rendezvous.v1.RoundEnd\x12\x15\n\rrestart_count\x18\x02 \x01(\x05\x12\x18\n\x10\x63ounted_restarts\x18\x03 \x01(\x05\x12\x16\n\x0equick_restarts\x18\x04 \x01(\x05\x12\x18\n\x10\x66\x61iled_scale_ups\x18\x05 \x01(\x05\x12\x18\n\x10newcomers_passed\x18\x06 \x01(\x08\":\n\tRunClosed\x12-\n\x03\x65nd\x18\x01 \x01(\x0b\x32 .rallypoint.rendezvous.v1.RunEnd\"Q\n\x0bNodeEvicted\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\r\n\x05lease\x18\x03 \x01(\x03\x12\x12\n\nby_service\x18\x04 \x01(\x08\"1\n\x0eNodeReadmitted\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"1\n\x10RestartRequested\x12\r\n\x05round\x18\x01 \x01(\x05\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\"\n\x11\x45xitBarrierPassed\x12\r\n\x05round\x18\x01 \x01(\x05\"\x87\n\n\x0bRunSnapshot\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x10\n\x08revision\x18\x02 \x01(\x03\x12\x11\n\tforgotten\x18\x03 \x01(\x08\x12\x37\n\x08settings\x18\x04 \x01(\x0b\x32%.rallypoint.rendezvous.v1.RunSettings\x12.\n\x05phase\x18\x05 \x01(\x0e\x32\x1f.rallypoint.rendezvous.v1.Phase\x12\r\n\x05round\x18\x06 \x01(\x05\x12\x15\n\rrestart_count\x18\x07 \x01(\x05\x12\x33\n\x05nodes\x18\x08 \x03(\x0b\x32$.rallypoint.rendezvous.v1.NodeJoined\x12\x11\n\tdeparting\x18\t \x03(\t\x12\x36\n\x07\x65victed\x18\n \x03(\x0b\x32%.rallypoint.rendezvous.v1.NodeEvicted\x12-\n\x05seats\x18\x0b \x03(\x0b\x32\x1e.rallypoint.rendezvous.v1.Seat\x12\x18\n\x10group_world_size\x18\x0c \x01(\x05\x12\x12\n\nworld_size\x18\r \x01(\x05\x12\x16\n\x0emaster_address\x18\x0e \x01(\t\x12\x13\n\x0bmaster_port\x18\x0f \x01(\x05\x12\x15\n\rfencing_token\x18\x10 \x01(\x03\x12\x13\n\x0bunconfirmed\x18\x11 \x03(\t\x12\x11\n\tsucceeded\x18\x12 \x03(\t\x12\x11\n\tfinishing\x18\x13 \x01(\x08\x12\x1b\n\x13\x65xit_barrier_passed\x18\x14 \x01(\x08\x12:\n\x0c\x66ormer_ranks\x18\x15 \x03(\x0b\x32$.rallypoint.rendezvous.v1.FormerRank\x12\x13\n\x0b\x66ormer_size\x18\x16 \x01(\x05\x12:\n\x0elast_round_end\x18\x17 \x01(\x0b\x32\".rallypoint.rendezvous.v1.RoundEnd\x12\x32\n\x06\x62reach\x18\x18 \x01(\x0b\x32\".rallypoint.rendezvous.v1.RoundEnd\x12\x38\n\x07\x66\x61ilure\x18\x19 \x01(\x0b\x32\'.rallypoint.rendezvous.v1.WorkerFailure\x12\x31\n\x07run_end\x18\x1a \x01(\x0b\x32 .rallypoint.rendezvous.v1.RunEnd\x12\x33\n\x08restarts\x18\x1b \x03(\x0b\x32!.rallypoint.rendezvous.v1.Restart\x12\x16\n\x0equick_restarts\x18\x1c \x01(\x05\x12>\n\x0e\x66\x61iled_workers\x18\x1d \x03(\x0b\x32&.rallypoint.rendezvous.v1.FailedWorker\x12\x42\n\x11permanent_failure\x18\x1e \x01(\x0b\x32\'.rallypoint.rendezvous.v1.WorkerFailure\x12\x1c\n\x14\x66ormer_fencing_token\x18\x1f \x01(\x03\x12\x15\n\rcounted_round\x18  \x01(\x05\x12\x11\n\tnewcomers\x18! \x03(\t\x12\x18\n\x10\x66\x61iled_scale_ups\x18\" \x01(\x05\x12\x45\n\x13\x66\x61iled_scale_ups_of\x18# \x03(\x0b\x32(.rallypoint.rendezvous.v1.FailedScaleUps\x12\x13\n\x0bincarnation\x18$ \x01(\t\"0\n\x0e\x46\x61iledScaleUps\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\r\n\x05\x63ount\x18\x02 \x01(\x05\"S\n\x07Restart\x12\r\n\x05round\x18\x01 \x01(\x05\x12\x0f\n\x07node_id\x18\x02 \x01(\t\x12(\n\x04time\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"3\n\x0c\x46\x61iledWorker\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x12\n\nlocal_rank\x18\x02 \x01(\x05\"1\n\nFormerRank\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x12\n\ngroup_rank\x18\x02 \x01(\x05*\xea\x01\n\nLossReason\x12\x1b\n\x17LOSS_REASON_UNSPECIFIED\x10\x00\x12\x1d\n\x19LOSS_REASON_LEASE_EXPIRED\x10\x01\x12\x1c\n\x18LOSS_REASON_DISCONNECTED\x10\x02\x12\x1a\n\x16LOSS_REASON_SUPERSEDED\x10\x03\x12!\n\x1dLOSS_REASON_CONFIRM_TIMED_OUT\x10\x04\x12\x1e\n\x1aLOSS_REASON_JOIN_TIMED_OUT\x10\x05\x12#\n\x1fLOSS_REASON_DEPARTURE_TIMED_OUT\x10\x06\x42\x9c\x01\n\x18rallypoint.rendezvous.v1P\x01Z%rallypoint/rendezvous/v1;rendezvousv1\xa2\x02\x03RPR\xaa\x02\x18Rallypoint.Rendezvous.V1\xca\x02\x18Rallypoint\\Rendezvous\\V1\xea\x02\x1aRallypoint::Rendezvous::V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n&rallypoint/rendezvous/v1/journal.proto\x12\x18rallypoint.rendezvous.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x31rallypoint/rendezvous/v1/rendezvous_service.proto\"\xaa\t\n\rJournalRecord\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x10\n\x08revision\x18\x02 \x01(\x03\x12(\n\x04time\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\r\n\x05\x61\x63tor\x18\x04 \x01(\t\x12+\n\x02\x62y\x18\x05 \x01(\x0b\x32\x1f.rallypoint.rendezvous.v1.Actor\x12;\n\x0brun_created\x18\n \x01(\x0b\x32$.rallypoint.rendezvous.v1.RunCreatedH\x00\x12;\n\x0bnode_joined\x18\x0b \x01(\x0b\x32$.rallypoint.rendezvous.v1.NodeJoinedH\x00\x12\x37\n\tnode_lost\x18\x0c \x01(\x0b\x32\".rallypoint.rendezvous.v1.NodeLostH\x00\x12\x37\n\tnode_left\x18\r \x01(\x0b\x32\".rallypoint.rendezvous.v1.NodeLeftH\x00\x12=\n\x0cround_frozen\x18\x0e \x01(\x0b\x32%.rallypoint.rendezvous.v1.RoundFrozenH\x00\x12\x41\n\x0enode_confirmed\x18\x0f \x01(\x0b\x32\'.rallypoint.rendezvous.v1.NodeConfirmedH\x00\x12\x43\n\x0fround_finalized\x18\x10 \x01(\x0b\x32(.rallypoint.rendezvous.v1.RoundFinalizedH\x00\x12?\n\rworker_failed\x18\x11 \x01(\x0b\x32&.rallypoint.rendezvous.v1.WorkerFailedH\x00\x12\x41\n\x0enode_succeeded\x18\x12 \x01(\x0b\x32\'.rallypoint.rendezvous.v1.NodeSucceededH\x00\x12;\n\x0bround_ended\x18\x13 \x01(\x0b\x32$.rallypoint.rendezvous.v1.RoundEndedH\x00\x12\x39\n\nrun_closed\x18\x14 \x01(\x0b\x32#.rallypoint.rendezvous.v1.RunClosedH\x00\x12\x41\n\x0enode_departing\x18\x15 \x01(\x0b\x32\'.rallypoint.rendezvous.v1.NodeDepartingH\x00\x12=\n\x0cnode_evicted\x18\x16 \x01(\x0b\x32%.rallypoint.rendezvous.v1.NodeEvictedH\x00\x12\x43\n\x0fnode_readmitted\x18\x17 \x01(\x0b\x32(.rallypoint.rendezvous.v1.NodeReadmittedH\x00\x12G\n\x11restart_requested\x18\x18 \x01(\x0b\x32*.rallypoint.rendezvous.v1.RestartRequestedH\x00\x12J\n\x13\x65xit_barrier_passed\x18\x19 \x01(\x0b\x32+.rallypoint.rendezvous.v1.ExitBarrierPassedH\x00\x42\x06\n\x04\x66\x61\x63t\"Z\n\nRunCreated\x12\x37\n\x08settings\x18\x01 \x01(\x0b\x32%.rallypoint.rendezvous.v1.RunSettings\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\"\xb4\x01\n\nNodeJoined\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\r\n\x05lease\x18\x02 \x01(\x03\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x18\n\x10local_world_size\x18\x04 \x01(\x05\x12\x0c\n\x04role\x18\x05 \x01(\t\x12\x10\n\x08topology\x18\x06 \x01(\t\x12\r\n\x05token\x18\x07 \x01(\x0c\x12\x10\n\x08identity\x18\x08 \x01(\t\x12\x1a\n\x12supervisor_address\x18\t \x01(\t\"g\n\x08NodeLost\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x34\n\x06reason\x18\x02 \x01(\x0e\x32$.rallypoint.rendezvous.v1.LossReason\x12\x14\n\x0c\x66\x61iled_round\x18\x03 \x01(\x05\"+\n\x08NodeLeft\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x89\x01\n\x04Seat\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x12\n\ngroup_rank\x18\x02 \x01(\x05\x12\x11\n\tbase_rank\x18\x03 \x01(\x05\x12\x16\n\x0e\x62\x61se_role_rank\x18\x04 \x01(\x05\x12\x17\n\x0frole_world_size\x18\x05 \x01(\x05\x12\x18\n\x10local_world_size\x18\x06 \x01(\x05\"0\n\rNodeDeparting\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"K\n\x0bRoundFrozen\x12\r\n\x05round\x18\x01 \x01(\x05\x12-\n\x05seats\x18\x02 \x03(\x0b\x32\x1e.rallypoint.rendezvous.v1.Seat\"D\n\rNodeConfirmed\x12\r\n\x05round\x18\x01 \x01(\x05\x12\x0f\n\x07node_id\x18\x02 \x01(\t\x12\x13\n\x0bmaster_port\x18\x03 \x01(\x05\"\x1f\n\x0eRoundFinalized\x12\r\n\x05round\x18\x01 \x01(\x05\"Z\n\x0cWorkerFailed\x12\x38\n\x07\x66\x61ilure\x18\x01 \x01(\x0b\x32\'.rallypoint.rendezvous.v1.WorkerFailure\x12\x10\n\x08\x65\x61rliest\x18\x02 \x01(\x08\"/\n\rNodeSucceeded\x12\r\n\x05round\x18\x01 \x01(\x05\x12\x0f\n\x07node_id\x18\x02 \x01(\t\"\xba\x01\n\nRoundEnded\x12/\n\x03\x65nd\x18\x01 \x01(\x0b\x32\".rallypoint.rendezvous.v1.RoundEnd\x12\x15\n\rrestart_count\x18\x02 \x01(\x05\x12\x18\n\x10\x63ounted_restarts\x18\x03 \x01(\x05\x12\x16\n\x0equick_restarts\x18\x04 \x01(\x05\x12\x18\n\x10\x66\x61iled_scale_ups\x18\x05 \x01(\x05\x12\x18\n\x10newcomers_passed\x18\x06 \x01(\x08\":\n\tRunClosed\x12-\n\x03\x65nd\x18\x01 \x01(\x0b\x32 .rallypoint.rendezvous.v1.RunEnd\"Q\n\x0bNodeEvicted\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\r\n\x05lease\x18\x03 \x01(\x03\x12\x12\n\nby_service\x18\x04 \x01(\x08\"1\n\x0eNodeReadmitted\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"1\n\x10RestartRequested\x12\r\n\x05round\x18\x01 \x01(\x05\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\"\n\x11\x45xitBarrierPassed\x12\r\n\x05round\x18\x01 \x01(\x05\"\x87\n\n\x0bRunSnapshot\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x10\n\x08revision\x18\x02 \x01(\x03\x12\x11\n\tforgotten\x18\x03 \x01(\x08\x12\x37\n\x08settings\x18\x04 \x01(\x0b\x32%.rallypoint.rendezvous.v1.RunSettings\x12.\n\x05phase\x18\x05 \x01(\x0e\x32\x1f.rallypoint.rendezvous.v1.Phase\x12\r\n\x05round\x18\x06 \x01(\x05\x12\x15\n\rrestart_count\x18\x07 \x01(\x05\x12\x33\n\x05nodes\x18\x08 \x03(\x0b\x32$.rallypoint.rendezvous.v1.NodeJoined\x12\x11\n\tdeparting\x18\t \x03(\t\x12\x36\n\x07\x65victed\x18\n \x03(\x0b\x32%.rallypoint.rendezvous.v1.NodeEvicted\x12-\n\x05seats\x18\x0b \x03(\x0b\x32\x1e.rallypoint.rendezvous.v1.Seat\x12\x18\n\x10group_world_size\x18\x0c \x01(\x05\x12\x12\n\nworld_size\x18\r \x01(\x05\x12\x16\n\x0emaster_address\x18\x0e \x01(\t\x12\x13\n\x0bmaster_port\x18\x0f \x01(\x05\x12\x15\n\rfencing_token\x18\x10 \x01(\x03\x12\x13\n\x0bunconfirmed\x18\x11 \x03(\t\x12\x11\n\tsucceeded\x18\x12 \x03(\t\x12\x11\n\tfinishing\x18\x13 \x01(\x08\x12\x1b\n\x13\x65xit_barrier_passed\x18\x14 \x01(\x08\x12:\n\x0c\x66ormer_ranks\x18\x15 \x03(\x0b\x32$.rallypoint.rendezvous.v1.FormerRank\x12\x13\n\x0b\x66ormer_size\x18\x16 \x01(\x05\x12:\n\x0elast_round_end\x18\x17 \x01(\x0b\x32\".rallypoint.rendezvous.v1.RoundEnd\x12\x32\n\x06\x62reach\x18\x18 \x01(\x0b\x32\".rallypoint.rendezvous.v1.RoundEnd\x12\x38\n\x07\x66\x61ilure\x18\x19 \x01(\x0b\x32\'.rallypoint.rendezvous.v1.WorkerFailure\x12\x31\n\x07run_end\x18\x1a \x01(\x0b\x32 .rallypoint.rendezvous.v1.RunEnd\x12\x33\n\x08restarts\x18\x1b \x03(\x0b\x32!.rallypoint.rendezvous.v1.Restart\x12\x16\n\x0equick_restarts\x18\x1c \x01(\x05\x12>\n\x0e\x66\x61iled_workers\x18\x1d \x03(\x0b\x32&.rallypoint.rendezvous.v1.FailedWorker\x12\x42\n\x11permanent_failure\x18\x1e \x01(\x0b\x32\'.rallypoint.rendezvous.v1.WorkerFailure\x12\x1c\n\x14\x66ormer_fencing_token\x18\x1f \x01(\x03\x12\x15\n\rcounted_round\x18  \x01(\x05\x12\x11\n\tnewcomers\x18! \x03(\t\x12\x18\n\x10\x66\x61iled_scale_ups\x18\" \x01(\x05\x12\x45\n\x13\x66\x61iled_scale_ups_of\x18# \x03(\x0b\x32(.rallypoint.rendezvous.v1.FailedScaleUps\x12\x13\n\x0bincarnation\x18$ \x01(\t\"0\n\x0e\x46\x61iledScaleUps\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\r\n\x05\x63ount\x18\x02 \x01(\x05\"S\n\x07Restart\x12\r\n\x05round\x18\x01 \x01(\x05\x12\x0f\n\x07node_id\x18\x02 \x01(\t\x12(\n\x04time\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"3\n\x0c\x46\x61iledWorker\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x12\n\nlocal_rank\x18\x02 \x01(\x05\"1\n\nFormerRank\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x12\n\ngroup_rank\x18\x02 \x01(\x05*\xea\x01\n\nLossReason\x12\x1b\n\x17LOSS_REASON_UNSPECIFIED\x10\x00\x12\x1d\n\x19LOSS_REASON_LEASE_EXPIRED\x10\x01\x12\x1c\n\x18LOSS_REASON_DISCONNECTED\x10\x02\x12\x1a\n\x16LOSS_REASON_SUPERSEDED\x10\x03\x12!\n\x1dLOSS_REASON_CONFIRM_TIMED_OUT\x10\x04\x12\x1e\n\x1aLOSS_REASON_JOIN_TIMED_OUT\x10\x05\x12#\n\x1fLOSS_REASON_DEPARTURE_TIMED_OUT\x10\x06\x42\x9c\x01\n\x18rallypoint.rendezvous.v1P\x01Z%rallypoint/rendezvous/v1;rendezvousv1\xa2\x02\x03RPR\xaa\x02\x18Rallypoint.Rendezvous.V1\xca\x02\x18Rallypoint\\Rendezvous\\V1\xea\x02\x1aRallypoint::Rendezvous::V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,52 +34,52 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'rallypoint.rendezvous.v1.jo
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'\n\030rallypoint.rendezvous.v1P\001Z%rallypoint/rendezvous/v1;rendezvousv1\242\002\003RPR\252\002\030Rallypoint.Rendezvous.V1\312\002\030Rallypoint\\Rendezvous\\V1\352\002\032Rallypoint::Rendezvous::V1'
-  _globals['_LOSSREASON']._serialized_start=4257
-  _globals['_LOSSREASON']._serialized_end=4491
+  _globals['_LOSSREASON']._serialized_start=4285
+  _globals['_LOSSREASON']._serialized_end=4519
   _globals['_JOURNALRECORD']._serialized_start=153
   _globals['_JOURNALRECORD']._serialized_end=1347
   _globals['_RUNCREATED']._serialized_start=1349
   _globals['_RUNCREATED']._serialized_end=1439
   _globals['_NODEJOINED']._serialized_start=1442
-  _globals['_NODEJOINED']._serialized_end=1594
-  _globals['_NODELOST']._serialized_start=1596
-  _globals['_NODELOST']._serialized_end=1699
-  _globals['_NODELEFT']._serialized_start=1701
-  _globals['_NODELEFT']._serialized_end=1744
-  _globals['_SEAT']._serialized_start=1747
-  _globals['_SEAT']._serialized_end=1884
-  _globals['_NODEDEPARTING']._serialized_start=1886
-  _globals['_NODEDEPARTING']._serialized_end=1934
-  _globals['_ROUNDFROZEN']._serialized_start=1936
-  _globals['_ROUNDFROZEN']._serialized_end=2011
-  _globals['_NODECONFIRMED']._serialized_start=2013
-  _globals['_NODECONFIRMED']._serialized_end=2081
-  _globals['_ROUNDFINALIZED']._serialized_start=2083
-  _globals['_ROUNDFINALIZED']._serialized_end=2114
-  _globals['_WORKERFAILED']._serialized_start=2116
-  _globals['_WORKERFAILED']._serialized_end=2206
-  _globals['_NODESUCCEEDED']._serialized_start=2208
-  _globals['_NODESUCCEEDED']._serialized_end=2255
-  _globals['_ROUNDENDED']._serialized_start=2258
-  _globals['_ROUNDENDED']._serialized_end=2444
-  _globals['_RUNCLOSED']._serialized_start=2446
-  _globals['_RUNCLOSED']._serialized_end=2504
-  _globals['_NODEEVICTED']._serialized_start=2506
-  _globals['_NODEEVICTED']._serialized_end=2587
-  _globals['_NODEREADMITTED']._serialized_start=2589
-  _globals['_NODEREADMITTED']._serialized_end=2638
-  _globals['_RESTARTREQUESTED']._serialized_start=2640
-  _globals['_RESTARTREQUESTED']._serialized_end=2689
-  _globals['_EXITBARRIERPASSED']._serialized_start=2691
-  _globals['_EXITBARRIERPASSED']._serialized_end=2725
-  _globals['_RUNSNAPSHOT']._serialized_start=2728
-  _globals['_RUNSNAPSHOT']._serialized_end=4015
-  _globals['_FAILEDSCALEUPS']._serialized_start=4017
-  _globals['_FAILEDSCALEUPS']._serialized_end=4065
-  _globals['_RESTART']._serialized_start=4067
-  _globals['_RESTART']._serialized_end=4150
-  _globals['_FAILEDWORKER']._serialized_start=4152
-  _globals['_FAILEDWORKER']._serialized_end=4203
-  _globals['_FORMERRANK']._serialized_start=4205
-  _globals['_FORMERRANK']._serialized_end=4254
+  _globals['_NODEJOINED']._serialized_end=1622
+  _globals['_NODELOST']._serialized_start=1624
+  _globals['_NODELOST']._serialized_end=1727
+  _globals['_NODELEFT']._serialized_start=1729
+  _globals['_NODELEFT']._serialized_end=1772
+  _globals['_SEAT']._serialized_start=1775
+  _globals['_SEAT']._serialized_end=1912
+  _globals['_NODEDEPARTING']._serialized_start=1914
+  _globals['_NODEDEPARTING']._serialized_end=1962
+  _globals['_ROUNDFROZEN']._serialized_start=1964
+  _globals['_ROUNDFROZEN']._serialized_end=2039
+  _globals['_NODECONFIRMED']._serialized_start=2041
+  _globals['_NODECONFIRMED']._serialized_end=2109
+  _globals['_ROUNDFINALIZED']._serialized_start=2111
+  _globals['_ROUNDFINALIZED']._serialized_end=2142
+  _globals['_WORKERFAILED']._serialized_start=2144
+  _globals['_WORKERFAILED']._serialized_end=2234
+  _globals['_NODESUCCEEDED']._serialized_start=2236
+  _globals['_NODESUCCEEDED']._serialized_end=2283
+  _globals['_ROUNDENDED']._serialized_start=2286
+  _globals['_ROUNDENDED']._serialized_end=2472
+  _globals['_RUNCLOSED']._serialized_start=2474
+  _globals['_RUNCLOSED']._serialized_end=2532
+  _globals['_NODEEVICTED']._serialized_start=2534
+  _globals['_NODEEVICTED']._serialized_end=2615
+  _globals['_NODEREADMITTED']._serialized_start=2617
+  _globals['_NODEREADMITTED']._serialized_end=2666
+  _globals['_RESTARTREQUESTED']._serialized_start=2668
+  _globals['_RESTARTREQUESTED']._serialized_end=2717
+  _globals['_EXITBARRIERPASSED']._serialized_start=2719
+  _globals['_EXITBARRIERPASSED']._serialized_end=2753
+  _globals['_RUNSNAPSHOT']._serialized_start=2756
+  _globals['_RUNSNAPSHOT']._serialized_end=4043
+  _globals['_FAILEDSCALEUPS']._serialized_start=4045
+  _globals['_FAILEDSCALEUPS']._serialized_end=4093
+  _globals['_RESTART']._serialized_start=4095
+  _globals['_RESTART']._serialized_end=4178
+  _globals['_FAILEDWORKER']._serialized_start=4180
+  _globals['_FAILEDWORKER']._serialized_end=4231
+  _globals['_FORMERRANK']._serialized_start=4233
+  _globals['_FORMERRANK']._serialized_end=4282
 # @@protoc_insertion_point(module_scope)

@@ -245,6 +245,7 @@ class NodeJoined(_message.Message):
     TOPOLOGY_FIELD_NUMBER: _builtins.int
     TOKEN_FIELD_NUMBER: _builtins.int
     IDENTITY_FIELD_NUMBER: _builtins.int
+    SUPERVISOR_ADDRESS_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     """The node."""
     lease: _builtins.int
@@ -261,6 +262,8 @@ class NodeJoined(_message.Message):
     """Lease.token. Empty: written by an older version."""
     identity: _builtins.str
     """Name of the client in its certificate or token; only a client of that name may supersede the lease. Empty: unknown."""
+    supervisor_address: _builtins.str
+    """Address of its agent's SupervisorService."""
     def __init__(
         self,
         *,
@@ -272,10 +275,11 @@ class NodeJoined(_message.Message):
         topology: _builtins.str = ...,
         token: _builtins.bytes = ...,
         identity: _builtins.str = ...,
+        supervisor_address: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "identity", b"identity", "lease", b"lease", "local_world_size", b"local_world_size", "node_id", b"node_id", "role", b"role", "token", b"token", "topology", b"topology"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "identity", b"identity", "lease", b"lease", "local_world_size", b"local_world_size", "node_id", b"node_id", "role", b"role", "supervisor_address", b"supervisor_address", "token", b"token", "topology", b"topology"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

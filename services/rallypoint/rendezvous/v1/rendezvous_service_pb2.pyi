@@ -586,6 +586,7 @@ class JoinRun(_message.Message):
     LOCAL_WORLD_SIZE_FIELD_NUMBER: _builtins.int
     ROLE_FIELD_NUMBER: _builtins.int
     TOPOLOGY_FIELD_NUMBER: _builtins.int
+    SUPERVISOR_ADDRESS_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Name of the run, chosen by its user; at most 256 bytes."""
     node_id: _builtins.str
@@ -602,6 +603,10 @@ class JoinRun(_message.Message):
     """Location of the node, from the outermost level to the innermost, as in "hall2/rack7/switch1"; at most 256
     bytes. Used by the rank policy TOPOLOGY.
     """
+    supervisor_address: _builtins.str
+    """Address of the SupervisorService of the node's agent, as host:port or unix:/path, at most 256 bytes: shown by
+    GetRun, so that the agents of a run can be found. Empty: the agent serves none that others can reach.
+    """
     @_builtins.property
     def settings(self) -> Global___RunSettings:
         """Settings of the run."""
@@ -616,10 +621,11 @@ class JoinRun(_message.Message):
         local_world_size: _builtins.int = ...,
         role: _builtins.str = ...,
         topology: _builtins.str = ...,
+        supervisor_address: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["settings", b"settings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "local_world_size", b"local_world_size", "node_id", b"node_id", "role", b"role", "run_id", b"run_id", "settings", b"settings", "topology", b"topology"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "local_world_size", b"local_world_size", "node_id", b"node_id", "role", b"role", "run_id", b"run_id", "settings", b"settings", "supervisor_address", b"supervisor_address", "topology", b"topology"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -636,7 +642,7 @@ class ResumeRun(_message.Message):
     RUN_ID_FIELD_NUMBER: _builtins.int
     NODE_ID_FIELD_NUMBER: _builtins.int
     LEASE_FIELD_NUMBER: _builtins.int
-    REVISION_FIELD_NUMBER: _builtins.int
+    AFTER_REVISION_FIELD_NUMBER: _builtins.int
     TOKEN_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Name of the run."""
@@ -644,7 +650,7 @@ class ResumeRun(_message.Message):
     """Name of the node."""
     lease: _builtins.int
     """The lease that the node holds."""
-    revision: _builtins.int
+    after_revision: _builtins.int
     """The last revision that the node received."""
     token: _builtins.bytes
     """Lease.token."""
@@ -654,12 +660,12 @@ class ResumeRun(_message.Message):
         run_id: _builtins.str = ...,
         node_id: _builtins.str = ...,
         lease: _builtins.int = ...,
-        revision: _builtins.int = ...,
+        after_revision: _builtins.int = ...,
         token: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease", b"lease", "node_id", b"node_id", "revision", b"revision", "run_id", b"run_id", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after_revision", b"after_revision", "lease", b"lease", "node_id", b"node_id", "run_id", b"run_id", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -787,13 +793,13 @@ class WorkerFailure(_message.Message):
         self,
         *,
         round: _builtins.int = ...,
-        rank: _builtins.int = ...,
-        local_rank: _builtins.int = ...,
+        rank: _builtins.int | None = ...,
+        local_rank: _builtins.int | None = ...,
         role: _builtins.str = ...,
         node_id: _builtins.str = ...,
         host: _builtins.str = ...,
         pid: _builtins.int = ...,
-        exit_code: _builtins.int = ...,
+        exit_code: _builtins.int | None = ...,
         time: _timestamp_pb2.Timestamp | None = ...,
         message: _builtins.str = ...,
         traceback: _builtins.str = ...,
@@ -803,11 +809,22 @@ class WorkerFailure(_message.Message):
         permanent: _builtins.bool = ...,
         core_file: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "time", b"time"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_exit_code", b"_exit_code", "_local_rank", b"_local_rank", "_rank", b"_rank", "age", b"age", "exit_code", b"exit_code", "local_rank", b"local_rank", "rank", b"rank", "time", b"time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "core_file", b"core_file", "exit_code", b"exit_code", "host", b"host", "kind", b"kind", "local_rank", b"local_rank", "log_file", b"log_file", "message", b"message", "node_id", b"node_id", "permanent", b"permanent", "pid", b"pid", "rank", b"rank", "role", b"role", "round", b"round", "time", b"time", "traceback", b"traceback"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_exit_code", b"_exit_code", "_local_rank", b"_local_rank", "_rank", b"_rank", "age", b"age", "core_file", b"core_file", "exit_code", b"exit_code", "host", b"host", "kind", b"kind", "local_rank", b"local_rank", "log_file", b"log_file", "message", b"message", "node_id", b"node_id", "permanent", b"permanent", "pid", b"pid", "rank", b"rank", "role", b"role", "round", b"round", "time", b"time", "traceback", b"traceback"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__exit_code: _TypeAlias = _typing.Literal["exit_code"]  # noqa: Y015
+    _WhichOneofArgType__exit_code: _TypeAlias = _typing.Literal["_exit_code", b"_exit_code"]  # noqa: Y015
+    _WhichOneofReturnType__local_rank: _TypeAlias = _typing.Literal["local_rank"]  # noqa: Y015
+    _WhichOneofArgType__local_rank: _TypeAlias = _typing.Literal["_local_rank", b"_local_rank"]  # noqa: Y015
+    _WhichOneofReturnType__rank: _TypeAlias = _typing.Literal["rank"]  # noqa: Y015
+    _WhichOneofArgType__rank: _TypeAlias = _typing.Literal["_rank", b"_rank"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__exit_code) -> _WhichOneofReturnType__exit_code | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__local_rank) -> _WhichOneofReturnType__local_rank | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__rank) -> _WhichOneofReturnType__rank | None: ...
 
 Global___WorkerFailure: _TypeAlias = WorkerFailure  # noqa: Y015
 
@@ -929,14 +946,14 @@ class Lease(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    LEASE_FIELD_NUMBER: _builtins.int
+    NUMBER_FIELD_NUMBER: _builtins.int
     TIME_TO_LIVE_FIELD_NUMBER: _builtins.int
     KEEP_ALIVE_INTERVAL_FIELD_NUMBER: _builtins.int
     REVISION_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
     TOKEN_FIELD_NUMBER: _builtins.int
-    lease: _builtins.int
-    """The lease's number; grows over the life of a run, so the older of two is the stale one."""
+    number: _builtins.int
+    """Its number, which other messages have as `lease`; grows over the life of a run, so the older of two is the stale one."""
     revision: _builtins.int
     """Revision of the run."""
     incarnation: _builtins.str
@@ -960,7 +977,7 @@ class Lease(_message.Message):
     def __init__(
         self,
         *,
-        lease: _builtins.int = ...,
+        number: _builtins.int = ...,
         time_to_live: _duration_pb2.Duration | None = ...,
         keep_alive_interval: _duration_pb2.Duration | None = ...,
         revision: _builtins.int = ...,
@@ -969,7 +986,7 @@ class Lease(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["keep_alive_interval", b"keep_alive_interval", "time_to_live", b"time_to_live"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "keep_alive_interval", b"keep_alive_interval", "lease", b"lease", "revision", b"revision", "time_to_live", b"time_to_live", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "keep_alive_interval", b"keep_alive_interval", "number", b"number", "revision", b"revision", "time_to_live", b"time_to_live", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1060,17 +1077,19 @@ class NodeUpdate(_message.Message):
         phase: Global___Phase.ValueType = ...,
         assignment: Global___Assignment | None = ...,
         last_round_end: Global___RoundEnd | None = ...,
-        restart_count: _builtins.int = ...,
+        restart_count: _builtins.int | None = ...,
         run_end: Global___RunEnd | None = ...,
         exit_barrier_passed: _builtins.bool = ...,
         held_back: _duration_pb2.Duration | None = ...,
         settling: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["assignment", b"assignment", "held_back", b"held_back", "last_round_end", b"last_round_end", "run_end", b"run_end"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_restart_count", b"_restart_count", "assignment", b"assignment", "held_back", b"held_back", "last_round_end", b"last_round_end", "restart_count", b"restart_count", "run_end", b"run_end"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignment", b"assignment", "exit_barrier_passed", b"exit_barrier_passed", "held_back", b"held_back", "last_round_end", b"last_round_end", "phase", b"phase", "restart_count", b"restart_count", "revision", b"revision", "run_end", b"run_end", "settling", b"settling"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_restart_count", b"_restart_count", "assignment", b"assignment", "exit_barrier_passed", b"exit_barrier_passed", "held_back", b"held_back", "last_round_end", b"last_round_end", "phase", b"phase", "restart_count", b"restart_count", "revision", b"revision", "run_end", b"run_end", "settling", b"settling"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__restart_count: _TypeAlias = _typing.Literal["restart_count"]  # noqa: Y015
+    _WhichOneofArgType__restart_count: _TypeAlias = _typing.Literal["_restart_count", b"_restart_count"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__restart_count) -> _WhichOneofReturnType__restart_count | None: ...
 
 Global___NodeUpdate: _TypeAlias = NodeUpdate  # noqa: Y015
 
@@ -1114,21 +1133,32 @@ class Assignment(_message.Message):
         self,
         *,
         round: _builtins.int = ...,
-        group_rank: _builtins.int = ...,
+        group_rank: _builtins.int | None = ...,
         group_world_size: _builtins.int = ...,
-        base_rank: _builtins.int = ...,
+        base_rank: _builtins.int | None = ...,
         world_size: _builtins.int = ...,
-        base_role_rank: _builtins.int = ...,
+        base_role_rank: _builtins.int | None = ...,
         role_world_size: _builtins.int = ...,
         master_address: _builtins.str = ...,
         master_port: _builtins.int = ...,
         fencing_token: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_base_rank", b"_base_rank", "_base_role_rank", b"_base_role_rank", "_group_rank", b"_group_rank", "base_rank", b"base_rank", "base_role_rank", b"base_role_rank", "group_rank", b"group_rank"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_rank", b"base_rank", "base_role_rank", b"base_role_rank", "fencing_token", b"fencing_token", "group_rank", b"group_rank", "group_world_size", b"group_world_size", "master_address", b"master_address", "master_port", b"master_port", "role_world_size", b"role_world_size", "round", b"round", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_base_rank", b"_base_rank", "_base_role_rank", b"_base_role_rank", "_group_rank", b"_group_rank", "base_rank", b"base_rank", "base_role_rank", b"base_role_rank", "fencing_token", b"fencing_token", "group_rank", b"group_rank", "group_world_size", b"group_world_size", "master_address", b"master_address", "master_port", b"master_port", "role_world_size", b"role_world_size", "round", b"round", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__base_rank: _TypeAlias = _typing.Literal["base_rank"]  # noqa: Y015
+    _WhichOneofArgType__base_rank: _TypeAlias = _typing.Literal["_base_rank", b"_base_rank"]  # noqa: Y015
+    _WhichOneofReturnType__base_role_rank: _TypeAlias = _typing.Literal["base_role_rank"]  # noqa: Y015
+    _WhichOneofArgType__base_role_rank: _TypeAlias = _typing.Literal["_base_role_rank", b"_base_role_rank"]  # noqa: Y015
+    _WhichOneofReturnType__group_rank: _TypeAlias = _typing.Literal["group_rank"]  # noqa: Y015
+    _WhichOneofArgType__group_rank: _TypeAlias = _typing.Literal["_group_rank", b"_group_rank"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__base_rank) -> _WhichOneofReturnType__base_rank | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__base_role_rank) -> _WhichOneofReturnType__base_role_rank | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__group_rank) -> _WhichOneofReturnType__group_rank | None: ...
 
 Global___Assignment: _TypeAlias = Assignment  # noqa: Y015
 
@@ -1205,15 +1235,9 @@ class GetRunRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     RUN_ID_FIELD_NUMBER: _builtins.int
-    PAGE_SIZE_FIELD_NUMBER: _builtins.int
-    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     OWNER_ONLY_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Name of the run."""
-    page_size: _builtins.int
-    """Most nodes to return, at most 2,000; 0: 2,000."""
-    page_token: _builtins.str
-    """The next_page_token of the previous page; empty: the first page."""
     owner_only: _builtins.bool
     """Only the owner of the run may reply, because only it knows the connected nodes: other replicas refuse with
     NOT_OWNER. Without it any replica replies.
@@ -1222,13 +1246,11 @@ class GetRunRequest(_message.Message):
         self,
         *,
         run_id: _builtins.str = ...,
-        page_size: _builtins.int = ...,
-        page_token: _builtins.str = ...,
         owner_only: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["owner_only", b"owner_only", "page_size", b"page_size", "page_token", b"page_token", "run_id", b"run_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["owner_only", b"owner_only", "run_id", b"run_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1241,38 +1263,148 @@ class GetRunResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     RUN_FIELD_NUMBER: _builtins.int
-    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     DURABLE_ONLY_FIELD_NUMBER: _builtins.int
-    OWNER_FIELD_NUMBER: _builtins.int
-    next_page_token: _builtins.str
-    """Token of the next page; empty: this is the last."""
+    OWNER_ADDRESS_FIELD_NUMBER: _builtins.int
     durable_only: _builtins.bool
     """A replica that does not own the run replied, from the journal: the state is correct, but connections are not known,
     and every Node.connected is false.
     """
-    owner: _builtins.str
+    owner_address: _builtins.str
     """With durable_only: address of the replica that owns the run, host:port; empty: no replica owns it at the moment."""
     @_builtins.property
     def run(self) -> Global___Run:
-        """The run, with the nodes of this page. Pages with the same revision of the run belong to one state; if the run
-        changes between two pages, a node may be on both or on neither.
-        """
+        """The run."""
 
     def __init__(
         self,
         *,
         run: Global___Run | None = ...,
-        next_page_token: _builtins.str = ...,
         durable_only: _builtins.bool = ...,
-        owner: _builtins.str = ...,
+        owner_address: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["run", b"run"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["durable_only", b"durable_only", "next_page_token", b"next_page_token", "owner", b"owner", "run", b"run"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["durable_only", b"durable_only", "owner_address", b"owner_address", "run", b"run"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetRunResponse: _TypeAlias = GetRunResponse  # noqa: Y015
+
+@_typing.final
+class NodeFilter(_message.Message):
+    """NodeFilter selects nodes: those that match every field that is set. Lists have at most 1,000 entries."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_IDS_FIELD_NUMBER: _builtins.int
+    STATES_FIELD_NUMBER: _builtins.int
+    CONNECTED_FIELD_NUMBER: _builtins.int
+    connected: _builtins.bool
+    """True: with a stream open; false: without. Not set: either."""
+    @_builtins.property
+    def node_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """With one of these names."""
+
+    @_builtins.property
+    def states(self) -> _containers.RepeatedScalarFieldContainer[Global___NodeState.ValueType]:
+        """In one of these states."""
+
+    def __init__(
+        self,
+        *,
+        node_ids: _abc.Iterable[_builtins.str] | None = ...,
+        states: _abc.Iterable[Global___NodeState.ValueType] | None = ...,
+        connected: _builtins.bool | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_connected", b"_connected", "connected", b"connected"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_connected", b"_connected", "connected", b"connected", "node_ids", b"node_ids", "states", b"states"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__connected: _TypeAlias = _typing.Literal["connected"]  # noqa: Y015
+    _WhichOneofArgType__connected: _TypeAlias = _typing.Literal["_connected", b"_connected"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__connected) -> _WhichOneofReturnType__connected | None: ...
+
+Global___NodeFilter: _TypeAlias = NodeFilter  # noqa: Y015
+
+@_typing.final
+class ListNodesRequest(_message.Message):
+    """ListNodesRequest requests a page of nodes."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    FILTER_FIELD_NUMBER: _builtins.int
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    OWNER_ONLY_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """Name of the run."""
+    page_size: _builtins.int
+    """Most nodes to return: 2,000 by default, and at most."""
+    page_token: _builtins.str
+    """The next_page_token of the previous page; empty: the first page."""
+    owner_only: _builtins.bool
+    """As in GetRunRequest. Set it if you filter by `connected`."""
+    @_builtins.property
+    def filter(self) -> Global___NodeFilter:
+        """Nodes to return; absent: all."""
+
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        filter: Global___NodeFilter | None = ...,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
+        owner_only: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["filter", b"filter"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["filter", b"filter", "owner_only", b"owner_only", "page_size", b"page_size", "page_token", b"page_token", "run_id", b"run_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListNodesRequest: _TypeAlias = ListNodesRequest  # noqa: Y015
+
+@_typing.final
+class ListNodesResponse(_message.Message):
+    """ListNodesResponse is a page of nodes."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODES_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    REVISION_FIELD_NUMBER: _builtins.int
+    DURABLE_ONLY_FIELD_NUMBER: _builtins.int
+    OWNER_ADDRESS_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    """Token of the next page; empty: this is the last."""
+    revision: _builtins.int
+    """Revision of the run: pages with the same one belong to one state."""
+    durable_only: _builtins.bool
+    """As in GetRunResponse."""
+    owner_address: _builtins.str
+    """As in GetRunResponse."""
+    @_builtins.property
+    def nodes(self) -> _containers.RepeatedCompositeFieldContainer[Global___Node]:
+        """The nodes."""
+
+    def __init__(
+        self,
+        *,
+        nodes: _abc.Iterable[Global___Node] | None = ...,
+        next_page_token: _builtins.str = ...,
+        revision: _builtins.int = ...,
+        durable_only: _builtins.bool = ...,
+        owner_address: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["durable_only", b"durable_only", "next_page_token", b"next_page_token", "nodes", b"nodes", "owner_address", b"owner_address", "revision", b"revision"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListNodesResponse: _TypeAlias = ListNodesResponse  # noqa: Y015
 
 @_typing.final
 class ListRunsRequest(_message.Message):
@@ -1283,7 +1415,7 @@ class ListRunsRequest(_message.Message):
     PAGE_SIZE_FIELD_NUMBER: _builtins.int
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     page_size: _builtins.int
-    """Most runs to return, at most 1,000; 0: 200. A page may have fewer and not be the last: its size is limited."""
+    """Most runs to return: 200 by default, at most 1,000. A page may have fewer and not be the last: its size is limited."""
     page_token: _builtins.str
     """The next_page_token of the previous page; empty: the first page. Runs that begin or end between two pages may be
     missing; all others are listed once.
@@ -1337,20 +1469,20 @@ class WatchRunRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     RUN_ID_FIELD_NUMBER: _builtins.int
-    REVISION_FIELD_NUMBER: _builtins.int
+    AFTER_REVISION_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Name of the run."""
-    revision: _builtins.int
+    after_revision: _builtins.int
     """Last revision received; 0: none, the present state is sent at once."""
     def __init__(
         self,
         *,
         run_id: _builtins.str = ...,
-        revision: _builtins.int = ...,
+        after_revision: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["revision", b"revision", "run_id", b"run_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after_revision", b"after_revision", "run_id", b"run_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1530,13 +1662,11 @@ class Run(_message.Message):
 
     @_builtins.property
     def nodes(self) -> _containers.RepeatedCompositeFieldContainer[Global___Node]:
-        """Participants by group rank, then the wait list in order. Empty in ListRuns; a page of them in GetRun, the first
-        2,000 in WatchRun.
-        """
+        """Participants by group rank, then the wait list in order: the first 2,000. Empty in ListRuns."""
 
     @_builtins.property
     def evicted_node_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Names of evicted nodes, which are refused. Empty in ListRuns; in GetRun only on the first page."""
+        """Names of evicted nodes, which are refused. Empty in ListRuns."""
 
     @_builtins.property
     def held_back(self) -> _duration_pb2.Duration:
@@ -1548,26 +1678,49 @@ class Run(_message.Message):
         run_id: _builtins.str = ...,
         revision: _builtins.int = ...,
         phase: Global___Phase.ValueType = ...,
-        round: _builtins.int = ...,
-        world_size: _builtins.int = ...,
-        restart_count: _builtins.int = ...,
+        round: _builtins.int | None = ...,
+        world_size: _builtins.int | None = ...,
+        restart_count: _builtins.int | None = ...,
         settings: Global___RunSettings | None = ...,
         last_round_end: Global___RoundEnd | None = ...,
         run_end: Global___RunEnd | None = ...,
         nodes: _abc.Iterable[Global___Node] | None = ...,
-        node_count: _builtins.int = ...,
-        succeeded_count: _builtins.int = ...,
+        node_count: _builtins.int | None = ...,
+        succeeded_count: _builtins.int | None = ...,
         exit_barrier_passed: _builtins.bool = ...,
         evicted_node_ids: _abc.Iterable[_builtins.str] | None = ...,
-        counted_restarts: _builtins.int = ...,
+        counted_restarts: _builtins.int | None = ...,
         held_back: _duration_pb2.Duration | None = ...,
         broken: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["held_back", b"held_back", "last_round_end", b"last_round_end", "run_end", b"run_end", "settings", b"settings"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_counted_restarts", b"_counted_restarts", "_node_count", b"_node_count", "_restart_count", b"_restart_count", "_round", b"_round", "_succeeded_count", b"_succeeded_count", "_world_size", b"_world_size", "counted_restarts", b"counted_restarts", "held_back", b"held_back", "last_round_end", b"last_round_end", "node_count", b"node_count", "restart_count", b"restart_count", "round", b"round", "run_end", b"run_end", "settings", b"settings", "succeeded_count", b"succeeded_count", "world_size", b"world_size"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["broken", b"broken", "counted_restarts", b"counted_restarts", "evicted_node_ids", b"evicted_node_ids", "exit_barrier_passed", b"exit_barrier_passed", "held_back", b"held_back", "last_round_end", b"last_round_end", "node_count", b"node_count", "nodes", b"nodes", "phase", b"phase", "restart_count", b"restart_count", "revision", b"revision", "round", b"round", "run_end", b"run_end", "run_id", b"run_id", "settings", b"settings", "succeeded_count", b"succeeded_count", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_counted_restarts", b"_counted_restarts", "_node_count", b"_node_count", "_restart_count", b"_restart_count", "_round", b"_round", "_succeeded_count", b"_succeeded_count", "_world_size", b"_world_size", "broken", b"broken", "counted_restarts", b"counted_restarts", "evicted_node_ids", b"evicted_node_ids", "exit_barrier_passed", b"exit_barrier_passed", "held_back", b"held_back", "last_round_end", b"last_round_end", "node_count", b"node_count", "nodes", b"nodes", "phase", b"phase", "restart_count", b"restart_count", "revision", b"revision", "round", b"round", "run_end", b"run_end", "run_id", b"run_id", "settings", b"settings", "succeeded_count", b"succeeded_count", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__counted_restarts: _TypeAlias = _typing.Literal["counted_restarts"]  # noqa: Y015
+    _WhichOneofArgType__counted_restarts: _TypeAlias = _typing.Literal["_counted_restarts", b"_counted_restarts"]  # noqa: Y015
+    _WhichOneofReturnType__node_count: _TypeAlias = _typing.Literal["node_count"]  # noqa: Y015
+    _WhichOneofArgType__node_count: _TypeAlias = _typing.Literal["_node_count", b"_node_count"]  # noqa: Y015
+    _WhichOneofReturnType__restart_count: _TypeAlias = _typing.Literal["restart_count"]  # noqa: Y015
+    _WhichOneofArgType__restart_count: _TypeAlias = _typing.Literal["_restart_count", b"_restart_count"]  # noqa: Y015
+    _WhichOneofReturnType__round: _TypeAlias = _typing.Literal["round"]  # noqa: Y015
+    _WhichOneofArgType__round: _TypeAlias = _typing.Literal["_round", b"_round"]  # noqa: Y015
+    _WhichOneofReturnType__succeeded_count: _TypeAlias = _typing.Literal["succeeded_count"]  # noqa: Y015
+    _WhichOneofArgType__succeeded_count: _TypeAlias = _typing.Literal["_succeeded_count", b"_succeeded_count"]  # noqa: Y015
+    _WhichOneofReturnType__world_size: _TypeAlias = _typing.Literal["world_size"]  # noqa: Y015
+    _WhichOneofArgType__world_size: _TypeAlias = _typing.Literal["_world_size", b"_world_size"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__counted_restarts) -> _WhichOneofReturnType__counted_restarts | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__node_count) -> _WhichOneofReturnType__node_count | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__restart_count) -> _WhichOneofReturnType__restart_count | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__round) -> _WhichOneofReturnType__round | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__succeeded_count) -> _WhichOneofReturnType__succeeded_count | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__world_size) -> _WhichOneofReturnType__world_size | None: ...
 
 Global___Run: _TypeAlias = Run  # noqa: Y015
 
@@ -1588,6 +1741,7 @@ class Node(_message.Message):
     LEASE_FIELD_NUMBER: _builtins.int
     COUNTED_RESTARTS_FIELD_NUMBER: _builtins.int
     WATCHDOG_TROUBLE_FIELD_NUMBER: _builtins.int
+    SUPERVISOR_ADDRESS_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     """Name of the node."""
     address: _builtins.str
@@ -1608,6 +1762,8 @@ class Node(_message.Message):
     """Restarts that its workers caused and that count against max_restarts_per_node; 0 if that is 0."""
     watchdog_trouble: _builtins.str
     """Heartbeat.watchdog_trouble of its last heartbeat. Known only where `connected` is known."""
+    supervisor_address: _builtins.str
+    """JoinRun.supervisor_address."""
     @_builtins.property
     def assignment(self) -> Global___Assignment:
         """Its ranks in the round, if it is a participant."""
@@ -1624,14 +1780,17 @@ class Node(_message.Message):
         connected: _builtins.bool = ...,
         topology: _builtins.str = ...,
         lease: _builtins.int = ...,
-        counted_restarts: _builtins.int = ...,
+        counted_restarts: _builtins.int | None = ...,
         watchdog_trouble: _builtins.str = ...,
+        supervisor_address: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["assignment", b"assignment"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_counted_restarts", b"_counted_restarts", "assignment", b"assignment", "counted_restarts", b"counted_restarts"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "assignment", b"assignment", "connected", b"connected", "counted_restarts", b"counted_restarts", "lease", b"lease", "local_world_size", b"local_world_size", "node_id", b"node_id", "role", b"role", "state", b"state", "topology", b"topology", "watchdog_trouble", b"watchdog_trouble"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_counted_restarts", b"_counted_restarts", "address", b"address", "assignment", b"assignment", "connected", b"connected", "counted_restarts", b"counted_restarts", "lease", b"lease", "local_world_size", b"local_world_size", "node_id", b"node_id", "role", b"role", "state", b"state", "supervisor_address", b"supervisor_address", "topology", b"topology", "watchdog_trouble", b"watchdog_trouble"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__counted_restarts: _TypeAlias = _typing.Literal["counted_restarts"]  # noqa: Y015
+    _WhichOneofArgType__counted_restarts: _TypeAlias = _typing.Literal["_counted_restarts", b"_counted_restarts"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__counted_restarts) -> _WhichOneofReturnType__counted_restarts | None: ...
 
 Global___Node: _TypeAlias = Node  # noqa: Y015
 
@@ -1644,6 +1803,7 @@ class RestartRunRequest(_message.Message):
     RUN_ID_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     ON_BEHALF_OF_FIELD_NUMBER: _builtins.int
+    ROUND_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Name of the run."""
     reason: _builtins.str
@@ -1652,18 +1812,25 @@ class RestartRunRequest(_message.Message):
     """The operator for whom an agent asks: its name, or else its address; at most 256 bytes. The event has it beside the
     agent's own name or address, as in "alice through host-3". Empty: the caller asks for itself.
     """
+    round: _builtins.int
+    """Restart only if this is the latest round, and refuse with ROUND_OVER otherwise: with it, the request may be
+    repeated. Not set: the latest round.
+    """
     def __init__(
         self,
         *,
         run_id: _builtins.str = ...,
         reason: _builtins.str = ...,
         on_behalf_of: _builtins.str = ...,
+        round: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_round", b"_round", "round", b"round"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["on_behalf_of", b"on_behalf_of", "reason", b"reason", "run_id", b"run_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_round", b"_round", "on_behalf_of", b"on_behalf_of", "reason", b"reason", "round", b"round", "run_id", b"run_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__round: _TypeAlias = _typing.Literal["round"]  # noqa: Y015
+    _WhichOneofArgType__round: _TypeAlias = _typing.Literal["_round", b"_round"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__round) -> _WhichOneofReturnType__round | None: ...
 
 Global___RestartRunRequest: _TypeAlias = RestartRunRequest  # noqa: Y015
 
@@ -1702,24 +1869,32 @@ class EvictNodeRequest(_message.Message):
     RUN_ID_FIELD_NUMBER: _builtins.int
     NODE_ID_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    LEASE_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Name of the run."""
     node_id: _builtins.str
     """Name of the node."""
     reason: _builtins.str
     """Why, for people; at most 1,024 bytes."""
+    lease: _builtins.int
+    """Evict the node only if it holds this lease, and refuse with LEASE_LOST otherwise: the node has joined again since,
+    or is not in the run. Not set: any lease, or none.
+    """
     def __init__(
         self,
         *,
         run_id: _builtins.str = ...,
         node_id: _builtins.str = ...,
         reason: _builtins.str = ...,
+        lease: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_lease", b"_lease", "lease", b"lease"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["node_id", b"node_id", "reason", b"reason", "run_id", b"run_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_lease", b"_lease", "lease", b"lease", "node_id", b"node_id", "reason", b"reason", "run_id", b"run_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__lease: _TypeAlias = _typing.Literal["lease"]  # noqa: Y015
+    _WhichOneofArgType__lease: _TypeAlias = _typing.Literal["_lease", b"_lease"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__lease) -> _WhichOneofReturnType__lease | None: ...
 
 Global___EvictNodeRequest: _TypeAlias = EvictNodeRequest  # noqa: Y015
 
@@ -1877,15 +2052,17 @@ class Event(_message.Message):
         group_world_size: _builtins.int = ...,
         world_size: _builtins.int = ...,
         earliest: _builtins.bool = ...,
-        counted_restarts: _builtins.int = ...,
+        counted_restarts: _builtins.int | None = ...,
         held_back: _duration_pb2.Duration | None = ...,
         actor: Global___Actor | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["actor", b"actor", "failure", b"failure", "held_back", b"held_back", "round_end", b"round_end", "run_end", b"run_end", "time", b"time"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_counted_restarts", b"_counted_restarts", "actor", b"actor", "counted_restarts", b"counted_restarts", "failure", b"failure", "held_back", b"held_back", "round_end", b"round_end", "run_end", b"run_end", "time", b"time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["actor", b"actor", "counted_restarts", b"counted_restarts", "detail", b"detail", "earliest", b"earliest", "failure", b"failure", "group_world_size", b"group_world_size", "held_back", b"held_back", "kind", b"kind", "node_id", b"node_id", "revision", b"revision", "round", b"round", "round_end", b"round_end", "run_end", b"run_end", "time", b"time", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_counted_restarts", b"_counted_restarts", "actor", b"actor", "counted_restarts", b"counted_restarts", "detail", b"detail", "earliest", b"earliest", "failure", b"failure", "group_world_size", b"group_world_size", "held_back", b"held_back", "kind", b"kind", "node_id", b"node_id", "revision", b"revision", "round", b"round", "round_end", b"round_end", "run_end", b"run_end", "time", b"time", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__counted_restarts: _TypeAlias = _typing.Literal["counted_restarts"]  # noqa: Y015
+    _WhichOneofArgType__counted_restarts: _TypeAlias = _typing.Literal["_counted_restarts", b"_counted_restarts"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__counted_restarts) -> _WhichOneofReturnType__counted_restarts | None: ...
 
 Global___Event: _TypeAlias = Event  # noqa: Y015
 
@@ -1981,7 +2158,7 @@ class ListEventsRequest(_message.Message):
     run_id: _builtins.str
     """Name of the run."""
     page_size: _builtins.int
-    """Most events to return, at most 10,000; 0: 1,000. A page may have fewer, even none, and not be the last: it is cut
+    """Most events to return: 1,000 by default, at most 10,000. A page may have fewer, even none, and not be the last: it is cut
     before it becomes too large, or when the server has searched enough events for one call.
     """
     page_token: _builtins.str
@@ -2050,11 +2227,11 @@ class WatchEventsRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     RUN_ID_FIELD_NUMBER: _builtins.int
-    REVISION_FIELD_NUMBER: _builtins.int
+    AFTER_REVISION_FIELD_NUMBER: _builtins.int
     FILTER_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Name of the run."""
-    revision: _builtins.int
+    after_revision: _builtins.int
     """The last revision received: the event after it comes first. 0: from the oldest event that is kept."""
     @_builtins.property
     def filter(self) -> Global___EventFilter:
@@ -2064,12 +2241,12 @@ class WatchEventsRequest(_message.Message):
         self,
         *,
         run_id: _builtins.str = ...,
-        revision: _builtins.int = ...,
+        after_revision: _builtins.int = ...,
         filter: Global___EventFilter | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["filter", b"filter"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["filter", b"filter", "revision", b"revision", "run_id", b"run_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after_revision", b"after_revision", "filter", b"filter", "run_id", b"run_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2162,14 +2339,16 @@ class ListReplicasResponse(_message.Message):
         answered_by: _builtins.str = ...,
         journal: _builtins.str = ...,
         shards: _builtins.int = ...,
-        free_shards: _builtins.int = ...,
+        free_shards: _builtins.int | None = ...,
         run: Global___RunPlace | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["run", b"run"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_free_shards", b"_free_shards", "free_shards", b"free_shards", "run", b"run"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answered_by", b"answered_by", "free_shards", b"free_shards", "journal", b"journal", "replicas", b"replicas", "run", b"run", "shards", b"shards"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_free_shards", b"_free_shards", "answered_by", b"answered_by", "free_shards", b"free_shards", "journal", b"journal", "replicas", b"replicas", "run", b"run", "shards", b"shards"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__free_shards: _TypeAlias = _typing.Literal["free_shards"]  # noqa: Y015
+    _WhichOneofArgType__free_shards: _TypeAlias = _typing.Literal["_free_shards", b"_free_shards"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__free_shards) -> _WhichOneofReturnType__free_shards | None: ...
 
 Global___ListReplicasResponse: _TypeAlias = ListReplicasResponse  # noqa: Y015
 
@@ -2206,14 +2385,16 @@ class Replica(_message.Message):
         address: _builtins.str = ...,
         instance: _builtins.str = ...,
         since: _timestamp_pb2.Timestamp | None = ...,
-        shards: _builtins.int = ...,
+        shards: _builtins.int | None = ...,
         leaving: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["since", b"since"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_shards", b"_shards", "shards", b"shards", "since", b"since"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "instance", b"instance", "leaving", b"leaving", "name", b"name", "shards", b"shards", "since", b"since"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_shards", b"_shards", "address", b"address", "instance", b"instance", "leaving", b"leaving", "name", b"name", "shards", b"shards", "since", b"since"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__shards: _TypeAlias = _typing.Literal["shards"]  # noqa: Y015
+    _WhichOneofArgType__shards: _TypeAlias = _typing.Literal["_shards", b"_shards"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__shards) -> _WhichOneofReturnType__shards | None: ...
 
 Global___Replica: _TypeAlias = Replica  # noqa: Y015
 
@@ -2224,25 +2405,27 @@ class RunPlace(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     SHARD_FIELD_NUMBER: _builtins.int
-    OWNER_FIELD_NUMBER: _builtins.int
-    ADDRESS_FIELD_NUMBER: _builtins.int
+    OWNER_NAME_FIELD_NUMBER: _builtins.int
+    OWNER_ADDRESS_FIELD_NUMBER: _builtins.int
     shard: _builtins.int
     """The shard of the run, from 0; never changes."""
-    owner: _builtins.str
+    owner_name: _builtins.str
     """Name of the replica that owns the shard; empty: none at the moment."""
-    address: _builtins.str
-    """Its address; empty: see `owner`."""
+    owner_address: _builtins.str
+    """Its address; empty: see `owner_name`."""
     def __init__(
         self,
         *,
-        shard: _builtins.int = ...,
-        owner: _builtins.str = ...,
-        address: _builtins.str = ...,
+        shard: _builtins.int | None = ...,
+        owner_name: _builtins.str = ...,
+        owner_address: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_shard", b"_shard", "shard", b"shard"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "owner", b"owner", "shard", b"shard"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_shard", b"_shard", "owner_address", b"owner_address", "owner_name", b"owner_name", "shard", b"shard"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__shard: _TypeAlias = _typing.Literal["shard"]  # noqa: Y015
+    _WhichOneofArgType__shard: _TypeAlias = _typing.Literal["_shard", b"_shard"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__shard) -> _WhichOneofReturnType__shard | None: ...
 
 Global___RunPlace: _TypeAlias = RunPlace  # noqa: Y015

@@ -28,18 +28,24 @@ if _version_not_supported:
 class RendezvousServiceStub(object):
     """RendezvousService keeps the membership of runs: the nodes of each run, its round, and the rank of each node.
 
+    Numbers for which 0 means something (ranks, counts, exit codes, shards) are `optional`: the server always sets them
+    where they apply, so that JSON shows rank 0, and no exit code differs from exit code 0.
+
+    Pages. A list takes the page_size that is wanted (0: the default; more than the maximum: the maximum) and the
+    next_page_token of the page before. Tokens are opaque, and only for the same request with another page_size.
+
     Replicas. If several replicas serve the same runs, each run is owned by one of them at a time. Any replica serves
     GetRun, ListRuns and ListEvents, from the journal. Everything else is served by the owner only; another replica
     refuses it with NOT_OWNER. An owner that has handed the run over does the same, and ends the streams of the run with
-    NOT_OWNER. The error's metadata has "run_id", and "owner": the address (host:port) of the replica that owns the run
-    now. Resume, or repeat the request, there at once. Without "owner" no replica owns the run at the moment, or this
+    NOT_OWNER. The error's metadata has "run_id", and "owner_address": the address (host:port) of the replica that owns the run
+    now. Resume, or repeat the request, there at once. Without "owner_address" no replica owns the run at the moment, or this
     replica does not know the owner: wait for RetryInfo.retry_delay, and call any replica. Limit the number of redirects
     that you follow: runs move, and a replica may be behind.
     - NOT_OWNER: nothing was done. Any request may be repeated, at the owner.
     - OWNERSHIP_LOST, with the same metadata: the request was in progress when the run moved to another replica, so it
     may have taken effect, or not. Joining, and every other message on a stream, may be sent twice. CloseRun,
-    EvictNode and ReadmitNode may be repeated; before you repeat a RestartRun, look at the run's events; before a
-    DeleteRun, at the run.
+    EvictNode and ReadmitNode may be repeated, and so may a RestartRun with `round`; before you repeat a DeleteRun,
+    look at the run.
 
     Errors: every error carries a google.rpc.ErrorInfo with domain "rallypoint" and one of these reasons.
     "Retry later" means: after RetryInfo.retry_delay.
@@ -51,6 +57,8 @@ class RendezvousServiceStub(object):
     unknown, other runs continue; metadata "run_id", "cause": kind of error
     FAILED_PRECONDITION  RUN_CLOSED         the run is over for good; metadata "outcome"
     FAILED_PRECONDITION  RUN_IN_USE         a run with nodes can't be deleted: close it first; metadata "nodes"
+    FAILED_PRECONDITION  ROUND_OVER         the round to restart is not the latest any more: it was restarted, or has
+    ended; metadata "current_round"
     FAILED_PRECONDITION  SETTINGS_DIFFER    the run exists with other settings; metadata names each
     FAILED_PRECONDITION  LEASE_LOST         the lease expired: join again, as a newcomer. With metadata
     "superseded_by", another agent joined under the node's name: do not join
@@ -69,7 +77,7 @@ class RendezvousServiceStub(object):
     RESOURCE_EXHAUSTED   TOO_MANY_SUBSCRIBERS  the run has as many watchers as it may: retry later
     RESOURCE_EXHAUSTED   TOO_MANY_WATCHERS  this client has as many open watches as it may; metadata "limit": retry later
     RESOURCE_EXHAUSTED   TOO_MANY_REQUESTS  this client sends too many requests, or too much on its stream: retry later
-    UNAVAILABLE          NOT_OWNER          nothing was done: another replica owns the run (metadata "owner": its
+    UNAVAILABLE          NOT_OWNER          nothing was done: another replica owns the run (metadata "owner_address": its
     address), or none can own it (metadata "cause": the reason)
     UNAVAILABLE          OWNERSHIP_LOST     the outcome is unknown: another replica took the run over; same metadata
     UNAVAILABLE          ETCD_UNAVAILABLE   nothing was done: this replica cannot reach etcd; call another one
@@ -96,6 +104,11 @@ class RendezvousServiceStub(object):
                 '/rallypoint.rendezvous.v1.RendezvousService/GetRun',
                 request_serializer=rallypoint_dot_rendezvous_dot_v1_dot_rendezvous__service__pb2.GetRunRequest.SerializeToString,
                 response_deserializer=rallypoint_dot_rendezvous_dot_v1_dot_rendezvous__service__pb2.GetRunResponse.FromString,
+                _registered_method=True)
+        self.ListNodes = channel.unary_unary(
+                '/rallypoint.rendezvous.v1.RendezvousService/ListNodes',
+                request_serializer=rallypoint_dot_rendezvous_dot_v1_dot_rendezvous__service__pb2.ListNodesRequest.SerializeToString,
+                response_deserializer=rallypoint_dot_rendezvous_dot_v1_dot_rendezvous__service__pb2.ListNodesResponse.FromString,
                 _registered_method=True)
         self.ListRuns = channel.unary_unary(
                 '/rallypoint.rendezvous.v1.RendezvousService/ListRuns',
@@ -152,18 +165,24 @@ class RendezvousServiceStub(object):
 class RendezvousServiceServicer(object):
     """RendezvousService keeps the membership of runs: the nodes of each run, its round, and the rank of each node.
 
+    Numbers for which 0 means something (ranks, counts, exit codes, shards) are `optional`: the server always sets them
+    where they apply, so that JSON shows rank 0, and no exit code differs from exit code 0.
+
+    Pages. A list takes the page_size that is wanted (0: the default; more than the maximum: the maximum) and the
+    next_page_token of the page before. Tokens are opaque, and only for the same request with another page_size.
+
     Replicas. If several replicas serve the same runs, each run is owned by one of them at a time. Any replica serves
     GetRun, ListRuns and ListEvents, from the journal. Everything else is served by the owner only; another replica
     refuses it with NOT_OWNER. An owner that has handed the run over does the same, and ends the streams of the run with
-    NOT_OWNER. The error's metadata has "run_id", and "owner": the address (host:port) of the replica that owns the run
-    now. Resume, or repeat the request, there at once. Without "owner" no replica owns the run at the moment, or this
+    NOT_OWNER. The error's metadata has "run_id", and "owner_address": the address (host:port) of the replica that owns the run
+    now. Resume, or repeat the request, there at once. Without "owner_address" no replica owns the run at the moment, or this
     replica does not know the owner: wait for RetryInfo.retry_delay, and call any replica. Limit the number of redirects
     that you follow: runs move, and a replica may be behind.
     - NOT_OWNER: nothing was done. Any request may be repeated, at the owner.
     - OWNERSHIP_LOST, with the same metadata: the request was in progress when the run moved to another replica, so it
     may have taken effect, or not. Joining, and every other message on a stream, may be sent twice. CloseRun,
-    EvictNode and ReadmitNode may be repeated; before you repeat a RestartRun, look at the run's events; before a
-    DeleteRun, at the run.
+    EvictNode and ReadmitNode may be repeated, and so may a RestartRun with `round`; before you repeat a DeleteRun,
+    look at the run.
 
     Errors: every error carries a google.rpc.ErrorInfo with domain "rallypoint" and one of these reasons.
     "Retry later" means: after RetryInfo.retry_delay.
@@ -175,6 +194,8 @@ class RendezvousServiceServicer(object):
     unknown, other runs continue; metadata "run_id", "cause": kind of error
     FAILED_PRECONDITION  RUN_CLOSED         the run is over for good; metadata "outcome"
     FAILED_PRECONDITION  RUN_IN_USE         a run with nodes can't be deleted: close it first; metadata "nodes"
+    FAILED_PRECONDITION  ROUND_OVER         the round to restart is not the latest any more: it was restarted, or has
+    ended; metadata "current_round"
     FAILED_PRECONDITION  SETTINGS_DIFFER    the run exists with other settings; metadata names each
     FAILED_PRECONDITION  LEASE_LOST         the lease expired: join again, as a newcomer. With metadata
     "superseded_by", another agent joined under the node's name: do not join
@@ -193,7 +214,7 @@ class RendezvousServiceServicer(object):
     RESOURCE_EXHAUSTED   TOO_MANY_SUBSCRIBERS  the run has as many watchers as it may: retry later
     RESOURCE_EXHAUSTED   TOO_MANY_WATCHERS  this client has as many open watches as it may; metadata "limit": retry later
     RESOURCE_EXHAUSTED   TOO_MANY_REQUESTS  this client sends too many requests, or too much on its stream: retry later
-    UNAVAILABLE          NOT_OWNER          nothing was done: another replica owns the run (metadata "owner": its
+    UNAVAILABLE          NOT_OWNER          nothing was done: another replica owns the run (metadata "owner_address": its
     address), or none can own it (metadata "cause": the reason)
     UNAVAILABLE          OWNERSHIP_LOST     the outcome is unknown: another replica took the run over; same metadata
     UNAVAILABLE          ETCD_UNAVAILABLE   nothing was done: this replica cannot reach etcd; call another one
@@ -223,7 +244,15 @@ class RendezvousServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetRun(self, request, context):
-        """GetRun returns the present state of a run with its nodes, in pages if there are more nodes than fit one page.
+        """GetRun returns the present state of a run with its first 2,000 nodes; ListNodes has the others.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListNodes(self, request, context):
+        """ListNodes returns the nodes of a run that match a filter, a page at a time: participants by group rank, then the
+        wait list in order. If the run changes between two pages, a node may be on both or on neither.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -239,7 +268,7 @@ class RendezvousServiceServicer(object):
     def WatchRun(self, request, context):
         """WatchRun streams a run: its present state first, then the latest state after changes, until the run is closed. A
         client that reconnects sends the last revision it received, and does not receive that revision again. If a run has
-        more than 2,000 nodes, the stream has the first 2,000; GetRun has the others. A run that changes quickly, and is
+        more than 2,000 nodes, the stream has the first 2,000; ListNodes has the others. A run that changes quickly, and is
         large or has many watchers, is sent at intervals: the first state is then up to a second old, and the present one
         follows.
         """
@@ -328,6 +357,11 @@ def add_RendezvousServiceServicer_to_server(servicer, server):
                     request_deserializer=rallypoint_dot_rendezvous_dot_v1_dot_rendezvous__service__pb2.GetRunRequest.FromString,
                     response_serializer=rallypoint_dot_rendezvous_dot_v1_dot_rendezvous__service__pb2.GetRunResponse.SerializeToString,
             ),
+            'ListNodes': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListNodes,
+                    request_deserializer=rallypoint_dot_rendezvous_dot_v1_dot_rendezvous__service__pb2.ListNodesRequest.FromString,
+                    response_serializer=rallypoint_dot_rendezvous_dot_v1_dot_rendezvous__service__pb2.ListNodesResponse.SerializeToString,
+            ),
             'ListRuns': grpc.unary_unary_rpc_method_handler(
                     servicer.ListRuns,
                     request_deserializer=rallypoint_dot_rendezvous_dot_v1_dot_rendezvous__service__pb2.ListRunsRequest.FromString,
@@ -389,18 +423,24 @@ def add_RendezvousServiceServicer_to_server(servicer, server):
 class RendezvousService(object):
     """RendezvousService keeps the membership of runs: the nodes of each run, its round, and the rank of each node.
 
+    Numbers for which 0 means something (ranks, counts, exit codes, shards) are `optional`: the server always sets them
+    where they apply, so that JSON shows rank 0, and no exit code differs from exit code 0.
+
+    Pages. A list takes the page_size that is wanted (0: the default; more than the maximum: the maximum) and the
+    next_page_token of the page before. Tokens are opaque, and only for the same request with another page_size.
+
     Replicas. If several replicas serve the same runs, each run is owned by one of them at a time. Any replica serves
     GetRun, ListRuns and ListEvents, from the journal. Everything else is served by the owner only; another replica
     refuses it with NOT_OWNER. An owner that has handed the run over does the same, and ends the streams of the run with
-    NOT_OWNER. The error's metadata has "run_id", and "owner": the address (host:port) of the replica that owns the run
-    now. Resume, or repeat the request, there at once. Without "owner" no replica owns the run at the moment, or this
+    NOT_OWNER. The error's metadata has "run_id", and "owner_address": the address (host:port) of the replica that owns the run
+    now. Resume, or repeat the request, there at once. Without "owner_address" no replica owns the run at the moment, or this
     replica does not know the owner: wait for RetryInfo.retry_delay, and call any replica. Limit the number of redirects
     that you follow: runs move, and a replica may be behind.
     - NOT_OWNER: nothing was done. Any request may be repeated, at the owner.
     - OWNERSHIP_LOST, with the same metadata: the request was in progress when the run moved to another replica, so it
     may have taken effect, or not. Joining, and every other message on a stream, may be sent twice. CloseRun,
-    EvictNode and ReadmitNode may be repeated; before you repeat a RestartRun, look at the run's events; before a
-    DeleteRun, at the run.
+    EvictNode and ReadmitNode may be repeated, and so may a RestartRun with `round`; before you repeat a DeleteRun,
+    look at the run.
 
     Errors: every error carries a google.rpc.ErrorInfo with domain "rallypoint" and one of these reasons.
     "Retry later" means: after RetryInfo.retry_delay.
@@ -412,6 +452,8 @@ class RendezvousService(object):
     unknown, other runs continue; metadata "run_id", "cause": kind of error
     FAILED_PRECONDITION  RUN_CLOSED         the run is over for good; metadata "outcome"
     FAILED_PRECONDITION  RUN_IN_USE         a run with nodes can't be deleted: close it first; metadata "nodes"
+    FAILED_PRECONDITION  ROUND_OVER         the round to restart is not the latest any more: it was restarted, or has
+    ended; metadata "current_round"
     FAILED_PRECONDITION  SETTINGS_DIFFER    the run exists with other settings; metadata names each
     FAILED_PRECONDITION  LEASE_LOST         the lease expired: join again, as a newcomer. With metadata
     "superseded_by", another agent joined under the node's name: do not join
@@ -430,7 +472,7 @@ class RendezvousService(object):
     RESOURCE_EXHAUSTED   TOO_MANY_SUBSCRIBERS  the run has as many watchers as it may: retry later
     RESOURCE_EXHAUSTED   TOO_MANY_WATCHERS  this client has as many open watches as it may; metadata "limit": retry later
     RESOURCE_EXHAUSTED   TOO_MANY_REQUESTS  this client sends too many requests, or too much on its stream: retry later
-    UNAVAILABLE          NOT_OWNER          nothing was done: another replica owns the run (metadata "owner": its
+    UNAVAILABLE          NOT_OWNER          nothing was done: another replica owns the run (metadata "owner_address": its
     address), or none can own it (metadata "cause": the reason)
     UNAVAILABLE          OWNERSHIP_LOST     the outcome is unknown: another replica took the run over; same metadata
     UNAVAILABLE          ETCD_UNAVAILABLE   nothing was done: this replica cannot reach etcd; call another one
@@ -486,6 +528,33 @@ class RendezvousService(object):
             '/rallypoint.rendezvous.v1.RendezvousService/GetRun',
             rallypoint_dot_rendezvous_dot_v1_dot_rendezvous__service__pb2.GetRunRequest.SerializeToString,
             rallypoint_dot_rendezvous_dot_v1_dot_rendezvous__service__pb2.GetRunResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListNodes(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rallypoint.rendezvous.v1.RendezvousService/ListNodes',
+            rallypoint_dot_rendezvous_dot_v1_dot_rendezvous__service__pb2.ListNodesRequest.SerializeToString,
+            rallypoint_dot_rendezvous_dot_v1_dot_rendezvous__service__pb2.ListNodesResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -29,18 +29,24 @@ GRPC_VERSION: str
 class RendezvousServiceStub:
     """RendezvousService keeps the membership of runs: the nodes of each run, its round, and the rank of each node.
 
+    Numbers for which 0 means something (ranks, counts, exit codes, shards) are `optional`: the server always sets them
+    where they apply, so that JSON shows rank 0, and no exit code differs from exit code 0.
+
+    Pages. A list takes the page_size that is wanted (0: the default; more than the maximum: the maximum) and the
+    next_page_token of the page before. Tokens are opaque, and only for the same request with another page_size.
+
     Replicas. If several replicas serve the same runs, each run is owned by one of them at a time. Any replica serves
     GetRun, ListRuns and ListEvents, from the journal. Everything else is served by the owner only; another replica
     refuses it with NOT_OWNER. An owner that has handed the run over does the same, and ends the streams of the run with
-    NOT_OWNER. The error's metadata has "run_id", and "owner": the address (host:port) of the replica that owns the run
-    now. Resume, or repeat the request, there at once. Without "owner" no replica owns the run at the moment, or this
+    NOT_OWNER. The error's metadata has "run_id", and "owner_address": the address (host:port) of the replica that owns the run
+    now. Resume, or repeat the request, there at once. Without "owner_address" no replica owns the run at the moment, or this
     replica does not know the owner: wait for RetryInfo.retry_delay, and call any replica. Limit the number of redirects
     that you follow: runs move, and a replica may be behind.
       - NOT_OWNER: nothing was done. Any request may be repeated, at the owner.
       - OWNERSHIP_LOST, with the same metadata: the request was in progress when the run moved to another replica, so it
         may have taken effect, or not. Joining, and every other message on a stream, may be sent twice. CloseRun,
-        EvictNode and ReadmitNode may be repeated; before you repeat a RestartRun, look at the run's events; before a
-        DeleteRun, at the run.
+        EvictNode and ReadmitNode may be repeated, and so may a RestartRun with `round`; before you repeat a DeleteRun,
+        look at the run.
 
     Errors: every error carries a google.rpc.ErrorInfo with domain "rallypoint" and one of these reasons.
     "Retry later" means: after RetryInfo.retry_delay.
@@ -52,6 +58,8 @@ class RendezvousServiceStub:
                                               unknown, other runs continue; metadata "run_id", "cause": kind of error
       FAILED_PRECONDITION  RUN_CLOSED         the run is over for good; metadata "outcome"
       FAILED_PRECONDITION  RUN_IN_USE         a run with nodes can't be deleted: close it first; metadata "nodes"
+      FAILED_PRECONDITION  ROUND_OVER         the round to restart is not the latest any more: it was restarted, or has
+                                              ended; metadata "current_round"
       FAILED_PRECONDITION  SETTINGS_DIFFER    the run exists with other settings; metadata names each
       FAILED_PRECONDITION  LEASE_LOST         the lease expired: join again, as a newcomer. With metadata
                                               "superseded_by", another agent joined under the node's name: do not join
@@ -70,7 +78,7 @@ class RendezvousServiceStub:
       RESOURCE_EXHAUSTED   TOO_MANY_SUBSCRIBERS  the run has as many watchers as it may: retry later
       RESOURCE_EXHAUSTED   TOO_MANY_WATCHERS  this client has as many open watches as it may; metadata "limit": retry later
       RESOURCE_EXHAUSTED   TOO_MANY_REQUESTS  this client sends too many requests, or too much on its stream: retry later
-      UNAVAILABLE          NOT_OWNER          nothing was done: another replica owns the run (metadata "owner": its
+      UNAVAILABLE          NOT_OWNER          nothing was done: another replica owns the run (metadata "owner_address": its
                                               address), or none can own it (metadata "cause": the reason)
       UNAVAILABLE          OWNERSHIP_LOST     the outcome is unknown: another replica took the run over; same metadata
       UNAVAILABLE          ETCD_UNAVAILABLE   nothing was done: this replica cannot reach etcd; call another one
@@ -100,13 +108,17 @@ class RendezvousServiceStub:
     over: the node left, or the run is closed. Several nodes must not share a node_id.
     """
     GetRun: _grpc.UnaryUnaryMultiCallable[_rendezvous_service_pb2.GetRunRequest, _rendezvous_service_pb2.GetRunResponse]
-    """GetRun returns the present state of a run with its nodes, in pages if there are more nodes than fit one page."""
+    """GetRun returns the present state of a run with its first 2,000 nodes; ListNodes has the others."""
+    ListNodes: _grpc.UnaryUnaryMultiCallable[_rendezvous_service_pb2.ListNodesRequest, _rendezvous_service_pb2.ListNodesResponse]
+    """ListNodes returns the nodes of a run that match a filter, a page at a time: participants by group rank, then the
+    wait list in order. If the run changes between two pages, a node may be on both or on neither.
+    """
     ListRuns: _grpc.UnaryUnaryMultiCallable[_rendezvous_service_pb2.ListRunsRequest, _rendezvous_service_pb2.ListRunsResponse]
     """ListRuns returns a summary of every run that the server knows, ordered by run_id, a page at a time."""
     WatchRun: _grpc.UnaryStreamMultiCallable[_rendezvous_service_pb2.WatchRunRequest, _rendezvous_service_pb2.WatchRunResponse]
     """WatchRun streams a run: its present state first, then the latest state after changes, until the run is closed. A
     client that reconnects sends the last revision it received, and does not receive that revision again. If a run has
-    more than 2,000 nodes, the stream has the first 2,000; GetRun has the others. A run that changes quickly, and is
+    more than 2,000 nodes, the stream has the first 2,000; ListNodes has the others. A run that changes quickly, and is
     large or has many watchers, is sent at intervals: the first state is then up to a second old, and the present one
     follows.
     """
@@ -150,18 +162,24 @@ class RendezvousServiceStub:
 class RendezvousServiceAsyncStub(RendezvousServiceStub):
     """RendezvousService keeps the membership of runs: the nodes of each run, its round, and the rank of each node.
 
+    Numbers for which 0 means something (ranks, counts, exit codes, shards) are `optional`: the server always sets them
+    where they apply, so that JSON shows rank 0, and no exit code differs from exit code 0.
+
+    Pages. A list takes the page_size that is wanted (0: the default; more than the maximum: the maximum) and the
+    next_page_token of the page before. Tokens are opaque, and only for the same request with another page_size.
+
     Replicas. If several replicas serve the same runs, each run is owned by one of them at a time. Any replica serves
     GetRun, ListRuns and ListEvents, from the journal. Everything else is served by the owner only; another replica
     refuses it with NOT_OWNER. An owner that has handed the run over does the same, and ends the streams of the run with
-    NOT_OWNER. The error's metadata has "run_id", and "owner": the address (host:port) of the replica that owns the run
-    now. Resume, or repeat the request, there at once. Without "owner" no replica owns the run at the moment, or this
+    NOT_OWNER. The error's metadata has "run_id", and "owner_address": the address (host:port) of the replica that owns the run
+    now. Resume, or repeat the request, there at once. Without "owner_address" no replica owns the run at the moment, or this
     replica does not know the owner: wait for RetryInfo.retry_delay, and call any replica. Limit the number of redirects
     that you follow: runs move, and a replica may be behind.
       - NOT_OWNER: nothing was done. Any request may be repeated, at the owner.
       - OWNERSHIP_LOST, with the same metadata: the request was in progress when the run moved to another replica, so it
         may have taken effect, or not. Joining, and every other message on a stream, may be sent twice. CloseRun,
-        EvictNode and ReadmitNode may be repeated; before you repeat a RestartRun, look at the run's events; before a
-        DeleteRun, at the run.
+        EvictNode and ReadmitNode may be repeated, and so may a RestartRun with `round`; before you repeat a DeleteRun,
+        look at the run.
 
     Errors: every error carries a google.rpc.ErrorInfo with domain "rallypoint" and one of these reasons.
     "Retry later" means: after RetryInfo.retry_delay.
@@ -173,6 +191,8 @@ class RendezvousServiceAsyncStub(RendezvousServiceStub):
                                               unknown, other runs continue; metadata "run_id", "cause": kind of error
       FAILED_PRECONDITION  RUN_CLOSED         the run is over for good; metadata "outcome"
       FAILED_PRECONDITION  RUN_IN_USE         a run with nodes can't be deleted: close it first; metadata "nodes"
+      FAILED_PRECONDITION  ROUND_OVER         the round to restart is not the latest any more: it was restarted, or has
+                                              ended; metadata "current_round"
       FAILED_PRECONDITION  SETTINGS_DIFFER    the run exists with other settings; metadata names each
       FAILED_PRECONDITION  LEASE_LOST         the lease expired: join again, as a newcomer. With metadata
                                               "superseded_by", another agent joined under the node's name: do not join
@@ -191,7 +211,7 @@ class RendezvousServiceAsyncStub(RendezvousServiceStub):
       RESOURCE_EXHAUSTED   TOO_MANY_SUBSCRIBERS  the run has as many watchers as it may: retry later
       RESOURCE_EXHAUSTED   TOO_MANY_WATCHERS  this client has as many open watches as it may; metadata "limit": retry later
       RESOURCE_EXHAUSTED   TOO_MANY_REQUESTS  this client sends too many requests, or too much on its stream: retry later
-      UNAVAILABLE          NOT_OWNER          nothing was done: another replica owns the run (metadata "owner": its
+      UNAVAILABLE          NOT_OWNER          nothing was done: another replica owns the run (metadata "owner_address": its
                                               address), or none can own it (metadata "cause": the reason)
       UNAVAILABLE          OWNERSHIP_LOST     the outcome is unknown: another replica took the run over; same metadata
       UNAVAILABLE          ETCD_UNAVAILABLE   nothing was done: this replica cannot reach etcd; call another one
@@ -218,13 +238,17 @@ class RendezvousServiceAsyncStub(RendezvousServiceStub):
     over: the node left, or the run is closed. Several nodes must not share a node_id.
     """
     GetRun: _aio.UnaryUnaryMultiCallable[_rendezvous_service_pb2.GetRunRequest, _rendezvous_service_pb2.GetRunResponse]  # type: ignore[assignment]
-    """GetRun returns the present state of a run with its nodes, in pages if there are more nodes than fit one page."""
+    """GetRun returns the present state of a run with its first 2,000 nodes; ListNodes has the others."""
+    ListNodes: _aio.UnaryUnaryMultiCallable[_rendezvous_service_pb2.ListNodesRequest, _rendezvous_service_pb2.ListNodesResponse]  # type: ignore[assignment]
+    """ListNodes returns the nodes of a run that match a filter, a page at a time: participants by group rank, then the
+    wait list in order. If the run changes between two pages, a node may be on both or on neither.
+    """
     ListRuns: _aio.UnaryUnaryMultiCallable[_rendezvous_service_pb2.ListRunsRequest, _rendezvous_service_pb2.ListRunsResponse]  # type: ignore[assignment]
     """ListRuns returns a summary of every run that the server knows, ordered by run_id, a page at a time."""
     WatchRun: _aio.UnaryStreamMultiCallable[_rendezvous_service_pb2.WatchRunRequest, _rendezvous_service_pb2.WatchRunResponse]  # type: ignore[assignment]
     """WatchRun streams a run: its present state first, then the latest state after changes, until the run is closed. A
     client that reconnects sends the last revision it received, and does not receive that revision again. If a run has
-    more than 2,000 nodes, the stream has the first 2,000; GetRun has the others. A run that changes quickly, and is
+    more than 2,000 nodes, the stream has the first 2,000; ListNodes has the others. A run that changes quickly, and is
     large or has many watchers, is sent at intervals: the first state is then up to a second old, and the present one
     follows.
     """
@@ -267,18 +291,24 @@ class RendezvousServiceAsyncStub(RendezvousServiceStub):
 class RendezvousServiceServicer(metaclass=_abc_1.ABCMeta):
     """RendezvousService keeps the membership of runs: the nodes of each run, its round, and the rank of each node.
 
+    Numbers for which 0 means something (ranks, counts, exit codes, shards) are `optional`: the server always sets them
+    where they apply, so that JSON shows rank 0, and no exit code differs from exit code 0.
+
+    Pages. A list takes the page_size that is wanted (0: the default; more than the maximum: the maximum) and the
+    next_page_token of the page before. Tokens are opaque, and only for the same request with another page_size.
+
     Replicas. If several replicas serve the same runs, each run is owned by one of them at a time. Any replica serves
     GetRun, ListRuns and ListEvents, from the journal. Everything else is served by the owner only; another replica
     refuses it with NOT_OWNER. An owner that has handed the run over does the same, and ends the streams of the run with
-    NOT_OWNER. The error's metadata has "run_id", and "owner": the address (host:port) of the replica that owns the run
-    now. Resume, or repeat the request, there at once. Without "owner" no replica owns the run at the moment, or this
+    NOT_OWNER. The error's metadata has "run_id", and "owner_address": the address (host:port) of the replica that owns the run
+    now. Resume, or repeat the request, there at once. Without "owner_address" no replica owns the run at the moment, or this
     replica does not know the owner: wait for RetryInfo.retry_delay, and call any replica. Limit the number of redirects
     that you follow: runs move, and a replica may be behind.
       - NOT_OWNER: nothing was done. Any request may be repeated, at the owner.
       - OWNERSHIP_LOST, with the same metadata: the request was in progress when the run moved to another replica, so it
         may have taken effect, or not. Joining, and every other message on a stream, may be sent twice. CloseRun,
-        EvictNode and ReadmitNode may be repeated; before you repeat a RestartRun, look at the run's events; before a
-        DeleteRun, at the run.
+        EvictNode and ReadmitNode may be repeated, and so may a RestartRun with `round`; before you repeat a DeleteRun,
+        look at the run.
 
     Errors: every error carries a google.rpc.ErrorInfo with domain "rallypoint" and one of these reasons.
     "Retry later" means: after RetryInfo.retry_delay.
@@ -290,6 +320,8 @@ class RendezvousServiceServicer(metaclass=_abc_1.ABCMeta):
                                               unknown, other runs continue; metadata "run_id", "cause": kind of error
       FAILED_PRECONDITION  RUN_CLOSED         the run is over for good; metadata "outcome"
       FAILED_PRECONDITION  RUN_IN_USE         a run with nodes can't be deleted: close it first; metadata "nodes"
+      FAILED_PRECONDITION  ROUND_OVER         the round to restart is not the latest any more: it was restarted, or has
+                                              ended; metadata "current_round"
       FAILED_PRECONDITION  SETTINGS_DIFFER    the run exists with other settings; metadata names each
       FAILED_PRECONDITION  LEASE_LOST         the lease expired: join again, as a newcomer. With metadata
                                               "superseded_by", another agent joined under the node's name: do not join
@@ -308,7 +340,7 @@ class RendezvousServiceServicer(metaclass=_abc_1.ABCMeta):
       RESOURCE_EXHAUSTED   TOO_MANY_SUBSCRIBERS  the run has as many watchers as it may: retry later
       RESOURCE_EXHAUSTED   TOO_MANY_WATCHERS  this client has as many open watches as it may; metadata "limit": retry later
       RESOURCE_EXHAUSTED   TOO_MANY_REQUESTS  this client sends too many requests, or too much on its stream: retry later
-      UNAVAILABLE          NOT_OWNER          nothing was done: another replica owns the run (metadata "owner": its
+      UNAVAILABLE          NOT_OWNER          nothing was done: another replica owns the run (metadata "owner_address": its
                                               address), or none can own it (metadata "cause": the reason)
       UNAVAILABLE          OWNERSHIP_LOST     the outcome is unknown: another replica took the run over; same metadata
       UNAVAILABLE          ETCD_UNAVAILABLE   nothing was done: this replica cannot reach etcd; call another one
@@ -345,7 +377,17 @@ class RendezvousServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _rendezvous_service_pb2.GetRunRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_rendezvous_service_pb2.GetRunResponse, _abc.Awaitable[_rendezvous_service_pb2.GetRunResponse]]:
-        """GetRun returns the present state of a run with its nodes, in pages if there are more nodes than fit one page."""
+        """GetRun returns the present state of a run with its first 2,000 nodes; ListNodes has the others."""
+
+    @_abc_1.abstractmethod
+    def ListNodes(
+        self,
+        request: _rendezvous_service_pb2.ListNodesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_rendezvous_service_pb2.ListNodesResponse, _abc.Awaitable[_rendezvous_service_pb2.ListNodesResponse]]:
+        """ListNodes returns the nodes of a run that match a filter, a page at a time: participants by group rank, then the
+        wait list in order. If the run changes between two pages, a node may be on both or on neither.
+        """
 
     @_abc_1.abstractmethod
     def ListRuns(
@@ -363,7 +405,7 @@ class RendezvousServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_rendezvous_service_pb2.WatchRunResponse], _abc.AsyncIterator[_rendezvous_service_pb2.WatchRunResponse]]:
         """WatchRun streams a run: its present state first, then the latest state after changes, until the run is closed. A
         client that reconnects sends the last revision it received, and does not receive that revision again. If a run has
-        more than 2,000 nodes, the stream has the first 2,000; GetRun has the others. A run that changes quickly, and is
+        more than 2,000 nodes, the stream has the first 2,000; ListNodes has the others. A run that changes quickly, and is
         large or has many watchers, is sent at intervals: the first state is then up to a second old, and the present one
         follows.
         """

@@ -70,8 +70,8 @@ class StateServiceStub(object):
 
     Replicas. If several replicas serve the same states, that of each run is owned by one of them at a time. Any replica
     serves GetState, from the journal. Everything else is refused with NOT_OWNER by a replica that does not own the run;
-    the error's metadata has "run_id", and "owner": the address (host:port) of the owner. Repeat the request there, at
-    once, with the same `operation`; without "owner", at any replica, after RetryInfo.retry_delay. Limit the number of
+    the error's metadata has "run_id", and "owner_address": the address (host:port) of the owner. Repeat the request there, at
+    once, with the same `operation`; without "owner_address", at any replica, after RetryInfo.retry_delay. Limit the number of
     redirects that you follow: runs move.
     - NOT_OWNER: nothing was done.
     - OWNERSHIP_LOST, with the same metadata: the request was in progress when the run moved to another replica, so it
@@ -106,7 +106,7 @@ class StateServiceStub(object):
     RESOURCE_EXHAUSTED   TOO_MANY_WATCHERS     too many watchers in the service, or of this client; metadata "limit";
     retry later
     RESOURCE_EXHAUSTED   TOO_MANY_REQUESTS     this client sends too many requests; retry later
-    UNAVAILABLE          NOT_OWNER             nothing was done: another replica owns the run, metadata "owner"
+    UNAVAILABLE          NOT_OWNER             nothing was done: another replica owns the run, metadata "owner_address"
     UNAVAILABLE          OWNERSHIP_LOST        the outcome is unknown: another replica took the run over; likewise
     UNAVAILABLE          ETCD_UNAVAILABLE      nothing was done: this replica cannot reach etcd; call another one
     RESOURCE_EXHAUSTED   ETCD_FULL             nothing was done: etcd is full; retry later, once etcd has space
@@ -184,8 +184,8 @@ class StateServiceServicer(object):
 
     Replicas. If several replicas serve the same states, that of each run is owned by one of them at a time. Any replica
     serves GetState, from the journal. Everything else is refused with NOT_OWNER by a replica that does not own the run;
-    the error's metadata has "run_id", and "owner": the address (host:port) of the owner. Repeat the request there, at
-    once, with the same `operation`; without "owner", at any replica, after RetryInfo.retry_delay. Limit the number of
+    the error's metadata has "run_id", and "owner_address": the address (host:port) of the owner. Repeat the request there, at
+    once, with the same `operation`; without "owner_address", at any replica, after RetryInfo.retry_delay. Limit the number of
     redirects that you follow: runs move.
     - NOT_OWNER: nothing was done.
     - OWNERSHIP_LOST, with the same metadata: the request was in progress when the run moved to another replica, so it
@@ -220,7 +220,7 @@ class StateServiceServicer(object):
     RESOURCE_EXHAUSTED   TOO_MANY_WATCHERS     too many watchers in the service, or of this client; metadata "limit";
     retry later
     RESOURCE_EXHAUSTED   TOO_MANY_REQUESTS     this client sends too many requests; retry later
-    UNAVAILABLE          NOT_OWNER             nothing was done: another replica owns the run, metadata "owner"
+    UNAVAILABLE          NOT_OWNER             nothing was done: another replica owns the run, metadata "owner_address"
     UNAVAILABLE          OWNERSHIP_LOST        the outcome is unknown: another replica took the run over; likewise
     UNAVAILABLE          ETCD_UNAVAILABLE      nothing was done: this replica cannot reach etcd; call another one
     RESOURCE_EXHAUSTED   ETCD_FULL             nothing was done: etcd is full; retry later, once etcd has space
@@ -326,8 +326,8 @@ class StateService(object):
 
     Replicas. If several replicas serve the same states, that of each run is owned by one of them at a time. Any replica
     serves GetState, from the journal. Everything else is refused with NOT_OWNER by a replica that does not own the run;
-    the error's metadata has "run_id", and "owner": the address (host:port) of the owner. Repeat the request there, at
-    once, with the same `operation`; without "owner", at any replica, after RetryInfo.retry_delay. Limit the number of
+    the error's metadata has "run_id", and "owner_address": the address (host:port) of the owner. Repeat the request there, at
+    once, with the same `operation`; without "owner_address", at any replica, after RetryInfo.retry_delay. Limit the number of
     redirects that you follow: runs move.
     - NOT_OWNER: nothing was done.
     - OWNERSHIP_LOST, with the same metadata: the request was in progress when the run moved to another replica, so it
@@ -362,7 +362,7 @@ class StateService(object):
     RESOURCE_EXHAUSTED   TOO_MANY_WATCHERS     too many watchers in the service, or of this client; metadata "limit";
     retry later
     RESOURCE_EXHAUSTED   TOO_MANY_REQUESTS     this client sends too many requests; retry later
-    UNAVAILABLE          NOT_OWNER             nothing was done: another replica owns the run, metadata "owner"
+    UNAVAILABLE          NOT_OWNER             nothing was done: another replica owns the run, metadata "owner_address"
     UNAVAILABLE          OWNERSHIP_LOST        the outcome is unknown: another replica took the run over; likewise
     UNAVAILABLE          ETCD_UNAVAILABLE      nothing was done: this replica cannot reach etcd; call another one
     RESOURCE_EXHAUSTED   ETCD_FULL             nothing was done: etcd is full; retry later, once etcd has space

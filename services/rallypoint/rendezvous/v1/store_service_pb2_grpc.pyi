@@ -60,8 +60,8 @@ class StoreServiceStub:
     Replicas. If several replicas serve the same runs, each run is owned by one of them at a time. Any replica serves
     Check and ListKeys, and Get, MultiGet and Wait if all keys are there, from the journal; only the owner waits.
     Everything else is refused with NOT_OWNER by a replica that does not own the run; the error's metadata has "run_id",
-    and "owner": the address (host:port) of the owner. Repeat the request there, at once, with the same `operation`;
-    without "owner", at any replica, after RetryInfo.retry_delay. Limit the redirects that you follow: runs move.
+    and "owner_address": the address (host:port) of the owner. Repeat the request there, at once, with the same `operation`;
+    without "owner_address", at any replica, after RetryInfo.retry_delay. Limit the redirects that you follow: runs move.
       - NOT_OWNER: nothing was done.
       - OWNERSHIP_LOST, with the same metadata: the request was in progress when the run moved to another replica, so it
         may have taken effect, or not. Repeat it at the owner if it has an `operation`: the owner has the record of the
@@ -106,7 +106,7 @@ class StoreServiceStub:
       RESOURCE_EXHAUSTED   STORE_BUSY            too many bytes wait to be written; retry later
       RESOURCE_EXHAUSTED   TOO_MANY_WAITERS      too many requests of the run wait for keys; retry later
       RESOURCE_EXHAUSTED   TOO_MANY_REQUESTS     this client sends too many requests; retry later
-      UNAVAILABLE          NOT_OWNER             nothing was done: another replica owns the run, metadata "owner"
+      UNAVAILABLE          NOT_OWNER             nothing was done: another replica owns the run, metadata "owner_address"
       UNAVAILABLE          OWNERSHIP_LOST        the outcome is unknown: another replica took the run over; likewise
       UNAVAILABLE          ETCD_UNAVAILABLE      nothing was done: this replica cannot reach etcd; call another one
       RESOURCE_EXHAUSTED   ETCD_FULL             nothing was done: etcd is full; retry later, once etcd has space
@@ -190,8 +190,8 @@ class StoreServiceAsyncStub(StoreServiceStub):
     Replicas. If several replicas serve the same runs, each run is owned by one of them at a time. Any replica serves
     Check and ListKeys, and Get, MultiGet and Wait if all keys are there, from the journal; only the owner waits.
     Everything else is refused with NOT_OWNER by a replica that does not own the run; the error's metadata has "run_id",
-    and "owner": the address (host:port) of the owner. Repeat the request there, at once, with the same `operation`;
-    without "owner", at any replica, after RetryInfo.retry_delay. Limit the redirects that you follow: runs move.
+    and "owner_address": the address (host:port) of the owner. Repeat the request there, at once, with the same `operation`;
+    without "owner_address", at any replica, after RetryInfo.retry_delay. Limit the redirects that you follow: runs move.
       - NOT_OWNER: nothing was done.
       - OWNERSHIP_LOST, with the same metadata: the request was in progress when the run moved to another replica, so it
         may have taken effect, or not. Repeat it at the owner if it has an `operation`: the owner has the record of the
@@ -236,7 +236,7 @@ class StoreServiceAsyncStub(StoreServiceStub):
       RESOURCE_EXHAUSTED   STORE_BUSY            too many bytes wait to be written; retry later
       RESOURCE_EXHAUSTED   TOO_MANY_WAITERS      too many requests of the run wait for keys; retry later
       RESOURCE_EXHAUSTED   TOO_MANY_REQUESTS     this client sends too many requests; retry later
-      UNAVAILABLE          NOT_OWNER             nothing was done: another replica owns the run, metadata "owner"
+      UNAVAILABLE          NOT_OWNER             nothing was done: another replica owns the run, metadata "owner_address"
       UNAVAILABLE          OWNERSHIP_LOST        the outcome is unknown: another replica took the run over; likewise
       UNAVAILABLE          ETCD_UNAVAILABLE      nothing was done: this replica cannot reach etcd; call another one
       RESOURCE_EXHAUSTED   ETCD_FULL             nothing was done: etcd is full; retry later, once etcd has space
@@ -316,8 +316,8 @@ class StoreServiceServicer(metaclass=_abc_1.ABCMeta):
     Replicas. If several replicas serve the same runs, each run is owned by one of them at a time. Any replica serves
     Check and ListKeys, and Get, MultiGet and Wait if all keys are there, from the journal; only the owner waits.
     Everything else is refused with NOT_OWNER by a replica that does not own the run; the error's metadata has "run_id",
-    and "owner": the address (host:port) of the owner. Repeat the request there, at once, with the same `operation`;
-    without "owner", at any replica, after RetryInfo.retry_delay. Limit the redirects that you follow: runs move.
+    and "owner_address": the address (host:port) of the owner. Repeat the request there, at once, with the same `operation`;
+    without "owner_address", at any replica, after RetryInfo.retry_delay. Limit the redirects that you follow: runs move.
       - NOT_OWNER: nothing was done.
       - OWNERSHIP_LOST, with the same metadata: the request was in progress when the run moved to another replica, so it
         may have taken effect, or not. Repeat it at the owner if it has an `operation`: the owner has the record of the
@@ -362,7 +362,7 @@ class StoreServiceServicer(metaclass=_abc_1.ABCMeta):
       RESOURCE_EXHAUSTED   STORE_BUSY            too many bytes wait to be written; retry later
       RESOURCE_EXHAUSTED   TOO_MANY_WAITERS      too many requests of the run wait for keys; retry later
       RESOURCE_EXHAUSTED   TOO_MANY_REQUESTS     this client sends too many requests; retry later
-      UNAVAILABLE          NOT_OWNER             nothing was done: another replica owns the run, metadata "owner"
+      UNAVAILABLE          NOT_OWNER             nothing was done: another replica owns the run, metadata "owner_address"
       UNAVAILABLE          OWNERSHIP_LOST        the outcome is unknown: another replica took the run over; likewise
       UNAVAILABLE          ETCD_UNAVAILABLE      nothing was done: this replica cannot reach etcd; call another one
       RESOURCE_EXHAUSTED   ETCD_FULL             nothing was done: etcd is full; retry later, once etcd has space

@@ -254,6 +254,11 @@ class TimerTable:
         self._countdown.forget_if_idle(node, now)
         return True
 
+    def is_subscribed(self, run_id: str, node_id: str) -> bool:
+        """True if an agent is subscribed for the node."""
+        node = self._nodes.get(run_id, node_id)
+        return node is not None and node.stream != 0
+
     def clear_worker(
         self,
         run_id: str,

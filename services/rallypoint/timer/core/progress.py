@@ -285,20 +285,23 @@ class ProgressBoard:
             run.stall, run.recount = _stall(run, now), False
         return _grown(run.stall, now - run.stood_since)
 
-    def progress_of(self, run_id: str, most: int, now: float) -> RunProgress:
-        """Return the progress of a run, with at most `most` of its workers. O(its workers)."""
+    def progress_of(self, run_id: str, most: int, now: float, first: int = 0) -> RunProgress:
+        """Return the progress of a run, with at most `most` of its workers: those after the `first` slowest.
+
+        O(its workers).
+        """
         run = self._runs.get(run_id)
         if run is None or not run.workers:
             stall_after = self._settings.stall_after if run is None else run.stall_after
             return RunProgress(0, 0, 0, 0.0, None, [], stall_after)
-        slowest = nsmallest(most, run.each_worker(), key=lambda worker: worker.order)
+        slowest = nsmallest(first + most, run.each_worker(), key=lambda worker: worker.order)
         return RunProgress(
             workers=run.workers,
             lowest_step=slowest[0].step,
             highest_step=max(worker.step for worker in run.each_worker()),
             idle=max(0.0, now - run.advanced_at),
             stall=self.stall_of(run_id, now),
-            slowest=[worker.view(now) for worker in slowest],
+            slowest=[worker.view(now) for worker in slowest[first:]],
             stall_after=run.stall_after,
         )
 

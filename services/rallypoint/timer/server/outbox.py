@@ -197,7 +197,7 @@ def worker_progress(worker: WorkerProgress) -> pb.WorkerProgress:
     )
 
 
-def run_progress(progress: RunProgress) -> pb.GetProgressResponse:
+def run_progress(progress: RunProgress, next_page_token: str) -> pb.GetProgressResponse:
     """Convert the progress of a run."""
     return pb.GetProgressResponse(
         workers=progress.workers,
@@ -207,6 +207,7 @@ def run_progress(progress: RunProgress) -> pb.GetProgressResponse:
         stalled=stalled(progress.stall) if progress.stall is not None else None,
         slowest=map(worker_progress, progress.slowest),
         stall_after=to_duration(progress.stall_after) if progress.stall_after is not None else None,
+        next_page_token=next_page_token,
     )
 
 

@@ -13,7 +13,7 @@ import grpc
 from rallypoint.rpc.durations import checked_seconds, to_duration
 from rallypoint.serving.access import caller_of
 from rallypoint.serving.flow import ServerDraining, UnopenedStreams
-from rallypoint.serving.requests import count, page_position, page_token, seconds
+from rallypoint.serving.requests import count, page_position, page_size, page_token, seconds
 from rallypoint.timer.core.values import (
     MAX_AFTER,
     InvalidField,
@@ -225,7 +225,9 @@ class TimerServicer(pb_grpc.TimerServiceServicer):
             refusals = [refusal for each in request.actions if (refusal := self._act(request, each))]
         finally:
             self._watchdog.arm()
-        return pb.RegisterTimersResponse(refused=map(outbox.refused, refusals))
+        return pb.RegisterTimersResponse(
+            refused=map(outbox.refused, refusals), subscribed=self._is_subscribed(request)
+        )
 
     def _act(self, request: pb.RegisterTimersRequest, action: pb.TimerAction) -> Refusal | None:
         run_id, node_id, lease = request.run_id, request.node_id, _lease(request)
@@ -260,7 +262,7 @@ class TimerServicer(pb_grpc.TimerServiceServicer):
             )
         finally:
             self._watchdog.arm()
-        return pb.AcquireTimerResponse()
+        return pb.AcquireTimerResponse(subscribed=self._is_subscribed(request))
 
     async def ReleaseTimer(
         self, request: pb.ReleaseTimerRequest, context: _Context
@@ -282,7 +284,7 @@ class TimerServicer(pb_grpc.TimerServiceServicer):
 
     async def ListTimers(self, request: pb.ListTimersRequest, context: _Context) -> pb.ListTimersResponse:
         """See timer_service.proto."""
-        size, beyond = _page_size(request), None
+        size, beyond = page_size(request.page_size, _MAX_PAGE, _MAX_PAGE), None
         if request.page_token:
             beyond = TimerName(*page_position(request.page_token, str, str, str, str))
         found = self._table.timers(
@@ -294,7 +296,7 @@ class TimerServicer(pb_grpc.TimerServiceServicer):
 
     async def ListScopes(self, request: pb.ListScopesRequest, context: _Context) -> pb.ListScopesResponse:
         """See timer_service.proto."""
-        size, beyond = _page_size(request), None
+        size, beyond = page_size(request.page_size, _MAX_PAGE, _MAX_PAGE), None
         if request.page_token:
             run_id, scope = page_position(request.page_token, str, str)
             beyond = (run_id, scope)
@@ -320,10 +322,14 @@ class TimerServicer(pb_grpc.TimerServiceServicer):
     async def GetProgress(self, request: pb.GetProgressRequest, context: _Context) -> pb.GetProgressResponse:
         """See timer_service.proto."""
         check_name("run_id", request.run_id)
-        count("most", request.most, 0, _MAX_WORKERS)
-        return outbox.run_progress(
-            self._watchdog.progress_of(request.run_id, request.most or _DEFAULT_WORKERS)
-        )
+        size = page_size(request.page_size, _DEFAULT_WORKERS, _MAX_WORKERS)
+        first = int(page_position(request.page_token, int)[0]) if request.page_token else 0
+        progress = self._watchdog.progress_of(request.run_id, size, first)
+        end = first + size
+        return outbox.run_progress(progress, page_token(end) if end < progress.workers else "")
+
+    def _is_subscribed(self, request: pb.AcquireTimerRequest | pb.RegisterTimersRequest) -> bool:
+        return self._table.is_subscribed(request.run_id, request.node_id)
 
     def _refuse_if_draining(self) -> None:
         if self._watchdog.draining:
@@ -352,11 +358,6 @@ def _refuse_agent_requests(acquire: pb.Acquire) -> None:
         raise InvalidField("sequence", "is for agents only and must not be set here")
     if acquire.learned_as:
         raise InvalidField("learned_as", "is for agents only and must not be set here")
-
-
-def _page_size(request: pb.ListTimersRequest | pb.ListScopesRequest) -> int:
-    count("page_size", request.page_size, 0)
-    return min(request.page_size or _MAX_PAGE, _MAX_PAGE)
 
 
 def _states(wanted: Iterable[int]) -> frozenset[TimerState]:

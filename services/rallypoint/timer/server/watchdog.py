@@ -216,9 +216,9 @@ class Watchdog:
         log.info("scopes forgotten", run_id=run_id, scope=scope or "all", forgotten=forgotten)
         return forgotten
 
-    def progress_of(self, run_id: str, most: int) -> RunProgress:
-        """Return the progress of a run, with at most `most` of its workers."""
-        return self._progress.progress_of(run_id, most, self._watch())
+    def progress_of(self, run_id: str, most: int, first: int = 0) -> RunProgress:
+        """Return the progress of a run, with at most `most` of its workers: those after the `first` ones."""
+        return self._progress.progress_of(run_id, most, self._watch(), first)
 
     # Time.
 

@@ -388,15 +388,22 @@ class Progress(_message.Message):
         self,
         *,
         worker_id: _builtins.str = ...,
-        rank: _builtins.int = ...,
-        step: _builtins.int = ...,
+        rank: _builtins.int | None = ...,
+        step: _builtins.int | None = ...,
         elapsed: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["elapsed", b"elapsed"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_rank", b"_rank", "_step", b"_step", "elapsed", b"elapsed", "rank", b"rank", "step", b"step"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["elapsed", b"elapsed", "rank", b"rank", "step", b"step", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_rank", b"_rank", "_step", b"_step", "elapsed", b"elapsed", "rank", b"rank", "step", b"step", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__rank: _TypeAlias = _typing.Literal["rank"]  # noqa: Y015
+    _WhichOneofArgType__rank: _TypeAlias = _typing.Literal["_rank", b"_rank"]  # noqa: Y015
+    _WhichOneofReturnType__step: _TypeAlias = _typing.Literal["step"]  # noqa: Y015
+    _WhichOneofArgType__step: _TypeAlias = _typing.Literal["_step", b"_step"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__rank) -> _WhichOneofReturnType__rank | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__step) -> _WhichOneofReturnType__step | None: ...
 
 Global___Progress: _TypeAlias = Progress  # noqa: Y015
 
@@ -748,15 +755,22 @@ class WorkerProgress(_message.Message):
         *,
         node_id: _builtins.str = ...,
         worker_id: _builtins.str = ...,
-        rank: _builtins.int = ...,
-        step: _builtins.int = ...,
+        rank: _builtins.int | None = ...,
+        step: _builtins.int | None = ...,
         idle: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["idle", b"idle"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_rank", b"_rank", "_step", b"_step", "idle", b"idle", "rank", b"rank", "step", b"step"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["idle", b"idle", "node_id", b"node_id", "rank", b"rank", "step", b"step", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_rank", b"_rank", "_step", b"_step", "idle", b"idle", "node_id", b"node_id", "rank", b"rank", "step", b"step", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__rank: _TypeAlias = _typing.Literal["rank"]  # noqa: Y015
+    _WhichOneofArgType__rank: _TypeAlias = _typing.Literal["_rank", b"_rank"]  # noqa: Y015
+    _WhichOneofReturnType__step: _TypeAlias = _typing.Literal["step"]  # noqa: Y015
+    _WhichOneofArgType__step: _TypeAlias = _typing.Literal["_step", b"_step"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__rank) -> _WhichOneofReturnType__rank | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__step) -> _WhichOneofReturnType__step | None: ...
 
 Global___WorkerProgress: _TypeAlias = WorkerProgress  # noqa: Y015
 
@@ -818,12 +832,19 @@ class AcquireTimerResponse(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    SUBSCRIBED_FIELD_NUMBER: _builtins.int
+    subscribed: _builtins.bool
+    """An agent is subscribed for the node at this moment. If none is, the worker is not reaped when the timer expires, until
+    one subscribes: perhaps the run_id or node_id is misspelt.
+    """
     def __init__(
         self,
+        *,
+        subscribed: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["subscribed", b"subscribed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -982,6 +1003,9 @@ class RegisterTimersResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     REFUSED_FIELD_NUMBER: _builtins.int
+    SUBSCRIBED_FIELD_NUMBER: _builtins.int
+    subscribed: _builtins.bool
+    """As in AcquireTimerResponse."""
     @_builtins.property
     def refused(self) -> _containers.RepeatedCompositeFieldContainer[Global___Refused]:
         """Actions that were refused, in order; for a `clear`, `scope` is empty."""
@@ -990,10 +1014,11 @@ class RegisterTimersResponse(_message.Message):
         self,
         *,
         refused: _abc.Iterable[Global___Refused] | None = ...,
+        subscribed: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["refused", b"refused"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["refused", b"refused", "subscribed", b"subscribed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1077,7 +1102,7 @@ class ListTimersRequest(_message.Message):
     node_id: _builtins.str
     """Only this node's; empty: every node's."""
     page_size: _builtins.int
-    """Most timers in one page; 0: 1,000, which is also the maximum."""
+    """Most timers to return: 1,000 by default, and at most."""
     page_token: _builtins.str
     """The next_page_token of the previous page, for the same run_id, node_id and states."""
     @_builtins.property
@@ -1110,7 +1135,7 @@ class ListTimersResponse(_message.Message):
     TIMERS_FIELD_NUMBER: _builtins.int
     NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     next_page_token: _builtins.str
-    """Not empty: there are more pages."""
+    """Token of the next page; empty: this is the last."""
     @_builtins.property
     def timers(self) -> _containers.RepeatedCompositeFieldContainer[Global___Timer]:
         """The timers. Those acquired while the pages are read may be missing."""
@@ -1199,7 +1224,7 @@ class ListScopesRequest(_message.Message):
     run_id: _builtins.str
     """Only this run's; empty: every run's."""
     page_size: _builtins.int
-    """Most scopes in one page; 0: 1,000, which is also the maximum."""
+    """Most scopes to return: 1,000 by default, and at most."""
     page_token: _builtins.str
     """The next_page_token of the previous page, for the same run_id."""
     def __init__(
@@ -1229,7 +1254,7 @@ class ListScopesResponse(_message.Message):
     FACTOR_FIELD_NUMBER: _builtins.int
     LEAST_FIELD_NUMBER: _builtins.int
     next_page_token: _builtins.str
-    """Not empty: there are more pages."""
+    """Token of the next page; empty: this is the last."""
     warm_up: _builtins.int
     """Completions that must be seen before a timer can expire."""
     factor: _builtins.float
@@ -1295,13 +1320,15 @@ class Scope(_message.Message):
         count: _builtins.int = ...,
         longest: _duration_pb2.Duration | None = ...,
         after: _duration_pb2.Duration | None = ...,
-        timers: _builtins.int = ...,
+        timers: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "longest", b"longest"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_timers", b"_timers", "after", b"after", "longest", b"longest", "timers", b"timers"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "count", b"count", "longest", b"longest", "run_id", b"run_id", "scope", b"scope", "timers", b"timers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_timers", b"_timers", "after", b"after", "count", b"count", "longest", b"longest", "run_id", b"run_id", "scope", b"scope", "timers", b"timers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__timers: _TypeAlias = _typing.Literal["timers"]  # noqa: Y015
+    _WhichOneofArgType__timers: _TypeAlias = _typing.Literal["_timers", b"_timers"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__timers) -> _WhichOneofReturnType__timers | None: ...
 
 Global___Scope: _TypeAlias = Scope  # noqa: Y015
 
@@ -1360,20 +1387,26 @@ class GetProgressRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     RUN_ID_FIELD_NUMBER: _builtins.int
-    MOST_FIELD_NUMBER: _builtins.int
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Name of the run."""
-    most: _builtins.int
-    """Most workers in the reply; 0: 10; at most 1,000."""
+    page_size: _builtins.int
+    """Most workers to return: 10 by default, at most 1,000."""
+    page_token: _builtins.str
+    """The next_page_token of the previous page; empty: the first page. If workers advance between two pages, one may be on
+    both or on neither.
+    """
     def __init__(
         self,
         *,
         run_id: _builtins.str = ...,
-        most: _builtins.int = ...,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["most", b"most", "run_id", b"run_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["page_size", b"page_size", "page_token", b"page_token", "run_id", b"run_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1392,12 +1425,15 @@ class GetProgressResponse(_message.Message):
     STALLED_FIELD_NUMBER: _builtins.int
     SLOWEST_FIELD_NUMBER: _builtins.int
     STALL_AFTER_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     workers: _builtins.int
     """Number of its workers that have reported progress."""
     lowest_step: _builtins.int
     """The lowest step of any of them."""
     highest_step: _builtins.int
     """The highest."""
+    next_page_token: _builtins.str
+    """Token of the next page; empty: this is the last."""
     @_builtins.property
     def idle(self) -> _duration_pb2.Duration:
         """Time since a worker last advanced."""
@@ -1417,18 +1453,30 @@ class GetProgressResponse(_message.Message):
     def __init__(
         self,
         *,
-        workers: _builtins.int = ...,
-        lowest_step: _builtins.int = ...,
-        highest_step: _builtins.int = ...,
+        workers: _builtins.int | None = ...,
+        lowest_step: _builtins.int | None = ...,
+        highest_step: _builtins.int | None = ...,
         idle: _duration_pb2.Duration | None = ...,
         stalled: Global___Stalled | None = ...,
         slowest: _abc.Iterable[Global___WorkerProgress] | None = ...,
         stall_after: _duration_pb2.Duration | None = ...,
+        next_page_token: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["idle", b"idle", "stall_after", b"stall_after", "stalled", b"stalled"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_highest_step", b"_highest_step", "_lowest_step", b"_lowest_step", "_workers", b"_workers", "highest_step", b"highest_step", "idle", b"idle", "lowest_step", b"lowest_step", "stall_after", b"stall_after", "stalled", b"stalled", "workers", b"workers"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["highest_step", b"highest_step", "idle", b"idle", "lowest_step", b"lowest_step", "slowest", b"slowest", "stall_after", b"stall_after", "stalled", b"stalled", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_highest_step", b"_highest_step", "_lowest_step", b"_lowest_step", "_workers", b"_workers", "highest_step", b"highest_step", "idle", b"idle", "lowest_step", b"lowest_step", "next_page_token", b"next_page_token", "slowest", b"slowest", "stall_after", b"stall_after", "stalled", b"stalled", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__highest_step: _TypeAlias = _typing.Literal["highest_step"]  # noqa: Y015
+    _WhichOneofArgType__highest_step: _TypeAlias = _typing.Literal["_highest_step", b"_highest_step"]  # noqa: Y015
+    _WhichOneofReturnType__lowest_step: _TypeAlias = _typing.Literal["lowest_step"]  # noqa: Y015
+    _WhichOneofArgType__lowest_step: _TypeAlias = _typing.Literal["_lowest_step", b"_lowest_step"]  # noqa: Y015
+    _WhichOneofReturnType__workers: _TypeAlias = _typing.Literal["workers"]  # noqa: Y015
+    _WhichOneofArgType__workers: _TypeAlias = _typing.Literal["_workers", b"_workers"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__highest_step) -> _WhichOneofReturnType__highest_step | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__lowest_step) -> _WhichOneofReturnType__lowest_step | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__workers) -> _WhichOneofReturnType__workers | None: ...
 
 Global___GetProgressResponse: _TypeAlias = GetProgressResponse  # noqa: Y015

@@ -44,6 +44,11 @@ class TimerServiceStub:
     The service knows the progress of each worker that reports it (Progress). A run in which no worker advances for
     `stall_after` is reported: in the log, by GetProgress, and to all its agents. No worker is reaped for a stall.
 
+    Numbers for which 0 means something (ranks, steps, counts) are `optional`: they are set where they apply.
+
+    Pages. A list takes the page_size that is wanted (0: the default; more than the maximum: the maximum) and the
+    next_page_token of the page before. Tokens are opaque, and only for the same request with another page_size.
+
     Sizes: run_id, node_id and worker_id have 1 to 256 bytes of UTF-8, a scope has 1 to 512. `after` is more than
     zero and at most ten years.
 
@@ -140,6 +145,11 @@ class TimerServiceAsyncStub(TimerServiceStub):
     The service knows the progress of each worker that reports it (Progress). A run in which no worker advances for
     `stall_after` is reported: in the log, by GetProgress, and to all its agents. No worker is reaped for a stall.
 
+    Numbers for which 0 means something (ranks, steps, counts) are `optional`: they are set where they apply.
+
+    Pages. A list takes the page_size that is wanted (0: the default; more than the maximum: the maximum) and the
+    next_page_token of the page before. Tokens are opaque, and only for the same request with another page_size.
+
     Sizes: run_id, node_id and worker_id have 1 to 256 bytes of UTF-8, a scope has 1 to 512. `after` is more than
     zero and at most ten years.
 
@@ -231,6 +241,11 @@ class TimerServiceServicer(metaclass=_abc_1.ABCMeta):
 
     The service knows the progress of each worker that reports it (Progress). A run in which no worker advances for
     `stall_after` is reported: in the log, by GetProgress, and to all its agents. No worker is reaped for a stall.
+
+    Numbers for which 0 means something (ranks, steps, counts) are `optional`: they are set where they apply.
+
+    Pages. A list takes the page_size that is wanted (0: the default; more than the maximum: the maximum) and the
+    next_page_token of the page before. Tokens are opaque, and only for the same request with another page_size.
 
     Sizes: run_id, node_id and worker_id have 1 to 256 bytes of UTF-8, a scope has 1 to 512. `after` is more than
     zero and at most ten years.
