@@ -84,7 +84,8 @@ def test_every_flag_finds_its_place(submissions: list[Submission]) -> None:
         *("--timer-endpoint", "t:29410", "--role", "reader", "--log-dir", "/logs", "--cwd", "/x"),
         *("--shutdown-timeout", "1.5", "--env", "A=1=2", "--env", "PATH", "--tee", "3"),
         *("--virtual-local-rank", "--health-check", "command:/c a,b", "--health-check", "gpu"),
-        *("--warn-sig", "USR1", "-m", "my.module", "-x"),
+        *("--warn-sig", "USR1", "--log-max-size", "1MiB", "--drain-timeout", "2.5", "--master-port", "2950"),
+        *("--require-watchdog", "-m", "my.module", "-x"),
     ).launch.spec
     assert list(spec.command) == ["${python}", "-u", "-m", "my.module", "-x"]
     assert (spec.min_nodes, spec.max_nodes, spec.local_world_size, spec.max_restarts) == (1, 4, 0, 3)
@@ -96,10 +97,11 @@ def test_every_flag_finds_its_place(submissions: list[Submission]) -> None:
     assert dict(spec.options) == {
         "nproc-per-node": "gpu",
         "tee": "3",
-        "virtual-local-rank": "true",
-        "health-check": "command:/c a,,b,gpu",
-        "warn-signal": "USR1",
     }
+    assert spec.drain_timeout.ToMilliseconds() == 2500
+    assert (spec.warn_signal, spec.log_max_size, spec.master_port) == ("SIGUSR1", 2**20, 2950)
+    assert (spec.virtual_local_rank, spec.require_watchdog) == (True, True)
+    assert list(spec.health_checks) == ["command:/c a,b", "gpu"]
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from google.protobuf.message import DecodeError
 from google.protobuf.message_factory import GetMessageClass
 
 from rallypoint.agent.job.options import OPTIONS
+from rallypoint.agent.supervisor.spec import FIELDS
 
 # Methods that end jobs. Without a name they would mean the bystander, which nothing in the attack may name.
 _ENDING = ("StopJob", "Drain", "ReapWorker", "RestartWorkers")
@@ -19,6 +20,7 @@ HARMLESS_COMMANDS = (["/bin/true"], ["/bin/sleep", "5"], ["/nonexistent"])
 # Numbers above these cost the host more than a test should; above those of the second column, agents refuse them.
 _MOST = {"local_world_size": (2, 16_384), "max_restarts": (1, 1_000_000)}
 # Options with which a job runs programs, and writes files, of its own.
+_HARMLESS_FIELDS = {"role", "topology", "log-dir", "shutdown-timeout"}
 _HARMFUL = OPTIONS.keys() - {"tee", "log-max-size", "keep-attempts", "drain-timeout"}
 
 
@@ -60,4 +62,7 @@ def _tame(spec: Any) -> bool:
         spec.log_dir = "logs"
     for name in [name for name in spec.options if name.replace("_", "-") in _HARMFUL]:
         del spec.options[name]
+    for name, field in FIELDS.items():
+        if name in _HARMFUL - _HARMLESS_FIELDS:
+            spec.ClearField(field)
     return bool(spec.SerializeToString(deterministic=True) != before)

@@ -8,6 +8,7 @@ import secrets
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from signal import Signals
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -231,6 +232,7 @@ def _submission(given: Mapping[str, Any]) -> Submission:
 
 
 def _spec(agents: Sequence[str], given: Mapping[str, Any]) -> pb.JobSpec:
+    from rallypoint.agent.supervisor.spec import FIELDS  # noqa: PLC0415 (gRPC is not for --help)
     from rallypoint.agent.v1 import supervisor_service_pb2 as pb  # noqa: PLC0415
 
     least, most = given["nnodes"] or (len(agents), len(agents))
@@ -247,8 +249,6 @@ def _spec(agents: Sequence[str], given: Mapping[str, Any]) -> pb.JobSpec:
         max_nodes=most,
         max_restarts=given["max_restarts"],
         rendezvous_settings=given["rdzv_conf"],
-        role=options.pop("role", ""),
-        log_dir=options.pop("log-dir", ""),
         command=_command(given),
         environment=dict(variable.split("=", 1) for variable in given["env"]),
         working_directory=given["cwd"],
@@ -257,24 +257,43 @@ def _spec(agents: Sequence[str], given: Mapping[str, Any]) -> pb.JobSpec:
         spec.local_world_size = int(given["nproc_per_node"])
     else:
         options["nproc-per-node"] = given["nproc_per_node"]
-    if (shutdown_timeout := options.pop("shutdown-timeout", "")) != "":
-        set_seconds(spec.shutdown_timeout, float(shutdown_timeout))
     try:
         rendezvous_conf(dict(spec.rendezvous_settings), (least, most), spec.max_restarts)
     except RunSettingError as error:
         raise click.BadParameter(str(error), param_hint="--rdzv-conf") from None
-    spec.options.update(options)
+    for name, value in options.items():
+        if name in FIELDS:
+            _set_field(spec, name, value)
+        else:
+            spec.options[name] = _text(value)
     return spec
 
 
-def _options(given: Mapping[str, Any]) -> dict[str, str]:
-    """Return the options of the job as text, checked here already: a mistake is reported without a launch."""
+def _set_field(spec: pb.JobSpec, name: str, value: Any) -> None:
+    """Set the field of an option to a value of its flag."""
+    from rallypoint.agent.supervisor.spec import FIELDS  # noqa: PLC0415
+
+    if name not in _OF_THE_HOST:
+        value = job_fields({name: value}, MOST_WORKERS_PER_NODE)[OPTIONS[name].field]
+    target = getattr(spec, FIELDS[name])
+    if isinstance(value, tuple):
+        target.extend(value)
+    elif isinstance(value, float):
+        set_seconds(target, value)
+    elif isinstance(value, Signals):
+        setattr(spec, FIELDS[name], value.name)
+    elif value is not None:
+        setattr(spec, FIELDS[name], type(target)(value))
+
+
+def _options(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of the job, checked here already: a mistake is reported without a launch."""
     named = {name: given.get(name.replace("-", "_")) for name in OPTIONS}
     known = {name: value for name, value in named.items() if value not in (None, ())}
     job_fields(
         {name: value for name, value in known.items() if name not in _OF_THE_HOST}, MOST_WORKERS_PER_NODE
     )
-    return {name: _text(value) for name, value in known.items()}
+    return known
 
 
 def _text(value: object) -> str:

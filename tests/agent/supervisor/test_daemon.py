@@ -168,8 +168,7 @@ async def test_python_is_that_of_the_agent(host: Host) -> None:
 async def test_flags_of_run_are_options_of_a_job(host: Host) -> None:
     """As `rallypoint run` takes them; the number of workers may be left to the host."""
     script = 'echo "$LOCAL_RANK" > $1/seen.$RANK'
-    options = {"nproc-per-node": "cpu", "virtual_local_rank": "true"}
-    await host.launch(script, options=options)
+    await host.launch(script, options={"nproc_per_node": "cpu"}, virtual_local_rank=True)
     assert (await host.ended()).world_size == len(os.sched_getaffinity(0))
     assert (host.folder / "seen.0").read_text() == "0\n"
 
@@ -231,13 +230,21 @@ async def test_who_hurries_a_daemon_has_its_workers_killed(tmp_path: Path) -> No
         ({"options": {"tee": "9"}}, "spec.options", "tee 9: '9' names no stream"),
         ({"options": {"role": "x"}}, "spec.options", "'role' has a field of its own, spec.role"),
         ({"options": {"nproc-per-node": "many"}}, "spec.options", "'many' is none of cpu, gpu, xpu, auto"),
+        ({"options": {"drain_timeout": "1"}}, "spec.options", "a field of its own, spec.drain_timeout"),
+        ({"drain_timeout": {"seconds": -1}}, "spec.drain_timeout", "must be at least 0"),
+        ({"stop_signal": "SIGKILL"}, "spec.stop_signal", "can't be caught by a worker"),
+        ({"health_checks": ["memory:1MiB", "luck"]}, "spec.health_checks", "luck"),
+        ({"log_max_size": 5}, "spec.log_max_size", "is too small for a log file"),
+        ({"log_keep_files": -1}, "spec.log_keep_files", "is not a whole number"),
+        ({"master_port": 70_000}, "spec.master_port", "is not a port"),
+        ({"numa_binding": "moon"}, "spec.numa_binding", "is none of node"),
         ({"launch_id": "x" * 257}, "launch_id", "at most 256 bytes"),
         ({"timer_endpoint": "here"}, "spec.timer_endpoint", "has no port"),
         ({"shutdown_timeout": {"seconds": -1}}, "spec.shutdown_timeout", "must be at least 0"),
         (
             {
                 "local_world_size": 2,
-                "options": {"virtual-local-rank": "true"},
+                "virtual_local_rank": True,
                 "environment": {"CUDA_VISIBLE_DEVICES": "3"},
             },
             "spec.local_world_size",

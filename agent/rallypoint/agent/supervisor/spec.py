@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from google.protobuf.duration_pb2 import Duration
 
 from rallypoint.agent.addresses import local_address_towards
 from rallypoint.agent.config.job import JobConfig, Peer, new_node_id
@@ -20,7 +21,7 @@ from rallypoint.agent.config.settings import (
     rendezvous_conf,
 )
 from rallypoint.agent.health.gpu import count_gpus, count_xpus
-from rallypoint.agent.job.options import OptionError, job_fields
+from rallypoint.agent.job.options import OPTIONS, OptionError, job_fields
 from rallypoint.agent.v1 import supervisor_service_pb2 as pb
 from rallypoint.agent.workers.environment import check_devices
 from rallypoint.rendezvous.core.state import MOST_NODES, MOST_RESTARTS, MOST_WORKERS_PER_NODE
@@ -32,7 +33,12 @@ AGENTS_PYTHON = "${python}"
 """Program of a command that stands for the agent's own Python: a client on another host can't know its path."""
 
 _WORKERS = "nproc-per-node"
-_OWN_FIELDS = ("role", "topology", "log-dir", "shutdown-timeout")
+FIELDS: Mapping[str, str] = {
+    name_: field
+    for name_, option in OPTIONS.items()
+    if (field := name_.replace("-", "_") + "s" * option.repeatable) in pb.JobSpec.DESCRIPTOR.fields_by_name
+}
+"""The options that have a field in a JobSpec, each with the name of that field."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +67,8 @@ def job_config(spec: pb.JobSpec, host: HostSettings) -> JobConfig:
     _check(spec)
     environment = {**host.environment, **spec.environment}
     workers = _workers(spec, environment)
-    shutdown_timeout = _shutdown_timeout(spec)
-    conf = _conf(spec, shutdown_timeout)
+    options = _options(spec, workers)
+    conf = _conf(spec, options.get("shutdown_timeout", SHUTDOWN_TIMEOUT))
     named = Peer(spec.rendezvous_endpoint, host.security)
     rendezvous = named if spec.rendezvous_endpoint else host.rendezvous()
     if rendezvous is None:
@@ -85,15 +91,11 @@ def job_config(spec: pb.JobSpec, host: HostSettings) -> JobConfig:
         rendezvous=rendezvous,
         timer=_timer(spec, host),
         local_world_size=workers,
-        role=spec.role or "default",
-        topology=spec.topology,
         working_directory=Path(spec.working_directory or Path.cwd()),
-        log_dir=Path(spec.log_dir) if spec.log_dir else None,
         connect_timeout=conf.read_timeout,
         close_timeout=conf.close_timeout,
-        shutdown_timeout=shutdown_timeout,
+        **options,
     )
-    config = dataclasses.replace(config, **_options(spec, workers))
     try:
         check_devices(config)
     except SettingError as error:
@@ -125,12 +127,6 @@ def _check(spec: pb.JobSpec) -> None:
         raise invalid(
             "spec.max_nodes", f"must be at least min_nodes ({least}), and both from 1 to {MOST_NODES}"
         )
-
-
-def _shutdown_timeout(spec: pb.JobSpec) -> float:
-    if not spec.HasField("shutdown_timeout"):
-        return SHUTDOWN_TIMEOUT
-    return seconds("spec.shutdown_timeout", spec.shutdown_timeout, MOST_SECONDS)
 
 
 def _conf(spec: pb.JobSpec, shutdown_timeout: float) -> RendezvousConf:
@@ -201,11 +197,31 @@ def _named_options(spec: pb.JobSpec) -> dict[str, str]:
 
 
 def _options(spec: pb.JobSpec, workers: int) -> dict[str, Any]:
-    options = {name_: value for name_, value in _named_options(spec).items() if name_ != _WORKERS}
-    for own in _OWN_FIELDS:
-        if own in options:
-            raise invalid("spec.options", f"{own!r} has a field of its own, spec.{own.replace('-', '_')}")
+    options: dict[str, Any] = {
+        name_: value for name_, value in _named_options(spec).items() if name_ != _WORKERS
+    }
+    for name_, field in FIELDS.items():
+        if name_ in options:
+            raise invalid("spec.options", f"{name_!r} has a field of its own, spec.{field}")
+    found = _job_fields("spec.options", options, workers)
+    for name_, field in FIELDS.items():
+        if (value := _field_value(spec, field)) is not None:
+            found |= _job_fields(f"spec.{field}", {name_: value}, workers)
+    return found
+
+
+def _field_value(spec: pb.JobSpec, field: str) -> Any:
+    """Return the value of a field as an option has it; None: it is not set."""
+    value = getattr(spec, field)
+    if isinstance(value, Duration):
+        return seconds(f"spec.{field}", value, MOST_SECONDS) if spec.HasField(field) else None  # type: ignore[arg-type]
+    if spec.DESCRIPTOR.fields_by_name[field].is_repeated:
+        return tuple(value) or None
+    return value or None
+
+
+def _job_fields(label: str, options: Mapping[str, Any], workers: int) -> dict[str, Any]:
     try:
         return job_fields(options, workers, label=lambda option: option)
     except OptionError as error:
-        raise invalid("spec.options", str(error)) from None
+        raise invalid(label, str(error)) from None

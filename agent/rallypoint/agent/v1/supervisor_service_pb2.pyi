@@ -1095,6 +1095,22 @@ class JobSpec(_message.Message):
     SHUTDOWN_TIMEOUT_FIELD_NUMBER: _builtins.int
     TOPOLOGY_FIELD_NUMBER: _builtins.int
     OPTIONS_FIELD_NUMBER: _builtins.int
+    DRAIN_TIMEOUT_FIELD_NUMBER: _builtins.int
+    STOP_SIGNAL_FIELD_NUMBER: _builtins.int
+    WARN_SIGNAL_FIELD_NUMBER: _builtins.int
+    STALL_AFTER_FIELD_NUMBER: _builtins.int
+    REQUIRE_WATCHDOG_FIELD_NUMBER: _builtins.int
+    WATCHDOG_TIMEOUT_FIELD_NUMBER: _builtins.int
+    EVIDENCE_TIMEOUT_FIELD_NUMBER: _builtins.int
+    HEALTH_CHECKS_FIELD_NUMBER: _builtins.int
+    HEALTH_TIMEOUT_FIELD_NUMBER: _builtins.int
+    LOG_MAX_SIZE_FIELD_NUMBER: _builtins.int
+    LOG_KEEP_FILES_FIELD_NUMBER: _builtins.int
+    KEEP_ATTEMPTS_FIELD_NUMBER: _builtins.int
+    VIRTUAL_LOCAL_RANK_FIELD_NUMBER: _builtins.int
+    NUMA_BINDING_FIELD_NUMBER: _builtins.int
+    MASTER_ADDR_FIELD_NUMBER: _builtins.int
+    MASTER_PORT_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Name of the run."""
     node_id: _builtins.str
@@ -1122,6 +1138,26 @@ class JobSpec(_message.Message):
     """Folder for logs on this host; unset: a new temporary one."""
     topology: _builtins.str
     """Location of this host, from the outermost level to the innermost, as in "hall2/rack7"."""
+    stop_signal: _builtins.str
+    """First signal to workers that are stopped, by name; unset: SIGTERM."""
+    warn_signal: _builtins.str
+    """Signal to workers when the host is drained, beside the notice in a file; unset: none."""
+    require_watchdog: _builtins.bool
+    """Start workers only while a watchdog supervises them, and leave the run when none has for watchdog_timeout."""
+    log_max_size: _builtins.int
+    """Size in bytes at which a log file is rotated; 0: never."""
+    log_keep_files: _builtins.int
+    """Rotated files of one stream to keep, beside the one that is written; unset: 5."""
+    keep_attempts: _builtins.int
+    """Attempts whose logs are kept, the latest; 0: all."""
+    virtual_local_rank: _builtins.bool
+    """Give every worker LOCAL_RANK 0 and one visible device."""
+    numa_binding: _builtins.str
+    """Processors of each worker: "node", "socket", "exclusive" or "core-complex"; unset: any."""
+    master_addr: _builtins.str
+    """MASTER_ADDR of every round; unset: the address of the node with group rank 0."""
+    master_port: _builtins.int
+    """MASTER_PORT of every round; 0: a free port of that node."""
     @_builtins.property
     def rendezvous_settings(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """Further settings of the rendezvous, as in `--rdzv-conf`."""
@@ -1143,8 +1179,34 @@ class JobSpec(_message.Message):
     @_builtins.property
     def options(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """Flags of `rallypoint run` that have no field here, by their names without dashes, as in
-        {"numa-binding": "node", "log-max-size": "1GiB"}.
+        {"tee": "3", "rlimit": "nofile=65536"}.
         """
+
+    @_builtins.property
+    def drain_timeout(self) -> _duration_pb2.Duration:
+        """How long workers get to finish or to save their state when the host is drained; unset: 90 s."""
+
+    @_builtins.property
+    def stall_after(self) -> _duration_pb2.Duration:
+        """Report the run as stalled when none of its workers advances for this long; zero: never; unset: the setting of the
+        timer service.
+        """
+
+    @_builtins.property
+    def watchdog_timeout(self) -> _duration_pb2.Duration:
+        """How long a job that requires a watchdog runs without one; unset: 30 s."""
+
+    @_builtins.property
+    def evidence_timeout(self) -> _duration_pb2.Duration:
+        """Limit for the diagnosis of a hung worker before it is killed; zero: no diagnosis; unset: 2 s."""
+
+    @_builtins.property
+    def health_checks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Checks that must pass before the host confirms a round, as in "disk:2%", "memory:1GiB", "gpu", "command:/opt/check"."""
+
+    @_builtins.property
+    def health_timeout(self) -> _duration_pb2.Duration:
+        """Limit for all of them together; unset: 10 s."""
 
     def __init__(
         self,
@@ -1166,10 +1228,26 @@ class JobSpec(_message.Message):
         shutdown_timeout: _duration_pb2.Duration | None = ...,
         topology: _builtins.str = ...,
         options: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        drain_timeout: _duration_pb2.Duration | None = ...,
+        stop_signal: _builtins.str = ...,
+        warn_signal: _builtins.str = ...,
+        stall_after: _duration_pb2.Duration | None = ...,
+        require_watchdog: _builtins.bool = ...,
+        watchdog_timeout: _duration_pb2.Duration | None = ...,
+        evidence_timeout: _duration_pb2.Duration | None = ...,
+        health_checks: _abc.Iterable[_builtins.str] | None = ...,
+        health_timeout: _duration_pb2.Duration | None = ...,
+        log_max_size: _builtins.int = ...,
+        log_keep_files: _builtins.int = ...,
+        keep_attempts: _builtins.int = ...,
+        virtual_local_rank: _builtins.bool = ...,
+        numa_binding: _builtins.str = ...,
+        master_addr: _builtins.str = ...,
+        master_port: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["shutdown_timeout", b"shutdown_timeout"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["drain_timeout", b"drain_timeout", "evidence_timeout", b"evidence_timeout", "health_timeout", b"health_timeout", "shutdown_timeout", b"shutdown_timeout", "stall_after", b"stall_after", "watchdog_timeout", b"watchdog_timeout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "environment", b"environment", "local_world_size", b"local_world_size", "log_dir", b"log_dir", "max_nodes", b"max_nodes", "max_restarts", b"max_restarts", "min_nodes", b"min_nodes", "node_id", b"node_id", "options", b"options", "rendezvous_endpoint", b"rendezvous_endpoint", "rendezvous_settings", b"rendezvous_settings", "role", b"role", "run_id", b"run_id", "shutdown_timeout", b"shutdown_timeout", "timer_endpoint", b"timer_endpoint", "topology", b"topology", "working_directory", b"working_directory"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "drain_timeout", b"drain_timeout", "environment", b"environment", "evidence_timeout", b"evidence_timeout", "health_checks", b"health_checks", "health_timeout", b"health_timeout", "keep_attempts", b"keep_attempts", "local_world_size", b"local_world_size", "log_dir", b"log_dir", "log_keep_files", b"log_keep_files", "log_max_size", b"log_max_size", "master_addr", b"master_addr", "master_port", b"master_port", "max_nodes", b"max_nodes", "max_restarts", b"max_restarts", "min_nodes", b"min_nodes", "node_id", b"node_id", "numa_binding", b"numa_binding", "options", b"options", "rendezvous_endpoint", b"rendezvous_endpoint", "rendezvous_settings", b"rendezvous_settings", "require_watchdog", b"require_watchdog", "role", b"role", "run_id", b"run_id", "shutdown_timeout", b"shutdown_timeout", "stall_after", b"stall_after", "stop_signal", b"stop_signal", "timer_endpoint", b"timer_endpoint", "topology", b"topology", "virtual_local_rank", b"virtual_local_rank", "warn_signal", b"warn_signal", "watchdog_timeout", b"watchdog_timeout", "working_directory", b"working_directory"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
