@@ -1,4 +1,4 @@
-"""What the .proto files promise: which reasons each service may answer with, read from the tables in their comments."""
+"""What the .proto files promise: which reasons each service may answer with, read from their enums of reasons."""
 
 from __future__ import annotations
 
@@ -9,21 +9,24 @@ from pathlib import Path
 PROTOS = Path(__file__).parents[2] / "protos"
 
 _PACKAGE = re.compile(r"^package ([\w.]+);", re.MULTILINE)
-# The comment right above a service: its lines, and its name.
-_SERVICE = re.compile(r"((?:^//.*\n)+)^service (\w+) \{", re.MULTILINE)
-_ROW = re.compile(r"^//   ([A-Z_]+) +([A-Z_]{2,}) +\S", re.MULTILINE)
+_SERVICE = re.compile(r"^service (\w+) \{", re.MULTILINE)
+_ENUM = re.compile(r"^enum \w+Reason \{(.*?)^\}", re.MULTILINE | re.DOTALL)
+# A value of the enum: the code with which its comment begins, and its name without the prefix.
+_VALUE = re.compile(r"^  // ([A-Z_]+): (?:.*\n  //)*.*\n  [A-Z]+_REASON_([A-Z_]+) = \d+;", re.MULTILINE)
 
 Reasons = frozenset[tuple[str, str]]
 """(name of the status code, reason) pairs."""
 
 
 def documented_reasons() -> Mapping[str, Reasons]:
-    """By the full name of each service, the errors in the table of its comment."""
+    """By the full name of each service, the errors in its enum of reasons."""
     found: dict[str, Reasons] = {}
     for file in sorted(PROTOS.rglob("*_service.proto")):
         text = file.read_text(encoding="utf-8")
-        package = _PACKAGE.search(text)
+        package, service, reasons = _PACKAGE.search(text), _SERVICE.search(text), _ENUM.search(text)
         assert package is not None, file
-        for comment, name in _SERVICE.findall(text):
-            found[f"{package[1]}.{name}"] = frozenset(_ROW.findall(comment))
+        assert service is not None, file
+        assert reasons is not None, file
+        found[f"{package[1]}.{service[1]}"] = frozenset(_VALUE.findall(reasons[1]))
+        assert len(found[f"{package[1]}.{service[1]}"]) == reasons[1].count(" = ") - 1, file
     return found

@@ -21,6 +21,116 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _SupervisorReason:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _SupervisorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_SupervisorReason.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    SUPERVISOR_REASON_UNSPECIFIED: _SupervisorReason.ValueType  # 0
+    """Never sent."""
+    SUPERVISOR_REASON_INVALID_ARGUMENT: _SupervisorReason.ValueType  # 1
+    """INVALID_ARGUMENT: the request is malformed; BadRequest names the fields."""
+    SUPERVISOR_REASON_MALFORMED_MESSAGE: _SupervisorReason.ValueType  # 2
+    """INVALID_ARGUMENT: the bytes are not a message of this file: wrong stubs."""
+    SUPERVISOR_REASON_WHICH_JOB: _SupervisorReason.ValueType  # 3
+    """INVALID_ARGUMENT: several jobs run and the request names none; metadata "run_ids": JSON list."""
+    SUPERVISOR_REASON_NO_JOB: _SupervisorReason.ValueType  # 4
+    """NOT_FOUND: the agent runs no such job, and has no record of one."""
+    SUPERVISOR_REASON_NO_WORKER: _SupervisorReason.ValueType  # 5
+    """NOT_FOUND: the job has no worker of that rank on this host; metadata "ranks": JSON list."""
+    SUPERVISOR_REASON_JOB_NOT_RUNNING: _SupervisorReason.ValueType  # 6
+    """FAILED_PRECONDITION: the job's workers do not run: nothing to restart, to reap or to inspect."""
+    SUPERVISOR_REASON_JOB_ENDED: _SupervisorReason.ValueType  # 7
+    """FAILED_PRECONDITION: the job is over, or about to end."""
+    SUPERVISOR_REASON_ROUND_OVER: _SupervisorReason.ValueType  # 8
+    """FAILED_PRECONDITION: the workers that run are not of the round that was named; metadata "current_round"."""
+    SUPERVISOR_REASON_WORKER_REPLACED: _SupervisorReason.ValueType  # 9
+    """FAILED_PRECONDITION: the worker of that rank is another process; metadata "pid"."""
+    SUPERVISOR_REASON_LAUNCH_ID_REUSED: _SupervisorReason.ValueType  # 10
+    """FAILED_PRECONDITION: another job was launched with this launch_id; metadata "run_id"."""
+    SUPERVISOR_REASON_JOB_RUNNING: _SupervisorReason.ValueType  # 11
+    """FAILED_PRECONDITION: the agent runs as many jobs as it may, or one of this run; metadata "run_id"."""
+    SUPERVISOR_REASON_DRAINING: _SupervisorReason.ValueType  # 12
+    """UNAVAILABLE: the agent is shutting down: launch the job on another one."""
+    SUPERVISOR_REASON_NO_RENDEZVOUS: _SupervisorReason.ValueType  # 13
+    """UNAVAILABLE: the rendezvous service does not reply: nothing was changed."""
+    SUPERVISOR_REASON_NOT_A_DAEMON: _SupervisorReason.ValueType  # 14
+    """UNIMPLEMENTED: this agent runs only the job that it was started for."""
+    SUPERVISOR_REASON_NO_PROCESSES: _SupervisorReason.ValueType  # 15
+    """UNAVAILABLE: the host can start no process for the job at the moment."""
+    SUPERVISOR_REASON_LOGS_UNREADABLE: _SupervisorReason.ValueType  # 16
+    """UNAVAILABLE: a worker's output cannot be read, for example on a lost file system."""
+    SUPERVISOR_REASON_SUBSCRIBER_TOO_SLOW: _SupervisorReason.ValueType  # 17
+    """UNAVAILABLE: the client read nothing for 10 s: connect again, and resume."""
+    SUPERVISOR_REASON_TOO_MANY_REQUESTS: _SupervisorReason.ValueType  # 18
+    """RESOURCE_EXHAUSTED: this client sends too many requests: retry after RetryInfo.retry_delay."""
+    SUPERVISOR_REASON_TOO_MANY_WATCHERS: _SupervisorReason.ValueType  # 19
+    """RESOURCE_EXHAUSTED: too many streams are open at this agent, or of this client: retry later."""
+    SUPERVISOR_REASON_UNEXPECTED_ERROR: _SupervisorReason.ValueType  # 20
+    """UNAVAILABLE: a bug: the outcome is unknown; metadata "incident" is in the server log."""
+    SUPERVISOR_REASON_NOT_IDENTIFIED: _SupervisorReason.ValueType  # 21
+    """UNAUTHENTICATED: the service must know its callers, and this one has no certificate, token or run secret that it
+    accepts; the message has the reason.
+    """
+    SUPERVISOR_REASON_NOT_PERMITTED: _SupervisorReason.ValueType  # 22
+    """PERMISSION_DENIED: the caller has no role that may call this method for this run."""
+
+class SupervisorReason(_SupervisorReason, metaclass=_SupervisorReasonEnumTypeWrapper):
+    """SupervisorReason is why SupervisorService refuses a request, or ends a stream: ErrorInfo.reason is the name without SUPERVISOR_REASON_.
+    Each comment begins with the status code.
+    """
+
+SUPERVISOR_REASON_UNSPECIFIED: SupervisorReason.ValueType  # 0
+"""Never sent."""
+SUPERVISOR_REASON_INVALID_ARGUMENT: SupervisorReason.ValueType  # 1
+"""INVALID_ARGUMENT: the request is malformed; BadRequest names the fields."""
+SUPERVISOR_REASON_MALFORMED_MESSAGE: SupervisorReason.ValueType  # 2
+"""INVALID_ARGUMENT: the bytes are not a message of this file: wrong stubs."""
+SUPERVISOR_REASON_WHICH_JOB: SupervisorReason.ValueType  # 3
+"""INVALID_ARGUMENT: several jobs run and the request names none; metadata "run_ids": JSON list."""
+SUPERVISOR_REASON_NO_JOB: SupervisorReason.ValueType  # 4
+"""NOT_FOUND: the agent runs no such job, and has no record of one."""
+SUPERVISOR_REASON_NO_WORKER: SupervisorReason.ValueType  # 5
+"""NOT_FOUND: the job has no worker of that rank on this host; metadata "ranks": JSON list."""
+SUPERVISOR_REASON_JOB_NOT_RUNNING: SupervisorReason.ValueType  # 6
+"""FAILED_PRECONDITION: the job's workers do not run: nothing to restart, to reap or to inspect."""
+SUPERVISOR_REASON_JOB_ENDED: SupervisorReason.ValueType  # 7
+"""FAILED_PRECONDITION: the job is over, or about to end."""
+SUPERVISOR_REASON_ROUND_OVER: SupervisorReason.ValueType  # 8
+"""FAILED_PRECONDITION: the workers that run are not of the round that was named; metadata "current_round"."""
+SUPERVISOR_REASON_WORKER_REPLACED: SupervisorReason.ValueType  # 9
+"""FAILED_PRECONDITION: the worker of that rank is another process; metadata "pid"."""
+SUPERVISOR_REASON_LAUNCH_ID_REUSED: SupervisorReason.ValueType  # 10
+"""FAILED_PRECONDITION: another job was launched with this launch_id; metadata "run_id"."""
+SUPERVISOR_REASON_JOB_RUNNING: SupervisorReason.ValueType  # 11
+"""FAILED_PRECONDITION: the agent runs as many jobs as it may, or one of this run; metadata "run_id"."""
+SUPERVISOR_REASON_DRAINING: SupervisorReason.ValueType  # 12
+"""UNAVAILABLE: the agent is shutting down: launch the job on another one."""
+SUPERVISOR_REASON_NO_RENDEZVOUS: SupervisorReason.ValueType  # 13
+"""UNAVAILABLE: the rendezvous service does not reply: nothing was changed."""
+SUPERVISOR_REASON_NOT_A_DAEMON: SupervisorReason.ValueType  # 14
+"""UNIMPLEMENTED: this agent runs only the job that it was started for."""
+SUPERVISOR_REASON_NO_PROCESSES: SupervisorReason.ValueType  # 15
+"""UNAVAILABLE: the host can start no process for the job at the moment."""
+SUPERVISOR_REASON_LOGS_UNREADABLE: SupervisorReason.ValueType  # 16
+"""UNAVAILABLE: a worker's output cannot be read, for example on a lost file system."""
+SUPERVISOR_REASON_SUBSCRIBER_TOO_SLOW: SupervisorReason.ValueType  # 17
+"""UNAVAILABLE: the client read nothing for 10 s: connect again, and resume."""
+SUPERVISOR_REASON_TOO_MANY_REQUESTS: SupervisorReason.ValueType  # 18
+"""RESOURCE_EXHAUSTED: this client sends too many requests: retry after RetryInfo.retry_delay."""
+SUPERVISOR_REASON_TOO_MANY_WATCHERS: SupervisorReason.ValueType  # 19
+"""RESOURCE_EXHAUSTED: too many streams are open at this agent, or of this client: retry later."""
+SUPERVISOR_REASON_UNEXPECTED_ERROR: SupervisorReason.ValueType  # 20
+"""UNAVAILABLE: a bug: the outcome is unknown; metadata "incident" is in the server log."""
+SUPERVISOR_REASON_NOT_IDENTIFIED: SupervisorReason.ValueType  # 21
+"""UNAUTHENTICATED: the service must know its callers, and this one has no certificate, token or run secret that it
+accepts; the message has the reason.
+"""
+SUPERVISOR_REASON_NOT_PERMITTED: SupervisorReason.ValueType  # 22
+"""PERMISSION_DENIED: the caller has no role that may call this method for this run."""
+Global___SupervisorReason: _TypeAlias = SupervisorReason  # noqa: Y015
+
 class _JobState:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015

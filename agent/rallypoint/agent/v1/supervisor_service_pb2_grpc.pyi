@@ -36,29 +36,8 @@ class SupervisorServiceStub:
     Pages. A list takes the page_size that is wanted (0: the default; more than the maximum: the maximum) and the
     next_page_token of the page before. Tokens are opaque, and only for the same request with another page_size.
 
-    Errors: every error carries a google.rpc.ErrorInfo with domain "rallypoint" and one of these reasons.
-
-      INVALID_ARGUMENT     INVALID_ARGUMENT  the request is malformed; BadRequest names the fields
-      INVALID_ARGUMENT     MALFORMED_MESSAGE the bytes are not a message of this file: wrong stubs
-      INVALID_ARGUMENT     WHICH_JOB         several jobs run and the request names none; metadata "run_ids": JSON list
-      NOT_FOUND            NO_JOB            the agent runs no such job, and has no record of one
-      NOT_FOUND            NO_WORKER         the job has no worker of that rank on this host; metadata "ranks": JSON list
-      FAILED_PRECONDITION  JOB_NOT_RUNNING   the job's workers do not run: nothing to restart, to reap or to inspect
-      FAILED_PRECONDITION  JOB_ENDED         the job is over, or about to end
-      FAILED_PRECONDITION  ROUND_OVER        the workers that run are not of the round that was named; metadata
-                                             "current_round"
-      FAILED_PRECONDITION  WORKER_REPLACED   the worker of that rank is another process; metadata "pid"
-      FAILED_PRECONDITION  LAUNCH_ID_REUSED  another job was launched with this launch_id; metadata "run_id"
-      FAILED_PRECONDITION  JOB_RUNNING       the agent runs as many jobs as it may, or one of this run; metadata "run_id"
-      UNAVAILABLE          DRAINING          the agent is shutting down: launch the job on another one
-      UNAVAILABLE          NO_RENDEZVOUS     the rendezvous service does not reply: nothing was changed
-      UNIMPLEMENTED        NOT_A_DAEMON      this agent runs only the job that it was started for
-      UNAVAILABLE          NO_PROCESSES      the host can start no process for the job at the moment
-      UNAVAILABLE          LOGS_UNREADABLE   a worker's output cannot be read, for example on a lost file system
-      UNAVAILABLE          SUBSCRIBER_TOO_SLOW the client read nothing for 10 s: connect again, and resume
-      RESOURCE_EXHAUSTED   TOO_MANY_REQUESTS this client sends too many requests: retry after RetryInfo.retry_delay
-      RESOURCE_EXHAUSTED   TOO_MANY_WATCHERS too many streams are open at this agent, or of this client: retry later
-      UNAVAILABLE          UNEXPECTED_ERROR  a bug: the outcome is unknown; metadata "incident" is in the server log
+    Errors: every error carries a google.rpc.ErrorInfo with domain "rallypoint"; its reason is a name of SupervisorReason without
+    the prefix. "Retry later" there means: after RetryInfo.retry_delay.
     """
 
     @_typing.overload
@@ -118,29 +97,8 @@ class SupervisorServiceAsyncStub(SupervisorServiceStub):
     Pages. A list takes the page_size that is wanted (0: the default; more than the maximum: the maximum) and the
     next_page_token of the page before. Tokens are opaque, and only for the same request with another page_size.
 
-    Errors: every error carries a google.rpc.ErrorInfo with domain "rallypoint" and one of these reasons.
-
-      INVALID_ARGUMENT     INVALID_ARGUMENT  the request is malformed; BadRequest names the fields
-      INVALID_ARGUMENT     MALFORMED_MESSAGE the bytes are not a message of this file: wrong stubs
-      INVALID_ARGUMENT     WHICH_JOB         several jobs run and the request names none; metadata "run_ids": JSON list
-      NOT_FOUND            NO_JOB            the agent runs no such job, and has no record of one
-      NOT_FOUND            NO_WORKER         the job has no worker of that rank on this host; metadata "ranks": JSON list
-      FAILED_PRECONDITION  JOB_NOT_RUNNING   the job's workers do not run: nothing to restart, to reap or to inspect
-      FAILED_PRECONDITION  JOB_ENDED         the job is over, or about to end
-      FAILED_PRECONDITION  ROUND_OVER        the workers that run are not of the round that was named; metadata
-                                             "current_round"
-      FAILED_PRECONDITION  WORKER_REPLACED   the worker of that rank is another process; metadata "pid"
-      FAILED_PRECONDITION  LAUNCH_ID_REUSED  another job was launched with this launch_id; metadata "run_id"
-      FAILED_PRECONDITION  JOB_RUNNING       the agent runs as many jobs as it may, or one of this run; metadata "run_id"
-      UNAVAILABLE          DRAINING          the agent is shutting down: launch the job on another one
-      UNAVAILABLE          NO_RENDEZVOUS     the rendezvous service does not reply: nothing was changed
-      UNIMPLEMENTED        NOT_A_DAEMON      this agent runs only the job that it was started for
-      UNAVAILABLE          NO_PROCESSES      the host can start no process for the job at the moment
-      UNAVAILABLE          LOGS_UNREADABLE   a worker's output cannot be read, for example on a lost file system
-      UNAVAILABLE          SUBSCRIBER_TOO_SLOW the client read nothing for 10 s: connect again, and resume
-      RESOURCE_EXHAUSTED   TOO_MANY_REQUESTS this client sends too many requests: retry after RetryInfo.retry_delay
-      RESOURCE_EXHAUSTED   TOO_MANY_WATCHERS too many streams are open at this agent, or of this client: retry later
-      UNAVAILABLE          UNEXPECTED_ERROR  a bug: the outcome is unknown; metadata "incident" is in the server log
+    Errors: every error carries a google.rpc.ErrorInfo with domain "rallypoint"; its reason is a name of SupervisorReason without
+    the prefix. "Retry later" there means: after RetryInfo.retry_delay.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -196,29 +154,8 @@ class SupervisorServiceServicer(metaclass=_abc_1.ABCMeta):
     Pages. A list takes the page_size that is wanted (0: the default; more than the maximum: the maximum) and the
     next_page_token of the page before. Tokens are opaque, and only for the same request with another page_size.
 
-    Errors: every error carries a google.rpc.ErrorInfo with domain "rallypoint" and one of these reasons.
-
-      INVALID_ARGUMENT     INVALID_ARGUMENT  the request is malformed; BadRequest names the fields
-      INVALID_ARGUMENT     MALFORMED_MESSAGE the bytes are not a message of this file: wrong stubs
-      INVALID_ARGUMENT     WHICH_JOB         several jobs run and the request names none; metadata "run_ids": JSON list
-      NOT_FOUND            NO_JOB            the agent runs no such job, and has no record of one
-      NOT_FOUND            NO_WORKER         the job has no worker of that rank on this host; metadata "ranks": JSON list
-      FAILED_PRECONDITION  JOB_NOT_RUNNING   the job's workers do not run: nothing to restart, to reap or to inspect
-      FAILED_PRECONDITION  JOB_ENDED         the job is over, or about to end
-      FAILED_PRECONDITION  ROUND_OVER        the workers that run are not of the round that was named; metadata
-                                             "current_round"
-      FAILED_PRECONDITION  WORKER_REPLACED   the worker of that rank is another process; metadata "pid"
-      FAILED_PRECONDITION  LAUNCH_ID_REUSED  another job was launched with this launch_id; metadata "run_id"
-      FAILED_PRECONDITION  JOB_RUNNING       the agent runs as many jobs as it may, or one of this run; metadata "run_id"
-      UNAVAILABLE          DRAINING          the agent is shutting down: launch the job on another one
-      UNAVAILABLE          NO_RENDEZVOUS     the rendezvous service does not reply: nothing was changed
-      UNIMPLEMENTED        NOT_A_DAEMON      this agent runs only the job that it was started for
-      UNAVAILABLE          NO_PROCESSES      the host can start no process for the job at the moment
-      UNAVAILABLE          LOGS_UNREADABLE   a worker's output cannot be read, for example on a lost file system
-      UNAVAILABLE          SUBSCRIBER_TOO_SLOW the client read nothing for 10 s: connect again, and resume
-      RESOURCE_EXHAUSTED   TOO_MANY_REQUESTS this client sends too many requests: retry after RetryInfo.retry_delay
-      RESOURCE_EXHAUSTED   TOO_MANY_WATCHERS too many streams are open at this agent, or of this client: retry later
-      UNAVAILABLE          UNEXPECTED_ERROR  a bug: the outcome is unknown; metadata "incident" is in the server log
+    Errors: every error carries a google.rpc.ErrorInfo with domain "rallypoint"; its reason is a name of SupervisorReason without
+    the prefix. "Retry later" there means: after RetryInfo.retry_delay.
     """
 
     @_abc_1.abstractmethod

@@ -21,6 +21,184 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _RendezvousReason:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _RendezvousReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RendezvousReason.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    RENDEZVOUS_REASON_UNSPECIFIED: _RendezvousReason.ValueType  # 0
+    """Never sent."""
+    RENDEZVOUS_REASON_INVALID_ARGUMENT: _RendezvousReason.ValueType  # 1
+    """INVALID_ARGUMENT: the request is malformed; BadRequest names the fields."""
+    RENDEZVOUS_REASON_MALFORMED_MESSAGE: _RendezvousReason.ValueType  # 2
+    """INVALID_ARGUMENT: the bytes are not a message of this file: wrong stubs."""
+    RENDEZVOUS_REASON_RUN_NOT_FOUND: _RendezvousReason.ValueType  # 3
+    """NOT_FOUND: no run of that name."""
+    RENDEZVOUS_REASON_RUN_BROKEN: _RendezvousReason.ValueType  # 4
+    """FAILED_PRECONDITION: an unexpected error of the service stopped the run, or its storage; outcome unknown, other
+    runs continue; metadata "run_id", "cause": kind of error.
+    """
+    RENDEZVOUS_REASON_RUN_CLOSED: _RendezvousReason.ValueType  # 5
+    """FAILED_PRECONDITION: the run is over for good; metadata "outcome"."""
+    RENDEZVOUS_REASON_RUN_IN_USE: _RendezvousReason.ValueType  # 6
+    """FAILED_PRECONDITION: a run with nodes can't be deleted: close it first; metadata "nodes"."""
+    RENDEZVOUS_REASON_ROUND_OVER: _RendezvousReason.ValueType  # 7
+    """FAILED_PRECONDITION: the round to restart is not the latest any more: it was restarted, or has ended; metadata
+    "current_round".
+    """
+    RENDEZVOUS_REASON_SETTINGS_DIFFER: _RendezvousReason.ValueType  # 8
+    """FAILED_PRECONDITION: the run exists with other settings; metadata names each."""
+    RENDEZVOUS_REASON_LEASE_LOST: _RendezvousReason.ValueType  # 9
+    """FAILED_PRECONDITION: the lease expired: join again, as a newcomer. With metadata "superseded_by", another agent
+    joined under the node's name: do not join.
+    """
+    RENDEZVOUS_REASON_LEASE_NOT_PROVEN: _RendezvousReason.ValueType  # 10
+    """PERMISSION_DENIED: the token is not that of the lease; metadata "run_id", "node_id"."""
+    RENDEZVOUS_REASON_NODE_ID_TAKEN: _RendezvousReason.ValueType  # 11
+    """PERMISSION_DENIED: a client of another name in its certificate or token holds the node's lease: choose another
+    node_id, or join once that lease has ended.
+    """
+    RENDEZVOUS_REASON_JOIN_TIMED_OUT: _RendezvousReason.ValueType  # 12
+    """FAILED_PRECONDITION: fewer than min_nodes joined within the join timeout."""
+    RENDEZVOUS_REASON_NODE_EVICTED: _RendezvousReason.ValueType  # 13
+    """FAILED_PRECONDITION: the node was evicted from the run: do not join again; metadata "by" is "operator", or
+    "service" if its workers failed too often.
+    """
+    RENDEZVOUS_REASON_TOO_MANY_EVICTED: _RendezvousReason.ValueType  # 14
+    """RESOURCE_EXHAUSTED: the run has as many evicted nodes as it may: readmit some."""
+    RENDEZVOUS_REASON_STREAM_REPLACED: _RendezvousReason.ValueType  # 15
+    """ABORTED: the node opened a newer stream with the same lease."""
+    RENDEZVOUS_REASON_REVISION_AHEAD: _RendezvousReason.ValueType  # 16
+    """OUT_OF_RANGE: a resume cursor that this server never sent."""
+    RENDEZVOUS_REASON_EVENTS_COMPACTED: _RendezvousReason.ValueType  # 17
+    """OUT_OF_RANGE: events that old are no longer kept; metadata "oldest_revision"."""
+    RENDEZVOUS_REASON_TOO_MANY_RUNS: _RendezvousReason.ValueType  # 18
+    """RESOURCE_EXHAUSTED: the service, or this client in it, has as many runs as it may: retry later."""
+    RENDEZVOUS_REASON_TOO_MANY_NODES: _RendezvousReason.ValueType  # 19
+    """RESOURCE_EXHAUSTED: the run has as many nodes as it may: retry later."""
+    RENDEZVOUS_REASON_TOO_MANY_SUBSCRIBERS: _RendezvousReason.ValueType  # 20
+    """RESOURCE_EXHAUSTED: the run has as many watchers as it may: retry later."""
+    RENDEZVOUS_REASON_TOO_MANY_WATCHERS: _RendezvousReason.ValueType  # 21
+    """RESOURCE_EXHAUSTED: this client has as many open watches as it may; metadata "limit": retry later."""
+    RENDEZVOUS_REASON_TOO_MANY_REQUESTS: _RendezvousReason.ValueType  # 22
+    """RESOURCE_EXHAUSTED: this client sends too many requests, or too much on its stream: retry later."""
+    RENDEZVOUS_REASON_NOT_OWNER: _RendezvousReason.ValueType  # 23
+    """UNAVAILABLE: nothing was done: another replica owns the run (metadata "owner_address": its address), or none can
+    own it (metadata "cause": the reason).
+    """
+    RENDEZVOUS_REASON_OWNERSHIP_LOST: _RendezvousReason.ValueType  # 24
+    """UNAVAILABLE: the outcome is unknown: another replica took the run over; same metadata."""
+    RENDEZVOUS_REASON_ETCD_UNAVAILABLE: _RendezvousReason.ValueType  # 25
+    """UNAVAILABLE: nothing was done: this replica cannot reach etcd; call another one."""
+    RENDEZVOUS_REASON_ETCD_FULL: _RendezvousReason.ValueType  # 26
+    """RESOURCE_EXHAUSTED: nothing was done: etcd is full; retry later, once etcd has space."""
+    RENDEZVOUS_REASON_DRAINING: _RendezvousReason.ValueType  # 27
+    """UNAVAILABLE: the server is shutting down: reconnect to it or to another one, and resume."""
+    RENDEZVOUS_REASON_SUBSCRIBER_TOO_SLOW: _RendezvousReason.ValueType  # 28
+    """UNAVAILABLE: the client did not read from the stream for too long: reconnect, resume."""
+    RENDEZVOUS_REASON_FIRST_MESSAGE_LATE: _RendezvousReason.ValueType  # 29
+    """UNAVAILABLE: the stream's first message took over 10 s: open another stream."""
+    RENDEZVOUS_REASON_JOURNAL_BROKEN: _RendezvousReason.ValueType  # 30
+    """UNAVAILABLE: the outcome is unknown, and the server is shutting down: retry."""
+    RENDEZVOUS_REASON_UNEXPECTED_ERROR: _RendezvousReason.ValueType  # 31
+    """UNAVAILABLE: a bug: the outcome is unknown; metadata "incident" is in the server log."""
+    RENDEZVOUS_REASON_NOT_IDENTIFIED: _RendezvousReason.ValueType  # 32
+    """UNAUTHENTICATED: the service must know its callers, and this one has no certificate, token or run secret that it
+    accepts; the message has the reason.
+    """
+    RENDEZVOUS_REASON_NOT_PERMITTED: _RendezvousReason.ValueType  # 33
+    """PERMISSION_DENIED: the caller has no role that may call this method for this run."""
+
+class RendezvousReason(_RendezvousReason, metaclass=_RendezvousReasonEnumTypeWrapper):
+    """RendezvousReason is why RendezvousService refuses a request, or ends a stream: ErrorInfo.reason is the name without RENDEZVOUS_REASON_.
+    Each comment begins with the status code.
+    """
+
+RENDEZVOUS_REASON_UNSPECIFIED: RendezvousReason.ValueType  # 0
+"""Never sent."""
+RENDEZVOUS_REASON_INVALID_ARGUMENT: RendezvousReason.ValueType  # 1
+"""INVALID_ARGUMENT: the request is malformed; BadRequest names the fields."""
+RENDEZVOUS_REASON_MALFORMED_MESSAGE: RendezvousReason.ValueType  # 2
+"""INVALID_ARGUMENT: the bytes are not a message of this file: wrong stubs."""
+RENDEZVOUS_REASON_RUN_NOT_FOUND: RendezvousReason.ValueType  # 3
+"""NOT_FOUND: no run of that name."""
+RENDEZVOUS_REASON_RUN_BROKEN: RendezvousReason.ValueType  # 4
+"""FAILED_PRECONDITION: an unexpected error of the service stopped the run, or its storage; outcome unknown, other
+runs continue; metadata "run_id", "cause": kind of error.
+"""
+RENDEZVOUS_REASON_RUN_CLOSED: RendezvousReason.ValueType  # 5
+"""FAILED_PRECONDITION: the run is over for good; metadata "outcome"."""
+RENDEZVOUS_REASON_RUN_IN_USE: RendezvousReason.ValueType  # 6
+"""FAILED_PRECONDITION: a run with nodes can't be deleted: close it first; metadata "nodes"."""
+RENDEZVOUS_REASON_ROUND_OVER: RendezvousReason.ValueType  # 7
+"""FAILED_PRECONDITION: the round to restart is not the latest any more: it was restarted, or has ended; metadata
+"current_round".
+"""
+RENDEZVOUS_REASON_SETTINGS_DIFFER: RendezvousReason.ValueType  # 8
+"""FAILED_PRECONDITION: the run exists with other settings; metadata names each."""
+RENDEZVOUS_REASON_LEASE_LOST: RendezvousReason.ValueType  # 9
+"""FAILED_PRECONDITION: the lease expired: join again, as a newcomer. With metadata "superseded_by", another agent
+joined under the node's name: do not join.
+"""
+RENDEZVOUS_REASON_LEASE_NOT_PROVEN: RendezvousReason.ValueType  # 10
+"""PERMISSION_DENIED: the token is not that of the lease; metadata "run_id", "node_id"."""
+RENDEZVOUS_REASON_NODE_ID_TAKEN: RendezvousReason.ValueType  # 11
+"""PERMISSION_DENIED: a client of another name in its certificate or token holds the node's lease: choose another
+node_id, or join once that lease has ended.
+"""
+RENDEZVOUS_REASON_JOIN_TIMED_OUT: RendezvousReason.ValueType  # 12
+"""FAILED_PRECONDITION: fewer than min_nodes joined within the join timeout."""
+RENDEZVOUS_REASON_NODE_EVICTED: RendezvousReason.ValueType  # 13
+"""FAILED_PRECONDITION: the node was evicted from the run: do not join again; metadata "by" is "operator", or
+"service" if its workers failed too often.
+"""
+RENDEZVOUS_REASON_TOO_MANY_EVICTED: RendezvousReason.ValueType  # 14
+"""RESOURCE_EXHAUSTED: the run has as many evicted nodes as it may: readmit some."""
+RENDEZVOUS_REASON_STREAM_REPLACED: RendezvousReason.ValueType  # 15
+"""ABORTED: the node opened a newer stream with the same lease."""
+RENDEZVOUS_REASON_REVISION_AHEAD: RendezvousReason.ValueType  # 16
+"""OUT_OF_RANGE: a resume cursor that this server never sent."""
+RENDEZVOUS_REASON_EVENTS_COMPACTED: RendezvousReason.ValueType  # 17
+"""OUT_OF_RANGE: events that old are no longer kept; metadata "oldest_revision"."""
+RENDEZVOUS_REASON_TOO_MANY_RUNS: RendezvousReason.ValueType  # 18
+"""RESOURCE_EXHAUSTED: the service, or this client in it, has as many runs as it may: retry later."""
+RENDEZVOUS_REASON_TOO_MANY_NODES: RendezvousReason.ValueType  # 19
+"""RESOURCE_EXHAUSTED: the run has as many nodes as it may: retry later."""
+RENDEZVOUS_REASON_TOO_MANY_SUBSCRIBERS: RendezvousReason.ValueType  # 20
+"""RESOURCE_EXHAUSTED: the run has as many watchers as it may: retry later."""
+RENDEZVOUS_REASON_TOO_MANY_WATCHERS: RendezvousReason.ValueType  # 21
+"""RESOURCE_EXHAUSTED: this client has as many open watches as it may; metadata "limit": retry later."""
+RENDEZVOUS_REASON_TOO_MANY_REQUESTS: RendezvousReason.ValueType  # 22
+"""RESOURCE_EXHAUSTED: this client sends too many requests, or too much on its stream: retry later."""
+RENDEZVOUS_REASON_NOT_OWNER: RendezvousReason.ValueType  # 23
+"""UNAVAILABLE: nothing was done: another replica owns the run (metadata "owner_address": its address), or none can
+own it (metadata "cause": the reason).
+"""
+RENDEZVOUS_REASON_OWNERSHIP_LOST: RendezvousReason.ValueType  # 24
+"""UNAVAILABLE: the outcome is unknown: another replica took the run over; same metadata."""
+RENDEZVOUS_REASON_ETCD_UNAVAILABLE: RendezvousReason.ValueType  # 25
+"""UNAVAILABLE: nothing was done: this replica cannot reach etcd; call another one."""
+RENDEZVOUS_REASON_ETCD_FULL: RendezvousReason.ValueType  # 26
+"""RESOURCE_EXHAUSTED: nothing was done: etcd is full; retry later, once etcd has space."""
+RENDEZVOUS_REASON_DRAINING: RendezvousReason.ValueType  # 27
+"""UNAVAILABLE: the server is shutting down: reconnect to it or to another one, and resume."""
+RENDEZVOUS_REASON_SUBSCRIBER_TOO_SLOW: RendezvousReason.ValueType  # 28
+"""UNAVAILABLE: the client did not read from the stream for too long: reconnect, resume."""
+RENDEZVOUS_REASON_FIRST_MESSAGE_LATE: RendezvousReason.ValueType  # 29
+"""UNAVAILABLE: the stream's first message took over 10 s: open another stream."""
+RENDEZVOUS_REASON_JOURNAL_BROKEN: RendezvousReason.ValueType  # 30
+"""UNAVAILABLE: the outcome is unknown, and the server is shutting down: retry."""
+RENDEZVOUS_REASON_UNEXPECTED_ERROR: RendezvousReason.ValueType  # 31
+"""UNAVAILABLE: a bug: the outcome is unknown; metadata "incident" is in the server log."""
+RENDEZVOUS_REASON_NOT_IDENTIFIED: RendezvousReason.ValueType  # 32
+"""UNAUTHENTICATED: the service must know its callers, and this one has no certificate, token or run secret that it
+accepts; the message has the reason.
+"""
+RENDEZVOUS_REASON_NOT_PERMITTED: RendezvousReason.ValueType  # 33
+"""PERMISSION_DENIED: the caller has no role that may call this method for this run."""
+Global___RendezvousReason: _TypeAlias = RendezvousReason  # noqa: Y015
+
 class _Phase:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015

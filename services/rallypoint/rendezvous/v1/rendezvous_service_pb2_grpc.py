@@ -47,46 +47,8 @@ class RendezvousServiceStub(object):
     EvictNode and ReadmitNode may be repeated, and so may a RestartRun with `round`; before you repeat a DeleteRun,
     look at the run.
 
-    Errors: every error carries a google.rpc.ErrorInfo with domain "rallypoint" and one of these reasons.
-    "Retry later" means: after RetryInfo.retry_delay.
-
-    INVALID_ARGUMENT     INVALID_ARGUMENT   the request is malformed; BadRequest names the fields
-    INVALID_ARGUMENT     MALFORMED_MESSAGE  the bytes are not a message of this file: wrong stubs
-    NOT_FOUND            RUN_NOT_FOUND      no run of that name
-    FAILED_PRECONDITION  RUN_BROKEN         an unexpected error of the service stopped the run, or its storage; outcome
-    unknown, other runs continue; metadata "run_id", "cause": kind of error
-    FAILED_PRECONDITION  RUN_CLOSED         the run is over for good; metadata "outcome"
-    FAILED_PRECONDITION  RUN_IN_USE         a run with nodes can't be deleted: close it first; metadata "nodes"
-    FAILED_PRECONDITION  ROUND_OVER         the round to restart is not the latest any more: it was restarted, or has
-    ended; metadata "current_round"
-    FAILED_PRECONDITION  SETTINGS_DIFFER    the run exists with other settings; metadata names each
-    FAILED_PRECONDITION  LEASE_LOST         the lease expired: join again, as a newcomer. With metadata
-    "superseded_by", another agent joined under the node's name: do not join
-    PERMISSION_DENIED    LEASE_NOT_PROVEN   the token is not that of the lease; metadata "run_id", "node_id"
-    PERMISSION_DENIED    NODE_ID_TAKEN      a client of another name in its certificate or token holds the node's lease:
-    choose another node_id, or join once that lease has ended
-    FAILED_PRECONDITION  JOIN_TIMED_OUT     fewer than min_nodes joined within the join timeout
-    FAILED_PRECONDITION  NODE_EVICTED       the node was evicted from the run: do not join again; metadata "by" is
-    "operator", or "service" if its workers failed too often
-    RESOURCE_EXHAUSTED   TOO_MANY_EVICTED   the run has as many evicted nodes as it may: readmit some
-    ABORTED              STREAM_REPLACED    the node opened a newer stream with the same lease
-    OUT_OF_RANGE         REVISION_AHEAD     a resume cursor that this server never sent
-    OUT_OF_RANGE         EVENTS_COMPACTED   events that old are no longer kept; metadata "oldest_revision"
-    RESOURCE_EXHAUSTED   TOO_MANY_RUNS      the service, or this client in it, has as many runs as it may: retry later
-    RESOURCE_EXHAUSTED   TOO_MANY_NODES     the run has as many nodes as it may: retry later
-    RESOURCE_EXHAUSTED   TOO_MANY_SUBSCRIBERS  the run has as many watchers as it may: retry later
-    RESOURCE_EXHAUSTED   TOO_MANY_WATCHERS  this client has as many open watches as it may; metadata "limit": retry later
-    RESOURCE_EXHAUSTED   TOO_MANY_REQUESTS  this client sends too many requests, or too much on its stream: retry later
-    UNAVAILABLE          NOT_OWNER          nothing was done: another replica owns the run (metadata "owner_address": its
-    address), or none can own it (metadata "cause": the reason)
-    UNAVAILABLE          OWNERSHIP_LOST     the outcome is unknown: another replica took the run over; same metadata
-    UNAVAILABLE          ETCD_UNAVAILABLE   nothing was done: this replica cannot reach etcd; call another one
-    RESOURCE_EXHAUSTED   ETCD_FULL          nothing was done: etcd is full; retry later, once etcd has space
-    UNAVAILABLE          DRAINING           the server is shutting down: reconnect to it or to another one, and resume
-    UNAVAILABLE          SUBSCRIBER_TOO_SLOW  the client did not read from the stream for too long: reconnect, resume
-    UNAVAILABLE          FIRST_MESSAGE_LATE  the stream's first message took over 10 s: open another stream
-    UNAVAILABLE          JOURNAL_BROKEN     the outcome is unknown, and the server is shutting down: retry
-    UNAVAILABLE          UNEXPECTED_ERROR   a bug: the outcome is unknown; metadata "incident" is in the server log
+    Errors: every error carries a google.rpc.ErrorInfo with domain "rallypoint"; its reason is a name of RendezvousReason without
+    the prefix. "Retry later" there means: after RetryInfo.retry_delay.
     """
 
     def __init__(self, channel):
@@ -184,46 +146,8 @@ class RendezvousServiceServicer(object):
     EvictNode and ReadmitNode may be repeated, and so may a RestartRun with `round`; before you repeat a DeleteRun,
     look at the run.
 
-    Errors: every error carries a google.rpc.ErrorInfo with domain "rallypoint" and one of these reasons.
-    "Retry later" means: after RetryInfo.retry_delay.
-
-    INVALID_ARGUMENT     INVALID_ARGUMENT   the request is malformed; BadRequest names the fields
-    INVALID_ARGUMENT     MALFORMED_MESSAGE  the bytes are not a message of this file: wrong stubs
-    NOT_FOUND            RUN_NOT_FOUND      no run of that name
-    FAILED_PRECONDITION  RUN_BROKEN         an unexpected error of the service stopped the run, or its storage; outcome
-    unknown, other runs continue; metadata "run_id", "cause": kind of error
-    FAILED_PRECONDITION  RUN_CLOSED         the run is over for good; metadata "outcome"
-    FAILED_PRECONDITION  RUN_IN_USE         a run with nodes can't be deleted: close it first; metadata "nodes"
-    FAILED_PRECONDITION  ROUND_OVER         the round to restart is not the latest any more: it was restarted, or has
-    ended; metadata "current_round"
-    FAILED_PRECONDITION  SETTINGS_DIFFER    the run exists with other settings; metadata names each
-    FAILED_PRECONDITION  LEASE_LOST         the lease expired: join again, as a newcomer. With metadata
-    "superseded_by", another agent joined under the node's name: do not join
-    PERMISSION_DENIED    LEASE_NOT_PROVEN   the token is not that of the lease; metadata "run_id", "node_id"
-    PERMISSION_DENIED    NODE_ID_TAKEN      a client of another name in its certificate or token holds the node's lease:
-    choose another node_id, or join once that lease has ended
-    FAILED_PRECONDITION  JOIN_TIMED_OUT     fewer than min_nodes joined within the join timeout
-    FAILED_PRECONDITION  NODE_EVICTED       the node was evicted from the run: do not join again; metadata "by" is
-    "operator", or "service" if its workers failed too often
-    RESOURCE_EXHAUSTED   TOO_MANY_EVICTED   the run has as many evicted nodes as it may: readmit some
-    ABORTED              STREAM_REPLACED    the node opened a newer stream with the same lease
-    OUT_OF_RANGE         REVISION_AHEAD     a resume cursor that this server never sent
-    OUT_OF_RANGE         EVENTS_COMPACTED   events that old are no longer kept; metadata "oldest_revision"
-    RESOURCE_EXHAUSTED   TOO_MANY_RUNS      the service, or this client in it, has as many runs as it may: retry later
-    RESOURCE_EXHAUSTED   TOO_MANY_NODES     the run has as many nodes as it may: retry later
-    RESOURCE_EXHAUSTED   TOO_MANY_SUBSCRIBERS  the run has as many watchers as it may: retry later
-    RESOURCE_EXHAUSTED   TOO_MANY_WATCHERS  this client has as many open watches as it may; metadata "limit": retry later
-    RESOURCE_EXHAUSTED   TOO_MANY_REQUESTS  this client sends too many requests, or too much on its stream: retry later
-    UNAVAILABLE          NOT_OWNER          nothing was done: another replica owns the run (metadata "owner_address": its
-    address), or none can own it (metadata "cause": the reason)
-    UNAVAILABLE          OWNERSHIP_LOST     the outcome is unknown: another replica took the run over; same metadata
-    UNAVAILABLE          ETCD_UNAVAILABLE   nothing was done: this replica cannot reach etcd; call another one
-    RESOURCE_EXHAUSTED   ETCD_FULL          nothing was done: etcd is full; retry later, once etcd has space
-    UNAVAILABLE          DRAINING           the server is shutting down: reconnect to it or to another one, and resume
-    UNAVAILABLE          SUBSCRIBER_TOO_SLOW  the client did not read from the stream for too long: reconnect, resume
-    UNAVAILABLE          FIRST_MESSAGE_LATE  the stream's first message took over 10 s: open another stream
-    UNAVAILABLE          JOURNAL_BROKEN     the outcome is unknown, and the server is shutting down: retry
-    UNAVAILABLE          UNEXPECTED_ERROR   a bug: the outcome is unknown; metadata "incident" is in the server log
+    Errors: every error carries a google.rpc.ErrorInfo with domain "rallypoint"; its reason is a name of RendezvousReason without
+    the prefix. "Retry later" there means: after RetryInfo.retry_delay.
     """
 
     def Join(self, request_iterator, context):
@@ -442,46 +366,8 @@ class RendezvousService(object):
     EvictNode and ReadmitNode may be repeated, and so may a RestartRun with `round`; before you repeat a DeleteRun,
     look at the run.
 
-    Errors: every error carries a google.rpc.ErrorInfo with domain "rallypoint" and one of these reasons.
-    "Retry later" means: after RetryInfo.retry_delay.
-
-    INVALID_ARGUMENT     INVALID_ARGUMENT   the request is malformed; BadRequest names the fields
-    INVALID_ARGUMENT     MALFORMED_MESSAGE  the bytes are not a message of this file: wrong stubs
-    NOT_FOUND            RUN_NOT_FOUND      no run of that name
-    FAILED_PRECONDITION  RUN_BROKEN         an unexpected error of the service stopped the run, or its storage; outcome
-    unknown, other runs continue; metadata "run_id", "cause": kind of error
-    FAILED_PRECONDITION  RUN_CLOSED         the run is over for good; metadata "outcome"
-    FAILED_PRECONDITION  RUN_IN_USE         a run with nodes can't be deleted: close it first; metadata "nodes"
-    FAILED_PRECONDITION  ROUND_OVER         the round to restart is not the latest any more: it was restarted, or has
-    ended; metadata "current_round"
-    FAILED_PRECONDITION  SETTINGS_DIFFER    the run exists with other settings; metadata names each
-    FAILED_PRECONDITION  LEASE_LOST         the lease expired: join again, as a newcomer. With metadata
-    "superseded_by", another agent joined under the node's name: do not join
-    PERMISSION_DENIED    LEASE_NOT_PROVEN   the token is not that of the lease; metadata "run_id", "node_id"
-    PERMISSION_DENIED    NODE_ID_TAKEN      a client of another name in its certificate or token holds the node's lease:
-    choose another node_id, or join once that lease has ended
-    FAILED_PRECONDITION  JOIN_TIMED_OUT     fewer than min_nodes joined within the join timeout
-    FAILED_PRECONDITION  NODE_EVICTED       the node was evicted from the run: do not join again; metadata "by" is
-    "operator", or "service" if its workers failed too often
-    RESOURCE_EXHAUSTED   TOO_MANY_EVICTED   the run has as many evicted nodes as it may: readmit some
-    ABORTED              STREAM_REPLACED    the node opened a newer stream with the same lease
-    OUT_OF_RANGE         REVISION_AHEAD     a resume cursor that this server never sent
-    OUT_OF_RANGE         EVENTS_COMPACTED   events that old are no longer kept; metadata "oldest_revision"
-    RESOURCE_EXHAUSTED   TOO_MANY_RUNS      the service, or this client in it, has as many runs as it may: retry later
-    RESOURCE_EXHAUSTED   TOO_MANY_NODES     the run has as many nodes as it may: retry later
-    RESOURCE_EXHAUSTED   TOO_MANY_SUBSCRIBERS  the run has as many watchers as it may: retry later
-    RESOURCE_EXHAUSTED   TOO_MANY_WATCHERS  this client has as many open watches as it may; metadata "limit": retry later
-    RESOURCE_EXHAUSTED   TOO_MANY_REQUESTS  this client sends too many requests, or too much on its stream: retry later
-    UNAVAILABLE          NOT_OWNER          nothing was done: another replica owns the run (metadata "owner_address": its
-    address), or none can own it (metadata "cause": the reason)
-    UNAVAILABLE          OWNERSHIP_LOST     the outcome is unknown: another replica took the run over; same metadata
-    UNAVAILABLE          ETCD_UNAVAILABLE   nothing was done: this replica cannot reach etcd; call another one
-    RESOURCE_EXHAUSTED   ETCD_FULL          nothing was done: etcd is full; retry later, once etcd has space
-    UNAVAILABLE          DRAINING           the server is shutting down: reconnect to it or to another one, and resume
-    UNAVAILABLE          SUBSCRIBER_TOO_SLOW  the client did not read from the stream for too long: reconnect, resume
-    UNAVAILABLE          FIRST_MESSAGE_LATE  the stream's first message took over 10 s: open another stream
-    UNAVAILABLE          JOURNAL_BROKEN     the outcome is unknown, and the server is shutting down: retry
-    UNAVAILABLE          UNEXPECTED_ERROR   a bug: the outcome is unknown; metadata "incident" is in the server log
+    Errors: every error carries a google.rpc.ErrorInfo with domain "rallypoint"; its reason is a name of RendezvousReason without
+    the prefix. "Retry later" there means: after RetryInfo.retry_delay.
     """
 
     @staticmethod

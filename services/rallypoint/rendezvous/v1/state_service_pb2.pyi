@@ -5,6 +5,7 @@ isort:skip_file
 
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from rallypoint.rendezvous.v1 import store_service_pb2 as _store_service_pb2
 import builtins as _builtins
 import sys
@@ -16,6 +17,132 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class _StateReason:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _StateReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_StateReason.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    STATE_REASON_UNSPECIFIED: _StateReason.ValueType  # 0
+    """Never sent."""
+    STATE_REASON_INVALID_ARGUMENT: _StateReason.ValueType  # 1
+    """INVALID_ARGUMENT: the request is malformed; BadRequest names the fields."""
+    STATE_REASON_MALFORMED_MESSAGE: _StateReason.ValueType  # 2
+    """INVALID_ARGUMENT: the bytes are not a message of this file: wrong stubs."""
+    STATE_REASON_OPERATION_REUSED: _StateReason.ValueType  # 3
+    """INVALID_ARGUMENT: the operation's number belongs to another request already."""
+    STATE_REASON_RUN_NOT_FOUND: _StateReason.ValueType  # 4
+    """NOT_FOUND: a lease was given, and RendezvousService has no run of that name."""
+    STATE_REASON_RUN_BROKEN: _StateReason.ValueType  # 5
+    """FAILED_PRECONDITION: an unexpected error of the service stopped the run, or its storage; outcome unknown, others
+    continue; metadata "run_id", "cause" (kind).
+    """
+    STATE_REASON_LEASE_LOST: _StateReason.ValueType  # 6
+    """FAILED_PRECONDITION: the node no longer holds the lease; metadata as in RendezvousService."""
+    STATE_REASON_LEASE_NOT_PROVEN: _StateReason.ValueType  # 7
+    """PERMISSION_DENIED: the token is not that of the lease; metadata "run_id", "node_id"."""
+    STATE_REASON_NODE_EVICTED: _StateReason.ValueType  # 8
+    """FAILED_PRECONDITION: an operator evicted the node from the run."""
+    STATE_REASON_RUN_CLOSED: _StateReason.ValueType  # 9
+    """FAILED_PRECONDITION: a lease was given, and the run is closed."""
+    STATE_REASON_OPERATION_SUPERSEDED: _StateReason.ValueType  # 10
+    """FAILED_PRECONDITION: the slot has a later operation already; metadata "latest_sequence"."""
+    STATE_REASON_TOO_MANY_STATES: _StateReason.ValueType  # 11
+    """RESOURCE_EXHAUSTED: no space for one more run; metadata "limit"; retry later."""
+    STATE_REASON_STATES_FULL: _StateReason.ValueType  # 12
+    """RESOURCE_EXHAUSTED: no space for so many bytes; metadata "limit_bytes"; retry later."""
+    STATE_REASON_STATE_BUSY: _StateReason.ValueType  # 13
+    """RESOURCE_EXHAUSTED: too many bytes wait to be written; retry later."""
+    STATE_REASON_TOO_MANY_WATCHERS: _StateReason.ValueType  # 14
+    """RESOURCE_EXHAUSTED: too many watchers in the service, or of this client; metadata "limit"; retry later."""
+    STATE_REASON_TOO_MANY_REQUESTS: _StateReason.ValueType  # 15
+    """RESOURCE_EXHAUSTED: this client sends too many requests; retry later."""
+    STATE_REASON_NOT_OWNER: _StateReason.ValueType  # 16
+    """UNAVAILABLE: nothing was done: another replica owns the run, metadata "owner_address"."""
+    STATE_REASON_OWNERSHIP_LOST: _StateReason.ValueType  # 17
+    """UNAVAILABLE: the outcome is unknown: another replica took the run over; likewise."""
+    STATE_REASON_ETCD_UNAVAILABLE: _StateReason.ValueType  # 18
+    """UNAVAILABLE: nothing was done: this replica cannot reach etcd; call another one."""
+    STATE_REASON_ETCD_FULL: _StateReason.ValueType  # 19
+    """RESOURCE_EXHAUSTED: nothing was done: etcd is full; retry later, once etcd has space."""
+    STATE_REASON_DRAINING: _StateReason.ValueType  # 20
+    """UNAVAILABLE: the server is shutting down: repeat the request, here or at another one."""
+    STATE_REASON_JOURNAL_FAILED: _StateReason.ValueType  # 21
+    """UNAVAILABLE: the state could not be made durable: repeat the request."""
+    STATE_REASON_SUBSCRIBER_TOO_SLOW: _StateReason.ValueType  # 22
+    """UNAVAILABLE: a watcher read nothing for 10 s: watch again, with your token."""
+    STATE_REASON_UNEXPECTED_ERROR: _StateReason.ValueType  # 23
+    """UNAVAILABLE: a bug: the outcome is unknown; metadata "incident" is in the server log."""
+    STATE_REASON_NOT_IDENTIFIED: _StateReason.ValueType  # 24
+    """UNAUTHENTICATED: the service must know its callers, and this one has no certificate, token or run secret that it
+    accepts; the message has the reason.
+    """
+    STATE_REASON_NOT_PERMITTED: _StateReason.ValueType  # 25
+    """PERMISSION_DENIED: the caller has no role that may call this method for this run."""
+
+class StateReason(_StateReason, metaclass=_StateReasonEnumTypeWrapper):
+    """StateReason is why StateService refuses a request, or ends a stream: ErrorInfo.reason is the name without STATE_REASON_.
+    Each comment begins with the status code.
+    """
+
+STATE_REASON_UNSPECIFIED: StateReason.ValueType  # 0
+"""Never sent."""
+STATE_REASON_INVALID_ARGUMENT: StateReason.ValueType  # 1
+"""INVALID_ARGUMENT: the request is malformed; BadRequest names the fields."""
+STATE_REASON_MALFORMED_MESSAGE: StateReason.ValueType  # 2
+"""INVALID_ARGUMENT: the bytes are not a message of this file: wrong stubs."""
+STATE_REASON_OPERATION_REUSED: StateReason.ValueType  # 3
+"""INVALID_ARGUMENT: the operation's number belongs to another request already."""
+STATE_REASON_RUN_NOT_FOUND: StateReason.ValueType  # 4
+"""NOT_FOUND: a lease was given, and RendezvousService has no run of that name."""
+STATE_REASON_RUN_BROKEN: StateReason.ValueType  # 5
+"""FAILED_PRECONDITION: an unexpected error of the service stopped the run, or its storage; outcome unknown, others
+continue; metadata "run_id", "cause" (kind).
+"""
+STATE_REASON_LEASE_LOST: StateReason.ValueType  # 6
+"""FAILED_PRECONDITION: the node no longer holds the lease; metadata as in RendezvousService."""
+STATE_REASON_LEASE_NOT_PROVEN: StateReason.ValueType  # 7
+"""PERMISSION_DENIED: the token is not that of the lease; metadata "run_id", "node_id"."""
+STATE_REASON_NODE_EVICTED: StateReason.ValueType  # 8
+"""FAILED_PRECONDITION: an operator evicted the node from the run."""
+STATE_REASON_RUN_CLOSED: StateReason.ValueType  # 9
+"""FAILED_PRECONDITION: a lease was given, and the run is closed."""
+STATE_REASON_OPERATION_SUPERSEDED: StateReason.ValueType  # 10
+"""FAILED_PRECONDITION: the slot has a later operation already; metadata "latest_sequence"."""
+STATE_REASON_TOO_MANY_STATES: StateReason.ValueType  # 11
+"""RESOURCE_EXHAUSTED: no space for one more run; metadata "limit"; retry later."""
+STATE_REASON_STATES_FULL: StateReason.ValueType  # 12
+"""RESOURCE_EXHAUSTED: no space for so many bytes; metadata "limit_bytes"; retry later."""
+STATE_REASON_STATE_BUSY: StateReason.ValueType  # 13
+"""RESOURCE_EXHAUSTED: too many bytes wait to be written; retry later."""
+STATE_REASON_TOO_MANY_WATCHERS: StateReason.ValueType  # 14
+"""RESOURCE_EXHAUSTED: too many watchers in the service, or of this client; metadata "limit"; retry later."""
+STATE_REASON_TOO_MANY_REQUESTS: StateReason.ValueType  # 15
+"""RESOURCE_EXHAUSTED: this client sends too many requests; retry later."""
+STATE_REASON_NOT_OWNER: StateReason.ValueType  # 16
+"""UNAVAILABLE: nothing was done: another replica owns the run, metadata "owner_address"."""
+STATE_REASON_OWNERSHIP_LOST: StateReason.ValueType  # 17
+"""UNAVAILABLE: the outcome is unknown: another replica took the run over; likewise."""
+STATE_REASON_ETCD_UNAVAILABLE: StateReason.ValueType  # 18
+"""UNAVAILABLE: nothing was done: this replica cannot reach etcd; call another one."""
+STATE_REASON_ETCD_FULL: StateReason.ValueType  # 19
+"""RESOURCE_EXHAUSTED: nothing was done: etcd is full; retry later, once etcd has space."""
+STATE_REASON_DRAINING: StateReason.ValueType  # 20
+"""UNAVAILABLE: the server is shutting down: repeat the request, here or at another one."""
+STATE_REASON_JOURNAL_FAILED: StateReason.ValueType  # 21
+"""UNAVAILABLE: the state could not be made durable: repeat the request."""
+STATE_REASON_SUBSCRIBER_TOO_SLOW: StateReason.ValueType  # 22
+"""UNAVAILABLE: a watcher read nothing for 10 s: watch again, with your token."""
+STATE_REASON_UNEXPECTED_ERROR: StateReason.ValueType  # 23
+"""UNAVAILABLE: a bug: the outcome is unknown; metadata "incident" is in the server log."""
+STATE_REASON_NOT_IDENTIFIED: StateReason.ValueType  # 24
+"""UNAUTHENTICATED: the service must know its callers, and this one has no certificate, token or run secret that it
+accepts; the message has the reason.
+"""
+STATE_REASON_NOT_PERMITTED: StateReason.ValueType  # 25
+"""PERMISSION_DENIED: the caller has no role that may call this method for this run."""
+Global___StateReason: _TypeAlias = StateReason  # noqa: Y015
 
 @_typing.final
 class FencedState(_message.Message):

@@ -86,34 +86,8 @@ class StateServiceStub(object):
     bytes of UTF-8 without control characters. The number of states (default 10,000), their bytes in sum (default
     1 GiB) and the number of watchers (default 10,000) are limited for the whole service.
 
-    Errors: every error carries a google.rpc.ErrorInfo with domain "rallypoint" and one of these reasons.
-    "Retry later" means: after RetryInfo.retry_delay.
-
-    INVALID_ARGUMENT     INVALID_ARGUMENT      the request is malformed; BadRequest names the fields
-    INVALID_ARGUMENT     MALFORMED_MESSAGE     the bytes are not a message of this file: wrong stubs
-    INVALID_ARGUMENT     OPERATION_REUSED      the operation's number belongs to another request already
-    NOT_FOUND            RUN_NOT_FOUND         a lease was given, and RendezvousService has no run of that name
-    FAILED_PRECONDITION  RUN_BROKEN            an unexpected error of the service stopped the run, or its storage;
-    outcome unknown, others continue; metadata "run_id", "cause" (kind)
-    FAILED_PRECONDITION  LEASE_LOST            the node no longer holds the lease; metadata as in RendezvousService
-    PERMISSION_DENIED    LEASE_NOT_PROVEN      the token is not that of the lease; metadata "run_id", "node_id"
-    FAILED_PRECONDITION  NODE_EVICTED          an operator evicted the node from the run
-    FAILED_PRECONDITION  RUN_CLOSED            a lease was given, and the run is closed
-    FAILED_PRECONDITION  OPERATION_SUPERSEDED  the slot has a later operation already; metadata "latest_sequence"
-    RESOURCE_EXHAUSTED   TOO_MANY_STATES       no space for one more run; metadata "limit"; retry later
-    RESOURCE_EXHAUSTED   STATES_FULL           no space for so many bytes; metadata "limit_bytes"; retry later
-    RESOURCE_EXHAUSTED   STATE_BUSY            too many bytes wait to be written; retry later
-    RESOURCE_EXHAUSTED   TOO_MANY_WATCHERS     too many watchers in the service, or of this client; metadata "limit";
-    retry later
-    RESOURCE_EXHAUSTED   TOO_MANY_REQUESTS     this client sends too many requests; retry later
-    UNAVAILABLE          NOT_OWNER             nothing was done: another replica owns the run, metadata "owner_address"
-    UNAVAILABLE          OWNERSHIP_LOST        the outcome is unknown: another replica took the run over; likewise
-    UNAVAILABLE          ETCD_UNAVAILABLE      nothing was done: this replica cannot reach etcd; call another one
-    RESOURCE_EXHAUSTED   ETCD_FULL             nothing was done: etcd is full; retry later, once etcd has space
-    UNAVAILABLE          DRAINING              the server is shutting down: repeat the request, here or at another one
-    UNAVAILABLE          JOURNAL_FAILED        the state could not be made durable: repeat the request
-    UNAVAILABLE          SUBSCRIBER_TOO_SLOW   a watcher read nothing for 10 s: watch again, with your token
-    UNAVAILABLE          UNEXPECTED_ERROR      a bug: the outcome is unknown; metadata "incident" is in the server log
+    Errors: every error carries a google.rpc.ErrorInfo with domain "rallypoint"; its reason is a name of StateReason without
+    the prefix. "Retry later" there means: after RetryInfo.retry_delay.
     """
 
     def __init__(self, channel):
@@ -200,34 +174,8 @@ class StateServiceServicer(object):
     bytes of UTF-8 without control characters. The number of states (default 10,000), their bytes in sum (default
     1 GiB) and the number of watchers (default 10,000) are limited for the whole service.
 
-    Errors: every error carries a google.rpc.ErrorInfo with domain "rallypoint" and one of these reasons.
-    "Retry later" means: after RetryInfo.retry_delay.
-
-    INVALID_ARGUMENT     INVALID_ARGUMENT      the request is malformed; BadRequest names the fields
-    INVALID_ARGUMENT     MALFORMED_MESSAGE     the bytes are not a message of this file: wrong stubs
-    INVALID_ARGUMENT     OPERATION_REUSED      the operation's number belongs to another request already
-    NOT_FOUND            RUN_NOT_FOUND         a lease was given, and RendezvousService has no run of that name
-    FAILED_PRECONDITION  RUN_BROKEN            an unexpected error of the service stopped the run, or its storage;
-    outcome unknown, others continue; metadata "run_id", "cause" (kind)
-    FAILED_PRECONDITION  LEASE_LOST            the node no longer holds the lease; metadata as in RendezvousService
-    PERMISSION_DENIED    LEASE_NOT_PROVEN      the token is not that of the lease; metadata "run_id", "node_id"
-    FAILED_PRECONDITION  NODE_EVICTED          an operator evicted the node from the run
-    FAILED_PRECONDITION  RUN_CLOSED            a lease was given, and the run is closed
-    FAILED_PRECONDITION  OPERATION_SUPERSEDED  the slot has a later operation already; metadata "latest_sequence"
-    RESOURCE_EXHAUSTED   TOO_MANY_STATES       no space for one more run; metadata "limit"; retry later
-    RESOURCE_EXHAUSTED   STATES_FULL           no space for so many bytes; metadata "limit_bytes"; retry later
-    RESOURCE_EXHAUSTED   STATE_BUSY            too many bytes wait to be written; retry later
-    RESOURCE_EXHAUSTED   TOO_MANY_WATCHERS     too many watchers in the service, or of this client; metadata "limit";
-    retry later
-    RESOURCE_EXHAUSTED   TOO_MANY_REQUESTS     this client sends too many requests; retry later
-    UNAVAILABLE          NOT_OWNER             nothing was done: another replica owns the run, metadata "owner_address"
-    UNAVAILABLE          OWNERSHIP_LOST        the outcome is unknown: another replica took the run over; likewise
-    UNAVAILABLE          ETCD_UNAVAILABLE      nothing was done: this replica cannot reach etcd; call another one
-    RESOURCE_EXHAUSTED   ETCD_FULL             nothing was done: etcd is full; retry later, once etcd has space
-    UNAVAILABLE          DRAINING              the server is shutting down: repeat the request, here or at another one
-    UNAVAILABLE          JOURNAL_FAILED        the state could not be made durable: repeat the request
-    UNAVAILABLE          SUBSCRIBER_TOO_SLOW   a watcher read nothing for 10 s: watch again, with your token
-    UNAVAILABLE          UNEXPECTED_ERROR      a bug: the outcome is unknown; metadata "incident" is in the server log
+    Errors: every error carries a google.rpc.ErrorInfo with domain "rallypoint"; its reason is a name of StateReason without
+    the prefix. "Retry later" there means: after RetryInfo.retry_delay.
     """
 
     def GetState(self, request, context):
@@ -342,34 +290,8 @@ class StateService(object):
     bytes of UTF-8 without control characters. The number of states (default 10,000), their bytes in sum (default
     1 GiB) and the number of watchers (default 10,000) are limited for the whole service.
 
-    Errors: every error carries a google.rpc.ErrorInfo with domain "rallypoint" and one of these reasons.
-    "Retry later" means: after RetryInfo.retry_delay.
-
-    INVALID_ARGUMENT     INVALID_ARGUMENT      the request is malformed; BadRequest names the fields
-    INVALID_ARGUMENT     MALFORMED_MESSAGE     the bytes are not a message of this file: wrong stubs
-    INVALID_ARGUMENT     OPERATION_REUSED      the operation's number belongs to another request already
-    NOT_FOUND            RUN_NOT_FOUND         a lease was given, and RendezvousService has no run of that name
-    FAILED_PRECONDITION  RUN_BROKEN            an unexpected error of the service stopped the run, or its storage;
-    outcome unknown, others continue; metadata "run_id", "cause" (kind)
-    FAILED_PRECONDITION  LEASE_LOST            the node no longer holds the lease; metadata as in RendezvousService
-    PERMISSION_DENIED    LEASE_NOT_PROVEN      the token is not that of the lease; metadata "run_id", "node_id"
-    FAILED_PRECONDITION  NODE_EVICTED          an operator evicted the node from the run
-    FAILED_PRECONDITION  RUN_CLOSED            a lease was given, and the run is closed
-    FAILED_PRECONDITION  OPERATION_SUPERSEDED  the slot has a later operation already; metadata "latest_sequence"
-    RESOURCE_EXHAUSTED   TOO_MANY_STATES       no space for one more run; metadata "limit"; retry later
-    RESOURCE_EXHAUSTED   STATES_FULL           no space for so many bytes; metadata "limit_bytes"; retry later
-    RESOURCE_EXHAUSTED   STATE_BUSY            too many bytes wait to be written; retry later
-    RESOURCE_EXHAUSTED   TOO_MANY_WATCHERS     too many watchers in the service, or of this client; metadata "limit";
-    retry later
-    RESOURCE_EXHAUSTED   TOO_MANY_REQUESTS     this client sends too many requests; retry later
-    UNAVAILABLE          NOT_OWNER             nothing was done: another replica owns the run, metadata "owner_address"
-    UNAVAILABLE          OWNERSHIP_LOST        the outcome is unknown: another replica took the run over; likewise
-    UNAVAILABLE          ETCD_UNAVAILABLE      nothing was done: this replica cannot reach etcd; call another one
-    RESOURCE_EXHAUSTED   ETCD_FULL             nothing was done: etcd is full; retry later, once etcd has space
-    UNAVAILABLE          DRAINING              the server is shutting down: repeat the request, here or at another one
-    UNAVAILABLE          JOURNAL_FAILED        the state could not be made durable: repeat the request
-    UNAVAILABLE          SUBSCRIBER_TOO_SLOW   a watcher read nothing for 10 s: watch again, with your token
-    UNAVAILABLE          UNEXPECTED_ERROR      a bug: the outcome is unknown; metadata "incident" is in the server log
+    Errors: every error carries a google.rpc.ErrorInfo with domain "rallypoint"; its reason is a name of StateReason without
+    the prefix. "Retry later" there means: after RetryInfo.retry_delay.
     """
 
     @staticmethod

@@ -8,6 +8,7 @@ from google.protobuf import descriptor as _descriptor
 from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -18,6 +19,172 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class _StoreReason:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _StoreReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_StoreReason.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    STORE_REASON_UNSPECIFIED: _StoreReason.ValueType  # 0
+    """Never sent."""
+    STORE_REASON_INVALID_ARGUMENT: _StoreReason.ValueType  # 1
+    """INVALID_ARGUMENT: the request is malformed; BadRequest names the fields."""
+    STORE_REASON_MALFORMED_MESSAGE: _StoreReason.ValueType  # 2
+    """INVALID_ARGUMENT: the bytes are not a message of this file: wrong stubs."""
+    STORE_REASON_OPERATION_REUSED: _StoreReason.ValueType  # 3
+    """INVALID_ARGUMENT: the operation's number belongs to another request already."""
+    STORE_REASON_RUN_NOT_FOUND: _StoreReason.ValueType  # 4
+    """NOT_FOUND: no run of that name, or it was forgotten."""
+    STORE_REASON_RUN_BROKEN: _StoreReason.ValueType  # 5
+    """FAILED_PRECONDITION: an unexpected error of the service stopped the run, or its storage; outcome unknown, others
+    continue; metadata "run_id", "cause" (kind).
+    """
+    STORE_REASON_ROUND_OVER: _StoreReason.ValueType  # 6
+    """FAILED_PRECONDITION: the round is over; metadata "current_round"."""
+    STORE_REASON_ROUND_NOT_BEGUN: _StoreReason.ValueType  # 7
+    """FAILED_PRECONDITION: no round of that number yet; metadata "current_round"."""
+    STORE_REASON_LEASE_LOST: _StoreReason.ValueType  # 8
+    """FAILED_PRECONDITION: the writer no longer holds the lease; metadata "run_id", "node_id", "lease", and
+    "superseded_by" if it was superseded.
+    """
+    STORE_REASON_LEASE_NOT_PROVEN: _StoreReason.ValueType  # 9
+    """PERMISSION_DENIED: the token is not that of the lease; metadata "run_id", "node_id"."""
+    STORE_REASON_RUN_CLOSED: _StoreReason.ValueType  # 10
+    """FAILED_PRECONDITION: the writer's run is over; metadata "run_id", "outcome"."""
+    STORE_REASON_NOT_AN_INTEGER: _StoreReason.ValueType  # 11
+    """FAILED_PRECONDITION: Add on a value that is not a decimal integer."""
+    STORE_REASON_INTEGER_OVERFLOW: _StoreReason.ValueType  # 12
+    """FAILED_PRECONDITION: the sum of an Add has more than 64 bits."""
+    STORE_REASON_VALUE_TOO_LARGE: _StoreReason.ValueType  # 13
+    """FAILED_PRECONDITION: the result of an Append is too large; metadata "limit_bytes"."""
+    STORE_REASON_OPERATION_SUPERSEDED: _StoreReason.ValueType  # 14
+    """FAILED_PRECONDITION: the operation's slot has a later operation already."""
+    STORE_REASON_KEY_WAIT_TIMED_OUT: _StoreReason.ValueType  # 15
+    """DEADLINE_EXCEEDED: keys were still missing; metadata "missing_count", and "missing": JSON list of the first 8,
+    cut to 64 bytes each.
+    """
+    STORE_REASON_RUN_STORE_FULL: _StoreReason.ValueType  # 16
+    """RESOURCE_EXHAUSTED: the run has no bytes left: delete keys; metadata "limit_bytes"."""
+    STORE_REASON_STORES_FULL: _StoreReason.ValueType  # 17
+    """RESOURCE_EXHAUSTED: all runs together, or those of a client, have no bytes left: retry later; metadata
+    "limit_bytes".
+    """
+    STORE_REASON_TOO_MANY_KEYS: _StoreReason.ValueType  # 18
+    """RESOURCE_EXHAUSTED: the run has as many keys as it may: delete some; metadata "limit_keys"."""
+    STORE_REASON_ANSWER_TOO_LARGE: _StoreReason.ValueType  # 19
+    """RESOURCE_EXHAUSTED: the values of a MultiGet do not fit into one reply: request fewer keys at once; metadata
+    "fitting": how many of the first keys fit.
+    """
+    STORE_REASON_STORE_BUSY: _StoreReason.ValueType  # 20
+    """RESOURCE_EXHAUSTED: too many bytes wait to be written; retry later."""
+    STORE_REASON_TOO_MANY_WAITERS: _StoreReason.ValueType  # 21
+    """RESOURCE_EXHAUSTED: too many requests of the run wait for keys; retry later."""
+    STORE_REASON_TOO_MANY_REQUESTS: _StoreReason.ValueType  # 22
+    """RESOURCE_EXHAUSTED: this client sends too many requests; retry later."""
+    STORE_REASON_NOT_OWNER: _StoreReason.ValueType  # 23
+    """UNAVAILABLE: nothing was done: another replica owns the run, metadata "owner_address"."""
+    STORE_REASON_OWNERSHIP_LOST: _StoreReason.ValueType  # 24
+    """UNAVAILABLE: the outcome is unknown: another replica took the run over; likewise."""
+    STORE_REASON_ETCD_UNAVAILABLE: _StoreReason.ValueType  # 25
+    """UNAVAILABLE: nothing was done: this replica cannot reach etcd; call another one."""
+    STORE_REASON_ETCD_FULL: _StoreReason.ValueType  # 26
+    """RESOURCE_EXHAUSTED: nothing was done: etcd is full; retry later, once etcd has space."""
+    STORE_REASON_DRAINING: _StoreReason.ValueType  # 27
+    """UNAVAILABLE: the server is shutting down: repeat the request, here or at another one."""
+    STORE_REASON_JOURNAL_FAILED: _StoreReason.ValueType  # 28
+    """UNAVAILABLE: the write could not be made durable: repeat the request."""
+    STORE_REASON_UNEXPECTED_ERROR: _StoreReason.ValueType  # 29
+    """UNAVAILABLE: a bug: the outcome is unknown; metadata "incident" is in the server log."""
+    STORE_REASON_NOT_IDENTIFIED: _StoreReason.ValueType  # 30
+    """UNAUTHENTICATED: the service must know its callers, and this one has no certificate, token or run secret that it
+    accepts; the message has the reason.
+    """
+    STORE_REASON_NOT_PERMITTED: _StoreReason.ValueType  # 31
+    """PERMISSION_DENIED: the caller has no role that may call this method for this run."""
+
+class StoreReason(_StoreReason, metaclass=_StoreReasonEnumTypeWrapper):
+    """StoreReason is why StoreService refuses a request, or ends a stream: ErrorInfo.reason is the name without STORE_REASON_.
+    Each comment begins with the status code.
+    """
+
+STORE_REASON_UNSPECIFIED: StoreReason.ValueType  # 0
+"""Never sent."""
+STORE_REASON_INVALID_ARGUMENT: StoreReason.ValueType  # 1
+"""INVALID_ARGUMENT: the request is malformed; BadRequest names the fields."""
+STORE_REASON_MALFORMED_MESSAGE: StoreReason.ValueType  # 2
+"""INVALID_ARGUMENT: the bytes are not a message of this file: wrong stubs."""
+STORE_REASON_OPERATION_REUSED: StoreReason.ValueType  # 3
+"""INVALID_ARGUMENT: the operation's number belongs to another request already."""
+STORE_REASON_RUN_NOT_FOUND: StoreReason.ValueType  # 4
+"""NOT_FOUND: no run of that name, or it was forgotten."""
+STORE_REASON_RUN_BROKEN: StoreReason.ValueType  # 5
+"""FAILED_PRECONDITION: an unexpected error of the service stopped the run, or its storage; outcome unknown, others
+continue; metadata "run_id", "cause" (kind).
+"""
+STORE_REASON_ROUND_OVER: StoreReason.ValueType  # 6
+"""FAILED_PRECONDITION: the round is over; metadata "current_round"."""
+STORE_REASON_ROUND_NOT_BEGUN: StoreReason.ValueType  # 7
+"""FAILED_PRECONDITION: no round of that number yet; metadata "current_round"."""
+STORE_REASON_LEASE_LOST: StoreReason.ValueType  # 8
+"""FAILED_PRECONDITION: the writer no longer holds the lease; metadata "run_id", "node_id", "lease", and
+"superseded_by" if it was superseded.
+"""
+STORE_REASON_LEASE_NOT_PROVEN: StoreReason.ValueType  # 9
+"""PERMISSION_DENIED: the token is not that of the lease; metadata "run_id", "node_id"."""
+STORE_REASON_RUN_CLOSED: StoreReason.ValueType  # 10
+"""FAILED_PRECONDITION: the writer's run is over; metadata "run_id", "outcome"."""
+STORE_REASON_NOT_AN_INTEGER: StoreReason.ValueType  # 11
+"""FAILED_PRECONDITION: Add on a value that is not a decimal integer."""
+STORE_REASON_INTEGER_OVERFLOW: StoreReason.ValueType  # 12
+"""FAILED_PRECONDITION: the sum of an Add has more than 64 bits."""
+STORE_REASON_VALUE_TOO_LARGE: StoreReason.ValueType  # 13
+"""FAILED_PRECONDITION: the result of an Append is too large; metadata "limit_bytes"."""
+STORE_REASON_OPERATION_SUPERSEDED: StoreReason.ValueType  # 14
+"""FAILED_PRECONDITION: the operation's slot has a later operation already."""
+STORE_REASON_KEY_WAIT_TIMED_OUT: StoreReason.ValueType  # 15
+"""DEADLINE_EXCEEDED: keys were still missing; metadata "missing_count", and "missing": JSON list of the first 8,
+cut to 64 bytes each.
+"""
+STORE_REASON_RUN_STORE_FULL: StoreReason.ValueType  # 16
+"""RESOURCE_EXHAUSTED: the run has no bytes left: delete keys; metadata "limit_bytes"."""
+STORE_REASON_STORES_FULL: StoreReason.ValueType  # 17
+"""RESOURCE_EXHAUSTED: all runs together, or those of a client, have no bytes left: retry later; metadata
+"limit_bytes".
+"""
+STORE_REASON_TOO_MANY_KEYS: StoreReason.ValueType  # 18
+"""RESOURCE_EXHAUSTED: the run has as many keys as it may: delete some; metadata "limit_keys"."""
+STORE_REASON_ANSWER_TOO_LARGE: StoreReason.ValueType  # 19
+"""RESOURCE_EXHAUSTED: the values of a MultiGet do not fit into one reply: request fewer keys at once; metadata
+"fitting": how many of the first keys fit.
+"""
+STORE_REASON_STORE_BUSY: StoreReason.ValueType  # 20
+"""RESOURCE_EXHAUSTED: too many bytes wait to be written; retry later."""
+STORE_REASON_TOO_MANY_WAITERS: StoreReason.ValueType  # 21
+"""RESOURCE_EXHAUSTED: too many requests of the run wait for keys; retry later."""
+STORE_REASON_TOO_MANY_REQUESTS: StoreReason.ValueType  # 22
+"""RESOURCE_EXHAUSTED: this client sends too many requests; retry later."""
+STORE_REASON_NOT_OWNER: StoreReason.ValueType  # 23
+"""UNAVAILABLE: nothing was done: another replica owns the run, metadata "owner_address"."""
+STORE_REASON_OWNERSHIP_LOST: StoreReason.ValueType  # 24
+"""UNAVAILABLE: the outcome is unknown: another replica took the run over; likewise."""
+STORE_REASON_ETCD_UNAVAILABLE: StoreReason.ValueType  # 25
+"""UNAVAILABLE: nothing was done: this replica cannot reach etcd; call another one."""
+STORE_REASON_ETCD_FULL: StoreReason.ValueType  # 26
+"""RESOURCE_EXHAUSTED: nothing was done: etcd is full; retry later, once etcd has space."""
+STORE_REASON_DRAINING: StoreReason.ValueType  # 27
+"""UNAVAILABLE: the server is shutting down: repeat the request, here or at another one."""
+STORE_REASON_JOURNAL_FAILED: StoreReason.ValueType  # 28
+"""UNAVAILABLE: the write could not be made durable: repeat the request."""
+STORE_REASON_UNEXPECTED_ERROR: StoreReason.ValueType  # 29
+"""UNAVAILABLE: a bug: the outcome is unknown; metadata "incident" is in the server log."""
+STORE_REASON_NOT_IDENTIFIED: StoreReason.ValueType  # 30
+"""UNAUTHENTICATED: the service must know its callers, and this one has no certificate, token or run secret that it
+accepts; the message has the reason.
+"""
+STORE_REASON_NOT_PERMITTED: StoreReason.ValueType  # 31
+"""PERMISSION_DENIED: the caller has no role that may call this method for this run."""
+Global___StoreReason: _TypeAlias = StoreReason  # noqa: Y015
 
 @_typing.final
 class StoreOperation(_message.Message):

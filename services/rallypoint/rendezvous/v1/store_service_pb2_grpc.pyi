@@ -76,43 +76,8 @@ class StoreServiceStub:
     requests that wait for keys (default 100,000), and on the keys that these wait for, counted once for each request
     (default 2,000,000).
 
-    Errors: every error carries a google.rpc.ErrorInfo with domain "rallypoint" and one of these reasons.
-    "Retry later" means: after RetryInfo.retry_delay.
-
-      INVALID_ARGUMENT     INVALID_ARGUMENT      the request is malformed; BadRequest names the fields
-      INVALID_ARGUMENT     MALFORMED_MESSAGE     the bytes are not a message of this file: wrong stubs
-      INVALID_ARGUMENT     OPERATION_REUSED      the operation's number belongs to another request already
-      NOT_FOUND            RUN_NOT_FOUND         no run of that name, or it was forgotten
-      FAILED_PRECONDITION  RUN_BROKEN            an unexpected error of the service stopped the run, or its storage;
-                                                 outcome unknown, others continue; metadata "run_id", "cause" (kind)
-      FAILED_PRECONDITION  ROUND_OVER            the round is over; metadata "current_round"
-      FAILED_PRECONDITION  ROUND_NOT_BEGUN       no round of that number yet; metadata "current_round"
-      FAILED_PRECONDITION  LEASE_LOST            the writer no longer holds the lease; metadata "run_id",
-                                                 "node_id", "lease", and "superseded_by" if it was superseded
-      PERMISSION_DENIED    LEASE_NOT_PROVEN      the token is not that of the lease; metadata "run_id", "node_id"
-      FAILED_PRECONDITION  RUN_CLOSED            the writer's run is over; metadata "run_id", "outcome"
-      FAILED_PRECONDITION  NOT_AN_INTEGER        Add on a value that is not a decimal integer
-      FAILED_PRECONDITION  INTEGER_OVERFLOW      the sum of an Add has more than 64 bits
-      FAILED_PRECONDITION  VALUE_TOO_LARGE       the result of an Append is too large; metadata "limit_bytes"
-      FAILED_PRECONDITION  OPERATION_SUPERSEDED  the operation's slot has a later operation already
-      DEADLINE_EXCEEDED    KEY_WAIT_TIMED_OUT    keys were still missing; metadata "missing_count", and
-                                                 "missing": JSON list of the first 8, cut to 64 bytes each
-      RESOURCE_EXHAUSTED   RUN_STORE_FULL        the run has no bytes left: delete keys; metadata "limit_bytes"
-      RESOURCE_EXHAUSTED   STORES_FULL           all runs together, or those of a client, have no bytes left: retry later;
-                                                 metadata "limit_bytes"
-      RESOURCE_EXHAUSTED   TOO_MANY_KEYS         the run has as many keys as it may: delete some; metadata "limit_keys"
-      RESOURCE_EXHAUSTED   ANSWER_TOO_LARGE      the values of a MultiGet do not fit into one reply: request fewer
-                                                 keys at once; metadata "fitting": how many of the first keys fit
-      RESOURCE_EXHAUSTED   STORE_BUSY            too many bytes wait to be written; retry later
-      RESOURCE_EXHAUSTED   TOO_MANY_WAITERS      too many requests of the run wait for keys; retry later
-      RESOURCE_EXHAUSTED   TOO_MANY_REQUESTS     this client sends too many requests; retry later
-      UNAVAILABLE          NOT_OWNER             nothing was done: another replica owns the run, metadata "owner_address"
-      UNAVAILABLE          OWNERSHIP_LOST        the outcome is unknown: another replica took the run over; likewise
-      UNAVAILABLE          ETCD_UNAVAILABLE      nothing was done: this replica cannot reach etcd; call another one
-      RESOURCE_EXHAUSTED   ETCD_FULL             nothing was done: etcd is full; retry later, once etcd has space
-      UNAVAILABLE          DRAINING              the server is shutting down: repeat the request, here or at another one
-      UNAVAILABLE          JOURNAL_FAILED        the write could not be made durable: repeat the request
-      UNAVAILABLE          UNEXPECTED_ERROR      a bug: the outcome is unknown; metadata "incident" is in the server log
+    Errors: every error carries a google.rpc.ErrorInfo with domain "rallypoint"; its reason is a name of StoreReason without
+    the prefix. "Retry later" there means: after RetryInfo.retry_delay.
     """
 
     @_typing.overload
@@ -206,43 +171,8 @@ class StoreServiceAsyncStub(StoreServiceStub):
     requests that wait for keys (default 100,000), and on the keys that these wait for, counted once for each request
     (default 2,000,000).
 
-    Errors: every error carries a google.rpc.ErrorInfo with domain "rallypoint" and one of these reasons.
-    "Retry later" means: after RetryInfo.retry_delay.
-
-      INVALID_ARGUMENT     INVALID_ARGUMENT      the request is malformed; BadRequest names the fields
-      INVALID_ARGUMENT     MALFORMED_MESSAGE     the bytes are not a message of this file: wrong stubs
-      INVALID_ARGUMENT     OPERATION_REUSED      the operation's number belongs to another request already
-      NOT_FOUND            RUN_NOT_FOUND         no run of that name, or it was forgotten
-      FAILED_PRECONDITION  RUN_BROKEN            an unexpected error of the service stopped the run, or its storage;
-                                                 outcome unknown, others continue; metadata "run_id", "cause" (kind)
-      FAILED_PRECONDITION  ROUND_OVER            the round is over; metadata "current_round"
-      FAILED_PRECONDITION  ROUND_NOT_BEGUN       no round of that number yet; metadata "current_round"
-      FAILED_PRECONDITION  LEASE_LOST            the writer no longer holds the lease; metadata "run_id",
-                                                 "node_id", "lease", and "superseded_by" if it was superseded
-      PERMISSION_DENIED    LEASE_NOT_PROVEN      the token is not that of the lease; metadata "run_id", "node_id"
-      FAILED_PRECONDITION  RUN_CLOSED            the writer's run is over; metadata "run_id", "outcome"
-      FAILED_PRECONDITION  NOT_AN_INTEGER        Add on a value that is not a decimal integer
-      FAILED_PRECONDITION  INTEGER_OVERFLOW      the sum of an Add has more than 64 bits
-      FAILED_PRECONDITION  VALUE_TOO_LARGE       the result of an Append is too large; metadata "limit_bytes"
-      FAILED_PRECONDITION  OPERATION_SUPERSEDED  the operation's slot has a later operation already
-      DEADLINE_EXCEEDED    KEY_WAIT_TIMED_OUT    keys were still missing; metadata "missing_count", and
-                                                 "missing": JSON list of the first 8, cut to 64 bytes each
-      RESOURCE_EXHAUSTED   RUN_STORE_FULL        the run has no bytes left: delete keys; metadata "limit_bytes"
-      RESOURCE_EXHAUSTED   STORES_FULL           all runs together, or those of a client, have no bytes left: retry later;
-                                                 metadata "limit_bytes"
-      RESOURCE_EXHAUSTED   TOO_MANY_KEYS         the run has as many keys as it may: delete some; metadata "limit_keys"
-      RESOURCE_EXHAUSTED   ANSWER_TOO_LARGE      the values of a MultiGet do not fit into one reply: request fewer
-                                                 keys at once; metadata "fitting": how many of the first keys fit
-      RESOURCE_EXHAUSTED   STORE_BUSY            too many bytes wait to be written; retry later
-      RESOURCE_EXHAUSTED   TOO_MANY_WAITERS      too many requests of the run wait for keys; retry later
-      RESOURCE_EXHAUSTED   TOO_MANY_REQUESTS     this client sends too many requests; retry later
-      UNAVAILABLE          NOT_OWNER             nothing was done: another replica owns the run, metadata "owner_address"
-      UNAVAILABLE          OWNERSHIP_LOST        the outcome is unknown: another replica took the run over; likewise
-      UNAVAILABLE          ETCD_UNAVAILABLE      nothing was done: this replica cannot reach etcd; call another one
-      RESOURCE_EXHAUSTED   ETCD_FULL             nothing was done: etcd is full; retry later, once etcd has space
-      UNAVAILABLE          DRAINING              the server is shutting down: repeat the request, here or at another one
-      UNAVAILABLE          JOURNAL_FAILED        the write could not be made durable: repeat the request
-      UNAVAILABLE          UNEXPECTED_ERROR      a bug: the outcome is unknown; metadata "incident" is in the server log
+    Errors: every error carries a google.rpc.ErrorInfo with domain "rallypoint"; its reason is a name of StoreReason without
+    the prefix. "Retry later" there means: after RetryInfo.retry_delay.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -332,43 +262,8 @@ class StoreServiceServicer(metaclass=_abc_1.ABCMeta):
     requests that wait for keys (default 100,000), and on the keys that these wait for, counted once for each request
     (default 2,000,000).
 
-    Errors: every error carries a google.rpc.ErrorInfo with domain "rallypoint" and one of these reasons.
-    "Retry later" means: after RetryInfo.retry_delay.
-
-      INVALID_ARGUMENT     INVALID_ARGUMENT      the request is malformed; BadRequest names the fields
-      INVALID_ARGUMENT     MALFORMED_MESSAGE     the bytes are not a message of this file: wrong stubs
-      INVALID_ARGUMENT     OPERATION_REUSED      the operation's number belongs to another request already
-      NOT_FOUND            RUN_NOT_FOUND         no run of that name, or it was forgotten
-      FAILED_PRECONDITION  RUN_BROKEN            an unexpected error of the service stopped the run, or its storage;
-                                                 outcome unknown, others continue; metadata "run_id", "cause" (kind)
-      FAILED_PRECONDITION  ROUND_OVER            the round is over; metadata "current_round"
-      FAILED_PRECONDITION  ROUND_NOT_BEGUN       no round of that number yet; metadata "current_round"
-      FAILED_PRECONDITION  LEASE_LOST            the writer no longer holds the lease; metadata "run_id",
-                                                 "node_id", "lease", and "superseded_by" if it was superseded
-      PERMISSION_DENIED    LEASE_NOT_PROVEN      the token is not that of the lease; metadata "run_id", "node_id"
-      FAILED_PRECONDITION  RUN_CLOSED            the writer's run is over; metadata "run_id", "outcome"
-      FAILED_PRECONDITION  NOT_AN_INTEGER        Add on a value that is not a decimal integer
-      FAILED_PRECONDITION  INTEGER_OVERFLOW      the sum of an Add has more than 64 bits
-      FAILED_PRECONDITION  VALUE_TOO_LARGE       the result of an Append is too large; metadata "limit_bytes"
-      FAILED_PRECONDITION  OPERATION_SUPERSEDED  the operation's slot has a later operation already
-      DEADLINE_EXCEEDED    KEY_WAIT_TIMED_OUT    keys were still missing; metadata "missing_count", and
-                                                 "missing": JSON list of the first 8, cut to 64 bytes each
-      RESOURCE_EXHAUSTED   RUN_STORE_FULL        the run has no bytes left: delete keys; metadata "limit_bytes"
-      RESOURCE_EXHAUSTED   STORES_FULL           all runs together, or those of a client, have no bytes left: retry later;
-                                                 metadata "limit_bytes"
-      RESOURCE_EXHAUSTED   TOO_MANY_KEYS         the run has as many keys as it may: delete some; metadata "limit_keys"
-      RESOURCE_EXHAUSTED   ANSWER_TOO_LARGE      the values of a MultiGet do not fit into one reply: request fewer
-                                                 keys at once; metadata "fitting": how many of the first keys fit
-      RESOURCE_EXHAUSTED   STORE_BUSY            too many bytes wait to be written; retry later
-      RESOURCE_EXHAUSTED   TOO_MANY_WAITERS      too many requests of the run wait for keys; retry later
-      RESOURCE_EXHAUSTED   TOO_MANY_REQUESTS     this client sends too many requests; retry later
-      UNAVAILABLE          NOT_OWNER             nothing was done: another replica owns the run, metadata "owner_address"
-      UNAVAILABLE          OWNERSHIP_LOST        the outcome is unknown: another replica took the run over; likewise
-      UNAVAILABLE          ETCD_UNAVAILABLE      nothing was done: this replica cannot reach etcd; call another one
-      RESOURCE_EXHAUSTED   ETCD_FULL             nothing was done: etcd is full; retry later, once etcd has space
-      UNAVAILABLE          DRAINING              the server is shutting down: repeat the request, here or at another one
-      UNAVAILABLE          JOURNAL_FAILED        the write could not be made durable: repeat the request
-      UNAVAILABLE          UNEXPECTED_ERROR      a bug: the outcome is unknown; metadata "incident" is in the server log
+    Errors: every error carries a google.rpc.ErrorInfo with domain "rallypoint"; its reason is a name of StoreReason without
+    the prefix. "Retry later" there means: after RetryInfo.retry_delay.
     """
 
     @_abc_1.abstractmethod

@@ -20,6 +20,94 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _TimerReason:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _TimerReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_TimerReason.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    TIMER_REASON_UNSPECIFIED: _TimerReason.ValueType  # 0
+    """Never sent."""
+    TIMER_REASON_INVALID_ARGUMENT: _TimerReason.ValueType  # 1
+    """INVALID_ARGUMENT: the request is malformed; BadRequest names the fields."""
+    TIMER_REASON_MALFORMED_MESSAGE: _TimerReason.ValueType  # 2
+    """INVALID_ARGUMENT: the bytes are not a message of this file: wrong stubs."""
+    TIMER_REASON_LEASE_LOST: _TimerReason.ValueType  # 3
+    """FAILED_PRECONDITION: a newer lease of the node is known; on a stream: no watchdog supervises the node's workers.
+    Retry at once with a newer lease, and with back-off until you have one: the agent with the newer lease may be
+    about to end. Metadata as in RendezvousService.
+    """
+    TIMER_REASON_LEASE_NOT_PROVEN: _TimerReason.ValueType  # 4
+    """PERMISSION_DENIED: the node has an agent, and the request is not from it: the token is not that of its
+    subscription, or the caller has another name in its certificate or token.
+    """
+    TIMER_REASON_STREAM_REPLACED: _TimerReason.ValueType  # 5
+    """ABORTED: the node opened a newer stream with the same lease: retry likewise."""
+    TIMER_REASON_TAKEOVER_UNCONFIRMED: _TimerReason.ValueType  # 6
+    """UNAVAILABLE: the agent of another incarnation of the run is subscribed for the node: subscribe again, so that no
+    message that was held up on the way replaces it.
+    """
+    TIMER_REASON_TOO_MANY_TIMERS: _TimerReason.ValueType  # 7
+    """RESOURCE_EXHAUSTED: a limit of the service is reached: retry later."""
+    TIMER_REASON_DRAINING: _TimerReason.ValueType  # 8
+    """UNAVAILABLE: the server is shutting down: reconnect to it or to another one."""
+    TIMER_REASON_FIRST_MESSAGE_LATE: _TimerReason.ValueType  # 9
+    """UNAVAILABLE: the stream's first message took over 10 s: open another stream."""
+    TIMER_REASON_TOO_MANY_REQUESTS: _TimerReason.ValueType  # 10
+    """RESOURCE_EXHAUSTED: this client sends too many requests: retry later."""
+    TIMER_REASON_UNEXPECTED_ERROR: _TimerReason.ValueType  # 11
+    """UNAVAILABLE: a bug: the outcome is unknown; metadata "incident" is in the server log."""
+    TIMER_REASON_NOT_IDENTIFIED: _TimerReason.ValueType  # 12
+    """UNAUTHENTICATED: the service must know its callers, and this one has no certificate, token or run secret that it
+    accepts; the message has the reason.
+    """
+    TIMER_REASON_NOT_PERMITTED: _TimerReason.ValueType  # 13
+    """PERMISSION_DENIED: the caller has no role that may call this method for this run."""
+
+class TimerReason(_TimerReason, metaclass=_TimerReasonEnumTypeWrapper):
+    """TimerReason is why TimerService refuses a request, or ends a stream: ErrorInfo.reason is the name without TIMER_REASON_.
+    Each comment begins with the status code.
+    """
+
+TIMER_REASON_UNSPECIFIED: TimerReason.ValueType  # 0
+"""Never sent."""
+TIMER_REASON_INVALID_ARGUMENT: TimerReason.ValueType  # 1
+"""INVALID_ARGUMENT: the request is malformed; BadRequest names the fields."""
+TIMER_REASON_MALFORMED_MESSAGE: TimerReason.ValueType  # 2
+"""INVALID_ARGUMENT: the bytes are not a message of this file: wrong stubs."""
+TIMER_REASON_LEASE_LOST: TimerReason.ValueType  # 3
+"""FAILED_PRECONDITION: a newer lease of the node is known; on a stream: no watchdog supervises the node's workers.
+Retry at once with a newer lease, and with back-off until you have one: the agent with the newer lease may be
+about to end. Metadata as in RendezvousService.
+"""
+TIMER_REASON_LEASE_NOT_PROVEN: TimerReason.ValueType  # 4
+"""PERMISSION_DENIED: the node has an agent, and the request is not from it: the token is not that of its
+subscription, or the caller has another name in its certificate or token.
+"""
+TIMER_REASON_STREAM_REPLACED: TimerReason.ValueType  # 5
+"""ABORTED: the node opened a newer stream with the same lease: retry likewise."""
+TIMER_REASON_TAKEOVER_UNCONFIRMED: TimerReason.ValueType  # 6
+"""UNAVAILABLE: the agent of another incarnation of the run is subscribed for the node: subscribe again, so that no
+message that was held up on the way replaces it.
+"""
+TIMER_REASON_TOO_MANY_TIMERS: TimerReason.ValueType  # 7
+"""RESOURCE_EXHAUSTED: a limit of the service is reached: retry later."""
+TIMER_REASON_DRAINING: TimerReason.ValueType  # 8
+"""UNAVAILABLE: the server is shutting down: reconnect to it or to another one."""
+TIMER_REASON_FIRST_MESSAGE_LATE: TimerReason.ValueType  # 9
+"""UNAVAILABLE: the stream's first message took over 10 s: open another stream."""
+TIMER_REASON_TOO_MANY_REQUESTS: TimerReason.ValueType  # 10
+"""RESOURCE_EXHAUSTED: this client sends too many requests: retry later."""
+TIMER_REASON_UNEXPECTED_ERROR: TimerReason.ValueType  # 11
+"""UNAVAILABLE: a bug: the outcome is unknown; metadata "incident" is in the server log."""
+TIMER_REASON_NOT_IDENTIFIED: TimerReason.ValueType  # 12
+"""UNAUTHENTICATED: the service must know its callers, and this one has no certificate, token or run secret that it
+accepts; the message has the reason.
+"""
+TIMER_REASON_NOT_PERMITTED: TimerReason.ValueType  # 13
+"""PERMISSION_DENIED: the caller has no role that may call this method for this run."""
+Global___TimerReason: _TypeAlias = TimerReason  # noqa: Y015
+
 class _TimerState:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015

@@ -52,25 +52,8 @@ class TimerServiceStub:
     Sizes: run_id, node_id and worker_id have 1 to 256 bytes of UTF-8, a scope has 1 to 512. `after` is more than
     zero and at most ten years.
 
-    Errors: every error carries a google.rpc.ErrorInfo with domain "rallypoint" and one of these reasons.
-    "Retry later" means: after RetryInfo.retry_delay.
-
-      INVALID_ARGUMENT     INVALID_ARGUMENT   the request is malformed; BadRequest names the fields
-      INVALID_ARGUMENT     MALFORMED_MESSAGE  the bytes are not a message of this file: wrong stubs
-      FAILED_PRECONDITION  LEASE_LOST         a newer lease of the node is known; on a stream: no watchdog supervises the
-                                              node's workers. Retry at once with a newer lease, and with back-off until
-                                              you have one: the agent with the newer lease may be about to end.
-                                              Metadata as in RendezvousService
-      PERMISSION_DENIED    LEASE_NOT_PROVEN   the node has an agent, and the request is not from it: the token is not that of
-                                              its subscription, or the caller has another name in its certificate or token
-      ABORTED              STREAM_REPLACED    the node opened a newer stream with the same lease: retry likewise
-      UNAVAILABLE          TAKEOVER_UNCONFIRMED  the agent of another incarnation of the run is subscribed for the node:
-                                              subscribe again, so that no message that was held up on the way replaces it
-      RESOURCE_EXHAUSTED   TOO_MANY_TIMERS    a limit of the service is reached: retry later
-      UNAVAILABLE          DRAINING           the server is shutting down: reconnect to it or to another one
-      UNAVAILABLE          FIRST_MESSAGE_LATE  the stream's first message took over 10 s: open another stream
-      RESOURCE_EXHAUSTED   TOO_MANY_REQUESTS  this client sends too many requests: retry later
-      UNAVAILABLE          UNEXPECTED_ERROR   a bug: the outcome is unknown; metadata "incident" is in the server log
+    Errors: every error carries a google.rpc.ErrorInfo with domain "rallypoint"; its reason is a name of TimerReason without
+    the prefix. "Retry later" there means: after RetryInfo.retry_delay.
     """
 
     @_typing.overload
@@ -153,25 +136,8 @@ class TimerServiceAsyncStub(TimerServiceStub):
     Sizes: run_id, node_id and worker_id have 1 to 256 bytes of UTF-8, a scope has 1 to 512. `after` is more than
     zero and at most ten years.
 
-    Errors: every error carries a google.rpc.ErrorInfo with domain "rallypoint" and one of these reasons.
-    "Retry later" means: after RetryInfo.retry_delay.
-
-      INVALID_ARGUMENT     INVALID_ARGUMENT   the request is malformed; BadRequest names the fields
-      INVALID_ARGUMENT     MALFORMED_MESSAGE  the bytes are not a message of this file: wrong stubs
-      FAILED_PRECONDITION  LEASE_LOST         a newer lease of the node is known; on a stream: no watchdog supervises the
-                                              node's workers. Retry at once with a newer lease, and with back-off until
-                                              you have one: the agent with the newer lease may be about to end.
-                                              Metadata as in RendezvousService
-      PERMISSION_DENIED    LEASE_NOT_PROVEN   the node has an agent, and the request is not from it: the token is not that of
-                                              its subscription, or the caller has another name in its certificate or token
-      ABORTED              STREAM_REPLACED    the node opened a newer stream with the same lease: retry likewise
-      UNAVAILABLE          TAKEOVER_UNCONFIRMED  the agent of another incarnation of the run is subscribed for the node:
-                                              subscribe again, so that no message that was held up on the way replaces it
-      RESOURCE_EXHAUSTED   TOO_MANY_TIMERS    a limit of the service is reached: retry later
-      UNAVAILABLE          DRAINING           the server is shutting down: reconnect to it or to another one
-      UNAVAILABLE          FIRST_MESSAGE_LATE  the stream's first message took over 10 s: open another stream
-      RESOURCE_EXHAUSTED   TOO_MANY_REQUESTS  this client sends too many requests: retry later
-      UNAVAILABLE          UNEXPECTED_ERROR   a bug: the outcome is unknown; metadata "incident" is in the server log
+    Errors: every error carries a google.rpc.ErrorInfo with domain "rallypoint"; its reason is a name of TimerReason without
+    the prefix. "Retry later" there means: after RetryInfo.retry_delay.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -250,25 +216,8 @@ class TimerServiceServicer(metaclass=_abc_1.ABCMeta):
     Sizes: run_id, node_id and worker_id have 1 to 256 bytes of UTF-8, a scope has 1 to 512. `after` is more than
     zero and at most ten years.
 
-    Errors: every error carries a google.rpc.ErrorInfo with domain "rallypoint" and one of these reasons.
-    "Retry later" means: after RetryInfo.retry_delay.
-
-      INVALID_ARGUMENT     INVALID_ARGUMENT   the request is malformed; BadRequest names the fields
-      INVALID_ARGUMENT     MALFORMED_MESSAGE  the bytes are not a message of this file: wrong stubs
-      FAILED_PRECONDITION  LEASE_LOST         a newer lease of the node is known; on a stream: no watchdog supervises the
-                                              node's workers. Retry at once with a newer lease, and with back-off until
-                                              you have one: the agent with the newer lease may be about to end.
-                                              Metadata as in RendezvousService
-      PERMISSION_DENIED    LEASE_NOT_PROVEN   the node has an agent, and the request is not from it: the token is not that of
-                                              its subscription, or the caller has another name in its certificate or token
-      ABORTED              STREAM_REPLACED    the node opened a newer stream with the same lease: retry likewise
-      UNAVAILABLE          TAKEOVER_UNCONFIRMED  the agent of another incarnation of the run is subscribed for the node:
-                                              subscribe again, so that no message that was held up on the way replaces it
-      RESOURCE_EXHAUSTED   TOO_MANY_TIMERS    a limit of the service is reached: retry later
-      UNAVAILABLE          DRAINING           the server is shutting down: reconnect to it or to another one
-      UNAVAILABLE          FIRST_MESSAGE_LATE  the stream's first message took over 10 s: open another stream
-      RESOURCE_EXHAUSTED   TOO_MANY_REQUESTS  this client sends too many requests: retry later
-      UNAVAILABLE          UNEXPECTED_ERROR   a bug: the outcome is unknown; metadata "incident" is in the server log
+    Errors: every error carries a google.rpc.ErrorInfo with domain "rallypoint"; its reason is a name of TimerReason without
+    the prefix. "Retry later" there means: after RetryInfo.retry_delay.
     """
 
     @_abc_1.abstractmethod
