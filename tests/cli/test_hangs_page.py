@@ -47,6 +47,6 @@ def test_what_the_page_calls_is_there() -> None:
     from rallypoint.timer.v1 import timer_service_pb2 as pb
 
     methods = {method.name for method in pb.DESCRIPTOR.services_by_name["TimerService"].methods}
-    named = {"RegisterTimers", "ClearTimers", "ListTimers", "AcquireTimer", "ReleaseTimer"}
+    named = {"BatchUpdateTimers", "ClearTimers", "ListTimers", "AcquireTimer", "ReleaseTimer"}
     assert named <= methods
     assert [name for name in named if name not in PAGE] == []

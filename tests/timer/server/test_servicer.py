@@ -38,8 +38,8 @@ async def test_single_calls(service: Service) -> None:
     assert (await stream.next()).sequence == 0
     (listed,) = (await stub.ListTimers(pb.ListTimersRequest(node_id="a"))).timers
     assert (listed.state, listed.offers) == (pb.TIMER_STATE_OFFERED, 1)
-    request = pb.RegisterTimersRequest(run_id="run", node_id="a")
-    assert (await stub.RegisterTimers(request)).subscribed
+    request = pb.BatchUpdateTimersRequest(run_id="run", node_id="a")
+    assert (await stub.BatchUpdateTimers(request)).subscribed
     assert (await stub.ReleaseTimer(pb.ReleaseTimerRequest(**timer))).released
     assert not (await stub.ReleaseTimer(pb.ReleaseTimerRequest(**timer))).released
 
@@ -98,7 +98,7 @@ async def test_random_requests_are_answered_in_kind(service: Service, rounds: in
     answers = set()
     for _ in range(rounds):
         for method, kind in (
-            (stub.RegisterTimers, pb.RegisterTimersRequest),
+            (stub.BatchUpdateTimers, pb.BatchUpdateTimersRequest),
             (stub.AcquireTimer, pb.AcquireTimerRequest),
             (stub.ReleaseTimer, pb.ReleaseTimerRequest),
             (stub.ClearTimers, pb.ClearTimersRequest),
@@ -124,8 +124,8 @@ async def test_many_actions_in_one_call(quick: Service) -> None:
             acquire=pb.Acquire(worker_id="w", scope=scope, after=to_duration(after), **more)
         )
 
-    answer = await stub.RegisterTimers(
-        pb.RegisterTimersRequest(
+    answer = await stub.BatchUpdateTimers(
+        pb.BatchUpdateTimersRequest(
             run_id="run",
             node_id="a",
             lease=3,
@@ -159,8 +159,8 @@ async def test_many_actions_in_one_call(quick: Service) -> None:
     assert sorted(listed) == ["s5", "s6", "s7"]
     assert listed["s5"].remaining.seconds < 40
     cleared = pb.TimerAction(clear=pb.ClearWorker(worker_id="w"))
-    request = pb.RegisterTimersRequest(run_id="run", node_id="a", actions=[cleared])
-    assert not (await stub.RegisterTimers(request)).refused
+    request = pb.BatchUpdateTimersRequest(run_id="run", node_id="a", actions=[cleared])
+    assert not (await stub.BatchUpdateTimers(request)).refused
     assert len(quick.watchdog.table) == 0
 
 
@@ -181,8 +181,8 @@ async def test_a_malformed_call_takes_none_of_its_actions(
     first = pb.TimerAction(acquire=pb.Acquire(worker_id="w", scope="s", after=to_duration(60)))
     actions = [first, *changes.pop("actions", [])]
     field = field.replace("1", "2")
-    request = pb.RegisterTimersRequest(**{"run_id": "run", "node_id": "a", "actions": actions, **changes})
-    error = await error_of(service.stub().RegisterTimers(request))
+    request = pb.BatchUpdateTimersRequest(**{"run_id": "run", "node_id": "a", "actions": actions, **changes})
+    error = await error_of(service.stub().BatchUpdateTimers(request))
     assert (error.reason, error.field_violations[0][0]) == ("INVALID_ARGUMENT", field)
     assert len(service.watchdog.table) == 0
 
@@ -191,10 +191,12 @@ async def test_a_superseded_caller_registers_and_clears_nothing(service: Service
     """LEASE_LOST, as for single timers."""
     stub = service.stub()
     actions = [pb.TimerAction(acquire=pb.Acquire(worker_id="w", scope="s", after=to_duration(60)))]
-    await stub.RegisterTimers(pb.RegisterTimersRequest(run_id="run", node_id="a", lease=5, actions=actions))
+    await stub.BatchUpdateTimers(
+        pb.BatchUpdateTimersRequest(run_id="run", node_id="a", lease=5, actions=actions)
+    )
     older: dict[str, Any] = {"run_id": "run", "node_id": "a", "lease": 4}
     for call in (
-        stub.RegisterTimers(pb.RegisterTimersRequest(**older, actions=actions)),
+        stub.BatchUpdateTimers(pb.BatchUpdateTimersRequest(**older, actions=actions)),
         stub.ClearTimers(pb.ClearTimersRequest(**older, worker_id="w")),
     ):
         assert (await error_of(call)).reason == "LEASE_LOST"

@@ -122,7 +122,7 @@ def registration_of(watchdog: Watchdog) -> Registration:
 
 _RIGHTS: Rights = {
     "Supervise": TIMERS,
-    "RegisterTimers": TIMERS,
+    "BatchUpdateTimers": TIMERS,
     "AcquireTimer": TIMERS,
     "ReleaseTimer": TIMERS,
     "ClearTimers": TIMERS,

@@ -209,9 +209,9 @@ class TimerServicer(pb_grpc.TimerServiceServicer):
             self._watchdog.unsubscribe(supervision.subscription)
             await asyncio.wait({reading})
 
-    async def RegisterTimers(
-        self, request: pb.RegisterTimersRequest, context: _Context
-    ) -> pb.RegisterTimersResponse:
+    async def BatchUpdateTimers(
+        self, request: pb.BatchUpdateTimersRequest, context: _Context
+    ) -> pb.BatchUpdateTimersResponse:
         """See timer_service.proto."""
         self._refuse_if_draining()
         check_number(len(request.actions))
@@ -225,11 +225,11 @@ class TimerServicer(pb_grpc.TimerServiceServicer):
             refusals = [refusal for each in request.actions if (refusal := self._act(request, each))]
         finally:
             self._watchdog.arm()
-        return pb.RegisterTimersResponse(
+        return pb.BatchUpdateTimersResponse(
             refused=map(outbox.refused, refusals), subscribed=self._is_subscribed(request)
         )
 
-    def _act(self, request: pb.RegisterTimersRequest, action: pb.TimerAction) -> Refusal | None:
+    def _act(self, request: pb.BatchUpdateTimersRequest, action: pb.TimerAction) -> Refusal | None:
         run_id, node_id, lease = request.run_id, request.node_id, _lease(request)
         acquire, release, now = action.acquire, action.release, self._watchdog.now()
         try:
@@ -328,7 +328,7 @@ class TimerServicer(pb_grpc.TimerServiceServicer):
         end = first + size
         return outbox.run_progress(progress, page_token(end) if end < progress.workers else "")
 
-    def _is_subscribed(self, request: pb.AcquireTimerRequest | pb.RegisterTimersRequest) -> bool:
+    def _is_subscribed(self, request: pb.AcquireTimerRequest | pb.BatchUpdateTimersRequest) -> bool:
         return self._table.is_subscribed(request.run_id, request.node_id)
 
     def _refuse_if_draining(self) -> None:
@@ -348,7 +348,7 @@ def _lease(
     request: pb.AcquireTimerRequest
     | pb.ReleaseTimerRequest
     | pb.ClearTimersRequest
-    | pb.RegisterTimersRequest,
+    | pb.BatchUpdateTimersRequest,
 ) -> int | None:
     return request.lease if request.HasField("lease") else None
 

@@ -1005,8 +1005,8 @@ class ReleaseTimerResponse(_message.Message):
 Global___ReleaseTimerResponse: _TypeAlias = ReleaseTimerResponse  # noqa: Y015
 
 @_typing.final
-class RegisterTimersRequest(_message.Message):
-    """RegisterTimersRequest is actions on timers of one node."""
+class BatchUpdateTimersRequest(_message.Message):
+    """BatchUpdateTimersRequest is actions on timers of one node."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1044,7 +1044,7 @@ class RegisterTimersRequest(_message.Message):
     _WhichOneofArgType__lease: _TypeAlias = _typing.Literal["_lease", b"_lease"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__lease) -> _WhichOneofReturnType__lease | None: ...
 
-Global___RegisterTimersRequest: _TypeAlias = RegisterTimersRequest  # noqa: Y015
+Global___BatchUpdateTimersRequest: _TypeAlias = BatchUpdateTimersRequest  # noqa: Y015
 
 @_typing.final
 class TimerAction(_message.Message):
@@ -1085,8 +1085,8 @@ class TimerAction(_message.Message):
 Global___TimerAction: _TypeAlias = TimerAction  # noqa: Y015
 
 @_typing.final
-class RegisterTimersResponse(_message.Message):
-    """RegisterTimersResponse lists the refused actions."""
+class BatchUpdateTimersResponse(_message.Message):
+    """BatchUpdateTimersResponse lists the refused actions."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1110,7 +1110,7 @@ class RegisterTimersResponse(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___RegisterTimersResponse: _TypeAlias = RegisterTimersResponse  # noqa: Y015
+Global___BatchUpdateTimersResponse: _TypeAlias = BatchUpdateTimersResponse  # noqa: Y015
 
 @_typing.final
 class ClearTimersRequest(_message.Message):

@@ -66,10 +66,10 @@ class TimerServiceStub(object):
                 request_serializer=rallypoint_dot_timer_dot_v1_dot_timer__service__pb2.SuperviseRequest.SerializeToString,
                 response_deserializer=rallypoint_dot_timer_dot_v1_dot_timer__service__pb2.SuperviseResponse.FromString,
                 _registered_method=True)
-        self.RegisterTimers = channel.unary_unary(
-                '/rallypoint.timer.v1.TimerService/RegisterTimers',
-                request_serializer=rallypoint_dot_timer_dot_v1_dot_timer__service__pb2.RegisterTimersRequest.SerializeToString,
-                response_deserializer=rallypoint_dot_timer_dot_v1_dot_timer__service__pb2.RegisterTimersResponse.FromString,
+        self.BatchUpdateTimers = channel.unary_unary(
+                '/rallypoint.timer.v1.TimerService/BatchUpdateTimers',
+                request_serializer=rallypoint_dot_timer_dot_v1_dot_timer__service__pb2.BatchUpdateTimersRequest.SerializeToString,
+                response_deserializer=rallypoint_dot_timer_dot_v1_dot_timer__service__pb2.BatchUpdateTimersResponse.FromString,
                 _registered_method=True)
         self.AcquireTimer = channel.unary_unary(
                 '/rallypoint.timer.v1.TimerService/AcquireTimer',
@@ -160,8 +160,8 @@ class TimerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def RegisterTimers(self, request, context):
-        """RegisterTimers performs many actions on one node's timers, in order, for callers that are not agents. Each action
+    def BatchUpdateTimers(self, request, context):
+        """BatchUpdateTimers performs many actions on one node's timers, in order, for callers that are not agents. Each action
         follows the rules of AcquireTimer and ReleaseTimer; a refused action does not stop the others.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -232,10 +232,10 @@ def add_TimerServiceServicer_to_server(servicer, server):
                     request_deserializer=rallypoint_dot_timer_dot_v1_dot_timer__service__pb2.SuperviseRequest.FromString,
                     response_serializer=rallypoint_dot_timer_dot_v1_dot_timer__service__pb2.SuperviseResponse.SerializeToString,
             ),
-            'RegisterTimers': grpc.unary_unary_rpc_method_handler(
-                    servicer.RegisterTimers,
-                    request_deserializer=rallypoint_dot_timer_dot_v1_dot_timer__service__pb2.RegisterTimersRequest.FromString,
-                    response_serializer=rallypoint_dot_timer_dot_v1_dot_timer__service__pb2.RegisterTimersResponse.SerializeToString,
+            'BatchUpdateTimers': grpc.unary_unary_rpc_method_handler(
+                    servicer.BatchUpdateTimers,
+                    request_deserializer=rallypoint_dot_timer_dot_v1_dot_timer__service__pb2.BatchUpdateTimersRequest.FromString,
+                    response_serializer=rallypoint_dot_timer_dot_v1_dot_timer__service__pb2.BatchUpdateTimersResponse.SerializeToString,
             ),
             'AcquireTimer': grpc.unary_unary_rpc_method_handler(
                     servicer.AcquireTimer,
@@ -338,7 +338,7 @@ class TimerService(object):
             _registered_method=True)
 
     @staticmethod
-    def RegisterTimers(request,
+    def BatchUpdateTimers(request,
             target,
             options=(),
             channel_credentials=None,
@@ -351,9 +351,9 @@ class TimerService(object):
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/rallypoint.timer.v1.TimerService/RegisterTimers',
-            rallypoint_dot_timer_dot_v1_dot_timer__service__pb2.RegisterTimersRequest.SerializeToString,
-            rallypoint_dot_timer_dot_v1_dot_timer__service__pb2.RegisterTimersResponse.FromString,
+            '/rallypoint.timer.v1.TimerService/BatchUpdateTimers',
+            rallypoint_dot_timer_dot_v1_dot_timer__service__pb2.BatchUpdateTimersRequest.SerializeToString,
+            rallypoint_dot_timer_dot_v1_dot_timer__service__pb2.BatchUpdateTimersResponse.FromString,
             options,
             channel_credentials,
             insecure,

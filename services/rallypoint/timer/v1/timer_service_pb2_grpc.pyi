@@ -78,8 +78,8 @@ class TimerServiceStub:
     had been accepted: another agent acts for the node, and two agents that reconnect at once replace each other for
     ever. A node that does not subscribe again is forgotten an hour after its last timer expired.
     """
-    RegisterTimers: _grpc.UnaryUnaryMultiCallable[_timer_service_pb2.RegisterTimersRequest, _timer_service_pb2.RegisterTimersResponse]
-    """RegisterTimers performs many actions on one node's timers, in order, for callers that are not agents. Each action
+    BatchUpdateTimers: _grpc.UnaryUnaryMultiCallable[_timer_service_pb2.BatchUpdateTimersRequest, _timer_service_pb2.BatchUpdateTimersResponse]
+    """BatchUpdateTimers performs many actions on one node's timers, in order, for callers that are not agents. Each action
     follows the rules of AcquireTimer and ReleaseTimer; a refused action does not stop the others.
     """
     AcquireTimer: _grpc.UnaryUnaryMultiCallable[_timer_service_pb2.AcquireTimerRequest, _timer_service_pb2.AcquireTimerResponse]
@@ -159,8 +159,8 @@ class TimerServiceAsyncStub(TimerServiceStub):
     had been accepted: another agent acts for the node, and two agents that reconnect at once replace each other for
     ever. A node that does not subscribe again is forgotten an hour after its last timer expired.
     """
-    RegisterTimers: _aio.UnaryUnaryMultiCallable[_timer_service_pb2.RegisterTimersRequest, _timer_service_pb2.RegisterTimersResponse]  # type: ignore[assignment]
-    """RegisterTimers performs many actions on one node's timers, in order, for callers that are not agents. Each action
+    BatchUpdateTimers: _aio.UnaryUnaryMultiCallable[_timer_service_pb2.BatchUpdateTimersRequest, _timer_service_pb2.BatchUpdateTimersResponse]  # type: ignore[assignment]
+    """BatchUpdateTimers performs many actions on one node's timers, in order, for callers that are not agents. Each action
     follows the rules of AcquireTimer and ReleaseTimer; a refused action does not stop the others.
     """
     AcquireTimer: _aio.UnaryUnaryMultiCallable[_timer_service_pb2.AcquireTimerRequest, _timer_service_pb2.AcquireTimerResponse]  # type: ignore[assignment]
@@ -245,12 +245,12 @@ class TimerServiceServicer(metaclass=_abc_1.ABCMeta):
         """
 
     @_abc_1.abstractmethod
-    def RegisterTimers(
+    def BatchUpdateTimers(
         self,
-        request: _timer_service_pb2.RegisterTimersRequest,
+        request: _timer_service_pb2.BatchUpdateTimersRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_timer_service_pb2.RegisterTimersResponse, _abc.Awaitable[_timer_service_pb2.RegisterTimersResponse]]:
-        """RegisterTimers performs many actions on one node's timers, in order, for callers that are not agents. Each action
+    ) -> _typing.Union[_timer_service_pb2.BatchUpdateTimersResponse, _abc.Awaitable[_timer_service_pb2.BatchUpdateTimersResponse]]:
+        """BatchUpdateTimers performs many actions on one node's timers, in order, for callers that are not agents. Each action
         follows the rules of AcquireTimer and ReleaseTimer; a refused action does not stop the others.
         """
 
