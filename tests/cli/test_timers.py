@@ -133,7 +133,7 @@ def test_a_real_services_timers_are_shown() -> None:
             stub: pb_grpc.TimerServiceStub = pb_grpc.TimerServiceStub(channel)
             for scope, after in (("slow", 3600.0), ("hung", 0.01)):
                 request = pb.AcquireTimerRequest(
-                    run_id="digits", node_id="a", worker_id="w0", scope=scope, after=to_duration(after)
+                    run_id="digits", node_id="a", worker_id="0@1", scope=scope, after=to_duration(after)
                 )
                 stub.AcquireTimer(request, timeout=PATIENCE)
         expired = ["timers", "digits", "--expired", "--timer-endpoint", address]
@@ -141,7 +141,7 @@ def test_a_real_services_timers_are_shown() -> None:
         while "UNCLAIMED" not in (told := CliRunner().invoke(main, expired).output):
             assert time.monotonic() < gives_up, told
         line = told.splitlines()[1].split()
-        assert line[:5] == ["!", "a", "w0", "hung", "0.010s"]
+        assert line[:5] == ["!", "a", "0@1", "hung", "0.010s"]
         assert line[5].startswith("-")
         everything = CliRunner().invoke(main, ["timers", "--timer-endpoint", address]).output
         assert [row.split()[-2] for row in everything.splitlines()[1:]] == ["UNCLAIMED", "COUNTING"]

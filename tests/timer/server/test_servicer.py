@@ -54,6 +54,8 @@ async def test_single_calls_are_refused_with_reasons(quick: Service) -> None:
         return error_of(stub.AcquireTimer(pb.AcquireTimerRequest(**{**timer, "after": after, **changes})))
 
     assert (await acquired(scope="")).field_violations[0][0] == "scope"
+    for worker_id in ("", "rank0", "0@", "x" * 300):
+        assert (await acquired(worker_id=worker_id)).field_violations[0][0] == "worker_id"
     assert (await acquired(after=None)).field_violations[0][0] == "after"
     assert (await acquired(after=Duration(seconds=10**18))).field_violations[0][0] == "after"
     await stub.AcquireTimer(pb.AcquireTimerRequest(**timer, after=after, lease=5))
@@ -76,7 +78,7 @@ async def test_pages_put_together_are_the_whole(service: Service) -> None:
     for number in range(25):
         await stub.AcquireTimer(
             pb.AcquireTimerRequest(
-                run_id="run", node_id="a", worker_id="w", scope=f"s{number:02}", after=to_duration(60)
+                run_id="run", node_id="a", worker_id="0@1", scope=f"s{number:02}", after=to_duration(60)
             )
         )
     scopes: list[str] = []
@@ -121,7 +123,7 @@ async def test_many_actions_in_one_call(quick: Service) -> None:
 
     def timer(scope: str, after: float = 60, **more: Any) -> pb.TimerAction:
         return pb.TimerAction(
-            acquire=pb.Acquire(worker_id="w", scope=scope, after=to_duration(after), **more)
+            acquire=pb.Acquire(worker_id="0@1", scope=scope, after=to_duration(after), **more)
         )
 
     answer = await stub.BatchUpdateTimers(
@@ -135,9 +137,9 @@ async def test_many_actions_in_one_call(quick: Service) -> None:
                 timer("s2", sequence=5),
                 timer("s3", learned_as="step"),
                 timer("s4", elapsed=to_duration(-1)),
-                pb.TimerAction(release=pb.Release(worker_id="w", scope="s0")),
+                pb.TimerAction(release=pb.Release(worker_id="0@1", scope="s0")),
                 pb.TimerAction(release=pb.Release(worker_id="", scope="s0")),
-                pb.TimerAction(release=pb.Release(worker_id="w", scope="unknown")),
+                pb.TimerAction(release=pb.Release(worker_id="0@1", scope="unknown")),
                 pb.TimerAction(clear=pb.ClearWorker(worker_id="x" * 300)),
                 timer("s5", elapsed=to_duration(20)),
                 timer("s6"),
@@ -158,7 +160,7 @@ async def test_many_actions_in_one_call(quick: Service) -> None:
     listed = {timer.scope: timer for timer in (await stub.ListTimers(pb.ListTimersRequest())).timers}
     assert sorted(listed) == ["s5", "s6", "s7"]
     assert listed["s5"].remaining.seconds < 40
-    cleared = pb.TimerAction(clear=pb.ClearWorker(worker_id="w"))
+    cleared = pb.TimerAction(clear=pb.ClearWorker(worker_id="0@1"))
     request = pb.BatchUpdateTimersRequest(run_id="run", node_id="a", actions=[cleared])
     assert not (await stub.BatchUpdateTimers(request)).refused
     assert len(quick.watchdog.table) == 0
@@ -170,15 +172,18 @@ async def test_many_actions_in_one_call(quick: Service) -> None:
         ("run_id", {"run_id": ""}),
         ("node_id", {"node_id": "x" * 257}),
         ("lease", {"lease": -1}),
-        ("actions", {"actions": [pb.TimerAction(clear=pb.ClearWorker(worker_id="w"))] * (MAX_ACTIONS + 1)}),
-        ("actions[1]", {"actions": [pb.TimerAction(clear=pb.ClearWorker(worker_id="w")), pb.TimerAction()]}),
+        ("actions", {"actions": [pb.TimerAction(clear=pb.ClearWorker(worker_id="0@1"))] * (MAX_ACTIONS + 1)}),
+        (
+            "actions[1]",
+            {"actions": [pb.TimerAction(clear=pb.ClearWorker(worker_id="0@1")), pb.TimerAction()]},
+        ),
     ],
 )
 async def test_a_malformed_call_takes_none_of_its_actions(
     service: Service, field: str, changes: dict[str, Any]
 ) -> None:
     """With the field."""
-    first = pb.TimerAction(acquire=pb.Acquire(worker_id="w", scope="s", after=to_duration(60)))
+    first = pb.TimerAction(acquire=pb.Acquire(worker_id="0@1", scope="s", after=to_duration(60)))
     actions = [first, *changes.pop("actions", [])]
     field = field.replace("1", "2")
     request = pb.BatchUpdateTimersRequest(**{"run_id": "run", "node_id": "a", "actions": actions, **changes})
@@ -190,17 +195,17 @@ async def test_a_malformed_call_takes_none_of_its_actions(
 async def test_a_superseded_caller_registers_and_clears_nothing(service: Service) -> None:
     """LEASE_LOST, as for single timers."""
     stub = service.stub()
-    actions = [pb.TimerAction(acquire=pb.Acquire(worker_id="w", scope="s", after=to_duration(60)))]
+    actions = [pb.TimerAction(acquire=pb.Acquire(worker_id="0@1", scope="s", after=to_duration(60)))]
     await stub.BatchUpdateTimers(
         pb.BatchUpdateTimersRequest(run_id="run", node_id="a", lease=5, actions=actions)
     )
     older: dict[str, Any] = {"run_id": "run", "node_id": "a", "lease": 4}
     for call in (
         stub.BatchUpdateTimers(pb.BatchUpdateTimersRequest(**older, actions=actions)),
-        stub.ClearTimers(pb.ClearTimersRequest(**older, worker_id="w")),
+        stub.ClearTimers(pb.ClearTimersRequest(**older, worker_id="0@1")),
     ):
         assert (await error_of(call)).reason == "LEASE_LOST"
-    newer = pb.ClearTimersRequest(run_id="run", node_id="a", lease=5, worker_id="w")
+    newer = pb.ClearTimersRequest(run_id="run", node_id="a", lease=5, worker_id="0@1")
     assert (await stub.ClearTimers(newer)).cleared == 1
     assert (await stub.ClearTimers(newer)).cleared == 0
 
@@ -219,7 +224,7 @@ async def test_timers_are_listed_by_state(service: Service) -> None:
     assert (await stream.next()).scope == "offered"
     await stub.AcquireTimer(
         pb.AcquireTimerRequest(
-            run_id="run", node_id="b", worker_id="w", scope="unclaimed", after=to_duration(0.01)
+            run_id="run", node_id="b", worker_id="0@1", scope="unclaimed", after=to_duration(0.01)
         )
     )
 
@@ -311,8 +316,8 @@ async def test_progress_of_a_run(service: Service) -> None:
         ("scope", "ForgetScopes", pb.ForgetScopesRequest(run_id="run", scope="x" * 513)),
         ("page_size", "ListScopes", pb.ListScopesRequest(page_size=-1)),
         ("page_token", "ListScopes", pb.ListScopesRequest(page_token="WyJhIl0=")),  # noqa: S106 - ["a"]
-        ("run_id", "ClearTimers", pb.ClearTimersRequest(node_id="a", worker_id="w")),
-        ("node_id", "ClearTimers", pb.ClearTimersRequest(run_id="run", worker_id="w")),
+        ("run_id", "ClearTimers", pb.ClearTimersRequest(node_id="a", worker_id="0@1")),
+        ("node_id", "ClearTimers", pb.ClearTimersRequest(run_id="run", worker_id="0@1")),
         ("worker_id", "ClearTimers", pb.ClearTimersRequest(run_id="run", node_id="a")),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Iterable
 from functools import partial
 from itertools import islice
@@ -11,6 +12,7 @@ from typing import Any
 import grpc
 
 from rallypoint.rpc.durations import checked_seconds, to_duration
+from rallypoint.rpc.text import clip
 from rallypoint.serving.access import caller_of
 from rallypoint.serving.flow import ServerDraining, UnopenedStreams
 from rallypoint.serving.requests import count, page_position, page_size, page_token, seconds
@@ -236,6 +238,7 @@ class TimerServicer(pb_grpc.TimerServiceServicer):
             match action.WhichOneof("action"):
                 case "acquire":
                     _refuse_agent_requests(acquire)
+                    _check_worker_id(acquire.worker_id)
                     name = TimerName(run_id, node_id, acquire.worker_id, acquire.scope)
                     after, elapsed = _seconds(acquire.after, "after"), _seconds(acquire.elapsed, "elapsed")
                     self._table.acquire(name, after, now, elapsed=elapsed, lease=lease, token=request.token)
@@ -255,6 +258,7 @@ class TimerServicer(pb_grpc.TimerServiceServicer):
     ) -> pb.AcquireTimerResponse:
         """See timer_service.proto."""
         self._refuse_if_draining()
+        _check_worker_id(request.worker_id)
         after = _seconds(request.after, "after")
         try:
             self._table.acquire(
@@ -338,6 +342,17 @@ class TimerServicer(pb_grpc.TimerServiceServicer):
 
 def _event(event: pb.SuperviseEvent) -> pb.SuperviseResponse:
     return pb.SuperviseResponse(events=[event])
+
+
+# The names that agents give to workers: LOCAL_RANK@ROUND.
+_WORKER_ID = re.compile(r"[0-9]{1,9}@[0-9]{1,10}")
+
+
+def _check_worker_id(worker_id: str) -> None:
+    """Refuse a name that no agent gives to a worker: its timer would expire, and nothing would be reaped."""
+    check_name("worker_id", worker_id)
+    if not _WORKER_ID.fullmatch(worker_id):
+        raise InvalidField("worker_id", f"must be LOCAL_RANK@ROUND, as in 0@3, not {clip(worker_id, 64)!r}")
 
 
 def _name(request: pb.AcquireTimerRequest | pb.ReleaseTimerRequest) -> TimerName:

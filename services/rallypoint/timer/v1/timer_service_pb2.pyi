@@ -318,7 +318,7 @@ class Acquire(_message.Message):
     SEQUENCE_FIELD_NUMBER: _builtins.int
     LEARNED_AS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
-    """Name of the worker; opaque, chosen by the agent, preferably used once."""
+    """Name of the worker: LOCAL_RANK@ROUND."""
     scope: _builtins.str
     """Name of the worker's current activity; shown to people, for example "train.py#120"."""
     sequence: _builtins.int
@@ -880,7 +880,7 @@ class AcquireTimerRequest(_message.Message):
     node_id: _builtins.str
     """Name of the node whose agent is to reap the worker."""
     worker_id: _builtins.str
-    """Name of the worker, from its agent."""
+    """Name of the worker, from its agent: LOCAL_RANK@ROUND, as in "0@3" for the worker with local rank 0 in round 3."""
     scope: _builtins.str
     """Name of the worker's current activity."""
     lease: _builtins.int
