@@ -96,11 +96,16 @@ def invalid(field: str, description: str) -> ServiceError:
         field: path of the offending field in the request message, as in `settings.min_nodes`.
         description: the mistake and the expected value.
     """
+    return invalid_fields([(field, description)])
+
+
+def invalid_fields(violations: Sequence[tuple[str, str]]) -> ServiceError:
+    """As `invalid`, for several fields: their (path, mistake) pairs."""
     return ServiceError(
         grpc.StatusCode.INVALID_ARGUMENT,
         "INVALID_ARGUMENT",
-        f"{field}: {description}",
-        field_violations=[(field, description)],
+        "; ".join(f"{field}: {description}" for field, description in violations),
+        field_violations=violations,
     )
 
 

@@ -4,19 +4,51 @@ from __future__ import annotations
 
 import base64
 import json
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import Any, Self, TypeVar
 
 from google.protobuf.duration_pb2 import Duration
 
 from rallypoint.rpc.durations import checked_seconds
-from rallypoint.rpc.errors import invalid
+from rallypoint.rpc.errors import invalid, invalid_fields
+
+_T = TypeVar("_T")
 
 NAME_BYTES = 256
 SENTENCE_BYTES = 1024
 PATH_BYTES = 4096
 # No token of ours is longer: four names, each character escaped.
 _TOKEN_LENGTH = 16 * 1024
+
+
+class EveryField:
+    """Checks of several fields of a request: one error at the end names every bad one.
+
+    As a context: `with EveryField() as check: check(name, "run_id", request.run_id)`.
+    """
+
+    def __init__(self) -> None:
+        """Begin with no bad field."""
+        self._found: list[tuple[str, str]] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None and self._found:
+            raise invalid_fields(self._found)
+
+    def __call__(self, check: Callable[..., _T], *arguments: object, **named: object) -> _T | None:
+        """Return the result of a check; None: the field is bad."""
+        try:
+            return check(*arguments, **named)
+        except Exception as error:
+            # Of a ServiceError, or of a refusal that a service translates to one.
+            if not (violations := getattr(error, "field_violations", ())):
+                raise
+            self._found += violations
+            return None
 
 
 def name(field: str, value: str) -> None:

@@ -225,7 +225,12 @@ def test_settings_that_are_not_there_at_all_are_refused() -> None:
     """There is no run of zero nodes."""
     join = good_join()
     join.ClearField("settings")
-    assert violation(join)[0] == "settings.min_nodes"
+    with pytest.raises(ServiceError) as refused:
+        join_command(join, CALLER)
+    assert [field for field, _ in refused.value.field_violations] == [
+        "settings.min_nodes",
+        "settings.max_nodes",
+    ]
 
 
 def test_the_largest_run_has_ranks_of_32_bits() -> None:

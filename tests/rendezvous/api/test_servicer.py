@@ -467,11 +467,21 @@ async def test_a_stream_without_a_word_is_refused(served: Served, monkeypatch: p
         ("run_id", {"join": pb.JoinRun(node_id="a", settings=SETTINGS, address="a", local_world_size=1)}),
         ("node_id", {"join": pb.JoinRun(run_id=RUN, settings=SETTINGS, address="a", local_world_size=1)}),
         (
-            "settings.min_nodes",
+            "settings.min_nodes settings.max_nodes",
             {"join": pb.JoinRun(run_id=RUN, node_id="a", address="a", local_world_size=1)},
         ),
         ("address", {"join": pb.JoinRun(run_id=RUN, node_id="a", settings=SETTINGS, local_world_size=1)}),
         ("local_world_size", {"join": pb.JoinRun(run_id=RUN, node_id="a", settings=SETTINGS, address="a")}),
+        (
+            "run_id node_id address supervisor_address role local_world_size settings.last_call_timeout",
+            {
+                "join": pb.JoinRun(
+                    settings=pb.RunSettings(min_nodes=1, max_nodes=2, last_call_timeout=Duration(seconds=-1)),
+                    supervisor_address="a" * 257,
+                    role="a\nb",
+                )
+            },
+        ),
         ("run_id", {"resume": pb.ResumeRun(node_id="a", lease=1)}),
         ("node_id", {"resume": pb.ResumeRun(run_id=RUN, lease=1)}),
     ],
@@ -479,10 +489,13 @@ async def test_a_stream_without_a_word_is_refused(served: Served, monkeypatch: p
 async def test_a_bad_field_of_the_first_message_is_named(
     served: Served, field: str, message: dict[str, Any]
 ) -> None:
-    """INVALID_ARGUMENT with a BadRequest; the run is not made."""
+    """INVALID_ARGUMENT with a BadRequest, which names all of them; the run is not made."""
     stream = served.stream()
     await stream.say(**message)
-    assert field_of(await stream.ended()) == field
+    error = await stream.ended()
+    assert error is not None
+    assert error.code is Code.INVALID_ARGUMENT
+    assert [name for name, _ in error.field_violations] == field.split()
     assert await served.stage.list_runs() == []
 
 

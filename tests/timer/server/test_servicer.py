@@ -58,6 +58,9 @@ async def test_single_calls_are_refused_with_reasons(quick: Service) -> None:
         assert (await acquired(worker_id=worker_id)).field_violations[0][0] == "worker_id"
     assert (await acquired(after=None)).field_violations[0][0] == "after"
     assert (await acquired(after=Duration(seconds=10**18))).field_violations[0][0] == "after"
+    every = await error_of(stub.AcquireTimer(pb.AcquireTimerRequest(after=Duration(seconds=10**18))))
+    names = [name for name, _ in every.field_violations]
+    assert names == ["run_id", "node_id", "worker_id", "scope", "after"]
     await stub.AcquireTimer(pb.AcquireTimerRequest(**timer, after=after, lease=5))
     lost = await acquired(lease=4)
     assert (lost.code, lost.reason) == (grpc.StatusCode.FAILED_PRECONDITION, "LEASE_LOST")

@@ -27,7 +27,7 @@ from rallypoint.agent.workers.environment import check_devices
 from rallypoint.rendezvous.core.state import MOST_NODES, MOST_RESTARTS, MOST_WORKERS_PER_NODE
 from rallypoint.rpc.endpoint import ClientSecurity, SettingError, parse_endpoint
 from rallypoint.rpc.errors import invalid
-from rallypoint.serving.requests import NAME_BYTES, PATH_BYTES, count, name, seconds, text
+from rallypoint.serving.requests import NAME_BYTES, PATH_BYTES, EveryField, count, name, seconds, text
 
 AGENTS_PYTHON = "${python}"
 """Program of a command that stands for the agent's own Python: a client on another host can't know its path."""
@@ -104,24 +104,36 @@ def job_config(spec: pb.JobSpec, host: HostSettings) -> JobConfig:
 
 
 def _check(spec: pb.JobSpec) -> None:
-    name("spec.run_id", spec.run_id)
-    if spec.node_id:
-        name("spec.node_id", spec.node_id)
-    text("spec.role", spec.role, NAME_BYTES)
-    text("spec.topology", spec.topology, NAME_BYTES)
-    text("spec.working_directory", spec.working_directory, PATH_BYTES)
-    text("spec.log_dir", spec.log_dir, PATH_BYTES)
-    # A list of jobs contains it: a hundred of them must fit into a message.
-    text("spec.rendezvous_endpoint", spec.rendezvous_endpoint, PATH_BYTES)
+    with EveryField() as check:
+        check(name, "spec.run_id", spec.run_id)
+        check(text, "spec.node_id", spec.node_id, NAME_BYTES)
+        check(text, "spec.role", spec.role, NAME_BYTES)
+        check(text, "spec.topology", spec.topology, NAME_BYTES)
+        check(text, "spec.working_directory", spec.working_directory, PATH_BYTES)
+        check(text, "spec.log_dir", spec.log_dir, PATH_BYTES)
+        # A list of jobs contains it: a hundred of them must fit into a message.
+        check(text, "spec.rendezvous_endpoint", spec.rendezvous_endpoint, PATH_BYTES)
+        check(_check_command, spec)
+        check(_check_environment, spec)
+        check(count, "spec.local_world_size", spec.local_world_size, 0, MOST_WORKERS_PER_NODE)
+        check(count, "spec.max_restarts", spec.max_restarts, 0, MOST_RESTARTS)
+        check(_check_nodes, spec)
+
+
+def _check_command(spec: pb.JobSpec) -> None:
     if not spec.command or not spec.command[0]:
         raise invalid("spec.command", "must name a program")
     if any("\0" in argument for argument in spec.command):
         raise invalid("spec.command", "must not have NUL characters")
+
+
+def _check_environment(spec: pb.JobSpec) -> None:
     for variable, value in spec.environment.items():
         if not variable or "=" in variable or "\0" in variable + value:
             raise invalid("spec.environment", f"{variable!r} or its value is not valid for a variable")
-    count("spec.local_world_size", spec.local_world_size, 0, MOST_WORKERS_PER_NODE)
-    count("spec.max_restarts", spec.max_restarts, 0, MOST_RESTARTS)
+
+
+def _check_nodes(spec: pb.JobSpec) -> None:
     least = spec.min_nodes or 1
     if not 1 <= least <= (spec.max_nodes or least) <= MOST_NODES:
         raise invalid(

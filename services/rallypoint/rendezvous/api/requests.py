@@ -42,6 +42,7 @@ from rallypoint.serving.requests import (
     NAME_BYTES,
     PATH_BYTES,
     SENTENCE_BYTES,
+    EveryField,
     count,
     name,
     page_position,
@@ -66,18 +67,19 @@ def join_command(request: pb.JoinRun, caller: Caller) -> commands.Join:
     Raises:
         ServiceError: INVALID_ARGUMENT, naming the field.
     """
-    name("run_id", request.run_id)
-    name("node_id", request.node_id)
-    text("address", request.address, NAME_BYTES)
-    if not request.address:
-        raise invalid("address", "must not be empty: it is how the other nodes reach this one")
-    text("supervisor_address", request.supervisor_address, NAME_BYTES)
-    text("role", request.role, NAME_BYTES)
-    text("topology", request.topology, NAME_BYTES)
-    count("local_world_size", request.local_world_size, 1, MOST_WORKERS_PER_NODE)
+    with EveryField() as check:
+        check(name, "run_id", request.run_id)
+        check(name, "node_id", request.node_id)
+        check(_address, request.address)
+        check(text, "supervisor_address", request.supervisor_address, NAME_BYTES)
+        check(text, "role", request.role, NAME_BYTES)
+        check(text, "topology", request.topology, NAME_BYTES)
+        check(count, "local_world_size", request.local_world_size, 1, MOST_WORKERS_PER_NODE)
+        settings = check(_settings_of, request.settings)
+    assert settings is not None, "otherwise the context has raised"
     return commands.Join(
         node_id=request.node_id,
-        settings=_settings_of(request.settings),
+        settings=settings,
         address=request.address,
         local_world_size=request.local_world_size,
         role=request.role,
@@ -86,6 +88,12 @@ def join_command(request: pb.JoinRun, caller: Caller) -> commands.Join:
         identity=caller.name,
         client=caller.client,
     )
+
+
+def _address(value: str) -> None:
+    text("address", value, NAME_BYTES)
+    if not value:
+        raise invalid("address", "must not be empty: it is how the other nodes reach this one")
 
 
 def _settings_of(message: pb.RunSettings) -> RunSettings:
@@ -105,7 +113,9 @@ def run_settings(message: pb.RunSettings) -> RunSettings:
     Raises:
         ServiceError: INVALID_ARGUMENT, naming the field.
     """
-    settings = RunSettings(**{field.name: _setting(message, field) for field in fields(RunSettings)})
+    with EveryField() as check:
+        values = {field.name: check(_setting, message, field) for field in fields(RunSettings)}
+    settings = RunSettings(**values)  # type: ignore[arg-type]
     if settings.max_nodes < settings.min_nodes:
         raise invalid(
             "settings.max_nodes",

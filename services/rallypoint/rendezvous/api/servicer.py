@@ -36,7 +36,7 @@ from rallypoint.serving.flow import (
     Subscriber,
     UnopenedStreams,
 )
-from rallypoint.serving.requests import NAME_BYTES, SENTENCE_BYTES, count, name, reason, text
+from rallypoint.serving.requests import NAME_BYTES, SENTENCE_BYTES, EveryField, count, name, reason, text
 
 # Seconds that a stream has for its first message.
 _FIRST_MESSAGE_TIMEOUT = 10.0
@@ -125,8 +125,9 @@ class RendezvousServicer(pb_grpc.RendezvousServiceServicer):
                 return engine, await engine.join(join.run_id, command, caller.peer)
             case "resume":
                 resume = first.resume
-                name("run_id", resume.run_id)
-                name("node_id", resume.node_id)
+                with EveryField() as check:
+                    check(name, "run_id", resume.run_id)
+                    check(name, "node_id", resume.node_id)
                 engine = self._locator.shard(resume.run_id).engine
                 member = await engine.resume(
                     resume.run_id, resume.node_id, resume.lease, resume.after_revision, resume.token
@@ -228,8 +229,10 @@ class RendezvousServicer(pb_grpc.RendezvousServiceServicer):
         context: grpc.aio.ServicerContext[pb.RestartRunRequest, pb.RestartRunResponse],
     ) -> pb.RestartRunResponse:
         """Restart all workers of a run."""
-        name("run_id", request.run_id)
-        text("on_behalf_of", request.on_behalf_of, NAME_BYTES)
+        with EveryField() as check:
+            check(name, "run_id", request.run_id)
+            check(text, "on_behalf_of", request.on_behalf_of, NAME_BYTES)
+            check(reason, request.reason)
         command = commands.Restart(
             reason(request.reason), request.round if request.HasField("round") else None
         )
@@ -244,8 +247,10 @@ class RendezvousServicer(pb_grpc.RendezvousServiceServicer):
         context: grpc.aio.ServicerContext[pb.EvictNodeRequest, pb.EvictNodeResponse],
     ) -> pb.EvictNodeResponse:
         """Take a node out of a run and keep it out."""
-        name("run_id", request.run_id)
-        name("node_id", request.node_id)
+        with EveryField() as check:
+            check(name, "run_id", request.run_id)
+            check(name, "node_id", request.node_id)
+            check(reason, request.reason)
         lease = request.lease if request.HasField("lease") else None
         command = commands.Evict(request.node_id, reason(request.reason), lease)
         happened = await self._operate(request.run_id, command, context)
@@ -259,8 +264,10 @@ class RendezvousServicer(pb_grpc.RendezvousServiceServicer):
         context: grpc.aio.ServicerContext[pb.ReadmitNodeRequest, pb.ReadmitNodeResponse],
     ) -> pb.ReadmitNodeResponse:
         """Let an evicted node join again."""
-        name("run_id", request.run_id)
-        name("node_id", request.node_id)
+        with EveryField() as check:
+            check(name, "run_id", request.run_id)
+            check(name, "node_id", request.node_id)
+            check(reason, request.reason)
         command = commands.Readmit(request.node_id, reason(request.reason))
         happened = await self._operate(request.run_id, command, context)
         return pb.ReadmitNodeResponse(was_evicted=bool(happened))

@@ -175,6 +175,11 @@ class InvalidField(TimerRefused):
     field: str
     problem: str
 
+    @property
+    def field_violations(self) -> list[tuple[str, str]]:
+        """The (field, problem) pair, as a ServiceError has it."""
+        return [(self.field, self.problem)]
+
     def __str__(self) -> str:
         return f"{self.field}: {self.problem}"
 

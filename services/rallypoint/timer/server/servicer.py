@@ -15,9 +15,10 @@ from rallypoint.rpc.durations import checked_seconds, to_duration
 from rallypoint.rpc.text import clip
 from rallypoint.serving.access import caller_of
 from rallypoint.serving.flow import ServerDraining, UnopenedStreams
-from rallypoint.serving.requests import count, page_position, page_size, page_token, seconds
+from rallypoint.serving.requests import EveryField, count, page_position, page_size, page_token, seconds
 from rallypoint.timer.core.values import (
     MAX_AFTER,
+    MAX_SCOPE_BYTES,
     InvalidField,
     Subscription,
     TimerName,
@@ -258,8 +259,12 @@ class TimerServicer(pb_grpc.TimerServiceServicer):
     ) -> pb.AcquireTimerResponse:
         """See timer_service.proto."""
         self._refuse_if_draining()
-        _check_worker_id(request.worker_id)
-        after = _seconds(request.after, "after")
+        with EveryField() as check:
+            check(check_name, "run_id", request.run_id)
+            check(check_name, "node_id", request.node_id)
+            check(_check_worker_id, request.worker_id)
+            check(check_name, "scope", request.scope, MAX_SCOPE_BYTES)
+            after = check(_seconds, request.after, "after") or 0.0
         try:
             self._table.acquire(
                 _name(request), after, self._watchdog.now(), lease=_lease(request), token=request.token
