@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+import asyncio
 from typing import Any
 
+import grpc
 import pytest
 from click.testing import CliRunner
 
@@ -51,15 +52,25 @@ def test_a_run_is_closed_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     assert stub.asked == [pb.CloseRunRequest(run_id="digits", reason="out of money")]
 
 
-def test_a_deleted_run_frees_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is repeated whose outcome is unknown: the second time, it could be a new run of that name."""
-    deleted: list[str] = []
+@pytest.mark.parametrize("second", [False, True])
+def test_a_deleted_run_frees_its_name(monkeypatch: pytest.MonkeyPatch, second: bool) -> None:
+    """That incarnation alone; and if an attempt without a reply has deleted it, it is deleted."""
+    deleted: list[pb.DeleteRunRequest] = []
 
-    def ask(endpoint: str, tls: Any, timeout: float, question: Any, *, repeatable: bool) -> Any:
-        assert not repeatable
-        return question(SimpleNamespace(DeleteRun=lambda request: deleted.append(request.run_id)))
+    class Stub:
+        async def GetRun(self, request: pb.GetRunRequest) -> pb.GetRunResponse:
+            return pb.GetRunResponse(run=pb.Run(run_id=request.run_id, incarnation="first"))
+
+        async def DeleteRun(self, request: pb.DeleteRunRequest) -> None:
+            deleted.append(request)
+            if second:
+                nothing = grpc.aio.Metadata()
+                raise grpc.aio.AioRpcError(grpc.StatusCode.NOT_FOUND, nothing, nothing)
+
+    def ask(endpoint: str, tls: Any, timeout: float, question: Any) -> Any:
+        return asyncio.run(question(Stub()))
 
     monkeypatch.setattr(operator, "call_rendezvous", ask)
     result = CliRunner().invoke(main, ["delete", "digits", "--rdzv-endpoint", "10.0.0.1:29400"])
     assert result.output == "run digits is deleted: its name is free\n"
-    assert deleted == ["digits"]
+    assert deleted == [pb.DeleteRunRequest(run_id="digits", incarnation="first")]

@@ -1,4 +1,4 @@
-"""A question goes to each replica until one answers; what must not be done twice is asked twice of nobody."""
+"""A question goes to each replica until one answers."""
 
 from __future__ import annotations
 
@@ -16,39 +16,33 @@ from serving.fleet import Replica, Serve, Tiny, mute, refusing
 from support.waiting import PATIENCE
 
 
-async def ask(*places: str, repeatable: bool = True) -> str:
+async def ask(*places: str) -> str:
     """Who answers, asking in this order."""
     async with ReplicaClient(",".join(places)) as board, asyncio.timeout(PATIENCE):
         board._selector._start = 0
-        answer: bytes = await call_any(board, Tiny, lambda stub: stub.Ask(b"?"), repeatable=repeatable)
+        answer: bytes = await call_any(board, Tiny, lambda stub: stub.Ask(b"?"))
     return answer.decode()
 
 
-@pytest.mark.parametrize("repeatable", [True, False])
-async def test_who_is_not_there_is_passed_over(
-    serve: Serve, monkeypatch: pytest.MonkeyPatch, repeatable: bool
-) -> None:
-    """Nothing was sent to one that accepts no connection, so anything may be asked of the next."""
+async def test_who_is_not_there_is_passed_over(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replica_client, "CONNECT_TIMEOUT", 0.2)
     keeper, silent = mute()
     here = await Replica("a").start(serve)
     with keeper:
-        assert await ask(silent, here.address, repeatable=repeatable) == "a"
+        assert await ask(silent, here.address) == "a"
 
 
-@pytest.mark.parametrize("repeatable", [True, False])
-async def test_the_owner_is_followed(serve: Serve, repeatable: bool) -> None:
+async def test_the_owner_is_followed(serve: Serve) -> None:
     """Whoever names it did nothing."""
     first, owner = await Replica("a").start(serve), await Replica("b").start(serve)
     first.owner = owner.address
-    assert await ask(first.address, repeatable=repeatable) == "b"
+    assert await ask(first.address) == "b"
 
 
-@pytest.mark.parametrize("repeatable", [True, False])
-async def test_a_run_without_an_owner_is_waited_for(serve: Serve, repeatable: bool) -> None:
+async def test_a_run_without_an_owner_is_waited_for(serve: Serve) -> None:
     one = await Replica("a").start(serve)
     one.owner = ""
-    asking = asyncio.ensure_future(ask(one.address, repeatable=repeatable))
+    asking = asyncio.ensure_future(ask(one.address))
     async with asyncio.timeout(PATIENCE):
         await one.called.wait()
     one.owner = None
@@ -56,18 +50,11 @@ async def test_a_run_without_an_owner_is_waited_for(serve: Serve, repeatable: bo
 
 
 @pytest.mark.parametrize("owner", ["named", ""])
-async def test_an_owner_that_changed_on_the_way_is_followed_by_what_may_be_repeated(
-    serve: Serve, owner: str
-) -> None:
-    """At once where the next one is known. Anything else may have been done: it is not asked again."""
+async def test_an_owner_that_changed_on_the_way_is_followed(serve: Serve, owner: str) -> None:
+    """At once where the next one is known."""
     first, second = await Replica("a").start(serve), await Replica("b").start(serve)
     first.reason, first.owner = "OWNERSHIP_LOST", owner and second.address
-    with pytest.raises(ServiceError) as refused:
-        await ask(first.address, repeatable=False)
-    assert refused.value.reason == "OUTCOME_UNKNOWN"
-    assert second.asked == []
-    first.called.clear()
-    asking = asyncio.ensure_future(ask(first.address, repeatable=True))
+    asking = asyncio.ensure_future(ask(first.address))
     async with asyncio.timeout(PATIENCE):
         await first.called.wait()
     if not owner:
@@ -76,33 +63,22 @@ async def test_an_owner_that_changed_on_the_way_is_followed_by_what_may_be_repea
     assert len(second.asked) == bool(owner)
 
 
-@pytest.mark.parametrize("repeatable", [True, False])
-async def test_what_was_under_way_at_one_that_died(serve: Serve, repeatable: bool) -> None:
-    """Is asked of another only if it may be done twice."""
+async def test_what_was_under_way_at_one_that_died_is_asked_of_another(serve: Serve) -> None:
     dying, here = await Replica("a").start(serve), await Replica("b").start(serve)
     dying.pause = 3600.0
-    asking = asyncio.ensure_future(ask(dying.address, here.address, repeatable=repeatable))
+    asking = asyncio.ensure_future(ask(dying.address, here.address))
     async with asyncio.timeout(PATIENCE):
         await dying.called.wait()
     await dying.server.stop()
-    if repeatable:
-        assert await asking == "b"
-    else:
-        with pytest.raises(ServiceError) as caught:
-            await asking
-        assert caught.value.reason == "OUTCOME_UNKNOWN"
-        assert "so it may have been done" in caught.value.message
-    assert len(here.asked) == repeatable
+    assert await asking == "b"
+    assert len(here.asked) == 1
 
 
-async def test_silence_is_left_only_by_what_may_be_repeated(
-    serve: Serve, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_silence_is_left(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replica_client, "REPLY_TIMEOUT", 0.2)
     slow, here = await Replica("a").start(serve), await Replica("b").start(serve)
     slow.pause = 1.0
     assert await ask(slow.address, here.address) == "b"
-    assert await ask(slow.address, here.address, repeatable=False) == "a"
 
 
 @pytest.mark.parametrize("first", ["there", "gone"])

@@ -56,7 +56,6 @@ def call_rendezvous(
     timeout: float,
     request: Callable[[rendezvous_grpc.RendezvousServiceAsyncStub], Awaitable[_T]],
     *,
-    repeatable: bool = True,
     preferred: Callable[[rendezvous_grpc.RendezvousServiceAsyncStub], Awaitable[_T]] | None = None,
 ) -> _T:
     """Call a rendezvous service, within `timeout` seconds.
@@ -65,14 +64,13 @@ def call_rendezvous(
         endpoint: Its address, or those of several replicas, separated by commas.
         security: How connections to it are secured.
         timeout: Seconds for all attempts together.
-        request: Makes the calls.
-        repeatable: True if the request may be sent twice: after a lost connection, another replica gets it.
+        request: Makes the calls; again at another replica after a lost connection.
         preferred: Tried first, for a part of the time: a request with a better reply that is not always available.
 
     Raises:
         SettingError: The service is unreachable, or refused; one line.
     """
-    return _call(RENDEZVOUS, endpoint, security, timeout, request, repeatable=repeatable, preferred=preferred)
+    return _call(RENDEZVOUS, endpoint, security, timeout, request, preferred=preferred)
 
 
 def call_timer(
@@ -110,7 +108,6 @@ def _call(
     timeout: float,
     request: Callable[[_Stub], Awaitable[_T]],
     *,
-    repeatable: bool = True,
     preferred: Callable[[_Stub], Awaitable[_T]] | None = None,
 ) -> _T:
     async def call() -> _T:
@@ -126,7 +123,7 @@ def _call(
                         with suppress(TimeoutError, _NoServiceAnswered):
                             async with asyncio.timeout(min(_PREFERRED, timeout / 2)):
                                 return await _call_most_complete(client, service.stub, preferred)
-                    return await call_any(client, service.stub, request, repeatable=repeatable)
+                    return await call_any(client, service.stub, request)
             except TimeoutError:
                 raise SettingError(f"no {service.name} answered at {endpoint} within {timeout:g} s") from None
             except ServiceError as error:

@@ -15,6 +15,7 @@ from rallypoint.rpc.text import printable
 
 if TYPE_CHECKING:
     from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
+    from rallypoint.rendezvous.v1.rendezvous_service_pb2_grpc import RendezvousServiceAsyncStub
 
 
 # ---- `rallypoint close`: end a run on all its hosts.
@@ -46,11 +47,25 @@ def delete(run_id: str, rdzv_endpoint: str, timeout: float, security: ClientSecu
 
     Without this, the service forgets a run two hours after its last node.
     """
-    from rallypoint.cli.operator import call_rendezvous  # noqa: PLC0415 (gRPC is not for --help)
+    from grpc import StatusCode  # noqa: PLC0415 (gRPC is not for --help)
+    from grpc.aio import AioRpcError  # noqa: PLC0415
+
+    from rallypoint.cli.operator import call_rendezvous  # noqa: PLC0415
     from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb  # noqa: PLC0415
 
-    request = pb.DeleteRunRequest(run_id=run_id)
-    call_rendezvous(rdzv_endpoint, security, timeout, lambda stub: stub.DeleteRun(request), repeatable=False)
+    # With its incarnation, the request may be sent again if a replica does not reply.
+    present = pb.GetRunRequest(run_id=run_id)
+    found = call_rendezvous(rdzv_endpoint, security, timeout, lambda stub: stub.GetRun(present))
+    request = pb.DeleteRunRequest(run_id=run_id, incarnation=found.run.incarnation)
+
+    async def delete_once(stub: RendezvousServiceAsyncStub) -> None:
+        try:
+            await stub.DeleteRun(request)
+        except AioRpcError as error:
+            if error.code() is not StatusCode.NOT_FOUND:  # an earlier attempt has deleted it
+                raise
+
+    call_rendezvous(rdzv_endpoint, security, timeout, delete_once)
     click.echo(f"run {run_id} is deleted: its name is free")
 
 

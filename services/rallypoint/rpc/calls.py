@@ -189,18 +189,12 @@ class RetryingCalls(Generic[_Stub]):
 
 _Answer = TypeVar("_Answer")
 
-_NOTHING_DONE = frozenset({"NOT_OWNER", "NO_CONNECTION"})
-
-OUTCOME_UNKNOWN = "OUTCOME_UNKNOWN"
-"""Reason of the error if an operation that must not be repeated may have been done, by a replica that was then lost."""
-
 
 async def call_any(
     client: ReplicaClient,
     stub: Callable[[grpc.aio.Channel], _Stub],
     operation: Callable[[_Stub], Awaitable[_Answer]],
     *,
-    repeatable: bool = True,
     pace: Pace | None = None,
 ) -> _Answer:
     """Call each replica until one replies; wait for a run that has no owner yet. Limit it with a timeout.
@@ -208,14 +202,11 @@ async def call_any(
     Args:
         client: Client of the service's replicas.
         stub: Creates the service's stub.
-        operation: Makes the calls; from the first one again if a replica could not be reached.
-        repeatable: True if it may be done twice. If not, the next replica is called only if this one surely did
-            nothing.
+        operation: Makes the calls; from the first one again if a replica was lost, so it must be safe to repeat.
         pace: Clock, sleep and randomness.
 
     Raises:
         ServiceError: Every replica refused or could not be reached; the error of the last replica that replied.
-            OUTCOME_UNKNOWN: a replica was lost during an operation that must not be repeated.
     """
     pace = pace or Pace()
     search = client.search()
@@ -228,26 +219,12 @@ async def call_any(
             error = no_connection
         else:
             try:
-                if not (repeatable or connection.alone or connection.connected):
-                    raise ServiceError(
-                        grpc.StatusCode.UNAVAILABLE,
-                        "NO_CONNECTION",
-                        f"{connection.address} accepts no connection",
-                    )
-                answer = await _call_once(connection, connection.stub(stub), operation, repeatable=repeatable)
+                answer = await _call_once(connection, connection.stub(stub), operation)
                 connection.answered()
                 return answer
             except ServiceError as failure:
                 error = failure
                 connection.failed(error)
-                # A replica that never was the owner did nothing. Any other end of a sent call is unclear.
-                lost = error.reason == "OWNERSHIP_LOST" or (not connection.alone and error.code in GONE)
-                if not repeatable and lost and error.reason not in _NOTHING_DONE:
-                    raise ServiceError(
-                        error.code,
-                        OUTCOME_UNKNOWN,
-                        f"{connection.address} was lost before it answered, so it may have been done ({error.message})",
-                    ) from None
             finally:
                 connection.hang_up()
         if error.reason not in UNHEARD:
@@ -262,13 +239,9 @@ async def call_any(
 
 
 async def _call_once(
-    connection: ReplicaConnection,
-    stub: _Stub,
-    operation: Callable[[_Stub], Awaitable[_Answer]],
-    *,
-    repeatable: bool,
+    connection: ReplicaConnection, stub: _Stub, operation: Callable[[_Stub], Awaitable[_Answer]]
 ) -> _Answer:
-    timeout = connection.timeout if repeatable else float("inf")
+    timeout = connection.timeout
     try:
         async with asyncio.timeout(timeout if timeout < float("inf") else None) as bound:
             return await operation(stub)

@@ -77,11 +77,6 @@ class ReplicaConnection:
         """The address of the replica, for messages."""
         return str(self._connection.address or self._client)
 
-    @property
-    def connected(self) -> bool:
-        """True if there is a connection. Without one a call may fail before anything was sent, and not report that."""
-        return self._connection.channel.get_state() is grpc.ChannelConnectivity.READY
-
     def stub(self, kind: Callable[[grpc.aio.Channel], _Stub]) -> _Stub:
         """Return the stub of a service on this connection."""
         stubs = self._connection.stubs

@@ -633,7 +633,10 @@ async def test_deleting_a_run_frees_its_name(served: Served) -> None:
     for node in nodes:
         await node.until(pb.PHASE_CLOSED)
         assert await node.ended() is None
-    await stub.DeleteRun(pb.DeleteRunRequest(run_id=RUN))
+    incarnation = (await served.run()).incarnation
+    error = await refused(stub.DeleteRun(pb.DeleteRunRequest(run_id=RUN, incarnation="another")))
+    assert error.reason == "RUN_NOT_FOUND"
+    await stub.DeleteRun(pb.DeleteRunRequest(run_id=RUN, incarnation=incarnation))
     error = await refused(stub.GetRun(pb.GetRunRequest(run_id=RUN)))
     assert error.code is Code.NOT_FOUND
     assert (await served.join("a")).lease.number > nodes[0].lease.number

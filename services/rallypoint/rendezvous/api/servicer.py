@@ -218,9 +218,11 @@ class RendezvousServicer(pb_grpc.RendezvousServiceServicer):
         context: grpc.aio.ServicerContext[pb.DeleteRunRequest, pb.DeleteRunResponse],
     ) -> pb.DeleteRunResponse:
         """Forget a run that has no nodes."""
-        name("run_id", request.run_id)
+        with EveryField() as check:
+            check(name, "run_id", request.run_id)
+            check(text, "incarnation", request.incarnation, NAME_BYTES)
         engine = self._locator.writer(request.run_id).engine
-        await engine.delete_run(request.run_id, _operator(context))
+        await engine.delete_run(request.run_id, _operator(context), request.incarnation)
         return pb.DeleteRunResponse()
 
     async def RestartRun(

@@ -112,7 +112,12 @@ class Close:
 
 @dataclass(frozen=True, slots=True)
 class Forget:
-    """An operator has the run forgotten at once, instead of hours after its last node."""
+    """An operator has the run forgotten at once, instead of hours after its last node.
+
+    `incarnation`: only if it is the present one; empty: any.
+    """
+
+    incarnation: str = ""
 
 
 @dataclass(frozen=True, slots=True)

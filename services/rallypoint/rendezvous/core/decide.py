@@ -45,6 +45,8 @@ def decide(state: RunState, command: commands.Command, now: float) -> list[facts
     Raises:
         Refused: The command is not accepted; see the refusals in `commands`.
     """
+    if isinstance(command, commands.Forget) and command.incarnation not in ("", state.incarnation):
+        raise commands.RunNotFound(state.run_id)
     if state.phase is Phase.CLOSED:
         return _decide_closed(state, command)
     if isinstance(command, commands.ReportFailure):

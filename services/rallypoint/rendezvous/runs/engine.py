@@ -158,10 +158,11 @@ class RendezvousEngine(DurableRuns, WriteAdmission):
             lambda _: run_summary(self._run(run_id).state).run_end, run_id, commands.Close(reason), actor
         )
 
-    async def delete_run(self, run_id: str, actor: Actor = SERVICE) -> None:
-        """Forget a run without nodes, with its events, store and states.
+    async def delete_run(self, run_id: str, actor: Actor = SERVICE, incarnation: str = "") -> None:
+        """Forget a run without nodes, with its events, store and states; `incarnation`: see commands.Forget.
 
         Raises:
+            RunNotFound: There is no such run, or it is another incarnation.
             RunInUse: It has nodes.
         """
 
@@ -169,7 +170,7 @@ class RendezvousEngine(DurableRuns, WriteAdmission):
             if (run := self._runs.get(run_id)) is not None:
                 raise commands.RunInUse(run_id, len(run.state.nodes))  # a node was as fast
 
-        await self._submit(check_deleted, run_id, commands.Forget(), actor)
+        await self._submit(check_deleted, run_id, commands.Forget(incarnation), actor)
 
     async def get_run(self, run_id: str) -> pb.Run:
         """Return a run with its nodes, as it is durable."""

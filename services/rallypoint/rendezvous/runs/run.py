@@ -143,6 +143,7 @@ def run_summary(state: RunState) -> pb.Run:
         succeeded_count=len(state.succeeded),
         exit_barrier_passed=state.exit_barrier_passed,
         counted_restarts=failures.counted(state),
+        incarnation=state.incarnation,
     )
     run.settings.MergeFrom(to_message(state.settings))
     _fill_ends(run, state)

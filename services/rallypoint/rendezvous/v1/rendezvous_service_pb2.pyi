@@ -1747,16 +1747,22 @@ class DeleteRunRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     RUN_ID_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Name of the run."""
+    incarnation: _builtins.str
+    """Delete only this incarnation of the run (Run.incarnation), and refuse with RUN_NOT_FOUND otherwise: with it, the
+    request may be repeated. Empty: the present one.
+    """
     def __init__(
         self,
         *,
         run_id: _builtins.str = ...,
+        incarnation: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["run_id", b"run_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "run_id", b"run_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1802,6 +1808,7 @@ class Run(_message.Message):
     COUNTED_RESTARTS_FIELD_NUMBER: _builtins.int
     HELD_BACK_FIELD_NUMBER: _builtins.int
     BROKEN_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Name of the run."""
     revision: _builtins.int
@@ -1826,6 +1833,8 @@ class Run(_message.Message):
     """Kind of the unexpected error that stopped the run; empty: none did. Such a run has only its name, and only in
     ListRuns: requests about it are refused with RUN_BROKEN.
     """
+    incarnation: _builtins.str
+    """See Lease."""
     @_builtins.property
     def settings(self) -> Global___RunSettings:
         """Settings."""
@@ -1870,10 +1879,11 @@ class Run(_message.Message):
         counted_restarts: _builtins.int | None = ...,
         held_back: _duration_pb2.Duration | None = ...,
         broken: _builtins.str = ...,
+        incarnation: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_counted_restarts", b"_counted_restarts", "_node_count", b"_node_count", "_restart_count", b"_restart_count", "_round", b"_round", "_succeeded_count", b"_succeeded_count", "_world_size", b"_world_size", "counted_restarts", b"counted_restarts", "held_back", b"held_back", "last_round_end", b"last_round_end", "node_count", b"node_count", "restart_count", b"restart_count", "round", b"round", "run_end", b"run_end", "settings", b"settings", "succeeded_count", b"succeeded_count", "world_size", b"world_size"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_counted_restarts", b"_counted_restarts", "_node_count", b"_node_count", "_restart_count", b"_restart_count", "_round", b"_round", "_succeeded_count", b"_succeeded_count", "_world_size", b"_world_size", "broken", b"broken", "counted_restarts", b"counted_restarts", "evicted_node_ids", b"evicted_node_ids", "exit_barrier_passed", b"exit_barrier_passed", "held_back", b"held_back", "last_round_end", b"last_round_end", "node_count", b"node_count", "nodes", b"nodes", "phase", b"phase", "restart_count", b"restart_count", "revision", b"revision", "round", b"round", "run_end", b"run_end", "run_id", b"run_id", "settings", b"settings", "succeeded_count", b"succeeded_count", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_counted_restarts", b"_counted_restarts", "_node_count", b"_node_count", "_restart_count", b"_restart_count", "_round", b"_round", "_succeeded_count", b"_succeeded_count", "_world_size", b"_world_size", "broken", b"broken", "counted_restarts", b"counted_restarts", "evicted_node_ids", b"evicted_node_ids", "exit_barrier_passed", b"exit_barrier_passed", "held_back", b"held_back", "incarnation", b"incarnation", "last_round_end", b"last_round_end", "node_count", b"node_count", "nodes", b"nodes", "phase", b"phase", "restart_count", b"restart_count", "revision", b"revision", "round", b"round", "run_end", b"run_end", "run_id", b"run_id", "settings", b"settings", "succeeded_count", b"succeeded_count", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__counted_restarts: _TypeAlias = _typing.Literal["counted_restarts"]  # noqa: Y015
     _WhichOneofArgType__counted_restarts: _TypeAlias = _typing.Literal["_counted_restarts", b"_counted_restarts"]  # noqa: Y015

@@ -44,8 +44,8 @@ class RendezvousServiceStub(object):
     - NOT_OWNER: nothing was done. Any request may be repeated, at the owner.
     - OWNERSHIP_LOST, with the same metadata: the request was in progress when the run moved to another replica, so it
     may have taken effect, or not. Joining, and every other message on a stream, may be sent twice. CloseRun,
-    EvictNode and ReadmitNode may be repeated, and so may a RestartRun with `round`; before you repeat a DeleteRun,
-    look at the run.
+    EvictNode and ReadmitNode may be repeated, and so may a RestartRun with `round` and a DeleteRun with
+    `incarnation`.
 
     Errors: every error carries a google.rpc.ErrorInfo with domain "rallypoint"; its reason is a name of RendezvousReason without
     the prefix. "Retry later" there means: after RetryInfo.retry_delay.
@@ -143,8 +143,8 @@ class RendezvousServiceServicer(object):
     - NOT_OWNER: nothing was done. Any request may be repeated, at the owner.
     - OWNERSHIP_LOST, with the same metadata: the request was in progress when the run moved to another replica, so it
     may have taken effect, or not. Joining, and every other message on a stream, may be sent twice. CloseRun,
-    EvictNode and ReadmitNode may be repeated, and so may a RestartRun with `round`; before you repeat a DeleteRun,
-    look at the run.
+    EvictNode and ReadmitNode may be repeated, and so may a RestartRun with `round` and a DeleteRun with
+    `incarnation`.
 
     Errors: every error carries a google.rpc.ErrorInfo with domain "rallypoint"; its reason is a name of RendezvousReason without
     the prefix. "Retry later" there means: after RetryInfo.retry_delay.
@@ -363,8 +363,8 @@ class RendezvousService(object):
     - NOT_OWNER: nothing was done. Any request may be repeated, at the owner.
     - OWNERSHIP_LOST, with the same metadata: the request was in progress when the run moved to another replica, so it
     may have taken effect, or not. Joining, and every other message on a stream, may be sent twice. CloseRun,
-    EvictNode and ReadmitNode may be repeated, and so may a RestartRun with `round`; before you repeat a DeleteRun,
-    look at the run.
+    EvictNode and ReadmitNode may be repeated, and so may a RestartRun with `round` and a DeleteRun with
+    `incarnation`.
 
     Errors: every error carries a google.rpc.ErrorInfo with domain "rallypoint"; its reason is a name of RendezvousReason without
     the prefix. "Retry later" there means: after RetryInfo.retry_delay.

@@ -45,8 +45,8 @@ class RendezvousServiceStub:
       - NOT_OWNER: nothing was done. Any request may be repeated, at the owner.
       - OWNERSHIP_LOST, with the same metadata: the request was in progress when the run moved to another replica, so it
         may have taken effect, or not. Joining, and every other message on a stream, may be sent twice. CloseRun,
-        EvictNode and ReadmitNode may be repeated, and so may a RestartRun with `round`; before you repeat a DeleteRun,
-        look at the run.
+        EvictNode and ReadmitNode may be repeated, and so may a RestartRun with `round` and a DeleteRun with
+        `incarnation`.
 
     Errors: every error carries a google.rpc.ErrorInfo with domain "rallypoint"; its reason is a name of RendezvousReason without
     the prefix. "Retry later" there means: after RetryInfo.retry_delay.
@@ -140,8 +140,8 @@ class RendezvousServiceAsyncStub(RendezvousServiceStub):
       - NOT_OWNER: nothing was done. Any request may be repeated, at the owner.
       - OWNERSHIP_LOST, with the same metadata: the request was in progress when the run moved to another replica, so it
         may have taken effect, or not. Joining, and every other message on a stream, may be sent twice. CloseRun,
-        EvictNode and ReadmitNode may be repeated, and so may a RestartRun with `round`; before you repeat a DeleteRun,
-        look at the run.
+        EvictNode and ReadmitNode may be repeated, and so may a RestartRun with `round` and a DeleteRun with
+        `incarnation`.
 
     Errors: every error carries a google.rpc.ErrorInfo with domain "rallypoint"; its reason is a name of RendezvousReason without
     the prefix. "Retry later" there means: after RetryInfo.retry_delay.
@@ -231,8 +231,8 @@ class RendezvousServiceServicer(metaclass=_abc_1.ABCMeta):
       - NOT_OWNER: nothing was done. Any request may be repeated, at the owner.
       - OWNERSHIP_LOST, with the same metadata: the request was in progress when the run moved to another replica, so it
         may have taken effect, or not. Joining, and every other message on a stream, may be sent twice. CloseRun,
-        EvictNode and ReadmitNode may be repeated, and so may a RestartRun with `round`; before you repeat a DeleteRun,
-        look at the run.
+        EvictNode and ReadmitNode may be repeated, and so may a RestartRun with `round` and a DeleteRun with
+        `incarnation`.
 
     Errors: every error carries a google.rpc.ErrorInfo with domain "rallypoint"; its reason is a name of RendezvousReason without
     the prefix. "Retry later" there means: after RetryInfo.retry_delay.
