@@ -20,7 +20,8 @@ PROTOS := $(shell cd protos && find rallypoint -name '*.proto' | sort)
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
 
-$(VENV)/.ready: pyproject.toml $(CONSTRAINTS)
+# The last one has the version.
+$(VENV)/.ready: pyproject.toml $(CONSTRAINTS) services/rallypoint/serving/info.py
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --constraint $(CONSTRAINTS) --editable '.[dev]'
 	touch $@
@@ -33,7 +34,7 @@ $(GENERATOR)/.ready: Makefile
 setup: $(VENV)/.ready ## make .venv with Rallypoint in it, editable, and everything that tests and lints it
 
 protos: $(VENV)/.ready $(GENERATOR)/.ready ## generate the Python code of protos/
-	PATH=$(CURDIR)/$(GENERATOR)/bin:$$PATH .ci/generate-protos services etcd rendezvous timer
+	PATH=$(CURDIR)/$(GENERATOR)/bin:$$PATH .ci/generate-protos services etcd rendezvous server timer
 	PATH=$(CURDIR)/$(GENERATOR)/bin:$$PATH .ci/generate-protos agent agent
 
 .PHONY: stubs

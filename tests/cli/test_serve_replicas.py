@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import signal
 import subprocess
@@ -17,6 +18,7 @@ from rallypoint.rendezvous.cluster.replica import Replicas
 from support.etcd_server import NEEDS_ETCD, EtcdCluster, EtcdMember, etcd_cluster
 from support.mortal import mortal
 from support.ports import free_port
+from support.server_info import info_at
 from support.waiting import wait_until
 
 pytestmark = [NEEDS_ETCD, pytest.mark.integration]
@@ -102,6 +104,17 @@ def agent(where: Path, *endpoints: str) -> Iterator[subprocess.Popen[bytes]]:
     finally:
         process.kill()
         process.wait()
+
+
+def test_a_replica_describes_itself_as_one_of_several(etcd: EtcdCluster, serve: Serve) -> None:
+    """By the name that the others see, so that clients expect redirects."""
+    replica = serve(f"{etcd.url}/described?shards=1")
+    wait_until(lambda: bool(replica.listed()), "the replica")
+    found = asyncio.run(info_at(replica.address))
+    assert [*found.capabilities] == ["health", "reflection", "replicas"]
+    assert [each["instance"] for each in replica.listed()["replicas"]] == [found.instance]
+    [ready] = [record for record in replica.records() if record["event"] == "ready"]
+    assert ready["capabilities"] == [*found.capabilities]
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ from grpc_reflection.v1alpha import reflection_pb2  # type: ignore[import-untype
 from hostile.harmless import HARMLESS_COMMANDS, harmless_job
 from rallypoint.agent.v1 import supervisor_service_pb2
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2, state_service_pb2, store_service_pb2
+from rallypoint.server.v1 import server_service_pb2
 from rallypoint.timer.v1 import timer_service_pb2
 
 MOST_RUNS = 40
@@ -139,7 +140,12 @@ def _admit_job(request: Any, draw: Random) -> None:
 
 RENDEZVOUS = Kind(
     "rendezvous",
-    (rendezvous_service_pb2.DESCRIPTOR, store_service_pb2.DESCRIPTOR, state_service_pb2.DESCRIPTOR),
+    (
+        rendezvous_service_pb2.DESCRIPTOR,
+        store_service_pb2.DESCRIPTOR,
+        state_service_pb2.DESCRIPTOR,
+        server_service_pb2.DESCRIPTOR,
+    ),
     {
         "--journal": "sqlite:journal.db",
         "--max-runs": MOST_RUNS,
@@ -172,7 +178,7 @@ RENDEZVOUS = Kind(
 
 TIMER = Kind(
     "timer",
-    (timer_service_pb2.DESCRIPTOR,),
+    (timer_service_pb2.DESCRIPTOR, server_service_pb2.DESCRIPTOR),
     {
         "--learned": "learned.json",
         "--learn-warm-up": 2,
@@ -216,7 +222,7 @@ TIMER = Kind(
 
 AGENT = Kind(
     "agent",
-    (supervisor_service_pb2.DESCRIPTOR,),
+    (supervisor_service_pb2.DESCRIPTOR, server_service_pb2.DESCRIPTOR),
     {"--max-jobs": MOST_JOBS},
     seldom=("/StopJob", "/Drain", "/Check"),
     admit=_admit_job,

@@ -46,12 +46,14 @@ from rallypoint.rpc.endpoint import (
 from rallypoint.rpc.errors import ServiceError, decode
 from rallypoint.rpc.run_secret import Authority, _authority_key, identity_of
 from rallypoint.rpc.tls import ClientCredentials
+from rallypoint.serving.info import SERVICE_NAME as SERVER_SERVICE
 from rallypoint.serving.policy import Role
 from rallypoint.serving.server import Server
 from rallypoint.serving.tokens import Token, issue, key_id
 from rallypoint.timer.server.service import timer_registration
 from rallypoint.timer.server.service import translate as translate_timer
 from serving.conftest import Certificates, client_certificate, make_certificates
+from support.server_info import server_info
 from support.waiting import PATIENCE
 
 pytestmark = pytest.mark.integration
@@ -143,7 +145,8 @@ async def scene(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator
         )
         await server.start()
         stack.push_async_callback(server.stop)
-        described = [Default().FindServiceByName(each.service_name) for each in services]
+        names = [*(each.service_name for each in services), SERVER_SERVICE]
+        described = [Default().FindServiceByName(name) for name in names]
         scene.methods = {
             f"{each.name}.{method.name}": method for each in described for method in each.methods
         }
@@ -210,7 +213,10 @@ def documented() -> dict[str, set[str]]:
 async def test_each_role_may_do_what_the_documentation_says_for_its_runs_and_nothing_else(
     scene: Scene,
 ) -> None:
-    """All methods are documented. What a role may not do is refused before the handler sees it."""
+    """All methods are documented. What a role may not do is refused before the handler sees it.
+
+    A method that all roles may call is about no run, so that a role for any runs is enough.
+    """
     table = documented()
     assert table.keys() == scene.methods.keys()
     wrong = []
@@ -220,10 +226,23 @@ async def test_each_role_may_do_what_the_documentation_says_for_its_runs_and_not
                 for run in (OWN, FOREIGN, NONE) if has_run(method.input_type) else (NONE,):
                     error = await refusal(channel, method, run)
                     refused = error is not None and error.reason == "NOT_PERMITTED"
-                    if refused == (who in table[name] and run == OWN):
+                    needed = NONE if table[name] == set(Role) else OWN
+                    if refused == (who in table[name] and run == needed):
                         wrong.append(f"{who} {name} {run or 'without a run'}: {error}")
                     assert error is None or error.reason != "UNEXPECTED_ERROR", (name, error)
     assert wrong == []
+
+
+@pytest.mark.parametrize("scene", [CERTIFICATES, TOKENS, RUN_SECRET], indirect=True)
+async def test_a_client_of_any_role_sees_how_rights_are_given_but_no_secret_and_no_file(scene: Scene) -> None:
+    """A client that knows no more than GetServerInfo knows that it may be refused, and by which proof."""
+    access = scene.options.access
+    async with scene.channel("timer") as channel:
+        info = await server_info(channel)
+    kind = "policy" if access.policy is not None else "tokens"
+    assert [*info.capabilities] == sorted(["health", "reflection", kind])
+    assert str(scene.audit.parent) not in str(info)
+    assert "secret of sixteen" not in str(info)
 
 
 async def test_a_message_that_names_a_foreign_run_beside_its_own_is_refused(scene: Scene) -> None:

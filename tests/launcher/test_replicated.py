@@ -37,6 +37,7 @@ from serving.conftest import make_certificates
 from support.etcd_server import EtcdCluster
 from support.log_events import log_events
 from support.ports import free_port
+from support.server_info import info_at
 from support.waiting import PATIENCE
 
 RUN = "run-1"
@@ -200,6 +201,18 @@ async def test_a_run_outlives_whoever_serves_it(place: EtcdAddress) -> None:
             assert await node.sent_to() == after
         await becomes(other, after)
         assert (await run_at(after)).run_id == RUN
+
+
+async def test_both_servers_of_an_agent_announce_redirects(place: EtcdAddress) -> None:
+    """The one that serves the run has the name that the other replicas see."""
+    async with agent(place) as replica:
+        served_at = await owner(place) or ""
+        here, there = await info_at(replica.peer.endpoint), await info_at(served_at, PLAINTEXT)
+        async with open_channel(served_at, PLAINTEXT) as channel:
+            listed = await pb_grpc.RendezvousServiceStub(channel).ListReplicas(pb.ListReplicasRequest())
+    assert "replicas" in there.capabilities
+    assert "replicas" in here.capabilities
+    assert [each.instance for each in listed.replicas] == [there.instance]
 
 
 async def test_the_last_one_stays_until_all_have_heard_the_end(place: EtcdAddress) -> None:

@@ -86,7 +86,7 @@ class Server:
             slices=CooperativeRunner(self.process.time),
             on_failure=self._failed,
         )
-        self._registrations = registrations(SingleShardLocator(self._shard), self._limits)
+        self._registrations = registrations(SingleShardLocator(self._shard), Limits(self._limits))
         for each in self._registrations:
             self._handlers |= await handlers_of(each.add, self._calls)
         judge_stores(self._handlers, self._referee.store)

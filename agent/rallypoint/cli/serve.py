@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 import time
 from collections.abc import Coroutine
 from contextlib import AsyncExitStack
@@ -50,7 +49,7 @@ async def serve_rendezvous_role(options: ServerOptions, journal_url: str, limits
         broken.append(error)
         stopping.append(asyncio.create_task(server.stop()))
 
-    replica = OnlyReplica(journal_url.partition(":")[0], time.time(), secrets.token_hex(8))
+    replica = OnlyReplica(journal_url.partition(":")[0], time.time())
     try:
         async with rendezvous_services(
             open_journal(journal_url),

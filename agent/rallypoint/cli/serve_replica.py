@@ -139,7 +139,13 @@ async def serve_replica_role(
         limits=limits,
         on_ready=publish_ready,
     ) as services:
-        server = Server(options, services=services.registrations, translate=translate, ready=False)
+        server = Server(
+            options,
+            services=services.registrations,
+            translate=translate,
+            ready=False,
+            instance=services.replica.registration.instance,
+        )
 
         def begin() -> None:
             try:

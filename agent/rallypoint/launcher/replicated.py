@@ -177,6 +177,7 @@ class OwnReplica:
                 listening(host, 0, self._security, self._access),
                 services=services.registrations,
                 translate=translate,
+                instance=services.replica.registration.instance,
             )
             await server.start()
             stack.push_async_callback(server.stop)
@@ -258,7 +259,7 @@ async def replicated_rendezvous(
         security = security or secret
         server = Server(
             ServerOptions(host=endpoint),
-            services=registrations(locator, list_replicas=locator.list_replicas),
+            services=registrations(locator, list_replicas=locator.list_replicas, replicated=True),
             translate=translate,
         )
         await server.start()

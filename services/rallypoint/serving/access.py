@@ -18,7 +18,7 @@ from google.protobuf.message import Message
 from rallypoint.rpc.errors import ServiceError, invalid
 from rallypoint.serving.audit import Audit
 from rallypoint.serving.flow import client_of
-from rallypoint.serving.policy import ALL_RUNS, OPERATORS, Policy, Rights, Role
+from rallypoint.serving.policy import ALL_RUNS, EVERY_ROLE, OPERATORS, Policy, Rights, Role
 from rallypoint.serving.tokens import InvalidToken, TokenKeys
 
 # Messages within one message that are searched for runs: more than any service takes.
@@ -162,7 +162,8 @@ class Permit:
         self._begun = False
 
     def check(self, message: Message) -> None:
-        """Check a message; the first one must name a run, unless the client may call the method for all runs.
+        """Check a message; the first one must name a run, unless the client may call the method for all runs, or it is
+        about none.
 
         Raises:
             ServiceError: UNAUTHENTICATED, the caller has no name; PERMISSION_DENIED, it has no right to the method, or
@@ -171,7 +172,7 @@ class Permit:
         # Before the search for runs, which takes time: a caller without a right must not cause it, and one with a right
         # for all runs needs it only for the audit log.
         permitted = self._permitted_runs(message)
-        if ALL_RUNS in permitted and self._roles != OPERATORS:
+        if self._roles == EVERY_ROLE or (ALL_RUNS in permitted and self._roles != OPERATORS):
             return
         runs = list(dict.fromkeys(_runs(message)))
         if ALL_RUNS not in permitted:

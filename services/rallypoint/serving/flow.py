@@ -241,6 +241,9 @@ class IterationBudget:
 # ---- First messages of streams: the wait has a limit, and ends when the server drains.
 
 
+FIRST_MESSAGE_TIMEOUT = 10.0
+"""Seconds that a stream has for its first message."""
+
 _M = TypeVar("_M")
 
 

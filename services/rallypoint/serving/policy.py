@@ -42,6 +42,8 @@ TIMERS = frozenset({Role.NODE, Role.TIMER})
 READERS = frozenset({Role.OBSERVER, Role.OPERATOR})
 ALL_READERS = READERS | NODES
 OPERATORS = frozenset({Role.OPERATOR})
+EVERY_ROLE = frozenset(Role)
+"""Of methods about the server, not about runs: a caller may have its role for any runs."""
 
 ALL_RUNS = "*"
 _SPIFFE = "spiffe://"

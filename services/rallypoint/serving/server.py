@@ -11,16 +11,18 @@ import resource
 import signal
 import socket
 import sys
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+import time
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
 from grpc_reflection.v1alpha import reflection, reflection_pb2  # type: ignore[import-untyped]
 
 from rallypoint.rpc.channel import MAX_MESSAGE_BYTES
+from rallypoint.rpc.durations import set_seconds
 from rallypoint.rpc.endpoint import (
     Endpoint,
     PortInUseError,
@@ -32,11 +34,21 @@ from rallypoint.rpc.endpoint import (
 from rallypoint.rpc.errors import ServiceError
 from rallypoint.rpc.logs import get_logger, leave_out_ends_of_streams
 from rallypoint.rpc.tls import server_credentials, transport
+from rallypoint.server.v1.server_service_pb2 import ServerLimits
+from rallypoint.server.v1.server_service_pb2_grpc import add_ServerServiceServicer_to_server
 from rallypoint.serving.access import Access
 from rallypoint.serving.audit import Audit
 from rallypoint.serving.flow import Rate
+from rallypoint.serving.info import (
+    INSTANCE,
+    SERVICE_NAME,
+    SHORTEST_PING_INTERVAL,
+    Capability,
+    ServerServicer,
+    describe_server,
+)
 from rallypoint.serving.interceptor import CallInterceptor, Translate
-from rallypoint.serving.policy import Policy, Rights
+from rallypoint.serving.policy import EVERY_ROLE, Policy, Rights
 from rallypoint.serving.tokens import TokenKeys
 
 # ---- The check that an address is free, and the error if it is not.
@@ -119,7 +131,7 @@ SERVER_ARGUMENTS: tuple[tuple[str, int], ...] = (
     ("grpc.server.max_pending_requests", 100_000),
     ("grpc.server.max_pending_requests_hard_limit", 100_000),
     # Clients ping every 10 s (channel.CLIENT_ARGUMENTS); without these two the server would send them GOAWAY.
-    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    ("grpc.http2.min_ping_interval_without_data_ms", int(SHORTEST_PING_INTERVAL * 1000)),
     ("grpc.keepalive_permit_without_calls", 1),
     # A client that vanished silently is detected after 20 + 10 s, which frees its connection. Leases
     # detect it sooner and do not depend on this.
@@ -156,13 +168,19 @@ class Registration:
     rights: Rights = field(default_factory=dict)
     """The roles that may call each method, where a policy counts."""
 
+    capabilities: Collection[Capability] = ()
+    """Capabilities that the service gives the server."""
+
+    limits: ServerLimits = field(default_factory=ServerLimits)
+    """The limits of the service."""
+
 
 def _know_nothing(_error: Exception) -> ServiceError | None:
     return None
 
 
 class Server:
-    """Serves a set of services, with health, reflection, error mapping and a graceful end.
+    """Serves a set of services, with ServerService, health, reflection, error mapping and a graceful end.
 
     Health (`grpc.health.v1`) reports SERVING for each service's full name and for "" once started and ready,
     NOT_SERVING once draining. Belongs to one event loop; starts once.
@@ -175,6 +193,7 @@ class Server:
         services: Sequence[Registration],
         translate: Translate = _know_nothing,
         ready: bool = True,
+        instance: str = INSTANCE,
     ) -> None:
         """Create a server that does nothing until `start`.
 
@@ -183,10 +202,18 @@ class Server:
             services: the services.
             translate: returns the error for an exception of the services; None for those it does not know.
             ready: True if health reports SERVING from the start; False: only after `set_ready`.
+            instance: random name; a replica over etcd has one of its own.
         """
         self._ready = ready
         self._options = options
-        self._services = tuple(services)
+        self._info = describe_server(options, instance)
+        add = partial(add_ServerServiceServicer_to_server, ServerServicer(self._info))
+        self._services = (*services, Registration(SERVICE_NAME, add, rights={"GetServerInfo": EVERY_ROLE}))
+        for each in self._services:
+            self._info.services.append(each.service_name)
+            self._info.capabilities.extend(each.capabilities)
+            self._info.limits.MergeFrom(each.limits)
+        self._info.capabilities.sort()
         files = options.access
         self._calls = CallInterceptor(
             translate,
@@ -237,6 +264,8 @@ class Server:
         except SettingError as error:
             raise ServiceStartError(str(error)) from None
         await check_free(endpoint)
+        self._info.transport = transport(self._options, endpoint)
+        set_seconds(self._info.started, time.time())
         _tune_interpreter()
         raise_open_files()
         leave_out_ends_of_streams()
@@ -254,16 +283,19 @@ class Server:
         self._endpoint = endpoint if endpoint.path is not None else Endpoint(endpoint.host, port)
         log.info(
             "ready",
-            services=[service.service_name for service in self._services],
+            services=[*self._info.services],
             address=self.address,
-            transport=transport(self._options, self._endpoint),
+            transport=self._info.transport,
+            version=self._info.version,
+            protocol_version=self._info.protocol_version,
+            capabilities=[*self._info.capabilities],
         )
 
     async def _register(self, server: grpc.aio.Server) -> None:
         for service in self._services:
             service.add(server)
         await self._publish_health()
-        names = [service.service_name for service in self._services]
+        names = [*self._info.services]
         if self._options.health:
             health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
             names.append(health.SERVICE_NAME)
@@ -282,7 +314,7 @@ class Server:
     async def _publish_health(self) -> None:
         response = health_pb2.HealthCheckResponse
         status = response.SERVING if self._ready else response.NOT_SERVING
-        for name in ("", *(service.service_name for service in self._services)):
+        for name in ("", *self._info.services):
             await self._health.set(name, status)
 
     async def serve_until_signal(

@@ -130,11 +130,12 @@ def test_waits_are_bounded() -> None:
 
 
 def test_pages_have_a_size() -> None:
-    assert requests.page(pb.ListKeysRequest()) == 1_000
-    assert requests.page(pb.ListKeysRequest(page_size=7)) == 7
-    for size in (-1, 2_001):
-        with pytest.raises(ServiceError, match="page_size"):
-            requests.page(pb.ListKeysRequest(page_size=size))
+    for size, keys in ((0, 1_000), (7, 7), (2_001, 2_000)):
+        assert requests.page(pb.ListKeysRequest(page_size=size)) == ("", keys)
+    with pytest.raises(ServiceError, match="page_size"):
+        requests.page(pb.ListKeysRequest(page_size=-1))
+    with pytest.raises(ServiceError, match="page_token"):
+        requests.page(pb.ListKeysRequest(page_token="k"))  # noqa: S106
 
 
 def test_operations_are_whole_or_absent() -> None:

@@ -59,7 +59,7 @@ class Daemon:
             event_sinks: Sinks for the events of all jobs, beside the sinks of their own.
         """
         self.jobs = Jobs()
-        self.registration = supervisor_registration(self.jobs, self._launch)
+        self.registration = supervisor_registration(self.jobs, self._launch, max_jobs)
         self.rendezvous: Callable[[], Peer | None] = lambda: None
         self.supervisor_address: Callable[[], str] = lambda: ""
         self._host = HostSettings(self._own_rendezvous, Peer(timer_endpoint), security, environment)

@@ -12,7 +12,7 @@ import grpc
 
 from rallypoint.agent.config.settings import MOST_SECONDS
 from rallypoint.agent.job.job import Job
-from rallypoint.agent.supervisor.jobs import Jobs, job_message, worker_message
+from rallypoint.agent.supervisor.jobs import MOST_ENDED, Jobs, job_message, worker_message
 from rallypoint.agent.supervisor.log_stream import LOG_STREAMS, stream_logs
 from rallypoint.agent.supervisor.operator_actions import dump_stacks, reap_worker, restart_workers
 from rallypoint.agent.v1 import supervisor_service_pb2 as pb
@@ -20,8 +20,10 @@ from rallypoint.agent.v1 import supervisor_service_pb2_grpc as pb_grpc
 from rallypoint.agent.workers.usage import UsageMeter
 from rallypoint.rpc.errors import ServiceError, invalid
 from rallypoint.rpc.text import one_line
+from rallypoint.server.v1 import server_service_pb2 as server_pb
 from rallypoint.serving.access import caller_of
 from rallypoint.serving.flow import WRITE_TIMEOUT, Subscriber
+from rallypoint.serving.info import Capability
 from rallypoint.serving.policy import OPERATORS, READERS, Rights
 from rallypoint.serving.requests import (
     NAME_BYTES,
@@ -50,16 +52,24 @@ _Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 Launch: TypeAlias = Callable[[pb.LaunchJobRequest], Awaitable[pb.LaunchJobResponse]]
 
 
-def supervisor_registration(jobs: Jobs, launch: Launch | None = None) -> Registration:
+def supervisor_registration(jobs: Jobs, launch: Launch | None = None, max_jobs: int = 0) -> Registration:
     """Return the registration of SupervisorService for a server.
 
     Args:
         jobs: The agent's running and ended jobs.
         launch: Launches a job; None for an agent that runs only the job it was started for.
+        max_jobs: Jobs that it may run at a time.
     """
     servicer = SupervisorServicer(jobs, launch)
     add = partial(pb_grpc.add_SupervisorServiceServicer_to_server, servicer)
-    return Registration(SERVICE_NAME, add, rights=_RIGHTS)
+    limits = server_pb.SupervisorLimits(jobs=max_jobs, ended_jobs=MOST_ENDED, streams=MOST_STREAMS)
+    return Registration(
+        SERVICE_NAME,
+        add,
+        rights=_RIGHTS,
+        capabilities=() if launch is None else [Capability.LAUNCH_JOBS],
+        limits=server_pb.ServerLimits(supervisor=limits),
+    )
 
 
 _RIGHTS: Rights = {

@@ -144,7 +144,7 @@ def _digest(request: pb.ListEventsRequest, cursor: int) -> str:
 # ---- ListEvents and WatchEvents: the past events of a run, and new ones.
 
 
-_MOST_EVENTS = 10_000
+MOST_EVENTS = 10_000
 _DEFAULT_EVENTS = 1_000
 # Events that one ListEvents examines: some 0.1 s of CPU if all match, a few milliseconds at a time.
 _MOST_LOOKED_AT = 10_000
@@ -188,7 +188,7 @@ class EventServicer:
             NotOwner: The run can't be read here.
         """
         name("run_id", request.run_id)
-        size = page_size(request.page_size, _DEFAULT_EVENTS, _MOST_EVENTS)
+        size = page_size(request.page_size, _DEFAULT_EVENTS, MOST_EVENTS)
         runs = (await self._locator.reader(request.run_id)).runs
         history = _history(runs, request.run_id)
         reader = EventReader(

@@ -183,7 +183,7 @@ def worker_failure(message: pb.WorkerFailure, node_id: str) -> ReportedFailure:
 
 
 # A summary takes some 50 us, so the largest page blocks the process for 50 ms.
-_MOST_RUNS = 1_000
+MOST_RUNS = 1_000
 _DEFAULT_RUNS = 200
 # gRPC's clients take messages of 4 MiB; a run that a failure with its traceback ended has some 20 KiB.
 _PAGE_BYTES = 3 * 1024 * 1024
@@ -199,7 +199,7 @@ class RunsPage:
         Raises:
             ServiceError: INVALID_ARGUMENT, naming the field.
         """
-        self._size = page_size(request.page_size, _DEFAULT_RUNS, _MOST_RUNS)
+        self._size = page_size(request.page_size, _DEFAULT_RUNS, MOST_RUNS)
         self._after = page_position(request.page_token, str)[0] if request.page_token else ""
 
     def of(self, runs: Iterable[RunState]) -> pb.ListRunsResponse:

@@ -9,18 +9,23 @@ from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 
+from rallypoint.rendezvous.api.event_pages import MOST_EVENTS
+from rallypoint.rendezvous.api.requests import MOST_RUNS
 from rallypoint.rendezvous.api.servicer import RendezvousServicer
 from rallypoint.rendezvous.api.state_servicer import fenced_registration
 from rallypoint.rendezvous.api.store_servicer import store_registration
 from rallypoint.rendezvous.base.errors import draining_error
-from rallypoint.rendezvous.base.limits import Limits, RendezvousLimits
+from rallypoint.rendezvous.base.limits import Limits
 from rallypoint.rendezvous.journal.journal import Journal, MemoryJournal
+from rallypoint.rendezvous.runs.run import NODES_PER_MESSAGE
 from rallypoint.rendezvous.shard.locator import ListReplicas, OnlyReplica, RunLocator, SingleShardLocator
 from rallypoint.rendezvous.shard.shard import Shard, open_shard
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
 from rallypoint.rpc.endpoint import SettingError
 from rallypoint.rpc.loop import boot_time
+from rallypoint.server.v1 import server_service_pb2 as server_pb
 from rallypoint.serving.flow import Rate
+from rallypoint.serving.info import Capability, limits_of
 from rallypoint.serving.policy import ALL_READERS, NODES, OPERATORS, READERS, Rights
 from rallypoint.serving.server import Registration
 
@@ -73,7 +78,7 @@ async def rendezvous_services(
     async with own_shard(
         journal, clock=clock, wall_clock=wall_clock, draw=draw, limits=limits, on_failure=on_failure
     ) as shard:
-        yield registrations(SingleShardLocator(shard), limits.rendezvous, list_replicas)
+        yield registrations(SingleShardLocator(shard), limits, list_replicas)
 
 
 @asynccontextmanager
@@ -120,22 +125,37 @@ _RIGHTS: Rights = {
 
 
 def registrations(
-    locator: RunLocator, limits: RendezvousLimits | None = None, list_replicas: ListReplicas | None = None
+    locator: RunLocator,
+    limits: Limits | None = None,
+    list_replicas: ListReplicas | None = None,
+    *,
+    replicated: bool = False,
 ) -> list[Registration]:
     """Return the services of a server for the runs of a locator; draining it drains the shards of this process.
 
     Args:
         locator: Finds the runs.
-        limits: Limits of each client.
+        limits: Limits of the service, of each run and of each client.
         list_replicas: Makes the response of ListReplicas; None: this is the only replica.
+        replicated: True if the locator may find that another replica owns a run.
     """
-    limits = limits or RendezvousLimits()
+    limits = limits or Limits()
     servicer = RendezvousServicer(locator, list_replicas or OnlyReplica())
     rendezvous = Registration(
         SERVICE_NAME,
         partial(pb_grpc.add_RendezvousServiceServicer_to_server, servicer),
         servicer.drain,
-        Rate(limits.messages_per_second, limits.message_burst),
+        Rate(limits.rendezvous.messages_per_second, limits.rendezvous.message_burst),
         _RIGHTS,
+        [Capability.REPLICAS] if replicated else (),
+        server_pb.ServerLimits(
+            rendezvous=limits_of(
+                server_pb.RendezvousLimits,
+                limits.rendezvous,
+                runs_per_page=MOST_RUNS,
+                nodes_per_page=NODES_PER_MESSAGE,
+                events_per_page=MOST_EVENTS,
+            )
+        ),
     )
-    return [rendezvous, store_registration(locator), fenced_registration(locator)]
+    return [rendezvous, store_registration(locator, limits.store), fenced_registration(locator, limits)]

@@ -30,6 +30,7 @@ from rallypoint.rpc.errors import invalid
 from rallypoint.rpc.text import one_line
 from rallypoint.serving.access import Caller, caller_of
 from rallypoint.serving.flow import (
+    FIRST_MESSAGE_TIMEOUT,
     WRITE_TIMEOUT,
     IterationBudget,
     ServerDraining,
@@ -37,9 +38,6 @@ from rallypoint.serving.flow import (
     UnopenedStreams,
 )
 from rallypoint.serving.requests import NAME_BYTES, SENTENCE_BYTES, EveryField, count, name, reason, text
-
-# Seconds that a stream has for its first message.
-_FIRST_MESSAGE_TIMEOUT = 10.0
 
 _MOST_PORT = 65_535
 
@@ -63,7 +61,7 @@ class RendezvousServicer(pb_grpc.RendezvousServiceServicer):
         self._list_replicas = list_replicas or OnlyReplica()
         self._write_timeout = write_timeout
         self._draining = False
-        self._unopened = UnopenedStreams(_FIRST_MESSAGE_TIMEOUT)
+        self._unopened = UnopenedStreams(FIRST_MESSAGE_TIMEOUT)
         # Watchers wait for each other, so that nodes do not wait for hundreds of them.
         self._watchers_turn = IterationBudget(_WATCHERS_PER_ITERATION)
         self._events = EventServicer(locator, self._check_not_draining, self._watchers_turn)

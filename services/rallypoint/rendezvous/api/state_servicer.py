@@ -7,12 +7,15 @@ from typing import Any, TypeAlias
 
 import grpc.aio
 
+from rallypoint.rendezvous.base.limits import MAX_VALUE_BYTES, Limits
 from rallypoint.rendezvous.shard.locator import RunLocator
 from rallypoint.rendezvous.state.client import set_state
 from rallypoint.rendezvous.state.core import FencedState
 from rallypoint.rendezvous.v1 import state_service_pb2 as pb
 from rallypoint.rendezvous.v1 import state_service_pb2_grpc as rpc
+from rallypoint.server.v1 import server_service_pb2 as server_pb
 from rallypoint.serving.flow import WRITE_TIMEOUT, Subscriber
+from rallypoint.serving.info import limits_of
 from rallypoint.serving.policy import NODES
 from rallypoint.serving.requests import name
 from rallypoint.serving.server import Registration
@@ -22,12 +25,18 @@ SERVICE_NAME = "rallypoint.rendezvous.v1.StateService"
 _Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 
 
-def fenced_registration(locator: RunLocator, *, write_timeout: float = WRITE_TIMEOUT) -> Registration:
+def fenced_registration(
+    locator: RunLocator, limits: Limits | None = None, *, write_timeout: float = WRITE_TIMEOUT
+) -> Registration:
     """Return the registration of the fenced states of all runs; draining it drains those of this process.
 
-    The server must use `rallypoint.rendezvous.api.errors.translate`.
+    The server must use `rallypoint.rendezvous.api.errors.translate`. `limits`: those of the service.
     """
     servicer = StateServicer(locator, write_timeout)
+    limits = limits or Limits()
+    enforced = limits_of(
+        server_pb.StateLimits, limits.state, value_bytes=MAX_VALUE_BYTES, state_ttl=limits.state_ttl
+    )
 
     async def drain() -> None:
         await asyncio.gather(*(shard.states.drain() for shard in locator.shards()))
@@ -37,6 +46,7 @@ def fenced_registration(locator: RunLocator, *, write_timeout: float = WRITE_TIM
         lambda server: rpc.add_StateServiceServicer_to_server(servicer, server),
         drain,
         rights=dict.fromkeys(("GetState", "SetState", "WatchState"), NODES),
+        limits=server_pb.ServerLimits(state=enforced),
     )
 
 

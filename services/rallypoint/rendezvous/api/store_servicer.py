@@ -8,6 +8,13 @@ from typing import Any, TypeAlias, TypedDict
 import grpc.aio
 
 from rallypoint.rendezvous.base.entries import Operation, Writer
+from rallypoint.rendezvous.base.limits import (
+    MAX_KEY_BYTES,
+    MAX_KEYS,
+    MAX_PAGE_SIZE,
+    MAX_VALUE_BYTES,
+    StoreLimits,
+)
 from rallypoint.rendezvous.shard.locator import RunLocator
 from rallypoint.rendezvous.shard.reader import StoreReader
 from rallypoint.rendezvous.store.requests import (
@@ -27,7 +34,10 @@ from rallypoint.rendezvous.store.service import StoreService
 from rallypoint.rendezvous.store.writes import Add, Append, CompareSet, DeleteKey, MultiSet, Set
 from rallypoint.rendezvous.v1 import store_service_pb2 as pb
 from rallypoint.rendezvous.v1 import store_service_pb2_grpc as rpc
+from rallypoint.server.v1 import server_service_pb2 as server_pb
+from rallypoint.serving.info import limits_of
 from rallypoint.serving.policy import NODES
+from rallypoint.serving.requests import page_token
 from rallypoint.serving.server import Registration
 
 SERVICE_NAME = "rallypoint.rendezvous.v1.StoreService"
@@ -35,12 +45,20 @@ SERVICE_NAME = "rallypoint.rendezvous.v1.StoreService"
 _Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 
 
-def store_registration(locator: RunLocator) -> Registration:
+def store_registration(locator: RunLocator, limits: StoreLimits | None = None) -> Registration:
     """Return the registration of the stores of all runs; draining it drains those of this process.
 
-    The server must use `rallypoint.rendezvous.api.errors.translate`.
+    The server must use `rallypoint.rendezvous.api.errors.translate`. `limits`: those of the stores.
     """
     servicer = StoreServicer(locator)
+    enforced = limits_of(
+        server_pb.StoreLimits,
+        limits or StoreLimits(),
+        key_bytes=MAX_KEY_BYTES,
+        value_bytes=MAX_VALUE_BYTES,
+        keys_per_request=MAX_KEYS,
+        keys_per_page=MAX_PAGE_SIZE,
+    )
 
     async def drain() -> None:
         await asyncio.gather(*(shard.store.drain() for shard in locator.shards()))
@@ -50,6 +68,7 @@ def store_registration(locator: RunLocator) -> Registration:
         lambda server: rpc.add_StoreServiceServicer_to_server(servicer, server),
         drain,
         rights={method.name: NODES for method in pb.DESCRIPTOR.services_by_name["StoreService"].methods},
+        limits=server_pb.ServerLimits(store=enforced),
     )
 
 
@@ -136,12 +155,13 @@ class StoreServicer(rpc.StoreServiceServicer):
 
     async def ListKeys(self, request: pb.ListKeysRequest, context: _Context) -> pb.ListKeysResponse:
         check_space(request.run_id, request.round)
-        count = page(request)
+        after, count = page(request)
         # One key more than requested shows that there is a next page.
         store = await self._reader(request)
-        keys = store.list_keys(request.run_id, request.round, request.prefix, request.page_token, count + 1)
+        keys = store.list_keys(request.run_id, request.round, request.prefix, after, count + 1)
         more = len(keys) > count
-        return pb.ListKeysResponse(keys=keys[:count], next_page_token=keys[count - 1] if more else "")
+        token = page_token(keys[count - 1]) if more else ""
+        return pb.ListKeysResponse(keys=keys[:count], next_page_token=token)
 
     def _store(self, request: WriteRequest) -> StoreService:
         return self._locator.writer(request.run_id).store

@@ -162,9 +162,8 @@ async def replicated_services(
             client, replica.keys, read, refuse=replica.refuse_if_not_owner, clock=clock, runner=runner
         )
         locator = ReplicatedLocator(replica, remote, lambda: pool.full)
-        services = ReplicatedServices(
-            registrations(locator, limits.rendezvous, partial(list_replicas, replica)), locator, replica
-        )
+        registered = registrations(locator, limits, partial(list_replicas, replica), replicated=True)
+        services = ReplicatedServices(registered, locator, replica)
         try:
             yield services
         finally:

@@ -10,6 +10,7 @@ from rallypoint.rendezvous.shard.reader import RunReader
 from rallypoint.rendezvous.shard.shard import Shard
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rpc.durations import set_seconds
+from rallypoint.serving.info import INSTANCE
 
 
 class RunLocator(Protocol):
@@ -86,12 +87,11 @@ ListReplicas: TypeAlias = Callable[[str], pb.ListReplicasResponse]
 class OnlyReplica:
     """The only replica: it owns the only shard."""
 
-    def __init__(self, journal: str = "memory", since: float | None = None, instance: str = "") -> None:
-        """`journal`: its kind; `since`: start, unix seconds; `instance`: random id of the process."""
+    def __init__(self, journal: str = "memory", since: float | None = None) -> None:
+        """`journal`: its kind; `since`: start, unix seconds."""
         self._address = ""
         self._journal = journal
         self._since = since
-        self._instance = instance
 
     def listen(self, address: str) -> None:
         """Set the address on which it listens."""
@@ -100,7 +100,7 @@ class OnlyReplica:
     def __call__(self, run_id: str) -> pb.ListReplicasResponse:
         """Return the response of ListReplicas."""
         name = socket.gethostname()
-        replica = pb.Replica(name=name, address=self._address, instance=self._instance, shards=1)
+        replica = pb.Replica(name=name, address=self._address, instance=INSTANCE, shards=1)
         if self._since is not None:
             set_seconds(replica.since, self._since)
         response = pb.ListReplicasResponse(

@@ -23,7 +23,7 @@ from rallypoint.rendezvous.base.limits import (
 from rallypoint.rendezvous.v1 import state_service_pb2 as state_pb
 from rallypoint.rendezvous.v1 import store_service_pb2 as pb
 from rallypoint.rpc.errors import invalid
-from rallypoint.serving.requests import count, name, seconds
+from rallypoint.serving.requests import count, name, page_position, page_size, seconds
 
 DEFAULT_PAGE_SIZE = 1_000
 # Seconds; longer than any useful wait in one call, and short enough that no timer overflows.
@@ -121,10 +121,10 @@ def wait_seconds(timeout: Duration) -> float:
     return seconds("timeout", timeout, MAX_WAIT)
 
 
-def page(request: pb.ListKeysRequest) -> int:
-    """Return the number of keys to list."""
-    count("page_size", request.page_size, 0, MAX_PAGE_SIZE)
-    return request.page_size or DEFAULT_PAGE_SIZE
+def page(request: pb.ListKeysRequest) -> tuple[str, int]:
+    """Return the key after which the page begins, and the number of keys on it."""
+    after = page_position(request.page_token, str)[0] if request.page_token else ""
+    return after, page_size(request.page_size, DEFAULT_PAGE_SIZE, MAX_PAGE_SIZE)
 
 
 def writer_of(request: WriteRequest) -> Writer:

@@ -962,7 +962,7 @@ class ListKeysRequest(_message.Message):
     prefix: _builtins.str
     """Prefix of the keys; empty: all keys."""
     page_size: _builtins.int
-    """Most keys to return, at most 2,000; 0: 1,000."""
+    """Most keys to return: 1,000 by default, at most 2,000."""
     page_token: _builtins.str
     """The next_page_token of the previous page; empty: the first page."""
     def __init__(

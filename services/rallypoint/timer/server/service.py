@@ -11,7 +11,9 @@ from pathlib import Path
 from grpc import StatusCode
 
 from rallypoint.rpc.errors import ServiceError, invalid
+from rallypoint.server.v1 import server_service_pb2 as server_pb
 from rallypoint.serving.flow import ServerDraining
+from rallypoint.serving.info import limits_of
 from rallypoint.serving.policy import OPERATORS, READERS, TIMERS, Rights
 from rallypoint.serving.server import Registration
 from rallypoint.timer.core.values import (
@@ -24,7 +26,7 @@ from rallypoint.timer.core.values import (
     TimerSettings,
     TooMany,
 )
-from rallypoint.timer.server.servicer import TimerServicer
+from rallypoint.timer.server.servicer import MAX_ACTIONS, MAX_PAGE, TimerServicer
 from rallypoint.timer.server.watchdog import Watchdog
 from rallypoint.timer.v1 import timer_service_pb2_grpc
 
@@ -117,7 +119,22 @@ def registration_of(watchdog: Watchdog) -> Registration:
 
     servicer = TimerServicer(watchdog)
     add = partial(timer_service_pb2_grpc.add_TimerServiceServicer_to_server, servicer)
-    return Registration(SERVICE_NAME, add, servicer.drain, rights=_RIGHTS)
+    settings = watchdog.table.settings
+    limits = limits_of(
+        server_pb.TimerLimits,
+        settings,
+        timers=settings.max_timers,
+        timers_per_node=settings.max_timers_per_node,
+        nodes=settings.max_nodes,
+        scopes_per_run=settings.max_scopes_per_run,
+        learned_runs=settings.max_learned_runs,
+        actions_per_message=MAX_ACTIONS,
+        entries_per_page=MAX_PAGE,
+        expiry_retention=settings.retention,
+    )
+    return Registration(
+        SERVICE_NAME, add, servicer.drain, rights=_RIGHTS, limits=server_pb.ServerLimits(timer=limits)
+    )
 
 
 _RIGHTS: Rights = {

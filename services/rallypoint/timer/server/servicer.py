@@ -14,7 +14,7 @@ import grpc
 from rallypoint.rpc.durations import checked_seconds, to_duration
 from rallypoint.rpc.text import clip
 from rallypoint.serving.access import caller_of
-from rallypoint.serving.flow import ServerDraining, UnopenedStreams
+from rallypoint.serving.flow import FIRST_MESSAGE_TIMEOUT, ServerDraining, UnopenedStreams
 from rallypoint.serving.requests import EveryField, count, page_position, page_size, page_token, seconds
 from rallypoint.timer.core.values import (
     MAX_AFTER,
@@ -165,11 +165,9 @@ def _stall_after(wanted: pb.Subscribe) -> float | None:
     return seconds("stall_after", wanted.stall_after, MAX_AFTER)
 
 
-_MAX_PAGE = 1000
+MAX_PAGE = 1000
 _MAX_WORKERS = 1000
 _DEFAULT_WORKERS = 10
-# Seconds within which a stream must send its first message.
-_FIRST_MESSAGE_TIMEOUT = 10.0
 _STATES: dict[int, TimerState] = {number: state for state, number in outbox.STATES.items()}
 
 _Context = grpc.aio.ServicerContext[Any, Any]
@@ -181,7 +179,7 @@ class TimerServicer(pb_grpc.TimerServiceServicer):
     def __init__(self, watchdog: Watchdog) -> None:
         self._watchdog = watchdog
         self._table = watchdog.table
-        self._unopened = UnopenedStreams(_FIRST_MESSAGE_TIMEOUT)
+        self._unopened = UnopenedStreams(FIRST_MESSAGE_TIMEOUT)
 
     async def drain(self) -> None:
         """Drain: end every stream."""
@@ -293,7 +291,7 @@ class TimerServicer(pb_grpc.TimerServiceServicer):
 
     async def ListTimers(self, request: pb.ListTimersRequest, context: _Context) -> pb.ListTimersResponse:
         """See timer_service.proto."""
-        size, beyond = page_size(request.page_size, _MAX_PAGE, _MAX_PAGE), None
+        size, beyond = page_size(request.page_size, MAX_PAGE, MAX_PAGE), None
         if request.page_token:
             beyond = TimerName(*page_position(request.page_token, str, str, str, str))
         found = self._table.timers(
@@ -305,7 +303,7 @@ class TimerServicer(pb_grpc.TimerServiceServicer):
 
     async def ListScopes(self, request: pb.ListScopesRequest, context: _Context) -> pb.ListScopesResponse:
         """See timer_service.proto."""
-        size, beyond = page_size(request.page_size, _MAX_PAGE, _MAX_PAGE), None
+        size, beyond = page_size(request.page_size, MAX_PAGE, MAX_PAGE), None
         if request.page_token:
             run_id, scope = page_position(request.page_token, str, str)
             beyond = (run_id, scope)
