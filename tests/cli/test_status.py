@@ -42,6 +42,7 @@ def answer(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any, list[str]], str]:
 
     def show(response: Any, arguments: list[str]) -> str:
         monkeypatch.setattr(operator, "call_rendezvous", lambda *_, **__: response)
+        monkeypatch.setattr(operator, "other_version", lambda *_: "")
         result = CliRunner().invoke(main, ["status", *arguments])
         assert (result.exit_code, result.stderr) == (0, "")
         return result.output
@@ -186,6 +187,7 @@ def test_a_run_is_one_line_however_long(monkeypatch: pytest.MonkeyPatch) -> None
     name, detail = "r" * 256, "worker of rank 1 failed: " + "much to say " * 80 + "and the end"
     run = pb.Run(run_id=name, phase=pb.PHASE_CLOSED, run_end=pb.RunEnd(detail=detail))
     monkeypatch.setattr(operator, "call_rendezvous", lambda *_: pb.ListRunsResponse(runs=[run]))
+    monkeypatch.setattr(operator, "other_version", lambda *_: "")
     _, line = CliRunner().invoke(main, ["status"]).output.splitlines()
     assert line.startswith(f" {name} ")
     assert line.rstrip().endswith(detail)

@@ -20,6 +20,9 @@ from rallypoint.rpc.endpoint import ClientSecurity, SettingError
 from rallypoint.rpc.errors import GONE, ServiceError, tls_advice
 from rallypoint.rpc.loop import run
 from rallypoint.rpc.replica_client import ReplicaClient
+from rallypoint.server.v1 import server_service_pb2 as server_pb
+from rallypoint.server.v1 import server_service_pb2_grpc as server_grpc
+from rallypoint.serving.info import VERSION
 from rallypoint.timer.v1 import timer_service_pb2 as timer_pb
 from rallypoint.timer.v1 import timer_service_pb2_grpc as timer_grpc
 
@@ -99,6 +102,28 @@ def call_agent(
         SettingError: The agent is unreachable, or refused; one line.
     """
     return _call(SUPERVISOR, endpoint, security, timeout, request)
+
+
+def other_version(endpoint: str, security: ClientSecurity) -> str:
+    """Return one line about a rendezvous service that has another version than this command; empty: it has not.
+
+    Also empty if the service does not reply within `_PREFERRED` seconds.
+    """
+
+    async def version(stub: server_grpc.ServerServiceAsyncStub) -> str:
+        try:
+            return f"version {(await stub.GetServerInfo(server_pb.GetServerInfoRequest())).version}"
+        except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+                return "an older version"
+            raise
+
+    server = QueriedService(RENDEZVOUS.name, RENDEZVOUS.flag, server_grpc.ServerServiceStub)
+    with suppress(SettingError):
+        found = _call(server, endpoint, security, _PREFERRED, version)
+        if found != f"version {VERSION}":
+            return f"the rendezvous service has {found}, and this command version {VERSION}"
+    return ""
 
 
 def _call(

@@ -56,6 +56,7 @@ def status(
     from rallypoint.cli.operator import (  # noqa: PLC0415
         all_runs,
         call_rendezvous,
+        other_version,
         whole_run,
     )
     from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb  # noqa: PLC0415
@@ -87,6 +88,8 @@ def status(
             _print_progress(response.run.run_id, timer_endpoint, security, timeout)
     else:
         _print_runs(list(response.runs))
+    if line := other_version(rdzv_endpoint, security):
+        click.echo(printable(line), err=True)
 
 
 def _progress_fields(run_id: str, endpoint: str, security: ClientSecurity, timeout: float) -> dict[str, Any]:
