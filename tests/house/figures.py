@@ -217,7 +217,7 @@ def test_lines() -> Figure:
 
 
 RULES = (
-    Rule("hand-written product files", files, 268, 220),
+    Rule("hand-written product files", files, 280, 220),
     Rule("product lines", lines, 56_000, 43_500),
     Rule("product code lines", code_lines, 36_500, 28_500),
     Rule("median file, lines (at least)", median_file, 218, 200, at_least=True),
