@@ -22,9 +22,10 @@ from support.waiting import PATIENCE, wait_until
 pytestmark = pytest.mark.integration
 
 BUF = Path(sys.executable).with_name("buf")
-OF_GRPC = {
+OF_ALL = {
     "grpc.health.v1.Health",
     "grpc.reflection.v1alpha.ServerReflection",
+    "rallypoint.server.v1.ServerService",
 }
 RENDEZVOUS = {f"rallypoint.rendezvous.v1.{name}Service" for name in ("Rendezvous", "Store", "State")}
 SERVICES = {
@@ -71,15 +72,13 @@ def call(address: str, method: str, **request: Any) -> dict[str, Any]:
 def test_reflection_describes_all_that_it_lists(addresses: dict[str, str], role: str) -> None:
     """docs/operating.md has the command, which fails if a listed service has no description."""
     methods = buf(addresses[role], "--list-methods", "http://localhost").split()
-    assert {method.rpartition("/")[0] for method in methods} == SERVICES[role] | OF_GRPC
+    assert {method.rpartition("/")[0] for method in methods} == SERVICES[role] | OF_ALL
 
 
 @pytest.mark.parametrize("role", SERVICES)
 def test_reflection_lists_the_services(addresses: dict[str, str], role: str) -> None:
     """What the role serves, health, and reflection itself."""
-    assert (
-        set(buf(addresses[role], "--list-services", "http://localhost").split()) == SERVICES[role] | OF_GRPC
-    )
+    assert set(buf(addresses[role], "--list-services", "http://localhost").split()) == SERVICES[role] | OF_ALL
 
 
 @pytest.mark.parametrize("role", SERVICES)

@@ -23,7 +23,7 @@ VERSION = "0.1.0"
 delay each start of an agent by 20 ms."""
 
 PROTOCOL_VERSION = 1
-"""Version of the contract; server_service.proto says when it grows."""
+"""Version of the contract; server_service.proto has the rule by which it grows."""
 
 INSTANCE = secrets.token_hex(8)
 """Random name of this process."""
