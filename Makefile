@@ -34,7 +34,7 @@ $(GENERATOR)/.ready: Makefile
 setup: $(VENV)/.ready ## make .venv with Rallypoint in it, editable, and everything that tests and lints it
 
 protos: $(VENV)/.ready $(GENERATOR)/.ready ## generate the Python code of protos/
-	PATH=$(CURDIR)/$(GENERATOR)/bin:$$PATH .ci/generate-protos services etcd rendezvous server timer
+	PATH=$(CURDIR)/$(GENERATOR)/bin:$$PATH .ci/generate-protos services etcd journal rendezvous server timer
 	PATH=$(CURDIR)/$(GENERATOR)/bin:$$PATH .ci/generate-protos agent agent
 
 .PHONY: stubs

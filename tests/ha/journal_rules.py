@@ -10,8 +10,7 @@ from typing import TypeVar
 from ha.findings import Finding, Wrong
 from ha.history import Fact, History, Told
 from ha.invariants import Message
-from rallypoint.rendezvous.runs.codec import decode_record
-from rallypoint.rendezvous.v1 import journal_pb2
+from rallypoint.rendezvous.journal.codec import DecodedRecord
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rendezvous.core.ledger import Ledger, Violation
 
@@ -37,8 +36,8 @@ def _check_run(run_id: str, facts: Iterable[Fact], told: Iterable[Told]) -> Find
     ledger.inexact, ledger.clock_jumps = 1.0, math.inf
     for fact in facts:
         try:
-            record = journal_pb2.JournalRecord.FromString(bytes.fromhex(fact.content))
-            ledger.record(fact.revision, decode_record(record), fact.revision * _AGES)
+            recorded = DecodedRecord(bytes.fromhex(fact.content)).fact()
+            ledger.record(fact.revision, recorded, fact.revision * _AGES)
         except Violation as violation:
             return Finding(Wrong.OUT_OF_ORDER, run_id, f"of the facts in the journal: {violation}", (fact,))
     for entry in told:

@@ -13,7 +13,7 @@ from ha.journal_rules import check_journal
 from rallypoint.rendezvous.core import facts
 from rallypoint.rendezvous.core.commands import SERVICE
 from rallypoint.rendezvous.core.state import RunSettings, Seat
-from rallypoint.rendezvous.runs.codec import encode_record
+from rallypoint.rendezvous.journal.codec import encode_record
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 
 _SEAT = Seat("a", group_rank=0, base_rank=0, base_role_rank=0, role_world_size=2, local_world_size=2)
@@ -33,7 +33,7 @@ def _wrong(written: Sequence[facts.Fact], *told: Told) -> list[Wrong]:
         history.add(entry)
     for revision, fact in enumerate(written, start=1):
         # Wall clocks of replicas that were set: the newer the record, the older it says it is.
-        content = encode_record("run", revision, fact, 1e9 - 1e6 * revision, SERVICE).SerializeToString()
+        content = encode_record("run", revision, fact, 1e9 - 1e6 * revision, SERVICE)
         history.add(Fact("run", revision, content.hex()))
     return [finding.wrong for finding in check_journal(history)]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -107,6 +108,38 @@ def test_the_agent_reaches_services_through_their_clients() -> None:
         if name.startswith(("rallypoint.rendezvous", "rallypoint.timer")) and not name.startswith(allowed)
     ]
     assert not wrong
+
+
+def test_the_journal_and_the_api_share_no_message() -> None:
+    """So that either may change alone: a journal outlives the version that wrote it, and no client reads one."""
+    for path in (ROOT / "protos/rallypoint").rglob("*.proto"):
+        imported = re.findall(r'^import .*"rallypoint/(\w+)/', path.read_text(), re.MULTILINE)
+        packages = {path.relative_to(ROOT / "protos/rallypoint").parts[0], *imported}
+        assert "journal" not in packages or packages == {"journal"}, path
+
+
+# The generated code, the codecs and layouts on it, and tests that write bytes which those do not write.
+_NAMES_JOURNAL_MESSAGES = (
+    "services/rallypoint/journal/v1/",
+    "services/rallypoint/rendezvous/journal/",
+    "tests/rendezvous/journal/",
+    "tests/simulation/replicas/tap.py",
+    "tests/integration/test_introspection.py",
+    "tests/house/test_house.py",
+)
+
+
+def test_only_the_journal_knows_its_messages_and_no_others() -> None:
+    """All other code has facts and snapshots of the core, and bytes. Imports by a name in a string are found too."""
+    paths = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True, check=True)
+    texts = {path: (ROOT / path).read_text() for path in paths.stdout.split() if (ROOT / path).is_file()}
+    outside = [path for path in texts if not path.startswith(_NAMES_JOURNAL_MESSAGES)]
+    assert [
+        path for path in outside if re.search(r"rallypoint([./]| import )journal|journal_pb2", texts[path])
+    ] == []
+    neutral = ("services/rallypoint/rendezvous/journal/", "services/rallypoint/rendezvous/base/")
+    api = re.compile(r"rallypoint\.(rendezvous|timer|agent)\.v1|_service_pb2")
+    assert [path for path, text in texts.items() if path.startswith(neutral) and api.search(text)] == []
 
 
 @pytest.mark.parametrize(

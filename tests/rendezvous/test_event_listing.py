@@ -13,8 +13,8 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from rallypoint.rendezvous.core import facts
 from rallypoint.rendezvous.core.commands import SERVICE
 from rallypoint.rendezvous.core.state import ReportedFailure
+from rallypoint.rendezvous.journal.codec import encode_record
 from rallypoint.rendezvous.journal.journal import Record
-from rallypoint.rendezvous.runs.codec import encode_record
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rpc.errors import ServiceError
 from rendezvous.engine_fixtures import RUN
@@ -90,7 +90,7 @@ async def test_a_page_stays_within_what_a_client_takes(served: Served) -> None:
     failure = ReportedFailure(1, 0, 0, "t", "a", "h", 1, 1, 1.7e9, "it broke", "x" * 16_384, "")
     for revision in range(8, 308):
         content = encode_record(RUN, revision, facts.WorkerFailed(failure), 1.7e9, SERVICE)
-        history.add(Record(RUN, revision, content.SerializeToString()))
+        history.add(Record(RUN, revision, content))
     first = await served.list(page_size=10_000)
     rest = await served.list(page_size=10_000, page_token=first.next_page_token)
     assert first.next_page_token

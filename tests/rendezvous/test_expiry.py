@@ -21,9 +21,9 @@ from rallypoint.rendezvous.core.commands import (
 )
 from rallypoint.rendezvous.core.snapshot import numbers_only
 from rallypoint.rendezvous.core.state import RunSettings
+from rallypoint.rendezvous.journal.codec import encode_snapshot
 from rallypoint.rendezvous.journal.journal import MARK, Dropped, Entry, Forgotten
 from rallypoint.rendezvous.journal.sqlite import SqliteJournal
-from rallypoint.rendezvous.runs.codec import to_message
 from rallypoint.rendezvous.shard.shard import Shard, open_shard
 from rallypoint.rendezvous.state.core import SetState
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
@@ -371,7 +371,7 @@ async def test_what_versions_before_kept_of_each_is_let_go_of() -> None:
         Forgotten(
             f"run{number}",
             number,
-            to_message(numbers_only(f"run{number}", number, number)).SerializeToString(),
+            encode_snapshot(numbers_only(f"run{number}", number, number)),
         )
         for number in range(1, 1001)
     ]

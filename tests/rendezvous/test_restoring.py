@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import pytest
 
@@ -16,15 +15,14 @@ from rallypoint.rendezvous.core import commands
 from rallypoint.rendezvous.core.commands import SERVICE
 from rallypoint.rendezvous.core.decide import execute
 from rallypoint.rendezvous.core.state import RunSettings, RunState
+from rallypoint.rendezvous.journal.codec import DecodedRecord, encode_record
 from rallypoint.rendezvous.journal.journal import Entry, JournalError, Record, Recovered
 from rallypoint.rendezvous.runs import recovery
-from rallypoint.rendezvous.runs.codec import decode_record, encode_record
 from rallypoint.rendezvous.shard.reader import ReadOnlyRuns
 from rallypoint.rendezvous.shard.shard import Shard, open_shard
 from rallypoint.rendezvous.state.core import SPACE, States
 from rallypoint.rendezvous.store.core import RunSpaces
 from rallypoint.rendezvous.store.writes import Set
-from rallypoint.rendezvous.v1 import journal_pb2
 from rendezvous.base.test_shares import used
 from rendezvous.engine_fixtures import NO_PAUSES, writer_of
 from rendezvous.shard_fixtures import RUN, ShardJournal, opened
@@ -40,8 +38,8 @@ def run_of(run_id: str, records: int) -> list[Entry]:
 
     def carry_out(command: commands.Command) -> None:
         for fact in execute(state, command, 1.0):
-            message = encode_record(run_id, len(entries) + 1, fact, 1.7e9, SERVICE)
-            entries.append(Record(run_id, len(entries) + 1, message.SerializeToString()))
+            content = encode_record(run_id, len(entries) + 1, fact, 1.7e9, SERVICE)
+            entries.append(Record(run_id, len(entries) + 1, content))
 
     for number in range(_NODES):
         carry_out(commands.Join(f"n{number}", settings, "host", 8, "trainer"))
@@ -57,11 +55,11 @@ def count_records(monkeypatch: pytest.MonkeyPatch) -> Callable[[Turns], None]:
     """Has the records counted that are folded."""
 
     def begin(turns: Turns) -> None:
-        def decode(message: journal_pb2.JournalRecord) -> Any:
+        def decode(content: bytes) -> DecodedRecord:
             turns.did(1)
-            return decode_record(message)
+            return DecodedRecord(content)
 
-        monkeypatch.setattr(recovery, "decode_record", decode)
+        monkeypatch.setattr(recovery, "DecodedRecord", decode)
 
     return begin
 
@@ -128,7 +126,7 @@ async def test_stores_and_states_are_restored_in_slices_too() -> None:
 
 
 def _newer_fact() -> Entry:
-    return Record("b", 1, journal_pb2.JournalRecord(run_id="b", revision=1).SerializeToString())
+    return Record("b", 1, b"\n\x01b\x10\x01")  # its run and revision, and no fact that is known
 
 
 _SPOILT = {

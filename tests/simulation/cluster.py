@@ -7,9 +7,9 @@ from typing import Any
 
 from rallypoint.rendezvous.base.entries import Writer
 from rallypoint.rendezvous.core.state import Phase
+from rallypoint.rendezvous.journal.codec import DecodedRecord
 from rallypoint.rendezvous.journal.journal import Record
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
-from rallypoint.rendezvous.v1.journal_pb2 import JournalRecord
 from simulation.clockwork import SKEW, Clockwork, Process
 from simulation.cpu import Cpu
 from simulation.disk import Disk
@@ -137,7 +137,7 @@ class Cluster:
 
     def _spring(self, record: Record) -> None:
         """Stop the service if it lies in ambush for this record."""
-        if self.ambush and JournalRecord.FromString(record.content).HasField("worker_failed"):
+        if self.ambush and DecodedRecord(record.content).fact_name == "worker_failed":
             seconds, self.ambush = self.ambush, 0.0
             if (process := self.serving) is not None:
                 self.clockwork.after(0.02, self.pause, process, seconds)

@@ -16,10 +16,9 @@ from google.protobuf.message import Message
 
 from rallypoint.rendezvous.core import facts
 from rallypoint.rendezvous.core.state import Outcome, Phase
+from rallypoint.rendezvous.journal.codec import DecodedRecord
 from rallypoint.rendezvous.journal.journal import MARK, Forgotten, Record
-from rallypoint.rendezvous.runs.codec import decode_record
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
-from rallypoint.rendezvous.v1.journal_pb2 import JournalRecord
 from rallypoint.rpc.errors import ServiceError, decode
 from rendezvous.core.ledger import Ledger, Violation, require
 from simulation.clockwork import SKEW
@@ -234,13 +233,13 @@ class Referee:
 
     def durable(self, entry: Record, decided_at: float) -> None:
         """A record became durable; it was decided at that virtual second."""
-        record = JournalRecord.FromString(entry.content)
+        record = DecodedRecord(entry.content)
         with self.judging():
             require(
                 (record.run_id, record.revision) == (entry.run_id, entry.revision),
                 "a record says what run and revision it is of",
             )
-            fact = decode_record(record)
+            fact = record.fact()
             self.note("durable", entry.run_id, entry.revision, fact)
             if self.undisturbed:
                 allowed = isinstance(fact, (facts.NodeSucceeded, facts.RunClosed))

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rallypoint.rendezvous.core import facts
+from rallypoint.rendezvous.journal.codec import DecodedRecord
 from rallypoint.rendezvous.journal.sqlite import SqliteJournal
 from rallypoint.rendezvous.journal.sqlite_reading import reading
-from rallypoint.rendezvous.runs.codec import decode_record
-from rallypoint.rendezvous.v1 import journal_pb2
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
+from rallypoint.rpc.durations import to_seconds
 from rendezvous.core.ledger import Ledger, require
 from torture.mortal_server import MortalServer
 from torture.tormented_node import RUN, Told
@@ -182,6 +182,6 @@ async def read_chronicle(server: MortalServer) -> Chronicle:
     entries = []
     for record in recovered.records:
         if record.run_id == RUN:
-            message = journal_pb2.JournalRecord.FromString(record.content)
-            entries.append(Entry(record.revision, message.time.ToNanoseconds() / 1e9, decode_record(message)))
+            decoded = DecodedRecord(record.content)
+            entries.append(Entry(record.revision, to_seconds(decoded.time), decoded.fact()))
     return Chronicle(entries, server.starts)

@@ -13,9 +13,11 @@ from pathlib import Path
 from zlib import crc32
 
 from benchmarks.clients.command import carry_out
+from rallypoint.rendezvous.core.commands import SERVICE
+from rallypoint.rendezvous.core.facts import NodeJoined
+from rallypoint.rendezvous.journal.codec import encode_record
 from rallypoint.rendezvous.journal.journal import Record
 from rallypoint.rendezvous.journal.sqlite import SqliteJournal
-from rallypoint.rendezvous.v1 import journal_pb2
 
 _RUNS = 8
 # What makes a commit last, and what keeps SQLite from waiting for others: as the journal has it.
@@ -59,16 +61,9 @@ def _records(order: JournalOrder) -> list[Record]:
 
     def record(number: int) -> Record:
         run_id, revision = f"run-{number % _RUNS}", number // _RUNS + 1
-        joined = journal_pb2.NodeJoined(
-            node_id=f"node-{revision}",
-            lease=revision,
-            address=f"node-{revision}.cluster.internal",
-            local_world_size=8,
-            role="trainer",
-        )
-        content = journal_pb2.JournalRecord(run_id=run_id, revision=revision, node_joined=joined)
-        content.time.FromSeconds(1_700_000_000)
-        return Record(run_id, revision, content.SerializeToString())
+        node_id = f"node-{revision}"
+        joined = NodeJoined(node_id, revision, f"{node_id}.cluster.internal", 8, "trainer")
+        return Record(run_id, revision, encode_record(run_id, revision, joined, 1.7e9, SERVICE))
 
     return [record(number) for number in range(order.writers * order.facts)]
 

@@ -11,7 +11,7 @@ from rallypoint.rendezvous.api.events import parse_filter
 from rallypoint.rendezvous.core import facts
 from rallypoint.rendezvous.core.commands import SERVICE
 from rallypoint.rendezvous.core.state import LossReason, RoundEnd, RoundEndCause
-from rallypoint.rendezvous.runs.codec import encode_record
+from rallypoint.rendezvous.journal.codec import DecodedRecord, encode_record
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rpc.errors import ServiceError
 
@@ -52,7 +52,7 @@ def test_events_match_every_field_that_is_set(filter_: pb.EventFilter, matching:
     matched = [
         fact
         for seconds, fact in enumerate(HISTORY, start=100)
-        if check.matches(encode_record("run", 1, fact, seconds, SERVICE))
+        if check.matches(DecodedRecord(encode_record("run", 1, fact, seconds, SERVICE)))
     ]
     assert matched == matching
 

@@ -14,8 +14,8 @@ from rallypoint.rendezvous.base.errors import EventsCompacted
 from rallypoint.rendezvous.core import facts
 from rallypoint.rendezvous.core.commands import SERVICE, RevisionAhead
 from rallypoint.rendezvous.core.state import ReportedFailure, RunSettings
+from rallypoint.rendezvous.journal.codec import encode_record
 from rallypoint.rendezvous.journal.journal import Record
-from rallypoint.rendezvous.runs.codec import encode_record
 from rallypoint.rendezvous.runs.history import History
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rpc.errors import ServiceError
@@ -28,7 +28,7 @@ NO_BOUND = 10**9
 def record(revision: int, fact: facts.Fact | None = None) -> Record:
     """A record of a run."""
     fact = fact or facts.NodeConfirmed(1, f"n{revision}", 29500)
-    return Record("run", revision, encode_record("run", revision, fact, 1.7e9, SERVICE).SerializeToString())
+    return Record("run", revision, encode_record("run", revision, fact, 1.7e9, SERVICE))
 
 
 def history(first: int, last: int, most_events: int = 50_000) -> History:

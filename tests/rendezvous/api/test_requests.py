@@ -25,7 +25,7 @@ from rallypoint.rendezvous.core.state import (
     RunSettings,
     ScaleUpPolicy,
 )
-from rallypoint.rendezvous.runs.codec import from_message, to_message
+from rallypoint.rendezvous.runs.run import api_messages
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rpc.errors import ServiceError
 from rallypoint.serving.access import Caller
@@ -247,7 +247,7 @@ def test_a_time_from_the_wire_is_the_same_after_a_restart(nanoseconds: int) -> N
     message = pb.RunSettings(min_nodes=1, max_nodes=1)
     message.join_timeout.FromNanoseconds(nanoseconds)
     of_wire = run_settings(message)
-    assert from_message(to_message(of_wire), RunSettings) == of_wire
+    assert api_messages.from_message(api_messages.to_message(of_wire), RunSettings) == of_wire
 
 
 class TestFailureReports:
@@ -346,4 +346,4 @@ class TestFailureReports:
         """It is for people only, and must not stop a server that has to write it down."""
         failure = worker_failure(pb.WorkerFailure(time=time), "n")
         assert failure.time == 0.0
-        assert math.isclose(to_message(failure).time.ToNanoseconds(), 0)
+        assert math.isclose(api_messages.to_message(failure).time.ToNanoseconds(), 0)

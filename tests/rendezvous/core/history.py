@@ -17,7 +17,6 @@ from rallypoint.rendezvous.core import decide as core
 from rallypoint.rendezvous.core.apply import apply
 from rallypoint.rendezvous.core.commands import SERVICE, LeaseLost, NodeIsEvicted, Refused, RunIsClosed
 from rallypoint.rendezvous.core.decide import check_lease, check_revision
-from rallypoint.rendezvous.core.snapshot import RunSnapshot as Snapshot
 from rallypoint.rendezvous.core.snapshot import restore, take_snapshot, take_tombstone
 from rallypoint.rendezvous.core.state import (
     Phase,
@@ -28,10 +27,10 @@ from rallypoint.rendezvous.core.state import (
     RunState,
     ScaleUpPolicy,
 )
-from rallypoint.rendezvous.runs.codec import decode_record, encode_record, from_message, to_message
+from rallypoint.rendezvous.journal.codec import DecodedRecord, decode_snapshot, encode_record, encode_snapshot
 from rallypoint.rendezvous.runs.run import node_update, run_message
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
-from rallypoint.rendezvous.v1.journal_pb2 import JournalRecord, RunSnapshot
+from rallypoint.rpc.durations import to_seconds
 from rendezvous.core.actors import Agent, Watcher
 from rendezvous.core.ledger import Ledger, Violation, require
 
@@ -182,13 +181,14 @@ class History:
         """Make durable what has happened, then tell of it, as the engine does."""
         server, happened = self.server, [fact for fact, _ in self.server.uncommitted]
         for fact, decided_at in server.uncommitted:
-            record = encode_record(RUN, len(self.journal) + 1, fact, decided_at + TO_WALL, SERVICE)
-            self.journal.append(record.SerializeToString())
-            durable = decode_record(JournalRecord.FromString(self.journal[-1]))
-            self.ledger.record(record.revision, durable, decided_at)
+            self.journal.append(
+                encode_record(RUN, len(self.journal) + 1, fact, decided_at + TO_WALL, SERVICE)
+            )
+            durable = DecodedRecord(self.journal[-1])
+            self.ledger.record(durable.revision, durable.fact(), decided_at)
         server.uncommitted = []
         if happened and self.random.random() < 0.1:
-            self.checkpoint = to_message(take_snapshot(server.state, TO_WALL)).SerializeToString()
+            self.checkpoint = encode_snapshot(take_snapshot(server.state, TO_WALL))
         for fact in happened:
             if isinstance(fact, (facts.NodeLost, facts.NodeLeft, facts.NodeEvicted)):
                 self._end_stale_stream(fact.node_id)
@@ -293,12 +293,12 @@ class History:
     def _restored(self, content: bytes | None) -> RunState:
         if content is None:
             return RunState(RUN)
-        return restore(from_message(RunSnapshot.FromString(content), Snapshot), self.now, TO_WALL)
+        return restore(decode_snapshot(content), self.now, TO_WALL)
 
     def _folded(self, state: RunState) -> RunState:
         for blob in self.journal[state.revision :]:
-            record = JournalRecord.FromString(blob)
-            apply(state, decode_record(record), self.now, record.time.ToNanoseconds() / 1e9 - TO_WALL)
+            record = DecodedRecord(blob)
+            apply(state, record.fact(), self.now, to_seconds(record.time) - TO_WALL)
         return state
 
     def _durable_view(self) -> pb.Run:
@@ -309,7 +309,7 @@ class History:
 
     def expire(self) -> None:
         """Forget a run that nobody is in, as the engine does when it has been idle for long enough."""
-        self.tombstone = to_message(take_tombstone(self.server.state)).SerializeToString()
+        self.tombstone = encode_snapshot(take_tombstone(self.server.state))
         self.checkpoint = None
         self.ledger.forget()
         self.evicted.clear()

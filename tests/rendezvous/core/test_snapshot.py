@@ -22,8 +22,7 @@ from rallypoint.rendezvous.core.snapshot import (
     take_tombstone,
 )
 from rallypoint.rendezvous.core.state import FailureKind, Phase, RunState
-from rallypoint.rendezvous.runs.codec import from_message, to_message
-from rallypoint.rendezvous.v1 import journal_pb2
+from rallypoint.rendezvous.journal.codec import decode_snapshot, encode_snapshot
 from rendezvous.core.scripted_run import ScriptedRun
 
 # What is no part of a snapshot: evidence, deadlines, and what every run has that is restored at all.
@@ -53,8 +52,7 @@ NOT_KEPT = {
 
 def kept(run: ScriptedRun) -> RunState:
     """A run that was written down and read back, by a server with another monotonic clock and the same wall clock."""
-    content = to_message(take_snapshot(run.state)).SerializeToString()
-    snapshot = from_message(journal_pb2.RunSnapshot.FromString(content), RunSnapshot)
+    snapshot = decode_snapshot(encode_snapshot(take_snapshot(run.state)))
     return restore(snapshot, 90_000.0, run.now - 90_000.0)
 
 
@@ -206,9 +204,7 @@ def test_order_is_kept(run: ScriptedRun) -> None:
 def test_a_snapshot_of_what_was_read_back_is_the_same(run: ScriptedRun) -> None:
     """To the byte: checkpoints of checkpoints lose nothing."""
     first, second = take_snapshot(run.state), take_snapshot(kept(run), run.now - 90_000.0)
-    assert to_message(first).SerializeToString(deterministic=True) == to_message(second).SerializeToString(
-        deterministic=True
-    )
+    assert encode_snapshot(first) == encode_snapshot(second)
 
 
 def test_a_run_that_was_read_back_goes_on_as_the_other_does(run: ScriptedRun) -> None:
@@ -255,7 +251,7 @@ def test_a_tombstone_has_the_numbers_and_nothing_else() -> None:
     run.start("a", "b")
     run.fail("a")
     run.evict("b")
-    tombstone = from_message(to_message(take_tombstone(run.state)), RunSnapshot)
+    tombstone = decode_snapshot(encode_snapshot(take_tombstone(run.state)))
     assert tombstone == RunSnapshot("run", run.state.revision, 2, forgotten=True)
     state = restore(tombstone, 5.0)
     assert state == RunState("run", revision=run.state.revision, round=2)
@@ -286,7 +282,7 @@ def test_what_was_used_of_the_budgets_of_a_run_without_an_end_outlives_it() -> N
     run.start("a", "b")
     run.fail("a")
     run.evict("b")
-    high_water = from_message(to_message(take_high_water(run.state, 100.0)), RunSnapshot)
+    high_water = decode_snapshot(encode_snapshot(take_high_water(run.state, 100.0)))
     state = restore(high_water, run.now + 10.0, 90.0)
     assert not state.created
     assert (state.revision, state.round) == (run.state.revision, run.state.round)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from rallypoint.journal.v1 import journal_pb2
 from rallypoint.rendezvous.base.entries import StoreChange
-from rallypoint.rendezvous.journal.journal import Checkpoint, Forgotten, Record
+from rallypoint.rendezvous.journal.journal import Checkpoint, Entry, Forgotten, Record
 
 
 def record(revision: int, run_id: str = "run", padding: int = 0) -> Record:
@@ -24,3 +27,41 @@ def forgotten(revision: int, run_id: str = "run") -> Forgotten:
 def change(key: str, value: bytes | None, round_: int = 1, run_id: str = "run") -> StoreChange:
     """A change of the store."""
     return StoreChange(run_id, round_, key, value)
+
+
+def as_written_before(entry: Entry) -> Entry:
+    """An entry as a version wrote it that knew neither windows nor budgets of nodes nor which failure was the first."""
+    match entry:
+        case Record():
+            record = journal_pb2.JournalRecord.FromString(entry.content)
+            match record.WhichOneof("fact"):
+                case "run_created":
+                    record.run_created.settings.ClearField("restart_window")
+                    record.run_created.settings.ClearField("restart_backoff")
+                    record.run_created.ClearField("incarnation")
+                case "worker_failed":
+                    record.worker_failed.ClearField("earliest")
+                    record.worker_failed.failure.ClearField("age")
+                case "round_ended":
+                    record.round_ended.ClearField("counted_restarts")
+                    record.round_ended.ClearField("quick_restarts")
+                case "node_joined":
+                    record.node_joined.ClearField("token")
+            return replace(entry, content=record.SerializeToString())
+        case Checkpoint():
+            snapshot = journal_pb2.RunSnapshot.FromString(entry.content)
+            snapshot.settings.ClearField("restart_window")
+            snapshot.settings.ClearField("restart_backoff")
+            snapshot.ClearField("restarts")
+            snapshot.ClearField("quick_restarts")
+            snapshot.ClearField("failed_workers")
+            snapshot.ClearField("former_fencing_token")
+            snapshot.ClearField("incarnation")
+            for node in snapshot.nodes:
+                node.ClearField("token")
+            snapshot.failure.ClearField("age")
+            if snapshot.phase == journal_pb2.PHASE_FROZEN:
+                snapshot.ClearField("failure")  # it was forgotten as soon as the next round had its number
+            return replace(entry, content=snapshot.SerializeToString())
+        case _:
+            return entry

@@ -24,7 +24,6 @@ from rallypoint.rendezvous.core.state import RunSettings
 from rallypoint.rendezvous.journal.journal import Entry, JournalError, MemoryJournal, Record
 from rallypoint.rendezvous.runs.engine import RendezvousEngine
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
-from rallypoint.rendezvous.v1.journal_pb2 import JournalRecord
 from rallypoint.rpc.clock import LagSettings
 from rendezvous.engine_fixtures import RUN, Stage, begun, idle, staged, taken
 
@@ -684,9 +683,8 @@ async def test_a_restarted_server_gives_everybody_a_full_term(stage: Stage) -> N
     [
         (lambda records: records.pop(2), "run 'run' has no record 3"),
         (
-            lambda records: records.append(
-                Record(RUN, 8, JournalRecord(run_id=RUN, revision=8).SerializeToString())
-            ),
+            # With its run and revision, and no fact that is known.
+            lambda records: records.append(Record(RUN, 8, b"\n\x03run\x10\x08")),
             "a newer version",
         ),
     ],

@@ -21,11 +21,10 @@ from rallypoint.rendezvous.base.limits import RendezvousLimits
 from rallypoint.rendezvous.core import commands, facts
 from rallypoint.rendezvous.core.commands import SERVICE, Refused
 from rallypoint.rendezvous.core.state import RankPolicy, ReportedFailure, ScaleUpPolicy
+from rallypoint.rendezvous.journal.codec import DecodedRecord
 from rallypoint.rendezvous.journal.journal import Record
 from rallypoint.rendezvous.runs import run as hosted_run
-from rallypoint.rendezvous.runs.codec import decode_record
 from rallypoint.rendezvous.runs.run import Member, PublishedRun
-from rallypoint.rendezvous.v1.journal_pb2 import JournalRecord
 from rendezvous.engine_fixtures import Stage, idle, staged
 from support.waiting import PATIENCE
 
@@ -286,6 +285,6 @@ async def test_engines_reach_every_corner() -> None:
         for entry in story.stage.journal.durable:
             kinds[type(entry).__name__] += 1
             if isinstance(entry, Record):
-                kinds[type(decode_record(JournalRecord.FromString(entry.content))).__name__] += 1
+                kinds[type(DecodedRecord(entry.content).fact()).__name__] += 1
     wanted = {kind.__name__ for kind in get_args(facts.Fact)} | {"Checkpoint", "Forgotten", "refused"}
     assert not {kind for kind in wanted if not kinds[kind]}

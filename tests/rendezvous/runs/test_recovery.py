@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import AsyncIterator, Callable
-from dataclasses import replace
 
 import pytest
 
@@ -12,14 +11,15 @@ from rallypoint.rendezvous.base.cooperative import finish
 from rallypoint.rendezvous.base.limits import RendezvousLimits
 from rallypoint.rendezvous.core import commands
 from rallypoint.rendezvous.core.commands import Actor, ActorKind
+from rallypoint.rendezvous.core.snapshot import RunSnapshot
+from rallypoint.rendezvous.journal.codec import DecodedRecord, decode_snapshot, encode_snapshot
 from rallypoint.rendezvous.journal.journal import Checkpoint, Entry, JournalError, Record, Recovered
 from rallypoint.rendezvous.runs import run as hosted_run
-from rallypoint.rendezvous.runs.codec import decode_record, from_message
 from rallypoint.rendezvous.runs.history import History
 from rallypoint.rendezvous.runs.recovery import Numbers, RecoveredRuns, recover_runs
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
-from rallypoint.rendezvous.v1.journal_pb2 import JournalRecord, RunSnapshot
 from rendezvous.engine_fixtures import RUN, Stage, staged, taken
+from rendezvous.journal.entries import as_written_before
 
 
 @pytest.fixture(autouse=True)
@@ -67,7 +67,7 @@ async def test_checkpoints_are_written_now_and_then(stage: Stage) -> None:
         at = stage.journal.durable.index(checkpoint)
         before = [each for each in stage.journal.durable[:at] if isinstance(each, Record)]
         assert before[-1].revision == checkpoint.revision
-        assert RunSnapshot.FromString(checkpoint.content).revision == checkpoint.revision
+        assert decode_snapshot(checkpoint.content).revision == checkpoint.revision
 
 
 async def test_a_large_run_is_written_down_less_often(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,46 +103,6 @@ async def test_a_recovery_from_a_checkpoint_is_that_from_all_records(stage: Stag
         assert runs[RUN].state == plain[RUN].state
         assert runs[RUN].writable_round == plain[RUN].writable_round
         assert runs[RUN].recorded == plain[RUN].recorded == count
-
-
-def as_written_before(entry: Entry) -> Entry:
-    """An entry as a version wrote it that knew neither windows nor budgets of nodes nor which failure was the first."""
-    match entry:
-        case Record():
-            record = JournalRecord.FromString(entry.content)
-            record.run_created.settings.ClearField("restart_window")
-            record.run_created.settings.ClearField("restart_backoff")
-            which = JournalRecord.FromString(entry.content).WhichOneof("fact")
-            if which != "run_created":
-                record = JournalRecord.FromString(entry.content)
-            if which == "worker_failed":
-                record.worker_failed.ClearField("earliest")
-                record.worker_failed.failure.ClearField("age")
-            if which == "round_ended":
-                record.round_ended.ClearField("counted_restarts")
-                record.round_ended.ClearField("quick_restarts")
-            elif record.HasField("run_created"):
-                record.run_created.ClearField("incarnation")
-            elif record.HasField("node_joined"):
-                record.node_joined.ClearField("token")
-            return replace(entry, content=record.SerializeToString())
-        case Checkpoint():
-            snapshot = RunSnapshot.FromString(entry.content)
-            snapshot.settings.ClearField("restart_window")
-            snapshot.settings.ClearField("restart_backoff")
-            snapshot.ClearField("restarts")
-            snapshot.ClearField("quick_restarts")
-            snapshot.ClearField("failed_workers")
-            snapshot.ClearField("former_fencing_token")
-            snapshot.ClearField("incarnation")
-            for node in snapshot.nodes:
-                node.ClearField("token")
-            snapshot.failure.ClearField("age")
-            if snapshot.phase == pb.PHASE_FROZEN:
-                snapshot.ClearField("failure")  # it was forgotten as soon as the next round had its number
-            return replace(entry, content=snapshot.SerializeToString())
-        case _:
-            return entry
 
 
 @pytest.mark.parametrize("checkpoints_kept", [True, False])
@@ -275,7 +235,7 @@ async def test_a_missing_record_is_found(stage: Stage, spoil: Callable[[Recovere
 
 @pytest.mark.parametrize(
     "content",
-    [b"\xff\xff", RunSnapshot(run_id=RUN, revision=3, phase=77).SerializeToString()],  # type: ignore[arg-type]
+    [b"\xff\xff", encode_snapshot(RunSnapshot(RUN, 3, 1, phase=77))],  # type: ignore[arg-type]
 )
 async def test_a_checkpoint_that_can_not_be_read_is_refused(content: bytes) -> None:
     """Damaged, or of a newer version: better no server than one that forgot."""
@@ -290,14 +250,8 @@ async def test_every_record_says_who_caused_it(stage: Stage) -> None:
     await stage.engine.execute(RUN, commands.Restart("new data"), Actor(ActorKind.OPERATOR, "ann"))
     stage.engine.disconnect(a)
     await stage.later(2)
-    told = [
-        (type(decode_record(record)).__name__, str(from_message(record.by, Actor)))
-        for record in (
-            JournalRecord.FromString(entry.content)
-            for entry in stage.journal.durable
-            if isinstance(entry, Record)
-        )
-    ]
+    records = [DecodedRecord(each.content) for each in stage.journal.durable if isinstance(each, Record)]
+    told = [(type(record.fact()).__name__, str(record.actor())) for record in records]
     assert told[:4] == [
         ("RunCreated", "node a"),
         ("NodeJoined", "node a"),

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
+from rallypoint.journal.v1.etcd_pb2 import EtcdHead
 from rallypoint.rendezvous.cluster.keys import Keys
 from rallypoint.rendezvous.journal.etcd import journal
 from rallypoint.rendezvous.journal.etcd.fence import Fence
 from rallypoint.rendezvous.journal.etcd.keys import HEAD
 from rallypoint.rendezvous.journal.journal import Entry
-from rallypoint.rendezvous.v1.etcd_journal_pb2 import EtcdHead
 from rendezvous.core.ledger import Violation, require
 from simulation.replicas.etcd_model import Commit
 

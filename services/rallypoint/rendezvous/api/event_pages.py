@@ -13,12 +13,12 @@ from rallypoint.rendezvous.base.cooperative import LatestValue
 from rallypoint.rendezvous.base.errors import EventsCompacted
 from rallypoint.rendezvous.core.commands import RevisionAhead, RunNotFound
 from rallypoint.rendezvous.core.state import RunSettings
+from rallypoint.rendezvous.journal.codec import DecodedRecord
 from rallypoint.rendezvous.journal.journal import Record
 from rallypoint.rendezvous.runs.engine import RendezvousEngine
 from rallypoint.rendezvous.runs.history import History
 from rallypoint.rendezvous.shard.locator import RunLocator
 from rallypoint.rendezvous.shard.reader import RunsReader
-from rallypoint.rendezvous.v1 import journal_pb2
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rpc.errors import invalid
 from rallypoint.serving.flow import IterationBudget, Subscriber
@@ -87,7 +87,7 @@ class EventReader:
             async with self.turn:
                 begun, taken = looked_at, 0
                 for content in self._step():
-                    record = journal_pb2.JournalRecord.FromString(content.content)
+                    record = DecodedRecord(content.content)
                     if self.filter.matches(record):
                         event = event_of(record, self.settings)
                         room -= event.ByteSize() + _FRAME_BYTES

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sized
 from dataclasses import dataclass
 from typing import Any
 
 from google.protobuf.timestamp_pb2 import Timestamp
 
+from rallypoint.rendezvous.core import facts
 from rallypoint.rendezvous.core.facts import explain_eviction, explain_loss, explain_window
 from rallypoint.rendezvous.core.failures import hold
-from rallypoint.rendezvous.core.state import LossReason, RunSettings
-from rallypoint.rendezvous.runs.codec import actor_of
-from rallypoint.rendezvous.v1 import journal_pb2
+from rallypoint.rendezvous.core.state import RoundEndCause, RunSettings
+from rallypoint.rendezvous.journal.codec import DecodedRecord
+from rallypoint.rendezvous.runs.run import api_messages
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
-from rallypoint.rpc.durations import set_seconds, to_seconds
+from rallypoint.rpc.durations import set_seconds
 from rallypoint.rpc.errors import invalid
 from rallypoint.serving.requests import name
 
@@ -22,65 +24,40 @@ from rallypoint.serving.requests import name
 _LEAST_SHOWN_AGE = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class EventSubject:
-    """The subject of an event; cheap to derive from a record, so filters use it."""
-
-    kind: pb.EventKind.ValueType
-    node_id: str  # "": no one node
-    round: int  # 0: no one round
-
-
-def subject_of(record: journal_pb2.JournalRecord) -> EventSubject:
-    """Return the subject of a record."""
-    which = record.WhichOneof("fact")
-    assert which is not None  # the engine wrote it, or applied it to a state when it started
-    fact: Any = getattr(record, which)
-    match which:
-        case "worker_failed":
-            about = fact.failure
-        case "round_ended":
-            about = fact.end
-        case "node_lost":
-            return EventSubject(_KINDS[which], fact.node_id, fact.failed_round)
-        case _:
-            about = fact
-    return EventSubject(_KINDS[which], getattr(about, "node_id", ""), getattr(about, "round", 0))
-
-
-def event_of(record: journal_pb2.JournalRecord, settings: RunSettings) -> pb.Event:
+def event_of(record: DecodedRecord, settings: RunSettings) -> pb.Event:
     """Return the event of a record; `settings` are those of its run."""
-    subject = subject_of(record)
-    which = record.WhichOneof("fact")
-    assert which is not None
-    fact: Any = getattr(record, which)
+    fact = record.fact()
+    node_id, round_ = record.subject()
     event = pb.Event(
         revision=record.revision,
         time=record.time,
-        actor=actor_of(record),
-        kind=subject.kind,
-        node_id=subject.node_id,
-        round=subject.round,
-        detail=_SENTENCES[which](fact, settings),
+        actor=_actor(record.actor()),
+        kind=_KINDS[record.fact_name],
+        node_id=node_id,
+        round=round_,
+        detail=_SENTENCES[record.fact_name](fact, settings),
     )
-    match which:
-        case "round_frozen":
+    match fact:
+        case facts.RoundFrozen():
             event.group_world_size = len(fact.seats)
             event.world_size = _workers(fact)
-        case "worker_failed":
-            event.failure.CopyFrom(fact.failure)
+        case facts.WorkerFailed():
+            event.failure.CopyFrom(api_messages.to_message(fact.failure))
             event.earliest = fact.earliest
-        case "round_ended":
-            event.round_end.CopyFrom(fact.end)
+        case facts.RoundEnded():
+            event.round_end.CopyFrom(api_messages.to_message(fact.end))
             event.counted_restarts = fact.counted_restarts
             if seconds := _held_back(fact, settings):
                 set_seconds(event.held_back, seconds)
-        case "run_closed":
-            event.run_end.CopyFrom(fact.end)
+        case facts.RunClosed():
+            event.run_end.CopyFrom(api_messages.to_message(fact.end))
     return event
 
 
-def _run_created(fact: journal_pb2.RunCreated, settings: RunSettings) -> str:
+_actor = functools.lru_cache(maxsize=1_024)(api_messages.to_message)
+
+
+def _run_created(fact: facts.RunCreated, settings: RunSettings) -> str:
     least, most = settings.min_nodes, settings.max_nodes
     nodes = _counted(most, "node") if least == most else f"{least} to {most} nodes"
     restarts = _counted(settings.max_restarts, "restart") + explain_window(settings.restart_window)
@@ -88,45 +65,44 @@ def _run_created(fact: journal_pb2.RunCreated, settings: RunSettings) -> str:
     return f"the run began: a round has {nodes}, and {restarts} may be used{by_node}"
 
 
-def _node_joined(fact: journal_pb2.NodeJoined, settings: RunSettings) -> str:
+def _node_joined(fact: facts.NodeJoined, settings: RunSettings) -> str:
     return f"node {fact.node_id} joined from {fact.address} with {_counted(fact.local_world_size, 'worker')}"
 
 
-def _node_lost(fact: journal_pb2.NodeLost, settings: RunSettings) -> str:
-    loss = explain_loss(fact.node_id, LossReason(fact.reason), settings)
+def _node_lost(fact: facts.NodeLost, settings: RunSettings) -> str:
+    loss = explain_loss(fact.node_id, fact.reason, settings)
     if not fact.failed_round:
         return loss
     return f"{loss}; that made workers of round {fact.failed_round} fail, so the failure counts as no restart"
 
 
-def _node_evicted(fact: journal_pb2.NodeEvicted, settings: RunSettings) -> str:
+def _node_evicted(fact: facts.NodeEvicted, settings: RunSettings) -> str:
     if fact.lease:
         return explain_eviction(fact.node_id, fact.reason, by_service=fact.by_service)
     by = "" if fact.by_service else " by an operator"
     return f"node {fact.node_id}, which was not in the run, was barred{by}: {fact.reason}"
 
 
-def _round_frozen(fact: journal_pb2.RoundFrozen, settings: RunSettings) -> str:
+def _round_frozen(fact: facts.RoundFrozen, settings: RunSettings) -> str:
     nodes, workers = _counted(len(fact.seats), "node"), _counted(_workers(fact), "worker")
     return f"round {fact.round} frozen: {nodes}, {workers}"
 
 
-def _worker_failed(fact: journal_pb2.WorkerFailed, settings: RunSettings) -> str:
+def _worker_failed(fact: facts.WorkerFailed, settings: RunSettings) -> str:
     failure = fact.failure
-    age = to_seconds(failure.age)
-    ago = f", {age:.3g} s before it was reported" if age >= _LEAST_SHOWN_AGE else ""
+    ago = f", {failure.age:.3g} s before it was reported" if failure.age >= _LEAST_SHOWN_AGE else ""
     return f"worker of rank {failure.rank} on node {failure.node_id} failed{ago}: {failure.message}"
 
 
-def _round_ended(fact: journal_pb2.RoundEnded, settings: RunSettings) -> str:
+def _round_ended(fact: facts.RoundEnded, settings: RunSettings) -> str:
     end = fact.end
     used = ""
-    if end.cause == pb.ROUND_END_CAUSE_WORKER_FAILED:
+    if end.cause is RoundEndCause.WORKER_FAILED:
         used = f" ({_restart(fact, settings)})"
     return f"round {end.round} ended: {end.detail}{used}"
 
 
-def _restart(fact: journal_pb2.RoundEnded, settings: RunSettings) -> str:
+def _restart(fact: facts.RoundEnded, settings: RunSettings) -> str:
     """Return the number of the restart, the budget, and the back-off."""
     counted = fact.counted_restarts or fact.restart_count  # older records have none
     count = f"restart {counted} of {settings.max_restarts}{explain_window(settings.restart_window)}"
@@ -134,14 +110,13 @@ def _restart(fact: journal_pb2.RoundEnded, settings: RunSettings) -> str:
     return f"{count}, delayed by {held_back:g} s" if held_back else count
 
 
-def _held_back(fact: journal_pb2.RoundEnded, settings: RunSettings) -> float:
-    by_failure = fact.end.cause == pb.ROUND_END_CAUSE_WORKER_FAILED
+def _held_back(fact: facts.RoundEnded, settings: RunSettings) -> float:
+    by_failure = fact.end.cause is RoundEndCause.WORKER_FAILED
     return hold(settings, fact.quick_restarts) if by_failure else 0.0
 
 
-def _run_closed(fact: journal_pb2.RunClosed, settings: RunSettings) -> str:
-    outcome = pb.Outcome.Name(fact.end.outcome).removeprefix("OUTCOME_")
-    return f"the run is closed, {outcome}: {fact.end.detail}"
+def _run_closed(fact: facts.RunClosed, settings: RunSettings) -> str:
+    return f"the run is closed, {fact.end.outcome.name}: {fact.end.detail}"
 
 
 _SENTENCES: dict[str, Callable[[Any, RunSettings], str]] = {
@@ -174,7 +149,7 @@ _SENTENCES: dict[str, Callable[[Any, RunSettings], str]] = {
 _KINDS = {which: pb.EventKind.Value(f"EVENT_KIND_{which.upper()}") for which in _SENTENCES}
 
 
-def _workers(fact: journal_pb2.RoundFrozen) -> int:
+def _workers(fact: facts.RoundFrozen) -> int:
     return sum(seat.local_world_size for seat in fact.seats)
 
 
@@ -203,7 +178,7 @@ class EventFilter:
     since: _Time | None = None
     until: _Time | None = None
 
-    def matches(self, record: journal_pb2.JournalRecord) -> bool:
+    def matches(self, record: DecodedRecord) -> bool:
         """Return True if the event of a record passes the filter."""
         time = (record.time.seconds, record.time.nanos)
         if self.since is not None and time < self.since:
@@ -212,11 +187,11 @@ class EventFilter:
             return False
         if not (self.node_ids or self.kinds or self.rounds):
             return True
-        subject = subject_of(record)
+        node_id, round_ = record.subject()
         return (
-            (not self.node_ids or subject.node_id in self.node_ids)
-            and (not self.kinds or subject.kind in self.kinds)
-            and (not self.rounds or subject.round in self.rounds)
+            (not self.node_ids or node_id in self.node_ids)
+            and (not self.kinds or _KINDS[record.fact_name] in self.kinds)
+            and (not self.rounds or round_ in self.rounds)
         )
 
 

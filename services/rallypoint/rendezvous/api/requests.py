@@ -24,9 +24,9 @@ from rallypoint.rendezvous.core.state import (
     RunSettings,
     RunState,
 )
-from rallypoint.rendezvous.runs.codec import from_message
 from rallypoint.rendezvous.runs.run import (
     NODES_PER_MESSAGE,
+    api_messages,
     node_messages,
     node_state,
     nodes_in_order,
@@ -176,7 +176,7 @@ def worker_failure(message: pb.WorkerFailure, node_id: str) -> ReportedFailure:
     if not (0 <= message.time.seconds < _LATEST and 0 <= message.time.nanos < 10**9):
         kept.ClearField("time")
     kept.traceback = clip_start(message.traceback, TRACEBACK_BYTES)
-    return from_message(kept, ReportedFailure)
+    return api_messages.from_message(kept, ReportedFailure)
 
 
 # ---- Runs, and the nodes of a run, a page at a time: so that no response is too large or delays others for long.

@@ -50,7 +50,7 @@ class KeptRestart:
 
 @dataclass(frozen=True, slots=True)
 class RunSnapshot:
-    """A `RunState` without volatile fields and deadlines; its fields are those of the protocol's message.
+    """A `RunState` without volatile fields and deadlines; its fields are those of the journal's message.
 
     A field with the name and the type of a field of `RunState` is copied, one that is a set there is sorted.
     """

@@ -9,16 +9,16 @@ from dataclasses import dataclass, field
 
 from google.protobuf.message import DecodeError
 
+from rallypoint.rendezvous.base.codec import NewerVersion
 from rallypoint.rendezvous.base.cooperative import Work
 from rallypoint.rendezvous.core import apply as leases
 from rallypoint.rendezvous.core.apply import apply
 from rallypoint.rendezvous.core.snapshot import RunSnapshot, has_budgets, numbers_only, restore
 from rallypoint.rendezvous.core.state import RunState
+from rallypoint.rendezvous.journal.codec import DecodedRecord, decode_snapshot
 from rallypoint.rendezvous.journal.journal import MARK, Entry, Journal, JournalError, Record, Recovered
-from rallypoint.rendezvous.runs.codec import NewerVersion, decode_record, from_message
 from rallypoint.rendezvous.runs.history import History
 from rallypoint.rendezvous.runs.run import HostedRun
-from rallypoint.rendezvous.v1 import journal_pb2
 from rallypoint.rpc.durations import to_seconds
 
 
@@ -93,7 +93,7 @@ def recover_runs(
 
     for checkpoint in recovered.checkpoints:
         with of_run(checkpoint.run_id):
-            snapshot = from_message(journal_pb2.RunSnapshot.FromString(checkpoint.content), RunSnapshot)
+            snapshot = decode_snapshot(checkpoint.content)
             if snapshot.forgotten:
                 expired[checkpoint.run_id] = snapshot
                 mark = mark.with_those(snapshot)
@@ -138,8 +138,8 @@ def _fold(run: HostedRun, record: Record, now: float, to_wall: float) -> None:
             f"the journal is damaged: run {record.run_id!r} has no record {due}; restore it from a backup, or "
             "start without it"
         )
-    message = journal_pb2.JournalRecord.FromString(record.content)
-    apply(run.state, decode_record(message), now, to_seconds(message.time) - to_wall)
+    decoded = DecodedRecord(record.content)
+    apply(run.state, decoded.fact(), now, to_seconds(decoded.time) - to_wall)
 
 
 # ---- A journal with a way to wait for its commits under way.

@@ -11,14 +11,24 @@ from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import Any
 
+from rallypoint.rendezvous.base.codec import MessageCodec
 from rallypoint.rendezvous.base.cooperative import LatestValue
 from rallypoint.rendezvous.base.errors import StreamReplaced
 from rallypoint.rendezvous.core import facts, failures
-from rallypoint.rendezvous.core.commands import JoinTimedOut, LeaseLost, NodeIsEvicted, Refused
+from rallypoint.rendezvous.core.commands import Actor, JoinTimedOut, LeaseLost, NodeIsEvicted, Refused
 from rallypoint.rendezvous.core.decide import next_deadline
 from rallypoint.rendezvous.core.facts import explain_loss
-from rallypoint.rendezvous.core.state import LossReason, Node, Phase, RunSettings, RunState, Seat
-from rallypoint.rendezvous.runs.codec import to_message
+from rallypoint.rendezvous.core.state import (
+    LossReason,
+    Node,
+    Phase,
+    ReportedFailure,
+    RoundEnd,
+    RunEnd,
+    RunSettings,
+    RunState,
+    Seat,
+)
 from rallypoint.rendezvous.runs.history import History
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rpc.clock import ROUNDING, LagSettings, WatchClock
@@ -73,6 +83,17 @@ class PendingJoins:
 
 # ---- Messages about a run: to its nodes, and to people and tools.
 
+
+api_messages = MessageCodec(
+    {
+        RunSettings: pb.RunSettings,
+        ReportedFailure: pb.WorkerFailure,
+        RoundEnd: pb.RoundEnd,
+        RunEnd: pb.RunEnd,
+        Actor: pb.Actor,
+    }
+)
+"""The values that the API has as the core does; the journal has messages of its own for them."""
 
 # A node takes some 100 bytes, and with the longest names 1,400; a client accepts messages of 4 MiB. Adding one takes
 # 10 us, so that a run of any size delays the others by 20 ms at a time.
@@ -145,7 +166,7 @@ def run_summary(state: RunState) -> pb.Run:
         counted_restarts=failures.counted(state),
         incarnation=state.incarnation,
     )
-    run.settings.MergeFrom(to_message(state.settings))
+    run.settings.MergeFrom(api_messages.to_message(state.settings))
     _fill_ends(run, state)
     _fill_hold(run, state)
     return run
@@ -204,9 +225,9 @@ def _fill_assignment(assignment: pb.Assignment, state: RunState, seat: Seat) -> 
 
 def _fill_ends(message: pb.NodeUpdate | pb.Run, state: RunState) -> None:
     if state.last_round_end is not None:
-        message.last_round_end.MergeFrom(to_message(state.last_round_end))
+        message.last_round_end.MergeFrom(api_messages.to_message(state.last_round_end))
     if state.run_end is not None:
-        message.run_end.MergeFrom(to_message(state.run_end))
+        message.run_end.MergeFrom(api_messages.to_message(state.run_end))
 
 
 def _fill_hold(message: pb.NodeUpdate | pb.Run, state: RunState) -> None:

@@ -28,6 +28,7 @@ from rallypoint.rendezvous.core.snapshot import (
     take_tombstone,
 )
 from rallypoint.rendezvous.core.state import RunState
+from rallypoint.rendezvous.journal.codec import encode_record, encode_snapshot
 from rallypoint.rendezvous.journal.commit_loop import CheckOwned, CommitLoop, PendingRequest, always_owned
 from rallypoint.rendezvous.journal.journal import (
     MARK,
@@ -40,7 +41,6 @@ from rallypoint.rendezvous.journal.journal import (
     Record,
     Recovered,
 )
-from rallypoint.rendezvous.runs.codec import encode_record, to_message
 from rallypoint.rendezvous.runs.history import Histories, log_fact
 from rallypoint.rendezvous.runs.recovery import Numbers, recover_runs
 from rallypoint.rendezvous.runs.run import HostedRun, LeaseClock
@@ -405,13 +405,13 @@ class DurableRuns(CommitLoop[RunRequest[Any]]):
         run_id = run.state.run_id
         for fact in happened:
             run.recorded += 1
-            content = encode_record(run_id, run.recorded, fact, wall_time, actor).SerializeToString()
+            content = encode_record(run_id, run.recorded, fact, wall_time, actor)
             record = Record(run_id, run.recorded, content)
             step.entries.append(record)
             step.happened.append((run, fact, record))
         if run.wants_checkpoint():
             run.checkpoint = run.recorded
-            snapshot = to_message(take_snapshot(run.state, self._to_wall())).SerializeToString()
+            snapshot = encode_snapshot(take_snapshot(run.state, self._to_wall()))
             step.entries.append(Checkpoint(run_id, run.recorded, snapshot, max(1, run.history.oldest)))
 
     def _begin(self, step: RunStep, state: RunState) -> None:
@@ -420,7 +420,7 @@ class DurableRuns(CommitLoop[RunRequest[Any]]):
         self._left.pop(run_id, None)  # the new run replaces the old entries of its name
         if self._mark != Numbers():
             # Not a `Forgotten`: that would also drop a fenced state of this name, which may exist without a run.
-            content = to_message(self._beginning(run_id)).SerializeToString()
+            content = encode_snapshot(self._beginning(run_id))
             step.entries.append(Checkpoint(run_id, revision, content, revision + 1))
             self._budgets.pop(run_id, None)
 
@@ -435,11 +435,11 @@ class DurableRuns(CommitLoop[RunRequest[Any]]):
             with self._only_this(step, run_id):
                 # The state of a run that was just stopped may be ahead of its records.
                 mark = replace(take_high_water(run.state, self._to_wall()), revision=run.recorded)
-                step.entries.append(HighWater(run_id, run.recorded, to_message(mark).SerializeToString()))
+                step.entries.append(HighWater(run_id, run.recorded, encode_snapshot(mark)))
 
     def _forget(self, step: RunStep, run_id: str, run: HostedRun) -> None:
         self._mark = self._mark.with_those(run.state)
-        tombstone = to_message(take_tombstone(run.state)).SerializeToString()
+        tombstone = encode_snapshot(take_tombstone(run.state))
         step.entries += [
             Forgotten(run_id, run.state.revision, tombstone),
             Dropped(run_id),
@@ -615,5 +615,5 @@ class DurableRuns(CommitLoop[RunRequest[Any]]):
 
 def _numbers(run_id: str, numbers: Numbers) -> Forgotten:
     """Return the entry that keeps only these numbers of a run, or of the mark."""
-    content = to_message(numbers_only(run_id, numbers.revision, numbers.round)).SerializeToString()
+    content = encode_snapshot(numbers_only(run_id, numbers.revision, numbers.round))
     return Forgotten(run_id, numbers.revision, content)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from rallypoint.journal.v1.etcd_pb2 import EtcdHead
 from rallypoint.rendezvous.journal.etcd.journal import head_revision
 from rallypoint.rendezvous.journal.etcd.reading import interpret, read_pairs
 from rallypoint.rendezvous.journal.journal import Checkpoint, HighWater, JournalError, Recovered
-from rallypoint.rendezvous.v1.etcd_journal_pb2 import EtcdHead
 from rendezvous.journal.entries import change, checkpoint, record
 from rendezvous.journal.etcd_shelf import EtcdShelf
 from support.etcd_server import NEEDS_ETCD

@@ -7,6 +7,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from rallypoint.etcd.values import Delete, Put, prefix_end
+from rallypoint.journal.v1.etcd_pb2 import (
+    EtcdCheckpoint,
+    EtcdRecordPack,
+    EtcdStagedOperation,
+    EtcdStagedPart,
+)
 from rallypoint.rendezvous.base.entries import StoreChange
 from rallypoint.rendezvous.journal.etcd.keys import (
     PART_BYTES,
@@ -29,12 +35,6 @@ from rallypoint.rendezvous.journal.journal import (
     HighWater,
     Record,
     Span,
-)
-from rallypoint.rendezvous.v1.etcd_journal_pb2 import (
-    EtcdCheckpoint,
-    EtcdRecordPack,
-    EtcdStagedOperation,
-    EtcdStagedPart,
 )
 
 # Upper bound of a record's size in a pack besides its own bytes.

@@ -9,11 +9,11 @@ from rallypoint.etcd.client import EtcdClient
 from rallypoint.etcd.errors import REMEDIES, EtcdError, EtcdRefused, EtcdUnavailable, Reason
 from rallypoint.etcd.session import Session, SessionLost
 from rallypoint.etcd.values import CreateRevision, Delete, Get, ModRevision, Put, Txn, TxnResult
+from rallypoint.journal.v1.etcd_pb2 import EtcdHead
 from rallypoint.rendezvous.journal.etcd.commit import Change
 from rallypoint.rendezvous.journal.etcd.keys import HEAD, JournalLocation, OwnedElsewhere, Owner
 from rallypoint.rendezvous.journal.etcd.pool import CommitPool
 from rallypoint.rendezvous.journal.journal import JournalError, OwnershipLost
-from rallypoint.rendezvous.v1.etcd_journal_pb2 import EtcdHead
 from rallypoint.rpc.logs import get_logger
 from rallypoint.rpc.pace import Pace
 

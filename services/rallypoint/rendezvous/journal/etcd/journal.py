@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from rallypoint.etcd.client import EtcdClient
 from rallypoint.etcd.errors import EtcdError
 from rallypoint.etcd.session import Session
+from rallypoint.journal.v1.etcd_pb2 import EtcdHead
 from rallypoint.rendezvous.base.cooperative import CooperativeRunner
 from rallypoint.rendezvous.journal.etcd.commit import (
     CLEAR_STAGING,
@@ -32,7 +33,6 @@ from rallypoint.rendezvous.journal.etcd.reading import (
     read_space,
 )
 from rallypoint.rendezvous.journal.journal import Entry, JournalError, OwnershipLost, Recovered
-from rallypoint.rendezvous.v1.etcd_journal_pb2 import EtcdHead
 from rallypoint.rpc.pace import Pace
 
 __all__ = [

@@ -23,8 +23,8 @@ from zlib import crc32
 
 from google.protobuf.message import DecodeError
 
+from rallypoint.journal.v1.etcd_pb2 import EtcdValue
 from rallypoint.rendezvous.journal.journal import JournalError
-from rallypoint.rendezvous.v1.etcd_journal_pb2 import EtcdValue
 
 HEAD = b"head"
 STAGED = b"staged/"

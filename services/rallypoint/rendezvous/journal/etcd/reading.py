@@ -9,6 +9,7 @@ from google.protobuf.message import DecodeError
 
 from rallypoint.etcd.client import EtcdClient
 from rallypoint.etcd.values import KeyValue, Put, prefix_end
+from rallypoint.journal.v1.etcd_pb2 import EtcdCheckpoint, EtcdHead, EtcdRecordPack
 from rallypoint.rendezvous.base.cooperative import CooperativeRunner, Work, finish
 from rallypoint.rendezvous.base.entries import StoreChange
 from rallypoint.rendezvous.journal.etcd.commit import Change, SpaceContents, unstage
@@ -34,7 +35,6 @@ from rallypoint.rendezvous.journal.journal import (
     Recovered,
     Span,
 )
-from rallypoint.rendezvous.v1.etcd_journal_pb2 import EtcdCheckpoint, EtcdHead, EtcdRecordPack
 
 VERSION = 1
 """Version of the layout of a space's keys."""

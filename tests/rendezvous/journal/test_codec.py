@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import fields
 from enum import IntEnum
+from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+from google.protobuf import text_format
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
+from rallypoint.journal.v1 import etcd_pb2, journal_pb2
 from rallypoint.rendezvous.core import facts, snapshot, state
-from rallypoint.rendezvous.core.commands import SERVICE
+from rallypoint.rendezvous.core.commands import SERVICE, Actor, ActorKind
 from rallypoint.rendezvous.core.state import LONGEST
-from rallypoint.rendezvous.runs.codec import decode_record, encode_record, from_message, to_message
-from rallypoint.rendezvous.v1 import journal_pb2, rendezvous_service_pb2
-from rallypoint.rendezvous.v1.journal_pb2 import JournalRecord
+from rallypoint.rendezvous.journal.codec import (
+    DecodedRecord,
+    decode_snapshot,
+    encode_record,
+    encode_snapshot,
+)
+from rallypoint.rendezvous.runs.run import api_messages
+from rallypoint.rendezvous.v1 import rendezvous_service_pb2
+from rallypoint.rpc.durations import to_seconds
 
 FACTS: tuple[type[Any], ...] = get_args(facts.Fact)
 ENUMS: list[type[IntEnum]] = [
@@ -25,8 +35,12 @@ ENUMS: list[type[IntEnum]] = [
     state.ScaleUpPolicy,
     state.RankPolicy,
     state.RoundEndCause,
-    state.LossReason,
+    ActorKind,
 ]
+# Name, bytes and fields.
+STORED = re.findall(
+    r"^(\w+) (\w+)\n +(.*)$", Path(__file__).with_name("stored_messages.txt").read_text(), re.MULTILINE
+)
 
 # A time as it comes from the wire: whole nanoseconds, up to the longest that is taken.
 seconds = st.integers(0, int(LONGEST * 1e9)).map(lambda nanoseconds: nanoseconds / 1e9)
@@ -111,44 +125,74 @@ any_fact = st.one_of(
 @given(fact=any_fact, run_id=text, revision=st.integers(1, 2**62))
 def test_a_fact_is_read_back_from_its_record_as_it_was(fact: facts.Fact, run_id: str, revision: int) -> None:
     """Through bytes, as a journal keeps it; every field, also empty ones, and times to the nanosecond."""
-    blob = encode_record(run_id, revision, fact, 1.7e9, SERVICE).SerializeToString()
-    record = JournalRecord.FromString(blob)
+    record = DecodedRecord(encode_record(run_id, revision, fact, 1.7e9, SERVICE))
     assert (record.run_id, record.revision, record.time.seconds) == (run_id, revision, 1_700_000_000)
-    assert decode_record(record) == fact
+    assert (record.fact(), record.actor()) == (fact, SERVICE)
+
+
+@pytest.mark.parametrize(("name", "content", "shown"), STORED)
+def test_a_stored_message_is_read_and_written_byte_for_byte(name: str, content: str, shown: str) -> None:
+    """A journal outlives the version that wrote it."""
+    stored = bytes.fromhex(content)
+    message = getattr(etcd_pb2 if name.startswith("Etcd") else journal_pb2, name).FromString(stored)
+    assert text_format.MessageToString(message, as_one_line=True).strip() == shown
+    assert message.SerializeToString() == stored
+    if name == "RunSnapshot":
+        assert encode_snapshot(decode_snapshot(stored)) == stored
+    if name == "JournalRecord" and message.HasField("by"):
+        read = DecodedRecord(stored)
+        again = encode_record(read.run_id, read.revision, read.fact(), to_seconds(read.time), read.actor())
+        assert again == stored
+
+
+@pytest.mark.parametrize(
+    ("text", "actor"),
+    [
+        ("service", SERVICE),
+        ("node n3", Actor(ActorKind.NODE, "n3")),
+        ("operator ann of ops", Actor(ActorKind.OPERATOR, "ann of ops")),
+    ],
+)
+def test_the_actor_of_an_older_record_is_read_from_its_text(text: str, actor: Actor) -> None:
+    assert DecodedRecord(journal_pb2.JournalRecord(actor=text).SerializeToString()).actor() == actor
 
 
 @hypothesis_settings(deadline=None)
 @given(settings=settings)
 def test_settings_survive_any_number_of_journeys(settings: state.RunSettings) -> None:
     """Those of the wire are those of the journal: a node is not refused because a server started again."""
-    once = from_message(to_message(settings), state.RunSettings)
+    once = api_messages.from_message(api_messages.to_message(settings), state.RunSettings)
     assert once == settings
-    assert to_message(once) == to_message(settings)
+    assert api_messages.to_message(once) == api_messages.to_message(settings)
 
 
 def test_settings_of_an_earlier_version_have_the_defaults_of_this_one() -> None:
     """A journal that was written before a setting was there is read as if it had been left alone."""
-    earlier = rendezvous_service_pb2.RunSettings(min_nodes=2, max_nodes=3, keep_alive_max_attempt=5)
+    earlier = journal_pb2.RunSettings(min_nodes=2, max_nodes=3, keep_alive_max_attempt=5)
     earlier.join_timeout.FromSeconds(7)
-    read = from_message(earlier, state.RunSettings)
+    read = decode_snapshot(journal_pb2.RunSnapshot(settings=earlier).SerializeToString()).settings
     assert read == state.RunSettings(min_nodes=2, max_nodes=3, join_timeout=7.0, keep_alive_max_attempt=5)
     assert (read.rank_policy, read.exit_barrier_timeout) == (state.RankPolicy.STABLE, 300.0)
 
 
 def test_every_fact_has_a_place_in_a_record() -> None:
     """And a record knows no fact that the core does not."""
-    oneof = JournalRecord.DESCRIPTOR.oneofs_by_name["fact"]
+    oneof = journal_pb2.JournalRecord.DESCRIPTOR.oneofs_by_name["fact"]
     of_record = {field.message_type.name for field in oneof.fields if field.message_type is not None}
     assert of_record == {fact.__name__ for fact in FACTS}
 
 
+IN_BOTH = (state.RunSettings, state.ReportedFailure, state.RoundEnd, state.RunEnd, Actor)
+
+
 @pytest.mark.parametrize(
     ("kind", "module"),
-    [(fact, journal_pb2) for fact in FACTS]
-    + [(kind, journal_pb2) for kind in (state.Seat, snapshot.RunSnapshot, snapshot.FormerRank)]
-    + [(kind, rendezvous_service_pb2) for kind in (state.RunSettings, state.ReportedFailure)]
-    + [(kind, rendezvous_service_pb2) for kind in (state.RoundEnd, state.RunEnd)],
-    ids=lambda value: getattr(value, "__name__", ""),
+    [
+        *((kind, rendezvous_service_pb2) for kind in IN_BOTH),
+        *((kind, journal_pb2) for kind in (*IN_BOTH, *FACTS, state.Seat, state.FailedWorker)),
+        *((kind, journal_pb2) for kind in (snapshot.RunSnapshot, snapshot.FormerRank)),
+    ],
+    ids=lambda value: value.__name__,
 )
 def test_a_value_and_its_message_have_the_same_fields(kind: type[Any], module: Any) -> None:
     """So that nothing is lost on the way, and nobody needs a table to read a journal."""
@@ -156,10 +200,16 @@ def test_a_value_and_its_message_have_the_same_fields(kind: type[Any], module: A
     assert {field.name for field in fields(kind)} == set(message.DESCRIPTOR.fields_by_name)
 
 
-@pytest.mark.parametrize("enum", ENUMS, ids=lambda enum: str(enum.__name__))
-def test_an_enum_and_its_message_have_the_same_numbers(enum: type[IntEnum]) -> None:
+@pytest.mark.parametrize(
+    ("enum", "module"),
+    [
+        *((enum, rendezvous_service_pb2) for enum in ENUMS),
+        *((enum, journal_pb2) for enum in (*ENUMS, state.LossReason)),
+    ],
+    ids=lambda value: value.__name__,
+)
+def test_an_enum_and_its_message_have_the_same_numbers(enum: type[IntEnum], module: Any) -> None:
     """By name and number, 0 being what is not set."""
-    module = journal_pb2 if hasattr(journal_pb2, enum.__name__) else rendezvous_service_pb2
     wire = getattr(module, enum.__name__).DESCRIPTOR
     prefix = wire.values_by_number[0].name.removesuffix("UNSPECIFIED")
     of_wire = {value.name.removeprefix(prefix): value.number for value in wire.values if value.number}
@@ -168,9 +218,9 @@ def test_an_enum_and_its_message_have_the_same_numbers(enum: type[IntEnum]) -> N
 
 def test_a_fact_of_a_newer_version_is_refused() -> None:
     """A record whose fact, or reason, this version does not know can't be folded."""
+    unknown = journal_pb2.JournalRecord(run_id="r", revision=7)
     with pytest.raises(ValueError, match="record 7 of run 'r' has a fact of a newer version"):
-        decode_record(JournalRecord(run_id="r", revision=7))
-    record = encode_record("r", 1, facts.NodeLost("a", state.LossReason.DISCONNECTED), 0.0, SERVICE)
-    record.node_lost.ClearField("reason")
+        DecodedRecord(unknown.SerializeToString()).fact()
+    without_reason = journal_pb2.JournalRecord(node_lost=journal_pb2.NodeLost(node_id="a"))
     with pytest.raises(ValueError, match="0 is not a valid LossReason"):
-        decode_record(record)
+        DecodedRecord(without_reason.SerializeToString()).fact()
