@@ -13,6 +13,7 @@ from typing import Any
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc  # type: ignore[import-untyped]
 
 from cli.cli_process import clean_environment, rallypoint, service
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
@@ -79,6 +80,30 @@ def test_reflection_describes_all_that_it_lists(addresses: dict[str, str], role:
 def test_reflection_lists_the_services(addresses: dict[str, str], role: str) -> None:
     """What the role serves, health, and reflection itself."""
     assert set(buf(addresses[role], "--list-services", "http://localhost").split()) == SERVICES[role] | OF_ALL
+
+
+@pytest.mark.parametrize(
+    ("request_", "described"),
+    [
+        ({"file_containing_symbol": "rallypoint.rendezvous.v1.WorkerFailure"}, True),
+        ({"file_containing_symbol": "google.rpc.ErrorInfo"}, True),
+        ({"file_containing_symbol": "rallypoint.journal.v1.JournalRecord"}, False),
+        ({"file_containing_symbol": "rallypoint.etcd.v1.RangeRequest"}, False),
+        ({"file_by_filename": "rallypoint/journal/v1/journal.proto"}, False),
+    ],
+    ids=str,
+)
+def test_reflection_describes_the_api_and_not_the_storage(
+    addresses: dict[str, str], request_: dict[str, str], described: bool
+) -> None:
+    """A server has the descriptions of both, and clients get those of the API and of its errors only."""
+    with grpc.insecure_channel(addresses["rendezvous"]) as channel:
+        asked = iter([reflection_pb2.ServerReflectionRequest(**request_)])
+        (answer,) = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(
+            asked, timeout=PATIENCE
+        )
+    assert answer.HasField("file_descriptor_response") == described
+    assert answer.error_response.error_code == (0 if described else grpc.StatusCode.NOT_FOUND.value[0])
 
 
 @pytest.mark.parametrize("role", SERVICES)

@@ -18,6 +18,10 @@ from dataclasses import dataclass, field
 from functools import cache, partial
 
 import grpc
+from google.protobuf import descriptor_pool
+from google.protobuf.descriptor import FileDescriptor
+from google.protobuf.descriptor_pool import DescriptorPool
+from google.rpc import error_details_pb2  # type: ignore[import-untyped]
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
 from grpc_reflection.v1alpha import reflection, reflection_pb2  # type: ignore[import-untyped]
 
@@ -436,14 +440,36 @@ def _enable_reflection(names: Sequence[str], server: grpc.aio.Server) -> None:
 
     v1 is not in `names`: there is no description of it, and tools that list all methods would fail for want of one.
     """
-    reflection.enable_server_reflection(names, server)
+    pool = _described(names)
+    reflection.enable_server_reflection(names, server, pool)
     handler = grpc.stream_stream_rpc_method_handler(
-        reflection.aio.ReflectionServicer(names).ServerReflectionInfo,
+        reflection.aio.ReflectionServicer(names, pool).ServerReflectionInfo,
         request_deserializer=reflection_pb2.ServerReflectionRequest.FromString,
         response_serializer=reflection_pb2.ServerReflectionResponse.SerializeToString,
     )
     methods = {"ServerReflectionInfo": handler}
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_REFLECTION_V1, methods),))
+
+
+def _described(names: Sequence[str]) -> DescriptorPool:
+    """Return a pool with the files of services, and of the details of their errors.
+
+    The default pool has the files of every generated module that is loaded, those of a journal and of etcd too.
+    """
+    pool, added = DescriptorPool(), set[str]()
+
+    def add(file: FileDescriptor) -> None:
+        if file.name not in added:
+            added.add(file.name)
+            for dependency in file.dependencies:
+                add(dependency)
+            pool.AddSerializedFile(file.serialized_pb)
+
+    add(error_details_pb2.DESCRIPTOR)
+    for name in names:
+        with suppress(KeyError):  # a service without a description is listed only
+            add(descriptor_pool.Default().FindFileContainingSymbol(name))
+    return pool
 
 
 def _tune_interpreter() -> None:
