@@ -92,6 +92,25 @@ async def test_every_call_does_what_the_contract_says(served: Served) -> None:
     assert not (await stub.ListKeys(pb.ListKeysRequest(run_id=RUN))).keys
 
 
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (b"10.0.0.7:41235", "10.0.0.7:41235"),
+        ("Größe 3".encode(), "Größe 3"),
+        (b"x" * 256, "x" * 256),
+        (b"x" * 257, ""),
+        (b"two\nlines", ""),
+        (b"\x1b[2J", ""),
+        (b"\x80\x04K\x01.", ""),
+        (b"", ""),
+    ],
+)
+async def test_a_short_printable_value_is_text_too(served: Served, value: bytes, text: str) -> None:
+    await served.stub.Set(pb.SetRequest(**WRITING, key="k", value=value))
+    response = await served.stub.Get(pb.GetRequest(run_id=RUN, key="k"))
+    assert (response.value, response.value_text) == (value, text)
+
+
 async def test_a_reader_is_told_by_the_write_it_waits_for(served: Served) -> None:
     """And not before that is durable."""
     waiting = asyncio.ensure_future(served.stub.Get(pb.GetRequest(run_id=RUN, key="k", timeout=LONG)))

@@ -371,16 +371,22 @@ class GetResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     VALUE_FIELD_NUMBER: _builtins.int
+    VALUE_TEXT_FIELD_NUMBER: _builtins.int
     value: _builtins.bytes
     """The value."""
+    value_text: _builtins.str
+    """The value again, for people whose tools show bytes as base64. Empty unless the value has at most 256 bytes, and they
+    are UTF-8 of printable characters; a line break is none. Programs read `value`.
+    """
     def __init__(
         self,
         *,
         value: _builtins.bytes = ...,
+        value_text: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["value", b"value"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["value", b"value", "value_text", b"value_text"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
