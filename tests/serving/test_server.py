@@ -276,18 +276,38 @@ async def test_health_answers_for_each_service_and_for_the_whole(serve: Start, c
     assert caught.value.code() is grpc.StatusCode.NOT_FOUND
 
 
-async def test_health_says_what_the_services_say_of_themselves(serve: Start, connect: Start) -> None:
-    """A server that listens may still be of no use: load balancers are told, and told again when it is."""
-    server = await serve(ECHO)
+async def test_each_service_has_a_status_of_its_own(connect: Start) -> None:
+    """The server as a whole serves while all of its services do: the same by Check, by Watch and by List."""
+    one, other = (Registration(f"tiny.v1.{name}", lambda server: None) for name in ("One", "Other"))
+    names = ("", one.service_name, other.service_name)
+    server = Server(ServerOptions(), services=[one, other], ready=False)
+    await server.start()
     channel = connect(server)
-    watch = health_pb2_grpc.HealthStub(channel).Watch(
-        health_pb2.HealthCheckRequest(service=SERVICE), timeout=PATIENCE
-    )
-    assert (await watch.read()).status == SERVING
-    for ready, said in ((False, NOT_SERVING), (True, SERVING), (False, NOT_SERVING)):
-        await server.set_ready(ready)
-        assert (await watch.read()).status == said
-        assert await health_of(channel, "") == said
+    stub = health_pb2_grpc.HealthStub(channel)
+    watches = [stub.Watch(health_pb2.HealthCheckRequest(service=name), timeout=PATIENCE) for name in names]
+
+    async def reported(changed: tuple[int, ...]) -> list[int]:
+        listed = (await stub.List(health_pb2.HealthListRequest(), timeout=PATIENCE)).statuses
+        assert set(listed) == {*names, "rallypoint.server.v1.ServerService"}
+        assert listed["rallypoint.server.v1.ServerService"].status == SERVING
+        checked = [await health_of(channel, name) for name in names]
+        assert [listed[name].status for name in names] == checked
+        assert [(await watches[index].read()).status for index in changed] == [checked[i] for i in changed]
+        return checked
+
+    assert await reported((0, 1, 2)) == [NOT_SERVING, NOT_SERVING, NOT_SERVING]
+    await server.set_ready(True)
+    assert await reported((0, 1, 2)) == [SERVING, SERVING, SERVING]
+    await server.set_ready(False, one)
+    assert await reported((0, 1)) == [NOT_SERVING, NOT_SERVING, SERVING]
+    await server.set_ready(False, other)
+    await server.set_ready(True, one)
+    assert await reported((1, 2)) == [NOT_SERVING, SERVING, NOT_SERVING]
+    await server.set_ready(True, one, other)
+    assert await reported((0, 2)) == [SERVING, SERVING, SERVING]
+    draining = asyncio.create_task(server.drain(60))
+    assert [(await watch.read()).status for watch in watches] == [NOT_SERVING] * 3
+    await soon(draining)
 
 
 @pytest.mark.parametrize("version", ["v1", "v1alpha"])

@@ -88,10 +88,22 @@ async def serve_agent_role(
 ) -> None:
     """Serve as a daemon that runs the jobs it is given, until a signal; then its jobs leave in good order.
 
-    It serves rendezvous too, for jobs that name no other service; this state ends with the process.
+    It serves rendezvous too, for jobs that name no other service; this state ends with the process. Health has a status
+    for each: NOT_SERVING for rendezvous once its runs are broken, for jobs once they leave.
     """
+    broken: list[asyncio.Task[None]] = []
+
+    def on_broken(error: BaseException) -> None:
+        broken.append(asyncio.create_task(server.set_ready(False, *rendezvous)))
+
+    async def leave() -> None:
+        await server.set_ready(False, daemon.registration)
+        await daemon.leave()
+
     async with AsyncExitStack() as stack:
-        rendezvous = await stack.enter_async_context(rendezvous_services(MemoryJournal()))
+        rendezvous = await stack.enter_async_context(
+            rendezvous_services(MemoryJournal(), on_failure=on_broken)
+        )
         timer_endpoint = await stack.enter_async_context(embedded_timer())
         sinks = []
         if metrics_address:
@@ -105,7 +117,7 @@ async def serve_agent_role(
         daemon.rendezvous = partial(_own_rendezvous, server, options, security)
         daemon.supervisor_address = lambda: advertised(server.address, named=False)
         # Its jobs leave before the server drains, so that their state can still be queried.
-        await server.serve_until_signal(before_drain=daemon.leave)
+        await server.serve_until_signal(before_drain=leave)
 
 
 @click.group()

@@ -258,7 +258,7 @@ class _HandledCall:
                 self._calls.closed()
 
     def _missing(self, error: BaseException) -> ServiceError | None:
-        """Return the error for a method that a service does not implement, such as List of gRPC's own health."""
+        """Return the error for a method that a service declares and does not implement."""
         # Generated code does this in place of a handler; NotImplementedError alone may have other sources.
         if isinstance(error, NotImplementedError) and self._context.code() is grpc.StatusCode.UNIMPLEMENTED:
             return ServiceError(

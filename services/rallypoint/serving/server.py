@@ -12,10 +12,11 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
+from typing import Any
 
 import grpc
 from google.protobuf import descriptor_pool
@@ -183,11 +184,28 @@ def _know_nothing(_error: Exception) -> ServiceError | None:
     return None
 
 
+class _HealthServicer(health.aio.HealthServicer):  # type: ignore[misc]
+    """Health with List, which grpcio-health-checking 1.85 declares and does not serve; older ones do not declare it."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        super().__init__()
+        self._names = tuple(names)
+
+    async def List(
+        self, request: health_pb2.HealthListRequest, context: Any
+    ) -> health_pb2.HealthListResponse:
+        """Return the status of each service."""
+        checks = {name: health_pb2.HealthCheckRequest(service=name) for name in self._names}
+        return health_pb2.HealthListResponse(
+            statuses={name: await self.Check(check, context) for name, check in checks.items()}
+        )
+
+
 class Server:
     """Serves a set of services, with ServerService, health, reflection, error mapping and a graceful end.
 
-    Health (`grpc.health.v1`) reports SERVING for each service's full name and for "" once started and ready,
-    NOT_SERVING once draining. Belongs to one event loop; starts once.
+    Health (`grpc.health.v1`) reports SERVING for each service's full name once started and while it is ready, and for
+    "" while all are; NOT_SERVING for all once draining. Belongs to one event loop; starts once.
     """
 
     def __init__(
@@ -208,16 +226,17 @@ class Server:
             ready: True if health reports SERVING from the start; False: only after `set_ready`.
             instance: random name; a replica over etcd has one of its own.
         """
-        self._ready = ready
         self._options = options
         self._info = describe_server(options, instance)
         add = partial(add_ServerServiceServicer_to_server, ServerServicer(self._info))
+        self._given = tuple(services)
         self._services = (*services, Registration(SERVICE_NAME, add, rights={"GetServerInfo": EVERY_ROLE}))
         for each in self._services:
             self._info.services.append(each.service_name)
             self._info.capabilities.extend(each.capabilities)
             self._info.limits.MergeFrom(each.limits)
         self._info.capabilities.sort()
+        self._ready = {**dict.fromkeys(self._info.services, ready), SERVICE_NAME: True}
         files = options.access
         self._calls = CallInterceptor(
             translate,
@@ -236,7 +255,7 @@ class Server:
                 certificates=options.tls_client_ca is not None,
             ),
         )
-        self._health = health.aio.HealthServicer()
+        self._health = _HealthServicer(["", *self._ready])
         self._server: grpc.aio.Server | None = None
         self._endpoint: Endpoint | None = None
         self._draining: asyncio.Task[None] | None = None
@@ -306,20 +325,24 @@ class Server:
         if self._options.reflection:
             _enable_reflection([*names, reflection.SERVICE_NAME], server)
 
-    async def set_ready(self, ready: bool) -> None:
-        """Report by health that the services can do their work, or not: load balancers then send calls, or do not.
+    async def set_ready(self, ready: bool, *services: Registration) -> None:
+        """Report by health that services can do their work, or not: load balancers then send calls, or do not.
 
         Calls are accepted in either case; once the server drains, health always reports NOT_SERVING.
+
+        Args:
+            ready: True if they can.
+            services: some of those given to this server; none: all of these.
         """
-        if ready != self._ready:
-            self._ready = ready
-            await self._publish_health()
+        for service in services or self._given:
+            self._ready[service.service_name] = ready
+        await self._publish_health()
 
     async def _publish_health(self) -> None:
         response = health_pb2.HealthCheckResponse
-        status = response.SERVING if self._ready else response.NOT_SERVING
-        for name in ("", *self._info.services):
-            await self._health.set(name, status)
+        for name in ("", *self._ready):
+            ready = self._ready[name] if name else all(self._ready.values())
+            await self._health.set(name, response.SERVING if ready else response.NOT_SERVING)
 
     async def serve_until_signal(
         self,
