@@ -48,12 +48,13 @@ run: $(VENV)/.ready ## train on digits: two services and two agents of two worke
 demo: $(VENV)/.ready ## the same, broken piece by piece while it trains; ends with a timeline of the recoveries
 	$(BIN)/python examples/demo.py
 
-lint: $(VENV)/.ready $(GENERATOR)/.ready ## ruff, mypy strict, buf lint, generated code up to date, rules of the house
+lint: $(VENV)/.ready $(GENERATOR)/.ready ## ruff, mypy strict, buf lint and breaking, generated code up to date, rules of the house
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy services agent
 	$(BIN)/mypy examples docker tests
 	cd protos && ../$(BIN)/buf lint
+	.ci/check-breaking
 	.ci/check-drift
 	$(BIN)/pytest -q tests/house
 
@@ -137,6 +138,12 @@ test-torch: $(TORCH)/.ready ## what needs torch, in an environment of its own
 .PHONY: bench
 bench: $(VENV)/.ready ## figures beside their floors, also in bench.json; ONLY=rendezvous N=1024 narrows (docs/benchmarks.md)
 	PYTHONPATH=tests $(BIN)/python -m benchmarks $(if $(ONLY),--only "$(ONLY)") $(if $(N),--n "$(N)") $(if $(TRIALS),--trials $(TRIALS))
+
+# CONTRIBUTING.md describes a release.
+.PHONY: release
+release: $(VENV)/.ready ## write tests/released/VERSION, which later versions must be able to read: VERSION=0.1.0
+	.ci/install-etcd
+	PYTHONPATH=tests $(BIN)/python -m compat $(VERSION)
 
 wheel: $(VENV)/.ready ## dist/rallypoint-*.whl
 	$(BIN)/pip wheel --quiet --no-deps --wheel-dir dist .
