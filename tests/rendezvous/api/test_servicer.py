@@ -502,7 +502,6 @@ async def test_a_bad_field_of_the_first_message_is_named(
 @pytest.mark.parametrize(
     ("field", "message"),
     [
-        ("message", {}),
         ("message", {"join": good_join()}),
         ("message", {"resume": pb.ResumeRun(run_id=RUN, node_id="a", lease=2)}),
         ("confirm.master_port", {"confirm": pb.ConfirmRound(round=1, master_port=65_536)}),

@@ -352,8 +352,8 @@ def _watchdog_trouble(request: pb.JoinRequest) -> str | None:
 def _command(request: pb.JoinRequest, member: Member) -> commands.Command | None:
     node_id, lease = member.node_id, member.lease.number
     match request.WhichOneof("message"):
-        case "heartbeat":
-            return None
+        case "heartbeat" | None:
+            return None  # None: a message of a newer agent, for a feature that this version does not have
         case "confirm":
             count("confirm.master_port", request.confirm.master_port, 0, _MOST_PORT)
             return commands.Confirm(node_id, lease, request.confirm.round, request.confirm.master_port)
@@ -366,6 +366,4 @@ def _command(request: pb.JoinRequest, member: Member) -> commands.Command | None
         case "leave":
             return commands.Leave(node_id, lease, reason(request.leave.reason, "leave.reason"))
         case other:
-            raise invalid(
-                "message", f"expected a heartbeat, confirm, report, depart or leave, not {other or 'empty'}"
-            )
+            raise invalid("message", f"expected a heartbeat, confirm, report, depart or leave, not {other}")
