@@ -119,6 +119,12 @@ test-ha: $(VENV)/.ready ## 3 replicas on 3 etcd members, killed, paused, parted 
 	.ci/install-etcd
 	RALLYPOINT_HA=full $(if $(MINUTES),RALLYPOINT_HA_MINUTES=$(MINUTES)) $(if $(SEED),RALLYPOINT_HA_SEED=$(SEED)) $(BIN)/pytest -s tests/ha $(if $(ONLY),-k "$(ONLY)")
 
+# FROM=v0.1.0 is any revision; it is installed into build/revisions (docs/high-availability.md).
+.PHONY: test-upgrade
+test-upgrade: $(VENV)/.ready ## 3 replicas of revision FROM replaced one by one by this version under load, and back
+	.ci/install-etcd
+	RALLYPOINT_UPGRADE_FROM=$$(.ci/build-revision $(FROM)) $(BIN)/pytest -s tests/compat/upgrade.py
+
 # SUITE=sid takes the etcd of that suite of this machine's distribution, and installs nothing.
 .PHONY: test-etcd
 test-etcd: $(VENV)/.ready ## what is built on etcd, on another version of it: SUITE=trixie

@@ -9,11 +9,9 @@ import json
 import re
 import subprocess
 from base64 import b64decode
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from pathlib import Path
 from shutil import copyfile, copytree
-from typing import Any
 
 import pytest
 
@@ -24,7 +22,7 @@ from house.source import ROOT
 from rallypoint.rendezvous.journal.journal import Journal
 from rallypoint.rendezvous.journal.sqlite import SqliteJournal
 from rendezvous.journal.etcd_shelf import etcd_shelf
-from support.etcd_server import NEEDS_ETCD, EtcdCluster, etcd_cluster
+from support.etcd_server import NEEDS_ETCD, EtcdCluster
 
 PRESENT = "present"
 every_version = pytest.mark.parametrize("version", [*release.versions(), PRESENT])
@@ -67,12 +65,7 @@ async def test_a_sqlite_journal_goes_on(version: str, tmp_path: Path) -> None:
         await release.write_journal(tmp_path)
     folder = _folder(version, tmp_path)
     copyfile(folder / release.JOURNAL, tmp_path / "copy.db")
-
-    @asynccontextmanager
-    async def journal() -> AsyncIterator[Journal]:
-        yield SqliteJournal(tmp_path / "copy.db")
-
-    await _goes_on(journal, folder, tmp_path)
+    await _goes_on(lambda: SqliteJournal(tmp_path / "copy.db"), folder, tmp_path)
 
 
 @NEEDS_ETCD
@@ -87,12 +80,7 @@ async def test_a_journal_in_etcd_goes_on(version: str, tmp_path: Path, etcd: Etc
     async with etcd_shelf(etcd.url) as shelf:
         for key, value in release.pairs(folder).items():
             await shelf.put(key, value)
-
-        @asynccontextmanager
-        async def journal() -> AsyncIterator[Journal]:
-            yield shelf.journal()
-
-        await _goes_on(journal, folder, tmp_path)
+        await _goes_on(shelf.journal, folder, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -152,13 +140,6 @@ def contracts(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.fixture(scope="module")
-def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdCluster]:
-    """An etcd."""
-    with etcd_cluster(tmp_path_factory.mktemp("etcd")) as cluster:
-        yield cluster
-
-
 def _folder(version: str, fresh: Path) -> Path:
     return fresh if version == PRESENT else release.RELEASED / version
 
@@ -168,18 +149,18 @@ def _breaking(contracts: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
-async def _goes_on(journal: Callable[[], Any], folder: Path, tmp_path: Path) -> None:
+async def _goes_on(journal: Callable[[], Journal], folder: Path, tmp_path: Path) -> None:
     expected = json.loads((folder / release.EXPECTED).read_text())
     lease, then = expected["lease"], expected["contents"]
     endpoint = f"unix:{tmp_path}/socket"
-    async with journal() as opened, served(opened, endpoint) as service:
+    async with served(journal(), endpoint) as service:
         now = await service.contents()
         assert differences(now, then) == []
         assert {name: set(of_run) for name, of_run in now.items()} == {
             name: set(of_run) for name, of_run in then.items()
         }
         await service.continue_(lease, b64decode(lease["token"]))
-    async with journal() as opened, served(opened, endpoint) as service:
+    async with served(journal(), endpoint) as service:
         events = await service.events(RUN)
         before = then["events"][RUN]
         assert differences(events[: len(before)], before) == []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -27,15 +27,16 @@ class Job:
         run_id: The run.
     """
 
-    def __init__(self, cluster: Cluster, run_id: str, folder: Path, agents: int = 2) -> None:
-        """Start nothing yet; what workers write goes to `folder`."""
+    def __init__(self, cluster: Cluster, run_id: str, folder: Path, programs: Sequence[Path]) -> None:
+        """Start nothing yet; what workers write goes to `folder`. `programs`: the `rallypoint` of each agent."""
         self.run_id = run_id
         self._cluster = cluster
         self._folder = folder
         self._agents = [
             HostProcess(f"{run_id}-agent-{number}", cluster.network, folder, AGENTS)
-            for number in range(agents)
+            for number in range(len(programs))
         ]
+        self._programs = programs
         folder.mkdir()
         self._lock = open(folder / "lock", "w", encoding="utf-8")  # noqa: SIM115 (held while workers are to count)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
@@ -46,7 +47,7 @@ class Job:
             agent.spawn(
                 [
                     *[
-                        str(RALLYPOINT),
+                        str(self._programs[number]),
                         "run",
                         "--nnodes",
                         str(len(self._agents)),
@@ -102,9 +103,11 @@ class Job:
 
 
 @asynccontextmanager
-async def running_job(cluster: Cluster, run_id: str, folder: Path) -> AsyncIterator[Job]:
+async def running_job(
+    cluster: Cluster, run_id: str, folder: Path, programs: Sequence[Path] = (RALLYPOINT, RALLYPOINT)
+) -> AsyncIterator[Job]:
     """A job whose workers count; none of its processes is left afterwards."""
-    job = Job(cluster, run_id, folder)
+    job = Job(cluster, run_id, folder, programs)
     try:
         await job.start()
         yield job

@@ -23,6 +23,7 @@ class Replicas:
 
     Attributes:
         replicas: Their processes.
+        programs: By name, the `rallypoint` that a replica runs; by default that of this environment.
         wrappers: By name, the command that a replica is started by, in front of its own; most have none.
         ttl: Of a replica's lease, seconds.
     """
@@ -30,6 +31,7 @@ class Replicas:
     def __init__(self, names: Sequence[str], network: Network, folder: Path, ttl: float) -> None:
         """Start nothing yet; logs go to `folder`."""
         self.replicas = {name: HostProcess(name, network, folder) for name in names}
+        self.programs = dict.fromkeys(names, RALLYPOINT)
         self.wrappers: dict[str, Sequence[str]] = {}
         self.ttl = ttl
         self._network = network
@@ -64,7 +66,7 @@ class Replicas:
             [
                 *self.wrappers.get(name, ()),
                 *[
-                    str(RALLYPOINT),
+                    str(self.programs[name]),
                     "serve",
                     "rendezvous",
                     "--log-format",

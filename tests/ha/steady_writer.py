@@ -11,18 +11,17 @@ from rallypoint.rpc.endpoint import Plaintext
 from rallypoint.rpc.replica_client import ReplicaClient
 from torture.tormented_node import TormentedNode
 
-# Between two additions, seconds: one is to be under way at each trouble, not to use up the machine.
-_PAUSE = 0.01
-
 
 class SteadyWriter:
     """Adds one to a key of a run, again and again; every addition counts once, or `go_on` and `stop` fail."""
 
-    def __init__(self, endpoints: str, node: TormentedNode, key: str = "sum") -> None:
+    def __init__(self, endpoints: str, node: TormentedNode, key: str = "sum", pause: float = 0.01) -> None:
         """Write nothing yet; `endpoints` as `--rdzv-endpoint` takes them.
 
-        It writes for `node`, which must hold its lease all the time. Nobody else is to write to the key.
+        It writes for `node`, which must hold its lease all the time. Nobody else is to write to the key. `pause`:
+        between two additions, seconds: one is to be under way at each trouble, not to use up the machine.
         """
+        self._pause = pause
         self._key = key
         self._board = ReplicaClient(endpoints, Plaintext())
         self._store = StoreClient(self._board, node.run_id, writer=lambda: node.writer)
@@ -80,4 +79,4 @@ class SteadyWriter:
             self._answers.append(loop.time())
             self._answered.set()
             assert total == len(self._answers), "every addition counts once"
-            await asyncio.sleep(_PAUSE)
+            await asyncio.sleep(self._pause)
