@@ -1,0 +1,142 @@
+"""The example clients keep a run alive together with an agent, over what happens to the service and to workers."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from clients.members import BUILT, CLIENTS, MAX_RESTARTS, PYTHON, Members, members_of_a_service
+from ha.cluster import running_cluster
+from ha.waiting import PATIENCE, until
+from programs import Program
+from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
+
+pytestmark = BUILT
+
+RUN = "polyglot"
+
+
+async def test_members_keep_their_lease_over_a_restart_of_the_service(tmp_path: Path) -> None:
+    """The service is SIGKILLed: no worker notices. A worker is: all workers restart, once, and the run succeeds."""
+    nodes = (*CLIENTS, PYTHON)
+    async with members_of_a_service(tmp_path, f"2:{len(nodes)}") as (members, service):
+        members.start(*nodes)
+        first = await members.meet(nodes)
+        assert sorted(int(record["RANK"]) for record in first.values()) == [*range(len(nodes))]
+        watchers = [members.watch(language) for language in CLIENTS]
+        await all_print(watchers, f"round {first[PYTHON]['round']}")
+
+        before = await service.run(RUN)
+        await service.kill()
+        await service.start()
+
+        async def resumed() -> str:
+            run = await service.run(RUN)
+            return "" if all(node.connected for node in run.nodes) else f"the nodes are {run.nodes}"
+
+        await until("all nodes to resume", resumed, PATIENCE)
+        after = await service.run(RUN)
+        assert after.round == before.round
+        assert [(node.node_id, node.lease) for node in after.nodes] == [
+            (node.node_id, node.lease) for node in before.nodes
+        ]
+        assert await members.meet(nodes) == first, "a worker was restarted"
+
+        os.kill(first["go"]["pid"], signal.SIGKILL)
+        second = await members.meet(nodes, after=after.round)
+        assert {record["TORCHELASTIC_RESTART_COUNT"] for record in second.values()} == {"1"}
+        await all_print(watchers, f"round {second[PYTHON]['round']}")
+
+        members.finish()
+        assert set((await members.ended()).values()) == {0}
+        run = await service.run(RUN)
+        assert (run.run_end.outcome, run.restart_count) == (pb.OUTCOME_SUCCEEDED, 1)
+        await all_print(watchers, "closed")
+        assert {len(watcher.output.items) for watcher in watchers} == {3}
+
+
+async def all_print(watchers: Sequence[Program], event: str) -> None:
+    """Wait until each watcher has printed a line of an event."""
+    for watcher in watchers:
+        await watcher.output.first(event, lambda line: line.text.startswith(f"{event}:"))
+
+
+async def test_a_worker_has_the_environment_of_an_agent_s_worker(tmp_path: Path) -> None:
+    """Every variable of docs/protocol.md is set, as `rallypoint run` sets it."""
+    nodes = (*CLIENTS, PYTHON)
+    async with members_of_a_service(tmp_path, str(len(nodes))) as (members, _):
+        members.start(*nodes)
+        records = await members.meet(nodes)
+        members.finish()
+        own = {"pid", "RANK", "ROLE_RANK", "GROUP_RANK", "RALLYPOINT_NODE"}
+        page = (Path(__file__).parents[2] / "docs" / "protocol.md").read_text()
+        table = page[page.index("## The environment of a worker") :]
+        common = {name: value for name, value in records[PYTHON].items() if name in table and name not in own}
+        assert len(common) > 10
+        common.pop("TORCHELASTIC_ERROR_FILE")  # the examples record no exceptions
+        for language in CLIENTS:
+            record = records[language]
+            assert {name: record.get(name) for name in common} == common, language
+            assert record["RANK"] == record["ROLE_RANK"] == record["GROUP_RANK"]
+            assert record["RALLYPOINT_NODE"] == language
+
+
+async def test_the_end_of_a_failed_run_has_the_first_failure(tmp_path: Path) -> None:
+    """Without a restart left, a worker's death closes the run: all members exit with an error."""
+    async with members_of_a_service(tmp_path, str(len(CLIENTS))) as (members, service):
+        members.start(*CLIENTS)
+        after = 0
+        for victim in list(CLIENTS)[-MAX_RESTARTS - 1 :]:
+            records = await members.meet(CLIENTS, after=after)
+            after = records[victim]["round"]
+            os.kill(records[victim]["pid"], signal.SIGKILL)
+        codes = await members.ended()
+        assert set(codes.values()) == {1}, codes
+        failure = (await service.run(RUN)).run_end.failure
+        assert (failure.node_id, failure.exit_code) == (victim, -signal.SIGKILL)
+        assert (failure.kind, failure.rank) == (pb.FAILURE_KIND_SIGNAL, int(records[victim]["RANK"]))
+
+
+async def test_members_leave_in_good_order_on_sigterm(tmp_path: Path) -> None:
+    """One after the other leaves; the others go on in a new round, and no restart is counted."""
+    async with members_of_a_service(tmp_path, f"1:{len(CLIENTS)}") as (members, service):
+        members.start(*CLIENTS)
+        after = 0
+        left = list(CLIENTS)
+        while left:
+            records = await members.meet(left, after=after)
+            assert {record["TORCHELASTIC_RESTART_COUNT"] for record in records.values()} == {"0"}
+            after = records[left[0]]["round"]
+            leaver = left.pop(0)
+            members.programs[leaver].signal(signal.SIGTERM)
+            assert await members.programs[leaver].ended(PATIENCE) == 128 + signal.SIGTERM
+            run = await service.run(RUN)
+            assert leaver not in [node.node_id for node in run.nodes]
+            assert run.last_round_end.cause == pb.ROUND_END_CAUSE_NODE_LEFT
+            assert run.last_round_end.node_id == leaver
+
+
+@pytest.mark.timeout(6 * PATIENCE)
+async def test_members_follow_a_run_to_another_replica(tmp_path: Path) -> None:
+    """The replica that owns the run is SIGKILLed: all members resume at the next owner, and no worker notices."""
+    async with running_cluster(tmp_path) as cluster:
+        members = Members(tmp_path, cluster.endpoints, RUN, str(len(CLIENTS)))
+        try:
+            members.start(*CLIENTS)
+            first = await members.meet(CLIENTS)
+            owner = await cluster.owner(RUN)
+            await cluster.process(owner).kill()
+            for language in CLIENTS:
+                log = members.programs[language].log
+                await log.first(f"{language} to resume", lambda line: "resumed: true" in line.text)
+            assert await cluster.owner(RUN) != owner
+            assert await members.meet(CLIENTS) == first, "a worker was restarted"
+            members.finish()
+            codes = await members.ended()
+            assert set(codes.values()) == {0}, codes
+        finally:
+            await members.close()
