@@ -25,19 +25,19 @@ WORKER = Path(__file__).with_name("meeting_recorder.py")
 MAX_RESTARTS = 1
 LAST_CALL = 0.5  # seconds
 
-CLIENTS = {
+_COMMANDS = {
     "go": (str(EXAMPLES / "build" / "go" / "member"),),
-
-
-
+    "cpp": (str(EXAMPLES / "build" / "cpp" / "member"),),
+    "node": ("node", str(EXAMPLES / "build" / "node" / "member.js")),
+    "shell": (str(EXAMPLES / "shell" / "member"),),
 }
-"""Commands by language."""
+_CHOSEN = os.environ.get("RALLYPOINT_TEST_CLIENTS", "").split()
+CLIENTS = {name: command for name, command in _COMMANDS.items() if name in _CHOSEN}
+"""Commands of the clients that are tested, by language."""
 PYTHON = "python"
 """The node of an agent, `rallypoint run`."""
 
-BUILT = pytest.mark.skipif(
-    "RALLYPOINT_TEST_CLIENTS" not in os.environ, reason="needs the built example clients: make test-clients"
-)
+BUILT = pytest.mark.skipif(not CLIENTS, reason="needs the built example clients: make test-clients")
 
 
 class Members:

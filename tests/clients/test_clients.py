@@ -46,7 +46,7 @@ async def test_members_keep_their_lease_over_a_restart_of_the_service(tmp_path: 
         ]
         assert await members.meet(nodes) == first, "a worker was restarted"
 
-        os.kill(first["go"]["pid"], signal.SIGKILL)
+        os.kill(first[next(iter(CLIENTS))]["pid"], signal.SIGKILL)
         second = await members.meet(nodes, after=after.round)
         assert {record["TORCHELASTIC_RESTART_COUNT"] for record in second.values()} == {"1"}
         await all_print(watchers, f"round {second[PYTHON]['round']}")
