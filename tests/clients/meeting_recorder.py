@@ -32,7 +32,9 @@ else:
         ranks = json.loads(stream.readline())
 
 record = {"pid": os.getpid(), "ranks": ranks, "round": int(os.environ["RALLYPOINT_ROUND"])}
-record |= {name: value for name, value in os.environ.items() if name.startswith(("RALLYPOINT_", "TORCHELASTIC_"))}
+record |= {
+    name: value for name, value in os.environ.items() if name.startswith(("RALLYPOINT_", "TORCHELASTIC_"))
+}
 names = ("RANK", "LOCAL_RANK", "ROLE_RANK", "GROUP_RANK", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT")
 names += ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE", "GROUP_WORLD_SIZE")
 record |= {name: os.environ.get(name) for name in names}

@@ -15,12 +15,12 @@ import pytest
 from google.protobuf.message import Message
 
 from compat import golden_journal, release
+from rallypoint.journal.v1.journal_pb2 import JournalRecord, RunSnapshot
 from rallypoint.rendezvous.client import Admitted, Event, Membership, MembershipUpdate
 from rallypoint.rendezvous.journal.journal import MemoryJournal, Recovered
 from rallypoint.rendezvous.journal.sqlite import SqliteJournal
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1 import store_service_pb2 as store_pb
-from rallypoint.rendezvous.v1.journal_pb2 import JournalRecord, RunSnapshot
 from rallypoint.rpc.channel import open_channel
 from rallypoint.rpc.errors import decode
 from support.waiting import PATIENCE
