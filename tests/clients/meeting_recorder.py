@@ -35,7 +35,15 @@ record = {"pid": os.getpid(), "ranks": ranks, "round": int(os.environ["RALLYPOIN
 record |= {
     name: value for name, value in os.environ.items() if name.startswith(("RALLYPOINT_", "TORCHELASTIC_"))
 }
-names = ("RANK", "LOCAL_RANK", "ROLE_RANK", "GROUP_RANK", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT")
+names: tuple[str, ...] = (
+    "RANK",
+    "LOCAL_RANK",
+    "ROLE_RANK",
+    "GROUP_RANK",
+    "ROLE_NAME",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
 names += ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE", "GROUP_WORLD_SIZE")
 record |= {name: os.environ.get(name) for name in names}
 with (folder / f"{os.environ['RALLYPOINT_NODE']}.jsonl").open("a") as file:
