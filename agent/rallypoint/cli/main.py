@@ -139,6 +139,10 @@ class LazyGroup(click.Group):
         "evict": ("rallypoint.cli.runs:evict", "Remove a node from a run and refuse it."),
         "close": ("rallypoint.cli.runs:close", "End a run on all its hosts."),
         "delete": ("rallypoint.cli.runs:delete", "Forget a run that is over, so that its name is free."),
+        "conformance": (
+            "rallypoint.cli.conformance:conformance",
+            "Check an agent in any language against the protocol.",
+        ),
         "token": ("rallypoint.cli.credentials:token", "Make keys for tokens, issue and inspect tokens."),
         "tls": ("rallypoint.cli.credentials:tls", "Make certificates for a trial of mutual TLS."),
         "completion": ("rallypoint.cli.main:completion", "Print the completion script for a shell."),

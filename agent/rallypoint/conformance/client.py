@@ -1,0 +1,198 @@
+"""The client under test: its process, its output, and the workers that it starts."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shlex
+import shutil
+import signal
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from importlib.resources import files
+from pathlib import Path
+
+from rallypoint.rpc.endpoint import SettingError
+from rallypoint.rpc.text import clip_start, printable
+
+PLACEHOLDERS = ("address", "run_id", "node_id", "worker")
+_OPTIONAL = ("nproc",)
+_ENDED = 5.0  # seconds that a killed process may take to end
+_SHOWN_BYTES = 1_500
+# In the client's environment, so that the kit sees whether workers get it. No client reads it.
+PLANTED_SECRET = "RALLYPOINT_TLS_CONFORMANCE"  # noqa: S105 (a name)
+
+
+def parse_command(command: str) -> list[str]:
+    """Split the command line of the client, and check it.
+
+    Raises:
+        SettingError: It is not usable; one line that names the mistake.
+    """
+    try:
+        words = shlex.split(command)
+    except ValueError as error:
+        raise SettingError(f"--client: {command!r} can't be split into words: {error}") from None
+    if not words:
+        raise SettingError("--client COMMAND is missing: the command line of the client under test")
+    missing = [f"{{{name}}}" for name in PLACEHOLDERS if not any(f"{{{name}}}" in word for word in words)]
+    if missing:
+        raise SettingError(
+            f"--client: {', '.join(missing)} is missing in the command; the kit puts a value there"
+        )
+    if shutil.which(words[0]) is None:
+        raise SettingError(f"--client: there is no program {words[0]!r}")
+    return words
+
+
+@dataclass(frozen=True)
+class Worker:
+    """A worker process that has begun.
+
+    Attributes:
+        pid: Its process id.
+        environment: Its environment.
+        child: True for the child process of a worker.
+        bound: Whether it could bind the master port; None: it did not have to.
+    """
+
+    pid: int
+    folder: Path = field(repr=False)
+    environment: Mapping[str, str] = field(repr=False)
+    child: bool
+    bound: bool | None
+
+    @property
+    def round(self) -> str:
+        """RALLYPOINT_ROUND."""
+        return self.environment.get("RALLYPOINT_ROUND", "")
+
+    @property
+    def alive(self) -> bool:
+        """True while it lives; a zombie does not."""
+        return _command_line(self.pid).find(os.fsencode(self.folder)) >= 0
+
+    @property
+    def terminated(self) -> bool:
+        """True if it got SIGTERM."""
+        return (self.folder / f"{self.pid}.term").exists()
+
+    def end(self, code: int) -> None:
+        """Make it end with an exit code."""
+        (self.folder / f"{self.pid}.end").write_text(str(code))
+
+
+def _command_line(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+class Client:
+    """One process of the client, in a folder of its own."""
+
+    def __init__(self, words: list[str], folder: Path, values: Mapping[str, str]) -> None:
+        """Set up; start nothing yet.
+
+        Args:
+            words: Its command line, with placeholders.
+            folder: An empty folder.
+            values: The values of the placeholders, without `worker`.
+        """
+        self._folder = folder
+        self._output = folder / "output"
+        self._workers = folder / "workers"
+        self._seen: dict[int, Worker] = {}
+        self._process: asyncio.subprocess.Process | None = None
+        program = self._workers / "worker.py"
+        self._words = words
+        for name, value in {"nproc": "1", **values, "worker": str(program)}.items():
+            self._words = [word.replace(f"{{{name}}}", value) for word in self._words]
+        self._workers.mkdir()
+        text = files("rallypoint.conformance").joinpath("worker_program.py").read_text()
+        program.write_text(f"#!{sys.executable} -IS\n{text}")
+        program.chmod(0o700)
+        self.plan()
+
+    def plan(self, **plan: object) -> None:
+        """Decide how workers behave that start from now on; see `worker_program`."""
+        (self._workers / "plan.json").write_text(json.dumps(plan))
+
+    async def start(self) -> None:
+        """Start it, in a session of its own: Ctrl-C reaches the kit alone, which ends the client."""
+        temporary = self._folder / "tmp"
+        temporary.mkdir()
+        environment = {**os.environ, "TMPDIR": str(temporary), PLANTED_SECRET: "secret"}
+        with self._output.open("wb") as output:
+            self._process = await asyncio.create_subprocess_exec(
+                *self._words,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env=environment,
+                start_new_session=True,
+            )
+
+    @property
+    def exit_code(self) -> int | None:
+        """Its exit code; None: it runs."""
+        return self._process.returncode if self._process is not None else None
+
+    @property
+    def output(self) -> str:
+        """The output so far."""
+        return self._output.read_text(errors="replace") if self._output.exists() else ""
+
+    @property
+    def last_lines(self) -> str:
+        """The end of the output, on one line."""
+        lines = [line.strip() for line in self.output.splitlines() if line.strip()]
+        return printable(clip_start(" | ".join(lines[-5:]), _SHOWN_BYTES, "…")) or "no output"
+
+    @property
+    def workers(self) -> list[Worker]:
+        """All workers that have begun so far, without their children."""
+        return [each for each in self._processes() if not each.child]
+
+    @property
+    def alive(self) -> list[Worker]:
+        """The workers that are alive, without their children."""
+        return [each for each in self.workers if each.alive]
+
+    @property
+    def children(self) -> list[Worker]:
+        """The living child processes of workers."""
+        return [each for each in self._processes() if each.child and each.alive]
+
+    def _processes(self) -> list[Worker]:
+        for path in self._workers.glob("*.json"):
+            if path.stem.isdigit() and (pid := int(path.stem)) not in self._seen:
+                record = json.loads(path.read_text())
+                self._seen[pid] = Worker(
+                    pid, self._workers, record["environment"], record["child"], record["bound"]
+                )
+        return list(self._seen.values())
+
+    def terminate(self) -> None:
+        """Send SIGTERM to it."""
+        if self._process is not None:
+            with suppress(ProcessLookupError):
+                self._process.send_signal(signal.SIGTERM)
+
+    async def kill(self) -> None:
+        """Kill it, and all processes that it has left."""
+        if self._process is None:
+            return
+        mark = os.fsencode(self._folder)
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._process.wait(), _ENDED)
+        for path in Path("/proc").glob("[0-9]*"):
+            if mark in _command_line(int(path.name)) and int(path.name) != os.getpid():
+                with suppress(OSError):
+                    os.kill(int(path.name), signal.SIGKILL)

@@ -1,0 +1,383 @@
+"""One play of a scenario: the scripted service, the client, and the checks of rules."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from rallypoint.conformance.client import Client, Worker
+from rallypoint.conformance.server import ScriptedService, Stream
+from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
+from rallypoint.rpc.durations import set_seconds
+from rallypoint.rpc.errors import ServiceError
+
+INTERVAL = 0.5
+"""keep_alive_interval of the leases, seconds; time_to_live is three times that."""
+
+HOLD = 0.8
+"""Seconds for which a state must last, as in "no worker starts"."""
+
+_POLL = 0.03  # seconds between two looks at files of workers
+MASTER_PORT = 29_511
+FENCING_TOKEN = 77
+
+
+class RuleBroken(Exception):
+    """The client broke a rule: the scenario ends."""
+
+
+class ClientFailed(Exception):
+    """The client ended before it opened a stream: nothing can be checked."""
+
+
+@dataclass
+class Findings:
+    """Results of one scenario.
+
+    Attributes:
+        held: Rules that were checked and held.
+        broken: For a broken rule, the expectation and the observation.
+    """
+
+    held: set[str] = field(default_factory=set)
+    broken: dict[str, tuple[str, str]] = field(default_factory=dict)
+
+
+class Scene:
+    """A scenario that is played.
+
+    Attributes:
+        service: The scripted service.
+        client: The client.
+        findings: The results so far.
+        revision: The last revision that was sent.
+        lease: The last lease that was granted.
+        join: The last `join` of the client.
+    """
+
+    def __init__(
+        self, service: ScriptedService, client: Client, values: dict[str, str], timeout: float
+    ) -> None:
+        """`timeout`: seconds to wait for each expected action of the client."""
+        self.service = service
+        self.client = client
+        self.findings = Findings()
+        self.revision = 0
+        self.lease = pb.Lease()
+        self.join = pb.JoinRun()
+        self._values = values
+        self._timeout = timeout
+        self._next_stream = 0
+        self._messages_read: dict[tuple[int, str], int] = {}
+
+    # ---- Checks
+
+    def check(self, rule: str, holds: bool, expected: str, seen: str) -> None:
+        """Record that a rule held; end the scenario if it did not."""
+        if not holds:
+            self.findings.broken[rule] = expected, seen
+            raise RuleBroken
+        self.findings.held.add(rule)
+
+    async def until(
+        self, rule: str, condition: Callable[[], object], expected: str, *, running: bool = True
+    ) -> None:
+        """Wait until a condition holds; the rule is broken if it does not in time.
+
+        Args:
+            rule: The rule.
+            condition: The condition.
+            expected: The expectation, for people.
+            running: False if the client may end meanwhile.
+        """
+        end = self.now + self._timeout
+        while not condition():
+            code = self.client.exit_code
+            if running and code is not None and not condition():
+                seen = f"the client ended with exit code {code}; its last lines: {self.client.last_lines}"
+                self.check(rule, False, expected, seen)
+            if self.now >= end:
+                self.check(rule, False, expected, f"nothing within {self._timeout:g} s; {self._state()}")
+            await self.service.changed.since(self.service.changed.count, _POLL)
+        self.check(rule, True, expected, "")
+
+    async def hold(self, rule: str, holds: Callable[[], bool], expected: str, seconds: float = HOLD) -> None:
+        """Check that a condition holds for a while."""
+        end = self.now + seconds
+        while self.now < end:
+            self.check(rule, holds(), expected, self._state())
+            await asyncio.sleep(_POLL)
+
+    @property
+    def now(self) -> float:
+        """Loop time."""
+        return asyncio.get_running_loop().time()
+
+    def _state(self) -> str:
+        """Describe the client's present state, for people."""
+        workers = self.client.workers
+        alive = sum(each.alive for each in workers)
+        parts = [
+            f"{len(workers)} workers started, {alive} alive",
+            f"{len(self.service.streams)} streams opened",
+        ]
+        if self.service.streams:
+            stream = self.service.streams[-1]
+            kinds = [str(message.WhichOneof("message")) for _, message in stream.messages][-4:]
+            parts.append(
+                f"messages of the last: {', '.join([str(stream.first.WhichOneof('message')), *kinds])}"
+            )
+            if stream.over:
+                parts.append("it is over")
+        if self.client.exit_code is not None:
+            parts.append(f"exit code {self.client.exit_code}; last lines: {self.client.last_lines}")
+        return "; ".join(parts)
+
+    # ---- Streams
+
+    async def stream(self, rule: str, expected: str) -> Stream:
+        """Return the next stream that the client opens."""
+        await self.until(rule, lambda: len(self.service.streams) > self._next_stream, expected)
+        self._next_stream += 1
+        return self.service.streams[self._next_stream - 1]
+
+    def forget_streams(self) -> None:
+        """Leave out streams that the service has refused by itself."""
+        self._next_stream = len(self.service.streams)
+
+    async def begin(self) -> Stream:
+        """Start the client; return its first stream.
+
+        Raises:
+            ClientFailed: The client ended before it opened one.
+        """
+        await self.client.start()
+        end = self.now + self._timeout
+        while not self.service.streams and self.client.exit_code is None and self.now < end:
+            await self.service.changed.since(self.service.changed.count, _POLL)
+        if not self.service.streams and self.client.exit_code is not None:
+            raise ClientFailed(
+                f"the client ended with exit code {self.client.exit_code} before it opened a stream; its last "
+                f"lines: {self.client.last_lines}"
+            )
+        return await self.joined("R10", "a stream that begins with `join`, within 10 s of its beginning")
+
+    async def joined(self, rule: str, expected: str) -> Stream:
+        """Return the next stream, which must begin with a complete `join`; `rule` demands it."""
+        stream = await self.stream(rule, expected)
+        kind = str(stream.first.WhichOneof("message"))
+        self.check(rule, kind == "join", expected, f"the stream begins with `{kind}`")
+        self.join = join = stream.first.join
+        wrong = [
+            f"{name} is {value!r}, not {self._values[name]!r}"
+            for name, value in (("run_id", join.run_id), ("node_id", join.node_id))
+            if value != self._values[name]
+        ]
+        if not 1 <= join.settings.min_nodes <= join.settings.max_nodes:
+            wrong.append(f"settings has {join.settings.min_nodes} to {join.settings.max_nodes} nodes")
+        wrong += [f"{name} is missing" for name in ("address", "local_world_size") if not getattr(join, name)]
+        self.check("R10", not wrong, "a complete `join`", "; ".join(wrong))
+        return stream
+
+    async def resumed(self, rule: str, expected: str = "a stream that begins with `resume`") -> Stream:
+        """Return the next stream, which must resume the lease; `rule` demands it."""
+        stream = await self.stream(rule, expected)
+        self.check_resume(rule, stream, expected)
+        return stream
+
+    def check_resume(self, rule: str, stream: Stream, expected: str) -> None:
+        """Check the first message of a stream that resumes."""
+        kind = str(stream.first.WhichOneof("message"))
+        self.check(rule, kind == "resume", expected, f"the stream begins with `{kind}`")
+        resume = stream.first.resume
+        seen = [
+            (name, getattr(resume, name), value)
+            for name, value in (*self._names(), ("lease", self.lease.number), ("token", self.lease.token))
+            if getattr(resume, name) != value
+        ]
+        wrong = "; ".join(f"{name} is {got!r}, not {value!r}" for name, got, value in seen)
+        self.check("R24", not seen, "a `resume` with the names, the lease and its token", wrong)
+        after = resume.after_revision
+        self.check(
+            "R25", after == self.revision, f"after_revision {self.revision}", f"after_revision {after}"
+        )
+
+    def _names(self) -> list[tuple[str, Any]]:
+        return [("run_id", self._values["run_id"]), ("node_id", self._values["node_id"])]
+
+    async def message(
+        self, rule: str, stream: Stream, kind: str, expected: str = "", *, round_: int = 0
+    ) -> pb.JoinRequest:
+        """Return the next message of a kind on a stream; of a round, if one is given: a client may repeat older ones."""
+        expected = expected or f"`{kind}`"
+        key = (id(stream), kind)
+
+        def found() -> pb.JoinRequest | None:
+            for message in stream.of(kind)[self._messages_read.get(key, 0) :]:
+                if not round_ or getattr(message, kind).round == round_:
+                    return message
+            return None
+
+        await self.until(rule, lambda: found() or stream.over, expected)
+        message = found()
+        self.check(rule, message is not None, expected, self._state())
+        assert message is not None
+        self._messages_read[key] = stream.of(kind).index(message) + 1
+        return message
+
+    # ---- Messages of the service
+
+    def grant(
+        self, stream: Stream, *, interval: float = INTERVAL, phase: pb.Phase.ValueType | None = 1
+    ) -> None:
+        """Send a new lease; and an update with `phase`, unless it is None."""
+        self.lease = pb.Lease(
+            number=self.lease.number + 1,
+            revision=self.revision,
+            incarnation="i1",
+            token=secrets.token_bytes(16),
+        )
+        self.again(stream, interval=interval)
+        if phase is not None:
+            self.update(stream, phase)
+
+    def again(self, stream: Stream, *, interval: float = INTERVAL) -> None:
+        """Send the lease that the client holds, as after a resume."""
+        set_seconds(self.lease.keep_alive_interval, interval)
+        set_seconds(self.lease.time_to_live, 3 * interval)
+        stream.send(pb.JoinResponse(lease=self.lease))
+
+    def update(
+        self, stream: Stream, phase: int, round_: int = 0, *, revision: int | None = None, **fields: Any
+    ) -> pb.NodeUpdate:
+        """Send an update; with an assignment if it has a round. The revision grows unless it is given."""
+        if revision is None:
+            revision = self.revision = self.revision + 1
+        update = pb.NodeUpdate(revision=revision, restart_count=0)
+        update.MergeFrom(pb.NodeUpdate(**fields))
+        update.phase = phase  # type: ignore[assignment]
+        if round_:
+            update.assignment.CopyFrom(self.assignment(round_))
+            if phase != pb.PHASE_FINAL:
+                update.assignment.master_port = 0
+        stream.send(pb.JoinResponse(update=update))
+        return update
+
+    def assignment(self, round_: int) -> pb.Assignment:
+        """Return the assignment of a round with this node alone."""
+        workers = self.join.local_world_size
+        return pb.Assignment(
+            round=round_,
+            group_rank=0,
+            group_world_size=1,
+            base_rank=0,
+            world_size=workers,
+            base_role_rank=0,
+            role_world_size=workers,
+            master_address="127.0.0.1",
+            master_port=self.port,
+            fencing_token=FENCING_TOKEN + round_,
+        )
+
+    port = MASTER_PORT
+
+    # ---- Rounds
+
+    async def confirmed(self, stream: Stream, round_: int, rule: str = "R13") -> pb.ConfirmRound:
+        """Wait for the confirmation of a round, and check it."""
+        expected = f"`confirm` of round {round_}"
+        confirm = (await self.message(rule, stream, "confirm", expected, round_=round_)).confirm
+        alive = self.client.alive
+        self.check("R13", not alive, "no worker of an earlier round when the node confirms", self._state())
+        if children := len(self.client.children):
+            self.check("R14", False, "no grandchild when the node confirms", f"{children} alive")
+        port = confirm.master_port
+        self.check("R16", 0 < port < 65_536, "a port in `confirm`", f"master_port {port}")
+        self.port = port
+        return confirm
+
+    async def run_round(self, stream: Stream, round_: int) -> list[Worker]:
+        """Play FROZEN and FINAL; return the workers once all have started."""
+        self.update(stream, pb.PHASE_FROZEN, round_)
+        await self.confirmed(stream, round_)
+        self.update(stream, pb.PHASE_FINAL, round_)
+        return await self.started(round_)
+
+    async def started(self, round_: int, rule: str = "R03") -> list[Worker]:
+        """Wait until all workers of a round have started; return them."""
+        wanted = self.join.local_world_size
+
+        def workers() -> list[Worker]:
+            return [each for each in self.client.alive if each.round == str(round_)]
+
+        expected = f"{wanted} workers of round {round_}, by RALLYPOINT_ROUND"
+        await self.until(rule, lambda: len(workers()) >= wanted, expected)
+        bound = [each.bound for each in workers() if each.bound is not None]
+        if bound:
+            self.check("R16", all(bound), f"workers can bind port {self.port}", "it is taken")
+        return workers()
+
+    async def running(self, **lease: float) -> tuple[Stream, list[Worker]]:
+        """Start the client and play up to running workers of round 1; return its stream and them."""
+        stream = await self.begin()
+        self.grant(stream, **lease)
+        return stream, await self.run_round(stream, 1)
+
+    async def stopped(self, rule: str, reason: str) -> None:
+        """Wait until no worker is alive."""
+        await self.until(rule, lambda: not self.client.alive, f"no worker after {reason}", running=False)
+
+    async def ended(self, rule: str, reason: str, *, success: bool | None = None) -> None:
+        """Wait for the end of the client; its exit code must be 0 or another one, unless `success` is None."""
+        await self.until(
+            rule, lambda: self.client.exit_code is not None, f"the client ends: {reason}", running=False
+        )
+        alive = len(self.client.alive)
+        self.check("R09", not alive, "no worker after the end of the client", f"{alive} alive")
+        if success is not None:
+            code = self.client.exit_code
+            expected = "exit code 0" if success else "an exit code other than 0"
+            self.check(rule, (code == 0) == success, f"{expected}: {reason}", f"exit code {code}")
+
+
+def error(code: Any, reason: str, message: str = "scripted", **more: Any) -> ServiceError:
+    """Return an error of the scripted service; `more`: its metadata and retry_after."""
+    return ServiceError(code, reason, message, **more)
+
+
+Play: TypeAlias = Callable[[Scene], Awaitable[None]]
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A script.
+
+    Attributes:
+        name: Its name.
+        summary: Its course, in one sentence.
+        rules: The rules that it is there for.
+        play: Plays it.
+    """
+
+    name: str
+    summary: str
+    rules: tuple[str, ...]
+    play: Play
+
+
+SCENARIOS: dict[str, Scenario] = {}
+"""All scenarios by name, in the order of their files; `report` imports these."""
+
+
+def scenario(*rules: str) -> Callable[[Play], Play]:
+    """Register a function as a scenario that is there for these rules; its docstring is the summary."""
+
+    def register(play: Play) -> Play:
+        name = play.__name__.replace("_", "-")  # type: ignore[attr-defined]
+        SCENARIOS[name] = Scenario(name, (play.__doc__ or "").strip(), rules, play)
+        return play
+
+    return register

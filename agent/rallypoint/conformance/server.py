@@ -1,0 +1,158 @@
+"""A rendezvous service that plays a script: two replicas on loopback, plaintext, whose streams a scenario serves."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from types import TracebackType
+from typing import Self, TypeAlias
+
+import grpc
+
+from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
+from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
+from rallypoint.rpc.errors import ServiceError, encode
+from rallypoint.rpc.loop import Notifier
+
+_Context: TypeAlias = "grpc.aio.ServicerContext[pb.JoinRequest, pb.JoinResponse]"
+
+# No port is shared with another server. The least interval of pings is that of the real service.
+_ARGUMENTS = (
+    ("grpc.so_reuseport", 0),
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+)
+
+
+class Stream:
+    """One stream of the client, which the scenario answers.
+
+    Attributes:
+        first: Its first message.
+        opened_at: Loop time of its beginning.
+        replica: The replica that it was opened to: 0 or 1.
+        messages: The messages after the first, each with the loop time at which it came.
+        over: True once the stream has ended, for any reason.
+    """
+
+    def __init__(self, first: pb.JoinRequest, replica: int, changed: Notifier) -> None:
+        self.first = first
+        self.opened_at = asyncio.get_running_loop().time()
+        self.replica = replica
+        self.messages: list[tuple[float, pb.JoinRequest]] = []
+        self.over = False
+        self._changed = changed
+        self._outbox: asyncio.Queue[pb.JoinResponse | ServiceError | None] = asyncio.Queue()
+
+    def send(self, response: pb.JoinResponse) -> None:
+        """Send a message."""
+        self._outbox.put_nowait(response)
+
+    def end(self, error: ServiceError | None = None) -> None:
+        """End the stream, with OK or with an error."""
+        self._outbox.put_nowait(error)
+
+    def of(self, kind: str) -> list[pb.JoinRequest]:
+        """Return the messages of a kind that have come so far."""
+        return [message for _, message in self.messages if message.WhichOneof("message") == kind]
+
+    async def play(self, requests: AsyncIterator[pb.JoinRequest], context: _Context) -> None:
+        """Serve the stream until the scenario or the client ends it."""
+        reader = asyncio.create_task(self._read(requests))
+        try:
+            while (item := await self._outbox.get()) is not None:
+                if isinstance(item, ServiceError) and not item.reason:
+                    await context.abort(item.code, item.message)
+                elif isinstance(item, ServiceError):
+                    await context.abort_with_status(encode(item))
+                else:
+                    await context.write(item)
+        finally:
+            self.over = True
+            reader.cancel()
+            self._changed.notify()
+
+    async def _read(self, requests: AsyncIterator[pb.JoinRequest]) -> None:
+        try:
+            async for message in requests:
+                self.messages.append((asyncio.get_running_loop().time(), message))
+                self._changed.notify()
+        finally:
+            # The client has closed its side, or the whole stream.
+            self.over = True
+            self._changed.notify()
+
+
+class ScriptedService:
+    """Two replicas, and all streams that the client opens, in order.
+
+    Attributes:
+        addresses: Of the replicas, as host:port; the client gets the first.
+        streams: The streams so far, of both.
+        refusal: The error for every stream that is opened from now on, by replica; None: the scenario answers.
+        changed: Notified of streams, messages and ends.
+    """
+
+    def __init__(self) -> None:
+        """Reserve the addresses; serve nothing yet."""
+        # Bound and not listening, they keep the ports while the service is away.
+        self._reserved = [socket.socket(socket.AF_INET, socket.SOCK_STREAM) for _ in range(2)]
+        for each in self._reserved:
+            each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            each.bind(("127.0.0.1", 0))
+        self.addresses = [f"127.0.0.1:{each.getsockname()[1]}" for each in self._reserved]
+        self.streams: list[Stream] = []
+        self.refusal: list[ServiceError | None] = [None, None]
+        self.changed = Notifier()
+        self._servers: list[grpc.aio.Server] = []
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.stop()
+        for each in self._reserved:
+            each.close()
+
+    async def start(self) -> None:
+        """Serve both addresses."""
+        for replica, address in enumerate(self.addresses):
+            server = grpc.aio.server(options=_ARGUMENTS)
+            pb_grpc.add_RendezvousServiceServicer_to_server(_Replica(self, replica), server)  # type: ignore[no-untyped-call]
+            server.add_insecure_port(address)
+            await server.start()
+            self._servers.append(server)
+
+    async def stop(self) -> None:
+        """Close all connections at once, as a process that ends."""
+        servers, self._servers = self._servers, []
+        await asyncio.gather(*(server.stop(None) for server in servers))
+
+    async def admit(self, replica: int, requests: AsyncIterator[pb.JoinRequest], context: _Context) -> None:
+        """Serve one stream."""
+        async for first in requests:
+            stream = Stream(first, replica, self.changed)
+            self.streams.append(stream)
+            if (refusal := self.refusal[replica]) is not None:
+                stream.end(refusal)
+            self.changed.notify()
+            await stream.play(requests, context)
+            return
+
+
+class _Replica(pb_grpc.RendezvousServiceServicer):
+    """Passes the streams of one address to the service; other calls are UNIMPLEMENTED."""
+
+    def __init__(self, service: ScriptedService, replica: int) -> None:
+        self._service = service
+        self._replica = replica
+
+    async def Join(  # noqa: N802 (name in the contract)
+        self, request_iterator: AsyncIterator[pb.JoinRequest], context: _Context
+    ) -> None:
+        """Serve a stream."""
+        await self._service.admit(self._replica, request_iterator, context)

@@ -1,0 +1,370 @@
+"""Scenarios of broken streams and of errors: resuming, back-off, redirects and refusals."""
+
+from __future__ import annotations
+
+from grpc import StatusCode
+
+from rallypoint.conformance.client import Worker
+from rallypoint.conformance.rounds import FINAL, FROZEN, JOINABLE, close, failed, succeed
+from rallypoint.conformance.scene import HOLD, Scene, error, scenario
+from rallypoint.conformance.server import Stream
+from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
+from rallypoint.rpc.durations import to_seconds
+from rallypoint.rpc.errors import ServiceError
+
+_STORM = 8.0  # seconds for which each stream is refused
+_MOST_STREAMS = 40  # with pauses from 0 to 1 s there are 16 on average
+_MOST_REDIRECTED = 130  # five streams for each pause: 80 on average
+_DELAY = 2.0  # RetryInfo.retry_delay, seconds
+_AWAY = 4.0  # seconds without the service: more than twice the lease's time to live
+
+
+def plain(code: StatusCode) -> ServiceError:
+    """Return an error of gRPC or of a proxy, without a reason of ours."""
+    return ServiceError(code, "", "scripted")
+
+
+def _same_workers(scene: Scene, workers: list[Worker]) -> bool:
+    return {each.pid for each in scene.client.workers} == {each.pid for each in workers} and all(
+        each.alive for each in workers
+    )
+
+
+async def _go_on(scene: Scene, stream: Stream, workers: list[Worker]) -> None:
+    """Confirm a resume with the state of the run; the workers must run on."""
+    scene.again(stream)
+    scene.update(stream, FINAL, 1, revision=scene.revision)
+    await scene.hold("R23", lambda: _same_workers(scene, workers), "the workers run on", HOLD / 2)
+
+
+async def _broken(
+    scene: Scene, rule: str, stream: Stream, workers: list[Worker], end: ServiceError
+) -> Stream:
+    """End a stream with an error, and wait for the next one, which must resume."""
+    stream.end(end)
+    again = await scene.resumed(rule, f"a stream that resumes after {end.reason or end.code.name}")
+    await _go_on(scene, again, workers)
+    return again
+
+
+@scenario("R33", "R24", "R25", "R23")
+async def broken_streams(scene: Scene) -> None:
+    """Streams end with UNAVAILABLE and CANCELLED, and without a status: each time the node resumes."""
+    stream, workers = await scene.running()
+    stream = await _broken(scene, "R33", stream, workers, plain(StatusCode.UNAVAILABLE))
+    stream = await _broken(scene, "R33", stream, workers, plain(StatusCode.CANCELLED))
+    highest = scene.revision
+    scene.update(stream, FINAL, 1)
+    scene.update(stream, FINAL, 1, revision=highest)
+    await _broken(scene, "R25", stream, workers, plain(StatusCode.UNAVAILABLE))
+
+
+@scenario("R33")
+async def newcomer_retries(scene: Scene) -> None:
+    """The first streams end with UNAVAILABLE and CANCELLED, before a lease."""
+    stream = await scene.begin()
+    for code in (StatusCode.UNAVAILABLE, StatusCode.CANCELLED):
+        stream.end(plain(code))
+        stream = await scene.joined("R33", f"another `join` after {code.name}")
+    scene.grant(stream)
+    await scene.run_round(stream, 1)
+
+
+@scenario("R23", "R24")
+async def service_restarts(scene: Scene) -> None:
+    """The service closes all connections and is away for longer than a lease lives."""
+    stream, workers = await scene.running()
+    await scene.service.stop()
+    await scene.hold("R23", lambda: _same_workers(scene, workers), "the workers run on", _AWAY)
+    await scene.service.start()
+    stream = await scene.resumed("R24")
+    await _go_on(scene, stream, workers)
+    close(scene, stream, pb.OUTCOME_SUCCEEDED)
+    await scene.ended("R08", "OUTCOME_SUCCEEDED", success=True)
+
+
+@scenario("R34")
+async def draining(scene: Scene) -> None:
+    """The service drains: with the message and the reason, and with the reason alone."""
+    drained = error(StatusCode.UNAVAILABLE, "DRAINING")
+    stream, workers = await scene.running()
+    stream.send(pb.JoinResponse(draining=pb.Draining(revision=scene.revision)))
+    stream = await _broken(scene, "R34", stream, workers, drained)
+    await _broken(scene, "R34", stream, workers, drained)
+
+
+@scenario("R26")
+async def failure_repeated(scene: Scene) -> None:
+    """The stream breaks after the report of a failure."""
+    stream, workers = await scene.running()
+    workers[0].end(3)
+    first = await failed(scene, stream, 3)
+    stream.end(plain(StatusCode.UNAVAILABLE))
+    stream = await scene.resumed("R24")
+    scene.again(stream)
+    scene.update(stream, FINAL, 1, revision=scene.revision)
+    expected = "the failure once more"
+    again = (await scene.message("R26", stream, "worker_failed", expected, round_=1)).worker_failed
+    ages = to_seconds(first.age), to_seconds(again.age)
+    seen = f"round {again.round}, exit_code {again.exit_code}, age {ages[1]:g} s after {ages[0]:g} s"
+    same = (again.round, again.exit_code) == (first.round, first.exit_code)
+    scene.check("R26", same and ages[1] > ages[0], "the same failure, with an age that has grown", seen)
+
+
+@scenario("R27")
+async def success_repeated(scene: Scene) -> None:
+    """The stream breaks after the report of success."""
+    stream, _ = await scene.running()
+    await succeed(scene, stream)
+    stream.end(plain(StatusCode.UNAVAILABLE))
+    stream = await scene.resumed("R24")
+    scene.again(stream)
+    scene.update(stream, FINAL, 1, revision=scene.revision)
+    await scene.message("R27", stream, "succeeded", "the success once more", round_=1)
+
+
+@scenario("R28")
+async def confirmation_repeated(scene: Scene) -> None:
+    """The stream breaks after the confirmation, and after `leave`."""
+    stream = await scene.begin()
+    scene.grant(stream)
+    scene.update(stream, FROZEN, 1)
+    await scene.confirmed(stream, 1)
+    stream.end(plain(StatusCode.UNAVAILABLE))
+    stream = await scene.resumed("R24")
+    scene.again(stream)
+    scene.update(stream, FROZEN, 1, revision=scene.revision)
+    await scene.confirmed(stream, 1, "R28")
+    scene.client.terminate()
+    await scene.message("R22", stream, "leave")
+    stream.end(plain(StatusCode.UNAVAILABLE))
+    stream = await scene.resumed("R28", "a stream that resumes, for the `leave` that may be lost")
+    scene.again(stream)
+    scene.update(stream, JOINABLE, revision=scene.revision)
+    await scene.message("R28", stream, "leave", "`leave` once more")
+    stream.end()
+    await scene.ended("R22", "after `leave` the stream ended with OK")
+
+
+async def _storm(scene: Scene, rule: str, refusal: ServiceError, most: int) -> None:
+    """Refuse all streams for a while, and count them."""
+    scene.service.refusal[0] = refusal
+    before = len(scene.service.streams)
+    begun = scene.now
+    while scene.now < begun + _STORM and len(scene.service.streams) - before <= 2 * most:
+        await scene.service.changed.since(scene.service.changed.count, 0.1)
+    times = [each.opened_at for each in scene.service.streams[before:]]
+    expected = f"from 3 to {most} streams in {_STORM:g} s while each is refused"
+    took = scene.now - begun
+    scene.check(rule, 3 <= len(times) <= most, expected, f"{len(times)} in {took:.1f} s")
+    scene.service.refusal = [None, None]
+    scene.forget_streams()
+
+
+@scenario("R29")
+async def back_off(scene: Scene) -> None:
+    """Each stream is refused for a while; then the service is back, and the node resumes."""
+    stream, workers = await scene.running()
+    before = len(scene.service.streams)
+    scene.service.refusal[0] = plain(StatusCode.UNAVAILABLE)
+    stream.end(plain(StatusCode.UNAVAILABLE))
+    await _storm(scene, "R29", plain(StatusCode.UNAVAILABLE), _MOST_STREAMS)
+    times = [each.opened_at for each in scene.service.streams[before:]]
+    late = [after - first for first, after in zip(times, times[1:], strict=False)][4:]
+    spread = max(late) - min(late) if late else 1.0
+    seen = f"pauses of {', '.join(f'{each:.2f}' for each in late)} s"
+    scene.check("R29", spread > 0.1 * max(late, default=1.0), "random pauses", seen)
+    resumed = await scene.resumed("R24")
+    await _go_on(scene, resumed, workers)
+
+
+@scenario("R30")
+async def retry_delay(scene: Scene) -> None:
+    """A newcomer is refused with TOO_MANY_NODES and RetryInfo, a node with TOO_MANY_REQUESTS and NOT_OWNER."""
+    stream = await scene.begin()
+
+    async def waited(refusal: ServiceError, kind: str) -> Stream:
+        begun = scene.now
+        stream.end(refusal)
+        following = await scene.stream("R30", f"a stream with `{kind}` after {refusal.reason}")
+        late = following.opened_at - begun
+        scene.check(
+            "R30", late >= 0.95 * _DELAY, f"a pause of {_DELAY:g} s after {refusal.reason}", f"{late:.2f} s"
+        )
+        seen = str(following.first.WhichOneof("message"))
+        scene.check("R30", seen == kind, f"`{kind}` after {refusal.reason}", f"`{seen}`")
+        return following
+
+    stream = await waited(error(StatusCode.RESOURCE_EXHAUSTED, "TOO_MANY_NODES", retry_after=_DELAY), "join")
+    scene.grant(stream)
+    workers = await scene.run_round(stream, 1)
+    for code, reason in (
+        (StatusCode.RESOURCE_EXHAUSTED, "TOO_MANY_REQUESTS"),
+        (StatusCode.UNAVAILABLE, "NOT_OWNER"),
+    ):
+        stream = await waited(error(code, reason, retry_after=_DELAY), "resume")
+        await _go_on(scene, stream, workers)
+
+
+def _not_owner(address: str, reason: str = "NOT_OWNER") -> ServiceError:
+    metadata = {"run_id": "r", "owner_address": address}
+    return error(StatusCode.UNAVAILABLE, reason, metadata=metadata, retry_after=_DELAY)
+
+
+@scenario("R31")
+async def redirects(scene: Scene) -> None:
+    """Another replica owns the run: for a newcomer, and for a node whose stream ends with OWNERSHIP_LOST."""
+    addresses = scene.service.addresses
+    stream = await scene.begin()
+    for replica, reason, first in ((1, "NOT_OWNER", "join"), (0, "OWNERSHIP_LOST", "resume")):
+        begun = scene.now
+        stream.end(_not_owner(addresses[replica], reason))
+        stream = await scene.stream("R31", f"a stream to the owner after {reason}")
+        seen = f"`{stream.first.WhichOneof('message')}` to replica {stream.replica}"
+        scene.check("R31", seen == f"`{first}` to replica {replica}", f"`{first}` to replica {replica}", seen)
+        late = scene.now - begun
+        scene.check("R31", late < _DELAY, f"a redirect is followed at once after {reason}", f"{late:.1f} s")
+        if first == "join":
+            scene.grant(stream)
+            workers = await scene.run_round(stream, 1)
+        else:
+            scene.check_resume("R31", stream, "a stream that resumes")
+            await _go_on(scene, stream, workers)
+
+
+@scenario("R32")
+async def endless_redirects(scene: Scene) -> None:
+    """Two replicas name each other as the owner for a while."""
+    stream, workers = await scene.running()
+    there, back = (_not_owner(address) for address in reversed(scene.service.addresses))
+    scene.service.refusal[1] = back
+    stream.end(there)
+    await _storm(scene, "R32", there, _MOST_REDIRECTED)
+    stream = await scene.resumed("R24")
+    await _go_on(scene, stream, workers)
+
+
+async def _rejoins(scene: Scene, rule: str, refusal: ServiceError) -> None:
+    """Refuse a resume; the node stops its workers and joins again."""
+    stream, workers = await scene.running()
+    stream.end(plain(StatusCode.UNAVAILABLE))
+    stream = await scene.resumed("R24")
+    settings = scene.join.settings
+    stream.end(refusal)
+    stream = await scene.joined(rule, f"`join` after {refusal.reason}")
+    scene.check(rule, scene.join.settings == settings, "the same settings", "other settings")
+    scene.revision = 0
+    scene.grant(stream)
+    gone = f"the workers stop after {refusal.reason}"
+    await scene.until(rule, lambda: not any(each.alive for each in workers), gone)
+    await scene.run_round(stream, 2)
+    stream.end(plain(StatusCode.UNAVAILABLE))
+    await scene.resumed("R24")
+
+
+@scenario("R35")
+async def lease_lost(scene: Scene) -> None:
+    """The lease has expired."""
+    await _rejoins(scene, "R35", error(StatusCode.FAILED_PRECONDITION, "LEASE_LOST"))
+
+
+@scenario("R37")
+async def lease_not_proven(scene: Scene) -> None:
+    """The service does not accept the token of the lease."""
+    await _rejoins(scene, "R37", error(StatusCode.PERMISSION_DENIED, "LEASE_NOT_PROVEN"))
+
+
+@scenario("R38")
+async def run_not_found(scene: Scene) -> None:
+    """The service has lost the run."""
+    await _rejoins(scene, "R38", error(StatusCode.NOT_FOUND, "RUN_NOT_FOUND"))
+
+
+@scenario("R39")
+async def revision_ahead(scene: Scene) -> None:
+    """The service has lost the last revisions of the run."""
+    await _rejoins(scene, "R39", error(StatusCode.OUT_OF_RANGE, "REVISION_AHEAD"))
+
+
+async def _ends(scene: Scene, rule: str, refusal: ServiceError, *, success: bool | None = False) -> None:
+    """End the stream of a running node with a refusal for good."""
+    stream, _ = await scene.running()
+    stream.end(refusal)
+    await scene.ended(rule, refusal.reason, success=success)
+    count = len(scene.service.streams)
+    scene.check(rule, count == 1, f"no other stream after {refusal.reason}", f"{count - 1} other streams")
+
+
+@scenario("R36", "R09")
+async def superseded(scene: Scene) -> None:
+    """Another agent has joined under the name of the node."""
+    await _ends(
+        scene, "R36", error(StatusCode.FAILED_PRECONDITION, "LEASE_LOST", metadata={"superseded_by": "9"})
+    )
+
+
+@scenario("R41")
+async def evicted(scene: Scene) -> None:
+    """An operator has evicted the node."""
+    await _ends(
+        scene, "R41", error(StatusCode.FAILED_PRECONDITION, "NODE_EVICTED", metadata={"by": "operator"})
+    )
+
+
+@scenario("R42")
+async def run_closed(scene: Scene) -> None:
+    """The run was closed while the node had no stream."""
+    await _ends(
+        scene, "R42", error(StatusCode.FAILED_PRECONDITION, "RUN_CLOSED", metadata={"outcome": "FAILED"})
+    )
+
+
+@scenario("R43")
+async def settings_differ(scene: Scene) -> None:
+    """The run has other settings."""
+    stream = await scene.begin()
+    text = "the run has max_restarts 7, scripted"
+    stream.end(error(StatusCode.FAILED_PRECONDITION, "SETTINGS_DIFFER", text, metadata={"max_restarts": "7"}))
+    await scene.ended("R43", "SETTINGS_DIFFER", success=False)
+    shown = text in scene.client.output
+    scene.check("R43", shown, f"the output has the message {text!r}", scene.client.last_lines)
+
+
+@scenario("R44")
+async def invalid_argument(scene: Scene) -> None:
+    """The service refuses the `join` of a newcomer as invalid."""
+    stream = await scene.begin()
+    stream.end(
+        error(StatusCode.INVALID_ARGUMENT, "INVALID_ARGUMENT", field_violations=[("join.role", "scripted")])
+    )
+    await scene.ended("R44", "INVALID_ARGUMENT", success=False)
+
+
+@scenario("R40")
+async def stream_replaced(scene: Scene) -> None:
+    """Each stream ends with STREAM_REPLACED for a while."""
+    stream, workers = await scene.running()
+    replaced = error(StatusCode.ABORTED, "STREAM_REPLACED")
+    scene.service.refusal[0] = replaced
+    stream.end(replaced)
+    begun, before = scene.now, len(scene.service.streams)
+
+    def calm() -> bool:
+        return len(scene.service.streams) - before <= _MOST_STREAMS / 2 and _same_workers(scene, workers)
+
+    await scene.hold(
+        "R40", calm, f"the workers run on, at most {_MOST_STREAMS // 2} streams in 4 s", _STORM / 2
+    )
+
+
+@scenario("R45")
+async def other_errors(scene: Scene) -> None:
+    """Errors come that end no membership: of a newer service, of a broken run, of a wrong server."""
+    stream, workers = await scene.running()
+    for code, reason in (
+        (StatusCode.FAILED_PRECONDITION, "REASON_OF_A_NEWER_SERVICE"),
+        (StatusCode.FAILED_PRECONDITION, "RUN_BROKEN"),
+        (StatusCode.UNAVAILABLE, "UNEXPECTED_ERROR"),
+        (StatusCode.PERMISSION_DENIED, "NOT_ALLOWED"),
+    ):
+        stream = await _broken(scene, "R45", stream, workers, error(code, reason))

@@ -1,0 +1,483 @@
+"""A small agent that keeps every rule of docs/protocol.md; each `--bug` makes it break one.
+
+Usage: reference_client.py ADDRESS RUN_ID NODE_ID WORKER [BUG]
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from typing import Any
+
+import grpc
+
+from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
+from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
+from rallypoint.rpc.durations import set_seconds, to_seconds
+from rallypoint.rpc.errors import ServiceError, decode
+
+BUGS = {
+    "starts-while-frozen": "R01",
+    "runs-as-spare": "R01",
+    "keeps-workers-in-joinable": "R02",
+    "keeps-workers-as-spare": "R02",
+    "never-starts": "R03",
+    "second-worker-on-repeated-update": "R04",
+    "two-rounds-at-once": "R05",
+    "unknown-phase-is-closed": "R06",
+    "ignores-closed": "R07",
+    "exit-code-0-always": "R08",
+    "leaves-workers-behind": "R09",
+    "joins-without-address": "R10",
+    "no-heartbeat": "R11",
+    "heartbeat-flood": "R11",
+    "ignores-settling": "R12",
+    "confirms-before-workers-ended": "R13",
+    "leaves-grandchildren": "R14",
+    "no-sigkill": "R15",
+    "sigkill-at-once": "R15",
+    "no-port": "R16",
+    "keeps-the-port": "R16",
+    "no-failure-report": "R17",
+    "failure-without-age": "R17",
+    "leaves-after-success": "R18",
+    "done-after-success": "R19",
+    "fails-at-exit-barrier": "R20",
+    "no-depart": "R21",
+    "leaves-before-workers-ended": "R21",
+    "ends-without-leave": "R22",
+    "stops-workers-with-the-stream": "R23",
+    "resumes-without-token": "R24",
+    "resumes-with-last-revision": "R25",
+    "failure-once": "R26",
+    "age-does-not-grow": "R26",
+    "success-once": "R27",
+    "confirm-once": "R28",
+    "storm": "R29",
+    "no-jitter": "R29",
+    "ignores-retry-delay": "R30",
+    "ignores-owner": "R31",
+    "follows-redirects-for-ever": "R32",
+    "gives-up-when-cancelled": "R33",
+    "draining-is-the-end": "R34",
+    "lease-lost-is-the-end": "R35",
+    "keeps-workers-without-lease": "R35",
+    "ignores-superseded-by": "R36",
+    "resumes-unproven-lease": "R37",
+    "resumes-lost-run": "R38",
+    "keeps-revision": "R39",
+    "stream-replaced-storm": "R40",
+    "joins-after-eviction": "R41",
+    "joins-closed-run": "R42",
+    "silent-refusal": "R43",
+    "repeats-invalid-join": "R44",
+    "unknown-reason-is-the-end": "R45",
+    "local-rank-missing": "R46",
+    "leaks-credentials": "R47",
+}
+"""Each bug, and the rule that it breaks."""
+
+_KILL_AFTER = 0.5  # seconds from SIGTERM to SIGKILL; 2 for workers that are slow
+_FIRST, _LONGEST, _REDIRECTS = 0.1, 1.0, 4
+_LEASE_ENDED = {"LEASE_LOST", "LEASE_NOT_PROVEN", "RUN_NOT_FOUND", "REVISION_AHEAD"}
+_FINAL_REASONS = {"RUN_CLOSED", "SETTINGS_DIFFER", "NODE_EVICTED", "JOIN_TIMED_OUT"}
+_RETRYABLE = {
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.CANCELLED,
+    grpc.StatusCode.ABORTED,
+    grpc.StatusCode.DEADLINE_EXCEEDED,
+    grpc.StatusCode.RESOURCE_EXHAUSTED,
+}
+
+
+class End(Exception):
+    """The membership is over; the argument is the exit code."""
+
+
+class Node:
+    """One node, with one worker."""
+
+    def __init__(self, address: str, run_id: str, node_id: str, worker: str, bug: str) -> None:
+        self.home = self.address = address
+        self.worker, self.bug = worker, bug
+        settings = pb.RunSettings(min_nodes=1, max_nodes=1, max_restarts=3)
+        self.join = pb.JoinRun(
+            run_id=run_id,
+            node_id=node_id,
+            settings=settings,
+            address="" if bug == "joins-without-address" else "127.0.0.1",
+            local_world_size=1,
+            role="default",
+        )
+        self.lease = pb.Lease()
+        self.admitted = False
+        self.revision = 0
+        self.update = pb.NodeUpdate(phase=pb.PHASE_JOINABLE)
+        self.process: asyncio.subprocess.Process | None = None
+        self.round = self.confirmed = self.succeeded = 0
+        self.stopping = False
+        self.failure: tuple[pb.WorkerFailure, float] | None = None
+        self.last: pb.JoinRequest | None = None
+        self.leaving = self.at_once = self.over = False
+        self.port: socket.socket | None = None
+        self.outbox: asyncio.Queue[pb.JoinRequest] = asyncio.Queue()
+        self.changed = asyncio.Event()
+
+    # ---- Streams
+
+    async def run(self) -> int:
+        """Be a member until the end; return the exit code."""
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGTERM, self.leave)
+        acting = asyncio.create_task(self.act())
+        try:
+            await self.streams()
+        except End as end:
+            code = int(end.args[0])
+        else:
+            code = 0
+        acting.cancel()
+        if self.bug != "leaves-workers-behind":
+            await self.stop()
+        return 0 if self.bug == "exit-code-0-always" else code
+
+    async def streams(self) -> None:
+        """Open one stream after the other."""
+        bound, hops = _FIRST, 0
+        while True:
+            heard = False
+            try:
+                async with grpc.aio.insecure_channel(
+                    self.address, options=[("grpc.enable_retries", 0), ("grpc.use_local_subchannel_pool", 1)]
+                ) as channel:
+                    call = pb_grpc.RendezvousServiceStub(channel).Join()  # type: ignore[no-untyped-call]
+                    await call.write(self.first_message())
+                    sender: asyncio.Task[None] | None = None
+                    try:
+                        async for response in call:
+                            if not heard:
+                                heard, bound, hops = True, _FIRST, 0
+                            if response.HasField("lease"):
+                                self.lease, self.admitted = response.lease, True
+                                self.repeat()
+                                sender = asyncio.create_task(self.send(call))
+                            if response.HasField("update"):
+                                self.take(response.update)
+                            if response.HasField("draining") and self.bug == "draining-is-the-end":
+                                raise End(1)
+                    finally:
+                        if sender is not None:
+                            sender.cancel()
+                        call.cancel()
+                raise End(self.exit_code())
+            except grpc.aio.AioRpcError as raw:
+                refused = decode(raw)
+            except asyncio.InvalidStateError:
+                refused = ServiceError(grpc.StatusCode.UNAVAILABLE, "", "the stream is over")
+            if self.bug == "stops-workers-with-the-stream":
+                await self.stop()
+            self.judge(refused)
+            owner = refused.metadata.get("owner_address", "")
+            if owner and self.bug != "ignores-owner":
+                self.address = owner
+                hops += 1
+                if hops <= _REDIRECTS or self.bug == "follows-redirects-for-ever":
+                    continue
+                hops = 0
+            elif refused.reason in ("NOT_OWNER", "OWNERSHIP_LOST", ""):
+                self.address = self.home if not heard else self.address
+            pause = random.uniform(0, bound)
+            if self.bug == "no-jitter":
+                pause = bound
+            if self.bug == "storm" or (self.bug == "stream-replaced-storm" and refused.reason == "STREAM_REPLACED"):
+                pause = 0.0
+            if self.bug != "ignores-retry-delay":
+                pause = max(pause, refused.retry_after or 0.0)
+            bound = min(2 * bound, _LONGEST)
+            await asyncio.sleep(pause)
+
+    def first_message(self) -> pb.JoinRequest:
+        """Return `resume`, or `join` without a lease."""
+        if not self.lease.number:
+            return pb.JoinRequest(join=self.join)
+        resume = pb.ResumeRun(
+            run_id=self.join.run_id,
+            node_id=self.join.node_id,
+            lease=self.lease.number,
+            after_revision=self.revision,
+            token=b"" if self.bug == "resumes-without-token" else self.lease.token,
+        )
+        return pb.JoinRequest(resume=resume)
+
+    def judge(self, refused: ServiceError) -> None:
+        """Decide about an error; raises End."""
+        reason, bug = refused.reason, self.bug
+        if (reason in ("DRAINING",) and bug == "draining-is-the-end") or (
+            refused.code is grpc.StatusCode.CANCELLED and bug == "gives-up-when-cancelled"
+        ):
+            raise End(1)
+        if "superseded_by" in refused.metadata and bug != "ignores-superseded-by":
+            raise End(1)
+        if reason in _LEASE_ENDED and self.lease.number:
+            if bug == "lease-lost-is-the-end":
+                raise End(1)
+            resumes = {"LEASE_NOT_PROVEN": "resumes-unproven-lease", "RUN_NOT_FOUND": "resumes-lost-run"}
+            if bug == resumes.get(reason):
+                return
+            self.lease = pb.Lease()
+            if bug != "keeps-revision":
+                self.revision = 0
+            self.last = self.failure = None
+            self.succeeded = self.confirmed = 0
+            self.update = pb.NodeUpdate(phase=pb.PHASE_JOINABLE)
+            self.changed.set()
+            return
+        rejoins = {"NODE_EVICTED": "joins-after-eviction", "RUN_CLOSED": "joins-closed-run"}
+        if bug == rejoins.get(reason) or (reason == "INVALID_ARGUMENT" and bug == "repeats-invalid-join"):
+            return
+        if self.admitted and bug == "unknown-reason-is-the-end" and refused.code not in _RETRYABLE:
+            raise End(1)
+        if reason in _FINAL_REASONS if self.admitted else refused.code not in _RETRYABLE:
+            if bug != "silent-refusal":
+                print(f"refused: {refused.message}", file=sys.stderr)  # noqa: T201
+            raise End(1)
+
+    def exit_code(self) -> int:
+        """The code after a stream that ended with OK."""
+        if self.update.phase == pb.PHASE_CLOSED:
+            return 0 if self.update.run_end.outcome == pb.OUTCOME_SUCCEEDED else 1
+        if self.succeeded and not self.leaving:
+            return 1 if self.bug == "fails-at-exit-barrier" else 0
+        return 143
+
+    def repeat(self) -> None:
+        """Queue again what the service may have missed."""
+        self.outbox = asyncio.Queue()
+        if self.failure is not None and self.bug != "failure-once":
+            self.report(grown=self.bug != "age-does-not-grow")
+        if self.succeeded and self.bug != "success-once":
+            self.outbox.put_nowait(pb.JoinRequest(succeeded=pb.ReportSuccess(round=self.succeeded)))
+        if self.last is not None and self.bug != "confirm-once":
+            self.outbox.put_nowait(self.last)
+
+    def report(self, *, grown: bool = True) -> None:
+        """Queue the failure."""
+        assert self.failure is not None
+        failure, since = self.failure
+        message = pb.WorkerFailure()
+        message.CopyFrom(failure)
+        if self.bug != "failure-without-age":
+            set_seconds(message.age, time.monotonic() - since if grown else 0.0)
+        self.outbox.put_nowait(pb.JoinRequest(worker_failed=message))
+
+    async def send(self, call: Any) -> None:
+        """Send messages as they come, and heartbeats."""
+        interval = to_seconds(self.lease.keep_alive_interval)
+        if self.bug == "heartbeat-flood":
+            interval /= 20
+        while True:
+            message = pb.JoinRequest(heartbeat=pb.Heartbeat())
+            try:
+                message = await asyncio.wait_for(self.outbox.get(), interval)
+            except TimeoutError:
+                if self.bug == "no-heartbeat":
+                    continue
+            try:
+                await call.write(message)
+            except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+                return
+
+    def queue(self, message: pb.JoinRequest) -> None:
+        """Send `confirm`, `depart` or `leave`."""
+        self.last = message
+        self.outbox.put_nowait(message)
+
+    # ---- Rounds
+
+    def take(self, update: pb.NodeUpdate) -> None:
+        """Take an update."""
+        last = self.bug == "resumes-with-last-revision"
+        self.revision = update.revision if last else max(self.revision, update.revision)
+        if update.phase > pb.PHASE_CLOSED:
+            if self.bug == "unknown-phase-is-closed":
+                raise End(1)
+            update.phase = pb.PHASE_JOINABLE
+        if self.bug == "second-worker-on-repeated-update" and update == self.update and self.process:
+            subprocess.Popen([self.worker], env=self.environment(update.assignment))
+        if update.settling and self.bug != "ignores-settling":
+            self.outbox.put_nowait(pb.JoinRequest(heartbeat=pb.Heartbeat()))
+        self.update = update
+        self.changed.set()
+
+    def leave(self) -> None:
+        """Handle SIGTERM."""
+        if self.bug == "ends-without-leave":
+            os._exit(143)
+        self.leaving = True
+        self.changed.set()
+
+    async def act(self) -> None:
+        """Act on the last update."""
+        departed = left = False
+        while True:
+            await self.changed.wait()
+            self.changed.clear()
+            update, bug = self.update, self.bug
+            phase, round_ = update.phase, update.assignment.round
+            wanted = round_ if phase == pb.PHASE_FINAL else 0
+            if bug == "starts-while-frozen" and phase == pb.PHASE_FROZEN:
+                wanted = round_
+            if bug == "runs-as-spare" and phase == pb.PHASE_FINAL and not round_:
+                wanted = self.round or 1
+            if phase == pb.PHASE_CLOSED and bug == "ignores-closed":
+                continue
+            if self.leaving:
+                if self.process is not None and not departed and bug != "no-depart":
+                    departed = True
+                    self.queue(pb.JoinRequest(depart=pb.DepartRun(reason="SIGTERM")))
+                if bug == "leaves-before-workers-ended":
+                    self.queue(pb.JoinRequest(leave=pb.LeaveRun(reason="SIGTERM")))
+                await self.stop()
+                if not left:
+                    left = True
+                    self.queue(pb.JoinRequest(leave=pb.LeaveRun(reason="SIGTERM")))
+                continue
+            if self.process is not None and wanted != self.round and not self.kept(phase, round_, wanted):
+                if bug == "confirms-before-workers-ended" and phase == pb.PHASE_FROZEN:
+                    self.confirm(round_)
+                await self.stop()
+            if self.process is None and self.succeeded and self.succeeded != round_ and phase != pb.PHASE_CLOSED:
+                self.succeeded = 0
+            if self.succeeded and update.exit_barrier_passed:
+                if bug != "fails-at-exit-barrier":
+                    self.queue(pb.JoinRequest(leave=pb.LeaveRun(reason="the exit barrier is over")))
+                else:
+                    os._exit(1)
+            if bug == "done-after-success" and self.over:
+                continue
+            if phase == pb.PHASE_FROZEN and round_ and self.confirmed != round_:
+                self.confirm(round_)
+            if wanted and (self.process is None or bug == "two-rounds-at-once") and self.round != wanted:
+                await self.start(wanted)
+
+    def kept(self, phase: int, round_: int, wanted: int) -> bool:
+        """True if a bug keeps workers that must stop."""
+        return (
+            (self.bug == "keeps-workers-in-joinable" and phase == pb.PHASE_JOINABLE)
+            or (self.bug == "keeps-workers-as-spare" and phase == pb.PHASE_FINAL and not round_)
+            or (self.bug == "keeps-workers-without-lease" and not self.update.revision)
+            or (self.bug == "two-rounds-at-once" and wanted > 0)
+        )
+
+    def confirm(self, round_: int) -> None:
+        """Confirm a round, with a port that is kept."""
+        self.confirmed = round_
+        if self.port is not None:
+            self.port.close()
+        self.port = socket.socket()
+        self.port.bind(("", 0))
+        port = 0 if self.bug == "no-port" else self.port.getsockname()[1]
+        self.queue(pb.JoinRequest(confirm=pb.ConfirmRound(round=round_, master_port=port)))
+
+    def environment(self, assignment: pb.Assignment) -> dict[str, str]:
+        """Return the environment of the worker."""
+        secret = ("RALLYPOINT_RUN_SECRET", "RALLYPOINT_TLS_", "RALLYPOINT_TOKEN_")
+        kept = {
+            name: value
+            for name, value in os.environ.items()
+            if self.bug == "leaks-credentials" or not name.startswith(secret)
+        }
+        variables = {
+            "RANK": assignment.base_rank,
+            "LOCAL_RANK": 0,
+            "ROLE_RANK": assignment.base_role_rank,
+            "GROUP_RANK": assignment.group_rank,
+            "WORLD_SIZE": assignment.world_size,
+            "LOCAL_WORLD_SIZE": 1,
+            "ROLE_WORLD_SIZE": assignment.role_world_size,
+            "GROUP_WORLD_SIZE": assignment.group_world_size,
+            "ROLE_NAME": self.join.role,
+            "MASTER_ADDR": assignment.master_address,
+            "MASTER_PORT": assignment.master_port,
+            "TORCHELASTIC_RESTART_COUNT": self.update.restart_count,
+            "TORCHELASTIC_MAX_RESTARTS": self.join.settings.max_restarts,
+            "TORCHELASTIC_RUN_ID": self.join.run_id,
+            "TORCHELASTIC_USE_AGENT_STORE": False,
+            "TORCHELASTIC_ERROR_FILE": "error.json",
+            "RALLYPOINT_RUN_ID": self.join.run_id,
+            "RALLYPOINT_NODE": self.join.node_id,
+            "RALLYPOINT_ROUND": assignment.round,
+            "RALLYPOINT_FENCING_TOKEN": assignment.fencing_token,
+        }
+        if self.bug == "local-rank-missing":
+            del variables["LOCAL_RANK"]
+        return {**kept, **{name: str(value) for name, value in variables.items()}}
+
+    async def start(self, round_: int) -> None:
+        """Start the worker of a round."""
+        if self.bug == "never-starts":
+            return
+        self.round, self.stopping = round_, False
+        self.failure = None
+        if self.port is not None and self.bug != "keeps-the-port":
+            self.port.close()
+        self.process = await asyncio.create_subprocess_exec(
+            self.worker, env=self.environment(self.update.assignment), start_new_session=True
+        )
+        self.watching = asyncio.create_task(self.watch(self.process))
+
+    async def watch(self, process: asyncio.subprocess.Process) -> None:
+        """Report the end of the worker."""
+        code = await process.wait()
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        if self.stopping or process is not self.process:
+            return
+        self.process = None
+        if code == 0:
+            self.succeeded = self.round
+            self.outbox.put_nowait(pb.JoinRequest(succeeded=pb.ReportSuccess(round=self.round)))
+            self.over = True
+            if self.bug == "leaves-after-success":
+                self.queue(pb.JoinRequest(leave=pb.LeaveRun(reason="done")))
+        elif self.bug != "no-failure-report":
+            failure = pb.WorkerFailure(round=self.round, rank=0, local_rank=0, exit_code=code, pid=process.pid)
+            self.failure = failure, time.monotonic()
+            self.report()
+        self.changed.set()
+
+    async def stop(self) -> None:
+        """Stop the worker, and its child processes."""
+        process, self.stopping = self.process, True
+        if process is None:
+            return
+        with suppress(ProcessLookupError):
+            process.send_signal(signal.SIGKILL if self.bug == "sigkill-at-once" else signal.SIGTERM)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(process.wait(), None if self.bug == "no-sigkill" else 4 * _KILL_AFTER)
+        with suppress(ProcessLookupError):
+            if self.bug == "leaves-grandchildren":
+                process.kill()
+            else:
+                os.killpg(process.pid, signal.SIGKILL)
+        await process.wait()
+        self.process = None
+
+
+def main() -> None:
+    """Run one node."""
+    address, run_id, node_id, worker, *bugs = sys.argv[1:]
+    bug = bugs[0] if bugs else ""
+    assert not bug or bug in BUGS, bug
+    sys.exit(asyncio.run(Node(address, run_id, node_id, worker, bug).run()))
+
+
+if __name__ == "__main__":
+    main()
