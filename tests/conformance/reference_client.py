@@ -56,6 +56,7 @@ BUGS = {
     "stops-workers-with-the-stream": "R23",
     "resumes-without-token": "R24",
     "resumes-with-last-revision": "R25",
+    "keeps-revision-of-lost-run": "R25",
     "failure-once": "R26",
     "age-does-not-grow": "R26",
     "success-once": "R27",
@@ -72,7 +73,7 @@ BUGS = {
     "ignores-superseded-by": "R36",
     "resumes-unproven-lease": "R37",
     "resumes-lost-run": "R38",
-    "keeps-revision": "R39",
+    "resumes-with-revision-ahead": "R39",
     "stream-replaced-storm": "R40",
     "joins-after-eviction": "R41",
     "joins-closed-run": "R42",
@@ -88,6 +89,16 @@ _KILL_AFTER = 0.5  # seconds from SIGTERM to SIGKILL; 2 for workers that are slo
 _FIRST, _LONGEST, _REDIRECTS = 0.1, 1.0, 4
 _LEASE_ENDED = {"LEASE_LOST", "LEASE_NOT_PROVEN", "RUN_NOT_FOUND", "REVISION_AHEAD"}
 _FINAL_REASONS = {"RUN_CLOSED", "SETTINGS_DIFFER", "NODE_EVICTED", "JOIN_TIMED_OUT"}
+_RESUMES_AFTER = {
+    "LEASE_NOT_PROVEN": "resumes-unproven-lease",
+    "RUN_NOT_FOUND": "resumes-lost-run",
+    "REVISION_AHEAD": "resumes-with-revision-ahead",
+}
+_REJOINS_AFTER = {
+    "NODE_EVICTED": "joins-after-eviction",
+    "RUN_CLOSED": "joins-closed-run",
+    "INVALID_ARGUMENT": "repeats-invalid-join",
+}
 _RETRYABLE = {
     grpc.StatusCode.UNAVAILABLE,
     grpc.StatusCode.CANCELLED,
@@ -125,7 +136,8 @@ class Node:
         self.stopping = False
         self.failure: tuple[pb.WorkerFailure, float] | None = None
         self.last: pb.JoinRequest | None = None
-        self.leaving = self.at_once = self.over = False
+        self.leaving = self.over = self.heard = False
+        self.departed = self.left = False
         self.port: socket.socket | None = None
         self.outbox: asyncio.Queue[pb.JoinRequest] = asyncio.Queue()
         self.changed = asyncio.Event()
@@ -152,35 +164,14 @@ class Node:
         """Open one stream after the other."""
         bound, hops = _FIRST, 0
         while True:
-            heard = False
+            self.heard = False
             try:
-                async with grpc.aio.insecure_channel(
-                    self.address, options=[("grpc.enable_retries", 0), ("grpc.use_local_subchannel_pool", 1)]
-                ) as channel:
-                    call = pb_grpc.RendezvousServiceStub(channel).Join()  # type: ignore[no-untyped-call]
-                    await call.write(self.first_message())
-                    sender: asyncio.Task[None] | None = None
-                    try:
-                        async for response in call:
-                            if not heard:
-                                heard, bound, hops = True, _FIRST, 0
-                            if response.HasField("lease"):
-                                self.lease, self.admitted = response.lease, True
-                                self.repeat()
-                                sender = asyncio.create_task(self.send(call))
-                            if response.HasField("update"):
-                                self.take(response.update)
-                            if response.HasField("draining") and self.bug == "draining-is-the-end":
-                                raise End(1)
-                    finally:
-                        if sender is not None:
-                            sender.cancel()
-                        call.cancel()
-                raise End(self.exit_code())
+                await self.one_stream()
+                refused = ServiceError(grpc.StatusCode.UNAVAILABLE, "", "the stream is over")
             except grpc.aio.AioRpcError as raw:
                 refused = decode(raw)
-            except asyncio.InvalidStateError:
-                refused = ServiceError(grpc.StatusCode.UNAVAILABLE, "", "the stream is over")
+            if self.heard:
+                bound, hops = _FIRST, 0
             if self.bug == "stops-workers-with-the-stream":
                 await self.stop()
             self.judge(refused)
@@ -191,17 +182,44 @@ class Node:
                 if hops <= _REDIRECTS or self.bug == "follows-redirects-for-ever":
                     continue
                 hops = 0
-            elif refused.reason in ("NOT_OWNER", "OWNERSHIP_LOST", ""):
-                self.address = self.home if not heard else self.address
-            pause = random.uniform(0, bound)
-            if self.bug == "no-jitter":
-                pause = bound
-            if self.bug == "storm" or (self.bug == "stream-replaced-storm" and refused.reason == "STREAM_REPLACED"):
-                pause = 0.0
-            if self.bug != "ignores-retry-delay":
-                pause = max(pause, refused.retry_after or 0.0)
+            elif not self.heard:
+                self.address = self.home
+            await asyncio.sleep(self.pause(bound, refused))
             bound = min(2 * bound, _LONGEST)
-            await asyncio.sleep(pause)
+
+    def pause(self, bound: float, refused: ServiceError) -> float:
+        """Return the seconds until the next stream."""
+        drawn = bound if self.bug == "no-jitter" else random.uniform(0, bound)
+        if self.bug == "storm" or (
+            self.bug == "stream-replaced-storm" and refused.reason == "STREAM_REPLACED"
+        ):
+            drawn = 0.0
+        asked = 0.0 if self.bug == "ignores-retry-delay" else refused.retry_after or 0.0
+        return max(drawn, asked)
+
+    async def one_stream(self) -> None:
+        """Use one stream until it ends; raises End after OK."""
+        options = [("grpc.enable_retries", 0), ("grpc.use_local_subchannel_pool", 1)]
+        async with grpc.aio.insecure_channel(self.address, options=options) as channel:
+            call = pb_grpc.RendezvousServiceStub(channel).Join()
+            sender: asyncio.Task[None] | None = None
+            try:
+                with suppress(asyncio.InvalidStateError):  # it is over: the reader gets the error
+                    await call.write(self.first_message())
+                async for response in call:
+                    self.heard = True
+                    if response.HasField("lease"):
+                        self.lease, self.admitted = response.lease, True
+                        self.repeat()
+                        sender = asyncio.create_task(self.send(call))
+                    if response.HasField("update"):
+                        self.take(response.update)
+            finally:
+                if sender is not None:
+                    sender.cancel()
+                call.cancel()
+        if self.bug != "ignores-closed":
+            raise End(self.exit_code())
 
     def first_message(self) -> pb.JoinRequest:
         """Return `resume`, or `join` without a lease."""
@@ -219,28 +237,26 @@ class Node:
     def judge(self, refused: ServiceError) -> None:
         """Decide about an error; raises End."""
         reason, bug = refused.reason, self.bug
-        if (reason in ("DRAINING",) and bug == "draining-is-the-end") or (
-            refused.code is grpc.StatusCode.CANCELLED and bug == "gives-up-when-cancelled"
-        ):
+        ends = {"draining-is-the-end": reason == "DRAINING"}
+        ends["gives-up-when-cancelled"] = refused.code is grpc.StatusCode.CANCELLED
+        if ends.get(bug):
             raise End(1)
         if "superseded_by" in refused.metadata and bug != "ignores-superseded-by":
             raise End(1)
         if reason in _LEASE_ENDED and self.lease.number:
             if bug == "lease-lost-is-the-end":
                 raise End(1)
-            resumes = {"LEASE_NOT_PROVEN": "resumes-unproven-lease", "RUN_NOT_FOUND": "resumes-lost-run"}
-            if bug == resumes.get(reason):
+            if bug == _RESUMES_AFTER.get(reason):
                 return
             self.lease = pb.Lease()
-            if bug != "keeps-revision":
+            if bug != "keeps-revision-of-lost-run":
                 self.revision = 0
             self.last = self.failure = None
             self.succeeded = self.confirmed = 0
             self.update = pb.NodeUpdate(phase=pb.PHASE_JOINABLE)
             self.changed.set()
             return
-        rejoins = {"NODE_EVICTED": "joins-after-eviction", "RUN_CLOSED": "joins-closed-run"}
-        if bug == rejoins.get(reason) or (reason == "INVALID_ARGUMENT" and bug == "repeats-invalid-join"):
+        if bug == _REJOINS_AFTER.get(reason):
             return
         if self.admitted and bug == "unknown-reason-is-the-end" and refused.code not in _RETRYABLE:
             raise End(1)
@@ -324,48 +340,58 @@ class Node:
         self.changed.set()
 
     async def act(self) -> None:
-        """Act on the last update."""
-        departed = left = False
+        """Act on the last update, each time that something has changed."""
         while True:
             await self.changed.wait()
             self.changed.clear()
-            update, bug = self.update, self.bug
-            phase, round_ = update.phase, update.assignment.round
-            wanted = round_ if phase == pb.PHASE_FINAL else 0
-            if bug == "starts-while-frozen" and phase == pb.PHASE_FROZEN:
-                wanted = round_
-            if bug == "runs-as-spare" and phase == pb.PHASE_FINAL and not round_:
-                wanted = self.round or 1
-            if phase == pb.PHASE_CLOSED and bug == "ignores-closed":
+            if self.update.phase == pb.PHASE_CLOSED and self.bug == "ignores-closed":
                 continue
             if self.leaving:
-                if self.process is not None and not departed and bug != "no-depart":
-                    departed = True
-                    self.queue(pb.JoinRequest(depart=pb.DepartRun(reason="SIGTERM")))
-                if bug == "leaves-before-workers-ended":
-                    self.queue(pb.JoinRequest(leave=pb.LeaveRun(reason="SIGTERM")))
-                await self.stop()
-                if not left:
-                    left = True
-                    self.queue(pb.JoinRequest(leave=pb.LeaveRun(reason="SIGTERM")))
-                continue
-            if self.process is not None and wanted != self.round and not self.kept(phase, round_, wanted):
-                if bug == "confirms-before-workers-ended" and phase == pb.PHASE_FROZEN:
-                    self.confirm(round_)
-                await self.stop()
-            if self.process is None and self.succeeded and self.succeeded != round_ and phase != pb.PHASE_CLOSED:
-                self.succeeded = 0
-            if self.succeeded and update.exit_barrier_passed:
-                if bug != "fails-at-exit-barrier":
-                    self.queue(pb.JoinRequest(leave=pb.LeaveRun(reason="the exit barrier is over")))
-                else:
-                    os._exit(1)
-            if bug == "done-after-success" and self.over:
-                continue
-            if phase == pb.PHASE_FROZEN and round_ and self.confirmed != round_:
+                await self.go()
+            else:
+                await self.follow()
+
+    async def go(self) -> None:
+        """Leave in good order."""
+        if self.process is not None and not self.departed and self.bug != "no-depart":
+            self.departed = True
+            self.queue(pb.JoinRequest(depart=pb.DepartRun(reason="SIGTERM")))
+        if self.bug == "leaves-before-workers-ended":
+            self.queue(pb.JoinRequest(leave=pb.LeaveRun(reason="SIGTERM")))
+        await self.stop()
+        if not self.left:
+            self.left = True
+            self.queue(pb.JoinRequest(leave=pb.LeaveRun(reason="SIGTERM")))
+
+    async def follow(self) -> None:
+        """Act on the last update."""
+        update, bug = self.update, self.bug
+        phase, round_ = update.phase, update.assignment.round
+        wanted = self.wanted(phase, round_)
+        if self.process is not None and wanted != self.round and not self.kept(phase, round_, wanted):
+            if bug == "confirms-before-workers-ended" and phase == pb.PHASE_FROZEN:
                 self.confirm(round_)
-            if wanted and (self.process is None or bug == "two-rounds-at-once") and self.round != wanted:
-                await self.start(wanted)
+            await self.stop()
+        if self.succeeded != round_ and phase != pb.PHASE_CLOSED:
+            self.succeeded = 0
+        if self.succeeded and update.exit_barrier_passed:
+            if bug == "fails-at-exit-barrier":
+                os._exit(1)
+            self.queue(pb.JoinRequest(leave=pb.LeaveRun(reason="the exit barrier is over")))
+        if bug == "done-after-success" and self.over:
+            return
+        if phase == pb.PHASE_FROZEN and round_ and self.confirmed != round_:
+            self.confirm(round_)
+        if wanted and (self.process is None or bug == "two-rounds-at-once") and self.round != wanted:
+            await self.start(wanted)
+
+    def wanted(self, phase: int, round_: int) -> int:
+        """Return the round whose worker must run; 0: none."""
+        if self.bug == "starts-while-frozen" and phase == pb.PHASE_FROZEN:
+            return round_
+        if self.bug == "runs-as-spare" and phase == pb.PHASE_FINAL and not round_:
+            return self.round or 1
+        return round_ if phase == pb.PHASE_FINAL else 0
 
     def kept(self, phase: int, round_: int, wanted: int) -> bool:
         """True if a bug keeps workers that must stop."""
@@ -448,7 +474,9 @@ class Node:
             if self.bug == "leaves-after-success":
                 self.queue(pb.JoinRequest(leave=pb.LeaveRun(reason="done")))
         elif self.bug != "no-failure-report":
-            failure = pb.WorkerFailure(round=self.round, rank=0, local_rank=0, exit_code=code, pid=process.pid)
+            failure = pb.WorkerFailure(
+                round=self.round, rank=0, local_rank=0, exit_code=code, pid=process.pid
+            )
             self.failure = failure, time.monotonic()
             self.report()
         self.changed.set()

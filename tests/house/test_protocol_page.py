@@ -1,4 +1,4 @@
-"""docs/protocol.md has a line for each error of the contract, with its code, and for no other."""
+"""docs/protocol.md has a line for each error of the contract, with its code, and the id of each rule that is checked."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import re
 from pathlib import Path
 
 from hostile.contract import documented_reasons
+from rallypoint.conformance.report import SCENARIOS
+from rallypoint.conformance.rules import RULES
 
 _PAGE = Path(__file__).parents[2] / "docs" / "protocol.md"
 _ROW = re.compile(r"^\| `([A-Z_]+)` \| ([A-Z_]+) \| \w", re.MULTILINE)
@@ -16,3 +18,15 @@ def test_each_error_of_the_contract_is_in_the_table_once() -> None:
     rows = _ROW.findall(_PAGE.read_text(encoding="utf-8"))
     assert set(rows) == contract
     assert rows == sorted(rows)
+
+
+def test_the_page_and_the_kit_have_the_same_rules() -> None:
+    """The duties of the page have the ids of the rules; its last section, which is about the kit, is left out."""
+    duties = (
+        _PAGE.read_text(encoding="utf-8").partition("\n## The life")[2].partition("\n## Check your agent")[0]
+    )
+    assert set(re.findall(r"\bR\d\d\b", duties)) == set(RULES)
+
+
+def test_each_rule_has_a_scenario() -> None:
+    assert {rule for each in SCENARIOS.values() for rule in each.rules} == set(RULES)

@@ -140,7 +140,7 @@ class LazyGroup(click.Group):
         "close": ("rallypoint.cli.runs:close", "End a run on all its hosts."),
         "delete": ("rallypoint.cli.runs:delete", "Forget a run that is over, so that its name is free."),
         "conformance": (
-            "rallypoint.cli.conformance:conformance",
+            "rallypoint.conformance.command:conformance",
             "Check an agent in any language against the protocol.",
         ),
         "token": ("rallypoint.cli.credentials:token", "Make keys for tokens, issue and inspect tokens."),

@@ -19,7 +19,6 @@ from rallypoint.rpc.endpoint import SettingError
 from rallypoint.rpc.text import clip_start, printable
 
 PLACEHOLDERS = ("address", "run_id", "node_id", "worker")
-_OPTIONAL = ("nproc",)
 _ENDED = 5.0  # seconds that a killed process may take to end
 _SHOWN_BYTES = 1_500
 # In the client's environment, so that the kit sees whether workers get it. No client reads it.
@@ -49,7 +48,7 @@ def parse_command(command: str) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Worker:
+class StartedWorker:
     """A worker process that has begun.
 
     Attributes:
@@ -92,7 +91,7 @@ def _command_line(pid: int) -> bytes:
         return b""
 
 
-class Client:
+class TestedClient:
     """One process of the client, in a folder of its own."""
 
     def __init__(self, words: list[str], folder: Path, values: Mapping[str, str]) -> None:
@@ -100,19 +99,19 @@ class Client:
 
         Args:
             words: Its command line, with placeholders.
-            folder: An empty folder.
+            folder: A folder that does not exist yet.
             values: The values of the placeholders, without `worker`.
         """
         self._folder = folder
         self._output = folder / "output"
         self._workers = folder / "workers"
-        self._seen: dict[int, Worker] = {}
+        self._seen: dict[int, StartedWorker] = {}
         self._process: asyncio.subprocess.Process | None = None
         program = self._workers / "worker.py"
         self._words = words
-        for name, value in {"nproc": "1", **values, "worker": str(program)}.items():
+        for name, value in {**values, "worker": str(program)}.items():
             self._words = [word.replace(f"{{{name}}}", value) for word in self._words]
-        self._workers.mkdir()
+        self._workers.mkdir(parents=True)
         text = files("rallypoint.conformance").joinpath("worker_program.py").read_text()
         program.write_text(f"#!{sys.executable} -IS\n{text}")
         program.chmod(0o700)
@@ -154,25 +153,25 @@ class Client:
         return printable(clip_start(" | ".join(lines[-5:]), _SHOWN_BYTES, "…")) or "no output"
 
     @property
-    def workers(self) -> list[Worker]:
+    def workers(self) -> list[StartedWorker]:
         """All workers that have begun so far, without their children."""
         return [each for each in self._processes() if not each.child]
 
     @property
-    def alive(self) -> list[Worker]:
+    def alive(self) -> list[StartedWorker]:
         """The workers that are alive, without their children."""
         return [each for each in self.workers if each.alive]
 
     @property
-    def children(self) -> list[Worker]:
+    def children(self) -> list[StartedWorker]:
         """The living child processes of workers."""
         return [each for each in self._processes() if each.child and each.alive]
 
-    def _processes(self) -> list[Worker]:
+    def _processes(self) -> list[StartedWorker]:
         for path in self._workers.glob("*.json"):
             if path.stem.isdigit() and (pid := int(path.stem)) not in self._seen:
                 record = json.loads(path.read_text())
-                self._seen[pid] = Worker(
+                self._seen[pid] = StartedWorker(
                     pid, self._workers, record["environment"], record["child"], record["bound"]
                 )
         return list(self._seen.values())
@@ -187,12 +186,16 @@ class Client:
         """Kill it, and all processes that it has left."""
         if self._process is None:
             return
-        mark = os.fsencode(self._folder)
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         with suppress(TimeoutError):
             await asyncio.wait_for(self._process.wait(), _ENDED)
-        for path in Path("/proc").glob("[0-9]*"):
-            if mark in _command_line(int(path.name)) and int(path.name) != os.getpid():
-                with suppress(OSError):
-                    os.kill(int(path.name), signal.SIGKILL)
+        _kill_all(os.fsencode(self._folder))
+
+
+def _kill_all(mark: bytes) -> None:
+    """Kill all processes with this text in their command line."""
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        if mark in _command_line(int(name)):
+            with suppress(OSError):
+                os.kill(int(name), signal.SIGKILL)

@@ -9,46 +9,17 @@ import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from rallypoint.conformance import rounds, streams
-from rallypoint.conformance.client import Client
-from rallypoint.conformance.rules import RULES
-from rallypoint.conformance.scene import SCENARIOS, ClientFailed, Findings, RuleBroken, Scenario, Scene
+from rallypoint.conformance.client import TestedClient
+from rallypoint.conformance.rules import RULES, Findings, RuleResult
+from rallypoint.conformance.scene import SCENARIOS, ClientFailed, RuleBroken, Scenario, Scene
 from rallypoint.conformance.server import ScriptedService
 from rallypoint.rpc.endpoint import SettingError
 
-__all__ = ["Report", "RuleResult", "chosen_scenarios", "play_all", "rounds", "streams"]
+__all__ = ["SCENARIOS", "Report", "chosen_scenarios", "play_all", "rounds", "streams"]
 
 _RUN_ID = "conformance"
-
-
-@dataclass(frozen=True)
-class RuleResult:
-    """The result of one rule.
-
-    Attributes:
-        rule: Its id.
-        status: PASS: all checks held; FAIL: one did not; SKIPPED: none took place.
-        scenario: The scenario in which it was broken.
-        expected: The expectation.
-        seen: The observation.
-        reason: The reason to skip it.
-    """
-
-    rule: str
-    status: Literal["PASS", "FAIL", "SKIPPED"]
-    scenario: str = ""
-    expected: str = ""
-    seen: str = ""
-    reason: str = ""
-
-    def line(self) -> str:
-        """Describe the result on one line, or on three."""
-        text = f"{self.rule} {self.status:7} {RULES[self.rule]}"
-        if self.status == "FAIL":
-            return f"{text}\n    {self.scenario}: expected {self.expected}\n    seen: {self.seen}"
-        return f"{text} ({self.reason})" if self.reason else text
 
 
 @dataclass(frozen=True)
@@ -162,10 +133,9 @@ async def play_all(
 
 
 async def _play(words: list[str], scenario: Scenario, folder: Path, timeout: float) -> Findings:
-    folder.mkdir()
     async with ScriptedService() as service:
         values = {"address": service.addresses[0], "run_id": _RUN_ID, "node_id": f"node-{scenario.name}"}
-        client = Client(words, folder, values)
+        client = TestedClient(words, folder, values)
         scene = Scene(service, client, values, timeout)
         try:
             await scenario.play(scene)

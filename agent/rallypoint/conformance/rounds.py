@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import re
 import signal
+from itertools import pairwise
 
-from rallypoint.conformance.client import PLANTED_SECRET, Worker
+from rallypoint.conformance.client import PLANTED_SECRET, StartedWorker
 from rallypoint.conformance.scene import FENCING_TOKEN, HOLD, INTERVAL, Scene, scenario
 from rallypoint.conformance.server import Stream
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
@@ -166,7 +167,7 @@ async def heartbeats(scene: Scene) -> None:
     begun = scene.now
     await scene.hold("R11", lambda: not stream.over, "the stream stays open", 8 * INTERVAL)
     times = [begun, *(at for at, _ in stream.messages), scene.now]
-    longest = max(after - before for before, after in zip(times, times[1:], strict=False))
+    longest = max(after - before for before, after in pairwise(times))
     expected = f"a message every {INTERVAL} s, never {3 * INTERVAL} s without one"
     scene.check("R11", longest < 3 * INTERVAL, expected, f"{longest:.2f} s without a message")
     count = len(stream.of("heartbeat"))
@@ -263,7 +264,7 @@ async def worker_fails(scene: Scene) -> None:
     scene.check("R17", code == -signal.SIGKILL, "exit_code -9 after SIGKILL", f"exit_code {code}")
 
 
-def _rank_0(workers: list[Worker]) -> Worker:
+def _rank_0(workers: list[StartedWorker]) -> StartedWorker:
     return next(each for each in workers if each.environment.get("LOCAL_RANK") == "0")
 
 

@@ -1,6 +1,9 @@
-"""The rules of docs/protocol.md that the kit checks, each under the id that it has on that page."""
+"""The rules of docs/protocol.md that the kit checks, each under the id that it has on that page, and their results."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
 
 RULES: dict[str, str] = {
     # The life of a node
@@ -56,3 +59,44 @@ RULES: dict[str, str] = {
     "R46": "each worker gets the variables of the page",
     "R47": "no worker gets RALLYPOINT_RUN_SECRET*, RALLYPOINT_TLS_* or RALLYPOINT_TOKEN_*",
 }
+
+
+@dataclass
+class Findings:
+    """Results of one scenario.
+
+    Attributes:
+        held: Rules that were checked and held.
+        broken: For a broken rule, the expectation and the observation.
+    """
+
+    held: set[str] = field(default_factory=set)
+    broken: dict[str, tuple[str, str]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RuleResult:
+    """The result of one rule.
+
+    Attributes:
+        rule: Its id.
+        status: PASS: all checks held; FAIL: one did not; SKIPPED: none took place.
+        scenario: The scenario in which it was broken.
+        expected: The expectation.
+        seen: The observation.
+        reason: The reason to skip it.
+    """
+
+    rule: str
+    status: Literal["PASS", "FAIL", "SKIPPED"]
+    scenario: str = ""
+    expected: str = ""
+    seen: str = ""
+    reason: str = ""
+
+    def line(self) -> str:
+        """Describe the result on one line, or on three."""
+        text = f"{self.rule} {self.status:7} {RULES[self.rule]}"
+        if self.status == "FAIL":
+            return f"{text}\n    {self.scenario}: expected {self.expected}\n    seen: {self.seen}"
+        return f"{text} ({self.reason})" if self.reason else text

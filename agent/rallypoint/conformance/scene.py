@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from rallypoint.conformance.client import Client, Worker
+from rallypoint.conformance.client import StartedWorker, TestedClient
+from rallypoint.conformance.rules import Findings
 from rallypoint.conformance.server import ScriptedService, Stream
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rpc.durations import set_seconds
@@ -21,7 +22,6 @@ HOLD = 0.8
 """Seconds for which a state must last, as in "no worker starts"."""
 
 _POLL = 0.03  # seconds between two looks at files of workers
-MASTER_PORT = 29_511
 FENCING_TOKEN = 77
 
 
@@ -31,19 +31,6 @@ class RuleBroken(Exception):
 
 class ClientFailed(Exception):
     """The client ended before it opened a stream: nothing can be checked."""
-
-
-@dataclass
-class Findings:
-    """Results of one scenario.
-
-    Attributes:
-        held: Rules that were checked and held.
-        broken: For a broken rule, the expectation and the observation.
-    """
-
-    held: set[str] = field(default_factory=set)
-    broken: dict[str, tuple[str, str]] = field(default_factory=dict)
 
 
 class Scene:
@@ -56,10 +43,11 @@ class Scene:
         revision: The last revision that was sent.
         lease: The last lease that was granted.
         join: The last `join` of the client.
+        port: The port of its last `confirm`.
     """
 
     def __init__(
-        self, service: ScriptedService, client: Client, values: dict[str, str], timeout: float
+        self, service: ScriptedService, client: TestedClient, values: dict[str, str], timeout: float
     ) -> None:
         """`timeout`: seconds to wait for each expected action of the client."""
         self.service = service
@@ -68,6 +56,7 @@ class Scene:
         self.revision = 0
         self.lease = pb.Lease()
         self.join = pb.JoinRun()
+        self.port = 0
         self._values = values
         self._timeout = timeout
         self._next_stream = 0
@@ -211,7 +200,10 @@ class Scene:
     async def message(
         self, rule: str, stream: Stream, kind: str, expected: str = "", *, round_: int = 0
     ) -> pb.JoinRequest:
-        """Return the next message of a kind on a stream; of a round, if one is given: a client may repeat older ones."""
+        """Return the next message of a kind on a stream.
+
+        With `round_`, those of other rounds are left out: a client may send each message twice.
+        """
         expected = expected or f"`{kind}`"
         key = (id(stream), kind)
 
@@ -231,7 +223,7 @@ class Scene:
     # ---- Messages of the service
 
     def grant(
-        self, stream: Stream, *, interval: float = INTERVAL, phase: pb.Phase.ValueType | None = 1
+        self, stream: Stream, *, interval: float = INTERVAL, phase: int | None = pb.PHASE_JOINABLE
     ) -> None:
         """Send a new lease; and an update with `phase`, unless it is None."""
         self.lease = pb.Lease(
@@ -282,8 +274,6 @@ class Scene:
             fencing_token=FENCING_TOKEN + round_,
         )
 
-    port = MASTER_PORT
-
     # ---- Rounds
 
     async def confirmed(self, stream: Stream, round_: int, rule: str = "R13") -> pb.ConfirmRound:
@@ -299,18 +289,18 @@ class Scene:
         self.port = port
         return confirm
 
-    async def run_round(self, stream: Stream, round_: int) -> list[Worker]:
+    async def run_round(self, stream: Stream, round_: int) -> list[StartedWorker]:
         """Play FROZEN and FINAL; return the workers once all have started."""
         self.update(stream, pb.PHASE_FROZEN, round_)
         await self.confirmed(stream, round_)
         self.update(stream, pb.PHASE_FINAL, round_)
         return await self.started(round_)
 
-    async def started(self, round_: int, rule: str = "R03") -> list[Worker]:
+    async def started(self, round_: int, rule: str = "R03") -> list[StartedWorker]:
         """Wait until all workers of a round have started; return them."""
         wanted = self.join.local_world_size
 
-        def workers() -> list[Worker]:
+        def workers() -> list[StartedWorker]:
             return [each for each in self.client.alive if each.round == str(round_)]
 
         expected = f"{wanted} workers of round {round_}, by RALLYPOINT_ROUND"
@@ -320,10 +310,10 @@ class Scene:
             self.check("R16", all(bound), f"workers can bind port {self.port}", "it is taken")
         return workers()
 
-    async def running(self, **lease: float) -> tuple[Stream, list[Worker]]:
+    async def running(self, interval: float = INTERVAL) -> tuple[Stream, list[StartedWorker]]:
         """Start the client and play up to running workers of round 1; return its stream and them."""
         stream = await self.begin()
-        self.grant(stream, **lease)
+        self.grant(stream, interval=interval)
         return stream, await self.run_round(stream, 1)
 
     async def stopped(self, rule: str, reason: str) -> None:
@@ -376,7 +366,7 @@ def scenario(*rules: str) -> Callable[[Play], Play]:
     """Register a function as a scenario that is there for these rules; its docstring is the summary."""
 
     def register(play: Play) -> Play:
-        name = play.__name__.replace("_", "-")  # type: ignore[attr-defined]
+        name = play.__name__.replace("_", "-")
         SCENARIOS[name] = Scenario(name, (play.__doc__ or "").strip(), rules, play)
         return play
 

@@ -5,18 +5,19 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import AsyncIterator
+from functools import partial
 from types import TracebackType
 from typing import Self, TypeAlias
 
 import grpc
 
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
-from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
 from rallypoint.rpc.errors import ServiceError, encode
 from rallypoint.rpc.loop import Notifier
 
 _Context: TypeAlias = "grpc.aio.ServicerContext[pb.JoinRequest, pb.JoinResponse]"
 
+_SERVICE = "rallypoint.rendezvous.v1.RendezvousService"
 # No port is shared with another server. The least interval of pings is that of the real service.
 _ARGUMENTS = (
     ("grpc.so_reuseport", 0),
@@ -122,7 +123,12 @@ class ScriptedService:
         """Serve both addresses."""
         for replica, address in enumerate(self.addresses):
             server = grpc.aio.server(options=_ARGUMENTS)
-            pb_grpc.add_RendezvousServiceServicer_to_server(_Replica(self, replica), server)  # type: ignore[no-untyped-call]
+            handler = grpc.stream_stream_rpc_method_handler(
+                partial(self._serve, replica), pb.JoinRequest.FromString, pb.JoinResponse.SerializeToString
+            )
+            server.add_generic_rpc_handlers(
+                [grpc.method_handlers_generic_handler(_SERVICE, {"Join": handler})]
+            )
             server.add_insecure_port(address)
             await server.start()
             self._servers.append(server)
@@ -132,7 +138,7 @@ class ScriptedService:
         servers, self._servers = self._servers, []
         await asyncio.gather(*(server.stop(None) for server in servers))
 
-    async def admit(self, replica: int, requests: AsyncIterator[pb.JoinRequest], context: _Context) -> None:
+    async def _serve(self, replica: int, requests: AsyncIterator[pb.JoinRequest], context: _Context) -> None:
         """Serve one stream."""
         async for first in requests:
             stream = Stream(first, replica, self.changed)
@@ -142,17 +148,3 @@ class ScriptedService:
             self.changed.notify()
             await stream.play(requests, context)
             return
-
-
-class _Replica(pb_grpc.RendezvousServiceServicer):
-    """Passes the streams of one address to the service; other calls are UNIMPLEMENTED."""
-
-    def __init__(self, service: ScriptedService, replica: int) -> None:
-        self._service = service
-        self._replica = replica
-
-    async def Join(  # noqa: N802 (name in the contract)
-        self, request_iterator: AsyncIterator[pb.JoinRequest], context: _Context
-    ) -> None:
-        """Serve a stream."""
-        await self._service.admit(self._replica, request_iterator, context)

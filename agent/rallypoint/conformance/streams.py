@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from grpc import StatusCode
 
-from rallypoint.conformance.client import Worker
+from rallypoint.conformance.client import StartedWorker
 from rallypoint.conformance.rounds import FINAL, FROZEN, JOINABLE, close, failed, succeed
 from rallypoint.conformance.scene import HOLD, Scene, error, scenario
 from rallypoint.conformance.server import Stream
@@ -24,13 +26,13 @@ def plain(code: StatusCode) -> ServiceError:
     return ServiceError(code, "", "scripted")
 
 
-def _same_workers(scene: Scene, workers: list[Worker]) -> bool:
+def _same_workers(scene: Scene, workers: list[StartedWorker]) -> bool:
     return {each.pid for each in scene.client.workers} == {each.pid for each in workers} and all(
         each.alive for each in workers
     )
 
 
-async def _go_on(scene: Scene, stream: Stream, workers: list[Worker]) -> None:
+async def _go_on(scene: Scene, stream: Stream, workers: list[StartedWorker]) -> None:
     """Confirm a resume with the state of the run; the workers must run on."""
     scene.again(stream)
     scene.update(stream, FINAL, 1, revision=scene.revision)
@@ -38,7 +40,7 @@ async def _go_on(scene: Scene, stream: Stream, workers: list[Worker]) -> None:
 
 
 async def _broken(
-    scene: Scene, rule: str, stream: Stream, workers: list[Worker], end: ServiceError
+    scene: Scene, rule: str, stream: Stream, workers: list[StartedWorker], end: ServiceError
 ) -> Stream:
     """End a stream with an error, and wait for the next one, which must resume."""
     stream.end(end)
@@ -170,7 +172,7 @@ async def back_off(scene: Scene) -> None:
     stream.end(plain(StatusCode.UNAVAILABLE))
     await _storm(scene, "R29", plain(StatusCode.UNAVAILABLE), _MOST_STREAMS)
     times = [each.opened_at for each in scene.service.streams[before:]]
-    late = [after - first for first, after in zip(times, times[1:], strict=False)][4:]
+    late = [after - first for first, after in pairwise(times)][4:]
     spread = max(late) - min(late) if late else 1.0
     seen = f"pauses of {', '.join(f'{each:.2f}' for each in late)} s"
     scene.check("R29", spread > 0.1 * max(late, default=1.0), "random pauses", seen)
@@ -245,7 +247,8 @@ async def endless_redirects(scene: Scene) -> None:
 
 
 async def _rejoins(scene: Scene, rule: str, refusal: ServiceError) -> None:
-    """Refuse a resume; the node stops its workers and joins again."""
+    """Refuse a resume; the node stops its workers and joins again, a run whose revisions begin at 1."""
+    scene.revision = 100
     stream, workers = await scene.running()
     stream.end(plain(StatusCode.UNAVAILABLE))
     stream = await scene.resumed("R24")
@@ -254,12 +257,13 @@ async def _rejoins(scene: Scene, rule: str, refusal: ServiceError) -> None:
     stream = await scene.joined(rule, f"`join` after {refusal.reason}")
     scene.check(rule, scene.join.settings == settings, "the same settings", "other settings")
     scene.revision = 0
-    scene.grant(stream)
+    scene.grant(stream, phase=None)
     gone = f"the workers stop after {refusal.reason}"
     await scene.until(rule, lambda: not any(each.alive for each in workers), gone)
+    scene.update(stream, JOINABLE)
     await scene.run_round(stream, 2)
     stream.end(plain(StatusCode.UNAVAILABLE))
-    await scene.resumed("R24")
+    await scene.resumed(rule)
 
 
 @scenario("R35")
@@ -280,7 +284,7 @@ async def run_not_found(scene: Scene) -> None:
     await _rejoins(scene, "R38", error(StatusCode.NOT_FOUND, "RUN_NOT_FOUND"))
 
 
-@scenario("R39")
+@scenario("R39", "R25")
 async def revision_ahead(scene: Scene) -> None:
     """The service has lost the last revisions of the run."""
     await _rejoins(scene, "R39", error(StatusCode.OUT_OF_RANGE, "REVISION_AHEAD"))
@@ -347,7 +351,7 @@ async def stream_replaced(scene: Scene) -> None:
     replaced = error(StatusCode.ABORTED, "STREAM_REPLACED")
     scene.service.refusal[0] = replaced
     stream.end(replaced)
-    begun, before = scene.now, len(scene.service.streams)
+    before = len(scene.service.streams)
 
     def calm() -> bool:
         return len(scene.service.streams) - before <= _MOST_STREAMS / 2 and _same_workers(scene, workers)

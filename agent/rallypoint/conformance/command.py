@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import click
 
-from rallypoint.cli.values import Text
 from rallypoint.rpc.endpoint import SettingError
 from rallypoint.serving.options import Seconds, SettingRefused
 
@@ -12,15 +11,12 @@ from rallypoint.serving.options import Seconds, SettingRefused
 @click.command()
 @click.option(
     "--client",
-    type=Text(),
     default="",
     metavar="COMMAND",
-    help="Command line of the client, with {address}, {run_id}, {node_id} and {worker}; also {nproc}, 1.",
+    help="Command line of the client, with {address}, {run_id}, {node_id} and {worker}.",
 )
-@click.option(
-    "--rule", "rules", type=Text(), multiple=True, metavar="ID", help="Only scenarios for this rule."
-)
-@click.option("--scenario", "names", type=Text(), multiple=True, metavar="NAME", help="Only this scenario.")
+@click.option("--rule", "rules", multiple=True, metavar="ID", help="Only scenarios for this rule.")
+@click.option("--scenario", "names", multiple=True, metavar="NAME", help="Only this scenario.")
 @click.option("--list", "list_all", is_flag=True, help="List the rules and the scenarios.")
 @click.option(
     "--timeout",
