@@ -1,0 +1,101 @@
+"""`rallypoint conformance` reports by rule, and a command line that can't work is refused in one line."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cli.cli_process import RALLYPOINT, clean_environment, rallypoint, refusal
+from rallypoint.conformance.report import SCENARIOS
+from rallypoint.conformance.rules import RULES
+from support.processes import fresh_marker, gone, living
+from support.waiting import PATIENCE, wait_until
+
+_REFERENCE = Path(__file__).with_name("reference_client.py")
+_CLIENT = f"{sys.executable} {_REFERENCE} {{address}} {{run_id}} {{node_id}} {{worker}}"
+
+
+def test_list_shows_each_rule_and_scenario() -> None:
+    listed = rallypoint("conformance", "--list").stdout
+    assert all(f"{rule}  {text}\n" in listed for rule, text in RULES.items())
+    assert all(f"{name} (" in listed for name in SCENARIOS)
+
+
+def test_a_rule_that_holds() -> None:
+    result = rallypoint("conformance", "--client", _CLIENT, "--scenario", "environment")
+    assert result.returncode == 0, result.stdout
+    assert "R46 PASS" in result.stdout
+    assert "R29 SKIPPED" in result.stdout
+    assert "1/1 environment: ok" in result.stderr
+
+
+def test_a_rule_that_is_broken() -> None:
+    client = f"{_CLIENT} leaks-credentials"
+    result = rallypoint("conformance", "--client", client, "--rule", "R47", "--json")
+    assert result.returncode == 1, result.stdout
+    rules = {each["rule"]: each for each in json.loads(result.stdout)["rules"]}
+    assert rules["R47"] == {
+        "rule": "R47",
+        "text": RULES["R47"],
+        "status": "FAIL",
+        "scenario": "environment",
+        "expected": "no credentials, as RALLYPOINT_TLS_CONFORMANCE",
+        "seen": "RALLYPOINT_TLS_CONFORMANCE",
+    }
+    assert rules["R46"]["status"] == "PASS"
+    assert "1/1 environment: broke R47" in result.stderr
+
+
+def test_rules_after_a_broken_one_are_skipped_with_the_reason() -> None:
+    client = f"{_CLIENT} joins-without-address"
+    result = rallypoint("conformance", "--client", client, "--scenario", "environment")
+    assert result.returncode == 1, result.stdout
+    assert f"R47 SKIPPED {RULES['R47']} (environment ended at R10)" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        ([], "--client COMMAND is missing"),
+        (["--client", "true {address} {run_id} {worker}"], "--client: {node_id} is missing"),
+        (
+            ["--client", "no-such-program {address} {run_id} {node_id} {worker}"],
+            "no program 'no-such-program'",
+        ),
+        (["--client", "true '"], "can't be split into words"),
+        (["--client", _CLIENT, "--rule", "R99"], "--rule: there is no rule 'R99'"),
+        (["--client", _CLIENT, "--scenario", "rest"], "--scenario: there is no scenario 'rest'"),
+    ],
+)
+def test_a_command_line_that_cannot_work(arguments: list[str], part: str) -> None:
+    assert part in refusal(rallypoint("conformance", *arguments))
+
+
+def test_a_client_that_ends_at_once_is_shown_with_its_last_lines() -> None:
+    client = "sh -c 'echo no such flag: --run >&2; exit 4' {address} {run_id} {node_id} {worker}"
+    result = rallypoint("conformance", "--client", client)
+    line = refusal(result)
+    assert "exit code 4 before it opened a stream" in line
+    assert "no such flag: --run" in line
+
+
+def test_ctrl_c_ends_the_client_and_its_workers() -> None:
+    with fresh_marker() as marker:
+        kit = subprocess.Popen(
+            [str(RALLYPOINT), "conformance", "--client", _CLIENT, "--scenario", "service-restarts"],
+            stderr=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=clean_environment(MARKER=marker),
+        )
+        wait_until(lambda: len(living(marker)) >= 3, "the kit, the client and a worker")
+        kit.send_signal(signal.SIGINT)
+        _, errors = kit.communicate(timeout=PATIENCE)
+        assert kit.returncode == 130, errors
+        assert "Traceback" not in errors
+        wait_until(lambda: gone(marker), "the end of the client and its worker")

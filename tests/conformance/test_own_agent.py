@@ -1,0 +1,35 @@
+"""Our own agent keeps every rule that the kit checks."""
+
+from __future__ import annotations
+
+import pytest
+
+from cli.cli_process import RALLYPOINT
+from rallypoint.conformance.report import Report, chosen_scenarios, play_all
+from rallypoint.conformance.rules import RULES
+from support.waiting import PATIENCE
+
+_AGENT = [
+    *(str(RALLYPOINT), "run", "--insecure", "--rdzv-endpoint", "{address}", "--rdzv-id", "{run_id}"),
+    *("--node-id", "{node_id}", "--local-addr", "127.0.0.1", "--shutdown-timeout", "5", "{worker}"),
+]
+_QUICK = ("re-forming", "environment", "leaving", "broken-streams", "confirmation-repeated", "lease-lost")
+
+
+def _lines(report: Report) -> str:
+    return "\n".join(each.line() for each in report.results())
+
+
+async def test_our_agent_passes_quick_scenarios() -> None:
+    report = await play_all(_AGENT, chosen_scenarios([], _QUICK), timeout=PATIENCE, jobs=3, progress=print)
+    assert not report.failed, _lines(report)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [1, 2])
+async def test_our_agent_passes_everything(workers: int) -> None:
+    """With one and with two workers."""
+    agent = [*_AGENT[:2], "--nproc-per-node", str(workers), *_AGENT[2:]]
+    report = await play_all(agent, chosen_scenarios([], []), timeout=PATIENCE, jobs=3, progress=print)
+    statuses = {each.rule: each.status for each in report.results()}
+    assert statuses == dict.fromkeys(RULES, "PASS"), _lines(report)

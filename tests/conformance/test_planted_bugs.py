@@ -1,0 +1,62 @@
+"""The kit finds no fault with a client that keeps every rule, and finds each bug that is planted in it by its rule."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from conformance.reference_client import BUGS
+from rallypoint.conformance.report import Report, chosen_scenarios, play_all
+from rallypoint.conformance.rules import RULES
+from support.waiting import PATIENCE
+
+_CLIENT = [
+    sys.executable,
+    str(Path(__file__).with_name("reference_client.py")),
+    *("{address}", "{run_id}", "{node_id}", "{worker}"),
+]
+# Found because nothing happens within a time, or by watching for many seconds.
+_SLOW = {
+    *("done-after-success", "failure-once", "ignores-closed", "ignores-settling", "ignores-superseded-by"),
+    *("joins-after-eviction", "joins-closed-run", "keeps-workers-as-spare", "keeps-workers-in-joinable"),
+    *(
+        "keeps-workers-without-lease",
+        "never-starts",
+        "no-depart",
+        "no-failure-report",
+        "no-jitter",
+        "no-sigkill",
+    ),
+    *("repeats-invalid-join", "success-once", "confirm-once"),
+}
+
+
+async def _play(*, bug: str = "", rule: str = "", timeout: float) -> Report:
+    scenarios = chosen_scenarios([rule] if rule else [], [])
+    return await play_all([*_CLIENT, bug], scenarios, timeout=timeout, jobs=4, progress=print)
+
+
+@pytest.mark.slow
+async def test_a_client_without_a_bug_passes_everything() -> None:
+    report = await _play(timeout=PATIENCE)
+    assert {each.rule: each.status for each in report.results()} == dict.fromkeys(RULES, "PASS"), "\n".join(
+        each.line() for each in report.results()
+    )
+
+
+@pytest.mark.parametrize(
+    "bug", [pytest.param(bug, marks=pytest.mark.slow if bug in _SLOW else ()) for bug in BUGS]
+)
+async def test_a_planted_bug_breaks_its_rule(bug: str) -> None:
+    rule = BUGS[bug]
+    report = await _play(bug=bug, rule=rule, timeout=5.0 if bug in _SLOW else PATIENCE)
+    result = next(each for each in report.results() if each.rule == rule)
+    assert result.status == "FAIL", "\n".join(each.line() for each in report.results())
+    assert result.expected
+    assert result.seen
+
+
+def test_each_rule_is_broken_by_a_bug() -> None:
+    assert set(BUGS.values()) == set(RULES)
