@@ -13,7 +13,7 @@ _AGENT = [
     *(str(RALLYPOINT), "run", "--insecure", "--rdzv-endpoint", "{address}", "--rdzv-id", "{run_id}"),
     *("--node-id", "{node_id}", "--local-addr", "127.0.0.1", "--shutdown-timeout", "5", "{worker}"),
 ]
-_QUICK = ("re-forming", "environment", "leaving", "broken-streams", "confirmation-repeated", "lease-lost")
+_QUICK = ("re-forming", "environment", "broken-streams", "lease-lost")
 
 
 def _lines(report: Report) -> str:
