@@ -84,7 +84,17 @@ def test_a_client_that_ends_at_once_is_shown_with_its_last_lines() -> None:
     assert "no such flag: --run" in line
 
 
-def test_ctrl_c_ends_the_client_and_its_workers() -> None:
+def _is_worker(pid: int) -> bool:
+    """True for a worker of the kit that has written its record."""
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+    except OSError:  # it has ended
+        return False
+    return words[1:2] == ["-IS"] and Path(words[2]).with_name(f"{pid}.json").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_client_and_its_workers(number: int) -> None:
     with fresh_marker() as marker:
         kit = subprocess.Popen(
             [str(RALLYPOINT), "conformance", "--client", _CLIENT, "--scenario", "service-restarts"],
@@ -93,8 +103,8 @@ def test_ctrl_c_ends_the_client_and_its_workers() -> None:
             text=True,
             env=clean_environment(MARKER=marker),
         )
-        wait_until(lambda: len(living(marker)) >= 3, "the kit, the client and a worker")
-        kit.send_signal(signal.SIGINT)
+        wait_until(lambda: any(map(_is_worker, living(marker))), "a worker that has begun")
+        kit.send_signal(number)
         _, errors = kit.communicate(timeout=PATIENCE)
         assert kit.returncode == 130, errors
         assert "Traceback" not in errors

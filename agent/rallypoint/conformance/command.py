@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+
 import click
 
 from rallypoint.rpc.endpoint import SettingError
@@ -69,6 +71,8 @@ def conformance(
         for each in scenarios:
             click.echo(f"{each.name} ({', '.join(each.rules)}): {each.summary}")
         return
+    # Ctrl-C ends the clients and their workers; SIGTERM does the same.
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     try:
         report = run(
             play_all(

@@ -6,7 +6,6 @@ It imports the standard library alone. Files beside it control it and record its
 - `PID.json`: its environment, written when it has begun; `bound` is true if it could bind the master port
 - `PID.term`: it got SIGTERM
 - `PID.end`: the exit code with which it shall end
-- `PID.ended`: it ended by itself, or after SIGTERM
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import time
 from pathlib import Path
 
 _FOLDER = Path(__file__).resolve().parent
-# Seconds. If the kit is killed, its workers end by themselves.
+# Seconds. Without its folder it ends at once; this is for a kit that was killed.
 _LONGEST_LIFE = 600.0
 _POLL = 0.02
 
@@ -66,10 +65,7 @@ def main() -> int:
     order = _FOLDER / f"{os.getpid()}.end"
     while not order.exists() and time.monotonic() < min([end, *stops]) and _FOLDER.exists():
         time.sleep(_POLL)
-    code = int(order.read_text()) if order.exists() else 128 + signal.SIGTERM
-    if _FOLDER.exists():
-        _write(f"{os.getpid()}.ended", str(code))
-    return code
+    return int(order.read_text()) if order.exists() else 128 + signal.SIGTERM
 
 
 if __name__ == "__main__":
