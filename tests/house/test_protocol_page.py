@@ -1,4 +1,4 @@
-"""docs/protocol.md has a line for each error of the contract, with its code, and the id of each rule that is checked."""
+"""docs/protocol.md has a line for each error of the contract, with its code, and the id of each checked rule."""
 
 from __future__ import annotations
 
