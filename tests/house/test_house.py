@@ -122,6 +122,7 @@ def test_the_journal_and_the_api_share_no_message() -> None:
 _NAMES_JOURNAL_MESSAGES = (
     "services/rallypoint/journal/v1/",
     "services/rallypoint/rendezvous/journal/",
+    "tests/compat/",
     "tests/rendezvous/journal/",
     "tests/simulation/replicas/tap.py",
     "tests/integration/test_introspection.py",
