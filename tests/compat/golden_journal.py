@@ -42,6 +42,7 @@ RUN, ENDED, DELETED = "training", "ended", "deleted"
 # drops old events.
 _EXERCISES = 10
 _KEPT_EVENTS = 40
+_ROUND = 4  # the last one of RUN
 
 
 class _Clock:
@@ -97,41 +98,42 @@ async def write(journal: Journal) -> dict[str, Any]:
                 await act(member, commands.Confirm, round_, 29500, run=run)
             return round_
 
-        a, b, c = [await join(node) for node in "abc"]
-        first = await confirm(a, b, c)
-        for _ in range(_EXERCISES):
-            exercise: list[commands.Command] = [commands.Evict("z", ""), commands.Readmit("z", "")] * 50
-            await asyncio.gather(*(engine.execute(RUN, each) for each in exercise))
-        failure = ReportedFailure(
-            *(
-                first,
+        async def fail(member: Member, round_: int) -> None:
+            worker = (
+                round_,
                 3,
                 1,
                 "trainer",
-                "b",
-                "b.cluster",
+                member.node_id,
+                "host",
                 77,
                 1,
                 1.7e9,
-                "ValueError: it broke",
+                "it broke",
                 "Traceback",
-                "b.log",
-            ),
-            kind=FailureKind.EXCEPTION,
-        )
-        await act(b, commands.ReportFailure, failure)
-        for member in (a, b, c):
-            engine.renew(member)
+                "log",
+            )
+            failure = ReportedFailure(*worker, kind=FailureKind.EXCEPTION)
+            await act(member, commands.ReportFailure, failure)
+            for each in (a, b, c):
+                engine.renew(each)
+
+        a, b, c = [await join(node) for node in "abc"]
+        await fail(b, await confirm(a, b, c))
+        await engine.execute(RUN, commands.Evict("y", "its disk fails"))
+        second = await confirm(a, b, c)
+        for _ in range(_EXERCISES):
+            exercise: list[commands.Command] = [commands.Evict("z", ""), commands.Readmit("z", "")] * 50
+            await asyncio.gather(*(engine.execute(RUN, each) for each in exercise))
+        await fail(c, second)
         await act(c, commands.Depart, "maintenance")
         await act(c, commands.Leave, "maintenance")
         clock.now += 1.5  # the last call is over; the leases are not
-        second = await confirm(a, b)
-        assert (first, second) == (1, 3)
-        await engine.execute(RUN, commands.Evict("y", "its disk fails"))
+        assert await confirm(a, b) == _ROUND
 
         writer, store = writer_of(a), shard.store
         operation = Operation("client", 1, 1)
-        for space in (0, second):
+        for space in (0, _ROUND):
             await store.write(
                 RUN,
                 Set(
@@ -214,7 +216,7 @@ class Served:
         holder = {"node_id": lease["node_id"], "lease": lease["lease"], "token": token}
         await stream.write(pb.JoinRequest(resume=pb.ResumeRun(run_id=RUN, **holder)))
         assert (await stream.read()).lease.number == lease["lease"]
-        for space in (0, 3):
+        for space in (0, _ROUND):
             writer = store_pb.StoreWriter(**holder)
             add = store_pb.AddRequest(run_id=RUN, round=space, key="sum", amount=1, writer=writer)
             assert (await self.store.Add(add, timeout=PATIENCE)).value == 1 - 2**40
