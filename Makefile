@@ -123,7 +123,7 @@ test-ha: $(VENV)/.ready ## 3 replicas on 3 etcd members, killed, paused, parted 
 .PHONY: test-upgrade
 test-upgrade: $(VENV)/.ready ## 3 replicas of revision FROM replaced one by one by this version under load, and back
 	.ci/install-etcd
-	RALLYPOINT_UPGRADE_FROM=$$(.ci/build-revision $(FROM)) $(BIN)/pytest -s tests/compat/upgrade.py
+	old=$$(.ci/build-revision $(FROM)); RALLYPOINT_UPGRADE_FROM=$$old $(BIN)/pytest -s tests/compat/upgrade.py
 
 # SUITE=sid takes the etcd of that suite of this machine's distribution, and installs nothing.
 .PHONY: test-etcd

@@ -19,7 +19,7 @@ from ha.job import WORKERS, Job, running_job
 from ha.runs import run_everywhere
 from ha.steady_writer import SteadyWriter
 
-OLD = Path(os.environ.get("RALLYPOINT_UPGRADE_FROM", ""))
+OLD = Path(os.environ["RALLYPOINT_UPGRADE_FROM"])
 RUNS = [f"crowd-{number}" for number in range(8)]
 NODES = 8
 """Of each run."""
