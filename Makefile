@@ -141,6 +141,12 @@ $(TORCH)/.ready: pyproject.toml $(CONSTRAINTS)
 test-torch: $(TORCH)/.ready ## what needs torch, in an environment of its own
 	$(TORCH)/bin/pytest -m torch $(if $(ONLY),-k "$(ONLY)")
 
+.PHONY: test-clients
+test-clients: $(VENV)/.ready ## build the example clients in C++, Go and TypeScript, and test them and the one in shell
+	.ci/install-etcd
+	.ci/make-clients
+	RALLYPOINT_TEST_CLIENTS="cpp go node shell" $(BIN)/pytest -n $(or $(WORKERS),2) tests/clients $(if $(ONLY),-k "$(ONLY)")
+
 .PHONY: bench
 bench: $(VENV)/.ready ## figures beside their floors, also in bench.json; ONLY=rendezvous N=1024 narrows (docs/benchmarks.md)
 	PYTHONPATH=tests $(BIN)/python -m benchmarks $(if $(ONLY),--only "$(ONLY)") $(if $(N),--n "$(N)") $(if $(TRIALS),--trials $(TRIALS))

@@ -31,21 +31,9 @@ else:
         print(rank, file=stream, flush=True)
         ranks = json.loads(stream.readline())
 
-record = {"pid": os.getpid(), "ranks": ranks, "round": int(os.environ["RALLYPOINT_ROUND"])}
-record |= {
-    name: value for name, value in os.environ.items() if name.startswith(("RALLYPOINT_", "TORCHELASTIC_"))
-}
-names: tuple[str, ...] = (
-    "RANK",
-    "LOCAL_RANK",
-    "ROLE_RANK",
-    "GROUP_RANK",
-    "ROLE_NAME",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-)
-names += ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE", "GROUP_WORLD_SIZE")
-record |= {name: os.environ.get(name) for name in names}
+variables = ("RANK", "WORLD_SIZE", "LOCAL_", "ROLE_", "GROUP_", "MASTER_", "RALLYPOINT_", "TORCHELASTIC_")
+record: dict[str, object] = {name: value for name, value in os.environ.items() if name.startswith(variables)}
+record |= {"pid": os.getpid(), "ranks": ranks, "round": int(os.environ["RALLYPOINT_ROUND"])}
 with (folder / f"{os.environ['RALLYPOINT_NODE']}.jsonl").open("a") as file:
     print(json.dumps(record), file=file)
 while not (folder / "finish").exists():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ import pytest
 
 from cli.cli_process import RALLYPOINT, clean_environment
 from ha.waiting import PATIENCE, until
-from programs import Program
+from programs import Line, Program
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
 from support.ports import free_port
@@ -150,6 +150,16 @@ class Service:
         """SIGKILL it."""
         if self._program is not None:
             await self._program.kill()
+
+    async def stop(self) -> None:
+        """Let it drain, and end."""
+        assert self._program is not None
+        assert await self._program.stop(PATIENCE) == 0
+
+    def log(self) -> Sequence[Line]:
+        """Return the records of its last process."""
+        assert self._program is not None
+        return self._program.log.items
 
     async def run(self, run_id: str) -> pb.Run:
         """Return a run as the service has it."""

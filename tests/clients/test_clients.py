@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from clients.members import BUILT, CLIENTS, MAX_RESTARTS, PYTHON, Members, members_of_a_service
-from ha.cluster import running_cluster
+from ha.cluster import REPLICAS, running_cluster
 from ha.waiting import PATIENCE, until
 from programs import Program
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
@@ -57,6 +58,37 @@ async def test_members_keep_their_lease_over_a_restart_of_the_service(tmp_path: 
         assert (run.run_end.outcome, run.restart_count) == (pb.OUTCOME_SUCCEEDED, 1)
         await all_print(watchers, "closed")
         assert {len(watcher.output.items) for watcher in watchers} == {3}
+
+
+async def test_members_report_what_happened_while_the_service_was_down(tmp_path: Path) -> None:
+    """Failures count as one restart. The service drains, and all workers succeed meanwhile: so does the run."""
+    async with members_of_a_service(tmp_path, str(len(CLIENTS))) as (members, service):
+        members.start(*CLIENTS)
+        first = await members.meet(CLIENTS)
+        await service.kill()
+        for record in first.values():
+            os.kill(record["pid"], signal.SIGKILL)
+        await ended_workers(first)
+        await service.start()
+        second = await members.meet(CLIENTS, after=next(iter(first.values()))["round"])
+        assert {record["TORCHELASTIC_RESTART_COUNT"] for record in second.values()} == {"1"}
+
+        await service.stop()
+        members.finish()
+        await ended_workers(second)
+        await service.start()
+        assert set((await members.ended()).values()) == {0}
+        run = await service.run(RUN)
+        assert (run.run_end.outcome, run.restart_count) == (pb.OUTCOME_SUCCEEDED, 1)
+
+
+async def ended_workers(records: Mapping[str, Mapping[str, Any]]) -> None:
+    """Wait until workers are gone, and until their members have reaped them."""
+
+    async def living() -> str:
+        return ", ".join(node for node, record in records.items() if Path(f"/proc/{record['pid']}").exists())
+
+    await until("the ends of the workers", living, PATIENCE)
 
 
 async def all_print(watchers: Sequence[Program], event: str) -> None:
@@ -114,6 +146,9 @@ async def test_members_leave_in_good_order_on_sigterm(tmp_path: Path) -> None:
             leaver = left.pop(0)
             members.programs[leaver].signal(signal.SIGTERM)
             assert await members.programs[leaver].ended(PATIENCE) == 128 + signal.SIGTERM
+            assert leaver in [
+                line.fields["node_id"] for line in service.log() if line.event == "node departing"
+            ]
             run = await service.run(RUN)
             assert leaver not in [node.node_id for node in run.nodes]
             assert run.last_round_end.cause == pb.ROUND_END_CAUSE_NODE_LEFT
@@ -124,16 +159,19 @@ async def test_members_leave_in_good_order_on_sigterm(tmp_path: Path) -> None:
 async def test_members_follow_a_run_to_another_replica(tmp_path: Path) -> None:
     """The replica that owns the run is SIGKILLed: all members resume at the next owner, and no worker notices."""
     async with running_cluster(tmp_path) as cluster:
-        members = Members(tmp_path, cluster.endpoints, RUN, str(len(CLIENTS)))
+        await cluster.settled()
+        owner = await cluster.owner(RUN)
+        # The members know a replica that does not own the run: they reach the owner by its redirect only.
+        known = next(name for name in REPLICAS if name != owner)
+        members = Members(tmp_path, cluster.replicas.endpoint(known), RUN, str(len(CLIENTS)))
         try:
             members.start(*CLIENTS)
             first = await members.meet(CLIENTS)
-            owner = await cluster.owner(RUN)
+            assert await cluster.owner(RUN) == owner
             await cluster.process(owner).kill()
             for language in CLIENTS:
                 log = members.programs[language].log
                 await log.first(f"{language} to resume", lambda line: "resumed: true" in line.text)
-            assert await cluster.owner(RUN) != owner
             assert await members.meet(CLIENTS) == first, "a worker was restarted"
             members.finish()
             codes = await members.ended()
