@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from clients.members import BUILT, CLIENTS, MAX_RESTARTS, PYTHON, Members, members_of_a_service
@@ -86,7 +87,7 @@ async def ended_workers(records: Mapping[str, Mapping[str, Any]]) -> None:
     """Wait until workers are gone, and until their members have reaped them."""
 
     async def living() -> str:
-        return ", ".join(node for node, record in records.items() if Path(f"/proc/{record['pid']}").exists())
+        return ", ".join(node for node, record in records.items() if psutil.pid_exists(record["pid"]))
 
     await until("the ends of the workers", living, PATIENCE)
 
