@@ -501,7 +501,7 @@ func (m *member) finish(exit int) {
 
 func (m *member) checkDeadlines(now time.Time) {
 	switch {
-	case m.stream == nil && now.After(m.openAt):
+	case m.stream == nil && !m.over && now.After(m.openAt):
 		m.open()
 	case m.stream != nil && !m.stream.leased && now.After(m.stream.replyBy):
 		m.route.silent()
