@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
+import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
+from cli.cli_process import RALLYPOINT
 from clients.members import BUILT, CLIENTS, MAX_RESTARTS, PYTHON, Members, members_of_a_service
 from ha.cluster import REPLICAS, running_cluster
 from ha.waiting import PATIENCE, until
@@ -179,3 +182,21 @@ async def test_members_follow_a_run_to_another_replica(tmp_path: Path) -> None:
             assert set(codes.values()) == {0}, codes
         finally:
             await members.close()
+
+
+@pytest.mark.parametrize("client", sorted(CLIENTS.keys() - {"shell"}))
+def test_a_client_keeps_the_rules_of_the_protocol(client: str) -> None:
+    """As the conformance kit checks them. The client in shell has too few of the duties for that."""
+    command = (
+        f"{shlex.join(CLIENTS[client])} member --rendezvous {{address}} --run {{run_id}} --node {{node_id}}"
+    )
+    kit = subprocess.run(
+        [RALLYPOINT, "conformance", "--client", f"{command} --nnodes 1:1 -- {{worker}}"],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert (kit.returncode, [line for line in kit.stdout.splitlines() if "FAIL" in line]) == (0, []), (
+        kit.stdout
+    )
