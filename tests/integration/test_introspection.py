@@ -12,6 +12,7 @@ from typing import Any
 
 import grpc
 import pytest
+from google.protobuf.descriptor_pb2 import FileDescriptorProto
 from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc  # type: ignore[import-untyped]
 
@@ -69,6 +70,15 @@ def call(address: str, method: str, **request: Any) -> dict[str, Any]:
     return answer
 
 
+def reflected(address: str, **request: str) -> Any:
+    """What reflection answers to a request."""
+    with grpc.insecure_channel(address) as channel:
+        requests = iter([reflection_pb2.ServerReflectionRequest(**request)])
+        stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+        (answer,) = stub.ServerReflectionInfo(requests, timeout=PATIENCE)
+    return answer
+
+
 @pytest.mark.parametrize("role", SERVICES)
 def test_reflection_describes_all_that_it_lists(addresses: dict[str, str], role: str) -> None:
     """docs/operating.md has the command, which fails if a listed service has no description."""
@@ -97,13 +107,21 @@ def test_reflection_describes_the_api_and_not_the_storage(
     addresses: dict[str, str], request_: dict[str, str], described: bool
 ) -> None:
     """A server has the descriptions of both, and clients get those of the API and of its errors only."""
-    with grpc.insecure_channel(addresses["rendezvous"]) as channel:
-        asked = iter([reflection_pb2.ServerReflectionRequest(**request_)])
-        (answer,) = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(
-            asked, timeout=PATIENCE
-        )
+    answer = reflected(addresses["rendezvous"], **request_)
     assert answer.HasField("file_descriptor_response") == described
     assert answer.error_response.error_code == (0 if described else grpc.StatusCode.NOT_FOUND.value[0])
+
+
+@pytest.mark.parametrize("role", SERVICES)
+def test_reflection_has_the_json_names_of_all_fields(addresses: dict[str, str], role: str) -> None:
+    """grpcurl writes them; without them it writes the names of the .proto files, and buf does not."""
+    for service_name in SERVICES[role]:
+        answer = reflected(addresses[role], file_containing_symbol=service_name)
+        for content in answer.file_descriptor_response.file_descriptor_proto:
+            messages = [*FileDescriptorProto.FromString(content).message_type]
+            for message in messages:
+                messages += message.nested_type
+                assert [field.name for field in message.field if not field.json_name] == []
 
 
 @pytest.mark.parametrize("role", SERVICES)

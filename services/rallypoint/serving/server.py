@@ -20,7 +20,8 @@ from typing import Any
 
 import grpc
 from google.protobuf import descriptor_pool
-from google.protobuf.descriptor import FileDescriptor
+from google.protobuf.descriptor import Descriptor, FileDescriptor
+from google.protobuf.descriptor_pb2 import DescriptorProto, FileDescriptorProto
 from google.protobuf.descriptor_pool import DescriptorPool
 from google.rpc import error_details_pb2  # type: ignore[import-untyped]
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
@@ -475,9 +476,10 @@ def _enable_reflection(names: Sequence[str], server: grpc.aio.Server) -> None:
 
 
 def _described(names: Sequence[str]) -> DescriptorPool:
-    """Return a pool with the files of services, and of the details of their errors.
+    """Return a pool with the files of services, and of the details of their errors, and with the fields' JSON names.
 
-    The default pool has the files of every generated module that is loaded, those of a journal and of etcd too.
+    The default pool has the files of every generated module that is loaded, those of a journal and of etcd too, and no
+    JSON names: grpcurl then writes `run_id`, where it otherwise writes `runId`, as buf does.
     """
     pool, added = DescriptorPool(), set[str]()
 
@@ -486,13 +488,23 @@ def _described(names: Sequence[str]) -> DescriptorPool:
             added.add(file.name)
             for dependency in file.dependencies:
                 add(dependency)
-            pool.AddSerializedFile(file.serialized_pb)
+            described = FileDescriptorProto.FromString(file.serialized_pb)
+            for message in described.message_type:
+                _set_json_names(message, file.message_types_by_name[message.name])
+            pool.Add(described)
 
     add(error_details_pb2.DESCRIPTOR)
     for name in names:
         with suppress(KeyError):  # a service without a description is listed only
             add(descriptor_pool.Default().FindFileContainingSymbol(name))
     return pool
+
+
+def _set_json_names(message: DescriptorProto, descriptor: Descriptor) -> None:
+    for each in message.field:
+        each.json_name = descriptor.fields_by_name[each.name].json_name
+    for nested in message.nested_type:
+        _set_json_names(nested, descriptor.nested_types_by_name[nested.name])
 
 
 def _tune_interpreter() -> None:
