@@ -197,6 +197,5 @@ def test_a_client_keeps_the_rules_of_the_protocol(client: str) -> None:
         text=True,
         timeout=600,
     )
-    assert (kit.returncode, [line for line in kit.stdout.splitlines() if "FAIL" in line]) == (0, []), (
-        kit.stdout
-    )
+    assert kit.returncode == 0, kit.stdout
+    assert "47 PASS, 0 FAIL, 0 SKIPPED" in kit.stdout
