@@ -462,11 +462,11 @@ class Node:
     async def watch(self, process: asyncio.subprocess.Process) -> None:
         """Report the end of the worker."""
         code = await process.wait()
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
         if self.stopping or process is not self.process:
             return
         self.process = None
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
         if code == 0:
             self.succeeded = self.round
             self.outbox.put_nowait(pb.JoinRequest(succeeded=pb.ReportSuccess(round=self.round)))
