@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
-import tomllib
 from pathlib import Path
 from shutil import copytree
 
@@ -12,6 +11,7 @@ import click
 
 from compat.release import RELEASED, write
 from house.source import ROOT
+from rallypoint.serving.info import VERSION
 from support.etcd_server import ETCD
 
 
@@ -19,9 +19,8 @@ from support.etcd_server import ETCD
 @click.argument("version")
 def main(version: str) -> None:
     """Write down the promises of a version."""
-    present = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
-    if version != present:
-        raise click.ClickException(f"pyproject.toml has version {present}, not {version}")
+    if version != VERSION:
+        raise click.ClickException(f"the package has version {VERSION}, not {version}")
     if ETCD is None:
         raise click.ClickException("etcd is missing (.ci/install-etcd installs it)")
     if (RELEASED / version).exists():
