@@ -67,7 +67,9 @@ class MessageCodec:
         if field.message_type.full_name in {_DURATION, _TIMESTAMP}:
             return lambda message, at, value: set_seconds(getattr(message, at), value)
         if field.is_repeated:
-            return lambda message, at, value: getattr(message, at).extend(map(self.to_message, value))
+            return lambda message, at, value: getattr(message, at).extend(
+                [self.to_message(each) for each in value]
+            )
         return self._encode_optional
 
     def _encode_optional(self, message: Any, name: str, value: Any) -> None:
