@@ -13,6 +13,7 @@ from rallypoint.rendezvous.api import requests
 from rallypoint.rendezvous.api.requests import TRACEBACK_BYTES, NodesPage, RunsPage
 from rallypoint.rendezvous.core import commands
 from rallypoint.rendezvous.core.decide import carry_out
+from rallypoint.rendezvous.core.failures import MOST_EVICTED
 from rallypoint.rendezvous.core.state import Outcome, ReportedFailure, RunEnd, RunSettings, RunState
 from rallypoint.rendezvous.runs.run import NODES_PER_MESSAGE, run_message, run_summary
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
@@ -40,6 +41,7 @@ def run_of(nodes: int, long: bool = False) -> RunState:
             local_world_size=8,
             role=name("trainer"),
             topology=name("rack1"),
+            supervisor_address=name("10.0.0.1:29420"),
         )
         carry_out(state, node, 0.0)
     return state
@@ -117,6 +119,28 @@ def test_the_largest_page_with_the_longest_names_fits_a_message() -> None:
     run = run_message(state, NODES_PER_MESSAGE)
     assert (list(run.nodes), list(run.evicted_node_ids)) == (list(page.nodes), ["x" * NAME_BYTES])
     assert run.ByteSize() < MAX_MESSAGE_BYTES
+
+
+def test_nodes_that_do_not_fit_a_message_come_on_the_next_page() -> None:
+    """Each may have a sentence about its watchdog, and the run as many evicted nodes as it may."""
+    state = run_of(NODES_PER_MESSAGE, long=True)
+    for node in state.nodes.values():
+        node.watchdog_trouble = "x" * SENTENCE_BYTES
+    for number in range(MOST_EVICTED):
+        carry_out(state, commands.Evict(f"{number}".ljust(NAME_BYTES, "x"), "why"), 0.0)
+    run = run_message(state, NODES_PER_MESSAGE)
+    assert len(run.evicted_node_ids) == MOST_EVICTED
+    assert 1_000 < len(run.nodes) < run.node_count == NODES_PER_MESSAGE
+    assert run.ByteSize() < MAX_MESSAGE_BYTES
+    names, request = [], pb.ListNodesRequest()
+    while True:
+        page = NodesPage(request).read(state)
+        assert page.ByteSize() < MAX_MESSAGE_BYTES
+        names += [node.node_id for node in page.nodes]
+        request.page_token = page.next_page_token
+        if not request.page_token:
+            break
+    assert names == list(state.nodes)
 
 
 @pytest.mark.parametrize("page", [RunsPage, NodesPage])

@@ -280,14 +280,11 @@ class NodesPage:
     def read(self, state: RunState) -> pb.ListNodesResponse:
         """Return the page."""
         matching = filter(partial(self._matches, state), nodes_in_order(state))
-        end = self._first + self._size
-        nodes = list(islice(matching, self._first, end))
-        more = next(matching, None) is not None
-        return pb.ListNodesResponse(
-            nodes=node_messages(state, nodes),
-            next_page_token=page_token(end) if more else "",
-            revision=state.revision,
-        )
+        nodes = list(islice(matching, self._first, self._first + self._size))
+        response = pb.ListNodesResponse(nodes=node_messages(state, nodes), revision=state.revision)
+        if len(response.nodes) < len(nodes) or next(matching, None) is not None:
+            response.next_page_token = page_token(self._first + len(response.nodes))
+        return response
 
     def _matches(self, state: RunState, node: Node) -> bool:
         return (

@@ -98,6 +98,10 @@ api_messages = MessageCodec(
 # A node takes some 100 bytes, and with the longest names 1,400; a client accepts messages of 4 MiB. Adding one takes
 # 10 us, so that a run of any size delays the others by 20 ms at a time.
 NODES_PER_MESSAGE = 2_000
+# With usual names they take 200 KB. With the longest, and a sentence about the watchdog of each, they would not fit the
+# 4 MiB that gRPC's clients take; the rest of a run needs up to 1 MiB of them.
+_NODES_BYTES = 3 * 1024 * 1024
+_FRAME_BYTES = 8
 
 
 def node_update(state: RunState, node_id: str) -> pb.NodeUpdate:
@@ -188,7 +192,8 @@ def nodes_in_order(state: RunState) -> Iterator[Node]:
 
 
 def node_messages(state: RunState, nodes: Iterable[Node]) -> Iterator[pb.Node]:
-    """Return the messages of some nodes of a run."""
+    """Return the messages of some nodes of a run: the first ones that fit one message, and at least one."""
+    room = _NODES_BYTES
     caused = Counter(each.node_id for each in state.restarts if state.settings.max_restarts_per_node)
     for node in nodes:
         message = pb.Node(
@@ -207,6 +212,10 @@ def node_messages(state: RunState, nodes: Iterable[Node]) -> Iterator[pb.Node]:
         seat = state.seats.get(node.node_id)
         if seat is not None:
             _fill_assignment(message.assignment, state, seat)
+        size = message.ByteSize() + _FRAME_BYTES
+        if size > room and room < _NODES_BYTES:
+            return
+        room -= size
         yield message
 
 

@@ -1518,7 +1518,7 @@ class ListNodesRequest(_message.Message):
     run_id: _builtins.str
     """Name of the run."""
     page_size: _builtins.int
-    """Most nodes to return: 2,000 by default, and at most."""
+    """Most nodes to return: 2,000 by default, and at most. A page may have fewer and not be the last: its size is limited."""
     page_token: _builtins.str
     """The next_page_token of the previous page; empty: the first page."""
     owner_only: _builtins.bool
@@ -1849,7 +1849,9 @@ class Run(_message.Message):
 
     @_builtins.property
     def nodes(self) -> _containers.RepeatedCompositeFieldContainer[Global___Node]:
-        """Participants by group rank, then the wait list in order: the first 2,000. Empty in ListRuns."""
+        """Participants by group rank, then the wait list in order: the first 2,000, or fewer if these do not fit a message.
+        Empty in ListRuns.
+        """
 
     @_builtins.property
     def evicted_node_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
