@@ -28,7 +28,7 @@ RUN = "polyglot"
 async def test_members_keep_their_lease_over_a_restart_of_the_service(tmp_path: Path) -> None:
     """The service is SIGKILLed: no worker notices. A worker is: all workers restart, once, and the run succeeds."""
     nodes = (*CLIENTS, PYTHON)
-    async with members_of_a_service(tmp_path, f"2:{len(nodes)}") as (members, service):
+    async with members_of_a_service(tmp_path, str(len(nodes))) as (members, service):
         members.start(*nodes)
         first = await members.meet(nodes)
         assert sorted(int(record["RANK"]) for record in first.values()) == [*range(len(nodes))]
@@ -135,6 +135,29 @@ async def test_the_end_of_a_failed_run_has_the_first_failure(tmp_path: Path) -> 
         failure = (await service.run(RUN)).run_end.failure
         assert (failure.node_id, failure.exit_code) == (victim, -signal.SIGKILL)
         assert (failure.kind, failure.rank) == (pb.FAILURE_KIND_SIGNAL, int(records[victim]["RANK"]))
+
+
+async def test_members_that_lost_their_lease_join_again(tmp_path: Path) -> None:
+    """Paused for longer than their leases, they stop the workers of the old round and join as newcomers."""
+    nodes = (*CLIENTS, PYTHON)
+    async with members_of_a_service(tmp_path, f"1:{len(nodes)}") as (members, service):
+        members.start(*nodes)
+        first = await members.meet(nodes)
+        for language in CLIENTS:
+            members.programs[language].signal(signal.SIGSTOP)
+
+        async def lost() -> str:
+            names = [node.node_id for node in (await service.run(RUN)).nodes]
+            return "" if names == [PYTHON] else f"the nodes are {names}"
+
+        await until("the ends of the leases", lost, PATIENCE)
+        for language in CLIENTS:
+            members.programs[language].signal(signal.SIGCONT)
+        second = await members.meet(nodes, after=first[PYTHON]["round"])
+        assert not [record for record in first.values() if psutil.pid_exists(record["pid"])]
+        assert {record["TORCHELASTIC_RESTART_COUNT"] for record in second.values()} == {"0"}
+        members.finish()
+        assert set((await members.ended()).values()) == {0}
 
 
 async def test_members_leave_in_good_order_on_sigterm(tmp_path: Path) -> None:
