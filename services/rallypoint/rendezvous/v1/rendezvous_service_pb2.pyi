@@ -570,7 +570,7 @@ Global___ActorKind: _TypeAlias = ActorKind  # noqa: Y015
 @_typing.final
 class RunSettings(_message.Message):
     """RunSettings are the same for all nodes of a run. The first node that joins sets them; a node that joins with
-    other settings is refused with SETTINGS_DIFFER.
+    other settings is refused with SETTINGS_DIFFER. A field that is not set counts as its default.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

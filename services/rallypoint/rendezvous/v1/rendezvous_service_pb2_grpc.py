@@ -194,7 +194,7 @@ class RendezvousServiceServicer(object):
         client that reconnects sends the last revision it received, and does not receive that revision again. If a run has
         more than 2,000 nodes, the stream has the first 2,000; ListNodes has the others. A run that changes quickly, and is
         large or has many watchers, is sent at intervals: the first state is then up to a second old, and the present one
-        follows.
+        follows. States may be skipped, and with them a short round: WatchEvents has every round.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

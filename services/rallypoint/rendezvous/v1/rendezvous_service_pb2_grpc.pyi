@@ -82,7 +82,7 @@ class RendezvousServiceStub:
     client that reconnects sends the last revision it received, and does not receive that revision again. If a run has
     more than 2,000 nodes, the stream has the first 2,000; ListNodes has the others. A run that changes quickly, and is
     large or has many watchers, is sent at intervals: the first state is then up to a second old, and the present one
-    follows.
+    follows. States may be skipped, and with them a short round: WatchEvents has every round.
     """
     CloseRun: _grpc.UnaryUnaryMultiCallable[_rendezvous_service_pb2.CloseRunRequest, _rendezvous_service_pb2.CloseRunResponse]
     """CloseRun ends a run for good. The server informs every node, which stops its workers. Closing a closed run changes
@@ -174,7 +174,7 @@ class RendezvousServiceAsyncStub(RendezvousServiceStub):
     client that reconnects sends the last revision it received, and does not receive that revision again. If a run has
     more than 2,000 nodes, the stream has the first 2,000; ListNodes has the others. A run that changes quickly, and is
     large or has many watchers, is sent at intervals: the first state is then up to a second old, and the present one
-    follows.
+    follows. States may be skipped, and with them a short round: WatchEvents has every round.
     """
     CloseRun: _aio.UnaryUnaryMultiCallable[_rendezvous_service_pb2.CloseRunRequest, _rendezvous_service_pb2.CloseRunResponse]  # type: ignore[assignment]
     """CloseRun ends a run for good. The server informs every node, which stops its workers. Closing a closed run changes
@@ -293,7 +293,7 @@ class RendezvousServiceServicer(metaclass=_abc_1.ABCMeta):
         client that reconnects sends the last revision it received, and does not receive that revision again. If a run has
         more than 2,000 nodes, the stream has the first 2,000; ListNodes has the others. A run that changes quickly, and is
         large or has many watchers, is sent at intervals: the first state is then up to a second old, and the present one
-        follows.
+        follows. States may be skipped, and with them a short round: WatchEvents has every round.
         """
 
     @_abc_1.abstractmethod
