@@ -7,8 +7,10 @@ import re
 import signal
 from itertools import pairwise
 
+from grpc import StatusCode
+
 from rallypoint.conformance.client import PLANTED_SECRET, StartedWorker
-from rallypoint.conformance.scene import FENCING_TOKEN, HOLD, INTERVAL, Scene, scenario
+from rallypoint.conformance.scene import FENCING_TOKEN, HOLD, SHORT_INTERVAL, Scene, error, scenario
 from rallypoint.conformance.server import Stream
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rpc.durations import to_duration, to_seconds
@@ -25,8 +27,16 @@ _SECRETS = re.compile("RALLYPOINT_(RUN_SECRET|TLS_|TOKEN_)")
 
 def close(scene: Scene, stream: Stream, outcome: pb.Outcome.ValueType) -> None:
     """Close the run as the service does: the update, then the end of the stream."""
-    scene.update(stream, CLOSED, run_end=pb.RunEnd(outcome=outcome, detail="scripted"))
-    stream.end()
+    end = pb.RunEnd(outcome=outcome, detail="scripted")
+    update = scene.update(stream, CLOSED, run_end=end)
+    stream.send(None)
+    scene.service.script = [[pb.JoinResponse(lease=scene.lease, update=update), None]] * 2
+
+
+def let_go(scene: Scene, stream: Stream) -> None:
+    """End the stream with OK, as the service does after `leave`."""
+    stream.send(None)
+    scene.service.script = [[error(StatusCode.FAILED_PRECONDITION, "LEASE_LOST")]] * 2
 
 
 @scenario("R01", "R10")
@@ -162,7 +172,7 @@ async def unknown_fields(scene: Scene) -> None:
 @scenario("R11")
 async def heartbeats(scene: Scene) -> None:
     """For 6 intervals nothing happens but heartbeats."""
-    interval = 2 * INTERVAL
+    interval = 2 * SHORT_INTERVAL
     stream = await scene.begin()
     scene.grant(stream, interval=interval)
     begun = scene.now
@@ -284,7 +294,7 @@ async def success(scene: Scene) -> None:
     def waits() -> bool:
         return not stream.over and scene.client.exit_code is None and not stream.of("leave")
 
-    await scene.hold("R18", waits, "the stream stays open until CLOSED", 2 * INTERVAL)
+    await scene.hold("R18", waits, "the stream stays open until CLOSED")
     close(scene, stream, pb.OUTCOME_SUCCEEDED)
     await scene.ended("R08", "OUTCOME_SUCCEEDED", success=True)
 
@@ -309,7 +319,7 @@ async def exit_barrier(scene: Scene) -> None:
     scene.update(stream, FINAL, 1, exit_barrier_passed=True)
     await scene.service.changed.until(lambda: bool(stream.of("leave")) or stream.over, 2 * HOLD)
     if stream.of("leave"):
-        stream.end()
+        let_go(scene, stream)
     else:
         scene.check("R20", not stream.over, "`leave`, or an open stream", "the stream ended without `leave`")
         close(scene, stream, pb.OUTCOME_SUCCEEDED)
@@ -352,7 +362,7 @@ async def leaving(scene: Scene) -> None:
     await scene.message("R21", stream, "leave", "`leave` after the workers")
     alive = len(scene.client.alive)
     scene.check("R21", not alive, "no worker at `leave`", f"{alive} alive")
-    stream.end()
+    let_go(scene, stream)
     await scene.ended("R21", "after `leave` the stream ended with OK")
 
 
@@ -361,8 +371,8 @@ async def leaving_without_workers(scene: Scene) -> None:
     """The agent gets SIGTERM while it waits."""
     stream = await scene.begin()
     scene.grant(stream)
-    await scene.hold("R01", lambda: not scene.client.workers, "no worker in JOINABLE", 2 * INTERVAL)
+    await scene.hold("R01", lambda: not scene.client.workers, "no worker in JOINABLE")
     scene.client.terminate()
     await scene.message("R22", stream, "leave")
-    stream.end()
+    let_go(scene, stream)
     await scene.ended("R22", "after `leave` the stream ended with OK")

@@ -15,8 +15,12 @@ from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rpc.durations import set_seconds
 from rallypoint.rpc.errors import ServiceError
 
-INTERVAL = 0.5
-"""keep_alive_interval of the leases, seconds; time_to_live is three times that."""
+INTERVAL = 20.0
+"""keep_alive_interval of the leases, seconds; time_to_live is three times that. Long: a client whose heartbeat crosses
+the end of its stream may get an error of gRPC in place of the service's."""
+
+SHORT_INTERVAL = 0.5
+"""The same, where a scenario is about heartbeats or the time to live."""
 
 HOLD = 0.8
 """Seconds for which a state must last, as in "no worker starts"."""

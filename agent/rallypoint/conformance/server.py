@@ -18,6 +18,9 @@ from rallypoint.rpc.loop import Notifier
 _Context: TypeAlias = "grpc.aio.ServicerContext[pb.JoinRequest, pb.JoinResponse]"
 
 _SERVICE = "rallypoint.rendezvous.v1.RendezvousService"
+Reply: TypeAlias = pb.JoinResponse | ServiceError | None
+"""A message of the service, or the end of a stream: with an error, or with OK (None)."""
+
 # No port is shared with another server. The least interval of pings is that of the real service.
 _ARGUMENTS = (
     ("grpc.so_reuseport", 0),
@@ -44,15 +47,11 @@ class Stream:
         self.messages: list[tuple[float, pb.JoinRequest]] = []
         self.over = False
         self._changed = changed
-        self._outbox: asyncio.Queue[pb.JoinResponse | ServiceError | None] = asyncio.Queue()
+        self._outbox: asyncio.Queue[Reply] = asyncio.Queue()
 
-    def send(self, response: pb.JoinResponse) -> None:
-        """Send a message."""
-        self._outbox.put_nowait(response)
-
-    def end(self, error: ServiceError | None = None) -> None:
-        """End the stream, with OK or with an error."""
-        self._outbox.put_nowait(error)
+    def send(self, reply: Reply) -> None:
+        """Send a message, or the end of the stream."""
+        self._outbox.put_nowait(reply)
 
     def of(self, kind: str) -> list[pb.JoinRequest]:
         """Return the messages of a kind that have come so far."""
@@ -91,7 +90,7 @@ class ScriptedService:
     Attributes:
         addresses: Of the replicas, as host:port; the client gets the first.
         streams: The streams so far, of both.
-        refusal: The error for every stream that is opened from now on, by replica; None: the scenario answers.
+        script: The reply to every stream that is opened from now on, by replica; empty: the scenario replies.
         changed: Notified of streams, messages and ends.
     """
 
@@ -104,7 +103,7 @@ class ScriptedService:
             each.bind(("127.0.0.1", 0))
         self.addresses = [f"127.0.0.1:{each.getsockname()[1]}" for each in self._reserved]
         self.streams: list[Stream] = []
-        self.refusal: list[ServiceError | None] = [None, None]
+        self.script: list[list[Reply]] = [[], []]
         self.changed = Notifier()
         self._servers: list[grpc.aio.Server] = []
 
@@ -143,8 +142,8 @@ class ScriptedService:
         async for first in requests:
             stream = Stream(first, replica, self.changed)
             self.streams.append(stream)
-            if (refusal := self.refusal[replica]) is not None:
-                stream.end(refusal)
+            for reply in self.script[replica]:
+                stream.send(reply)
             self.changed.notify()
             await stream.play(requests, context)
             return

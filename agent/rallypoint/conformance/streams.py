@@ -10,8 +10,8 @@ from typing import TypeAlias
 from grpc import StatusCode
 
 from rallypoint.conformance.client import StartedWorker
-from rallypoint.conformance.rounds import FINAL, FROZEN, JOINABLE, close, failed, rank_0, succeed
-from rallypoint.conformance.scene import HOLD, SCENARIOS, Scenario, Scene, error, scenario
+from rallypoint.conformance.rounds import FINAL, FROZEN, JOINABLE, close, failed, let_go, rank_0, succeed
+from rallypoint.conformance.scene import HOLD, SCENARIOS, SHORT_INTERVAL, Scenario, Scene, error, scenario
 from rallypoint.conformance.server import Stream
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rpc.durations import to_seconds
@@ -49,7 +49,7 @@ async def _broken(
     scene: Scene, rule: str, stream: Stream, workers: list[StartedWorker], end: ServiceError
 ) -> Stream:
     """End a stream with an error, and wait for the next one, which must resume."""
-    stream.end(end)
+    stream.send(end)
     again = await scene.resumed(rule, f"a stream that resumes after {end.reason or end.code.name}")
     await _go_on(scene, again, workers)
     return again
@@ -72,7 +72,7 @@ async def newcomer_retries(scene: Scene) -> None:
     """The first streams end with UNAVAILABLE and CANCELLED, before a lease."""
     stream = await scene.begin()
     for code in (StatusCode.UNAVAILABLE, StatusCode.CANCELLED):
-        stream.end(plain(code))
+        stream.send(plain(code))
         stream = await scene.joined("R33", f"another `join` after {code.name}")
     scene.grant(stream)
     await scene.run_round(stream, 1)
@@ -81,7 +81,7 @@ async def newcomer_retries(scene: Scene) -> None:
 @scenario("R23", "R24")
 async def service_restarts(scene: Scene) -> None:
     """The service closes all connections and is away for longer than a lease lives."""
-    stream, workers = await scene.running()
+    stream, workers = await scene.running(SHORT_INTERVAL)
     await scene.service.stop()
     await scene.hold("R23", lambda: _same_workers(scene, workers), "the workers run on", _AWAY)
     await scene.service.start()
@@ -107,7 +107,7 @@ async def failure_repeated(scene: Scene) -> None:
     stream, workers = await scene.running()
     rank_0(workers).end(3)
     first = await failed(scene, stream, 3)
-    stream.end(plain(StatusCode.UNAVAILABLE))
+    stream.send(plain(StatusCode.UNAVAILABLE))
     stream = await scene.resumed("R24")
     scene.again(stream)
     scene.update(stream, FINAL, 1, revision=scene.revision)
@@ -124,7 +124,7 @@ async def success_repeated(scene: Scene) -> None:
     """The stream breaks after the report of success."""
     stream, _ = await scene.running()
     await succeed(scene, stream)
-    stream.end(plain(StatusCode.UNAVAILABLE))
+    stream.send(plain(StatusCode.UNAVAILABLE))
     stream = await scene.resumed("R24")
     scene.again(stream)
     scene.update(stream, FINAL, 1, revision=scene.revision)
@@ -138,25 +138,25 @@ async def confirmation_repeated(scene: Scene) -> None:
     scene.grant(stream)
     scene.update(stream, FROZEN, 1)
     await scene.confirmed(stream, 1)
-    stream.end(plain(StatusCode.UNAVAILABLE))
+    stream.send(plain(StatusCode.UNAVAILABLE))
     stream = await scene.resumed("R24")
     scene.again(stream)
     scene.update(stream, FROZEN, 1, revision=scene.revision)
     await scene.confirmed(stream, 1, "R28")
     scene.client.terminate()
     await scene.message("R22", stream, "leave")
-    stream.end(plain(StatusCode.UNAVAILABLE))
+    stream.send(plain(StatusCode.UNAVAILABLE))
     stream = await scene.resumed("R28", "a stream that resumes, for the `leave` that may be lost")
     scene.again(stream)
     scene.update(stream, JOINABLE, revision=scene.revision)
     await scene.message("R28", stream, "leave", "`leave` once more")
-    stream.end()
+    let_go(scene, stream)
     await scene.ended("R22", "after `leave` the stream ended with OK")
 
 
 async def _storm(scene: Scene, rule: str, refusal: ServiceError, most: int) -> None:
     """Refuse all streams for a while, and count them."""
-    scene.service.refusal[0] = refusal
+    scene.service.script[0] = [refusal]
     before = len(scene.service.streams)
     begun = scene.now
     while scene.now < begun + _STORM and len(scene.service.streams) - before <= 2 * most:
@@ -165,7 +165,7 @@ async def _storm(scene: Scene, rule: str, refusal: ServiceError, most: int) -> N
     expected = f"from 3 to {most} streams in {_STORM:g} s while each is refused"
     took = scene.now - begun
     scene.check(rule, 3 <= len(times) <= most, expected, f"{len(times)} in {took:.1f} s")
-    scene.service.refusal = [None, None]
+    scene.service.script = [[], []]
     scene.forget_streams()
 
 
@@ -174,8 +174,8 @@ async def back_off(scene: Scene) -> None:
     """Each stream is refused for a while; then the service is back, and the node resumes."""
     stream, workers = await scene.running()
     before = len(scene.service.streams)
-    scene.service.refusal[0] = plain(StatusCode.UNAVAILABLE)
-    stream.end(plain(StatusCode.UNAVAILABLE))
+    scene.service.script[0] = [plain(StatusCode.UNAVAILABLE)]
+    stream.send(plain(StatusCode.UNAVAILABLE))
     await _storm(scene, "R29", plain(StatusCode.UNAVAILABLE), _MOST_STREAMS)
     times = [each.opened_at for each in scene.service.streams[before:]]
     late = [after - first for first, after in pairwise(times)][4:]
@@ -193,7 +193,7 @@ async def retry_delay(scene: Scene) -> None:
 
     async def waited(refusal: ServiceError, kind: str) -> Stream:
         begun = scene.now
-        stream.end(refusal)
+        stream.send(refusal)
         following = await scene.stream("R30", f"a stream with `{kind}` after {refusal.reason}")
         late = following.opened_at - begun
         scene.check(
@@ -214,9 +214,9 @@ async def retry_delay(scene: Scene) -> None:
         await _go_on(scene, stream, workers)
 
 
-def _not_owner(address: str, reason: str = "NOT_OWNER") -> ServiceError:
+def _moved(address: str, reason: str = "NOT_OWNER", delay: float | None = None) -> ServiceError:
     metadata = {"run_id": "r", "owner_address": address}
-    return error(StatusCode.UNAVAILABLE, reason, metadata=metadata, retry_after=_LONG_DELAY)
+    return error(StatusCode.UNAVAILABLE, reason, metadata=metadata, retry_after=delay)
 
 
 @scenario("R31")
@@ -226,7 +226,7 @@ async def redirects(scene: Scene) -> None:
     stream = await scene.begin()
     for replica, reason, first in ((1, "NOT_OWNER", "join"), (0, "OWNERSHIP_LOST", "resume")):
         begun = scene.now
-        stream.end(_not_owner(addresses[replica], reason))
+        stream.send(_moved(addresses[replica], reason, _LONG_DELAY))
         stream = await scene.stream("R31", f"a stream to the owner after {reason}")
         seen = f"`{stream.first.WhichOneof('message')}` to replica {stream.replica}"
         scene.check("R31", seen == f"`{first}` to replica {replica}", f"`{first}` to replica {replica}", seen)
@@ -246,9 +246,9 @@ async def redirects(scene: Scene) -> None:
 async def endless_redirects(scene: Scene) -> None:
     """Two replicas name each other as the owner for a while."""
     stream, workers = await scene.running()
-    there, back = (_not_owner(address) for address in reversed(scene.service.addresses))
-    scene.service.refusal[1] = back
-    stream.end(there)
+    there, back = (_moved(address) for address in reversed(scene.service.addresses))
+    scene.service.script[1] = [back]
+    stream.send(there)
     await _storm(scene, "R32", there, _MOST_REDIRECTED)
     stream = await scene.resumed("R24")
     await _go_on(scene, stream, workers)
@@ -258,10 +258,10 @@ async def _rejoins(scene: Scene, rule: str, refusal: ServiceError) -> None:
     """Refuse a resume; the node stops its workers and joins again, a run whose revisions begin at 1."""
     scene.revision = 100
     stream, workers = await scene.running()
-    stream.end(plain(StatusCode.UNAVAILABLE))
+    stream.send(plain(StatusCode.UNAVAILABLE))
     stream = await scene.resumed("R24")
     settings = scene.join.settings
-    stream.end(refusal)
+    stream.send(refusal)
     stream = await scene.joined(rule, f"`join` after {refusal.reason}")
     scene.check(rule, scene.join.settings == settings, "the same settings", "other settings")
     scene.revision = 0
@@ -270,17 +270,19 @@ async def _rejoins(scene: Scene, rule: str, refusal: ServiceError) -> None:
     await scene.until(rule, lambda: not any(each.alive for each in workers), gone)
     scene.update(stream, JOINABLE)
     await scene.run_round(stream, 2)
-    stream.end(plain(StatusCode.UNAVAILABLE))
+    stream.send(plain(StatusCode.UNAVAILABLE))
     await scene.resumed(rule)
 
 
 async def _ends(scene: Scene, rule: str, refusal: ServiceError) -> None:
     """End the stream of a running node with a refusal for good."""
     stream, _ = await scene.running()
-    stream.end(refusal)
+    scene.service.script[0] = [refusal]
+    stream.send(refusal)
     await scene.ended(rule, refusal.reason, success=False)
     count = len(scene.service.streams)
-    scene.check(rule, count == 1, f"no other stream after {refusal.reason}", f"{count - 1} other streams")
+    # Two: an error of gRPC may have taken the place of the first refusal.
+    scene.check(rule, count <= 2, f"no other stream after {refusal.reason}", f"{count - 1} other streams")
 
 
 def _refusal(name: str, rules: tuple[str, ...], play: _Refused, refusal: ServiceError) -> None:
@@ -304,7 +306,7 @@ async def settings_differ(scene: Scene) -> None:
     """The run has other settings."""
     stream = await scene.begin()
     text = "the run has max_restarts 7, scripted"
-    stream.end(_FAILED("SETTINGS_DIFFER", text, metadata={"max_restarts": "7"}))
+    stream.send(_FAILED("SETTINGS_DIFFER", text, metadata={"max_restarts": "7"}))
     await scene.ended("R43", "SETTINGS_DIFFER", success=False)
     shown = text in scene.client.output
     scene.check("R43", shown, f"the output has the message {text!r}", scene.client.last_lines)
@@ -314,7 +316,7 @@ async def settings_differ(scene: Scene) -> None:
 async def invalid_argument(scene: Scene) -> None:
     """The service refuses the `join` of a newcomer as invalid."""
     stream = await scene.begin()
-    stream.end(
+    stream.send(
         error(StatusCode.INVALID_ARGUMENT, "INVALID_ARGUMENT", field_violations=[("join.role", "scripted")])
     )
     await scene.ended("R44", "INVALID_ARGUMENT", success=False)
@@ -325,8 +327,8 @@ async def stream_replaced(scene: Scene) -> None:
     """Each stream ends with STREAM_REPLACED for a while."""
     stream, workers = await scene.running()
     replaced = error(StatusCode.ABORTED, "STREAM_REPLACED")
-    scene.service.refusal[0] = replaced
-    stream.end(replaced)
+    scene.service.script[0] = [replaced]
+    stream.send(replaced)
     before = len(scene.service.streams)
 
     def calm() -> bool:
