@@ -129,13 +129,13 @@ def test_an_agents_run_survives_the_death_of_its_owner(
         wait_until(lambda: len(list(tmp_path.glob("started-*"))) == 2, "workers")
         for number in (signal.SIGKILL, signal.SIGTERM):
             place = replicas[0].listed("--run", "digits")["run"]
-            owner = next(each for each in replicas if each.address == place["address"])
+            owner = next(each for each in replicas if each.address == place["ownerAddress"])
             owner.end(number)
             replicas.remove(owner)
 
-            def taken_over(before: str = place["address"]) -> bool:
+            def taken_over(before: str = place["ownerAddress"]) -> bool:
                 run = replicas[0].listed("--run", "digits").get("run", {})
-                return run.get("address", "") not in ("", before)
+                return run.get("ownerAddress", "") not in ("", before)
 
             wait_until(taken_over, "another owner")
         (left,) = replicas
