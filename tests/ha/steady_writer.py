@@ -18,7 +18,7 @@ class SteadyWriter:
     def __init__(self, endpoints: str, node: TormentedNode, key: str = "sum", pause: float = 0.01) -> None:
         """Write nothing yet; `endpoints` as `--rdzv-endpoint` takes them.
 
-        It writes for `node`, which must hold its lease all the time. Nobody else is to write to the key. `pause`:
+        It writes for `node`, which must hold its lease all the time. No other writer may use the key. `pause`:
         between two additions, seconds: one is to be under way at each trouble, not to use up the machine.
         """
         self._pause = pause

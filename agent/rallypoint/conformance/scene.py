@@ -25,7 +25,9 @@ SHORT_INTERVAL = 0.5
 HOLD = 0.8
 """Seconds for which a state must last, as in "no worker starts"."""
 
-_POLL = 0.03  # seconds between two looks at files of workers
+# Seconds between two looks at workers. They are processes of the client, which may kill them without a sign to the kit:
+# their files, and /proc, are all that it can see of them.
+_POLL = 0.03
 FENCING_TOKEN = 77
 
 

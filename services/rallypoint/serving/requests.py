@@ -127,6 +127,15 @@ def page_token(*position: str | int) -> str:
     return base64.urlsafe_b64encode(json.dumps(position).encode()).decode()
 
 
+def items_before(token: str) -> int:
+    """Return the number of items before a page, of a token that has nothing else; 0: the first page.
+
+    Raises:
+        ServiceError: INVALID_ARGUMENT: no service issued the token for such a request.
+    """
+    return int(page_position(token, int)[0]) if token else 0
+
+
 def page_position(token: str, *kinds: type) -> list[Any]:
     """Return the position in a token: values of these types; numbers are from 0 to 2**62.
 

@@ -27,7 +27,7 @@ from rallypoint.serving.info import Capability
 from rallypoint.serving.policy import OPERATORS, READERS, Rights
 from rallypoint.serving.requests import (
     NAME_BYTES,
-    page_position,
+    items_before,
     page_size,
     page_token,
     reason,
@@ -254,7 +254,7 @@ def _page(
 ) -> tuple[Sequence[_Item], str]:
     """Return the items of a page, and the token of the next one, which has the number of items before it."""
     size = page_size(request.page_size, most, most)
-    first = int(page_position(request.page_token, int)[0]) if request.page_token else 0
+    first = items_before(request.page_token)
     end = first + size
     return items[first:end], page_token(end) if end < len(items) else ""
 

@@ -44,6 +44,7 @@ from rallypoint.serving.requests import (
     SENTENCE_BYTES,
     EveryField,
     count,
+    items_before,
     name,
     page_position,
     page_size,
@@ -270,7 +271,7 @@ class NodesPage:
             ServiceError: INVALID_ARGUMENT, naming the field.
         """
         self._size = page_size(request.page_size, NODES_PER_MESSAGE, NODES_PER_MESSAGE)
-        self._first = int(page_position(request.page_token, int)[0]) if request.page_token else 0
+        self._first = items_before(request.page_token)
         wanted = request.filter
         check_entries("node_ids", wanted.node_ids)
         check_entries("states", wanted.states)

@@ -15,7 +15,15 @@ from rallypoint.rpc.durations import checked_seconds, to_duration
 from rallypoint.rpc.text import clip
 from rallypoint.serving.access import caller_of
 from rallypoint.serving.flow import FIRST_MESSAGE_TIMEOUT, ServerDraining, UnopenedStreams
-from rallypoint.serving.requests import EveryField, count, page_position, page_size, page_token, seconds
+from rallypoint.serving.requests import (
+    EveryField,
+    count,
+    items_before,
+    page_position,
+    page_size,
+    page_token,
+    seconds,
+)
 from rallypoint.timer.core.values import (
     MAX_AFTER,
     MAX_SCOPE_BYTES,
@@ -330,7 +338,7 @@ class TimerServicer(pb_grpc.TimerServiceServicer):
         """See timer_service.proto."""
         check_name("run_id", request.run_id)
         size = page_size(request.page_size, _DEFAULT_WORKERS, _MAX_WORKERS)
-        first = int(page_position(request.page_token, int)[0]) if request.page_token else 0
+        first = items_before(request.page_token)
         progress = self._watchdog.progress_of(request.run_id, size, first)
         end = first + size
         return outbox.run_progress(progress, page_token(end) if end < progress.workers else "")
