@@ -221,11 +221,11 @@ def test_every_limit_can_be_set(chosen: Callable[..., Any], tmp_path: Path) -> N
 
 def test_the_rate_of_requests_can_be_set(chosen: Callable[..., Any]) -> None:
     """Of every role, since every server has clients."""
-    options, _ = chosen("--request-rate", "0", "--request-burst", "7")
-    assert (options.request_rate, options.request_burst) == (0.0, 7)
+    options, _ = chosen("--request-rate", "0", "--request-burst", "7", "--request-byte-rate", "0")
+    assert (options.request_rate, options.request_burst, options.request_byte_rate) == (0.0, 7, 0)
 
 
-@pytest.mark.parametrize("flag", [*LIMITS, "--request-rate", "--request-burst"])
+@pytest.mark.parametrize("flag", [*LIMITS, "--request-rate", "--request-burst", "--request-byte-rate"])
 @pytest.mark.parametrize("value", ["-1", "nan", "inf", "many", ""])
 def test_a_limit_that_is_none_is_told_in_one_line(
     monkeypatch: pytest.MonkeyPatch, flag: str, value: str

@@ -218,8 +218,8 @@ def test_lines() -> Figure:
 
 RULES = (
     Rule("hand-written product files", files, 282, 220),
-    Rule("product lines", lines, 57_900, 43_500),
-    Rule("product code lines", code_lines, 37_750, 28_500),
+    Rule("product lines", lines, 58_000, 43_500),
+    Rule("product code lines", code_lines, 37_850, 28_500),
     Rule("median file, lines (at least)", median_file, 218, 200, at_least=True),
     Rule("files under 60 lines", small_files, 9, 12),
     Rule("modules with one importer and under 100 lines", single_importers, 4, 10),

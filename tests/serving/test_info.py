@@ -97,13 +97,13 @@ async def test_the_ready_line_has_the_same_values(
 
 async def test_the_limits_are_those_of_the_options_and_of_each_service(describe: Describe) -> None:
     """With what gRPC enforces; a service that is not there has no limits."""
-    options = ServerOptions(request_rate=7.5, request_burst=9, max_watches_per_client=3)
+    options = ServerOptions(request_rate=7.5, request_burst=9, request_byte_rate=11, max_watches_per_client=3)
     limits = pb.ServerLimits(timer=pb.TimerLimits(timers=5))
     other = Registration("tiny.v1.Other", lambda server: None, limits=limits)
     info = await describe(options, other)
     calls = info.limits.calls
     assert (calls.request_rate, calls.request_burst, calls.watches_per_client) == (7.5, 9, 3)
-    assert calls.message_bytes == 4 * 1024 * 1024
+    assert (calls.message_bytes, calls.request_byte_rate) == (4 * 1024 * 1024, 11)
     seconds = [calls.first_message_timeout, calls.write_timeout, calls.ping_interval]
     assert [*map(to_seconds, seconds)] == [10.0, 10.0, 5.0]
     assert info.limits.timer == limits.timer

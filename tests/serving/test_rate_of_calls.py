@@ -94,6 +94,50 @@ async def test_another_connection_of_the_same_host_is_the_same_client() -> None:
         ).reason == "TOO_MANY_REQUESTS"
 
 
+async def test_bytes_past_the_rate_are_refused_until_it_is_time() -> None:
+    """A request that is larger than what may come at once counts as that much, or it would never be taken."""
+    clock = Clock()
+    handler: Any = grpc.unary_unary_rpc_method_handler(echo)
+    async with served(handler, clock, byte_rate=Rate(10, 100)) as channel:
+        call = channel.unary_unary(METHOD)
+        for size in (60, 40):
+            await call(b"x" * size, timeout=PATIENCE)
+        error = await refusal(call(b"x" * 5, timeout=PATIENCE))
+        assert (error.code, error.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "TOO_MANY_REQUESTS")
+        assert error.retry_after == pytest.approx(0.5)
+        clock.now += 0.5
+        await call(b"x" * 5, timeout=PATIENCE)
+        clock.now += 10
+        await call(b"x" * 1000, timeout=PATIENCE)
+        assert (await refusal(call(b"x", timeout=PATIENCE))).retry_after == pytest.approx(0.1)
+
+
+async def test_a_few_requests_of_a_client_are_handled_at_a_time() -> None:
+    """One whose handler takes long, since it waits for a commit, does not count."""
+    running, most, over = 0, 0, asyncio.Event()
+
+    async def work(request: bytes, context: Any) -> bytes:
+        nonlocal running, most
+        if request == b"wait":
+            await over.wait()
+            return request
+        running += 1
+        most = max(most, running)
+        for _ in range(20):
+            await asyncio.sleep(0)
+        running -= 1
+        return request
+
+    handler: Any = grpc.unary_unary_rpc_method_handler(work)
+    async with served(handler, Clock()) as channel:
+        call = channel.unary_unary(METHOD)
+        waiting = [call(b"wait", timeout=PATIENCE) for _ in range(40)]
+        await asyncio.gather(*(call(b"work", timeout=PATIENCE) for _ in range(200)))
+        assert 1 < most <= 16
+        over.set()
+        await asyncio.gather(*waiting)
+
+
 async def test_a_stream_counts_as_one_call_and_its_messages_by_themselves() -> None:
     """So that a node that is content with its stream never meets the rate of calls; a chatty one is ended."""
     clock = Clock()

@@ -141,15 +141,20 @@ class _Greedy:
         numbers, refusals = itertools.count(), set[str]()
 
         async def begin_one_after_another() -> int:
-            for taken in itertools.count():
+            taken = 0
+            while True:
                 try:
                     await begin(next(numbers))
+                    taken += 1
                 except grpc.aio.AioRpcError as error:
                     if error.code() is not grpc.StatusCode.RESOURCE_EXHAUSTED:
                         raise
-                    refusals.add(decode(error).reason)
+                    refused = decode(error)
+                    if refused.reason == "TOO_MANY_REQUESTS":
+                        await asyncio.sleep(refused.retry_after or 0)
+                        continue
+                    refusals.add(refused.reason)
                     return taken
-            raise AssertionError("numbers do not end")
 
         counts = await asyncio.gather(*(begin_one_after_another() for _ in range(_AT_ONCE)))
         self.loot.taken[what], self.loot.refusals[what] = sum(counts), sorted(refusals)

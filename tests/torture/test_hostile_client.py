@@ -39,8 +39,8 @@ RUN = "honest"
 NODES = ordinarily(20, in_full=200)
 HEARTBEAT_EVERY = ordinarily(0.5, in_full=5.0)  # seconds, of each node; 5 are the default
 CALM = ordinarily(2.0, in_full=20.0)  # seconds before the attack
-# Seconds, of 99 in 100 heartbeats. The aim is 0.1, which a machine of two cores misses while all of it begins at once
-# (docs/survival.md); a lease has 15 s.
+# Seconds, of 99 in 100 heartbeats. The aim is 0.1, reached on an idle machine of two cores (docs/survival.md); a lease
+# has 15 s.
 MOST_LATE = 1.0
 PATIENCE = ordinarily(60.0, in_full=300.0)
 MIB = 1 << 20

@@ -109,6 +109,11 @@ class ServerOptions:
     """Calls that one client may begin at once; at least 1. 20,000 are enough for every node of the largest run to
     reconnect from one address."""
 
+    request_byte_rate: int = 32 << 20
+    """Bytes of requests a second that one client may send, those of streams aside; 0: unlimited. Half of it at once,
+    and one request of the largest size always. Above it: RESOURCE_EXHAUSTED, TOO_MANY_REQUESTS. A client that writes
+    more to a store delays the messages of others."""
+
     max_watches_per_client: int = 500
     """Calls of one client address that may be open at a time, of those that answer one request with a stream of changes
     or lines; 0: unlimited. Above it: RESOURCE_EXHAUSTED, TOO_MANY_WATCHERS. 500 are half of the watchers that a run may

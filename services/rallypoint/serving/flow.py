@@ -1,14 +1,15 @@
-"""Rate limits: a token bucket, and one bucket for each client; time limits of waits, first messages and writes."""
+"""Limits of clients: rates, and operations at a time; time limits of waits, first messages and writes."""
 
 from __future__ import annotations
 
 import asyncio
 import ipaddress
+import math
 from collections import OrderedDict, deque
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 from urllib.parse import unquote
 from weakref import WeakKeyDictionary
 
@@ -25,7 +26,7 @@ class Rate:
     """More than 0."""
 
     burst: int
-    """Events that may come at once after a long enough pause; at least 1."""
+    """Events, or bytes, that may come at once after a long enough pause; at least 1."""
 
     def __post_init__(self) -> None:
         if not self.per_second > 0 or self.burst < 1:
@@ -49,48 +50,69 @@ class Bucket:
         self._level = 0.0
         self._at = now
 
-    def take(self, now: float) -> float:
-        """Use one event; return 0, or, if none is left, the seconds until the next; then none is used."""
+    def take(self, now: float, amount: int = 1) -> float:
+        """Use an amount; return 0, or, if less is left, the seconds until it is there; then none is used.
+
+        An amount above the burst counts as the burst, so that it is there some time.
+        """
         level = max(0.0, self._level - (now - self._at) * self._per_second)
         self._level, self._at = level, now
-        excess = level + 1 - self._burst
-        if excess > 0:
-            return excess / self._per_second
-        self._level = level + 1
+        filled = level + min(amount, self._burst)
+        if filled > self._burst:
+            return (filled - self._burst) / self._per_second
+        self._level = filled
         return 0.0
 
 
-class Buckets:
-    """One bucket for each of the clients seen last.
+_C = TypeVar("_C")
 
-    If there are too many, the bucket of the client that was not seen for longest is dropped, and that client later
-    begins with a new one. So memory is limited, and a client gains by it only if that many others came in the meantime.
+
+class PerClient(Generic[_C]):
+    """One object for each of the clients seen last.
+
+    If there are too many, that of the client that was not seen for longest is dropped, and the client later begins with
+    a new one. So memory is limited, and a client gains by it only if that many others came in the meantime.
     """
 
-    def __init__(self, rate: Rate, most: int) -> None:
-        """Begin without buckets.
+    def __init__(self, make: Callable[[], _C], most: int) -> None:
+        """Begin without clients.
 
         Args:
-            rate: the limit of each client.
-            most: how many buckets to keep; at least 1. Each takes about 250 bytes, plus its name.
+            make: returns the object of a new client.
+            most: how many to keep; at least 1. Each takes about 250 bytes, plus the client's name.
         """
-        self._rate = rate
+        self._make = make
         self._most = most
-        self._buckets: OrderedDict[str, Bucket] = OrderedDict()
+        self._clients: OrderedDict[str, _C] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._clients)
+
+    def of(self, client: str) -> _C:
+        """Return the object of a client."""
+        mine = self._clients.get(client)
+        if mine is None:
+            mine = self._clients[client] = self._make()
+            if len(self._clients) > self._most:
+                self._clients.popitem(last=False)
+        else:
+            self._clients.move_to_end(client)
+        return mine
+
+
+class Buckets:
+    """A bucket for each client; see `PerClient`."""
+
+    def __init__(self, rate: Rate, most: int) -> None:
+        """Begin without buckets; `rate`: the limit of each client, `most`: how many buckets to keep."""
+        self._buckets = PerClient(lambda: Bucket(rate, -math.inf), most)
 
     def __len__(self) -> int:
         return len(self._buckets)
 
-    def take(self, party: str, now: float) -> float:
-        """Use one event of a client's bucket; see `Bucket.take`."""
-        bucket = self._buckets.get(party)
-        if bucket is None:
-            bucket = self._buckets[party] = Bucket(self._rate, now)
-            if len(self._buckets) > self._most:
-                self._buckets.popitem(last=False)
-        else:
-            self._buckets.move_to_end(party)
-        return bucket.take(now)
+    def take(self, client: str, now: float, amount: int = 1) -> float:
+        """Use an amount of a client's bucket; see `Bucket.take`."""
+        return self._buckets.of(client).take(now, amount)
 
 
 # ---- The client behind a gRPC peer address, for its rate of calls.
@@ -204,38 +226,75 @@ async def bounded(awaitable: Awaitable[_T], seconds: float) -> _T:
 # ---- Many tasks that have something to do at the same time.
 
 
-class IterationBudget:
-    """Lets a few tasks go on in each iteration of the event loop, in the order in which they came.
+class Turns:
+    """Limits how many operations run at the same time. The others wait, in the order in which they came.
 
-    If a change wakes hundreds of tasks, all of them run in the next iteration, and everything else waits for the sum.
+    If a change wakes hundreds of tasks and each of them sends a message, gRPC has hundreds of sends to complete, and
+    everything else waits behind them.
     """
 
-    def __init__(self, per_iteration: int) -> None:
-        """`per_iteration`: tasks that go on in an iteration; at least 1."""
-        self._per_iteration = self._left = per_iteration
+    def __init__(self, most: int, hold: float = 0.02) -> None:
+        """Begin with no operation.
+
+        Args:
+            most: operations at a time; at least 1.
+            hold: seconds after which an operation no longer counts, so that one whose client does not read holds
+                nothing up.
+        """
+        self._free = most
+        self._hold = hold
         self._waiting: deque[asyncio.Future[None]] = deque()
 
-    async def take(self) -> None:
-        """Return in this iteration, if fewer tasks have gone on in it, else in a later one."""
-        loop = asyncio.get_running_loop()
-        if self._left == self._per_iteration:
-            loop.call_soon(self._begin_iteration, loop)
-        if self._left:
-            self._left -= 1
-            return
-        turn = loop.create_future()
-        self._waiting.append(turn)
-        await turn
+    def turn(self) -> _Turn:
+        """Return a context for one operation, which waits for its turn."""
+        return _Turn(self, self._hold)
 
-    def _begin_iteration(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._left = self._per_iteration
-        while self._waiting and self._left:
-            turn = self._waiting.popleft()
-            if not turn.done():  # its task was cancelled
-                turn.set_result(None)
-                self._left -= 1
-        if self._left < self._per_iteration:
-            loop.call_soon(self._begin_iteration, loop)
+    async def take(self) -> None:
+        """Return when one more operation may run."""
+        if self._free:
+            self._free -= 1
+            return
+        mine = asyncio.get_running_loop().create_future()
+        self._waiting.append(mine)
+        try:
+            await mine
+        except asyncio.CancelledError:
+            if mine.done() and not mine.cancelled():
+                self.give_back()
+            raise
+
+    def give_back(self) -> None:
+        """Let the next operation run."""
+        while self._waiting:
+            if not (first := self._waiting.popleft()).done():  # else its task was cancelled
+                first.set_result(None)
+                return
+        self._free += 1
+
+
+class _Turn:
+    """One operation of `Turns`."""
+
+    __slots__ = ("_hold", "_timer", "_turns")
+
+    def __init__(self, turns: Turns, hold: float) -> None:
+        self._turns: Turns | None = turns
+        self._hold = hold
+        self._timer: asyncio.TimerHandle
+
+    async def __aenter__(self) -> None:
+        assert self._turns is not None, "a turn is taken once"
+        await self._turns.take()
+        self._timer = asyncio.get_running_loop().call_later(self._hold, self._end)
+
+    async def __aexit__(self, *_: object) -> None:
+        self._timer.cancel()
+        self._end()
+
+    def _end(self) -> None:
+        if self._turns is not None:
+            self._turns.give_back()
+            self._turns = None
 
 
 # ---- First messages of streams: the wait has a limit, and ends when the server drains.

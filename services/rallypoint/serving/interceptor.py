@@ -11,7 +11,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import aclosing
+from contextlib import AbstractAsyncContextManager, aclosing
 from functools import partial
 from traceback import clear_frames
 from types import MappingProxyType, TracebackType
@@ -23,7 +23,7 @@ from google.protobuf.message import Message
 from rallypoint.rpc.errors import ServiceError, encode
 from rallypoint.rpc.logs import get_logger
 from rallypoint.serving.access import Access, Permit
-from rallypoint.serving.flow import Bucket, Buckets, Rate, client_of
+from rallypoint.serving.flow import Bucket, Buckets, PerClient, Rate, Turns, client_of
 
 log = get_logger(__name__)
 
@@ -38,6 +38,9 @@ _OWN_TO_GRPC = "/grpc."
 _OWN_MESSAGES = Rate(200, 1_000)
 # Clients whose rate is kept: a hostile client would need as many addresses to have its rate forgotten.
 _MOST_CLIENTS = 16_384
+# Requests of one client whose handlers run at the same time: enough to keep the process busy. More would wait inside
+# gRPC, and the messages of other clients behind all of them.
+_REQUESTS_AT_A_TIME = 16
 # Earliest reconnection of a client whose stream was ended for its messages, seconds.
 _STREAM_RETRY = 1.0
 # Earliest retry of a watch beyond the client's limit, seconds.
@@ -72,6 +75,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         new_incident: Callable[[], str] = lambda: secrets.token_hex(4),
         clock: Callable[[], float] = time.monotonic,
         request_rate: Rate | None = None,
+        byte_rate: Rate | None = None,
         message_rates: Mapping[str, Rate] = MappingProxyType({}),
         access: Access | None = None,
         most_watches: int = 0,
@@ -84,6 +88,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             clock: monotonic seconds.
             request_rate: calls that one client may begin; None: unlimited. Those of health and reflection are not
                 counted: a client that floods a server must not make it look unhealthy to its orchestrator.
+            byte_rate: bytes of single requests (not of streams) that one client may send; None: unlimited.
             message_rates: by the name of a service, the messages that a client may send on one of its streams.
             access: decides which calls may go on; None: all may. Not asked about health and reflection.
             most_watches: calls of one client that may be open at a time of those that answer one request with a stream,
@@ -96,6 +101,8 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         self._new_incident = new_incident
         self._clock = clock
         self._requests = None if request_rate is None else Buckets(request_rate, _MOST_CLIENTS)
+        self._bytes = None if byte_rate is None else Buckets(byte_rate, _MOST_CLIENTS)
+        self._turns = PerClient(lambda: Turns(_REQUESTS_AT_A_TIME), _MOST_CLIENTS)
         self._message_rates = message_rates
         self._most_watches = most_watches
         self._watches: Counter[str] = Counter()
@@ -127,20 +134,24 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             self._wrapped[method] = (handler, wrapped)
         return wrapped
 
-    def excess(self, peer: str) -> ServiceError | None:
-        """Count a call of a client; return the error if it exceeds the rate."""
-        if self._requests is None:
-            return None
-        wait = self._requests.take(client_of(peer), self._clock())
-        if wait == 0.0:
-            return None
-        return _too_many(f"this client sends too many requests: wait {wait:.3f} s", wait)
+    def excess(self, peer: str, size: int = 0) -> ServiceError | None:
+        """Count a call of a client and the bytes of its request; return the error if either exceeds its rate."""
+        client, now = client_of(peer), self._clock()
+        if self._requests is not None and (wait := self._requests.take(client, now)):
+            return _too_many(f"this client sends too many requests: wait {wait:.3f} s", wait)
+        if self._bytes is not None and (wait := self._bytes.take(client, now, size)):
+            return _too_many(f"this client sends too many bytes: wait {wait:.3f} s", wait)
+        return None
 
     def metered(self, method: str, messages: AsyncIterator[Any]) -> AsyncIterator[Any]:
         """Return the messages of a stream; they end with an error if they exceed the rate."""
         service = method[1:].partition("/")[0]
         rate = _OWN_MESSAGES if method.startswith(_OWN_TO_GRPC) else self._message_rates.get(service)
         return messages if rate is None else _Metered(messages, rate, self._clock)
+
+    def turn_of(self, client: str) -> AbstractAsyncContextManager[None]:
+        """Return a context for the handler of one request of a client, in which it waits for the client's turn."""
+        return self._turns.of(client).turn()
 
     def begin_watch(self, client: str) -> None:
         """Count a watch of a client that begins; raise the error if the client has too many."""
@@ -219,10 +230,15 @@ class _HandledCall:
             self._calls.opened()
         return self
 
-    def admit(self) -> None:
-        """Raise the error with which the call is refused before its handler begins, if any."""
+    def admit(self, request: Any) -> None:
+        """Raise the error with which the call is refused before its handler begins, if any.
+
+        Args:
+            request: the bytes of the request; the messages of a stream are counted as they are read.
+        """
         if self._counted:
-            refusal = self._calls.refusal or self._calls.excess(self._context.peer())
+            size = len(request) if isinstance(request, bytes) else 0
+            refusal = self._calls.refusal or self._calls.excess(self._context.peer(), size)
             if refusal is not None:
                 # An exception that is raised many times would collect every traceback.
                 raise refusal.with_traceback(None)
@@ -346,8 +362,9 @@ def _single(
 ) -> Callable[[Any, Any], Awaitable[Any]]:
     async def answer_once(request: Any, context: Any) -> Any:
         with _HandledCall(calls, method, context) as call:
-            call.admit()
-            answer = await behaviour(call.permitted(before(request)), context)
+            call.admit(request)
+            async with calls.turn_of(client_of(context.peer())):
+                answer = await behaviour(call.permitted(before(request)), context)
             # gRPC sends no message with a status other than OK, and such a handler may return None.
             if context.code() in (None, grpc.StatusCode.OK):
                 return encode_(answer)
@@ -367,7 +384,7 @@ def _generator(
 ) -> Callable[[Any, Any], AsyncIterator[Any]]:
     async def answer_with_each(request: Any, context: Any) -> AsyncIterator[Any]:
         with _HandledCall(calls, method, context, watches=watches) as call:
-            call.admit()
+            call.admit(request)
             async with aclosing(behaviour(call.permitted(before(request)), context)) as answers:
                 async for answer in answers:
                     yield encode_(answer)
@@ -385,7 +402,7 @@ def _writer(
 ) -> Callable[[Any, Any], Awaitable[None]]:
     async def let_it_write(request: Any, context: Any) -> None:
         with _HandledCall(calls, method, context, watches=watches) as call:
-            call.admit()
+            call.admit(request)
             await behaviour(call.permitted(before(request)), context)
 
     return let_it_write

@@ -159,6 +159,13 @@ def server_options(
             help="Calls that one client address may begin at once: at least the agents behind it.",
         ),
         _setting(
+            "--request-byte-rate",
+            type=click.IntRange(0, 10**12),
+            default=_DEFAULT.request_byte_rate,
+            metavar="BYTES",
+            help="Bytes of requests a second that one client address may send, such as store writes; 0: any number.",
+        ),
+        _setting(
             "--max-watches-per-client",
             type=click.IntRange(0, 10**9),
             default=_DEFAULT.max_watches_per_client,

@@ -242,6 +242,7 @@ class Server:
         self._calls = CallInterceptor(
             translate,
             request_rate=Rate(options.request_rate, options.request_burst) if options.request_rate else None,
+            byte_rate=_byte_rate(options.request_byte_rate),
             message_rates={
                 service.service_name: service.message_rate
                 for service in self._services
@@ -457,6 +458,11 @@ class Server:
 
 
 _REFLECTION_V1 = "grpc.reflection.v1.ServerReflection"
+
+
+def _byte_rate(per_second: int) -> Rate | None:
+    """Return the rate for the bytes of requests: half a second's at once, and a request of any size; None: any rate."""
+    return Rate(per_second, max(per_second // 2, MAX_MESSAGE_BYTES)) if per_second else None
 
 
 def _enable_reflection(names: Sequence[str], server: grpc.aio.Server) -> None:

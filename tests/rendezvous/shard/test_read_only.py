@@ -28,7 +28,7 @@ from rallypoint.rendezvous.shard.reader import ReadOnlyRuns, RunReader
 from rallypoint.rendezvous.state.core import SetState
 from rallypoint.rendezvous.store.writes import Add, DeleteKey, Set
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
-from rallypoint.serving.flow import IterationBudget
+from rallypoint.serving.flow import Turns
 from rendezvous.shard_fixtures import OWNER, RUN, Scene, ShardJournal, elsewhere, opened
 
 RUNS = [RUN, "other", "nowhere"]
@@ -86,7 +86,7 @@ def nodes_page(page: NodesPage, state: RunState) -> pb.ListNodesResponse:
 
 async def answers(reader: RunReader) -> dict[tuple[object, ...], object]:
     """Whatever can be read without waiting."""
-    events = EventServicer(cast(RunLocator, _OneReader(reader)), lambda: None, IterationBudget(1))
+    events = EventServicer(cast(RunLocator, _OneReader(reader)), lambda: None, Turns(1))
     store = reader.store
     asked: dict[tuple[object, ...], tuple[Callable[..., object], *tuple[object, ...]]] = {
         ("ListRuns",): (RunsPage(pb.ListRunsRequest()).read, [reader.runs])

@@ -18,7 +18,7 @@ from rallypoint.rendezvous.shard.locator import SingleShardLocator
 from rallypoint.rendezvous.state.core import SPACE, SetState
 from rallypoint.rendezvous.store.writes import Add
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
-from rallypoint.serving.flow import IterationBudget
+from rallypoint.serving.flow import Turns
 from rendezvous.shard_fixtures import (
     OWNER,
     RUN,
@@ -287,7 +287,7 @@ async def test_of_a_long_history_no_more_is_told(end: str) -> None:
                 else:
                     scene.shard.end_streams(elsewhere)
 
-        events = EventServicer(SingleShardLocator(scene.shard), lambda: None, IterationBudget(1))
+        events = EventServicer(SingleShardLocator(scene.shard), lambda: None, Turns(1))
         watcher: Any = Watcher()
         assert_refused(await refusal_of(events.watch(pb.WatchEventsRequest(run_id=RUN), watcher)))
         assert len(told) == 1

@@ -21,13 +21,13 @@ from rallypoint.rendezvous.shard.locator import RunLocator
 from rallypoint.rendezvous.shard.reader import RunsReader
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rpc.errors import invalid
-from rallypoint.serving.flow import IterationBudget, Subscriber
+from rallypoint.serving.flow import Subscriber, Turns
 from rallypoint.serving.requests import count, name, page_position, page_size, page_token
 
 # Records examined before the event loop runs other tasks: one or two milliseconds of work.
 _STEP_RECORDS = 100
 _STEP_BYTES = 64 * 1024
-# A shorter step ends without a pause: watchers read one or two new events at a time, and `watchers_turn` spreads them.
+# A shorter step ends without a pause: watchers read one or two new events at a time, and `Turns` spreads them.
 _SMALL_STEP = 10
 # Around an event in its message: a tag and a length.
 _FRAME_BYTES = 8
@@ -163,19 +163,17 @@ _MOST_UNREPORTED = 1_000
 class EventServicer:
     """The event calls of RendezvousService, for the runs that a locator finds."""
 
-    def __init__(
-        self, locator: RunLocator, check_not_draining: Callable[[], None], watchers_turn: IterationBudget
-    ) -> None:
+    def __init__(self, locator: RunLocator, check_not_draining: Callable[[], None], sends: Turns) -> None:
         """Serve the runs of `locator`.
 
         Args:
             locator: Finds the runs.
             check_not_draining: Raises once the server drains.
-            watchers_turn: A watcher waits for it before it reads new events.
+            sends: Limits how many watchers read and send new events at the same time.
         """
         self._locator = locator
         self._check_not_draining = check_not_draining
-        self._watchers_turn = watchers_turn
+        self._sends = sends
         self._turn = asyncio.Lock()
 
     async def list(self, request: pb.ListEventsRequest) -> pb.ListEventsResponse:
@@ -261,23 +259,23 @@ class EventServicer:
     ) -> None:
         first, reported = True, 0
         while (latest := await revisions.take()) is not None:
-            await self._watchers_turn.take()
-            while first or reader.cursor < latest:
-                self._check_not_draining()
-                engine.check_streams(run_id)
-                reader.check(run_id)
-                response = pb.WatchEventsResponse()
-                await reader.fill(
-                    response.events,
-                    most_events=_BATCH_EVENTS,
-                    most_bytes=_BATCH_BYTES,
-                    most_looked_at=_FIRST_LOOKED_AT if first else _MOST_LOOKED_AT,
-                )
-                response.revision = reader.cursor
-                if first or response.events or reader.cursor - reported >= _MOST_UNREPORTED:
-                    await watcher.send(response)
-                    reported = reader.cursor
-                first = False
+            async with self._sends.turn():
+                while first or reader.cursor < latest:
+                    self._check_not_draining()
+                    engine.check_streams(run_id)
+                    reader.check(run_id)
+                    response = pb.WatchEventsResponse()
+                    await reader.fill(
+                        response.events,
+                        most_events=_BATCH_EVENTS,
+                        most_bytes=_BATCH_BYTES,
+                        most_looked_at=_FIRST_LOOKED_AT if first else _MOST_LOOKED_AT,
+                    )
+                    response.revision = reader.cursor
+                    if first or response.events or reader.cursor - reported >= _MOST_UNREPORTED:
+                        await watcher.send(response)
+                        reported = reader.cursor
+                    first = False
 
 
 def _history(runs: RunsReader, run_id: str) -> History:

@@ -32,9 +32,9 @@ from rallypoint.serving.access import Caller, caller_of
 from rallypoint.serving.flow import (
     FIRST_MESSAGE_TIMEOUT,
     WRITE_TIMEOUT,
-    IterationBudget,
     ServerDraining,
     Subscriber,
+    Turns,
     UnopenedStreams,
 )
 from rallypoint.serving.requests import NAME_BYTES, SENTENCE_BYTES, EveryField, count, name, reason, text
@@ -43,8 +43,8 @@ _MOST_PORT = 65_535
 
 _Read = TypeVar("_Read", pb.GetRunResponse, pb.ListNodesResponse)
 
-# Messages to watchers that begin in an iteration of the event loop: some 2 ms of work.
-_WATCHERS_PER_ITERATION = 16
+# Messages that are sent to watchers at the same time: some 5 ms of work.
+_SENDS_TO_WATCHERS = 16
 
 
 class RendezvousServicer(pb_grpc.RendezvousServiceServicer):
@@ -63,8 +63,8 @@ class RendezvousServicer(pb_grpc.RendezvousServiceServicer):
         self._draining = False
         self._unopened = UnopenedStreams(FIRST_MESSAGE_TIMEOUT)
         # Watchers wait for each other, so that nodes do not wait for hundreds of them.
-        self._watchers_turn = IterationBudget(_WATCHERS_PER_ITERATION)
-        self._events = EventServicer(locator, self._check_not_draining, self._watchers_turn)
+        self._sends = Turns(_SENDS_TO_WATCHERS)
+        self._events = EventServicer(locator, self._check_not_draining, self._sends)
 
     async def drain(self) -> None:
         """Send every stream that the server drains, and accept no more."""
@@ -193,8 +193,8 @@ class RendezvousServicer(pb_grpc.RendezvousServiceServicer):
         watcher = Subscriber(context, self._write_timeout)
         try:
             while (published := await states.take()) is not None:
-                await self._watchers_turn.take()
-                await watcher.send(published.response)
+                async with self._sends.turn():
+                    await watcher.send(published.response)
         finally:
             engine.unwatch(request.run_id, states)
 

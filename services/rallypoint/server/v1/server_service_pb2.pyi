@@ -231,6 +231,7 @@ class CallLimits(_message.Message):
     FIRST_MESSAGE_TIMEOUT_FIELD_NUMBER: _builtins.int
     WRITE_TIMEOUT_FIELD_NUMBER: _builtins.int
     PING_INTERVAL_FIELD_NUMBER: _builtins.int
+    REQUEST_BYTE_RATE_FIELD_NUMBER: _builtins.int
     message_bytes: _builtins.int
     """Bytes of one message, in either direction."""
     request_rate: _builtins.float
@@ -240,6 +241,10 @@ class CallLimits(_message.Message):
     watches_per_client: _builtins.int
     """Calls of a client that may be open at a time, of those that answer one request with a stream, else
     TOO_MANY_WATCHERS; 0: any number.
+    """
+    request_byte_rate: _builtins.int
+    """Bytes of requests a second that a client may send, those of streams aside, else TOO_MANY_REQUESTS; 0: any number.
+    Half of it may come at once.
     """
     @_builtins.property
     def first_message_timeout(self) -> _duration_pb2.Duration:
@@ -263,10 +268,11 @@ class CallLimits(_message.Message):
         first_message_timeout: _duration_pb2.Duration | None = ...,
         write_timeout: _duration_pb2.Duration | None = ...,
         ping_interval: _duration_pb2.Duration | None = ...,
+        request_byte_rate: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["first_message_timeout", b"first_message_timeout", "ping_interval", b"ping_interval", "write_timeout", b"write_timeout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_message_timeout", b"first_message_timeout", "message_bytes", b"message_bytes", "ping_interval", b"ping_interval", "request_burst", b"request_burst", "request_rate", b"request_rate", "watches_per_client", b"watches_per_client", "write_timeout", b"write_timeout"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_message_timeout", b"first_message_timeout", "message_bytes", b"message_bytes", "ping_interval", b"ping_interval", "request_burst", b"request_burst", "request_byte_rate", b"request_byte_rate", "request_rate", b"request_rate", "watches_per_client", b"watches_per_client", "write_timeout", b"write_timeout"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
