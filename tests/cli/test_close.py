@@ -21,6 +21,10 @@ class Stub:
         """Nothing asked yet."""
         self.asked: list[pb.CloseRunRequest] = []
 
+    def GetRun(self, request: pb.GetRunRequest) -> pb.GetRunResponse:
+        """Tell which incarnation of the run there is."""
+        return pb.GetRunResponse(run=pb.Run(run_id=request.run_id, incarnation="first"))
+
     def CloseRun(self, request: pb.CloseRunRequest) -> pb.CloseRunResponse:
         """Close."""
         self.asked.append(request)
@@ -49,7 +53,8 @@ def test_a_run_is_closed_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     result = CliRunner().invoke(main, arguments)
     assert result.output == "run digits is closed: CANCELLED, closed by an operator: out of money\n"
-    assert stub.asked == [pb.CloseRunRequest(run_id="digits", reason="out of money")]
+    closed = pb.CloseRunRequest(run_id="digits", reason="out of money", incarnation="first")
+    assert stub.asked == [closed]
 
 
 @pytest.mark.parametrize("second", [False, True])

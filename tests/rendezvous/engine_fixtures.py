@@ -138,6 +138,12 @@ class Stage:
     def forget_run(self, run_id: str) -> None:
         self.expired_runs.append(run_id)
 
+    def is_empty(self, run_id: str) -> bool:
+        return True
+
+    async def clear(self, run_id: str, refusal: object) -> None:
+        raise AssertionError("there is nothing to clear")
+
     def stop_run(self, refusal: object) -> None:
         pass
 

@@ -498,13 +498,56 @@ async def test_who_was_away_when_the_run_was_closed_learns_its_end(
 
 async def test_who_joins_a_closed_run_is_refused(service: Service, join: Callable[..., Member]) -> None:
     """The error says that it is closed, and what to do."""
-    first = join(service.address, join_request("a"))
+    for request in (requests := [join_request("a"), join_request("b")]):
+        request.settings.reopen = pb.REOPEN_NEVER
+    first = join(service.address, requests[0])
     await first.admitted()
     await close_run(service.address)
     await first.end()
     with pytest.raises(ServiceError, match="start a new one under another run id") as caught:
-        await join(service.address, join_request("b")).end()
+        await join(service.address, requests[1]).end()
     assert caught.value.reason == "RUN_CLOSED"
+
+
+async def test_a_run_is_opened_again_when_its_last_node_has_left(
+    service: Service, join: Callable[..., Member]
+) -> None:
+    """A node that stays keeps its lease past the end, over a server that starts again; a join waits for it."""
+    requests = [join_request("a"), join_request("b", nodes=1)]
+    for request in requests:
+        request.stays_until_gone = True
+    first = join(service.address, requests[0])
+    await first.admitted()
+    await close_run(service.address)
+    await first.told(pb.PHASE_CLOSED)
+    assert not first.running.done()
+    await service.stop()
+    await service.start()
+    await first.admitted(2)
+    second = join(service.address, requests[1])
+    first.membership.leave("no worker is left")
+    await first.end()
+    await second.told(pb.PHASE_FROZEN, 1)
+    assert first.lost_leases == 0
+    held = second.admissions[0].held
+    assert held.incarnation not in ("", first.admissions[0].held.incarnation)
+
+
+async def test_an_agent_that_was_in_the_ended_run_does_not_join_the_next(
+    service: Service, join: Callable[..., Member], proxy: CutProxy
+) -> None:
+    """Its lease is over, and it learns how its own run ended."""
+    stale = join(proxy.address, join_request("a", nodes=1, disconnect_grace=0.05))
+    await formed(stale)
+    proxy.refuse()
+    await see(service.address, lambda run: run.node_count == 0)
+    await close_run(service.address)
+    await join(service.address, join_request("b", nodes=1)).admitted()
+    proxy.heal()
+    with pytest.raises(ServiceError, match="CANCELLED") as caught:
+        await stale.end()
+    assert caught.value.reason == "RUN_CLOSED"
+    assert len(stale.admissions) == 1
 
 
 class Refusing(pb_grpc.RendezvousServiceServicer):

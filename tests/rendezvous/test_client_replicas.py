@@ -34,7 +34,7 @@ from support.waiting import PATIENCE
 JOIN = pb.JoinRun(
     run_id="r",
     node_id="n",
-    settings=pb.RunSettings(min_nodes=1, max_nodes=2),
+    settings=pb.RunSettings(min_nodes=1, max_nodes=2, reopen=pb.REOPEN_NEVER),
     address="a",
     local_world_size=1,
     role="d",

@@ -16,7 +16,7 @@ from rallypoint.rendezvous.core.commands import (
     LeaseLost,
     RevisionAhead,
     RunInUse,
-    RunIsClosed,
+    RunIsEnding,
     RunNotFound,
 )
 from rallypoint.rendezvous.core.snapshot import numbers_only
@@ -202,7 +202,7 @@ async def test_a_name_can_be_used_again(stage: Stage) -> None:
     await stage.confirm(member)
     await stage.fail(member, 1)
     await stage.engine.close_run(RUN, "enough")
-    with pytest.raises(RunIsClosed):
+    with pytest.raises(RunIsEnding):
         await stage.join("a")
     await known(stage, TTL)
     stage.settings = type(stage.settings)(min_nodes=1, max_nodes=1, join_timeout=7.0)

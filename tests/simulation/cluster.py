@@ -9,7 +9,9 @@ from rallypoint.rendezvous.base.entries import Writer
 from rallypoint.rendezvous.core.state import Phase
 from rallypoint.rendezvous.journal.codec import DecodedRecord
 from rallypoint.rendezvous.journal.journal import Record
+from rallypoint.rendezvous.state.core import SPACE
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
+from rendezvous.core.ledger import require
 from simulation.clockwork import SKEW, Clockwork, Process
 from simulation.cpu import Cpu
 from simulation.disk import Disk
@@ -51,6 +53,7 @@ class Cluster:
             self.note,
         )
         self._draw = self._stream("draw")
+        self._kinds = self._stream("kinds")
         # By the group whose workers they are.
         self._users: dict[Group, StoreUser] = {}
         self.around = Surroundings(
@@ -68,6 +71,8 @@ class Cluster:
         self.links: list[Link] = []
         self.server: Server | None = None
         self.calm = False
+        # Whether a scheduler starts nodes of a closed run until it is open.
+        self.requeued = False
         # Seconds for which the service is to be stopped when the next failure of a worker is known; 0: it is not.
         self.ambush = 0.0
         # Names of the actions that befell it.
@@ -132,8 +137,16 @@ class Cluster:
         terms = ledger.leases, ledger.settings.time_to_live
         with self.referee.judging():
             self.terms.durable(self.server, *terms, decided_at)
+        self._check_store(record)
         self.referee.durable(record, decided_at)
         self._spring(record)
+
+    def _check_store(self, record: Record) -> None:
+        """Check that a run begins with nothing in its store, also one that was closed and is opened again."""
+        if DecodedRecord(record.content).fact_name == "run_created":
+            kept = [key for key in self.disk.values if key[0] == record.run_id and key[1] != SPACE]
+            with self.referee.judging():
+                require(not kept or record.revision == 1, "a run that is opened again has an empty store")
 
     def _spring(self, record: Record) -> None:
         """Stop the service if it lies in ambush for this record."""
@@ -240,6 +253,7 @@ class Cluster:
             run_id=RUN,
             node_id=node_id,
             settings=self.plan.settings,
+            stays_until_gone=self._kinds.random() < 0.85,
             address=f"{node_id}.cluster",
             local_world_size=chance.choice([1, 2, 4]),
             role=chance.choice(["trainer", "evaluator"]),
@@ -298,7 +312,7 @@ class Cluster:
     def _keep_up(self) -> None:
         """As people and schedulers do: let nodes in again, and replace those that have gone as far as needed."""
         self.clockwork.after(2.0, self._keep_up)
-        if self.over:
+        if self.over and not self.requeued:
             return
         for node_id in sorted(self.referee.ledger(RUN).evicted):
             self.operator.readmit_node(node_id)

@@ -51,6 +51,7 @@ def draw_herd(seed: int) -> Plan:
         trouble=chance.uniform(80.0, 160.0),
         pause=chance.choice([8.0, 20.0]),
         finale="nothing",
+        requeue="no",
         records_per_checkpoint=10_000,
         most_lives=2 * NODES,
         most_steps=1_000_000,

@@ -48,6 +48,7 @@ def draw_joiners(seed: int) -> Plan:
         # How long a newcomer is away before it comes again.
         pause=chance.choice([1.0, 5.0, 10.0, 30.0, 60.0]),
         finale="nothing",
+        requeue="no",
         records_per_checkpoint=chance.choice([30, 1000]),
         most_lives=5_000,
         most_steps=1_000_000,

@@ -36,6 +36,8 @@ class Plan:
     pause: float
     # What happens in the end, to who is left: nothing, everybody succeeds, or an operator closes the run.
     finale: str
+    # Whether the job is started again under the same name after that: not at all, when all have gone, or at once.
+    requeue: str
     # How much is kept of the run's history, and how often a checkpoint is written.
     records_per_checkpoint: int
     limits: RendezvousLimits = field(default_factory=RendezvousLimits)
@@ -55,7 +57,8 @@ class Plan:
             f"seed {self.seed}: nodes {' '.join(self.node_ids[:12])}{' …' if len(self.node_ids) > 12 else ''}; "
             f"{'trouble of the server only' if self.server_only else 'any trouble'}"
             f"{' at default terms' if self.default_terms else ''} for {self.trouble:.0f} s, "
-            f"something every {self.pause:.1f} s; finale: {self.finale}; {self.fates}; {settings}"
+            f"something every {self.pause:.1f} s; finale: {self.finale}; requeue: {self.requeue}; {self.fates}; "
+            f"{settings}"
         )
 
 
@@ -68,6 +71,8 @@ def draw_plan(seed: int) -> Plan:
     max_nodes = min_nodes + chance.choice([0, 0, 1, 2])
     default_terms = chance.random() < 0.12
     settings = _settings(chance, min_nodes, max_nodes, patient=server_only)
+    reopening = random.Random(f"{seed}/reopening")
+    settings.reopen = reopening.choice(pb.Reopen.values())
     if default_terms:
         default_settings(settings)
     count = min_nodes if server_only else chance.randint(min_nodes, max_nodes + 1)
@@ -81,6 +86,7 @@ def draw_plan(seed: int) -> Plan:
         trouble=chance.uniform(45.0, 150.0) if default_terms else chance.uniform(15.0, 45.0),
         pause=6.0 if default_terms else chance.choice([0.7, 1.5, 4.0]),
         finale=chance.choice(["nothing", "success", "close"]),
+        requeue=reopening.choice(["no", "late", "at once"]),
         limits=RendezvousLimits(
             events_per_run=chance.choice([20, 50_000]),
             run_ttl=chance.choice([7_200.0, 7_200.0, SHORT_TTL]),

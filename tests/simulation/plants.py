@@ -23,6 +23,7 @@ from rallypoint.rendezvous.journal.journal import JournalError, Recovered
 from rallypoint.rendezvous.runs import engine, recovery, runs
 from rallypoint.rendezvous.runs.engine import RendezvousEngine
 from rallypoint.rendezvous.runs.run import HostedRun, LeaseClock, Member
+from rallypoint.rendezvous.store.service import StoreService
 from rallypoint.rpc.clock import WatchClock
 from rallypoint.rpc.errors import ServiceError, invalid
 from rallypoint.serving.flow import UnopenedStreams
@@ -110,6 +111,63 @@ def reuse_the_number_of_a_burnt_round(patch: pytest.MonkeyPatch) -> None:
         (thrifty if isinstance(fact, facts.RoundEnded) else dispatch)(fact, state, now)  # type: ignore[arg-type]
 
     patch.setattr(apply, "_apply", applied)
+
+
+def reopen_over_nodes_that_are_there(patch: pytest.MonkeyPatch) -> None:
+    """A closed run is opened again at once, though nodes of it still stop their workers."""
+    reopen = decide._reopen
+
+    def rash(command: Any, state: RunState) -> list[facts.Fact]:
+        lingering, state.lingering = state.lingering, {}
+        try:
+            return reopen(command, state)
+        finally:
+            state.lingering = lingering
+
+    patch.setattr(decide, "_reopen", rash)
+
+
+def count_rounds_from_the_beginning_when_reopened(patch: pytest.MonkeyPatch) -> None:
+    """A run that is opened again has its first round again."""
+    again = apply.reopened
+
+    def forgetful(state: RunState, last: int) -> RunState:
+        return replace(again(state, last), round=0)
+
+    patch.setattr(apply, "reopened", forgetful)
+    patch.setattr(snapshot, "reopened", forgetful)
+
+
+def let_the_agents_of_an_ended_run_in(patch: pytest.MonkeyPatch) -> None:
+    """An agent that lost its lease before its run was closed opens the run again, or joins the next one of its name."""
+    patch.setattr(decide, "end_of", lambda state, incarnation: None)
+
+
+def keep_what_was_used_up_when_reopened(patch: pytest.MonkeyPatch) -> None:
+    """A run that is opened again has no more restarts than it had left."""
+    again = apply.reopened
+
+    def strict(state: RunState, last: int) -> RunState:
+        return replace(again(state, last), restart_count=state.restart_count)
+
+    patch.setattr(apply, "reopened", strict)
+    patch.setattr(snapshot, "reopened", strict)
+
+
+def keep_the_store_when_reopened(patch: pytest.MonkeyPatch) -> None:
+    """A run that is opened again has the keys of its earlier life."""
+    patch.setattr(StoreService, "is_empty", lambda self, run_id: True)
+
+
+def forget_who_lingers_in_a_crash(patch: pytest.MonkeyPatch) -> None:
+    """A service that starts again takes all nodes of a closed run for gone."""
+    restart = apply.restart_leases
+
+    def forgetful(state: RunState, now: float, *least: float) -> None:
+        state.lingering.clear()
+        restart(state, now, *least)
+
+    patch.setattr(apply, "restart_leases", forgetful)
 
 
 def forget_the_confirm_phase(patch: pytest.MonkeyPatch) -> None:
@@ -389,6 +447,9 @@ PLANTS: dict[Plant, str] = {
     forget_round_numbers_in_a_crash: "a round number is never given out twice",
     forget_the_numbers_of_forgotten_runs: "a run that comes again goes on from its numbers|revisions are 1, 2, 3",
     reuse_the_number_of_a_burnt_round: "a round number is never given out twice",
+    reopen_over_nodes_that_are_there: "no run is opened again while a node of it is there",
+    count_rounds_from_the_beginning_when_reopened: "a round number is never given out twice",
+    keep_the_store_when_reopened: "a run that is opened again has an empty store",
     forget_the_confirm_phase: "FINAL when every participant confirmed",
     drop_the_last_record: f"revisions are 1, 2, 3|no revision is forgotten|a lease that stands is honoured|{_ALONE}",
     forget_restarts_in_a_checkpoint: "restarts are counted",

@@ -51,6 +51,9 @@ class Subject:
     lease: int = 0
     revision: int = 0
     admitted: bool = False
+    # Whether it stays in a closed run until its workers are gone; and whether it said that they are.
+    stays: bool = False
+    left: bool = False
 
 
 class Agent(Protocol):
@@ -90,6 +93,8 @@ class RunLedger(Ledger):
         # The newest whose workers ever started.
         self.started_round = 0
 
+        # Leases that were held when the run was closed last.
+        self.at_end: set[tuple[str, int]] = set()
         self.ever_evicted: set[str] = set()
         self.ever_closed = False
         # It is over for good, or was until it was forgotten.
@@ -135,6 +140,7 @@ class RunLedger(Ledger):
             self.given_back |= gone
         if isinstance(fact, facts.RunClosed):
             self.ever_closed = self.over = True
+            self.at_end = set(before.items())
             by_operator = fact.end.outcome is Outcome.CANCELLED
             require(self.operator_closes or not by_operator, "a run is cancelled by an operator only")
         if isinstance(fact, facts.NodeEvicted):
@@ -245,10 +251,25 @@ class Referee:
                 allowed = isinstance(fact, (facts.NodeSucceeded, facts.RunClosed))
                 require(allowed, "trouble of the server alone changes no membership")
             ledger = self.ledger(entry.run_id)
+            if isinstance(fact, facts.RunCreated) and fact.reopened:
+                self._check_gone(entry.run_id, ledger.settings.time_to_live, decided_at)
             ledger.record(entry.revision, fact, decided_at * _FAST_CLOCK)
             self.losses.durable(entry.run_id, ledger, fact, decided_at)
+            if isinstance(fact, facts.RunClosed):
+                self.store.forget(entry.run_id)  # deleted before the run is reopened
             if isinstance(fact, facts.RoundEnded):
                 self.later(AT_ONCE, self._expect_told, entry.run_id, entry.revision)
+
+    def _check_gone(self, run_id: str, time_to_live: float, decided_at: float) -> None:
+        """Check that no node of the closed run was heard of late on its stream, unless it said that it goes."""
+        for call in self.streams:
+            subject = call.subject
+            held = subject.run_id == run_id and (subject.node_id, subject.lease) in self.ledger(run_id).at_end
+            there = held and subject.admitted and subject.stays and not subject.left
+            if there and call.process.alive and not call.done() and self.terms is not None:
+                silent = decided_at - self.terms.sign_of(subject.node_id, subject.lease)
+                fresh = silent < time_to_live / 2
+                require(not fresh, "no run is opened again while a node of it is there")
 
     def forgotten(self, entry: Forgotten) -> None:
         """A run expired, or one begins where those that expired ended."""
@@ -298,12 +319,16 @@ class Referee:
         match message.WhichOneof("message"):
             case "join":
                 call.subject = Subject(message.join.run_id, message.join.node_id)
+                call.subject.stays = message.join.stays_until_gone
                 self.streams[call] = None
             case "resume":
                 resume = message.resume
                 call.subject = Subject(resume.run_id, resume.node_id, resume.lease, resume.after_revision)
+                call.subject.stays = resume.stays_until_gone
                 self.streams[call] = None
                 self.losses.opened(call)
+            case "leave" if call.subject is not None:
+                call.subject.left = True
             case "heartbeat":
                 return
         if call.subject is not None:

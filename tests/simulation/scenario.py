@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from rallypoint.rendezvous.core.state import Outcome
 from rallypoint.rendezvous.runs import run
+from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rendezvous.core.ledger import Violation
 from simulation import faults
 from simulation.cluster import Cluster
@@ -79,9 +81,36 @@ class ClusterScenario(Scenario):
             for node in cluster.alive:
                 if node.crew is not None:
                     node.crew.succeed()
+        if self.plan.requeue == "at once":
+            self._until("a run ends when it is to", END_WITHIN, lambda: cluster.over)
+            self._requeue()
+            return
         self._await("a run that is over ends for all its nodes", END_WITHIN, closed=True)
         if self.plan.limits.run_ttl == SHORT_TTL:
             self._encore()
+        elif self.plan.requeue == "late":
+            self._requeue()
+
+    def _requeue(self) -> None:
+        """The job is started again under the name of the closed run: it runs again, or it is refused."""
+        cluster, ledger = self.cluster, self.cluster.referee.ledger(RUN)
+        reopens = self.plan.settings.reopen != pb.REOPEN_NEVER and (
+            ledger.closed is not Outcome.SUCCEEDED or self.plan.settings.reopen == pb.REOPEN_ALWAYS
+        )
+        lives = len(ledger.incarnations)
+        cluster.note("requeue", self.plan.requeue)
+        cluster.around.fates.finishing = False
+        for node_id in self.plan.node_ids:
+            cluster.start_node(node_id)
+        if not reopens:
+            self._await("who comes to a run that stays closed is refused", END_WITHIN, closed=True)
+            return
+        # A join may wait for less than the nodes of the closed run take to go: a scheduler tries again.
+        cluster.requeued = True
+        again = "a job that is requeued runs again"
+        self._until(again, AGREE_WITHIN, lambda: cluster.settled() and not cluster.over)
+        if len(ledger.incarnations) == lives:
+            raise Violation("a run that is opened again is a new incarnation of it")
 
     def _encore(self) -> None:
         """A run that was forgotten comes again under its name, with its numbers going on."""
@@ -100,10 +129,10 @@ class ClusterScenario(Scenario):
 
     def _await(self, invariant: str, seconds: float, *, closed: bool = False) -> None:
         cluster = self.cluster
+        self._until(invariant, seconds, lambda: cluster.settled() and (cluster.over or not closed))
 
-        def done() -> bool:
-            return cluster.settled() and (cluster.over or not closed)
-
+    def _until(self, invariant: str, seconds: float, done: Callable[[], bool]) -> None:
+        cluster = self.cluster
         clockwork = cluster.clockwork
         if not clockwork.run(clockwork.now + seconds, done, cluster.referee.check):
             raise Violation(f"{invariant} within {seconds:g} s")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -42,6 +43,10 @@ class Terms:
     def told(self, subject: Subject) -> None:
         """Note that a node is told that it holds a lease, or is heard."""
         self._signs[subject.node_id, subject.lease] = self.now()
+
+    def sign_of(self, node_id: str, lease: int) -> float:
+        """The last time at which a service heard of a node, or told it of its lease; minus infinity: never."""
+        return self._signs.get((node_id, lease), -math.inf)
 
     def durable(
         self, server: Server | None, leases: Mapping[str, int], time_to_live: float, decided_at: float

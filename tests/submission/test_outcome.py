@@ -27,6 +27,9 @@ from rallypoint.submission.session import exit_code_of
         ([0, 143], False, 143),
         ([0, None], False, 1),
         ([None], None, 1),
+        # It had succeeded before it was started.
+        ([4, 4], True, 4),
+        ([4, 0], True, 0),
     ],
 )
 def test_what_ended_the_run_comes_first(codes: list[int | None], succeeded: bool | None, told: int) -> None:

@@ -26,11 +26,17 @@ if TYPE_CHECKING:
 @click.option("--reason", type=Text(), default="", help="Reason, shown on the run's hosts.")
 @service_options
 def close(run_id: str, rdzv_endpoint: str, reason: str, timeout: float, security: ClientSecurity) -> None:
-    """End RUN_ID for good: all its hosts stop their workers and leave."""
+    """End RUN_ID: all its hosts stop their workers and leave.
+
+    A host that joins it afterwards opens it again, unless the run has --rdzv-conf reopen=never.
+    """
     from rallypoint.cli.operator import call_rendezvous  # noqa: PLC0415 (gRPC is not for --help)
     from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb  # noqa: PLC0415
 
-    request = pb.CloseRunRequest(run_id=run_id, reason=reason)
+    wanted = pb.GetRunRequest(run_id=run_id)
+    found = call_rendezvous(rdzv_endpoint, security, timeout, lambda stub: stub.GetRun(wanted))
+    # A request that is repeated, or late, must not close the run again if it was reopened since.
+    request = pb.CloseRunRequest(run_id=run_id, reason=reason, incarnation=found.run.incarnation)
     response = call_rendezvous(rdzv_endpoint, security, timeout, lambda stub: stub.CloseRun(request))
     outcome = pb.Outcome.Name(response.run_end.outcome).removeprefix("OUTCOME_")
     click.echo(f"run {run_id} is closed: {outcome}, {response.run_end.detail}")

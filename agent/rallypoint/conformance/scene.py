@@ -287,6 +287,8 @@ class Scene:
         expected = f"`confirm` of round {round_}"
         confirm = (await self.message(rule, stream, "confirm", expected, round_=round_)).confirm
         alive = self.client.alive
+        early = [each for each in alive if each.round == str(round_)]
+        self.check("R01", not early, "no worker in FROZEN", self._state())
         self.check("R13", not alive, "no worker of an earlier round when the node confirms", self._state())
         if children := len(self.client.children):
             self.check("R14", False, "no grandchild when the node confirms", f"{children} alive")

@@ -9,7 +9,7 @@ from contextlib import AsyncExitStack, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from rallypoint.agent.job.result import FAILED, PERMANENT, REFUSED, SUCCEEDED, UNFIT
+from rallypoint.agent.job.result import ALREADY_SUCCEEDED, FAILED, PERMANENT, REFUSED, SUCCEEDED, UNFIT
 from rallypoint.agent.v1 import supervisor_service_pb2 as pb
 from rallypoint.agent.v1 import supervisor_service_pb2_grpc as pb_grpc
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as rendezvous_pb
@@ -35,6 +35,8 @@ def exit_code_of(codes: Sequence[int | None], *, succeeded: bool | None = None) 
         succeeded: Outcome of the run at its rendezvous service; None: unknown.
     """
     known = [code for code in codes if code is not None]
+    if known and set(known) == {ALREADY_SUCCEEDED}:
+        return ALREADY_SUCCEEDED
     if succeeded:
         return SUCCEEDED
     # The end of the run comes before the end of single hosts, which may be unhealthy or drained.

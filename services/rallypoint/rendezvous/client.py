@@ -13,6 +13,7 @@ from typing import TypeAlias
 
 import grpc
 
+from rallypoint.rendezvous.core.state import RunSettings
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
 from rallypoint.rpc.address import Address
@@ -115,6 +116,8 @@ _RETRYABLE = GONE | {
 _REFUSALS = {"RUN_CLOSED", "SETTINGS_DIFFER", "NODE_EVICTED", "JOIN_TIMED_OUT"}
 # Reasons for which the lease is void, and the node must join again.
 _LEASE_ENDED = {"LEASE_LOST", "LEASE_NOT_PROVEN", "RUN_NOT_FOUND", "REVISION_AHEAD"}
+# Seconds past a run's join timeout after which a join that waits is given up: the service ends it before.
+_WAITING_GRACE = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +190,9 @@ class RendezvousUnreachable(Exception):
 class Membership:
     """Joins a run, and stays in it until it leaves, the run is closed, or it is refused.
 
+    With `stays_until_gone` in the request it also stays in a closed run, so that the run is not reopened while workers
+    are alive here: call `leave` when none is. A server of an older version ends the membership with the run.
+
     A broken stream is opened again with back-off and jitter, for as long as it takes: the workers run on while the
     rendezvous service is down. The latest requests are sent again on the new stream: they are idempotent.
     """
@@ -223,9 +229,11 @@ class Membership:
         self._lost_timeout = lost_timeout
         self._jitter = jitter or random.Random()  # noqa: S311 (spreads load, guards nothing)
         self._held: HeldLease | None = None
+        self._incarnation = ""
         self._revision = 0
         self._ever_admitted = False
         self._over = False
+        self._closed = False
         self._latest: pb.JoinRequest | None = None
         # By local rank: the failure, and the loop time of the report, to which the age in the failure refers.
         self._failures: dict[int, tuple[pb.WorkerFailure, float]] = {}
@@ -269,7 +277,8 @@ class Membership:
                 # gRPC loses a cancellation that arrives while a call begins and fails, and raises the failure.
                 raise asyncio.CancelledError
             if self._progress:
-                deadline = asyncio.get_running_loop().time() + self._lost_timeout
+                longest = self._lost_timeout if self._ever_admitted else self._connect_timeout
+                deadline = asyncio.get_running_loop().time() + longest
             if error is not None:
                 self._raise_if_final(error, deadline)
             if self._over:
@@ -330,9 +339,13 @@ class Membership:
 
     def _raise_if_final(self, error: ServiceError, deadline: float) -> None:
         """Decide whether a stream's error is worth another attempt; raise it if not."""
+        if self._closed and error.reason in _LEASE_ENDED | _REFUSALS:
+            self._over = True  # the node has received the end of the run, and counts as gone
+            return
         if "superseded_by" in error.metadata:
             raise error  # two agents under one node name would supersede each other for ever, and neither would run
         if error.reason in _LEASE_ENDED and self._held:
+            self._incarnation = self._held.incarnation
             self._held, self._revision = None, 0
             self._over = self.departing
             self._latest = self._success = None
@@ -371,10 +384,16 @@ class Membership:
         stub: pb_grpc.RendezvousServiceAsyncStub = connection.stub(pb_grpc.RendezvousServiceStub)
         call = stub.Join(wait_for_ready=self._ever_admitted and connection.waits)
         try:
-            async with asyncio.timeout_at(None if deadline == math.inf else deadline):
+            async with asyncio.timeout_at(None if deadline == math.inf else deadline) as limit:
                 with contextlib.suppress(asyncio.InvalidStateError):  # ended already: read raises the error
                     await call.write(self._introduction())
                 first = await call.read()
+                if isinstance(first, pb.JoinResponse) and first.HasField("waiting"):
+                    connection.answered()
+                    self._progress = True
+                    _log.warning("waiting", reason=first.waiting.detail)
+                    limit.reschedule(asyncio.get_running_loop().time() + self._longest_wait())
+                    first = await call.read()
             if isinstance(first, pb.JoinResponse):
                 if not first.HasField("lease"):  # the server drained before it processed the request
                     raise _StreamDrained
@@ -382,7 +401,7 @@ class Membership:
                 at = self._endpoint if connection.alone else connection.address
                 self._outage.over(at, replicated=not connection.alone)
                 await self._live(call, first, connection, at)
-            self._over = self._over or self._leaving()
+            self._over = self._over or self._leaving() or self._closed
             return None
         except TimeoutError:
             return ServiceError(grpc.StatusCode.DEADLINE_EXCEEDED, "NO_ANSWER", self._last_error)
@@ -398,12 +417,25 @@ class Membership:
         finally:
             call.cancel()
 
+    def _longest_wait(self) -> float:
+        """Seconds for the nodes of the closed run to go; the service ends the wait before."""
+        return (
+            to_seconds(self._request.settings.join_timeout) or RunSettings().join_timeout
+        ) + _WAITING_GRACE
+
     def _introduction(self) -> pb.JoinRequest:
         if (held := self._held) is None:
-            return pb.JoinRequest(join=self._request)
+            join = pb.JoinRun(former_incarnation=self._incarnation)
+            join.MergeFrom(self._request)
+            return pb.JoinRequest(join=join)
         run_id, node_id = self._request.run_id, self._request.node_id
         resume = pb.ResumeRun(
-            run_id=run_id, node_id=node_id, lease=held.number, after_revision=self._revision, token=held.token
+            run_id=run_id,
+            node_id=node_id,
+            lease=held.number,
+            after_revision=self._revision,
+            token=held.token,
+            stays_until_gone=self._request.stays_until_gone,
         )
         return pb.JoinRequest(resume=resume)
 
@@ -442,7 +474,8 @@ class Membership:
 
     def _take(self, update: pb.NodeUpdate) -> None:
         self._revision = max(self._revision, update.revision)
-        self._over = update.phase == pb.PHASE_CLOSED
+        self._closed = update.phase == pb.PHASE_CLOSED
+        self._over = self._closed and not self._request.stays_until_gone
         self._forget_reports_of_other_rounds(update)
         if update.settling:
             self._unsent.set()  # a heartbeat at once: the service waits for a sign of life from each participant

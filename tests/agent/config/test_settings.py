@@ -23,6 +23,7 @@ def test_counts_come_from_the_flags_and_times_from_the_pairs() -> None:
             "keep_alive_max_attempt": "7",
             "scale_up_policy": "on-restart",
             "rank_policy": "topology",
+            "reopen": "always",
             "scale_up_delay": "0",
         },
         (2, 4),
@@ -35,6 +36,7 @@ def test_counts_come_from_the_flags_and_times_from_the_pairs() -> None:
     expected.keep_alive_interval.FromSeconds(10)
     expected.scale_up_policy = pb.SCALE_UP_POLICY_ON_RESTART
     expected.rank_policy = pb.RANK_POLICY_TOPOLOGY
+    expected.reopen = pb.REOPEN_ALWAYS
     expected.scale_up_delay.FromSeconds(0)
     assert conf.settings == expected
     assert not conf.settings.HasField("disconnect_grace")
@@ -82,6 +84,7 @@ def test_the_agents_own_timeouts_are_no_part_of_the_run() -> None:
         ("keep_alive_max_attempt", "²", "whole number from 1"),
         ("scale_up_policy", "maybe", "none of immediate, on-restart"),
         ("rank_policy", "random", "none of stable, sorted, topology"),
+        ("reopen", "sometimes", "none of never, failed, always"),
         ("scale_up_policy", "unspecified", "none of immediate, on-restart"),
     ],
 )
@@ -99,7 +102,7 @@ def test_every_setting_that_is_taken_is_one_the_service_takes() -> None:
     largest = str(int(LONGEST))
     with pytest.raises(RunSettingError):
         rendezvous_conf({"join_timeout": str(LONGEST + 1)}, (1, 1), 0)
-    named = {"keep_alive_max_attempt", "max_restarts_per_node", "scale_up_policy", "rank_policy"}
+    named = {"keep_alive_max_attempt", "max_restarts_per_node", "scale_up_policy", "rank_policy", "reopen"}
     for key in set(KNOWN_SETTINGS) - named:
         for value in ("1200" if key == "keep_alive_interval" else largest, "0.001"):
             requests.run_settings(rendezvous_conf({key: value}, (1, 1), 0).settings)

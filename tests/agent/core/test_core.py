@@ -407,7 +407,8 @@ class World:
         state = self.state
         seat = state.assignment
         let_go = state.exit_barrier_passed or self.draining
-        return let_go and seat is not None and self.succeeded == seat.round
+        done = let_go and seat is not None and self.succeeded == seat.round
+        return done or state.phase is self.core.Phase.CLOSED
 
     def play(self) -> None:
         """A whole history, and then the end that every job must come to."""
@@ -580,7 +581,9 @@ def test_success_stands_whatever_it_left_behind() -> None:
     """Who goes then would cost the others a round; a run that is over is over."""
     state, effects = play(core.GroupSucceeded(), UNFIT, state=RUNNING)
     assert effects == []
-    assert play(final(1), CLOSED, state=state)[1] == []
+    closed, effects = play(final(1), CLOSED, state=state)
+    assert effects == [core.SendLeave("the run is closed, and no worker is left here")]
+    assert play(core.MembershipEnded(), state=closed)[1] == [core.Finish()]
     assert play(CLOSED, core.MembershipEnded(), state=state)[1] == [core.Finish()]
     barrier = replace(final(1), exit_barrier_passed=True)
     assert play(barrier, state=state)[1] == [

@@ -11,6 +11,7 @@ import pytest
 from rallypoint.agent.core.core import AgentState
 from rallypoint.agent.failures.failure import WorkerFailure
 from rallypoint.agent.job.result import (
+    ALREADY_SUCCEEDED,
     FAILED,
     PERMANENT,
     REFUSED,
@@ -61,6 +62,12 @@ def run_end(failure: WorkerFailure | None, outcome: pb.Outcome.ValueType = pb.OU
         ),
         (AgentState(leaving="got SIGTERM"), {"stop_signal": signal.SIGTERM}, 143, "here"),
         (AgentState(), {"refusal": "no", "ran": False}, REFUSED, "never"),
+        (
+            AgentState(),
+            {"refusal": "no", "ran": False, "had_succeeded": True},
+            ALREADY_SUCCEEDED,
+            "never",
+        ),
         (AgentState(), {"refusal": "no"}, FAILED, "here"),
         # The service was lost before it could say how the run ended; the worker's word is enough.
         (AgentState(), {"refusal": "no", "failure": replace(FIRST, permanent=True)}, PERMANENT, "never"),

@@ -188,8 +188,10 @@ def test_one_of_a_thing_is_not_several() -> None:
     """Sentences are read by people."""
     seats = (Seat("n1", 0, 0, 0, 1, 1),)
     assert of(facts.RoundFrozen(1, seats)).detail == "round 1 frozen: 1 node, 1 worker"
-    created = of(facts.RunCreated(SETTINGS), RunSettings(max_nodes=1, max_restarts=1)).detail
+    created = of(facts.RunCreated(RunSettings(max_nodes=1, max_restarts=1)), SETTINGS).detail
     assert created == "the run began: a round has 1 node, and 1 restart may be used"
+    again = of(facts.RunCreated(SETTINGS, "second", reopened=True), SETTINGS).detail
+    assert again.startswith("the run was reopened: a round has ")
 
 
 def test_budgets_are_told_as_the_run_has_them() -> None:

@@ -155,7 +155,7 @@ async def served() -> AsyncIterator[Served]:
         await served.close()
 
 
-def good_join(node_id: str = "a", run_id: str = RUN) -> pb.JoinRun:
+def good_join(node_id: str = "a", run_id: str = RUN, **more: Any) -> pb.JoinRun:
     return pb.JoinRun(
         run_id=run_id,
         node_id=node_id,
@@ -163,6 +163,7 @@ def good_join(node_id: str = "a", run_id: str = RUN) -> pb.JoinRun:
         address=f"{node_id}.cluster",
         local_world_size=2,
         role="trainer",
+        **more,
     )
 
 
@@ -643,10 +644,14 @@ async def test_deleting_a_run_frees_its_name(served: Served) -> None:
 
 async def test_who_comes_to_a_closed_run_is_told_how_it_ended(served: Served) -> None:
     """A newcomer is refused, with the outcome; who was in it gets the last state."""
-    a = await served.join("a")
+    a, newcomer = served.stream(), served.stream()
+    joins = [good_join("a"), good_join("b")]
+    for join in joins:
+        join.settings.reopen = pb.REOPEN_NEVER
+    await a.say(join=joins[0])
+    await a.admission()
     await served.stage.engine.close_run(RUN, "enough")
-    newcomer = served.stream()
-    await newcomer.say(join=good_join("b"))
+    await newcomer.say(join=joins[1])
     error = await newcomer.ended()
     assert error is not None
     assert (error.code, error.reason) == (Code.FAILED_PRECONDITION, "RUN_CLOSED")
@@ -655,6 +660,78 @@ async def test_who_comes_to_a_closed_run_is_told_how_it_ended(served: Served) ->
     assert (await late.admission()).number == a.lease.number
     assert (await late.update()).run_end.outcome == pb.OUTCOME_CANCELLED
     assert await late.ended() is None
+
+
+async def test_who_comes_to_a_run_that_is_ending_waits_until_its_nodes_have_gone(served: Served) -> None:
+    """It is told why; a node that stays keeps its stream, and is gone when it leaves."""
+    a, b = served.stream(), served.stream()
+    await a.say(join=good_join("a", stays_until_gone=True))
+    lease = await a.admission()
+    await served.stage.engine.close_run(RUN, "enough")
+    assert (await a.until(pb.PHASE_CLOSED)).run_end.outcome == pb.OUTCOME_CANCELLED
+    await b.say(join=good_join("b", stays_until_gone=True))
+    assert "node a of it did not leave yet" in (await b.hear()).waiting.detail
+    # What it had to say before it knew of the end does no harm.
+    await a.say(confirm=pb.ConfirmRound(round=1))
+    await a.say(heartbeat=pb.Heartbeat())
+    again = served.stream()
+    await again.say(
+        resume=pb.ResumeRun(
+            run_id=RUN, node_id="a", lease=lease.number, token=lease.token, stays_until_gone=True
+        )
+    )
+    assert (await again.admission()).number == lease.number
+    await again.until(pb.PHASE_CLOSED)
+    await again.say(leave=pb.LeaveRun(reason="no worker is left"))
+    assert await again.ended() is None
+    assert (await b.admission()).incarnation != lease.incarnation
+
+
+@pytest.mark.parametrize("stays", [False, True])
+async def test_a_join_waits_no_longer_than_its_join_timeout(served: Served, *, stays: bool) -> None:
+    """Then it is refused, with the number of nodes that are there."""
+    a, b = await served.join("a"), served.stream()
+    await served.stage.engine.close_run(RUN, "enough")
+    assert await a.ended() is None
+    join = good_join("b", stays_until_gone=stays)
+    join.settings.join_timeout.FromMilliseconds(50)
+    await b.say(join=join)
+    error = await b.ended()
+    assert error is not None
+    assert (error.code, error.reason) == (Code.FAILED_PRECONDITION, "RUN_ENDING")
+    assert error.metadata == {"run_id": RUN, "nodes": "1"}
+
+
+async def test_a_join_that_waits_is_ended_with_the_server(served: Served) -> None:
+    """The client connects again, to the next one."""
+    await served.join("a")
+    await served.stage.engine.close_run(RUN, "enough")
+    b = served.stream()
+    await b.say(join=good_join("b", stays_until_gone=True))
+    assert (await b.hear()).HasField("waiting")
+    await served.servicer.drain()
+    error = await b.ended()
+    assert error is not None
+    assert error.reason == "DRAINING"
+
+
+async def test_a_join_that_waits_may_go_away(served: Served) -> None:
+    """Then nothing waits any more."""
+    a = served.stream()
+    await a.say(join=good_join("a", stays_until_gone=True))
+    await a.admission()
+    await served.stage.engine.close_run(RUN, "enough")
+    b = served.stream()
+    await b.say(join=good_join("b", stays_until_gone=True))
+    assert (await b.hear()).HasField("waiting")
+    b.call.cancel()
+    run = served.stage.engine._runs[RUN]
+    async with asyncio.timeout(PATIENCE):
+        while run.waiting:  # noqa: ASYNC110 (a stream that is cancelled is no fact)
+            await asyncio.sleep(0.01)
+    await a.say(leave=pb.LeaveRun(reason="no worker is left"))
+    assert await a.ended() is None
+    assert (await served.run()).phase == pb.PHASE_CLOSED
 
 
 async def test_a_watcher_resumes_where_it_was(served: Served) -> None:

@@ -39,6 +39,12 @@ TABLE: list[tuple[Exception, StatusCode, str, dict[str, str]]] = [
         {"run_id": "r", "outcome": "SUCCEEDED"},
     ),
     (
+        commands.RunIsEnding("r", ("a", "b")),
+        StatusCode.FAILED_PRECONDITION,
+        "RUN_ENDING",
+        {"run_id": "r", "nodes": "2"},
+    ),
+    (
         commands.RunInUse("r", 3),
         StatusCode.FAILED_PRECONDITION,
         "RUN_IN_USE",

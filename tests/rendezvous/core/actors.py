@@ -22,6 +22,11 @@ class Agent:
     view: pb.NodeUpdate | None = None
     revision: int = 0
     workers_of: int | None = None
+    # Whether it stays in a closed run until its workers are gone; when the server last got a sign of life of it; and
+    # the incarnation of the run in which it was last.
+    stays: bool = False
+    seen_at: float = 0.0
+    incarnation: str = ""
 
     def put(self, update: pb.NodeUpdate) -> None:
         self.inbox = update

@@ -17,10 +17,11 @@ from rallypoint.rendezvous.core import decide as core
 from rallypoint.rendezvous.core.apply import apply
 from rallypoint.rendezvous.core.commands import SERVICE, LeaseLost, NodeIsEvicted, Refused, RunIsClosed
 from rallypoint.rendezvous.core.decide import check_lease, check_revision
-from rallypoint.rendezvous.core.snapshot import restore, take_snapshot, take_tombstone
+from rallypoint.rendezvous.core.snapshot import restore, take_reopened, take_snapshot, take_tombstone
 from rallypoint.rendezvous.core.state import (
     Phase,
     RankPolicy,
+    Reopen,
     ReportedFailure,
     RoundEndCause,
     RunSettings,
@@ -60,6 +61,8 @@ class Server:
     watchers: list[Watcher] = field(default_factory=list)
     # Whether members were told that the end of the round settles.
     settling: bool = False
+    # The snapshot with which the closed run begins again, until that is committed.
+    reopening: bytes | None = None
 
 
 class History:
@@ -82,6 +85,7 @@ class History:
             scale_up_delay=self.random.choice([2.0, 30.0]),
             exit_barrier_timeout=self.random.choice([1.0, 300.0]),
             rank_policy=self.random.choice(list(RankPolicy)),
+            reopen=self.random.choice([Reopen.FAILED, Reopen.FAILED, Reopen.NEVER, Reopen.ALWAYS]),
         )
         self.weights = self.STEPS | (self.OF_BAD_WORKERS if self.random.random() < 0.4 else {})
         self.now = 1000.0
@@ -98,6 +102,8 @@ class History:
         self.server = Server(RunState(RUN))
         # By the latest facts, committed or not: who holds which lease in the server's memory.
         self.held: dict[str, int] = {}
+        # The leases at the end of a closed run, of nodes that have not said that they go.
+        self.lingering: dict[str, int] = {}
         self.evicted: set[str] = set()
         # Whose stream the server knows to be broken, and the participants that are to run, or do.
         self.broken: set[str] = set()
@@ -127,13 +133,26 @@ class History:
                 case facts.NodeReadmitted(node_id=node_id):
                     self.evicted.discard(node_id)
                 case facts.RunClosed():
-                    self.held.clear()
+                    self.lingering, self.held = dict(self.held), {}
+                case facts.RunCreated(reopened=True):
+                    self._check_gone()
+                    self.lingering.clear()
+                    self.evicted = set(self.server.state.evicted)
+
+    def _check_gone(self) -> None:
+        """Check that no node is left of the incarnation that ended, as far as the server can know."""
+        for node_id, lease in self.lingering.items():
+            agent = self.server.members.get(node_id)
+            there = agent is not None and agent.lease == lease and agent.stays
+            silent = agent is None or self.now >= agent.seen_at + self.settings.time_to_live
+            require(not there or silent, "no two incarnations of a run are there at once")
 
     def execute(self, command: commands.Command) -> list[facts.Fact] | None:
         """Carry a command out; None: it was refused, which is told like everything else when all is durable."""
         revision = self.server.state.revision
         shown = getattr(command, "lease", None)
-        stale = shown is not None and self.held.get(getattr(command, "node_id", "")) != shown
+        holds = self.lingering if isinstance(command, commands.Leave) and not self.held else self.held
+        stale = shown is not None and holds.get(getattr(command, "node_id", "")) != shown
         try:
             happened = core.execute(self.server.state, command, self.now)
         except Refused as refusal:
@@ -145,6 +164,8 @@ class History:
         except Exception as error:
             raise Violation(f"{command} breaks the core: {error!r}") from error
         require(not stale, "a stale lease is refused")
+        if isinstance(command, commands.Leave) and not happened:
+            del self.lingering[command.node_id]
         self._take_note(happened)
         return happened
 
@@ -187,11 +208,16 @@ class History:
             durable = DecodedRecord(self.journal[-1])
             self.ledger.record(durable.revision, durable.fact(), decided_at)
         server.uncommitted = []
+        if server.reopening is not None:
+            self.checkpoint, server.reopening = server.reopening, None
         if happened and self.random.random() < 0.1:
             self.checkpoint = encode_snapshot(take_snapshot(server.state, TO_WALL))
         for fact in happened:
             if isinstance(fact, (facts.NodeLost, facts.NodeLeft, facts.NodeEvicted)):
                 self._end_stale_stream(fact.node_id)
+        reopened = any(isinstance(fact, facts.RunCreated) for fact in happened)
+        if server.state.phase is Phase.CLOSED or reopened:
+            self._end_streams_of_gone()
         begins_to_settle = server.state.settling and not server.settling
         server.settling = server.state.settling
         if begins_to_settle or any(isinstance(fact, TOLD_TO_NODES) for fact in happened):
@@ -204,6 +230,14 @@ class History:
         for answer in answers:
             answer()
         self._check_nobody_missed_anything()
+
+    def _end_streams_of_gone(self) -> None:
+        """End the streams of nodes that have gone from the closed run, or are not in the one that it became."""
+        for agent in list(self.server.members.values()):
+            if not self._holds(agent):
+                del self.server.members[agent.node_id]
+                if self.agents.get(agent.node_id) is agent:
+                    del self.agents[agent.node_id]  # it knows, or is refused when it comes back
 
     def _end_stale_stream(self, node_id: str) -> None:
         member = self.server.members.get(node_id)
@@ -223,7 +257,7 @@ class History:
         self.ledger.check_told(update)
         self.ledger.check_assignment(agent.node_id, agent.lease, update)
         agent.put(update)
-        if update.phase == pb.PHASE_CLOSED:
+        if update.phase == pb.PHASE_CLOSED and not agent.stays:
             self.server.members.pop(agent.node_id, None)
 
     def _tell_watcher(self, watcher: Watcher) -> None:
@@ -264,6 +298,8 @@ class History:
     def crash(self) -> None:
         """Kill the server and start it again: what was not committed is gone, and nobody ever heard of it."""
         durable = None if self.server.uncommitted else self._durable_view()
+        # Of a closed run; a lease may be over although its agent does not know it yet.
+        known = set() if self.server.uncommitted else set(self.server.state.lingering)
         for agent in self.agents.values():
             agent.connected = agent.asked = False
         for watcher in self.watchers:
@@ -274,6 +310,13 @@ class History:
         state = self.server.state
         self.held = {node.node_id: node.lease for node in state.nodes.values()}
         self.broken = set(self.held)
+        left = {
+            agent.node_id
+            for agent in self.agents.values()
+            if agent.lease == self.lingering.get(agent.node_id)
+        }
+        self.lingering = {node.node_id: node.lease for node in state.lingering.values()}
+        require(left & known <= self.lingering.keys(), "a restart forgets no node that may still be there")
         self.at_work = state.seats.keys() - state.succeeded - state.departing.keys()
         require(self.held == self.ledger.leases, "the leases after a restart are those of the journal")
         require(durable is None or durable == self._durable_view(), "a run is the fold of its facts")
@@ -284,7 +327,8 @@ class History:
         folded = self._folded(self._restored(self.tombstone))
         state = self._folded(self._restored(self.checkpoint or self.tombstone))
         require(
-            take_snapshot(state, TO_WALL) == take_snapshot(folded, TO_WALL),
+            replace(take_snapshot(state, TO_WALL), lingering=())
+            == replace(take_snapshot(folded, TO_WALL), lingering=()),
             "a checkpoint is the fold of what came before it",
         )
         leases.restart_leases(state, self.now)
@@ -313,6 +357,10 @@ class History:
         self.checkpoint = None
         self.ledger.forget()
         self.evicted.clear()
+        self.lingering.clear()
+        for agent in self.server.members.values():  # of a closed run
+            self.agents.pop(agent.node_id, None)
+        self.server.members.clear()
         for watcher in self.server.watchers:
             watcher.connected, watcher.inbox = False, None
         self.server.watchers.clear()
@@ -328,6 +376,7 @@ class History:
         """Start an agent, in the place of one of that name, which is then gone, or believes it still is one."""
         self._kill(node_id, silently=self.random.random() < 0.5)
         agent = Agent(node_id, self.random.choice([1, 2, 4]), self.random.choice(["trainer", "evaluator"]))
+        agent.stays = self.random.random() < 0.7
         self.agents[node_id] = agent
         return agent
 
@@ -348,18 +397,28 @@ class History:
             agent.local_world_size,
             agent.role,
             f"rack{len(agent.node_id)}",
+            incarnation=f"life {self.random.random()}",
+            former_incarnation=agent.incarnation,
         )
+        state = self.server.state
+        reopening = encode_snapshot(take_reopened(state)) if state.phase is Phase.CLOSED else None
         happened = self.execute(command)
+        if happened is not None:
+            self.server.reopening = reopening or self.server.reopening
+            ended = [each.incarnation for each in state.ended_incarnations]
+            require(agent.incarnation not in ended, "who was in an incarnation that ended is in no later one")
         if happened is None:
             require(
-                self.server.state.phase is Phase.CLOSED or agent.node_id in self.evicted,
+                self.server.state.phase is Phase.CLOSED
+                or agent.node_id in self.evicted
+                or agent.incarnation in [each.incarnation for each in state.ended_incarnations],
                 "only a closed run refuses who brings its settings and was not evicted",
             )
             self.agents.pop(agent.node_id, None)
             return
         (lease,) = (fact.lease for fact in happened if isinstance(fact, facts.NodeJoined))
-        agent.asked = True
-        server = self.server
+        agent.asked, agent.seen_at = True, self.now
+        incarnation, server = state.incarnation, self.server
 
         def admit() -> None:
             agent.asked = False
@@ -368,7 +427,7 @@ class History:
                 return
             if server.state.nodes.get(agent.node_id) is None or self.ledger.leases[agent.node_id] != lease:
                 return
-            agent.lease, agent.connected = lease, True
+            agent.lease, agent.connected, agent.incarnation = lease, True, incarnation
             agent.revision = self.ledger.revision
             server.members[agent.node_id] = agent
             if server.state.phase is not Phase.JOINABLE:
@@ -393,10 +452,13 @@ class History:
                 self._forget_lease(agent)
                 return
             except RunIsClosed:
-                del self.agents[agent.node_id]
-                return
+                holder = server.state.lingering.get(agent.node_id)
+                if not agent.stays or holder is None or holder.lease != agent.lease:
+                    del self.agents[agent.node_id]
+                    return
             check_revision(server.state, agent.revision)
             self.broken.discard(agent.node_id)
+            agent.seen_at = self.now
             self.due |= leases.renew(server.state, agent.node_id, self.now)
             server.members[agent.node_id] = agent
             agent.connected = True
@@ -407,14 +469,20 @@ class History:
     def _break_stream(self, agent: Agent) -> None:
         if self.server.members.get(agent.node_id) is agent:
             del self.server.members[agent.node_id]
-            if self.held.get(agent.node_id) == agent.lease:
+            if self._holds(agent):
                 leases.disconnect(self.server.state, agent.node_id, self.now)
                 self.broken.add(agent.node_id)
         agent.connected = False
 
     def _renew(self, agent: Agent) -> None:
-        if self.server.members.get(agent.node_id) is agent and self.held.get(agent.node_id) == agent.lease:
+        if self.server.members.get(agent.node_id) is agent and self._holds(agent):
+            agent.seen_at = self.now
             self.due |= leases.renew(self.server.state, agent.node_id, self.now)
+
+    def _holds(self, agent: Agent) -> bool:
+        """Whether the server keeps a lease of it, also past the end of the run."""
+        node = self.server.state.holders.get(agent.node_id)
+        return node is not None and node.lease == agent.lease
 
     def _confirm(self, agent: Agent, round_: int) -> None:
         assert agent.lease is not None
@@ -509,8 +577,13 @@ class History:
         """An agent reads what it was told; returns whether it goes, since the run is closed."""
         agent.read()
         closed = agent.view is not None and agent.view.phase == pb.PHASE_CLOSED
+        if closed and agent.stays and self.random.random() < 0.5:
+            return False  # its workers take their time
         if closed:
             del self.agents[agent.node_id]
+            self.server.members.pop(agent.node_id, None)
+            if agent.stays and agent.connected and agent.lease is not None and self._holds(agent):
+                self.execute(commands.Leave(agent.node_id, agent.lease, "no worker is left"))
         return closed
 
     def _step_join(self) -> None:
@@ -647,6 +720,8 @@ class History:
 
     def _step_expire(self) -> None:
         server = self.server
+        if server.state.phase is Phase.CLOSED and self.random.random() < 0.8:
+            return  # it may be reopened before
         idle = server.state.idle_since
         require((idle is None) == bool(self.held or not server.state.created), "a run is idle without nodes")
         if idle is not None and not server.uncommitted:

@@ -16,6 +16,7 @@ from rallypoint.rendezvous.core.failures import MOST_EVICTED, SETTLE_WINDOW, STE
 from rallypoint.rendezvous.core.state import (
     Outcome,
     Phase,
+    Reopen,
     ReportedFailure,
     RoundEndCause,
     RunSettings,
@@ -95,6 +96,9 @@ class Ledger:
         # Whose workers had not succeeded when the last round ended.
         self._at_work: set[str] = set()
         self._evicted: set[str] = set()
+        self._evicted_by_service: set[str] = set()
+        # Of the run, in order: each time it was created or reopened.
+        self.incarnations: list[str] = []
         self._begins_at = 1
         self._now = 0.0
         self._last_lease = 0
@@ -126,14 +130,33 @@ class Ledger:
 
     def record(self, revision: int, fact: facts.Fact, decided_at: float) -> None:
         """Take note of a fact that is durable, and was decided at that time (seconds)."""
-        require(self.closed is None, "nothing happens to a run that is closed")
         require(revision == self.revision + 1, "revisions are 1, 2, 3, …")
         self.revision = revision
         self._now = decided_at
+        if self.closed is not None and isinstance(fact, facts.RunCreated):
+            self._reopen(fact)
+        happens = self.closed is None or isinstance(fact, facts.NodeReadmitted)
+        require(happens, "nothing happens to a run that is closed, unless it is reopened")
         created = isinstance(fact, facts.RunCreated)
         require(created == (self._begins_at == revision), "a run is created first of all, and once")
         getattr(self, "_" + type(fact).__name__)(fact)
         self._at.append((self._phase, self._round))
+
+    def _reopen(self, fact: facts.RunCreated) -> None:
+        """Take note that the closed run begins again: as a new run, but for the numbers and whom operators barred."""
+        require(fact.reopened, "a run is created once, and then reopened")
+        allowed = {
+            Reopen.NEVER: (),
+            Reopen.FAILED: (Outcome.FAILED, Outcome.CANCELLED),
+            Reopen.ALWAYS: tuple(Outcome),
+        }[self.settings.reopen]
+        require(self.closed in allowed, "a run is reopened after the ends for which its settings allow it")
+        new = fact.incarnation == "" or fact.incarnation not in self.incarnations
+        require(new, "no two incarnations of a run have one name")
+        barred = self._evicted - self._evicted_by_service
+        self.forget()
+        self._begins_at = self.revision
+        self._evicted |= barred
 
     def forget(self) -> None:
         """Take note that the run expired: whoever takes its name begins anew, but for the numbers."""
@@ -143,6 +166,7 @@ class Ledger:
         self._departing.clear()
         self._at_work.clear()
         self._evicted.clear()
+        self._evicted_by_service.clear()
         self._restarts = self._quick = self._counted_round = self._failed_scale_ups = 0
         self._caused.clear()
         self._unmendable = self._last_end = None
@@ -161,6 +185,7 @@ class Ledger:
 
     def _RunCreated(self, fact: facts.RunCreated) -> None:
         self.settings = fact.settings
+        self.incarnations.append(fact.incarnation)
 
     def _NodeJoined(self, fact: facts.NodeJoined) -> None:
         require(fact.lease > self._last_lease, "lease numbers grow")
@@ -209,6 +234,7 @@ class Ledger:
         )
         if fact.by_service:
             self._check_worn_out(fact)
+            self._evicted_by_service.add(fact.node_id)
         self._evicted.add(fact.node_id)
         self.leases.pop(fact.node_id, None)
         self._departing.discard(fact.node_id)
@@ -216,6 +242,7 @@ class Ledger:
     def _NodeReadmitted(self, fact: facts.NodeReadmitted) -> None:
         require(fact.node_id in self._evicted, "only who was evicted is readmitted")
         self._evicted.discard(fact.node_id)
+        self._evicted_by_service.discard(fact.node_id)
         self._caused = [(round_, at, node) for round_, at, node in self._caused if node != fact.node_id] + [
             (round_, at, "") for round_, at, node in self._caused if node == fact.node_id
         ]

@@ -13,6 +13,7 @@ from rallypoint.rendezvous.core.state import (
     LossReason,
     Outcome,
     Phase,
+    Reopen,
     RoundEndCause,
     RunSettings,
     RunState,
@@ -555,7 +556,7 @@ class TestClosed:
 
     def test_a_closed_run_refuses_everybody(self) -> None:
         """Whoever asks is told how it ended, and that another run id is needed."""
-        run = ScriptedRun()
+        run = ScriptedRun(reopen=Reopen.NEVER)
         lease = run.join("a")
         run.do(commands.Close("enough"))
         for command in (
@@ -563,7 +564,7 @@ class TestClosed:
             commands.Confirm("a", lease, 1, 1),
             commands.ReportSuccess("a", lease, 1),
             commands.Depart("a", lease, "bye"),
-            commands.Leave("a", lease, "bye"),
+            commands.Leave("b", lease, "bye"),
         ):
             with pytest.raises(RunIsClosed, match=r"closed \(CANCELLED: .*another run id"):
                 run.do(command)

@@ -47,11 +47,12 @@ def test_a_refused_command_changes_nothing() -> None:
 
 
 def test_a_run_without_nodes_waits_for_nothing() -> None:
-    """Nor does one that is closed."""
+    """Nor does one that is closed, once the leases of its nodes are over."""
     run = ScriptedRun(min_nodes=1, max_nodes=2)
     assert next_deadline(RunState("run")) is None
     run.start("a", "b")
     run.do(commands.Close("enough"))
+    run.later(run.settings.time_to_live)
     assert next_deadline(run.state) is None
 
 

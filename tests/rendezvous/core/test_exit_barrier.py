@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from rallypoint.rendezvous.core import facts
-from rallypoint.rendezvous.core.decide import next_deadline
 from rallypoint.rendezvous.core.state import Outcome, Phase, RoundEndCause
 from rallypoint.rendezvous.runs.run import node_update
 from rendezvous.core.scripted_run import ScriptedRun
@@ -61,7 +60,7 @@ def test_all_succeed_before_it_passes(run: ScriptedRun) -> None:
     """The run is over, and nothing comes after."""
     run.succeed("a", "b", "c")
     assert outcome(run) is Outcome.SUCCEEDED
-    assert next_deadline(run.state) is None
+    assert run.state.exit_barrier_deadline is None
     assert not run.of_type(facts.ExitBarrierPassed)
 
 

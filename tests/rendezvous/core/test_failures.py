@@ -127,7 +127,7 @@ class TestTheEndOfARun:
         run = running("a", "b")
         run.fail("a")
         run.do(commands.Close("enough"))
-        assert (end_of(run).outcome, next_deadline(run.state)) == (Outcome.CANCELLED, None)
+        assert (end_of(run).outcome, run.state.settle_deadline) == (Outcome.CANCELLED, None)
         assert run.later(SETTLE_WINDOW) == []
 
     def test_a_newcomer_changes_nothing_meanwhile(self) -> None:

@@ -43,10 +43,15 @@ from rendezvous.core.history import RUN, History, play
 from rendezvous.core.ledger import Violation
 from simulation.plants import (
     count_restarts_for_ever,
+    count_rounds_from_the_beginning_when_reopened,
     end_a_run_at_once,
     forget_the_confirm_phase,
+    forget_who_lingers_in_a_crash,
     hold_nothing_back,
+    keep_what_was_used_up_when_reopened,
     let_a_node_fail_for_ever,
+    let_the_agents_of_an_ended_run_in,
+    reopen_over_nodes_that_are_there,
     restart_what_cant_be_mended,
 )
 
@@ -372,6 +377,17 @@ def forget_how_long_ago_restarts_were(monkeypatch: pytest.MonkeyPatch) -> None:
         (forget_who_departs_first, "no round is formed while a leaving participant"),
         (give_an_expired_run_its_numbers_again, "lease numbers grow"),
         (give_an_expired_run_its_rounds_again, "a round number is never given out twice"),
+        (reopen_over_nodes_that_are_there, "no two incarnations of a run are there at once"),
+        (count_rounds_from_the_beginning_when_reopened, "a round number is never given out twice"),
+        pytest.param(
+            *(let_the_agents_of_an_ended_run_in, "who was in an incarnation that ended is in no later one"),
+            marks=pytest.mark.slow,
+        ),
+        (
+            keep_what_was_used_up_when_reopened,
+            "restarts are counted, and nothing else is|revision is one state",
+        ),
+        (forget_who_lingers_in_a_crash, "a restart forgets no node that may still be there"),
         (restart_without_saying_so, "restarts are counted, and nothing else is"),
         (take_the_last_report_for_the_first_failure, "the earliest failure is the first"),
         (take_absurd_ages_at_their_word, "the earliest failure is the first"),
@@ -393,7 +409,7 @@ def forget_how_long_ago_restarts_were(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_planted_bug_is_caught(
     plant: Callable[[pytest.MonkeyPatch], None], invariant: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every planted bug breaks an invariant within 400 histories, and the failure names it and a seed."""
+    """Every planted bug breaks an invariant within 1,500 histories, and the failure names it and a seed."""
     plant(monkeypatch)
     with pytest.raises(Violation, match=rf"history \d+: .*({invariant})"):
-        play_all(range(400))
+        play_all(range(1_500))

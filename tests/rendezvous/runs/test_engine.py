@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from rallypoint.rendezvous.core.commands import (
     RunNotFound,
     SettingsDiffer,
 )
-from rallypoint.rendezvous.core.state import RunSettings
+from rallypoint.rendezvous.core.state import Reopen, RunSettings
 from rallypoint.rendezvous.journal.journal import Entry, JournalError, MemoryJournal, Record
 from rallypoint.rendezvous.runs.engine import RendezvousEngine
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
@@ -73,6 +74,7 @@ async def test_nothing_is_told_or_read_before_it_is_durable(stage: Stage) -> Non
 
 async def test_a_refusal_waits_for_what_it_tells_of(stage: Stage) -> None:
     """That a run is closed is not told to who joins before the closing is durable."""
+    stage.settings = replace(stage.settings, reopen=Reopen.NEVER)
     await stage.join("a")
     stage.journal.hold()
     (closing,) = await begun(stage.engine.close_run(RUN, "enough"))

@@ -251,11 +251,13 @@ def _is_to_go(state: AgentState) -> bool:
     assignment = state.assignment
     let_go = state.exit_barrier_passed or state.draining is not None
     done = let_go and assignment is not None and state.succeeded == assignment.round
-    return state.leaving is not None or unhealthy or done
+    return state.leaving is not None or unhealthy or done or state.phase is Phase.CLOSED
 
 
 def _step_out(state: AgentState) -> tuple[AgentState, Effect]:
     gone = replace(state, left=True)
+    if state.phase is Phase.CLOSED:
+        return gone, SendLeave("the run is closed, and no worker is left here")
     if state.leaving is not None:
         return gone, SendLeave(state.leaving)
     if state.unhealthy is not None and not _stands_by_success(state):

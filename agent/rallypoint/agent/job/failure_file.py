@@ -13,7 +13,7 @@ from typing import Any
 
 from rallypoint.agent.config.job import JobConfig
 from rallypoint.agent.failures.failure import WorkerFailure
-from rallypoint.agent.job.result import FAILED, REFUSED, UNFIT, JobResult
+from rallypoint.agent.job.result import ALREADY_SUCCEEDED, FAILED, REFUSED, UNFIT, JobResult
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rpc.logs import get_logger
 
@@ -99,7 +99,7 @@ def _outcome(result: JobResult, run_end: pb.RunEnd | None) -> str:
         return "left"
     if result.exit_code == UNFIT:
         return "unfit"
-    if result.exit_code == REFUSED:
+    if result.exit_code in (REFUSED, ALREADY_SUCCEEDED):
         return "refused"
     cancelled = run_end is not None and run_end.outcome == pb.OUTCOME_CANCELLED
     return "cancelled" if cancelled and result.exit_code == FAILED else "failed"

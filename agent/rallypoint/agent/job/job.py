@@ -365,7 +365,8 @@ class Job:
     @_carry_out.register
     def _leave(self, effect: core.SendLeave) -> None:
         timeout = self._config.close_timeout
-        if self._hurried:
+        # A service that ended with the run must not delay the exit: no other job can reopen the run there.
+        if self._hurried or self._state.phase is core.Phase.CLOSED:
             timeout = min(timeout, _HURRIED_LEAVING)
         self._background.begin(self._membership.leave(effect.detail, timeout))
 
@@ -402,6 +403,7 @@ class Job:
             run_end=self._membership.run_end,
             failure=self._failure,
             refusal=self._membership.refusal,
+            had_succeeded=self._membership.had_succeeded,
             stop_signal=self._stop_signal,
             ran=self.group is not None,
             local_failures=self.group.failures if self.group is not None else (),

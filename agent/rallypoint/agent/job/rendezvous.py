@@ -41,6 +41,7 @@ class NodeMembership:
         lease: The node's latest lease; None: none yet.
         run_end: The end of the run; None while it lasts.
         refusal: Reason for which the rendezvous service refused this node; None if it did not.
+        had_succeeded: True if that was because the run had succeeded before this node came.
         ran: True once workers were started here; the job sets it.
     """
 
@@ -55,6 +56,7 @@ class NodeMembership:
         self.lease: HeldLease | None = None
         self.run_end: pb.RunEnd | None = None
         self.refusal: str | None = None
+        self.had_succeeded = False
         self.ran = False
         self._config = config
         self._publish = publish
@@ -99,6 +101,8 @@ class NodeMembership:
                 self.run_end = pb.RunEnd(outcome=outcome, detail=error.message)
             else:
                 self.refusal = refusal_of(self._config.rendezvous.endpoint, error)
+                closed = error.reason == "RUN_CLOSED" and self.lease is None
+                self.had_succeeded = closed and error.metadata.get("outcome") == "SUCCEEDED"
                 if error.reason == "NODE_EVICTED" and error.metadata.get("by") == "service":
                     # Its workers failed too often, and those of other nodes did not: the host may be the cause.
                     self._publish(core.NodeUnhealthy(self.refusal))
@@ -151,7 +155,8 @@ class NodeMembership:
             done, _ = await asyncio.wait({self._being_member}, timeout=timeout)
             if done:
                 return
-            _log.warning("the rendezvous service did not take the lease back", timeout=timeout)
+            log = _log.warning if self.run_end is None else _log.debug
+            log("the rendezvous service did not take the lease back", timeout=timeout)
         self.abandon()
 
     def _on_event(self, event: Event) -> None:
@@ -214,4 +219,5 @@ def _join_request(config: JobConfig) -> pb.JoinRun:
         role=config.role,
         topology=config.topology,
         supervisor_address=config.supervisor_address,
+        stays_until_gone=True,
     )

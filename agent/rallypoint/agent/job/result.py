@@ -88,6 +88,7 @@ SUCCEEDED = 0
 FAILED = 1
 REFUSED = 2
 UNFIT = 3
+ALREADY_SUCCEEDED = 4
 PERMANENT = UNRECOVERABLE
 
 _RETRY: dict[int, Literal["here", "elsewhere", "never"]] = {
@@ -95,6 +96,8 @@ _RETRY: dict[int, Literal["here", "elsewhere", "never"]] = {
     # The command or its settings must be corrected first.
     REFUSED: "never",
     UNFIT: "elsewhere",
+    # There is nothing left to do under this name.
+    ALREADY_SUCCEEDED: "never",
     PERMANENT: "never",
 }
 
@@ -127,6 +130,7 @@ def judge(
     run_end: pb.RunEnd | None,
     failure: WorkerFailure | None,
     refusal: str | None,
+    had_succeeded: bool = False,
     stop_signal: int | None,
     ran: bool,
     local_failures: Sequence[WorkerFailure] = (),
@@ -138,6 +142,7 @@ def judge(
         run_end: The end of the run; None if it has not ended.
         failure: The last failure of a worker on this host.
         refusal: Reason for which the rendezvous service refused this node; None if it did not.
+        had_succeeded: True if that was because the run had succeeded before this node came.
         stop_signal: The signal that requested the stop; None if there was no request.
         ran: True if workers were ever started here.
         local_failures: The workers of this host that failed in the last round, in order of time.
@@ -164,6 +169,8 @@ def judge(
         if state.draining is not None:
             why = f"this host left afterwards: {state.draining}"
         return JobResult(SUCCEEDED, f"the workers here succeeded; {why}")
+    if had_succeeded:
+        return JobResult(ALREADY_SUCCEEDED, refusal or "the run had succeeded before")
     # If workers ran, the settings were accepted, so the end is a failure and not a refusal.
     return JobResult(FAILED if ran else REFUSED, refusal or "the membership ended without a reason")
 

@@ -79,7 +79,7 @@ class _PhaseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Phase.ValueType
     PHASE_FINAL: _Phase.ValueType  # 3
     """Workers run."""
     PHASE_CLOSED: _Phase.ValueType  # 4
-    """The run is over for good."""
+    """The run is over."""
 
 class Phase(_Phase, metaclass=_PhaseEnumTypeWrapper):
     """Phase of a run."""
@@ -93,7 +93,7 @@ PHASE_FROZEN: Phase.ValueType  # 2
 PHASE_FINAL: Phase.ValueType  # 3
 """Workers run."""
 PHASE_CLOSED: Phase.ValueType  # 4
-"""The run is over for good."""
+"""The run is over."""
 Global___Phase: _TypeAlias = Phase  # noqa: Y015
 
 class _Outcome:
@@ -179,6 +179,34 @@ RANK_POLICY_SORTED: RankPolicy.ValueType  # 2
 RANK_POLICY_TOPOLOGY: RankPolicy.ValueType  # 3
 """By location."""
 Global___RankPolicy: _TypeAlias = RankPolicy  # noqa: Y015
+
+class _Reopen:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _ReopenEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Reopen.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    REOPEN_UNSPECIFIED: _Reopen.ValueType  # 0
+    """Written by a version that reopens none: FAILED."""
+    REOPEN_NEVER: _Reopen.ValueType  # 1
+    """None."""
+    REOPEN_FAILED: _Reopen.ValueType  # 2
+    """Those that failed or were cancelled."""
+    REOPEN_ALWAYS: _Reopen.ValueType  # 3
+    """All."""
+
+class Reopen(_Reopen, metaclass=_ReopenEnumTypeWrapper):
+    """Reopen is which closed runs a join opens again."""
+
+REOPEN_UNSPECIFIED: Reopen.ValueType  # 0
+"""Written by a version that reopens none: FAILED."""
+REOPEN_NEVER: Reopen.ValueType  # 1
+"""None."""
+REOPEN_FAILED: Reopen.ValueType  # 2
+"""Those that failed or were cancelled."""
+REOPEN_ALWAYS: Reopen.ValueType  # 3
+"""All."""
+Global___Reopen: _TypeAlias = Reopen  # noqa: Y015
 
 class _RoundEndCause:
     ValueType = _typing.NewType("ValueType", _builtins.int)
@@ -442,8 +470,11 @@ class RunCreated(_message.Message):
 
     SETTINGS_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
+    REOPENED_FIELD_NUMBER: _builtins.int
     incarnation: _builtins.str
-    """A new one each time a run of this name is created. Empty: written by an older version."""
+    """A new one each time a run of this name is created or reopened. Empty: written by an older version."""
+    reopened: _builtins.bool
+    """The run was closed, and this reopened it."""
     @_builtins.property
     def settings(self) -> Global___RunSettings:
         """Settings of the first node."""
@@ -453,10 +484,11 @@ class RunCreated(_message.Message):
         *,
         settings: Global___RunSettings | None = ...,
         incarnation: _builtins.str = ...,
+        reopened: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["settings", b"settings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "settings", b"settings"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "reopened", b"reopened", "settings", b"settings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -822,7 +854,7 @@ Global___RoundEnded: _TypeAlias = RoundEnded  # noqa: Y015
 
 @_typing.final
 class RunClosed(_message.Message):
-    """RunClosed: the run is over for good."""
+    """RunClosed: the run is over. A RunCreated may follow, which reopens it."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -996,12 +1028,16 @@ class RunSnapshot(_message.Message):
     FAILED_SCALE_UPS_FIELD_NUMBER: _builtins.int
     FAILED_SCALE_UPS_OF_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
+    LINGERING_FIELD_NUMBER: _builtins.int
+    ENDED_INCARNATIONS_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Name of the run."""
     revision: _builtins.int
     """Revision of the last record in it."""
     forgotten: _builtins.bool
-    """The run expired: only its numbers are kept. They continue if a run of this name is created again."""
+    """The run expired, or was closed and is reopened by the next record: only the numbers, and the evictions and ends
+    that are remembered, are kept. The numbers continue if a run of this name is created again.
+    """
     phase: Global___Phase.ValueType
     """Phase."""
     round: _builtins.int
@@ -1102,6 +1138,14 @@ class RunSnapshot(_message.Message):
     def failed_scale_ups_of(self) -> _containers.RepeatedCompositeFieldContainer[Global___FailedScaleUps]:
         """The same for single nodes, the oldest first."""
 
+    @_builtins.property
+    def lingering(self) -> _containers.RepeatedCompositeFieldContainer[Global___NodeJoined]:
+        """In CLOSED: nodes that held a lease at the end, and had not gone yet."""
+
+    @_builtins.property
+    def ended_incarnations(self) -> _containers.RepeatedCompositeFieldContainer[Global___EndedIncarnation]:
+        """Earlier incarnations of the run, the oldest first."""
+
     def __init__(
         self,
         *,
@@ -1141,14 +1185,48 @@ class RunSnapshot(_message.Message):
         failed_scale_ups: _builtins.int = ...,
         failed_scale_ups_of: _abc.Iterable[Global___FailedScaleUps] | None = ...,
         incarnation: _builtins.str = ...,
+        lingering: _abc.Iterable[Global___NodeJoined] | None = ...,
+        ended_incarnations: _abc.Iterable[Global___EndedIncarnation] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["breach", b"breach", "failure", b"failure", "last_round_end", b"last_round_end", "permanent_failure", b"permanent_failure", "run_end", b"run_end", "settings", b"settings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["breach", b"breach", "counted_round", b"counted_round", "departing", b"departing", "evicted", b"evicted", "exit_barrier_passed", b"exit_barrier_passed", "failed_scale_ups", b"failed_scale_ups", "failed_scale_ups_of", b"failed_scale_ups_of", "failed_workers", b"failed_workers", "failure", b"failure", "fencing_token", b"fencing_token", "finishing", b"finishing", "forgotten", b"forgotten", "former_fencing_token", b"former_fencing_token", "former_ranks", b"former_ranks", "former_size", b"former_size", "group_world_size", b"group_world_size", "incarnation", b"incarnation", "last_round_end", b"last_round_end", "master_address", b"master_address", "master_port", b"master_port", "newcomers", b"newcomers", "nodes", b"nodes", "permanent_failure", b"permanent_failure", "phase", b"phase", "quick_restarts", b"quick_restarts", "restart_count", b"restart_count", "restarts", b"restarts", "revision", b"revision", "round", b"round", "run_end", b"run_end", "run_id", b"run_id", "seats", b"seats", "settings", b"settings", "succeeded", b"succeeded", "unconfirmed", b"unconfirmed", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["breach", b"breach", "counted_round", b"counted_round", "departing", b"departing", "ended_incarnations", b"ended_incarnations", "evicted", b"evicted", "exit_barrier_passed", b"exit_barrier_passed", "failed_scale_ups", b"failed_scale_ups", "failed_scale_ups_of", b"failed_scale_ups_of", "failed_workers", b"failed_workers", "failure", b"failure", "fencing_token", b"fencing_token", "finishing", b"finishing", "forgotten", b"forgotten", "former_fencing_token", b"former_fencing_token", "former_ranks", b"former_ranks", "former_size", b"former_size", "group_world_size", b"group_world_size", "incarnation", b"incarnation", "last_round_end", b"last_round_end", "lingering", b"lingering", "master_address", b"master_address", "master_port", b"master_port", "newcomers", b"newcomers", "nodes", b"nodes", "permanent_failure", b"permanent_failure", "phase", b"phase", "quick_restarts", b"quick_restarts", "restart_count", b"restart_count", "restarts", b"restarts", "revision", b"revision", "round", b"round", "run_end", b"run_end", "run_id", b"run_id", "seats", b"seats", "settings", b"settings", "succeeded", b"succeeded", "unconfirmed", b"unconfirmed", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RunSnapshot: _TypeAlias = RunSnapshot  # noqa: Y015
+
+@_typing.final
+class EndedIncarnation(_message.Message):
+    """EndedIncarnation is the end of an incarnation of a run that was reopened since."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    REVISION_FIELD_NUMBER: _builtins.int
+    END_FIELD_NUMBER: _builtins.int
+    incarnation: _builtins.str
+    """Its name; see RunCreated."""
+    revision: _builtins.int
+    """Revision of its last record: all its leases are lower."""
+    @_builtins.property
+    def end(self) -> Global___RunEnd:
+        """How it ended."""
+
+    def __init__(
+        self,
+        *,
+        incarnation: _builtins.str = ...,
+        revision: _builtins.int = ...,
+        end: Global___RunEnd | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["end", b"end"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["end", b"end", "incarnation", b"incarnation", "revision", b"revision"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EndedIncarnation: _TypeAlias = EndedIncarnation  # noqa: Y015
 
 @_typing.final
 class FailedScaleUps(_message.Message):
@@ -1282,6 +1360,7 @@ class RunSettings(_message.Message):
     RESTART_WINDOW_FIELD_NUMBER: _builtins.int
     MAX_RESTARTS_PER_NODE_FIELD_NUMBER: _builtins.int
     RESTART_BACKOFF_FIELD_NUMBER: _builtins.int
+    REOPEN_FIELD_NUMBER: _builtins.int
     min_nodes: _builtins.int
     """Fewest nodes of a round."""
     max_nodes: _builtins.int
@@ -1296,6 +1375,8 @@ class RunSettings(_message.Message):
     """Order in which nodes get their ranks."""
     max_restarts_per_node: _builtins.int
     """Restarts that the workers of one node may cause; 0: any number."""
+    reopen: Global___Reopen.ValueType
+    """Which ends of the run allow a later join to open it again."""
     @_builtins.property
     def join_timeout(self) -> _duration_pb2.Duration:
         """How long a node waits for min_nodes."""
@@ -1351,10 +1432,11 @@ class RunSettings(_message.Message):
         restart_window: _duration_pb2.Duration | None = ...,
         max_restarts_per_node: _builtins.int = ...,
         restart_backoff: _duration_pb2.Duration | None = ...,
+        reopen: Global___Reopen.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["confirm_timeout", b"confirm_timeout", "disconnect_grace", b"disconnect_grace", "exit_barrier_timeout", b"exit_barrier_timeout", "join_timeout", b"join_timeout", "keep_alive_interval", b"keep_alive_interval", "last_call_timeout", b"last_call_timeout", "restart_backoff", b"restart_backoff", "restart_window", b"restart_window", "scale_up_delay", b"scale_up_delay"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["confirm_timeout", b"confirm_timeout", "disconnect_grace", b"disconnect_grace", "exit_barrier_timeout", b"exit_barrier_timeout", "join_timeout", b"join_timeout", "keep_alive_interval", b"keep_alive_interval", "keep_alive_max_attempt", b"keep_alive_max_attempt", "last_call_timeout", b"last_call_timeout", "max_nodes", b"max_nodes", "max_restarts", b"max_restarts", "max_restarts_per_node", b"max_restarts_per_node", "min_nodes", b"min_nodes", "rank_policy", b"rank_policy", "restart_backoff", b"restart_backoff", "restart_window", b"restart_window", "scale_up_delay", b"scale_up_delay", "scale_up_policy", b"scale_up_policy"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["confirm_timeout", b"confirm_timeout", "disconnect_grace", b"disconnect_grace", "exit_barrier_timeout", b"exit_barrier_timeout", "join_timeout", b"join_timeout", "keep_alive_interval", b"keep_alive_interval", "keep_alive_max_attempt", b"keep_alive_max_attempt", "last_call_timeout", b"last_call_timeout", "max_nodes", b"max_nodes", "max_restarts", b"max_restarts", "max_restarts_per_node", b"max_restarts_per_node", "min_nodes", b"min_nodes", "rank_policy", b"rank_policy", "reopen", b"reopen", "restart_backoff", b"restart_backoff", "restart_window", b"restart_window", "scale_up_delay", b"scale_up_delay", "scale_up_policy", b"scale_up_policy"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

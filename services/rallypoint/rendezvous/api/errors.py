@@ -94,6 +94,7 @@ def _missing_keys(error: Exception) -> dict[str, str]:
 _as(commands.RunNotFound, StatusCode.NOT_FOUND, "RUN_NOT_FOUND", _fields("run_id"))
 _as(commands.RunInUse, StatusCode.FAILED_PRECONDITION, "RUN_IN_USE", _fields("run_id", "nodes"))
 _as(commands.RunIsClosed, StatusCode.FAILED_PRECONDITION, "RUN_CLOSED", _end_of_run)
+_as(commands.RunIsEnding, StatusCode.FAILED_PRECONDITION, "RUN_ENDING", _fields("run_id", "nodes"))
 _as(commands.SettingsDiffer, StatusCode.FAILED_PRECONDITION, "SETTINGS_DIFFER", _differences)
 _as(commands.LeaseLost, StatusCode.FAILED_PRECONDITION, "LEASE_LOST", _lost_lease)
 _as(commands.LeaseNotProven, StatusCode.PERMISSION_DENIED, "LEASE_NOT_PROVEN", _fields("run_id", "node_id"))

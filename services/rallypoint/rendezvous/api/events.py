@@ -57,12 +57,14 @@ def event_of(record: DecodedRecord, settings: RunSettings) -> pb.Event:
 _actor = functools.lru_cache(maxsize=1_024)(api_messages.to_message)
 
 
-def _run_created(fact: facts.RunCreated, settings: RunSettings) -> str:
+def _run_created(fact: facts.RunCreated, _: RunSettings) -> str:
+    settings = fact.settings  # those of a run that is reopened may change
     least, most = settings.min_nodes, settings.max_nodes
     nodes = _counted(most, "node") if least == most else f"{least} to {most} nodes"
     restarts = _counted(settings.max_restarts, "restart") + explain_window(settings.restart_window)
     by_node = f", {settings.max_restarts_per_node} for one node" if settings.max_restarts_per_node else ""
-    return f"the run began: a round has {nodes}, and {restarts} may be used{by_node}"
+    began = "was reopened" if fact.reopened else "began"
+    return f"the run {began}: a round has {nodes}, and {restarts} may be used{by_node}"
 
 
 def _node_joined(fact: facts.NodeJoined, settings: RunSettings) -> str:

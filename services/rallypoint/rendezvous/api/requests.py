@@ -75,6 +75,7 @@ def join_command(request: pb.JoinRun, caller: Caller) -> commands.Join:
         check(text, "supervisor_address", request.supervisor_address, NAME_BYTES)
         check(text, "role", request.role, NAME_BYTES)
         check(text, "topology", request.topology, NAME_BYTES)
+        check(text, "former_incarnation", request.former_incarnation, NAME_BYTES)
         check(count, "local_world_size", request.local_world_size, 1, MOST_WORKERS_PER_NODE)
         settings = check(_settings_of, request.settings)
     assert settings is not None, "otherwise the context has raised"
@@ -88,6 +89,7 @@ def join_command(request: pb.JoinRun, caller: Caller) -> commands.Join:
         supervisor_address=request.supervisor_address,
         identity=caller.name,
         client=caller.client,
+        former_incarnation=request.former_incarnation,
     )
 
 

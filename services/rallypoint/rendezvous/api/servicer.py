@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -80,12 +81,12 @@ class RendezvousServicer(pb_grpc.RendezvousServiceServicer):
         context: grpc.aio.ServicerContext[pb.JoinRequest, pb.JoinResponse],
     ) -> None:
         """Serve one node's stream; see the contract."""
-        engine, member = await self._admit(await self._first(request_iterator), caller_of(context))
+        node = Subscriber(context, self._write_timeout)
+        engine, member = await self._admit(await self._first(request_iterator), caller_of(context), node)
         self._end_if_draining(member.updates)
         listener = asyncio.create_task(_listen(engine, member, request_iterator, context.peer()))
         revision = member.lease.revision
         lease: pb.Lease | None = member.lease
-        node = Subscriber(context, self._write_timeout)
         try:
             while True:
                 update = await member.updates.take_or_wake()
@@ -113,14 +114,14 @@ class RendezvousServicer(pb_grpc.RendezvousServiceServicer):
         except StopAsyncIteration:
             raise invalid("message", "expected join or resume, and the stream ended") from None
 
-    async def _admit(self, first: pb.JoinRequest, caller: Caller) -> tuple[RendezvousEngine, Member]:
+    async def _admit(
+        self, first: pb.JoinRequest, caller: Caller, node: Subscriber
+    ) -> tuple[RendezvousEngine, Member]:
         """Return the member for a new stream, and the engine to which it belongs for as long as it lasts."""
         self._check_not_draining()
         match first.WhichOneof("message"):
             case "join":
-                join, command = first.join, join_command(first.join, caller)
-                engine = self._locator.writer(join.run_id).engine
-                return engine, await engine.join(join.run_id, command, caller.peer)
+                return await self._join(first.join, join_command(first.join, caller), caller, node)
             case "resume":
                 resume = first.resume
                 with EveryField() as check:
@@ -128,11 +129,39 @@ class RendezvousServicer(pb_grpc.RendezvousServiceServicer):
                     check(name, "node_id", resume.node_id)
                 engine = self._locator.shard(resume.run_id).engine
                 member = await engine.resume(
-                    resume.run_id, resume.node_id, resume.lease, resume.after_revision, resume.token
+                    resume.run_id,
+                    resume.node_id,
+                    resume.lease,
+                    resume.after_revision,
+                    resume.token,
+                    stays=resume.stays_until_gone,
                 )
                 return engine, member
             case other:
                 raise invalid("message", f"the first message must be join or resume, not {other or 'empty'}")
+
+    async def _join(
+        self, join: pb.JoinRun, command: commands.Join, caller: Caller, node: Subscriber
+    ) -> tuple[RendezvousEngine, Member]:
+        """Admit a newcomer; before it reopens a run, wait for the nodes that were in it, up to its join timeout."""
+        engine, stays = self._locator.writer(join.run_id).engine, join.stays_until_gone
+        ending: commands.RunIsEnding | None = None
+        try:
+            async with asyncio.timeout(None) as limit:
+                while True:
+                    try:
+                        return engine, await engine.join(join.run_id, command, caller.peer, stays=stays)
+                    except commands.RunIsEnding as refusal:
+                        first, ending = ending is None, refusal
+                    if first:
+                        now = asyncio.get_running_loop().time()
+                        limit.reschedule(now + command.settings.join_timeout)
+                        if stays:
+                            await node.send(pb.JoinResponse(waiting=pb.Waiting(detail=str(ending))))
+                    await engine.until_reopenable(join.run_id)
+        except TimeoutError:
+            assert ending is not None, "there is no limit before"
+            raise ending from None
 
     async def GetRun(
         self,
@@ -203,11 +232,13 @@ class RendezvousServicer(pb_grpc.RendezvousServiceServicer):
         request: pb.CloseRunRequest,
         context: grpc.aio.ServicerContext[pb.CloseRunRequest, pb.CloseRunResponse],
     ) -> pb.CloseRunResponse:
-        """End a run for good."""
-        name("run_id", request.run_id)
-        why = reason(request.reason)
-        engine = self._locator.writer(request.run_id).engine
-        run_end = await engine.close_run(request.run_id, why, _operator(context))
+        """End a run."""
+        with EveryField() as check:
+            check(name, "run_id", request.run_id)
+            check(text, "incarnation", request.incarnation, NAME_BYTES)
+            check(reason, request.reason)
+        engine, why = self._locator.writer(request.run_id).engine, reason(request.reason)
+        run_end = await engine.close_run(request.run_id, why, _operator(context), request.incarnation)
         return pb.CloseRunResponse(run_end=run_end)
 
     async def DeleteRun(
@@ -336,7 +367,10 @@ async def _listen(
             engine.renew(member, _watchdog_trouble(request))
             command = _command(request, member)
             if command is not None:
-                await engine.execute(member.run_id, command, actor)
+                with suppress(
+                    *(commands.RunIsClosed,) if member.stays else ()
+                ):  # it gets the end as an update
+                    await engine.execute(member.run_id, command, actor)
     except Exception as error:
         member.updates.end(error)
     else:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from rallypoint.rendezvous.base.errors import RunBroken
+from rallypoint.rendezvous.base.errors import Refusal, RunBroken
 from rallypoint.rendezvous.base.refusals import OperationReused, OperationSuperseded
 from rallypoint.rendezvous.core.commands import LeaseLost, LeaseNotProven, NodeIsEvicted, RunIsClosed
 
@@ -99,6 +99,15 @@ class RunData(Protocol):
         That append has also dropped the run's entries from the journal, and the append returned in the same step of the
         event loop: later commits of the journal are still in flight. `writable_round` of the run is None from then on,
         until the run comes again.
+        """
+
+    def is_empty(self, run_id: str) -> bool:
+        """Return True if nothing is left that ends with the run, and no commit may add to it."""
+
+    async def clear(self, run_id: str, refusal: Refusal) -> None:
+        """Delete that of a closed run, to which nothing is added; return when the deletion is durable.
+
+        Requests that wait are refused. If the service ends meanwhile, this returns early.
         """
 
     def stop_run(self, refusal: RunBroken) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import heapq
 import math
+from dataclasses import fields, replace
 from functools import singledispatch
 
 from rallypoint.rendezvous.core import facts, failures, newcomers
 from rallypoint.rendezvous.core.facts import explain_eviction, explain_failure, explain_loss
 from rallypoint.rendezvous.core.state import (
+    EndedIncarnation,
     Eviction,
     LossReason,
     Node,
@@ -50,7 +52,7 @@ def renew(state: RunState, node_id: str, now: float) -> bool:
 
     Returns True if the run must be settled: it waited for this node, or the lease ends earlier than scheduled.
     """
-    node = state.nodes[node_id]
+    node = state.holders[node_id]
     was_missed = not node.connected or node_id in state.silent
     if not node.connected:
         node.connected_at, node.broken_at = now, None
@@ -69,14 +71,14 @@ def renew(state: RunState, node_id: str, now: float) -> bool:
 
 def note_broken(state: RunState, node_id: str, now: float) -> None:
     """Note that a node has no stream; its lease keeps its remaining time."""
-    state.nodes[node_id].broken_at = now + state.forgiven
+    state.holders[node_id].broken_at = now + state.forgiven
     state.disconnected.add(node_id)
 
 
 def disconnect(state: RunState, node_id: str, now: float) -> None:
     """Note that a node's stream broke: the remaining time of its lease shrinks to the disconnect grace."""
     note_broken(state, node_id, now)
-    node = state.nodes[node_id]
+    node = state.holders[node_id]
     node.loss_if_expired = LossReason.DISCONNECTED
     node.lease_deadline = min(node.lease_deadline, now + state.settings.disconnect_grace)
     enqueue(state, node)
@@ -87,7 +89,7 @@ def suspend_leases(state: RunState) -> None:
 
     No sign of life is noted: a host that vanished earlier must stay the cause of the failures that followed.
     """
-    for node in state.nodes.values():
+    for node in state.holders.values():
         node.lease_deadline = math.inf
 
 
@@ -96,7 +98,7 @@ def prune(state: RunState, now: float) -> None:
     queue = state.lease_queue
     while queue and queue[0][0] <= now:
         deadline, node_id, lease = queue[0]
-        node = state.nodes.get(node_id)
+        node = state.holders.get(node_id)
         if node is None or node.lease != lease or node.queued_deadline != deadline:
             heapq.heappop(queue)
         elif node.lease_deadline > deadline:
@@ -115,13 +117,27 @@ def restart_leases(state: RunState, now: float, least: float = LEAST_TERM_AFTER_
     state.lease_queue = []
     state.final_at = state.first_failed_at = -math.inf
     state.failure_reported_at = now + state.forgiven
-    state.disconnected = set(state.nodes)
+    state.disconnected = set(state.holders)
     term = max(state.settings.time_to_live, least)
-    for node in state.nodes.values():
+    for node in state.holders.values():
         node.seen_at = node.connected_at = -math.inf
         node.broken_at = now + state.forgiven
         node.lease_deadline = now + term
         enqueue(state, node)
+
+
+def end_lingering(state: RunState, now: float) -> None:
+    """Remove the nodes of a closed run whose leases are over; call `prune` before."""
+    while state.lease_queue and max(state.lease_queue[0][0], spared_until(state)) <= now:
+        _, node_id, _ = heapq.heappop(state.lease_queue)
+        leave_closed(state, node_id)
+        prune(state, now)
+
+
+def leave_closed(state: RunState, node_id: str) -> None:
+    """Remove a node of a closed run: no worker is alive on it, or it counts as gone."""
+    state.lingering.pop(node_id, None)
+    state.disconnected.discard(node_id)
 
 
 def spared_until(state: RunState) -> float:
@@ -185,9 +201,37 @@ def _apply(fact: object, state: RunState, now: float) -> None:
 
 @_apply.register
 def _run_created(fact: facts.RunCreated, state: RunState, now: float) -> None:
+    if state.phase is Phase.CLOSED:
+        again = reopened(state, state.revision - 1)
+        for each in fields(RunState):
+            setattr(state, each.name, getattr(again, each.name))
     state.created = True
     state.incarnation = fact.incarnation
     state.settings = fact.settings
+
+
+_MOST_ENDED = 16
+"""Earlier incarnations that a run remembers, so that their nodes learn how they ended. The lease of an older one is
+refused as one that is lost; its agent has stopped its workers if it then joins as a newcomer."""
+
+
+def reopened(state: RunState, last: int) -> RunState:
+    """Return the state in which a closed run begins again after revision `last`: a new run whose numbers continue.
+
+    Evictions by an operator stay, since their reason has not gone. Those by the service end with the budgets that they
+    enforced.
+    """
+    assert state.run_end is not None, "a closed run has an end"
+    ended = EndedIncarnation(state.incarnation, last, replace(state.run_end, failure=None))
+    return RunState(
+        state.run_id,
+        revision=state.revision,
+        round=state.round,
+        evicted={node_id: each for node_id, each in state.evicted.items() if not each.by_service},
+        ended_incarnations=(*state.ended_incarnations, ended)[-_MOST_ENDED:],
+        forgiven=state.forgiven,
+        woke_at=state.woke_at,
+    )
 
 
 @_apply.register
@@ -414,11 +458,10 @@ def _run_closed(fact: facts.RunClosed, state: RunState, now: float) -> None:
     state.phase = Phase.CLOSED
     state.run_end = fact.end
     state.confirm_deadline = state.last_call_deadline = state.hold_until = None
-    # No node has rights in a run that is over: the leases end with it.
-    state.nodes = {}
+    # No node has rights in a run that is over. Their workers may be alive: until they are gone, or the leases are over,
+    # the run is not reopened.
+    state.lingering, state.nodes = state.nodes, {}
     state.departing = {}
-    state.disconnected = set()
-    state.lease_queue = []
     _clear_round(state)
 
 

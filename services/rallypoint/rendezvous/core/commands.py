@@ -51,6 +51,8 @@ class Join:
     identity: str = ""
     # The client whose run it is, if this creates it; empty: none.
     client: str = ""
+    # Incarnation in which the same agent held a lease before; empty: it held none.
+    former_incarnation: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,9 +107,10 @@ class Leave:
 
 @dataclass(frozen=True, slots=True)
 class Close:
-    """An operator ends the run."""
+    """An operator ends the run; `incarnation`: only if it is the present one; empty: any."""
 
     reason: str
+    incarnation: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +182,7 @@ class RunNotFound(Refused):
 
 @dataclass(eq=False)
 class RunIsClosed(Refused):
-    """The run is over for good."""
+    """The run is over, and not reopened for this node."""
 
     run_id: str
     outcome: Outcome
@@ -189,6 +192,31 @@ class RunIsClosed(Refused):
         return (
             f"run {self.run_id!r} is closed ({self.outcome.name}: {self.detail}); "
             "start a new one under another run id"
+        )
+
+
+@dataclass(eq=False)
+class RunIsEnding(Refused):
+    """The run is closed, and can be reopened once nodes that were in it have gone: `node_ids`, sorted.
+
+    None: once its data is deleted; that is for the service itself, which then repeats the request.
+    """
+
+    run_id: str
+    node_ids: tuple[str, ...]
+
+    @property
+    def nodes(self) -> int:
+        """Number of these nodes."""
+        return len(self.node_ids)
+
+    def __str__(self) -> str:
+        which = "".join(f" {node_id}" for node_id in self.node_ids[:1])
+        more = self.nodes - 1
+        others = f" and {more} other{'s' * (more > 1)}" if more > 0 else ""
+        return (
+            f"run {self.run_id!r} is closed, and node{which}{others} of it did not leave yet: the run can be opened "
+            "again when its workers have stopped, or its lease is over"
         )
 
 

@@ -7,7 +7,7 @@ from functools import singledispatch
 from itertools import islice
 
 from rallypoint.rendezvous.core import commands, facts, failures, newcomers
-from rallypoint.rendezvous.core.apply import apply, prune, spared_until
+from rallypoint.rendezvous.core.apply import apply, end_lingering, leave_closed, prune, spared_until
 from rallypoint.rendezvous.core.commands import (
     LeaseLost,
     LeaseNotProven,
@@ -15,6 +15,7 @@ from rallypoint.rendezvous.core.commands import (
     NodeIsEvicted,
     RevisionAhead,
     RunIsClosed,
+    RunIsEnding,
     SettingsDiffer,
     TooManyEvicted,
 )
@@ -26,6 +27,7 @@ from rallypoint.rendezvous.core.state import (
     Node,
     Outcome,
     Phase,
+    Reopen,
     RoundEnd,
     RoundEndCause,
     RunEnd,
@@ -45,7 +47,12 @@ def decide(state: RunState, command: commands.Command, now: float) -> list[facts
     Raises:
         Refused: The command is not accepted; see the refusals in `commands`.
     """
-    if isinstance(command, commands.Forget) and command.incarnation not in ("", state.incarnation):
+    if isinstance(command, commands.Forget | commands.Close) and command.incarnation not in (
+        "",
+        state.incarnation,
+    ):
+        if isinstance(command, commands.Close) and end_of(state, command.incarnation) is not None:
+            return []  # it has ended, and the run was reopened since
         raise commands.RunNotFound(state.run_id)
     if state.phase is Phase.CLOSED:
         return _decide_closed(state, command)
@@ -55,10 +62,61 @@ def decide(state: RunState, command: commands.Command, now: float) -> list[facts
 
 
 def _decide_closed(state: RunState, command: commands.Command) -> list[facts.Fact]:
-    if isinstance(command, (commands.Close, commands.Forget, commands.Restart)):
-        return []  # there is nothing left to close or to restart, and what is deleted has no facts
+    match command:
+        case commands.Close() | commands.Forget() | commands.Restart():
+            return []  # there is nothing left to close or to restart, and a deleted run has no facts
+        case commands.Leave() if lingers(state, command.node_id, command.lease):
+            return []  # it has no rights, so that it goes is no fact; see `carry_out`
+        case commands.Readmit():
+            return _readmit(command, state)  # the run may be reopened
+        case commands.Join() if _reopens(command, state):
+            return _reopen(command, state)
     assert state.run_end is not None, "a closed run has an end"
     raise RunIsClosed(state.run_id, state.run_end.outcome, state.run_end.detail)
+
+
+_REOPENED = {
+    Reopen.NEVER: frozenset[Outcome](),
+    Reopen.FAILED: frozenset({Outcome.FAILED, Outcome.CANCELLED}),
+    Reopen.ALWAYS: frozenset(Outcome),
+}
+
+
+def _reopens(command: commands.Join, state: RunState) -> bool:
+    """True if a join may reopen the closed run; an agent that was in it before must learn of its end instead."""
+    assert state.run_end is not None, "a closed run has an end"
+    was_in = command.former_incarnation != "" and (
+        command.former_incarnation == state.incarnation
+        or end_of(state, command.former_incarnation) is not None
+    )
+    return not was_in and state.run_end.outcome in _REOPENED[state.settings.reopen]
+
+
+def _reopen(command: commands.Join, state: RunState) -> list[facts.Fact]:
+    """Return the facts with which a closed run begins again.
+
+    No two incarnations of a run have nodes at once: there is no such fact while a node of the last one lingers, and
+    with it the leases and rounds of that one are below all that are granted from now on.
+    """
+    if (eviction := state.evicted.get(command.node_id)) is not None and not eviction.by_service:
+        raise _evicted(state, command.node_id)
+    if state.lingering:
+        raise RunIsEnding(state.run_id, tuple(sorted(state.lingering)))
+    # With a number that grows: the clock from which the name is made may have been set back.
+    incarnation = f"{command.incarnation}.{state.revision + 1}"
+    created = facts.RunCreated(command.settings, incarnation, reopened=True)
+    return [created, _joined(command, state.revision + 2)]
+
+
+def end_of(state: RunState, incarnation: str) -> RunEnd | None:
+    """Return how an earlier incarnation of the run ended; None: it is not known."""
+    return next((each.end for each in state.ended_incarnations if each.incarnation == incarnation), None)
+
+
+def lingers(state: RunState, node_id: str, lease: int) -> bool:
+    """True if the run is closed, and a node that held this lease at its end has not gone."""
+    node = state.lingering.get(node_id)
+    return node is not None and node.lease == lease
 
 
 @singledispatch
@@ -71,6 +129,8 @@ def _join(command: commands.Join, state: RunState) -> list[facts.Fact]:
     decided: list[facts.Fact] = []
     if not state.created:
         decided.append(facts.RunCreated(command.settings, command.incarnation))
+    elif command.former_incarnation and (end := end_of(state, command.former_incarnation)) is not None:
+        raise RunIsClosed(state.run_id, end.outcome, end.detail)
     elif command.settings != state.settings:
         raise SettingsDiffer(state.run_id, _differences(state.settings, command.settings))
     if command.node_id in state.evicted:
@@ -79,22 +139,23 @@ def _join(command: commands.Join, state: RunState) -> list[facts.Fact]:
         if former.identity not in ("", command.identity):
             raise NodeIdTaken(state.run_id, command.node_id, former.identity)
         decided.append(_lost(state, command.node_id, LossReason.SUPERSEDED))
-    # The lease's number is the revision that its fact will get: it only grows, and is unique.
-    lease = state.revision + len(decided) + 1
-    decided.append(
-        facts.NodeJoined(
-            command.node_id,
-            lease,
-            command.address,
-            command.local_world_size,
-            command.role,
-            command.topology,
-            command.token,
-            command.identity,
-            command.supervisor_address,
-        )
-    )
+    decided.append(_joined(command, state.revision + len(decided) + 1))
     return decided
+
+
+def _joined(command: commands.Join, revision: int) -> facts.NodeJoined:
+    """Return the fact of `revision`, which is the lease's number: it only grows, and is unique."""
+    return facts.NodeJoined(
+        command.node_id,
+        revision,
+        command.address,
+        command.local_world_size,
+        command.role,
+        command.topology,
+        command.token,
+        command.identity,
+        command.supervisor_address,
+    )
 
 
 def _differences(ours: RunSettings, theirs: RunSettings) -> dict[str, tuple[object, object]]:
@@ -185,13 +246,15 @@ def check_lease(state: RunState, node_id: str, lease: int, token: bytes | None =
     """Check that a node holds the lease it sent; `token` proves that, None: the stream of the node was proof.
 
     Raises:
-        RunIsClosed: The run is over, and all leases with it.
+        RunIsClosed: The run is over, and all leases with it; or it was, and was reopened since.
         NodeIsEvicted: The node was taken out.
         LeaseLost: The lease expired, was given back, or was superseded.
         LeaseNotProven: The token is that of no lease, or of another.
     """
     if state.run_end is not None:
         raise RunIsClosed(state.run_id, state.run_end.outcome, state.run_end.detail)
+    if (ended := state.ended_before(lease)) is not None:
+        raise RunIsClosed(state.run_id, ended.end.outcome, ended.end.detail)
     if node_id in state.evicted:
         raise _evicted(state, node_id)
     node = state.nodes.get(node_id)
@@ -354,6 +417,8 @@ def carry_out(state: RunState, command: commands.Command, now: float) -> list[fa
         Refused: The command is not accepted, and the state has not changed.
     """
     decided = decide(state, command, now)
+    if isinstance(command, commands.Leave) and not decided:
+        leave_closed(state, command.node_id)
     for fact in decided:
         apply(state, fact, now)
     return decided
@@ -377,6 +442,8 @@ def settle(state: RunState, now: float) -> list[facts.Fact]:
     if state.settle_deadline is not None and now >= state.settle_deadline:
         state.settle_deadline = None
     prune(state, now)
+    if state.phase is Phase.CLOSED:
+        end_lingering(state, now)
     while (fact := next_consequence(state, now)) is not None:
         apply(state, fact, now)
         settled.append(fact)

@@ -11,11 +11,12 @@ from rallypoint.rendezvous.core.state import LossReason, ReportedFailure, RoundE
 
 @dataclass(frozen=True, slots=True)
 class RunCreated:
-    """The run began."""
+    """The run began; again, if it was closed before."""
 
     settings: RunSettings
-    # A new one each time a run of this name is created; "": of an older version.
+    # A new one each time a run of this name is created or reopened; "": of an older version.
     incarnation: str = ""
+    reopened: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +150,7 @@ class RoundEnded:
 
 @dataclass(frozen=True, slots=True)
 class RunClosed:
-    """The run is over for good."""
+    """The run is over; a RunCreated may reopen it."""
 
     end: RunEnd
 

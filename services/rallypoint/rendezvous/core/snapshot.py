@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from rallypoint.rendezvous.core.apply import resume_deadlines
+from rallypoint.rendezvous.core.apply import reopened, resume_deadlines
 from rallypoint.rendezvous.core.facts import NodeEvicted, NodeJoined
 from rallypoint.rendezvous.core.failures import forget_old
 from rallypoint.rendezvous.core.state import (
+    EndedIncarnation,
     Eviction,
     FailedWorker,
     FailureRestart,
@@ -58,7 +59,7 @@ class RunSnapshot:
     run_id: str
     revision: int
     round: int
-    # Only the numbers of the run are left, and, if it may go on, its used budgets.
+    # Only the numbers of the run are left, and, if it may go on, its used budgets; or it is reopened now.
     forgotten: bool = False
     settings: RunSettings | None = None
     phase: Phase = Phase.JOINABLE
@@ -92,6 +93,8 @@ class RunSnapshot:
     failed_scale_ups: int = 0
     failed_scale_ups_of: tuple[FailedScaleUps, ...] = ()
     incarnation: str = ""
+    lingering: tuple[NodeJoined, ...] = ()
+    ended_incarnations: tuple[EndedIncarnation, ...] = ()
 
 
 _TYPES = {each.name: each.type for each in fields(RunState)}
@@ -111,20 +114,8 @@ def take_snapshot(state: RunState, to_wall: float = 0.0) -> RunSnapshot:
     return RunSnapshot(
         **same,
         settings=state.settings,
-        nodes=tuple(
-            NodeJoined(
-                node.node_id,
-                node.lease,
-                node.address,
-                node.local_world_size,
-                node.role,
-                node.topology,
-                node.token,
-                node.identity,
-                node.supervisor_address,
-            )
-            for node in state.nodes.values()
-        ),
+        nodes=_joined(state.nodes),
+        lingering=_joined(state.lingering),
         departing=tuple(state.departing),
         evicted=_evicted(state),
         seats=tuple(state.seats.values()),
@@ -133,6 +124,53 @@ def take_snapshot(state: RunState, to_wall: float = 0.0) -> RunSnapshot:
         failed_workers=tuple(sorted(state.failed_workers, key=lambda each: (each.node_id, each.local_rank))),
         failed_scale_ups_of=tuple(FailedScaleUps(*item) for item in state.failed_scale_ups_of.items()),
     )
+
+
+def _joined(nodes: dict[str, Node]) -> tuple[NodeJoined, ...]:
+    return tuple(
+        NodeJoined(
+            node.node_id,
+            node.lease,
+            node.address,
+            node.local_world_size,
+            node.role,
+            node.topology,
+            node.token,
+            node.identity,
+            node.supervisor_address,
+        )
+        for node in nodes.values()
+    )
+
+
+def _nodes(joined: tuple[NodeJoined, ...], now: float) -> dict[str, Node]:
+    return {
+        node.node_id: Node(
+            node_id=node.node_id,
+            lease=node.lease,
+            address=node.address,
+            local_world_size=node.local_world_size,
+            role=node.role,
+            topology=node.topology,
+            lease_deadline=now,
+            waiting_since=now,
+            token=node.token,
+            identity=node.identity,
+            supervisor_address=node.supervisor_address,
+        )
+        for node in joined
+    }
+
+
+def take_reopened(state: RunState) -> RunSnapshot:
+    """Return the snapshot with which a closed run begins again.
+
+    A journal gets it before the fact that reopens the run. So older versions, to which a closed run is closed for good,
+    read a run that begins with known numbers, as they do after an expiry.
+    """
+    again = reopened(state, state.revision)
+    numbers = take_tombstone(again)
+    return replace(numbers, evicted=_evicted(again), ended_incarnations=again.ended_incarnations)
 
 
 def take_tombstone(state: RunState) -> RunSnapshot:
@@ -204,6 +242,7 @@ def restore(snapshot: RunSnapshot, now: float, to_wall: float = 0.0) -> RunState
     """
     state = RunState(snapshot.run_id, revision=snapshot.revision, round=snapshot.round)
     _restore_budgets(state, snapshot, now, to_wall)
+    state.ended_incarnations = snapshot.ended_incarnations
     if snapshot.forgotten:
         return state
     assert snapshot.settings is not None
@@ -213,22 +252,8 @@ def restore(snapshot: RunSnapshot, now: float, to_wall: float = 0.0) -> RunState
         setattr(state, name, set(getattr(snapshot, name)))
     state.created = True
     state.settings = snapshot.settings
-    state.nodes = {
-        node.node_id: Node(
-            node_id=node.node_id,
-            lease=node.lease,
-            address=node.address,
-            local_world_size=node.local_world_size,
-            role=node.role,
-            topology=node.topology,
-            lease_deadline=now,
-            waiting_since=now,
-            token=node.token,
-            identity=node.identity,
-            supervisor_address=node.supervisor_address,
-        )
-        for node in snapshot.nodes
-    }
+    state.nodes = _nodes(snapshot.nodes, now)
+    state.lingering = _nodes(snapshot.lingering, now)
     state.departing = dict.fromkeys(snapshot.departing, now + state.settings.confirm_timeout)
     state.seats = {seat.node_id: seat for seat in snapshot.seats}
     state.former_ranks = {former.node_id: former.group_rank for former in snapshot.former_ranks}

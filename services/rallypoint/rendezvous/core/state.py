@@ -44,6 +44,14 @@ class RankPolicy(IntEnum):
     TOPOLOGY = 3
 
 
+class Reopen(IntEnum):
+    """Which closed runs a join opens again."""
+
+    NEVER = 1
+    FAILED = 2
+    ALWAYS = 3
+
+
 class RoundEndCause(IntEnum):
     """The reason why a round ended."""
 
@@ -149,6 +157,9 @@ class RunSettings:
     # The longest back-off before a restart when rounds fail in quick succession; 0: none. Longer reduces the load on
     # the cause of the failures (storage, a licence server) and keeps hosts idle.
     restart_backoff: float = _seconds(30.0, zero=True)
+    # Which closed runs a later join opens again. A scheduler that requeues a job keeps its id, and with it the name of
+    # the run. ALWAYS also repeats a job that has succeeded, for example if it is requeued by mistake.
+    reopen: Reopen = Reopen.FAILED
 
     @property
     def time_to_live(self) -> float:
@@ -225,6 +236,15 @@ class RunEnd:
 
 
 @dataclass(frozen=True, slots=True)
+class EndedIncarnation:
+    """An incarnation of a run that was reopened since; `revision` is its last one, above all its leases."""
+
+    incarnation: str
+    revision: int
+    end: RunEnd
+
+
+@dataclass(frozen=True, slots=True)
 class Seat:
     """A node's rank assignment in a round."""
 
@@ -284,8 +304,11 @@ class RunState:
     run_id: str
     # True once the run began. Before, it may have numbers already: those of an expired run of its name, which continue.
     created: bool = False
-    # Unique for each creation of a run of this name; lease numbers can be compared within one incarnation only.
+    # Unique for each creation and reopening of a run of this name. Lease numbers of two incarnations can be compared
+    # only if the later one reopened the run.
     incarnation: str = ""
+    # Earlier incarnations that were reopened, the oldest first; the latest few.
+    ended_incarnations: tuple[EndedIncarnation, ...] = ()
     settings: RunSettings = RunSettings()
     revision: int = 0
     phase: Phase = Phase.JOINABLE
@@ -293,6 +316,10 @@ class RunState:
     restart_count: int = 0
     # The nodes that hold a lease, in the order of joining.
     nodes: dict[str, Node] = field(default_factory=dict)
+
+    # In CLOSED: the nodes that held a lease at the end, until they have left or their leases are over: their workers
+    # may be alive. They have no rights. That one has gone is no fact: after a recovery all are there, for one term.
+    lingering: dict[str, Node] = field(default_factory=dict, compare=False)
 
     # Nodes that announced their leaving, in that order, with the time by which they must have gone. Their old
     # workers may be alive, so no round is formed before.
@@ -376,6 +403,15 @@ class RunState:
     # Volatile: (deadline, node_id, lease) of every lease, a heap. One entry per lease is live, and may be too early,
     # never too late; the others wait to be removed.
     lease_queue: list[tuple[float, str, int]] = field(default_factory=list)
+
+    @property
+    def holders(self) -> dict[str, Node]:
+        """Nodes with a lease that runs: in CLOSED those that linger."""
+        return self.lingering if self.phase is Phase.CLOSED else self.nodes
+
+    def ended_before(self, lease: int) -> EndedIncarnation | None:
+        """The earlier incarnation that granted a lease; None: the present one did, or one that is not remembered."""
+        return next((each for each in self.ended_incarnations if lease <= each.revision), None)
 
     @property
     def waiting(self) -> list[Node]:

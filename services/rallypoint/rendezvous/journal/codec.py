@@ -21,6 +21,7 @@ _messages = MessageCodec(
         state.RoundEnd: journal_pb2.RoundEnd,
         state.RunEnd: journal_pb2.RunEnd,
         state.Seat: journal_pb2.Seat,
+        state.EndedIncarnation: journal_pb2.EndedIncarnation,
         state.FailedWorker: journal_pb2.FailedWorker,
         Actor: journal_pb2.Actor,
         snapshot.KeptRestart: journal_pb2.Restart,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import TypeVar
@@ -13,7 +15,7 @@ from rallypoint.rendezvous.base.errors import NotOwner
 from rallypoint.rendezvous.base.limits import LimitReached
 from rallypoint.rendezvous.core import apply, commands, facts
 from rallypoint.rendezvous.core.commands import SERVICE, Actor, ActorKind, RevisionAhead
-from rallypoint.rendezvous.core.decide import check_lease, check_revision
+from rallypoint.rendezvous.core.decide import check_lease, check_revision, end_of
 from rallypoint.rendezvous.core.state import Phase, RunSettings, RunState
 from rallypoint.rendezvous.runs.history import History
 from rallypoint.rendezvous.runs.run import (
@@ -21,6 +23,7 @@ from rallypoint.rendezvous.runs.run import (
     Member,
     PublishedRun,
     StoppedRun,
+    api_messages,
     node_update,
     run_message,
     run_summary,
@@ -36,10 +39,19 @@ _TOKEN_BYTES = 16
 class RendezvousEngine(DurableRuns, WriteAdmission):
     """Runs with operations for clients. All that it returns, or puts into a `LatestValue`, is durable."""
 
-    async def join(self, run_id: str, command: commands.Join, peer: str = "") -> Member:
-        """Give a node a lease; `peer`: its address, for the event log.
+    async def join(
+        self, run_id: str, command: commands.Join, peer: str = "", *, stays: bool = False
+    ) -> Member:
+        """Give a node a lease; it may reopen a closed run.
+
+        Args:
+            run_id: Name of the run.
+            command: The request of the node.
+            peer: Its address, for the event log.
+            stays: See Member.
 
         Raises:
+            RunIsEnding: It may once nodes have gone that were in the closed run; see `until_reopenable`.
             RunIsClosed, SettingsDiffer, NodeIsEvicted, NodeIdTaken: See `decide`.
             LimitReached: The service has as many runs, or the run as many nodes, as its limit allows.
             LeaseLost: It was superseded at once.
@@ -51,19 +63,54 @@ class RendezvousEngine(DurableRuns, WriteAdmission):
             check_lease(run.state, command.node_id, lease)  # a command of the same step may have ended it
             # Its term begins when the node gets it, however long the commit took.
             self._renew(run, command.node_id)
-            member = run.enrol(command.node_id, lease)
+            member = run.enrol(command.node_id, lease, stays=stays)
             if run.state.phase is not Phase.JOINABLE:
                 member.updates.put(node_update(run.state, command.node_id))
             return member
 
-        # Unique: a run of this name would have to be created twice in the same fraction of a microsecond.
+        # Unique: a run of this name would have to begin twice in the same fraction of a microsecond.
         incarnation = f"{round(self._wall_clock() * 1e9):x}"
         command = replace(command, incarnation=incarnation, token=self._draw(_TOKEN_BYTES))
         actor = Actor(ActorKind.NODE, command.node_id, peer)
-        return await self._submit(enrol, run_id, command, actor, self.disconnect)
+        while True:
+            try:
+                return await self._submit(enrol, run_id, command, actor, self.disconnect)
+            except commands.RunIsEnding as ending:
+                if ending.node_ids:
+                    raise
+                run = self._run(run_id)
+                if (end := run.state.run_end) is not None:  # otherwise another node was as fast
+                    refusal = partial(commands.RunIsClosed, outcome=end.outcome, detail=end.detail)
+                    await asyncio.gather(*(each.clear(run_id, refusal) for each in self.data))
 
-    async def resume(self, run_id: str, node_id: str, lease: int, revision: int, token: bytes) -> Member:
-        """Admit a node again that holds a lease; the present state is put into its updates.
+    async def until_reopenable(self, run_id: str) -> None:
+        """Return when a closed run can be reopened, or was, or is forgotten: join again then.
+
+        Raises:
+            Draining, NotOwner, RunBroken: The service can't wait for it any more.
+        """
+
+        def wait(_: Sequence[facts.Fact]) -> LatestValue[bool]:
+            run, slot = self._run(run_id), LatestValue[bool]()
+            run.waiting.add(slot)
+            run.end_gone()  # the last one may have gone meanwhile
+            return slot
+
+        def forget(slot: LatestValue[bool]) -> None:
+            if (run := self._runs.get(run_id)) is not None:
+                run.waiting.discard(slot)
+
+        with suppress(commands.RunNotFound):
+            slot = await self._submit(wait, run_id, undo=forget)
+            try:
+                await slot.take()
+            finally:
+                forget(slot)
+
+    async def resume(
+        self, run_id: str, node_id: str, lease: int, revision: int, token: bytes, *, stays: bool = False
+    ) -> Member:
+        """Admit a node again that holds a lease; the present state is put into its updates. `stays`: see Member.
 
         Raises:
             RunNotFound, LeaseLost, LeaseNotProven, RevisionAhead: The node must join again, as a newcomer.
@@ -73,11 +120,16 @@ class RendezvousEngine(DurableRuns, WriteAdmission):
         def enrol(_: Sequence[facts.Fact]) -> Member:
             run = self._run(run_id)
             if run.state.run_end is not None:  # all leases ended with the run; its end may be sent to anyone
-                return run.closing_update(node_id, lease)
+                if not stays or not run.holds_lease(node_id, lease, token):
+                    return run.closing_update(node_id, lease)
+                self._renew(run, node_id)  # it is still there, and the run is not reopened
+                member = run.enrol(node_id, lease, stays=True)
+                member.updates.put(node_update(run.state, node_id))
+                return member
             check_lease(run.state, node_id, lease, token)
             check_revision(run.state, revision)
             self._renew(run, node_id)
-            member = run.enrol(node_id, lease)
+            member = run.enrol(node_id, lease, stays=stays)
             member.updates.put(node_update(run.state, node_id))
             return member
 
@@ -110,7 +162,7 @@ class RendezvousEngine(DurableRuns, WriteAdmission):
             return
         if run.holds_lease(member.node_id, member.lease.number):
             self._renew(run, member.node_id)
-            if watchdog_trouble is not None:
+            if watchdog_trouble is not None and member.node_id in run.state.nodes:
                 run.state.nodes[member.node_id].watchdog_trouble = watchdog_trouble
 
     def _renew(self, run: HostedRun, node_id: str) -> None:
@@ -152,11 +204,21 @@ class RendezvousEngine(DurableRuns, WriteAdmission):
         """
         return await self._submit(lambda happened: happened, run_id, command, actor)
 
-    async def close_run(self, run_id: str, reason: str, actor: Actor = SERVICE) -> pb.RunEnd:
-        """Close a run, or return how it was closed before."""
-        return await self._submit(
-            lambda _: run_summary(self._run(run_id).state).run_end, run_id, commands.Close(reason), actor
-        )
+    async def close_run(
+        self, run_id: str, reason: str, actor: Actor = SERVICE, incarnation: str = ""
+    ) -> pb.RunEnd:
+        """Close a run, or return how it was closed before; `incarnation`: see commands.Close.
+
+        Raises:
+            RunNotFound: There is no such run, or no such incarnation of it is known.
+        """
+
+        def run_end(_: Sequence[facts.Fact]) -> pb.RunEnd:
+            state = self._run(run_id).state
+            earlier = end_of(state, incarnation) if incarnation != state.incarnation else None
+            return run_summary(state).run_end if earlier is None else api_messages.to_message(earlier)
+
+        return await self._submit(run_end, run_id, commands.Close(reason, incarnation), actor)
 
     async def delete_run(self, run_id: str, actor: Actor = SERVICE, incarnation: str = "") -> None:
         """Forget a run without nodes, with its events, store and states; `incarnation`: see commands.Forget.
@@ -228,7 +290,7 @@ class RendezvousEngine(DurableRuns, WriteAdmission):
         return self._readable(run_id).history
 
     def settings(self, run_id: str) -> RunSettings:
-        """Return the settings of a run, which never change.
+        """Return the settings of a run, which change only when it is reopened.
 
         Raises:
             RunNotFound: There is no such run.

@@ -351,12 +351,16 @@ class RunWatchers:
 
 @dataclass(eq=False, slots=True)
 class Member:
-    """A node with an open stream; `updates` holds its next message."""
+    """A node with an open stream; `updates` holds its next message.
+
+    `stays`: its client keeps the stream after the end of the run, until no worker of the node is alive.
+    """
 
     run_id: str
     node_id: str
     lease: pb.Lease
     updates: LatestValue[pb.NodeUpdate]
+    stays: bool = False
 
 
 @dataclass(slots=True)
@@ -377,6 +381,8 @@ class HostedRun:
     pending_joins: PendingJoins = field(default_factory=PendingJoins)
     watchers: RunWatchers = field(default_factory=RunWatchers)
     followers: set[LatestValue[int]] = field(default_factory=set)
+    # Newcomers that wait until the closed run can be reopened.
+    waiting: set[LatestValue[bool]] = field(default_factory=set)
     # The revision last published to followers.
     _followed: int = 0
     # True once members got an update that the round settles; sent once only, since failures may come by the thousand.
@@ -415,13 +421,13 @@ class HostedRun:
         self.writable_round = self.latest_round()
         self.ended = self.state.run_end is not None
 
-    def enrol(self, node_id: str, number: int) -> Member:
-        """Add a node's stream, replacing an older one of the same node."""
+    def enrol(self, node_id: str, number: int, *, stays: bool = False) -> Member:
+        """Add a node's stream, replacing an older one of the same node; `stays`: see Member."""
         older = self.members.get(node_id)
         if older is not None:
             older.updates.end(StreamReplaced("the node opened a newer stream with the same lease"))
-        lease = lease_message(self.state, number, self.state.nodes[node_id].token)
-        member = self.members[node_id] = Member(self.state.run_id, node_id, lease, LatestValue())
+        lease = lease_message(self.state, number, self.state.holders[node_id].token)
+        member = self.members[node_id] = Member(self.state.run_id, node_id, lease, LatestValue(), stays)
         self.pending_joins.add(member.updates.wake, self.state.settings.time_to_live)
         return member
 
@@ -433,8 +439,11 @@ class HostedRun:
         return member
 
     def holds_lease(self, node_id: str, lease: int, token: bytes | None = None) -> bool:
-        """True if a node's lease is valid (see `check_lease`). The state may be ahead of the node's updates."""
-        node = self.state.nodes.get(node_id)
+        """True if a node's lease is valid (see `check_lease`), or was at the end of the run and the node lingers.
+
+        The state may be ahead of the node's updates.
+        """
+        node = self.state.holders.get(node_id)
         return node is not None and node.lease == lease and (token is None or node.is_proven_by(token))
 
     def end_stale_member(self, fact: facts.NodeLost | facts.NodeLeft | facts.NodeEvicted) -> None:
@@ -461,13 +470,29 @@ class HostedRun:
         return self._settling and not before
 
     def publish_to_members(self) -> None:
-        """Send every node the present state, and end their streams once the run is closed."""
+        """Send every node the present state; once the run is closed, end the streams of those that do not stay."""
         for member in self.members.values():
             member.updates.put(node_update(self.state, member.node_id))
         if self.state.run_end is not None:
-            for member in self.members.values():
-                member.updates.end()
-            self.members.clear()
+            self._end_streams(lambda member: not member.stays)
+
+    def end_gone(self) -> None:
+        """End the streams of nodes that have gone from a closed run; wake waiting joins if it can be reopened."""
+        if self.state.phase is Phase.CLOSED:
+            self.end_streams_of_gone()
+        if self.waiting and not (self.state.phase is Phase.CLOSED and self.state.lingering):
+            for each in self.waiting:
+                each.put(True)
+            self.waiting.clear()
+
+    def end_streams_of_gone(self) -> None:
+        """End the streams of nodes without a lease; for a run that is closed, or was reopened just now."""
+        self._end_streams(lambda member: not self.holds_lease(member.node_id, member.lease.number))
+
+    def _end_streams(self, of: Callable[[Member], bool]) -> None:
+        for member in [each for each in self.members.values() if of(each)]:
+            del self.members[member.node_id]
+            member.updates.end()
 
     def publish_to_watchers(self, now: float) -> None:
         """Send watchers and followers the changes, and end their streams once the run is closed."""
@@ -486,6 +511,7 @@ class HostedRun:
         yield from (member.updates for member in self.members.values())
         yield from self.watchers.slots
         yield from self.followers
+        yield from self.waiting
 
 
 # ---- The clock of leases and deadlines of runs.

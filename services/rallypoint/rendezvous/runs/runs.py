@@ -17,17 +17,18 @@ from rallypoint.rendezvous.base.limits import KeptEvents, LimitReached, Quota, R
 from rallypoint.rendezvous.core import apply, commands, facts
 from rallypoint.rendezvous.core.apply import LEAST_TERM_AFTER_RESTART, LONG_PAUSE
 from rallypoint.rendezvous.core.commands import SERVICE, Actor, Refused, RunNotFound
-from rallypoint.rendezvous.core.decide import begin_to_confirm, carry_out, settle
+from rallypoint.rendezvous.core.decide import begin_to_confirm, carry_out, decide, settle
 from rallypoint.rendezvous.core.failures import await_signs_of_life
 from rallypoint.rendezvous.core.snapshot import (
     RunSnapshot,
     numbers_only,
     restore,
     take_high_water,
+    take_reopened,
     take_snapshot,
     take_tombstone,
 )
-from rallypoint.rendezvous.core.state import RunState
+from rallypoint.rendezvous.core.state import Phase, RunState
 from rallypoint.rendezvous.journal.codec import encode_record, encode_snapshot
 from rallypoint.rendezvous.journal.commit_loop import CheckOwned, CommitLoop, PendingRequest, always_owned
 from rallypoint.rendezvous.journal.journal import (
@@ -374,6 +375,8 @@ class DurableRuns(CommitLoop[RunRequest[Any]]):
                 command = command.aged(self._clock() - request.came_at)
             run.state.forgiven = self._clock() - now
             with self._only_this(step, request.run_id):
+                if isinstance(command, commands.Join) and run.state.phase is Phase.CLOSED:
+                    self._begin_again(step, run, command, now)
                 direct = carry_out(run.state, command, now)
                 self._mark_deleted(run, command, request.actor)
                 if request.run_id not in self._runs:
@@ -424,6 +427,22 @@ class DurableRuns(CommitLoop[RunRequest[Any]]):
             step.entries.append(Checkpoint(run_id, revision, content, revision + 1))
             self._budgets.pop(run_id, None)
 
+    def _begin_again(self, step: RunStep, run: HostedRun, command: commands.Join, now: float) -> None:
+        """Write the snapshot with which a closed run is reopened; its records stay, for people.
+
+        Raises:
+            Refused: The run is not reopened, or not yet.
+        """
+        run_id = run.state.run_id
+        decide(run.state, command, now)
+        # A closed run takes no writes, so an empty store stays empty. A journal drops the entries of a run only with
+        # its records, which are kept here; so the reopening follows their deletion, in a later commit.
+        if not all(each.is_empty(run_id) for each in self.data):
+            raise commands.RunIsEnding(run_id, ())
+        run.checkpoint = run.recorded
+        content = encode_snapshot(take_reopened(run.state))
+        step.entries.append(Checkpoint(run_id, run.recorded, content, max(1, run.history.oldest)))
+
     def _beginning(self, run_id: str) -> RunSnapshot:
         """Return the snapshot with which a new run begins."""
         left = self._budgets.get(run_id) or numbers_only(run_id, 0, 0)
@@ -468,13 +487,7 @@ class DurableRuns(CommitLoop[RunRequest[Any]]):
                 corrects_count = isinstance(fact, facts.NodeLost) and fact.failed_round
                 if isinstance(fact, _SENT_TO_NODES) or corrects_count:
                     due.add(run_id)
-                if isinstance(fact, facts.RoundFrozen):
-                    begin_to_confirm(run.state, self._now())
-                if isinstance(fact, facts.RoundEnded):
-                    for each in self.data:
-                        each.forget_rounds_before(run_id, fact.end.round + 1)
-                if isinstance(fact, (facts.NodeLost, facts.NodeLeft, facts.NodeEvicted)):
-                    run.end_stale_member(fact)
+                self._follow_up(run, fact)
         self._histories.keep_within()
         for run_id, run in [*step.changed.items()]:
             with self._only_this(step, run_id):
@@ -483,12 +496,26 @@ class DurableRuns(CommitLoop[RunRequest[Any]]):
                     due.add(run_id)
                 if run_id in due:
                     run.publish_to_members()
+                run.end_gone()
                 run.keep_writable_round()  # until the next step, the state equals the journal
                 run.publish_to_watchers(now)
         for run_id in [*step.forgotten]:
             if step.changed.pop(run_id, None) is not None:
                 with self._only_this(step, run_id):
                     self._drop(run_id)
+
+    def _follow_up(self, run: HostedRun, fact: facts.Fact) -> None:
+        """Carry out the effects of a fact that is durable now."""
+        match fact:
+            case facts.RunCreated():
+                run.end_streams_of_gone()
+            case facts.RoundFrozen():
+                begin_to_confirm(run.state, self._now())
+            case facts.RoundEnded():
+                for each in self.data:
+                    each.forget_rounds_before(run.state.run_id, fact.end.round + 1)
+            case facts.NodeLost() | facts.NodeLeft() | facts.NodeEvicted():
+                run.end_stale_member(fact)
 
     def _drop(self, run_id: str) -> None:
         run = self._runs.pop(run_id)

@@ -47,7 +47,7 @@ class RunsReader(Protocol):
         """
 
     def settings(self, run_id: str) -> RunSettings:
-        """Return the settings of a run, which never change.
+        """Return the settings of a run, which change only when it is reopened.
 
         Raises:
             RunNotFound: There is no such run.

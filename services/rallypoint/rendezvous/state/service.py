@@ -14,7 +14,7 @@ from rallypoint.rendezvous.base.entries import (
     StoreJournal,
     WriteAdmission,
 )
-from rallypoint.rendezvous.base.errors import RunBroken, draining_error
+from rallypoint.rendezvous.base.errors import Refusal, RunBroken, draining_error
 from rallypoint.rendezvous.base.limits import STATE_TTL, Quota, SharedTotals, StateLimits
 from rallypoint.rendezvous.base.refusals import StateBusy, TooManyWatchers
 from rallypoint.rendezvous.core.commands import Refused
@@ -194,6 +194,13 @@ class FencedStateService(CommitLoop[_PendingSet], RunData):
 
     def stop_run(self, refusal: RunBroken) -> None:
         """Do nothing: a state needs no run."""
+
+    def is_empty(self, run_id: str) -> bool:
+        """Return True: a state outlives the end of its run, as it outlives rounds."""
+        return True
+
+    async def clear(self, run_id: str, refusal: Refusal) -> None:
+        """Do nothing: see `is_empty`."""
 
     def forget_run(self, run_id: str) -> None:
         """Drop the state of a run, if it has one; sets already waiting find none."""

@@ -201,6 +201,11 @@ class RunSpaces:
         return sum(space.used_bytes for space in self._spaces.values())
 
     @property
+    def is_empty(self) -> bool:
+        """True if there is no entry, neither a value nor a record."""
+        return not self._spaces and not self._operations
+
+    @property
     def used_keys(self) -> int:
         """Keys that count towards the run's limit."""
         return sum(len(space.values) for space in self._spaces.values())

@@ -192,6 +192,16 @@ class StoreService(RunData):
             run.forget()
             self._drop_when_idle(run_id, run)
 
+    def is_empty(self, run_id: str) -> bool:
+        """Return True if a run has no entries, and none of its writes is being committed."""
+        run = self._runs.get(run_id)
+        return run is None or run.is_empty
+
+    async def clear(self, run_id: str, refusal: Refusal) -> None:
+        """Delete the entries of a closed run; return when that is durable, or the service ends."""
+        if (run := self._runs.get(run_id)) is not None:
+            await run.clear(refusal)
+
     def stop_run(self, refusal: RunBroken) -> None:
         """Refuse waiting, pending and later requests of a run; the journal keeps its entries."""
         run = self._runs.get(refusal.run_id)

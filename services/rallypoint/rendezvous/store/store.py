@@ -165,6 +165,21 @@ class RunStore(CommitLoop[_PendingWrite[Any]]):
         self._refuse_all(RunNotFound)
         self._start_committing()
 
+    @property
+    def is_empty(self) -> bool:
+        """True if there are no entries, neither here nor in the journal, and none is being committed."""
+        return self._committing is None and not self._sweep and self.spaces.is_empty
+
+    async def clear(self, refusal: Refusal) -> None:
+        """Delete all entries of a closed run; return when that is durable. Requests that wait are refused."""
+        self._refuse_all(refusal)
+        while not self.is_empty and not self._retired:
+            # A batch that was decided before the end of the run may be in flight, and adds its entries here.
+            self.sweep(self.spaces.forget())
+            self._count_bytes()
+            if self._committing is not None:
+                await asyncio.wait({self._committing})
+
     def _count_bytes(self, used: int | None = None) -> None:
         more = (self.spaces.used_bytes if used is None else used) - self._bytes.own
         self._bytes.add(more)

@@ -40,7 +40,7 @@ class _RendezvousReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Rend
     runs continue; metadata "run_id", "cause": kind of error.
     """
     RENDEZVOUS_REASON_RUN_CLOSED: _RendezvousReason.ValueType  # 5
-    """FAILED_PRECONDITION: the run is over for good; metadata "outcome"."""
+    """FAILED_PRECONDITION: the run is over, and not reopened for this node; metadata "outcome"."""
     RENDEZVOUS_REASON_RUN_IN_USE: _RendezvousReason.ValueType  # 6
     """FAILED_PRECONDITION: a run with nodes can't be deleted: close it first; metadata "nodes"."""
     RENDEZVOUS_REASON_ROUND_OVER: _RendezvousReason.ValueType  # 7
@@ -109,6 +109,10 @@ class _RendezvousReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Rend
     """
     RENDEZVOUS_REASON_NOT_PERMITTED: _RendezvousReason.ValueType  # 33
     """PERMISSION_DENIED: the caller has no role that may call this method for this run."""
+    RENDEZVOUS_REASON_RUN_ENDING: _RendezvousReason.ValueType  # 34
+    """FAILED_PRECONDITION: the run is closed and may be reopened, but nodes that were in it did not go for as long as the
+    newcomer's join timeout; metadata "nodes".
+    """
 
 class RendezvousReason(_RendezvousReason, metaclass=_RendezvousReasonEnumTypeWrapper):
     """RendezvousReason is why RendezvousService refuses a request, or ends a stream: ErrorInfo.reason is the name without RENDEZVOUS_REASON_.
@@ -128,7 +132,7 @@ RENDEZVOUS_REASON_RUN_BROKEN: RendezvousReason.ValueType  # 4
 runs continue; metadata "run_id", "cause": kind of error.
 """
 RENDEZVOUS_REASON_RUN_CLOSED: RendezvousReason.ValueType  # 5
-"""FAILED_PRECONDITION: the run is over for good; metadata "outcome"."""
+"""FAILED_PRECONDITION: the run is over, and not reopened for this node; metadata "outcome"."""
 RENDEZVOUS_REASON_RUN_IN_USE: RendezvousReason.ValueType  # 6
 """FAILED_PRECONDITION: a run with nodes can't be deleted: close it first; metadata "nodes"."""
 RENDEZVOUS_REASON_ROUND_OVER: RendezvousReason.ValueType  # 7
@@ -197,6 +201,10 @@ accepts; the message has the reason.
 """
 RENDEZVOUS_REASON_NOT_PERMITTED: RendezvousReason.ValueType  # 33
 """PERMISSION_DENIED: the caller has no role that may call this method for this run."""
+RENDEZVOUS_REASON_RUN_ENDING: RendezvousReason.ValueType  # 34
+"""FAILED_PRECONDITION: the run is closed and may be reopened, but nodes that were in it did not go for as long as the
+newcomer's join timeout; metadata "nodes".
+"""
 Global___RendezvousReason: _TypeAlias = RendezvousReason  # noqa: Y015
 
 class _Phase:
@@ -214,7 +222,7 @@ class _PhaseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Phase.ValueType
     PHASE_FINAL: _Phase.ValueType  # 3
     """The round is agreed: workers run."""
     PHASE_CLOSED: _Phase.ValueType  # 4
-    """The run is over for good."""
+    """The run is over. A later join may reopen it; see Reopen."""
 
 class Phase(_Phase, metaclass=_PhaseEnumTypeWrapper):
     """Phase of a run."""
@@ -228,7 +236,7 @@ PHASE_FROZEN: Phase.ValueType  # 2
 PHASE_FINAL: Phase.ValueType  # 3
 """The round is agreed: workers run."""
 PHASE_CLOSED: Phase.ValueType  # 4
-"""The run is over for good."""
+"""The run is over. A later join may reopen it; see Reopen."""
 Global___Phase: _TypeAlias = Phase  # noqa: Y015
 
 class _Outcome:
@@ -326,6 +334,40 @@ RANK_POLICY_TOPOLOGY: RankPolicy.ValueType  # 3
 location, and among locations, as STABLE as that allows.
 """
 Global___RankPolicy: _TypeAlias = RankPolicy  # noqa: Y015
+
+class _Reopen:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _ReopenEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Reopen.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    REOPEN_UNSPECIFIED: _Reopen.ValueType  # 0
+    """Not set: FAILED."""
+    REOPEN_NEVER: _Reopen.ValueType  # 1
+    """None: each join is refused with RUN_CLOSED."""
+    REOPEN_FAILED: _Reopen.ValueType  # 2
+    """Those with the outcome FAILED or CANCELLED."""
+    REOPEN_ALWAYS: _Reopen.ValueType  # 3
+    """Also those that SUCCEEDED."""
+
+class Reopen(_Reopen, metaclass=_ReopenEnumTypeWrapper):
+    """Reopen is which closed runs a join opens again.
+
+    A run is reopened when the last node that was in it at its end has gone: it has left, or its lease is over. Until then
+    the join waits, for its join_timeout at most. The run begins again, with the settings of that join, a new incarnation,
+    an empty store and new budgets. Rounds, revisions, leases and fencing tokens continue, and its events stay. Nodes that
+    an operator evicted stay evicted; nodes that the service evicted do not. Fenced states stay.
+    """
+
+REOPEN_UNSPECIFIED: Reopen.ValueType  # 0
+"""Not set: FAILED."""
+REOPEN_NEVER: Reopen.ValueType  # 1
+"""None: each join is refused with RUN_CLOSED."""
+REOPEN_FAILED: Reopen.ValueType  # 2
+"""Those with the outcome FAILED or CANCELLED."""
+REOPEN_ALWAYS: Reopen.ValueType  # 3
+"""Also those that SUCCEEDED."""
+Global___Reopen: _TypeAlias = Reopen  # noqa: Y015
 
 class _RoundEndCause:
     ValueType = _typing.NewType("ValueType", _builtins.int)
@@ -591,6 +633,7 @@ class RunSettings(_message.Message):
     RESTART_WINDOW_FIELD_NUMBER: _builtins.int
     MAX_RESTARTS_PER_NODE_FIELD_NUMBER: _builtins.int
     RESTART_BACKOFF_FIELD_NUMBER: _builtins.int
+    REOPEN_FIELD_NUMBER: _builtins.int
     min_nodes: _builtins.int
     """Fewest nodes that a round may have; at least 1."""
     max_nodes: _builtins.int
@@ -612,6 +655,8 @@ class RunSettings(_message.Message):
     reason, and the run continues with a spare or fewer nodes. That uses no restart of the run. At most max_restarts,
     since a run with more failures ends first. Default 0: any number.
     """
+    reopen: Global___Reopen.ValueType
+    """Which ends of the run allow a later join to open it again; the setting of the run that ended decides. Default FAILED."""
     @_builtins.property
     def join_timeout(self) -> _duration_pb2.Duration:
         """How long a node waits for min_nodes before it is refused. Default 600 s."""
@@ -672,10 +717,11 @@ class RunSettings(_message.Message):
         restart_window: _duration_pb2.Duration | None = ...,
         max_restarts_per_node: _builtins.int = ...,
         restart_backoff: _duration_pb2.Duration | None = ...,
+        reopen: Global___Reopen.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["confirm_timeout", b"confirm_timeout", "disconnect_grace", b"disconnect_grace", "exit_barrier_timeout", b"exit_barrier_timeout", "join_timeout", b"join_timeout", "keep_alive_interval", b"keep_alive_interval", "last_call_timeout", b"last_call_timeout", "restart_backoff", b"restart_backoff", "restart_window", b"restart_window", "scale_up_delay", b"scale_up_delay"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["confirm_timeout", b"confirm_timeout", "disconnect_grace", b"disconnect_grace", "exit_barrier_timeout", b"exit_barrier_timeout", "join_timeout", b"join_timeout", "keep_alive_interval", b"keep_alive_interval", "keep_alive_max_attempt", b"keep_alive_max_attempt", "last_call_timeout", b"last_call_timeout", "max_nodes", b"max_nodes", "max_restarts", b"max_restarts", "max_restarts_per_node", b"max_restarts_per_node", "min_nodes", b"min_nodes", "rank_policy", b"rank_policy", "restart_backoff", b"restart_backoff", "restart_window", b"restart_window", "scale_up_delay", b"scale_up_delay", "scale_up_policy", b"scale_up_policy"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["confirm_timeout", b"confirm_timeout", "disconnect_grace", b"disconnect_grace", "exit_barrier_timeout", b"exit_barrier_timeout", "join_timeout", b"join_timeout", "keep_alive_interval", b"keep_alive_interval", "keep_alive_max_attempt", b"keep_alive_max_attempt", "last_call_timeout", b"last_call_timeout", "max_nodes", b"max_nodes", "max_restarts", b"max_restarts", "max_restarts_per_node", b"max_restarts_per_node", "min_nodes", b"min_nodes", "rank_policy", b"rank_policy", "reopen", b"reopen", "restart_backoff", b"restart_backoff", "restart_window", b"restart_window", "scale_up_delay", b"scale_up_delay", "scale_up_policy", b"scale_up_policy"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -765,6 +811,8 @@ class JoinRun(_message.Message):
     ROLE_FIELD_NUMBER: _builtins.int
     TOPOLOGY_FIELD_NUMBER: _builtins.int
     SUPERVISOR_ADDRESS_FIELD_NUMBER: _builtins.int
+    STAYS_UNTIL_GONE_FIELD_NUMBER: _builtins.int
+    FORMER_INCARNATION_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Name of the run, chosen by its user; at most 256 bytes."""
     node_id: _builtins.str
@@ -785,6 +833,15 @@ class JoinRun(_message.Message):
     """Address of the SupervisorService of the node's agent, as host:port or unix:/path, at most 256 bytes: shown by
     GetRun, so that the agents of a run can be found. Empty: the agent serves none that others can reach.
     """
+    stays_until_gone: _builtins.bool
+    """The node stays after the end of the run: see NodeUpdate, phase CLOSED. Such a client also understands
+    JoinResponse.waiting. False: the server ends the stream with the end of the run, and takes the node for gone when its
+    lease would have ended.
+    """
+    former_incarnation: _builtins.str
+    """Incarnation of the last lease that this agent held in the run (Lease.incarnation); empty: it held none. An agent whose
+    lease was lost is refused with RUN_CLOSED if that incarnation has ended, and does not reopen the run.
+    """
     @_builtins.property
     def settings(self) -> Global___RunSettings:
         """Settings of the run."""
@@ -800,10 +857,12 @@ class JoinRun(_message.Message):
         role: _builtins.str = ...,
         topology: _builtins.str = ...,
         supervisor_address: _builtins.str = ...,
+        stays_until_gone: _builtins.bool = ...,
+        former_incarnation: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["settings", b"settings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "local_world_size", b"local_world_size", "node_id", b"node_id", "role", b"role", "run_id", b"run_id", "settings", b"settings", "supervisor_address", b"supervisor_address", "topology", b"topology"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "former_incarnation", b"former_incarnation", "local_world_size", b"local_world_size", "node_id", b"node_id", "role", b"role", "run_id", b"run_id", "settings", b"settings", "stays_until_gone", b"stays_until_gone", "supervisor_address", b"supervisor_address", "topology", b"topology"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -822,6 +881,7 @@ class ResumeRun(_message.Message):
     LEASE_FIELD_NUMBER: _builtins.int
     AFTER_REVISION_FIELD_NUMBER: _builtins.int
     TOKEN_FIELD_NUMBER: _builtins.int
+    STAYS_UNTIL_GONE_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Name of the run."""
     node_id: _builtins.str
@@ -832,6 +892,8 @@ class ResumeRun(_message.Message):
     """The last revision that the node received."""
     token: _builtins.bytes
     """Lease.token."""
+    stays_until_gone: _builtins.bool
+    """As in JoinRun."""
     def __init__(
         self,
         *,
@@ -840,10 +902,11 @@ class ResumeRun(_message.Message):
         lease: _builtins.int = ...,
         after_revision: _builtins.int = ...,
         token: _builtins.bytes = ...,
+        stays_until_gone: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["after_revision", b"after_revision", "lease", b"lease", "node_id", b"node_id", "run_id", b"run_id", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after_revision", b"after_revision", "lease", b"lease", "node_id", b"node_id", "run_id", b"run_id", "stays_until_gone", b"stays_until_gone", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1089,6 +1152,7 @@ class JoinResponse(_message.Message):
     LEASE_FIELD_NUMBER: _builtins.int
     UPDATE_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
+    WAITING_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def lease(self) -> Global___Lease:
         """The node's lease: in the first message, and in no other. While many nodes join at once, the server may delay the
@@ -1103,20 +1167,49 @@ class JoinResponse(_message.Message):
     def draining(self) -> Global___Draining:
         """The server is shutting down and ends the stream: reconnect, with jitter, and resume."""
 
+    @_builtins.property
+    def waiting(self) -> Global___Waiting:
+        """Before the lease: the join waits, since nodes are still there that were in the run when it was closed. Sent only to
+        clients that set stays_until_gone; the lease follows, or a refusal.
+        """
+
     def __init__(
         self,
         *,
         lease: Global___Lease | None = ...,
         update: Global___NodeUpdate | None = ...,
         draining: Global___Draining | None = ...,
+        waiting: Global___Waiting | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "lease", b"lease", "update", b"update"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "lease", b"lease", "update", b"update", "waiting", b"waiting"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "lease", b"lease", "update", b"update"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "lease", b"lease", "update", b"update", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___JoinResponse: _TypeAlias = JoinResponse  # noqa: Y015
+
+@_typing.final
+class Waiting(_message.Message):
+    """Waiting is the reason why a join has no lease yet."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DETAIL_FIELD_NUMBER: _builtins.int
+    detail: _builtins.str
+    """Why, for people: one sentence."""
+    def __init__(
+        self,
+        *,
+        detail: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Waiting: _TypeAlias = Waiting  # noqa: Y015
 
 @_typing.final
 class Lease(_message.Message):
@@ -1135,7 +1228,7 @@ class Lease(_message.Message):
     revision: _builtins.int
     """Revision of the run."""
     incarnation: _builtins.str
-    """Incarnation of the run: a new one each time a run of this name is created, because the numbers of its leases and
+    """Incarnation of the run: a new one each time a run of this name is created or reopened, because the numbers of its leases and
     rounds may then begin again. Do not compare leases of two incarnations. It stays the same over restarts and
     take-overs. Empty: the run was created by a version of the service without incarnations.
     """
@@ -1203,6 +1296,9 @@ class NodeUpdate(_message.Message):
       phase FINAL, assignment   start the workers of assignment.round, if they don't run yet
       FROZEN or FINAL without   the node is on the wait list: run nothing
       phase CLOSED              stop the workers and leave
+
+    In CLOSED, the server ends the stream after the update. If the client has set stays_until_gone, it does not: the node
+    sends heartbeats until none of its workers is alive, and `leave` then. The run can't be reopened before.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -1698,19 +1794,25 @@ class CloseRunRequest(_message.Message):
 
     RUN_ID_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Name of the run."""
     reason: _builtins.str
     """Why, for people; at most 1,024 bytes."""
+    incarnation: _builtins.str
+    """Close only this incarnation of the run (Run.incarnation): if it has ended and the run was reopened, nothing changes, and
+    the response has its end; refused with RUN_NOT_FOUND if the service does not know it. Empty: the present one.
+    """
     def __init__(
         self,
         *,
         run_id: _builtins.str = ...,
         reason: _builtins.str = ...,
+        incarnation: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "run_id", b"run_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "reason", b"reason", "run_id", b"run_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

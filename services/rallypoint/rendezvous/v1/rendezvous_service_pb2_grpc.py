@@ -201,8 +201,8 @@ class RendezvousServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def CloseRun(self, request, context):
-        """CloseRun ends a run for good. The server informs every node, which stops its workers. Closing a closed run changes
-        nothing and returns its outcome.
+        """CloseRun ends a run. The server informs every node, which stops its workers. Closing a closed run changes nothing and
+        returns its outcome. A later join may open it again; see Reopen.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -85,8 +85,8 @@ class RendezvousServiceStub:
     follows. States may be skipped, and with them a short round: WatchEvents has every round.
     """
     CloseRun: _grpc.UnaryUnaryMultiCallable[_rendezvous_service_pb2.CloseRunRequest, _rendezvous_service_pb2.CloseRunResponse]
-    """CloseRun ends a run for good. The server informs every node, which stops its workers. Closing a closed run changes
-    nothing and returns its outcome.
+    """CloseRun ends a run. The server informs every node, which stops its workers. Closing a closed run changes nothing and
+    returns its outcome. A later join may open it again; see Reopen.
     """
     DeleteRun: _grpc.UnaryUnaryMultiCallable[_rendezvous_service_pb2.DeleteRunRequest, _rendezvous_service_pb2.DeleteRunResponse]
     """DeleteRun forgets a run that is closed, or that no node is in: its state, events, store and fenced states. Its name is
@@ -177,8 +177,8 @@ class RendezvousServiceAsyncStub(RendezvousServiceStub):
     follows. States may be skipped, and with them a short round: WatchEvents has every round.
     """
     CloseRun: _aio.UnaryUnaryMultiCallable[_rendezvous_service_pb2.CloseRunRequest, _rendezvous_service_pb2.CloseRunResponse]  # type: ignore[assignment]
-    """CloseRun ends a run for good. The server informs every node, which stops its workers. Closing a closed run changes
-    nothing and returns its outcome.
+    """CloseRun ends a run. The server informs every node, which stops its workers. Closing a closed run changes nothing and
+    returns its outcome. A later join may open it again; see Reopen.
     """
     DeleteRun: _aio.UnaryUnaryMultiCallable[_rendezvous_service_pb2.DeleteRunRequest, _rendezvous_service_pb2.DeleteRunResponse]  # type: ignore[assignment]
     """DeleteRun forgets a run that is closed, or that no node is in: its state, events, store and fenced states. Its name is
@@ -302,8 +302,8 @@ class RendezvousServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _rendezvous_service_pb2.CloseRunRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_rendezvous_service_pb2.CloseRunResponse, _abc.Awaitable[_rendezvous_service_pb2.CloseRunResponse]]:
-        """CloseRun ends a run for good. The server informs every node, which stops its workers. Closing a closed run changes
-        nothing and returns its outcome.
+        """CloseRun ends a run. The server informs every node, which stops its workers. Closing a closed run changes nothing and
+        returns its outcome. A later join may open it again; see Reopen.
         """
 
     @_abc_1.abstractmethod
