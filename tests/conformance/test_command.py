@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from cli.cli_process import RALLYPOINT, clean_environment, rallypoint, refusal
-from rallypoint.conformance.report import SCENARIOS
+from rallypoint.conformance.report import AGENTS, WORKERS
 from rallypoint.conformance.rules import RULES
 from support.processes import fresh_marker, gone, living
 from support.waiting import PATIENCE, wait_until
@@ -22,8 +22,9 @@ _CLIENT = f"{sys.executable} {_REFERENCE} {{address}} {{run_id}} {{node_id}} {{w
 
 def test_list_shows_each_rule_and_scenario() -> None:
     listed = rallypoint("conformance", "--list").stdout
-    assert all(f"{rule}  {text}\n" in listed for rule, text in RULES.items())
-    assert all(f"{name} (" in listed for name in SCENARIOS)
+    for kit in (AGENTS, WORKERS):
+        assert all(f"{rule}  {text}\n" in listed for rule, text in kit.rules.items())
+        assert all(f"{name} (" in listed for name in kit.scenarios)
 
 
 def test_a_rule_that_holds() -> None:
@@ -68,6 +69,9 @@ def test_rules_after_a_broken_one_are_skipped_with_the_reason() -> None:
             "no program 'no-such-program'",
         ),
         (["--client", "true '"], "can't be split into words"),
+        (["--client", _CLIENT, "--worker", "true"], "--client and --worker exclude each other"),
+        (["--worker", "no-such-program"], "--worker: there is no program 'no-such-program'"),
+        (["--worker", "true", "--rule", "R01"], "--rule: there is no rule 'R01'"),
         (["--client", _CLIENT, "--rule", "R99"], "--rule: there is no rule 'R99'"),
         (["--client", _CLIENT, "--scenario", "rest"], "--scenario: there is no scenario 'rest'"),
     ],
@@ -82,6 +86,29 @@ def test_a_client_that_ends_at_once_is_shown_with_its_last_lines() -> None:
     line = refusal(result)
     assert "exit code 4 before it opened a stream" in line
     assert "no such flag: --run" in line
+
+
+@pytest.mark.parametrize(
+    ("program", "ending"),
+    [("sh -c 'echo no socket >&2; exit 4'", "ended with exit code 4"), ("sleep 60", "was silent")],
+)
+def test_a_worker_that_carries_out_no_step_is_shown_with_its_last_lines(program: str, ending: str) -> None:
+    line = refusal(rallypoint("conformance", "--worker", program, "--timeout", "1"))
+    assert f"--worker: the worker {ending} before it had a result" in line
+    assert ("no socket" in line) == ("exit" in program)
+
+
+def test_the_report_of_a_worker() -> None:
+    """With the rules of workers alone, and the reason for those that it does not come to."""
+    worker = f"{sys.executable} {_REFERENCE.with_name('reference_worker.py')}"
+    result = rallypoint("conformance", "--worker", f"{worker} packets", "--rule", "T15", "--rule", "S05")
+    assert result.returncode == 0, result.stdout
+    assert f"T16 SKIPPED {WORKERS.rules['T16']} (table: the worker uses no table)" in result.stdout
+    assert "S05 PASS" in result.stdout
+    assert "R01" not in result.stdout
+    result = rallypoint("conformance", "--worker", f"{worker} stream no-frames", "--rule", "T02")
+    assert result.returncode == 1, result.stdout
+    assert "T02 FAIL" in result.stdout
 
 
 def _is_worker(pid: int) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cli.cli_process import RALLYPOINT
-from rallypoint.conformance.report import Report, chosen_scenarios, play_all
+from rallypoint.conformance.report import AGENTS, Report, play_all
 from rallypoint.conformance.rules import RULES
 from support.waiting import PATIENCE
 
@@ -21,7 +21,9 @@ def _lines(report: Report) -> str:
 
 
 async def test_our_agent_passes_quick_scenarios() -> None:
-    report = await play_all(_AGENT, chosen_scenarios([], _QUICK), timeout=PATIENCE, jobs=3, progress=print)
+    report = await play_all(
+        AGENTS, _AGENT, AGENTS.choose([], _QUICK), timeout=PATIENCE, jobs=3, progress=print
+    )
     assert not report.failed, _lines(report)
 
 
@@ -30,6 +32,6 @@ async def test_our_agent_passes_quick_scenarios() -> None:
 async def test_our_agent_passes_everything(workers: int) -> None:
     """With one and with two workers."""
     agent = [*_AGENT[:2], "--nproc-per-node", str(workers), *_AGENT[2:]]
-    report = await play_all(agent, chosen_scenarios([], []), timeout=PATIENCE, jobs=3, progress=print)
+    report = await play_all(AGENTS, agent, AGENTS.choose([], []), timeout=PATIENCE, jobs=3, progress=print)
     statuses = {each.rule: each.status for each in report.results()}
     assert statuses == dict.fromkeys(RULES, "PASS"), _lines(report)

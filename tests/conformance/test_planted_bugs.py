@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from conformance.reference_client import BUGS
-from rallypoint.conformance.report import Report, chosen_scenarios, play_all
+from rallypoint.conformance.report import AGENTS, Report, play_all
 from rallypoint.conformance.rules import RULES
 from support.waiting import PATIENCE
 
@@ -34,8 +34,8 @@ _SLOW = {
 
 
 async def _play(*, bug: str = "", rule: str = "", timeout: float) -> Report:
-    scenarios = chosen_scenarios([rule] if rule else [], [])
-    return await play_all([*_CLIENT, bug], scenarios, timeout=timeout, jobs=4, progress=print)
+    scenarios = AGENTS.choose([rule] if rule else [], [])
+    return await play_all(AGENTS, [*_CLIENT, bug], scenarios, timeout=timeout, jobs=4, progress=print)
 
 
 @pytest.mark.slow

@@ -1,4 +1,5 @@
-"""docs/protocol.md has a line for each error of the contract, with its code, and the id of each checked rule."""
+"""docs/protocol.md has a line for each error of the contract, with its code; it, and the pages of the workers' sockets,
+have the id of each checked rule."""
 
 from __future__ import annotations
 
@@ -6,8 +7,8 @@ import re
 from pathlib import Path
 
 from hostile.contract import documented_reasons
-from rallypoint.conformance.report import SCENARIOS
-from rallypoint.conformance.rules import RULES
+from rallypoint.conformance.report import AGENTS, WORKERS
+from rallypoint.conformance.rules import RULES, WORKER_RULES
 
 _PAGE = Path(__file__).parents[2] / "docs" / "protocol.md"
 _ROW = re.compile(r"^\| `([A-Z_]+)` \| ([A-Z_]+) \| \w", re.MULTILINE)
@@ -28,5 +29,14 @@ def test_the_page_and_the_kit_have_the_same_rules() -> None:
     assert set(re.findall(r"\bR\d\d\b", duties)) == set(RULES)
 
 
+def test_the_pages_of_the_sockets_and_the_kit_have_the_same_rules() -> None:
+    """The section about the kit is left out."""
+    for page, letter in (("timer-socket.md", "T"), ("store-socket.md", "S")):
+        duties = _PAGE.with_name(page).read_text(encoding="utf-8").partition("\n## Check your worker")[0]
+        expected = {rule for rule in WORKER_RULES if rule.startswith(letter)}
+        assert set(re.findall(rf"\b{letter}\d\d\b", duties)) == expected
+
+
 def test_each_rule_has_a_scenario() -> None:
-    assert {rule for each in SCENARIOS.values() for rule in each.rules} == set(RULES)
+    for kit in (AGENTS, WORKERS):
+        assert {rule for each in kit.scenarios.values() for rule in each.rules} == set(kit.rules)

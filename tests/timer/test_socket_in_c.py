@@ -1,4 +1,4 @@
-"""What docs/timer-socket.md says to other languages is true: its C code compiles, and an agent understands it."""
+"""The C header of the examples, and the C code of docs/timer-socket.md, compile, and an agent understands them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ pytestmark = [
     pytest.mark.skipif(COMPILER is None, reason="there is no C compiler here"),
 ]
 
-PAGE = Path(__file__).parents[2] / "docs" / "timer-socket.md"
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "timer-socket.md"
+HEADER = ROOT / "examples" / "clients" / "worker" / "rallypoint_worker.h"
 
 # Does what each line of its input says, and says so.
 MAIN = """
@@ -35,15 +37,16 @@ int main(void) {
   char what[32], scope[300];
   double seconds;
   unsigned long number;
-  int link = connect_timers(), failed = link < 0;
+  int link = rp_connect("RALLYPOINT_TIMER_SOCKET", SOCK_SEQPACKET, 0.05), failed = link < 0;
+  static struct rp_timers timers;
   struct table table;
   while (!failed && scanf("%31s", what) == 1) {
     if (!strcmp(what, "acquire") && scanf("%lu %lf %299s", &number, &seconds, scope) == 3)
-      failed = acquire(link, number, seconds, scope);
+      rp_acquire(&timers, number, seconds, scope);
     else if (!strcmp(what, "release") && scanf("%lu", &number) == 1)
-      failed = release(link, number);
+      rp_release(&timers, number);
     else if (!strcmp(what, "progress") && scanf("%lu", &number) == 1)
-      failed = progress(link, number);
+      rp_progress(&timers, number);
     else if (!strcmp(what, "table"))
       failed = table_open(&table, link);
     else if (!strcmp(what, "table-acquire") && scanf("%lf %299s", &seconds, scope) == 2)
@@ -56,7 +59,7 @@ int main(void) {
       while (number--) table_release(&table, table_acquire(&table, 60, number % 2 ? "churn" : "another"));
     else if (!strcmp(what, "reconnect")) {
       close(link);
-      link = connect_timers();
+      link = rp_connect("RALLYPOINT_TIMER_SOCKET", SOCK_SEQPACKET, 0.05);
       failed = link < 0 || table_send(&table, link);
     } else
       failed = 1;
@@ -70,11 +73,11 @@ int main(void) {
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The page's code, as it stands there."""
+    """The header and the page's code, as they stand there."""
     folder = tmp_path_factory.mktemp("c")
     blocks = re.findall(r"^```c\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
-    assert len(blocks) == 2
-    (folder / "worker.c").write_text("#define _GNU_SOURCE\n" + "".join(blocks) + MAIN)
+    assert len(blocks) == 1
+    (folder / "worker.c").write_text(f'#define _GNU_SOURCE\n#include "{HEADER}"\n' + blocks[0] + MAIN)
     compiled = subprocess.run(
         [COMPILER or "cc", "-std=c11", "-Wall", "-Wextra", "-Werror", "-O2", "-o", "worker", "worker.c"],
         cwd=folder,

@@ -141,7 +141,7 @@ class LazyGroup(click.Group):
         "delete": ("rallypoint.cli.runs:delete", "Forget a run that is over, so that its name is free."),
         "conformance": (
             "rallypoint.conformance.command:conformance",
-            "Check an agent in any language against the protocol.",
+            "Check an agent or a worker in any language.",
         ),
         "token": ("rallypoint.cli.credentials:token", "Make keys for tokens, issue and inspect tokens."),
         "tls": ("rallypoint.cli.credentials:tls", "Make certificates for a trial of mutual TLS."),

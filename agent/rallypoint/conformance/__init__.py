@@ -1,1 +1,1 @@
-"""A scripted rendezvous service that checks an agent in any language against the rules of docs/protocol.md."""
+"""Kits that check agents and workers in any language against the rules of docs: scripted services and sockets."""

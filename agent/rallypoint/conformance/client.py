@@ -1,4 +1,4 @@
-"""The client under test: its process, its output, and the workers that it starts."""
+"""The program under test: its process and its output; and the workers that an agent starts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import shlex
 import shutil
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.resources import files
@@ -18,15 +18,20 @@ from pathlib import Path
 from rallypoint.rpc.endpoint import SettingError
 from rallypoint.rpc.text import clip_start, printable
 
-PLACEHOLDERS = ("address", "run_id", "node_id", "worker")
 _ENDED = 5.0  # seconds that a killed process may take to end
 _SHOWN_BYTES = 1_500
+_LONGEST_LINE = 16 * 1024 * 1024  # bytes: a value of 4 MiB, in hexadecimal, and more
 # In the client's environment, so that the kit sees whether workers get it. No client reads it.
 PLANTED_SECRET = "RALLYPOINT_TLS_CONFORMANCE"  # noqa: S105 (a name)
 
 
-def parse_command(command: str) -> list[str]:
-    """Split the command line of the client, and check it.
+def parse_command(option: str, command: str, placeholders: Sequence[str]) -> list[str]:
+    """Split a command line, and check it.
+
+    Args:
+        option: The option that has it.
+        command: The command line.
+        placeholders: The names that must be in it, in braces.
 
     Raises:
         SettingError: It is not usable; one line that names the mistake.
@@ -34,16 +39,16 @@ def parse_command(command: str) -> list[str]:
     try:
         words = shlex.split(command)
     except ValueError as error:
-        raise SettingError(f"--client: {command!r} can't be split into words: {error}") from None
+        raise SettingError(f"{option}: {command!r} can't be split into words: {error}") from None
     if not words:
-        raise SettingError("--client COMMAND is missing: the command line of the client under test")
-    missing = [f"{{{name}}}" for name in PLACEHOLDERS if not any(f"{{{name}}}" in word for word in words)]
+        raise SettingError(f"{option} COMMAND is missing: the command line of the program under test")
+    missing = [f"{{{name}}}" for name in placeholders if not any(f"{{{name}}}" in word for word in words)]
     if missing:
         raise SettingError(
-            f"--client: {', '.join(missing)} is missing in the command; the kit puts a value there"
+            f"{option}: {', '.join(missing)} is missing in the command; the kit puts a value there"
         )
     if shutil.which(words[0]) is None:
-        raise SettingError(f"--client: there is no program {words[0]!r}")
+        raise SettingError(f"{option}: there is no program {words[0]!r}")
     return words
 
 
@@ -91,50 +96,37 @@ def _command_line(pid: int) -> bytes:
         return b""
 
 
-class TestedClient:
-    """One process of the client, in a folder of its own."""
+class TestedProcess:
+    """One process of a program under test, in a folder of its own."""
 
-    def __init__(self, words: list[str], folder: Path, values: Mapping[str, str]) -> None:
-        """Set up; start nothing yet.
-
-        Args:
-            words: Its command line, with placeholders.
-            folder: A folder that does not exist yet.
-            values: The values of the placeholders, without `worker`.
-        """
+    def __init__(self, words: list[str], folder: Path) -> None:
+        """Make the folder, which does not exist yet; start nothing yet."""
+        folder.mkdir(parents=True)
         self._folder = folder
         self._output = folder / "output"
-        self._workers = folder / "workers"
-        self._seen: dict[int, StartedWorker] = {}
         self._process: asyncio.subprocess.Process | None = None
-        program = self._workers / "worker.py"
         self._words = words
-        for name, value in {**values, "worker": str(program)}.items():
-            self._words = [word.replace(f"{{{name}}}", value) for word in self._words]
-        self._workers.mkdir(parents=True)
-        text = files("rallypoint.conformance").joinpath("worker_program.py").read_text()
-        program.write_text(f"#!{sys.executable} -IS\n{text}")
-        program.chmod(0o700)
-        self.plan()
 
-    def plan(self, **plan: object) -> None:
-        """Decide how workers behave that start from now on; see `worker_program`."""
-        (self._workers / "plan.json").write_text(json.dumps(plan))
+    async def launch(
+        self, environment: Mapping[str, str], *, pipes: bool = False
+    ) -> asyncio.subprocess.Process:
+        """Start it, in a session of its own: Ctrl-C reaches the kit alone, which ends the program.
 
-    async def start(self) -> None:
-        """Start it, in a session of its own: Ctrl-C reaches the kit alone, which ends the client."""
+        `pipes`: its standard input and output are the kit's; otherwise it has no input.
+        """
         temporary = self._folder / "tmp"
         temporary.mkdir()
-        environment = {**os.environ, "TMPDIR": str(temporary), PLANTED_SECRET: "secret"}
-        with self._output.open("wb") as output:
+        with self._output.open("wb") as file:
             self._process = await asyncio.create_subprocess_exec(
                 *self._words,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                env=environment,
+                stdin=asyncio.subprocess.PIPE if pipes else asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE if pipes else file,
+                stderr=file,
+                env={**environment, "TMPDIR": str(temporary)},
                 start_new_session=True,
+                limit=_LONGEST_LINE,
             )
+        return self._process
 
     @property
     def exit_code(self) -> int | None:
@@ -151,6 +143,48 @@ class TestedClient:
         """The end of the output, on one line."""
         lines = [line.strip() for line in self.output.splitlines() if line.strip()]
         return printable(clip_start(" | ".join(lines[-5:]), _SHOWN_BYTES, "…")) or "no output"
+
+    async def kill(self) -> None:
+        """Kill it, and remove its folder: workers that are left end by themselves then."""
+        if self._process is None:
+            return
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._process.wait(), _ENDED)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+class TestedClient(TestedProcess):
+    """One process of an agent."""
+
+    def __init__(self, words: list[str], folder: Path, values: Mapping[str, str]) -> None:
+        """Set up; start nothing yet.
+
+        Args:
+            words: Its command line, with placeholders.
+            folder: A folder that does not exist yet.
+            values: The values of the placeholders, without `worker`.
+        """
+        super().__init__(words, folder)
+        self._workers = folder / "workers"
+        self._seen: dict[int, StartedWorker] = {}
+        program = self._workers / "worker.py"
+        for name, value in {**values, "worker": str(program)}.items():
+            self._words = [word.replace(f"{{{name}}}", value) for word in self._words]
+        self._workers.mkdir()
+        text = files("rallypoint.conformance").joinpath("worker_program.py").read_text()
+        program.write_text(f"#!{sys.executable} -IS\n{text}")
+        program.chmod(0o700)
+        self.plan()
+
+    def plan(self, **plan: object) -> None:
+        """Decide how workers behave that start from now on; see `worker_program`."""
+        (self._workers / "plan.json").write_text(json.dumps(plan))
+
+    async def start(self) -> None:
+        """Start it, with a credential in its environment."""
+        await self.launch({**os.environ, PLANTED_SECRET: "secret"})
 
     @property
     def workers(self) -> list[StartedWorker]:
@@ -181,13 +215,3 @@ class TestedClient:
         if self._process is not None:
             with suppress(ProcessLookupError):
                 self._process.send_signal(signal.SIGTERM)
-
-    async def kill(self) -> None:
-        """Kill it, and remove its folder: workers that are left end by themselves then."""
-        if self._process is None:
-            return
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        with suppress(TimeoutError):
-            await asyncio.wait_for(self._process.wait(), _ENDED)
-        shutil.rmtree(self._folder, ignore_errors=True)

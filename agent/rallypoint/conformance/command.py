@@ -1,4 +1,4 @@
-"""`rallypoint conformance`: check an agent in any language against the rules of docs/protocol.md."""
+"""`rallypoint conformance`: check an agent, or a worker, in any language against the rules of the pages in docs."""
 
 from __future__ import annotations
 
@@ -16,6 +16,12 @@ from rallypoint.serving.options import Seconds, SettingRefused
     default="",
     metavar="COMMAND",
     help="Command line of the client, with {address}, {run_id}, {node_id} and {worker}.",
+)
+@click.option(
+    "--worker",
+    default="",
+    metavar="COMMAND",
+    help="Command line of a worker, instead of a client.",
 )
 @click.option("--rule", "rules", multiple=True, metavar="ID", help="Only scenarios for this rule.")
 @click.option("--scenario", "names", multiple=True, metavar="NAME", help="Only this scenario.")
@@ -40,6 +46,7 @@ from rallypoint.serving.options import Seconds, SettingRefused
 def conformance(
     *,
     client: str,
+    worker: str,
     rules: tuple[str, ...],
     names: tuple[str, ...],
     list_all: bool,
@@ -47,36 +54,51 @@ def conformance(
     jobs: int,
     as_json: bool,
 ) -> None:
-    """Check an agent in any language against the rules of docs/protocol.md.
+    """Check an agent, or the sockets of a worker, in any language.
 
-    Each scenario starts the client once, against a rendezvous service on loopback that plays a script. {worker} is the
-    program of one worker; the client must run it and pass its environment on. Exit code 0: no rule was broken; 1: one
-    was; 2: the client could not be started.
+    Agents: the rules of docs/protocol.md. Each scenario starts the client once, against a rendezvous service on
+    loopback that plays a script. {worker} is the program of one worker; the client must run it and pass its environment
+    on.
 
         rallypoint conformance --client './member {address} {run_id} {node_id} -- {worker}'
+
+    Workers: the rules of docs/timer-socket.md and docs/store-socket.md. Each scenario starts the worker once, with an
+    agent's sockets that play a script. The worker carries out the steps that it reads from its standard input.
+
+        rallypoint conformance --worker ./worker
+
+    Exit code 0: no rule was broken; 1: one was; 2: the program could not be started.
     """
     from rallypoint.conformance.client import parse_command  # noqa: PLC0415 (gRPC is not for --help)
-    from rallypoint.conformance.report import chosen_scenarios, play_all  # noqa: PLC0415
-    from rallypoint.conformance.rules import RULES  # noqa: PLC0415
+    from rallypoint.conformance.report import AGENTS, WORKERS, play_all  # noqa: PLC0415
     from rallypoint.rpc.loop import run  # noqa: PLC0415
 
+    if list_all:
+        for kit in (AGENTS, WORKERS):
+            for rule, text in kit.rules.items():
+                click.echo(f"{rule}  {text}")
+            for each in kit.scenarios.values():
+                click.echo(f"{each.name} ({', '.join(each.rules)}): {each.summary}")
+        return
     try:
-        scenarios = chosen_scenarios(rules, names)
-        words = parse_command(client) if not list_all else []
+        if client and worker:
+            raise SettingError("--client and --worker exclude each other")
+        kit = WORKERS if worker else AGENTS
+        scenarios = kit.choose(rules, names)
+        words = parse_command(kit.option, worker or client, kit.placeholders)
     except SettingError as error:
         raise SettingRefused(str(error)) from None
-    if list_all:
-        for rule, text in RULES.items():
-            click.echo(f"{rule}  {text}")
-        for each in scenarios:
-            click.echo(f"{each.name} ({', '.join(each.rules)}): {each.summary}")
-        return
     # Ctrl-C ends the clients and their workers; SIGTERM does the same.
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     try:
         report = run(
             play_all(
-                words, scenarios, timeout=timeout, jobs=jobs, progress=lambda line: click.echo(line, err=True)
+                kit,
+                words,
+                scenarios,
+                timeout=timeout,
+                jobs=jobs,
+                progress=lambda line: click.echo(line, err=True),
             )
         )
     except SettingError as error:

@@ -9,8 +9,9 @@ from itertools import pairwise
 
 from grpc import StatusCode
 
+from rallypoint.conformance.checks import HOLD
 from rallypoint.conformance.client import PLANTED_SECRET, StartedWorker
-from rallypoint.conformance.scene import FENCING_TOKEN, HOLD, SHORT_INTERVAL, Scene, error, scenario
+from rallypoint.conformance.scene import FENCING_TOKEN, SHORT_INTERVAL, Scene, error, scenario
 from rallypoint.conformance.server import Stream
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rpc.durations import to_duration, to_seconds

@@ -1,4 +1,7 @@
-"""The rules of docs/protocol.md that the kit checks, each under the id that it has on that page, and their results."""
+"""The rules that the kits check, each under the id that it has on its page, and their results.
+
+Those of agents are in docs/protocol.md, those of workers in docs/timer-socket.md and docs/store-socket.md.
+"""
 
 from __future__ import annotations
 
@@ -60,6 +63,49 @@ RULES: dict[str, str] = {
     "R47": "no worker gets RALLYPOINT_RUN_SECRET*, RALLYPOINT_TLS_* or RALLYPOINT_TOKEN_*",
 }
 
+WORKER_RULES: dict[str, str] = {
+    # docs/timer-socket.md
+    "T01": "the worker uses one connection for all its timers and its progress",
+    "T02": "each message has version 1, the size of its kind, and zeros in unused bytes; in a stream, a frame for each",
+    "T03": "a timer has its scope, its timeout in nanoseconds, and signal 0 unless the program gives one",
+    "T04": "a learned timer has flag 1 and a timeout of 0",
+    "T05": "times are of CLOCK_MONOTONIC, or 0",
+    "T06": "a scope has at most 256 bytes: of a longer one, a part of whole UTF-8 characters",
+    "T07": "the end of a timer ends that timer, and no other one of the same scope",
+    "T08": "progress has the step, of 64 bits",
+    "T09": "without an agent, and when the agent closes the connection, the worker goes on",
+    "T10": "after the end of a connection a later change opens another one",
+    "T11": "a new connection gets the timers that still run, with the time at which they began, and no others",
+    "T12": "connections are opened with pauses: at most 40 in 4 s, if each is closed at once",
+    "T13": "an agent that does not read delays the worker for a short time, not at each change",
+    "T14": "once the agent reads again, it gets the state of the worker",
+    "T15": "a table has its size, seals and magic number; its message is the first, and word 1 is 0 then",
+    "T16": "Look is sent after a change, unless the agent polls",
+    "T17": "no Look is sent while the agent polls, or while another one is unread",
+    # docs/store-socket.md
+    "S01": "a call is a frame of two lengths, most significant byte first, a JSON object in UTF-8, and the body",
+    "S02": "each call has `op`, `round` (the worker's, or 0) and `timeout` (the program's)",
+    "S03": "a write has `writer_round`, the value of RALLYPOINT_ROUND",
+    "S04": "`set`, `get` and `delete` have the key; values are raw bytes, also empty ones",
+    "S05": "`add` has the amount, of 64 bits",
+    "S06": "`compare_set` has both values in the body, and the length of the first",
+    "S07": "`wait` and `check` have the list of keys",
+    "S08": "`keys` is repeated with `page` until `next_page` is empty",
+    "S09": "keys are any Unicode: quotes, backslashes, control characters, all planes",
+    "S10": "one connection serves one call after the other, also after an error",
+    "S11": "a reply may come in pieces",
+    "S12": "an agent that reads slowly gets the whole call",
+    "S13": "KEY_WAIT_TIMED_OUT is a timeout",
+    "S14": "ROUND_OVER and LEASE_LOST mean that the worker's round is over",
+    "S15": "other errors go by `code`, also with an unknown reason: UNAVAILABLE, or refused",
+    "S16": "unknown fields of replies and errors are ignored",
+    "S17": "the connection is not used after a reply with `last`",
+    "S18": "a call without a reply is not repeated; it is UNAVAILABLE",
+    "S19": "after the end of a connection, a later call opens another one",
+    "S20": "the worker waits for the reply for at least 5 s after the timeout",
+    "S21": "a call to a silent agent ends, and its connection with it",
+}
+
 
 @dataclass
 class Findings:
@@ -68,10 +114,12 @@ class Findings:
     Attributes:
         held: Rules that were checked and held.
         broken: For a broken rule, the expectation and the observation.
+        left_out: The reason to end the scenario early: the program does not offer something.
     """
 
     held: set[str] = field(default_factory=set)
     broken: dict[str, tuple[str, str]] = field(default_factory=dict)
+    left_out: str = ""
 
 
 @dataclass(frozen=True)
@@ -96,7 +144,7 @@ class RuleResult:
 
     def line(self) -> str:
         """Describe the result on one line, or on three."""
-        text = f"{self.rule} {self.status:7} {RULES[self.rule]}"
+        text = f"{self.rule} {self.status:7} {(RULES | WORKER_RULES)[self.rule]}"
         if self.status == "FAIL":
             return f"{text}\n    {self.scenario}: expected {self.expected}\n    seen: {self.seen}"
         return f"{text} ({self.reason})" if self.reason else text

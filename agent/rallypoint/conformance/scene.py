@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import secrets
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
 
+from rallypoint.conformance.checks import POLL, Checks, ClientFailed, Scenario, register_in
 from rallypoint.conformance.client import StartedWorker, TestedClient
-from rallypoint.conformance.rules import Findings
 from rallypoint.conformance.server import ScriptedService, Stream
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rpc.durations import set_seconds
@@ -22,30 +23,16 @@ the end of its stream may get an error of gRPC in place of the service's."""
 SHORT_INTERVAL = 0.5
 """The same, where a scenario is about heartbeats or the time to live."""
 
-HOLD = 0.8
-"""Seconds for which a state must last, as in "no worker starts"."""
-
-# Seconds between two looks at workers. They are processes of the client, which may kill them without a sign to the kit:
-# their files, and /proc, are all that it can see of them.
-_POLL = 0.03
 FENCING_TOKEN = 77
+_RUN_ID = "conformance"
 
 
-class RuleBroken(Exception):
-    """The client broke a rule: the scenario ends."""
-
-
-class ClientFailed(Exception):
-    """The client ended before it opened a stream: nothing can be checked."""
-
-
-class Scene:
+class Scene(Checks):
     """A scenario that is played.
 
     Attributes:
         service: The scripted service.
         client: The client.
-        findings: The results so far.
         revision: The last revision that was sent.
         lease: The last lease that was granted.
         join: The last `join` of the client.
@@ -56,62 +43,18 @@ class Scene:
         self, service: ScriptedService, client: TestedClient, values: dict[str, str], timeout: float
     ) -> None:
         """`timeout`: seconds to wait for each expected action of the client."""
+        super().__init__(client, service.changed, timeout)
         self.service = service
-        self.client = client
-        self.findings = Findings()
+        self.client: TestedClient = client
         self.revision = 0
         self.lease = pb.Lease()
         self.join = pb.JoinRun()
         self.port = 0
         self._values = values
-        self._timeout = timeout
         self._next_stream = 0
         self._messages_read: dict[tuple[int, str], int] = {}
 
-    # ---- Checks
-
-    def check(self, rule: str, holds: bool, expected: str, seen: str) -> None:
-        """Record that a rule held; end the scenario if it did not."""
-        if not holds:
-            self.findings.broken[rule] = expected, seen
-            raise RuleBroken
-        self.findings.held.add(rule)
-
-    async def until(
-        self, rule: str, condition: Callable[[], object], expected: str, *, running: bool = True
-    ) -> None:
-        """Wait until a condition holds; the rule is broken if it does not in time.
-
-        Args:
-            rule: The rule.
-            condition: The condition.
-            expected: The expectation, for people.
-            running: False if the client may end meanwhile.
-        """
-        end = self.now + self._timeout
-        while not condition():
-            code = self.client.exit_code
-            if running and code is not None and not condition():
-                seen = f"the client ended with exit code {code}; its last lines: {self.client.last_lines}"
-                self.check(rule, False, expected, seen)
-            if self.now >= end:
-                self.check(rule, False, expected, f"nothing within {self._timeout:g} s; {self._state()}")
-            await self.service.changed.since(self.service.changed.count, _POLL)
-        self.check(rule, True, expected, "")
-
-    async def hold(self, rule: str, holds: Callable[[], bool], expected: str, seconds: float = HOLD) -> None:
-        """Check that a condition holds for a while."""
-        end = self.now + seconds
-        while self.now < end:
-            self.check(rule, holds(), expected, self._state())
-            await asyncio.sleep(_POLL)
-
-    @property
-    def now(self) -> float:
-        """Loop time."""
-        return asyncio.get_running_loop().time()
-
-    def _state(self) -> str:
+    def state(self) -> str:
         """Describe the client's present state, for people."""
         workers = self.client.workers
         alive = sum(each.alive for each in workers)
@@ -150,9 +93,9 @@ class Scene:
             ClientFailed: The client ended before it opened one.
         """
         await self.client.start()
-        end = self.now + self._timeout
+        end = self.now + self.timeout
         while not self.service.streams and self.client.exit_code is None and self.now < end:
-            await self.service.changed.since(self.service.changed.count, _POLL)
+            await self.service.changed.since(self.service.changed.count, POLL)
         if not self.service.streams and self.client.exit_code is not None:
             raise ClientFailed(
                 f"the client ended with exit code {self.client.exit_code} before it opened a stream; its last "
@@ -221,7 +164,7 @@ class Scene:
 
         await self.until(rule, lambda: found() or stream.over, expected)
         message = found()
-        self.check(rule, message is not None, expected, self._state())
+        self.check(rule, message is not None, expected, self.state())
         assert message is not None
         self._messages_read[key] = stream.of(kind).index(message) + 1
         return message
@@ -288,8 +231,8 @@ class Scene:
         confirm = (await self.message(rule, stream, "confirm", expected, round_=round_)).confirm
         alive = self.client.alive
         early = [each for each in alive if each.round == str(round_)]
-        self.check("R01", not early, "no worker in FROZEN", self._state())
-        self.check("R13", not alive, "no worker of an earlier round when the node confirms", self._state())
+        self.check("R01", not early, "no worker in FROZEN", self.state())
+        self.check("R13", not alive, "no worker of an earlier round when the node confirms", self.state())
         if children := len(self.client.children):
             self.check("R14", False, "no grandchild when the node confirms", f"{children} alive")
         port = confirm.master_port
@@ -346,36 +289,20 @@ def error(code: Any, reason: str, message: str = "scripted", **more: Any) -> Ser
     return ServiceError(code, reason, message, **more)
 
 
-Play: TypeAlias = Callable[[Scene], Awaitable[None]]
-
-
-@dataclass(frozen=True)
-class Scenario:
-    """A script.
-
-    Attributes:
-        name: Its name.
-        summary: Its course, in one sentence.
-        rules: The rules that it is there for.
-        play: Plays it.
-    """
-
-    name: str
-    summary: str
-    rules: tuple[str, ...]
-    play: Play
+@asynccontextmanager
+async def open_scene(words: list[str], folder: Path, name: str, timeout: float) -> AsyncIterator[Scene]:
+    """Open a scene for one scenario: see `Kit`."""
+    async with ScriptedService() as service:
+        values = {"address": service.addresses[0], "run_id": _RUN_ID, "node_id": f"node-{name}"}
+        client = TestedClient(words, folder, values)
+        try:
+            yield Scene(service, client, values, timeout)
+        finally:
+            await client.kill()
 
 
 SCENARIOS: dict[str, Scenario] = {}
-"""All scenarios by name, in the order of their files; `report` imports these."""
+"""All scenarios for agents by name, in the order of their files; `report` imports these."""
 
-
-def scenario(*rules: str) -> Callable[[Play], Play]:
-    """Register a function as a scenario that is there for these rules; its docstring is the summary."""
-
-    def register(play: Play) -> Play:
-        name = play.__name__.replace("_", "-")
-        SCENARIOS[name] = Scenario(name, (play.__doc__ or "").strip(), rules, play)
-        return play
-
-    return register
+scenario = partial(register_in, SCENARIOS)
+"""Register a function as a scenario for agents: see `register_in`."""

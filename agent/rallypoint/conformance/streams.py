@@ -9,9 +9,10 @@ from typing import TypeAlias
 
 from grpc import StatusCode
 
+from rallypoint.conformance.checks import HOLD, Scenario
 from rallypoint.conformance.client import StartedWorker
 from rallypoint.conformance.rounds import FINAL, FROZEN, JOINABLE, close, failed, let_go, rank_0, succeed
-from rallypoint.conformance.scene import HOLD, SCENARIOS, SHORT_INTERVAL, Scenario, Scene, error, scenario
+from rallypoint.conformance.scene import SCENARIOS, SHORT_INTERVAL, Scene, error, scenario
 from rallypoint.conformance.server import Stream
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rpc.durations import to_seconds

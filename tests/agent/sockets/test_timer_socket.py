@@ -18,6 +18,7 @@ from rallypoint.agent.hangs.hung_worker import HungWorker
 from rallypoint.agent.sockets.timers import TimerLimits, TimerSocket, TimerSocketError
 from rallypoint.timer.client.client import ExpiredTimer
 from rallypoint.timer.worker import wire
+from rallypoint.worker.store import PREFIX
 from support.host_workers import HostWorkers
 from support.remembered_timers import RememberedTimers
 
@@ -33,7 +34,8 @@ class Host(HostWorkers):
         self.path = path
         self.processes: list[asyncio.subprocess.Process] = []
         self.reaper: Callable[[str], Awaitable[bool | None]] | None = None
-        self.socket = TimerSocket(path, self.timers, self, limits=limits)
+        self.stream_path = path.with_name("stream")
+        self.socket = TimerSocket(path, self.timers, self, stream_path=self.stream_path, limits=limits)
 
     async def reap(self, hang: HungWorker) -> bool | None:
         self.expired.append(hang)
@@ -69,6 +71,21 @@ class Host(HostWorkers):
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         connection.connect(str(self.path))
         return connection
+
+    def connect_stream(self) -> socket.socket:
+        """The same, with the SOCK_STREAM form."""
+        self.pids[os.getpid()] = "0@1"
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        connection.connect(str(self.stream_path))
+        return connection
+
+
+def frame(message: bytes) -> bytes:
+    return encode_prefix(len(message)) + message
+
+
+def encode_prefix(size: int, body: int = 0) -> bytes:
+    return PREFIX.pack(size, body)
 
 
 async def asked(process: asyncio.subprocess.Process) -> str:
@@ -506,6 +523,94 @@ async def test_a_worker_that_is_cleared_is_cut_off(host: Host) -> None:
     assert host.timers.cleared == ["0@1"]
     assert connection.recv(1) == b""
     connection.close()
+
+
+async def test_a_stream_carries_the_same_messages(host: Host) -> None:
+    """In pieces, several at once, and beside a connection of the other form."""
+    with host.connect_stream() as stream, host.connect() as other:
+        other.send(wire.acquire(1, 0, 60.0, b"packet"))
+        for byte in frame(wire.acquire(1, 0, 60.0, b"pieces")):
+            stream.send(bytes([byte]))
+            await asyncio.sleep(0)
+        await host.timers.until(lambda: host.timers.scopes() == ["packet", "pieces"])
+        two, three = wire.acquire(2, 0, 5.0, b"two"), wire.acquire(3, 0, 5.0, b"three")
+        stream.send(b"".join(map(frame, (wire.release(1), two, three, wire.progress(7, 1)))))
+        await host.timers.until(lambda: host.timers.scopes() == ["packet", "three", "two"])
+        await host.timers.until(lambda: [step[:3] for step in host.timers.steps] == [("0@1", 40, 7)])
+    await host.timers.until(lambda: host.timers.scopes() == [])
+
+
+async def test_a_part_of_a_frame_delays_no_other_timer(host: Host) -> None:
+    """Nor a verdict on an expired one. At the end of the connection it is no message."""
+    with host.connect_stream() as stream, host.connect_stream() as other:
+        half = frame(wire.acquire(1, 0, 60.0, b"half"))[:-1]
+        stream.send(frame(wire.acquire(2, 0, 60.0, b"whole")) + half)
+        other.sendall(b"".join(frame(wire.acquire(n % 7 + 1, 0, 60.0, b"%d" % (n % 7))) for n in range(700)))
+        await host.timers.until(lambda: len(host.timers.scopes()) == 8)
+        expired = host.timers.expired("0@1", "whole")
+        assert await host.timers.tell(expired) is None
+        assert [hang.scope for hang in host.expired] == ["whole"]
+        stream.close()
+        await host.timers.until(lambda: "whole" not in host.timers.scopes())
+    assert "half" not in {scope for _, scope in host.timers.acquired}
+
+
+async def test_a_release_that_waits_in_a_stream_is_read_before_the_verdict(host: Host) -> None:
+    """Behind as many messages as the kernel's queue can hold."""
+    with host.connect_stream() as stream:
+        stream.send(frame(wire.acquire(1, 0, 60.0, b"s")))
+        await host.timers.until(lambda: host.timers.scopes() == ["s"])
+        clear = frame(bytes([9, 1]) + bytes(6))
+        stream.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**30)
+        stream.setblocking(False)
+        sent = stream.send(clear * 26_000)
+        assert sent > 100_000
+        stream.setblocking(True)
+        stream.send(clear[-(-sent % len(clear)) :] if sent % len(clear) else b"")
+        stream.send(frame(wire.release(1)))
+        assert await host.timers.tell(host.timers.expired("0@1", "s")) is None
+        assert host.expired == []
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        encode_prefix(0),
+        encode_prefix(289),
+        encode_prefix(2**32 - 1),
+        encode_prefix(16, 1) + wire.release(7) + b"x",
+        encode_prefix(7) + wire.release(1)[:7],
+        frame(wire.TABLE),
+    ],
+)
+async def test_a_malformed_frame_ends_its_connection_and_no_other(host: Host, sent: bytes) -> None:
+    with host.connect_stream() as stream, host.connect_stream() as other:
+        other.send(frame(wire.acquire(1, 0, 60.0, b"other")))
+        stream.send(frame(wire.acquire(1, 0, 60.0, b"s")))
+        await host.timers.until(lambda: host.timers.scopes() == ["other", "s"])
+        stream.send(sent)
+        await host.timers.until(lambda: host.timers.scopes() == ["other"])
+
+
+async def test_streams_have_the_same_checks_and_limits(tmp_path: Path) -> None:
+    """A stranger is refused; connections of both forms count together."""
+    host = Host(tmp_path / "s", TimerLimits(connections=2, introduction=0.1))
+    await host.socket.start()
+    with host.connect_stream() as stranger:
+        host.pids.clear()
+        stranger.setblocking(False)
+        await readable(stranger)
+        assert stranger.recv(1) == b""
+    with host.connect_stream() as first, host.connect() as second:
+        first.send(frame(wire.acquire(1, 0, 60.0, b"a")))
+        second.send(wire.acquire(1, 0, 60.0, b"b"))
+        await host.timers.until(lambda: host.timers.scopes() == ["a", "b"])
+        with host.connect_stream() as third:
+            third.setblocking(False)
+            await readable(third)
+            assert third.recv(1) == b""
+    await host.socket.stop()
+    assert os.listdir(tmp_path) == []
 
 
 async def test_a_path_that_cannot_be_used_is_named(tmp_path: Path) -> None:

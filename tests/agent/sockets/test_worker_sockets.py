@@ -43,20 +43,21 @@ async def test_the_sockets_are_there_as_long_as_the_job() -> None:
     """The timers' once workers can be named, which takes a lease; no file is left."""
     async with open_channel(NOWHERE.endpoint) as channel:
         async with sockets(channel) as ours:
-            names = ("RALLYPOINT_STORE_SOCKET", "RALLYPOINT_TIMER_SOCKET")
-            store, timer = (Path(ours.environment[name]) for name in names)
+            names = ("RALLYPOINT_STORE_SOCKET", "RALLYPOINT_TIMER_SOCKET", "RALLYPOINT_TIMER_STREAM_SOCKET")
+            store, timer, stream = (Path(ours.environment[name]) for name in names)
             pipe = ours.environment["TORCHELASTIC_TIMER_FILE"]
             pipes = [Path(pipe.replace("${local_rank}", str(local_rank))) for local_rank in range(2)]
             assert (store.is_socket(), timer.exists(), pipes[0].exists()) == (True, False, False)
             await ours.act_under(HeldLease(7))
             assert timer.is_socket()
+            assert stream.is_socket()
             assert [pipe.is_fifo() for pipe in pipes] == [True, True]
             await ours.act_under(HeldLease(9))
             ours.clear("0@1")
         assert not store.parent.exists()
 
 
-@pytest.mark.parametrize("long_folder", [72, 73, 74, 200], indirect=True)
+@pytest.mark.parametrize("long_folder", [65, 66, 67, 200], indirect=True)
 @pytest.mark.usefixtures("long_folder")
 async def test_a_long_path_to_temporary_files_is_no_obstacle() -> None:
     """A socket's path has 107 bytes at most, and some clusters give every job a folder of its own."""

@@ -88,6 +88,8 @@ class Listener:
 class Line:
     """A connection. What the worker's end sends waits until the agent reads it, whatever becomes of the sender."""
 
+    type = socket.SOCK_SEQPACKET
+
     def __init__(self, pid: int) -> None:
         self.wake: Callable[[], None] = _nobody
         self._pid = pid

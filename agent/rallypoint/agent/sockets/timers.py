@@ -31,8 +31,16 @@ from rallypoint.agent.sockets.torch_timers import TimerFifo
 from rallypoint.rpc.logs import get_logger
 from rallypoint.timer.client.client import ExpiredTimer
 from rallypoint.timer.worker import wire
+from rallypoint.worker.store import PREFIX
 
-__all__ = ["HostWorkers", "TimerLimits", "TimerSocket", "TimerSocketError"]
+__all__ = [
+    "HostWorkers",
+    "MessageFrames",
+    "TimerLimits",
+    "TimerSocket",
+    "TimerSocketError",
+    "receive_message",
+]
 
 log = get_logger(__name__)
 
@@ -45,8 +53,9 @@ _TURN = 64
 # Seconds without reading after a connection was read. A worker that enters a scope every 100 us would otherwise wake
 # the agent, and pay for it, each time. Messages carry their time, so no deadline is affected.
 _REST = 0.005
-# More messages than a kernel queue can hold: a later message was sent after the reading began.
-_MOST_QUEUED = 4096
+# More messages than a kernel queue can hold: a later message was sent after the reading began. In a stream, the
+# shortest take 16 of at most 425,984 bytes.
+_MOST_QUEUED = 32_768
 # Seconds until the next attempt to accept, when the process has no descriptor left.
 _OUT_OF_FILES = 1.0
 _CREDENTIALS = struct.Struct("3i")
@@ -59,11 +68,48 @@ class TimerSocketError(Exception):
     """The socket cannot be opened. One line."""
 
 
+class MessageFrames:
+    """Reads the messages of a SOCK_STREAM connection: in the frames of the store socket, with empty bodies."""
+
+    def __init__(self) -> None:
+        self._received = bytearray()
+        self._size = PREFIX.size
+
+    def receive(self, connected: socket.socket) -> bytes:
+        """Return the next message; empty at the end of the stream, also if that is within a frame.
+
+        It reads no byte after the message, so that an empty kernel queue means that there is no other one.
+
+        Raises:
+            BlockingIOError: the message has not come yet, or a part of it. Call again once there is more.
+        """
+        while True:
+            while len(self._received) < self._size:
+                part = connected.recv(self._size - len(self._received))
+                if not part:
+                    return b""
+                self._received += part
+            if self._size > PREFIX.size:
+                message = bytes(self._received[PREFIX.size :])
+                self._received.clear()
+                self._size = PREFIX.size
+                return message
+            size, body_size = PREFIX.unpack(self._received)
+            if not 0 < size <= wire.MAX_MESSAGE_BYTES or body_size:
+                raise wire.MalformedMessage(
+                    f"a frame has a message of 1 to {wire.MAX_MESSAGE_BYTES} bytes and no body, not {size:,} + "
+                    f"{body_size:,} bytes"
+                )
+            self._size += size
+
+
 @dataclass(slots=True, eq=False)
 class _TimerConnection:
     socket: socket.socket
     # The timers that come in messages.
     holder: Holder
+    # Of a stream: the frames in it.
+    frames: MessageFrames | None
     table: OpenTable | None = None
     # True if a message just read requests a read of the table.
     wake_requested: bool = False
@@ -89,6 +135,7 @@ class TimerSocket:
         timers: Timers,
         workers: HostWorkers,
         *,
+        stream_path: str | os.PathLike[str] | None = None,
         fifos: Sequence[str | os.PathLike[str]] = (),
         limits: TimerLimits | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -97,13 +144,16 @@ class TimerSocket:
 
         Args:
             path: of the socket, for RALLYPOINT_TIMER_SOCKET; its directory's permissions must exclude other users.
+            stream_path: of its SOCK_STREAM form, for RALLYPOINT_TIMER_STREAM_SOCKET; None: there is none.
             timers: a client of the timer service, not started yet.
             workers: the workers; one `reap` at a time per worker. Processes that stay unknown are refused.
             fifos: paths for the named pipes of torch's timers, one for each worker, by local rank.
             limits: see TimerLimits.
             clock: CLOCK_MONOTONIC, in seconds.
         """
-        self.path = os.fspath(path)
+        self._paths = {os.fspath(path): socket.SOCK_SEQPACKET}
+        if stream_path is not None:
+            self._paths[os.fspath(stream_path)] = socket.SOCK_STREAM
         self._timers = timers
         self._workers = workers
         self._limits = limits or TimerLimits()
@@ -112,8 +162,9 @@ class TimerSocket:
         self._fifos = [
             TimerFifo(Path(path), self._holders, workers, local_rank) for local_rank, path in enumerate(fifos)
         ]
-        self._listener: socket.socket | None = None
-        self._again: asyncio.TimerHandle | None = None
+        self._listeners: list[socket.socket] = []
+        # Listeners that pause, with the timer that ends the pause.
+        self._again: dict[socket.socket, asyncio.TimerHandle] = {}
         self._connections: dict[str, set[_TimerConnection]] = {}
         # Connections of processes of which no worker is known yet, with the timer that refuses them.
         self._strangers: dict[socket.socket, asyncio.TimerHandle] = {}
@@ -126,38 +177,50 @@ class TimerSocket:
         Raises:
             TimerSocketError: the path is too long or can't be used.
         """
-        if (size := len(os.fsencode(self.path))) > _LONGEST_PATH:
-            raise TimerSocketError(
-                f"the timer socket's path {self.path} has {size} bytes, a socket has at most {_LONGEST_PATH}; "
-                "use a shorter folder"
-            )
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+        for path in self._paths:
+            if (size := len(os.fsencode(path))) > _LONGEST_PATH:
+                raise TimerSocketError(
+                    f"the timer socket's path {path} has {size} bytes, a socket has at most {_LONGEST_PATH}; "
+                    "use a shorter folder"
+                )
         try:
-            listener.bind(self.path)
-            os.chmod(self.path, 0o600)
-            listener.listen(_BACKLOG)
+            for path, kind in self._paths.items():
+                self._listen(path, kind)
             for fifo in self._fifos:
                 fifo.start()
         except OSError as error:
-            listener.close()
+            self._stop_listening()
             for fifo in self._fifos:
                 fifo.stop()
-            path = error.filename or self.path
-            raise TimerSocketError(f"can't listen for workers at {path}: {error.strerror}") from error
-        self._listener = listener
-        asyncio.get_running_loop().add_reader(listener, self._accept, listener)
+            raise TimerSocketError(
+                f"can't listen for workers at {error.filename or path}: {error.strerror}"
+            ) from error
+        for listener in self._listeners:
+            asyncio.get_running_loop().add_reader(listener, self._accept, listener)
         self._timers.start(self._judge, self._tables.forget)
+
+    def _listen(self, path: str, kind: socket.SocketKind) -> None:
+        listener = socket.socket(socket.AF_UNIX, kind | socket.SOCK_NONBLOCK)
+        self._listeners.append(listener)
+        listener.bind(path)
+        os.chmod(path, 0o600)
+        listener.listen(_BACKLOG)
+
+    def _stop_listening(self) -> None:
+        for listener in self._listeners:
+            if (again := self._again.pop(listener, None)) is not None:
+                again.cancel()
+            asyncio.get_running_loop().remove_reader(listener)
+            path = listener.getsockname()
+            listener.close()
+            if path:
+                with suppress(FileNotFoundError):
+                    os.unlink(path)
+        self._listeners.clear()
 
     async def stop(self) -> None:
         """End all timers, close every connection, and stop listening."""
-        if self._listener is not None:
-            asyncio.get_running_loop().remove_reader(self._listener)
-            self._listener.close()
-            self._listener = None
-            with suppress(FileNotFoundError):
-                os.unlink(self.path)
-        if self._again is not None:
-            self._again.cancel()
+        self._stop_listening()
         for connected in list(self._strangers):
             self._refuse(connected)
         for worker_id in list(self._connections):
@@ -193,7 +256,7 @@ class TimerSocket:
                 log.error("can't accept a connection of a worker", reason=error.strerror)
                 loop = asyncio.get_running_loop()
                 loop.remove_reader(listener)
-                self._again = loop.call_later(
+                self._again[listener] = loop.call_later(
                     _OUT_OF_FILES, loop.add_reader, listener, self._accept, listener
                 )
                 return
@@ -235,7 +298,8 @@ class TimerSocket:
             connected.close()
             return True
         connected.setblocking(False)
-        connection = _TimerConnection(connected, holder)
+        frames = MessageFrames() if connected.type == socket.SOCK_STREAM else None
+        connection = _TimerConnection(connected, holder, frames)
         connections.add(connection)
         asyncio.get_running_loop().add_reader(connected, self._read, connection)
         return True
@@ -276,7 +340,7 @@ class TimerSocket:
     def _receive(self, connection: _TimerConnection, most: int) -> bool:
         for _ in range(most):
             try:
-                message, descriptors = _receive(connection.socket)
+                message, descriptors = receive_message(connection.socket, connection.frames)
             except BlockingIOError:
                 return False
             try:
@@ -385,8 +449,10 @@ class TimerSocket:
         )
 
 
-def _receive(connected: socket.socket) -> tuple[bytes, list[int]]:
-    """Receive one message and its descriptors, which the caller must close."""
+def receive_message(connected: socket.socket, frames: MessageFrames | None) -> tuple[bytes, list[int]]:
+    """Receive one message and its descriptors, which the caller must close; `frames`: those of a stream."""
+    if frames is not None:
+        return frames.receive(connected), []
     # One byte more than allowed: the kernel truncates longer messages, and a truncated one must not look valid.
     message, ancillary, _flags, _address = connected.recvmsg(
         wire.MAX_MESSAGE_BYTES + 1, _ANCILLARY, socket.MSG_CMSG_CLOEXEC

@@ -21,7 +21,7 @@ from rallypoint.rpc.replica_client import Where
 from rallypoint.timer.client.client import NodeTimers
 
 # A socket's path has 107 bytes at most: the folder for temporary files, the sockets' folder and the socket's name.
-_LONGEST_FOLDER = 107 - len("/rallypoint_sockets_12345678/store")
+_LONGEST_FOLDER = 107 - len("/rallypoint_sockets_12345678/timer_stream")
 
 
 class WorkerSockets:
@@ -84,6 +84,7 @@ class WorkerSockets:
         self.environment = {
             "RALLYPOINT_STORE_SOCKET": str(self._folder / "store"),
             "RALLYPOINT_TIMER_SOCKET": str(self._folder / "timer"),
+            "RALLYPOINT_TIMER_STREAM_SOCKET": str(self._folder / "timer_stream"),
             "TORCHELASTIC_TIMER_FILE": str(self._folder / "torch.${local_rank}"),
         }
         client = StoreClient(self._rendezvous, self._config.run_id, writer=self._writer)
@@ -138,6 +139,7 @@ class WorkerSockets:
             self.environment["RALLYPOINT_TIMER_SOCKET"],
             timers,
             self._workers,
+            stream_path=self.environment["RALLYPOINT_TIMER_STREAM_SOCKET"],
             fifos=[self._folder / f"torch.{local_rank}" for local_rank in range(config.local_world_size)],
         )
         await self._timer_socket.start()
