@@ -217,9 +217,9 @@ def test_lines() -> Figure:
 
 
 RULES = (
-    Rule("hand-written product files", files, 286, 220),
-    Rule("product lines", lines, 59_700, 43_500),
-    Rule("product code lines", code_lines, 39_100, 28_500),
+    Rule("hand-written product files", files, 292, 220),
+    Rule("product lines", lines, 61_000, 43_500),
+    Rule("product code lines", code_lines, 40_000, 28_500),
     Rule("median file, lines (at least)", median_file, 218, 200, at_least=True),
     Rule("files under 60 lines", small_files, 9, 12),
     Rule("modules with one importer and under 100 lines", single_importers, 4, 10),
@@ -233,7 +233,7 @@ RULES = (
     Rule("hand-written back-off", backoffs, 0, 0),
     Rule("constructors with more than 2 callables", callback_constructors, 0, 0),
     Rule("dialect words per 1,000 words", dialect, 0.1, 1),
-    Rule("test lines", test_lines, 106_800, 70_000),
+    Rule("test lines", test_lines, 108_300, 70_000),
 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import ipaddress
 import secrets
@@ -13,6 +14,7 @@ from pathlib import Path
 from rallypoint.agent.spawner.spawner import descendants
 from rallypoint.rpc.endpoint import Endpoint, SettingError, parse_endpoint, parse_endpoints
 from rallypoint.rpc.logs import get_logger
+from rallypoint.rpc.pace import Pace
 
 # Candidates for MASTER_PORT, the best band first: above Linux's default range of ephemeral ports, where few programs
 # have a fixed port; then below it, without those of this project and of torchrun (29400 and up) and of Kubernetes'
@@ -41,6 +43,38 @@ def local_address_towards(endpoint: str) -> str:
         with suppress(SettingError):
             return _towards(target)
     return _towards(last)
+
+
+async def own_address_towards(endpoint: str, timeout: float) -> str:
+    """Like `local_address_towards`, but retry while the name can't be resolved.
+
+    Orchestrators publish the name of a host once it runs. An agent that starts earlier waits, as it does for a
+    service that does not reply yet.
+
+    Args:
+        endpoint: Address of the rendezvous.
+        timeout: Seconds after which the name counts as wrong.
+
+    Raises:
+        SettingError: The name can't be resolved, or there is no route; one line.
+    """
+    if parse_endpoints(endpoint).loopback:
+        return local_address_towards(endpoint)
+    clock = asyncio.get_running_loop().time
+    deadline = clock() + timeout
+    backoff, first = Pace().backoff(), True
+    while True:
+        try:
+            return await asyncio.to_thread(local_address_towards, endpoint)
+        except SettingError as error:
+            if (left := deadline - clock()) <= 0:
+                raise SettingError(f"{error} (retried for {timeout:g} s)") from None
+            if first:  # log the first attempt only
+                _log.warning(
+                    "rendezvous is not reachable yet, trying again", endpoint=endpoint, error=str(error)
+                )
+        first = False
+        await asyncio.sleep(min(backoff.next(), left))
 
 
 def _towards(target: Endpoint) -> str:

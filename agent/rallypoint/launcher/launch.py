@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from rallypoint.agent.addresses import advertised, local_address_towards
+from rallypoint.agent.addresses import advertised, own_address_towards
 from rallypoint.agent.config.job import JobConfig, Peer, new_node_id
 from rallypoint.agent.config.settings import (
     SHUTDOWN_TIMEOUT,
@@ -56,7 +56,6 @@ from rallypoint.rpc.endpoint import (
 from rallypoint.rpc.errors import ServiceError
 from rallypoint.rpc.logs import configure_logs, get_logger
 from rallypoint.rpc.loop import run as run_loop
-from rallypoint.rpc.pace import Pace
 from rallypoint.rpc.replica_client import ReplicaClient
 from rallypoint.rpc.runtime_folder import new_run_socket
 from rallypoint.serving.server import Server
@@ -98,42 +97,7 @@ async def refuse_duplicate(config: JobConfig) -> None:
         )
 
 
-# ---- The address of this host for the other hosts, also while the rendezvous host's name can't be resolved yet.
-
-
 _log = get_logger("rallypoint.run")
-
-
-async def own_address_towards(endpoint: str, timeout: float) -> str:
-    """Like `local_address_towards`, but retry while the name can't be resolved.
-
-    Orchestrators publish the name of a host once it runs. An agent that starts earlier waits, as it does for a
-    service that does not reply yet.
-
-    Args:
-        endpoint: Address of the rendezvous.
-        timeout: Seconds after which the name counts as wrong.
-
-    Raises:
-        SettingError: The name can't be resolved, or there is no route; one line.
-    """
-    if parse_endpoints(endpoint).loopback:
-        return local_address_towards(endpoint)
-    clock = asyncio.get_running_loop().time
-    deadline = clock() + timeout
-    backoff, first = Pace().backoff(), True
-    while True:
-        try:
-            return await asyncio.to_thread(local_address_towards, endpoint)
-        except SettingError as error:
-            if (left := deadline - clock()) <= 0:
-                raise SettingError(f"{error} (retried for {timeout:g} s)") from None
-            if first:  # log the first attempt only
-                _log.warning(
-                    "rendezvous is not reachable yet, trying again", endpoint=endpoint, error=str(error)
-                )
-        first = False
-        await asyncio.sleep(min(backoff.next(), left))
 
 
 # Seconds after which nodes give up on a lost service inside another host's agent. An agent that its orchestrator

@@ -13,9 +13,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from rallypoint.rendezvous.state.client import FencedStateClient
-from rallypoint.rendezvous.state.core import FencedState
-from rendezvous.state.state_fakes import RUN, TestJournal, channel_to, open_states, serving
+from rendezvous.state.state_fakes import RUN, TestJournal, open_states, serving
 
 pytestmark = pytest.mark.torch
 
@@ -29,7 +27,7 @@ def dynamic() -> Any:
 
 
 class Loop:
-    """The service, and clients of it, on an event loop in a thread of its own: torch's handlers block theirs."""
+    """The service on an event loop in a thread of its own: torch's handlers block theirs."""
 
     def __init__(self, folder: Path) -> None:
         self._path = f"{folder}/state.sock"
@@ -41,55 +39,35 @@ class Loop:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(30.0)
 
     @contextmanager
-    def clients(self) -> Iterator[Callable[[], FencedStateClient]]:
-        """What makes a client, each as that of a process of its own."""
+    def backends(self) -> Iterator[Callable[[], Any]]:
+        """What makes a backend for torch, each as that of a program of its own."""
+        from rallypoint.torch.backend import RallypointRendezvousBackend
+
         self._thread.start()
-        ready: asyncio.Queue[Any] = asyncio.Queue()
+        ready: asyncio.Queue[None] = asyncio.Queue()
+        made: list[Any] = []
 
         async def serve() -> None:
-            async with serving(open_states(TestJournal()), self._path), channel_to(self._path) as channel:
-                await ready.put(channel)
+            async with serving(open_states(TestJournal()), self._path):
+                await ready.put(None)
                 await self._stopping.wait()
+
+        def make() -> Any:
+            made.append(RallypointRendezvousBackend(f"unix:{self._path}", RUN))
+            return made[-1]
 
         served = asyncio.run_coroutine_threadsafe(serve(), self._loop)
         try:
-            channel = self.run(ready.get())
-            yield lambda: FencedStateClient(channel, RUN)
+            self.run(ready.get())
+            yield make
         finally:
+            for backend in made:
+                backend.close()
             self._loop.call_soon_threadsafe(self._stopping.set)
             served.result(30.0)
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(30.0)
             self._loop.close()
-
-
-def backend_class(dynamic: Any) -> Any:
-    """torch's interface on a client of ours: what a plug-in for torch has to do, and no more."""
-
-    class Backend(dynamic.RendezvousBackend):  # type: ignore[misc]
-        def __init__(self, loop: Loop, client: FencedStateClient) -> None:
-            self._loop, self._client = loop, client
-
-        @property
-        def name(self) -> str:
-            return "rallypoint"
-
-        def get_state(self) -> tuple[bytes, Any] | None:
-            return _pair(self._loop.run(self._client.get()))
-
-        def set_state(self, state: bytes, token: Any = None) -> tuple[bytes, Any, bool] | None:
-            if token and not isinstance(token, bytes):
-                current = self.get_state()
-                return None if current is None else (*current, False)
-            outcome = self._loop.run(self._client.set(state, token or None))
-            current = _pair(outcome.current)
-            return None if current is None else (*current, outcome.has_set)
-
-    return Backend
-
-
-def _pair(state: FencedState | None) -> tuple[bytes, bytes] | None:
-    return None if state is None else (state.state, state.token)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -100,8 +78,8 @@ def test_the_c10d_backend_answers_the_same(dynamic: Any, tmp_path: Path, seed: i
     dist = pytest.importorskip("torch.distributed")
     draw = random.Random(seed)
     loop = Loop(tmp_path)
-    with loop.clients() as client:
-        ours = backend_class(dynamic)(loop, client())
+    with loop.backends() as make:
+        ours = make()
         theirs = c10d.C10dRendezvousBackend(dist.HashStore(), RUN)
         known: list[tuple[Any, Any]] = []  # a token of ours, and theirs of the same state
 
@@ -134,12 +112,12 @@ def test_torchs_dynamic_rendezvous_runs_on_it(
     # Its TCP store would look names up.
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     loop, store = Loop(tmp_path), dist.HashStore()
-    with loop.clients() as client, ThreadPoolExecutor(4) as nodes:
+    with loop.backends() as backend, ThreadPoolExecutor(4) as nodes:
         handlers = [
             dynamic.DynamicRendezvousHandler.from_backend(
                 RUN,
                 store,
-                backend_class(dynamic)(loop, client()),
+                backend(),
                 min_nodes=3,
                 max_nodes=4,
                 local_addr="127.0.0.1",
@@ -180,8 +158,8 @@ def test_a_state_that_is_none_of_torchs_is_corrupt_to_torch(dynamic: Any, tmp_pa
     """Bytes are bytes to the service; torch finds out, and says so as it does on its own backends."""
     api = pytest.importorskip("torch.distributed.elastic.rendezvous.api")
     loop = Loop(tmp_path)
-    with loop.clients() as client:
-        backend = backend_class(dynamic)(loop, client())
+    with loop.backends() as make:
+        backend = make()
         backend.set_state(b"no pickle")
         settings = dynamic.RendezvousSettings(RUN, 1, 1, dynamic.RendezvousTimeout(), None, 3)
         with pytest.raises(api.RendezvousStateError):

@@ -368,7 +368,10 @@ class Job:
         # A service that ended with the run must not delay the exit: no other job can reopen the run there.
         if self._hurried or self._state.phase is core.Phase.CLOSED:
             timeout = min(timeout, _HURRIED_LEAVING)
-        self._background.begin(self._membership.leave(effect.detail, timeout))
+        self._background.begin(self._leave_run(effect.detail, timeout))
+
+    async def _leave_run(self, detail: str, timeout: float) -> None:
+        await self._membership.leave(detail, timeout)
 
     @_carry_out.register
     def _finish(self, effect: core.Finish) -> None:

@@ -40,7 +40,9 @@ class NodeMembership:
     Attributes:
         lease: The node's latest lease; None: none yet.
         run_end: The end of the run; None while it lasts.
+        last_round_end: The end of the latest round that has ended; None before the first.
         refusal: Reason for which the rendezvous service refused this node; None if it did not.
+        error: The error behind `refusal`, for programs.
         had_succeeded: True if that was because the run had succeeded before this node came.
         ran: True once workers were started here; the job sets it.
     """
@@ -55,7 +57,9 @@ class NodeMembership:
         """
         self.lease: HeldLease | None = None
         self.run_end: pb.RunEnd | None = None
+        self.last_round_end: pb.RoundEnd | None = None
         self.refusal: str | None = None
+        self.error: RendezvousUnreachable | ServiceError | None = None
         self.had_succeeded = False
         self.ran = False
         self._config = config
@@ -91,10 +95,12 @@ class NodeMembership:
         try:
             await self._membership.run()
         except RendezvousUnreachable as error:
+            self.error = error
             advice = tls_advice(str(error), self._config.rendezvous.security)
             advice = advice or "check that it is running and that --rdzv-endpoint is right"
             self.refusal = str(error) if self.lease else f"{error}; {advice}"
         except ServiceError as error:
+            self.error = error
             if error.reason == "RUN_CLOSED" and self.ran:
                 # The run was closed while this node was disconnected for so long that it lost its lease.
                 outcome = pb.Outcome.Value(f"OUTCOME_{error.metadata['outcome']}")
@@ -140,8 +146,8 @@ class NodeMembership:
         """End the wait of `round_over`."""
         self._round_over.set()
 
-    async def leave(self, reason: str, timeout: float) -> None:
-        """Give the lease back; return when the service has taken it, or could not be reached in time.
+    async def leave(self, reason: str, timeout: float) -> bool:
+        """Give the lease back; return True when the service has taken it, False if it could not be reached in time.
 
         An unreachable service must not prevent this node from leaving.
 
@@ -154,10 +160,12 @@ class NodeMembership:
             self._membership.leave(one_line(reason, SENTENCE_BYTES))
             done, _ = await asyncio.wait({self._being_member}, timeout=timeout)
             if done:
-                return
+                return True
             log = _log.warning if self.run_end is None else _log.debug
             log("the rendezvous service did not take the lease back", timeout=timeout)
+        taken = not self._membership.lease
         self.abandon()
+        return taken
 
     def _on_event(self, event: Event) -> None:
         match event:
@@ -182,6 +190,8 @@ class NodeMembership:
             self._round_over.clear()
         else:
             self._round_over.set()
+        if update.HasField("last_round_end"):
+            self.last_round_end = update.last_round_end
         if update.HasField("run_end"):
             self.run_end = update.run_end
         # While no worker runs, the log must show the reason.

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rallypoint.launcher.launch import own_address_towards
+from rallypoint.agent.addresses import own_address_towards
 from rallypoint.rpc.endpoint import SettingError
 
 

@@ -1,0 +1,138 @@
+"""torch's dynamic rendezvous on our backend outlives an outage of the service; on a store of torch's it can't."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.ports import free_port
+from support.waiting import PATIENCE
+from torture.length import ordinarily
+from torture.mortal_server import MortalServer
+
+pytestmark = [pytest.mark.torch, pytest.mark.integration, pytest.mark.timeout(300)]
+
+AWAY = ordinarily(4.0, in_full=30.0)
+
+
+@pytest.fixture(scope="module")
+def module() -> Any:
+    """Ours."""
+    pytest.importorskip("torch.distributed.elastic.rendezvous.api")
+    from rallypoint.torch import backend
+
+    return backend
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[MortalServer]:
+    """A rendezvous service over SQLite."""
+    server = MortalServer(tmp_path / "server")
+    server.start()
+    yield server
+    server.close()
+
+
+def test_an_outage_ends_no_agent(module: Any, server: MortalServer) -> None:
+    """Agents go on looking for newcomers meanwhile; afterwards the same nodes are in, and let a newcomer in."""
+    from datetime import timedelta
+
+    import torch.distributed as dist
+    from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+        DynamicRendezvousHandler,
+        RendezvousTimeout,
+    )
+
+    backends, store = [], dist.HashStore()
+
+    def handler() -> Any:
+        backend = module.RallypointRendezvousBackend(server.endpoint, "run", {"insecure": True})
+        backends.append(backend)
+        return DynamicRendezvousHandler.from_backend(
+            *("run", store, backend, 2, 3),
+            local_addr="127.0.0.1",
+            timeout=RendezvousTimeout(last_call=timedelta(seconds=1)),
+            keep_alive_interval=1,
+            keep_alive_max_attempt=60,
+        )
+
+    try:
+        with ThreadPoolExecutor(4) as agents, pytest.MonkeyPatch.context() as patch:
+            patch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+            handlers = [handler(), handler()]
+            joining = [agents.submit(each.next_rendezvous) for each in handlers]
+            assert {joined.result(PATIENCE).world_size for joined in joining} == {2}
+            server.kill()
+            looks = [agents.submit(_look_for, each, AWAY) for each in handlers]
+            time.sleep(AWAY)
+            server.start()
+            assert [look.result(2 * PATIENCE) for look in looks] == [0, 0]
+            newcomer = handler()
+            joining = [agents.submit(newcomer.next_rendezvous)]
+            looks = [agents.submit(_look_for, each, PATIENCE) for each in handlers]
+            assert [look.result(2 * PATIENCE) for look in looks] == [1, 1]
+            joining += [agents.submit(each.next_rendezvous) for each in handlers]
+            assert {joined.result(PATIENCE).world_size for joined in joining} == {3}
+            for each in (*handlers, newcomer):
+                each.shutdown()
+    finally:
+        for backend in backends:
+            backend.close()
+
+
+def _look_for(handler: Any, seconds: float) -> int:
+    """Do as an agent does between two restarts: look for newcomers until there is one, or for so long."""
+    end = time.monotonic() + seconds
+    while not (waiting := handler.num_nodes_waiting()) and time.monotonic() < end:
+        time.sleep(0.1)
+    return int(waiting)
+
+
+def test_no_service(module: Any) -> None:
+    """Within `read_timeout`. The backend can be used afterwards."""
+    from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
+
+    endpoint = f"127.0.0.1:{free_port()}"
+    backend = module.RallypointRendezvousBackend(endpoint, "run", {"insecure": True, "read_timeout": 0.5})
+    for call in (backend.get_state, lambda: backend.set_state(b"state"), backend.get_state):
+        with pytest.raises(RendezvousConnectionError, match=r"no answer for 0\.5 s"):
+            call()
+    backend.close()
+    with pytest.raises(RendezvousConnectionError):
+        backend.get_state()
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "run_id", "conf", "text"),
+    [
+        ("", "run", {}, "where is the rendezvous service"),
+        ("host", "", {"insecure": "1"}, "run_id"),
+        ("host", "run", {"read_timeout": "soon"}, "is not a number of seconds"),
+        ("host", "run", {"color": "red"}, "'color' is not a setting"),
+        ("host", "run", {"run_secret_file": "/no/such/file"}, "No such file"),
+    ],
+)
+def test_a_mistake(module: Any, endpoint: str, run_id: str, conf: dict[str, str], text: str) -> None:
+    """Is one line, before anything is called."""
+    with pytest.raises(ValueError, match=text) as caught:
+        module.RallypointRendezvousBackend(endpoint, run_id, conf)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_large_state(module: Any, server: MortalServer) -> None:
+    """The largest that the service takes; a larger one is refused, and leaves the first."""
+    from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
+
+    backend = module.RallypointRendezvousBackend(server.endpoint, "run", {"insecure": True})
+    state = bytes(4 * 1024 * 1024 - 16 * 1024)
+    _, token, has_set = backend.set_state(state)
+    assert has_set
+    with pytest.raises(RendezvousConnectionError, match="at most"):
+        backend.set_state(state + b"x", token)
+    assert backend.get_state() == (state, token)
+    backend.close()
