@@ -221,8 +221,9 @@ class Program:
 
     @property
     def report(self) -> str:
-        """The lines of stderr that are no log records: errors for people."""
-        return "\n".join(line.text for line in self.log.items if not line.event)
+        """Errors for people: lines of stderr that are no log records, and the report in the last record of an agent."""
+        texts = (line.fields.get("report", "") if line.event else line.text for line in self.log.items)
+        return "\n".join(text for text in texts if text)
 
     def signal(self, number: int) -> None:
         """Sends a signal, unless it has ended."""

@@ -1,53 +1,97 @@
-"""`rallypoint evict`: takes a node out, or lets it in again, and says so if its name may be misspelt."""
+"""`rallypoint evict`: takes a node or a host out and keeps it out, and refuses a name that nobody has."""
 
 from __future__ import annotations
 
-from typing import Any
+import socket
+import subprocess
+from collections.abc import Iterator
 
 import pytest
-from click.testing import CliRunner
 
-from rallypoint.cli import operator
-from rallypoint.cli.main import main
-from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
+from cli.cli_process import RALLYPOINT, clean_environment, rallypoint, refusal, service
+from support.waiting import PATIENCE, wait_until
+
+pytestmark = pytest.mark.integration
+
+HOST = socket.gethostname()
 
 
-@pytest.mark.parametrize(
-    ("flags", "was_in", "told"),
-    [
-        ([], True, "node n3 was taken out of run digits and is refused from now on\n"),
-        (
-            [],
-            False,
-            "node n3 was not in run digits; it is refused from now on: check the spelling "
-            "(`rallypoint evict digits n3 --readmit` undoes it)\n",
-        ),
-        (["--readmit"], True, "node n3 may join run digits\n"),
-        (["--readmit"], False, "node n3 may join run digits; it was not evicted: check the spelling\n"),
-    ],
-)
-def test_a_node_is_taken_out_or_let_in_with_a_reason(
-    monkeypatch: pytest.MonkeyPatch, flags: list[str], was_in: bool, told: str
-) -> None:
-    """The service is asked what was said, where and for how long it was said."""
-    asked: list[pb.EvictNodeRequest | pb.ReadmitNodeRequest] = []
+@pytest.fixture
+def endpoint() -> Iterator[str]:
+    """A rendezvous service."""
+    with service("rendezvous", "--journal", "memory") as address:
+        yield address
 
-    class Stub:
-        def EvictNode(self, request: pb.EvictNodeRequest) -> pb.EvictNodeResponse:
-            asked.append(request)
-            return pb.EvictNodeResponse(was_in=was_in)
 
-        def ReadmitNode(self, request: pb.ReadmitNodeRequest) -> pb.ReadmitNodeResponse:
-            asked.append(request)
-            return pb.ReadmitNodeResponse(was_evicted=was_in)
+def start(endpoint: str, *flags: str) -> subprocess.Popen[str]:
+    """An agent of the run, which waits for another one for ever."""
+    command = [
+        str(RALLYPOINT),
+        "run",
+        "--nnodes",
+        "2",
+        "--rdzv-endpoint",
+        endpoint,
+        "--rdzv-id",
+        "job",
+        *flags,
+    ]
+    return subprocess.Popen(
+        [*command, "--no-python", "true"], stderr=subprocess.PIPE, text=True, env=clean_environment()
+    )
 
-    def ask(endpoint: str, tls: Any, timeout: float, question: Any) -> Any:
-        assert (endpoint, tls, timeout) == ("10.0.0.1:29400", None, 3.0)
-        return question(Stub())
 
-    monkeypatch.setattr(operator, "call_rendezvous", ask)
-    arguments = ["--rdzv-endpoint", "10.0.0.1:29400", "--timeout", "3", "--reason", "bad memory", *flags]
-    result = CliRunner().invoke(main, ["evict", "digits", "n3", *arguments])
-    assert (result.exit_code, result.output) == (0, told)
-    kind = pb.ReadmitNodeRequest if flags else pb.EvictNodeRequest
-    assert asked == [kind(run_id="digits", node_id="n3", reason="bad memory")]
+def ended(agent: subprocess.Popen[str]) -> str:
+    """The last line of an agent that was refused."""
+    _, said = agent.communicate(timeout=PATIENCE)
+    assert agent.returncode == 2, said
+    return said.splitlines()[-1]
+
+
+def evict(endpoint: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return rallypoint("evict", "job", *arguments, "--rdzv-endpoint", endpoint)
+
+
+def joined(endpoint: str, count: int) -> bool:
+    return f"({count} joined" in rallypoint("status", "job", "--rdzv-endpoint", endpoint).stdout
+
+
+@pytest.mark.parametrize("flags", [[], ["--node-id", HOST]], ids=["its own name", "the host's name"])
+def test_a_host_is_kept_out(endpoint: str, flags: list[str]) -> None:
+    """Its agent has another name when it is started again; the names of other hosts are not affected."""
+    agent = start(endpoint, *flags)
+    wait_until(lambda: joined(endpoint, 1), "the agent")
+    answer = evict(endpoint, HOST, "--host", "--reason", "bad memory")
+    assert answer.stdout.startswith(
+        f"host {HOST} was taken out of run job and is refused from now on: {HOST}"
+    )
+    assert "bad memory" in ended(agent)
+    assert "bad memory" in ended(start(endpoint, *flags))
+    # Again: nothing changes, and it is no mistake.
+    assert (
+        evict(endpoint, HOST, "--host").stdout
+        == f"host {HOST} is refused from now on; it is not in run job\n"
+    )
+    other = start(endpoint, "--node-id", f"{HOST}-2")
+    wait_until(lambda: joined(endpoint, 1), "another host")
+    assert evict(endpoint, HOST, "--host", "--readmit").stdout == f"host {HOST} may join run job\n"
+    again = start(endpoint, *flags)
+    assert (other.wait(PATIENCE), again.wait(PATIENCE)) == (0, 0)
+    for process in (other, again):
+        process.communicate()
+
+
+def test_a_name_that_is_not_in_the_run_is_a_mistake(endpoint: str) -> None:
+    """Unless --force says that it is meant: it may come yet."""
+    agent = start(endpoint, "--node-id", "n1")
+    wait_until(lambda: joined(endpoint, 1), "the agent")
+    for flags in ([], ["--host"]):
+        told = refusal(evict(endpoint, "n2", *flags))
+        assert "n2 is not in run job; --force refuses it all the same (`rallypoint status job` shows" in told
+    told = refusal(evict(endpoint, "n2", "--readmit"))
+    assert told.startswith("node n2 is not evicted from run job (")
+    assert evict(endpoint, "n2", "--force").stdout == "node n2 is refused from now on; it is not in run job\n"
+    assert "node 'n2'" in ended(start(endpoint, "--node-id", "n2"))
+    assert evict(endpoint, "n2", "--readmit").stdout == "node n2 may join run job\n"
+    assert evict(endpoint, "n1").stdout == "node n1 was taken out of run job and is refused from now on\n"
+    assert "node 'n1'" in ended(agent)

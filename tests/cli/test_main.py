@@ -6,10 +6,12 @@ import re
 import subprocess
 import sys
 from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
+from cli.cli_process import rallypoint, refusal
 from rallypoint.cli.main import main
 
 COMMANDS = [
@@ -40,6 +42,17 @@ def test_every_command_has_help(command: list[str], flag: str) -> None:
     )
     assert len(rest[1].strip()) > 20
     assert re.search(r"^  -h, --help +Show this message", result.output, re.MULTILINE)
+
+
+@pytest.mark.parametrize("module", ["rallypoint", "rallypoint.cli.main"])
+def test_python_runs_it_as_a_module(module: str, tmp_path: Path) -> None:
+    """As `python -m torch.distributed.run` in batch scripts: the program that is installed, from any folder."""
+    python = [sys.executable, "-m", module]
+    script = tmp_path / "train.py"
+    script.write_text("import os; print('rank', os.environ['RANK'])")
+    ran = rallypoint("run", "--standalone", "--log-level", "warning", script, program=python)
+    assert (ran.returncode, ran.stdout) == (0, "rank 0\n"), ran.stderr
+    assert "`rallypoint run --help`" in refusal(rallypoint("run", "--no-such-flag", program=python))
 
 
 def test_the_commands_are_listed_as_they_introduce_themselves() -> None:

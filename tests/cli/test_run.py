@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 import signal
 import socket
 import sys
 from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,7 @@ from rallypoint.agent.logs.streams import Redirect, Streams
 from rallypoint.cli import run as run_module
 from rallypoint.cli.main import main
 from rallypoint.launcher.plan import Embedded, ExternalService, Hosted, LaunchPlan
+from support.waiting import PATIENCE
 
 SCRIPT = "print('hello')"
 
@@ -78,7 +81,7 @@ def test_the_defaults_are_torchruns(understood: Understood, script: Path) -> Non
         job={"master_address": None, "master_port": None},
     )
     assert plan.run_id.startswith("standalone-")
-    assert understood.log == ("info", "auto")
+    assert understood.log == ("info", "human")
 
 
 def test_standalone_is_what_a_job_of_one_host_is_anyway(understood: Understood, script: Path) -> None:
@@ -383,3 +386,40 @@ def test_what_the_workers_print_is_all_there_is_on_stdout(tmp_path: Path) -> Non
     result = rallypoint(*arguments, environment={"MARK": "yes"})
     assert (result.returncode, result.stdout) == (0, "yes []\n" * 2)
     assert all(line.startswith("{") for line in result.stderr.splitlines())
+
+
+def test_logs_are_for_people_also_in_a_file(tmp_path: Path) -> None:
+    """Short local time, one line an event, in a pipe as well; the report follows."""
+    script = tmp_path / "fail.py"
+    script.write_text("raise ValueError('bad')")
+    result = rallypoint("run", "--standalone", script, environment={"TZ": "XYZ-5:45"})
+    lines = result.stderr.splitlines()
+    now = datetime.now(UTC) + timedelta(hours=5, minutes=45)
+    began = datetime.strptime(lines[0][:8], "%H:%M:%S").replace(tzinfo=UTC)
+    assert (now.replace(year=1900, month=1, day=1) - began) % timedelta(days=1) < timedelta(seconds=PATIENCE)
+    report = lines.index("The failure that ended the run:")
+    # The worker's own traceback is among them.
+    log = [line for line in lines[:report] if re.match(r"\d\d:\d\d:\d\d ", line)]
+    assert any(re.fullmatch(r"\S+ joined lease=\d+ min_nodes=1 max_nodes=1", line) for line in log)
+    assert any(line.endswith("reason='ValueError: bad'") and " error worker failed " in line for line in log)
+    assert " error job failed " in lines[-1]
+
+
+def test_with_json_the_report_is_json_too(tmp_path: Path) -> None:
+    """All that the agent writes; the worker's own lines are in files here."""
+    script = tmp_path / "fail.py"
+    script.write_text("raise ValueError('bad')")
+    json_log: list[str | Path] = ["run", "--standalone", "--log-format", "json", "--redirects", "3"]
+    result = rallypoint(*json_log, script)
+    last = [json.loads(line) for line in result.stderr.splitlines()][-1]
+    assert (last["event"], last["exit_code"]) == ("job failed", 1)
+    assert last["report"].startswith("The failure that ended the run:\n  rank       0")
+    assert "  reason     ValueError: bad\n" in last["report"]
+    for refused in (
+        [*json_log, tmp_path / "missing.py"],
+        [*json_log, "--max-restarts", "0", "--nnodes", "2", script],
+    ):
+        result = rallypoint(*refused)
+        [line] = map(json.loads, result.stderr.splitlines())
+        assert (result.returncode, line["level"], line["exit_code"]) == (2, "error", 2)
+        assert line["detail"]

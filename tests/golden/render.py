@@ -1,4 +1,4 @@
-"""Render the public surface of Rallypoint as text: help, contract, metrics, exit codes, import paths.
+"""Render the public surface of Rallypoint as text: help, tables, contract, metrics, exit codes, import paths.
 
 The product is reached through its public entry points, and otherwise by searching its source for a class, so that
 moving a module changes nothing here.
@@ -30,10 +30,18 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.registry import Collector
 
+from golden.tables import tables
 from house.source import ROOT, Module, product
 
 _WIDTH = 80
-_PUBLIC_PACKAGES = ("rallypoint.timer", "rallypoint.worker", "rallypoint.launcher", "rallypoint.torch.timer")
+_PUBLIC_PACKAGES = (
+    "rallypoint.timer",
+    "rallypoint.worker",
+    "rallypoint.launcher",
+    "rallypoint.torch.backend",
+    "rallypoint.torch.handler",
+    "rallypoint.torch.timer",
+)
 _RESULT_CLASS = "JobResult"
 """The class whose module defines the exit codes of a job."""
 
@@ -42,6 +50,7 @@ def render() -> dict[str, str]:
     """Return the text of each golden file by its path in `tests/golden`."""
     return {
         **{f"help/{name}.txt": text for name, text in helps().items()},
+        **{f"tables/{name}.txt": text for name, text in tables().items()},
         "protos.txt": protos(),
         "metrics.txt": metrics(),
         "exit_codes.txt": exit_codes(),

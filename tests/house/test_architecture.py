@@ -49,6 +49,8 @@ def test_every_folder_of_the_product_is_in_the_table() -> None:
         "services/rallypoint/rendezvous/journal/etcd",
         # Its client is the package's own file.
         "services/rallypoint/rendezvous",
+        # `python -m rallypoint`.
+        "agent/rallypoint",
         "services/rallypoint/timer",
         "agent/rallypoint/agent",
     }

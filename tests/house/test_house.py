@@ -163,7 +163,7 @@ def test_what_runs_inside_a_worker_loads_no_grpc(statement: str) -> None:
 
 def test_what_is_loaded_before_workers_start_is_no_more_than_that_needs() -> None:
     """Every module that `rallypoint run` loads delays the start of every job; some take longer than all of ours."""
-    slow = ["prometheus_client", "psutil", "rich", "sqlite3", "structlog", "tomllib", "urllib.request"]
+    slow = ["prometheus_client", "psutil", "rich", "sqlite3", "tomllib", "urllib.request"]
     program = (
         "import rallypoint.cli.run, rallypoint.launcher.launch; import sys; "
         f"print([name for name in {slow} if name in sys.modules])"

@@ -73,6 +73,8 @@ class Terminal:
                     str(RALLYPOINT),
                     "run",
                     "--standalone",
+                    "--log-format",
+                    "json",
                     "--log-dir",
                     str(folder),
                     *arguments,
@@ -100,7 +102,7 @@ class Terminal:
     @property
     def errors(self) -> list[str]:
         """What the agent said to people."""
-        return [line for line in self._errors.read_text().splitlines() if not line.startswith("{")]
+        return [record["report"] for record in self.log if record.get("report")]
 
     def close(self) -> None:
         """Take the terminal away."""

@@ -29,7 +29,7 @@ def _agent(folder: Path, *flags: str) -> AbstractContextManager[subprocess.Popen
     """`rallypoint run` of two workers; its log is in `folder`/agent.log."""
     return _running(
         folder,
-        *("run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"),
+        *("run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1", "--log-format", "json"),
         *("--log-dir", str(folder / "logs"), *flags, str(WORKER), str(folder)),
     )
 

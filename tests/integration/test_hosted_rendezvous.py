@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from cli.cli_process import RALLYPOINT, clean_environment
+from ha.namespaces import Namespaces, why_no_namespaces
 from integration.agents import Start, ended, waiting_agents
 from support.ports import free_port
-from support.waiting import wait_until
+from support.waiting import PATIENCE, until, wait_until
 
 pytestmark = pytest.mark.integration
 
@@ -138,3 +142,41 @@ def test_a_job_of_one_host_needs_no_flag(tmp_path: Path, start: Start) -> None:
     (tmp_path / "finish").touch()
     assert ended(start())[0] == 0
     assert (tmp_path / "0.1").exists()
+
+
+async def test_a_second_host_with_node_rank_0_is_refused(tmp_path: Path) -> None:
+    """It would serve a rendezvous of its own, and wait there for hosts that wait at the other one."""
+    if why_not := why_no_namespaces():
+        pytest.skip(why_not)
+    hosts = Namespaces(91, ["one", "two"])
+    log, address = tmp_path / "one.log", hosts.address("one")
+    run = [str(RALLYPOINT), "run", "--insecure", "--nnodes=3", "--node-rank=0", f"--master-addr={address}"]
+    run += ["--no-python", "true"]
+    environment = clean_environment(RALLYPOINT_LOG_FORMAT="human")
+    try:
+        await hosts.open()
+        first = await asyncio.to_thread(_start, hosts.command("one", *run), log, environment)
+        try:
+            await until(lambda: "waiting for nodes: 1 of 3" in log.read_text(), "the first host")
+            second = await asyncio.to_thread(
+                subprocess.run,
+                hosts.command("two", *run),
+                capture_output=True,
+                env=environment,
+                timeout=PATIENCE,
+            )
+            assert (second.returncode, second.stderr.decode()) == (
+                2,
+                f"Error: can't serve rendezvous at {address}:29501: another agent does; only one host may have "
+                "--node-rank 0, the default (or is_host=true, with c10d)\n",
+            )
+        finally:
+            first.kill()
+            first.wait(PATIENCE)
+    finally:
+        await hosts.close()
+
+
+def _start(command: list[str], log: Path, environment: dict[str, str]) -> subprocess.Popen[bytes]:
+    with open(log, "w") as stderr:
+        return subprocess.Popen(command, stderr=stderr, env=environment)

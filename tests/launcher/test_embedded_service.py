@@ -126,7 +126,7 @@ async def test_two_that_must_serve_at_one_place_are_told(port: int) -> None:
     """Node rank 0 twice, for one."""
     place = Hosted(f"127.0.0.1:{port}", here=True)
     async with rendezvous_at(place, None, AccessFiles()):
-        with pytest.raises(SettingError, match="another agent does; do two hosts have the same --node-rank"):
+        with pytest.raises(SettingError, match="another agent does; only one host may have --node-rank 0"):
             async with rendezvous_at(place, None, AccessFiles()):
                 pass
 
@@ -290,3 +290,19 @@ async def test_a_run_that_is_over_or_never_began_holds_nobody_up(port: int) -> N
             await close(host)
             await other.ends()
         await asyncio.wait_for(host.stop_when_over(RUN, "done", (), succeeded=True), PATIENCE)
+
+
+async def test_a_node_that_asks_for_another_run_is_reported(
+    port: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two hosts with different names for one job would each wait for the other; once for each name."""
+    async with rendezvous_at(Hosted(f"localhost:{port}"), None, AccessFiles(), "other-job") as host:
+        assert host is not None
+        for node_id in ("a", "b"):
+            async with member(host.peer.endpoint, node_id):
+                pass
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert warnings == [
+        f"a node asks for run {RUN!r} here, but this agent serves run 'other-job': "
+        "do all hosts of the job have the same --rdzv-id?"
+    ]

@@ -138,6 +138,32 @@ def test_format(
     assert "n1" in text
 
 
+def test_a_line_for_people_is_one_line() -> None:
+    """The time, the level unless it is info, and fields that can be told apart; a sentence stands for all fields."""
+    out = io.StringIO()
+    configure_logs(format="human", stream=out)
+    log = get_logger("rallypoint.x", run_id="r 1")
+    log.info("node lost", reason="no\nheartbeat", after=15.5, empty="", quoted='a"b')
+    log.warning("bad", path="/x")
+    log.info("waiting", here=1, sentence="waiting for nodes: 1 of 2 here\x1b[2J")
+    logging.getLogger("some.library").error("two\nlines")
+    assert [line[9:] for line in out.getvalue().splitlines()] == [
+        r"""node lost run_id='r 1' reason='no\nheartbeat' after=15.5 empty='' quoted='a"b'""",
+        "warning bad run_id='r 1' path=/x",
+        "waiting for nodes: 1 of 2 here [2J",
+        "error some.library: two lines",
+    ]
+    assert all(re.match(r"\d\d:\d\d:\d\d ", line) for line in out.getvalue().splitlines())
+
+
+def test_a_sentence_is_not_for_programs() -> None:
+    stream = io.StringIO()
+    configure_logs(stream=stream)
+    get_logger("rallypoint.x").info("waiting", here=1, sentence="waiting for nodes: 1 of 2 here")
+    [line] = objects(stream)
+    assert (line["event"], line["here"], "sentence" in line) == ("waiting", 1, False)
+
+
 def test_no_color_is_honoured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_COLOR", "1")
     out = Terminal()
@@ -200,7 +226,7 @@ def test_without_set_up_events_read_well_in_any_logging(caplog: pytest.LogCaptur
 def test_modules_that_a_command_line_loads_first_are_light() -> None:
     program = (
         "import sys, rallypoint.rpc.logs, rallypoint.serving.options\n"
-        "print([name for name in ('grpc', 'structlog', 'asyncio', 'rich') if name in sys.modules])"
+        "print([name for name in ('grpc', 'asyncio', 'rich') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

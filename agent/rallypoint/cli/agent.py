@@ -11,7 +11,7 @@ import click
 
 from rallypoint.agent.config.settings import MOST_SECONDS
 from rallypoint.cli.main import LazyGroup
-from rallypoint.cli.output import plain_console, show_moment, show_span
+from rallypoint.cli.output import plain_console, print_table, show_moment, show_span
 from rallypoint.cli.values import Text, agent_options
 from rallypoint.rpc.durations import set_seconds, to_seconds
 from rallypoint.rpc.endpoint import ClientSecurity, SettingError
@@ -102,30 +102,31 @@ def jobs(*, agent: str, as_json: bool, timeout: float, security: ClientSecurity)
     if as_json:
         click.echo(json.dumps(MessageToDict(response, always_print_fields_with_no_presence=True), indent=2))
     elif response.jobs:
-        plain_console().print(_job_table(response))
+        _print_jobs(response)
     else:
         click.echo("no jobs")
 
 
-def _job_table(response: pb.ListJobsResponse) -> Table:
-    from rich.table import Table  # noqa: PLC0415
-
-    table = Table("run", "state", "round", "restarts", "world", "since", "for", "detail", box=None)
+def _print_jobs(response: pb.ListJobsResponse) -> None:
+    columns = ("run", "state", "round", "restarts", "world", "since", "for", "detail")
+    rows = []
     for job in response.jobs:
         begun = to_seconds(job.start_time)
         ended = to_seconds(job.end_time) if job.HasField("end_time") else time.time()
         state = state_in_words(job)
-        table.add_row(
-            printable(job.run_id),
-            f"{state} ({job.exit_code})" if state == "ENDED" else state,
-            str(job.round or "-"),
-            str(job.restart_count),
-            str(job.world_size or "-"),
-            show_moment(begun)[:19],
-            show_span(round(ended - begun)).replace(".000s", "s"),
-            printable(job.detail),
+        rows.append(
+            (
+                job.run_id,
+                f"{state} ({job.exit_code})" if state == "ENDED" else state,
+                str(job.round or "-"),
+                str(job.restart_count),
+                str(job.world_size or "-"),
+                show_moment(begun)[:19],
+                show_span(round(ended - begun)).replace(".000s", "s"),
+                job.detail,
+            )
         )
-    return table
+    print_table(columns, rows, own_line=("detail",))
 
 
 @click.command()

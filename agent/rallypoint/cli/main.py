@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import io
 import os
+import resource
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -50,9 +51,32 @@ class UsageMistake(click.ClickException):
     exit_code = 2
 
 
+class HostExhausted(click.ClickException):
+    """This host lacks a resource. One line, exit code 3: another host may have it."""
+
+    exit_code = 3
+
+
+_FEWEST_FILES = 64
+"""Least limit of open files. With less, some commands fail, and gRPC aborts the process where it can open none."""
+
+
+def check_open_files() -> None:
+    """Check the limit of open files.
+
+    Raises:
+        UsageMistake: It is too low for any command.
+    """
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= limit < _FEWEST_FILES:
+        raise UsageMistake(
+            f"the limit of open files is {limit}, of at least {_FEWEST_FILES}: raise it (ulimit -n 4096)"
+        )
+
+
 @contextmanager
 def _one_line_error() -> Iterator[None]:
-    """Print click's usage errors as one line, without the usage text.
+    """Print click's usage errors as one line, without the usage text; also errors of a full disk and the like.
 
     Ctrl-C gives the shell's exit code 130, where click prints "Aborted!" and exits with 1.
     """
@@ -64,6 +88,13 @@ def _one_line_error() -> Iterator[None]:
         command = error.ctx.command_path if error.ctx is not None else "rallypoint"
         message = error.format_message().removesuffix(".")
         raise UsageMistake(f"{message} (`{command} --help` shows what there is)") from None
+    except OSError as error:
+        from rallypoint.rpc.endpoint import host_exhausted  # noqa: PLC0415 (not for --help)
+
+        if not host_exhausted(error):
+            raise
+        where = f": {error.filename}" if error.filename else ""
+        raise HostExhausted(f"{error.strerror}{where}") from None
     except KeyboardInterrupt:  # while modules are loaded; `serve` and `run` handle Ctrl-C themselves
         click.echo("Error: interrupted", err=True)
         raise SystemExit(130) from None
@@ -85,6 +116,7 @@ class LazyGroup(click.Group):
     def invoke(self, context: click.Context) -> Any:
         """Parse and run the command."""
         with _one_line_error():
+            check_open_files()
             return super().invoke(context)
 
     def list_commands(self, context: click.Context) -> list[str]:
@@ -170,3 +202,7 @@ def completion(context: click.Context, shell: str) -> None:
     script = get_completion_class(shell)
     assert script is not None, "click knows these shells"
     click.echo(script(root.command, {}, "rallypoint", "_RALLYPOINT_COMPLETE").source())
+
+
+if __name__ == "__main__":
+    main(prog_name="rallypoint")

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import re
+import textwrap
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 import click
+
+from rallypoint.rpc.text import printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -26,6 +30,37 @@ def plain_console() -> Console:
     if not console.is_terminal:
         console.width = _LONGEST_LINE
     return console
+
+
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], own_line: Sequence[str] = ()) -> None:
+    """Print a table. Cells are never cut or broken.
+
+    Args:
+        columns: Names of the columns.
+        rows: Their cells.
+        own_line: Columns that leave the table one by one, until it fits a narrow terminal: each row is then followed by
+            a line for each of them.
+    """
+    from rich.cells import cell_len  # noqa: PLC0415 (slow, and not for --help)
+
+    console = plain_console()
+    table = [[*columns], *([printable(cell) for cell in row] for row in rows)]
+    widths = [max(map(cell_len, column)) for column in zip(*table, strict=True)]
+    kept, moved = [*range(len(columns))], []
+    for name in own_line:
+        if not console.is_terminal or sum(widths[column] + 2 for column in kept) <= console.width:
+            break
+        moved.append(columns.index(name))
+        kept.remove(moved[-1])
+    for number, row in enumerate(table):
+        padded = (f" {row[column]}{' ' * (widths[column] - cell_len(row[column]))} " for column in kept)
+        console.print("".join(padded).rstrip(), style="bold" if number == 0 else None)
+        for column in sorted(moved) if number > 0 else ():
+            text = f"{columns[column]}: {row[column]}"
+            for line in textwrap.wrap(
+                text, console.width - 4, break_long_words=False, break_on_hyphens=False
+            ):
+                console.print(f"    {line}")
 
 
 # ---- Points in time and durations, as people write and read them.

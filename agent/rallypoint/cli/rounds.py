@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from rallypoint.cli.output import plain_console, show_moment, show_span
+from rallypoint.cli.output import plain_console, print_table, show_moment, show_span
 from rallypoint.cli.values import Text, limit_option, service_options
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rpc.durations import to_seconds
@@ -57,43 +57,40 @@ def rounds(
 
 
 def _print(run_id: str, history: RoundHistory) -> None:
-    from rich.table import Table  # noqa: PLC0415 (slow, and not for --help)
-
     console = plain_console()
+    columns = (
+        "round",
+        "started",
+        "nodes",
+        "workers",
+        "join",
+        "confirm",
+        "gap",
+        "ran",
+        "restarts",
+        "ended because",
+    )
     if history.rounds:
-        columns = (
-            "round",
-            "started",
-            "nodes",
-            "workers",
-            "join",
-            "confirm",
-            "gap",
-            "ran",
-            "restarts",
-            "ended because",
-        )
-        table = Table(*columns, box=None)
-        for each in history.rounds:
-            table.add_row(
-                str(each.number),
-                "-" if each.final is None else show_moment(each.final),
-                str(each.nodes or "-"),
-                str(each.workers or "-"),
-                *(
-                    "-" if span is None else show_span(span)
-                    for span in (each.joining, each.confirming, each.gap, each.lasted)
-                ),
-                "-" if each.restarts is None else str(each.restarts),
-                _end(each),
-            )
-        console.print(table)
+        print_table(columns, map(_row, history.rounds), own_line=("ended because", "started"))
     if history.closed is not None:
         console.print(f"run {run_id} is closed: {history.closed.detail}")
     elif history.joinable is not None:
         console.print(f"nodes have been joining the next round since {show_moment(history.joinable)}")
     elif not history.rounds:
         console.print("no rounds")
+
+
+def _row(each: Round) -> tuple[str, ...]:
+    spans = (each.joining, each.confirming, each.gap, each.lasted)
+    return (
+        str(each.number),
+        "-" if each.final is None else show_moment(each.final),
+        str(each.nodes or "-"),
+        str(each.workers or "-"),
+        *("-" if span is None else show_span(span) for span in spans),
+        "-" if each.restarts is None else str(each.restarts),
+        _end(each),
+    )
 
 
 def _end(each: Round) -> str:

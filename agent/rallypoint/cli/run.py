@@ -48,11 +48,17 @@ def run(**flags: Any) -> None:
     Every flag can be set in the environment: --max-restarts as RALLYPOINT_MAX_RESTARTS, or as PET_MAX_RESTARTS like
     torchrun. Names may be abbreviated, and may have underscores instead of dashes.
     """
-    command = _worker_command(
-        **{name: flags.pop(name) for name in ("program", "arguments", "module", "no_python", "run_path")}
-    )
     log_level, log_format = flags.pop("log_level"), flags.pop("log_format")
-    sys.exit(_run(_plan(command, flags), log_level, log_format))
+    try:
+        command = _worker_command(
+            **{name: flags.pop(name) for name in ("program", "arguments", "module", "no_python", "run_path")}
+        )
+        sys.exit(_run(_plan(command, flags), log_level, log_format))
+    except (SettingError, click.ClickException) as error:
+        if log_format != "json":
+            raise
+        _log_refusal(error)
+        sys.exit(2)
 
 
 def _plan(command: tuple[str, ...], flags: Mapping[str, Any]) -> LaunchPlan:
@@ -170,6 +176,14 @@ def _run(plan: LaunchPlan, log_level: str, log_format: str) -> int:
     result = run_loop(launch(plan, spawner))
     print_summary(result)
     return result.exit_code
+
+
+def _log_refusal(error: SettingError | click.ClickException) -> None:
+    from rallypoint.rpc.logs import configure_logs, get_logger  # noqa: PLC0415 (the only line of this process's log)
+
+    configure_logs("error", "json")
+    detail = error.format_message() if isinstance(error, click.ClickException) else str(error)
+    get_logger("rallypoint.run").error("job can't be started", exit_code=2, detail=detail)
 
 
 def _worker_command(

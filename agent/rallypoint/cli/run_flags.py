@@ -351,8 +351,8 @@ _LOGS = flags(
     flag(
         "--log-format",
         type=click.Choice(["auto", "human", "json"]),
-        default="auto",
-        help="Format of the agent's own log.",
+        default="human",
+        help="Format of the agent's log and report; auto: human on a terminal, one JSON object a line otherwise.",
     ),
 )
 _SUPERVISION = flags(

@@ -10,7 +10,7 @@ import click
 from rallypoint.cli.output import plain_console, show_moment
 from rallypoint.cli.values import Text, service_options
 from rallypoint.rpc.durations import to_seconds
-from rallypoint.rpc.endpoint import ClientSecurity
+from rallypoint.rpc.endpoint import ClientSecurity, SettingError
 from rallypoint.rpc.text import printable
 
 if TYPE_CHECKING:
@@ -106,41 +106,66 @@ def restart(run_id: str, rdzv_endpoint: str, reason: str, timeout: float, securi
 @click.command()
 @click.argument("run_id", type=Text())
 @click.argument("node", type=Text())
+@click.option(
+    "--host", is_flag=True, help="NODE is a host: all agents on it are meant, also those that come later."
+)
 @click.option("--reason", type=Text(), default="", help="Reason, shown on the node and in the run's events.")
+@click.option("--force", is_flag=True, help="Refuse NODE also if it is not in the run.")
 @click.option("--readmit", is_flag=True, help="Let an evicted node join again.")
 @service_options
 def evict(
     *,
     run_id: str,
     node: str,
+    host: bool,
     rdzv_endpoint: str,
     reason: str,
+    force: bool,
     readmit: bool,
     timeout: float,
     security: ClientSecurity,
 ) -> None:
     """Remove NODE from RUN_ID and refuse it from now on; the other nodes continue without it.
 
+    An agent that is started again has another name, unless it was started with --node-id: --host keeps the host out.
     `rallypoint status RUN_ID` shows the names of present and evicted nodes.
     """
-    from rallypoint.cli.operator import call_rendezvous  # noqa: PLC0415 (gRPC is not for --help)
+    from rallypoint.cli.operator import all_nodes, call_rendezvous  # noqa: PLC0415 (gRPC is not for --help)
     from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb  # noqa: PLC0415
 
-    if readmit:
-        allowed = pb.ReadmitNodeRequest(run_id=run_id, node_id=node, reason=reason)
-        readmitted = call_rendezvous(rdzv_endpoint, security, timeout, lambda stub: stub.ReadmitNode(allowed))
-        hint = "" if readmitted.was_evicted else "; it was not evicted: check the spelling"
-        click.echo(f"node {node} may join run {run_id}{hint}")
-        return
-    request = pb.EvictNodeRequest(run_id=run_id, node_id=node, reason=reason)
-    response = call_rendezvous(rdzv_endpoint, security, timeout, lambda stub: stub.EvictNode(request))
-    if response.was_in:
-        click.echo(f"node {node} was taken out of run {run_id} and is refused from now on")
-    else:
-        click.echo(
-            f"node {node} was not in run {run_id}; it is refused from now on: check the spelling "
-            f"(`rallypoint evict {run_id} {node} --readmit` undoes it)"
+    # Names of a host's agents begin with the host's name, unless --node-id is given. The first name refuses newcomers.
+    names = [f"{node}_*", node] if host else [node]
+
+    async def change(stub: RendezvousServiceAsyncStub) -> list[str] | None:
+        """Return the names of the nodes that were found, and changed; None: none was, and nothing was changed."""
+        evicted = (await stub.GetRun(pb.GetRunRequest(run_id=run_id, most_nodes=0))).run.evicted_node_ids
+        present = evicted if readmit else [each.node_id for each in await all_nodes(run_id, stub)]
+        found = [name for name in present if name == node or (host and name.startswith(f"{node}_"))]
+        if not (found or force or names[0] in evicted):
+            return None
+        for name in dict.fromkeys([*names, *found]):
+            if readmit:
+                await stub.ReadmitNode(pb.ReadmitNodeRequest(run_id=run_id, node_id=name, reason=reason))
+            else:
+                await stub.EvictNode(pb.EvictNodeRequest(run_id=run_id, node_id=name, reason=reason))
+        return found
+
+    found = call_rendezvous(rdzv_endpoint, security, timeout, change)
+    what = f"{'host' if host else 'node'} {node}"
+    if found is None:
+        known = (
+            f"not evicted from run {run_id}"
+            if readmit
+            else f"not in run {run_id}; --force refuses it all the same"
         )
+        raise SettingError(f"{what} is {known} (`rallypoint status {run_id}` shows the names)")
+    nodes = f": {', '.join(found)}" if host and found else ""
+    if readmit:
+        click.echo(f"{what} may join run {run_id}")
+    elif found:
+        click.echo(f"{what} was taken out of run {run_id} and is refused from now on{nodes}")
+    else:
+        click.echo(f"{what} is refused from now on; it is not in run {run_id}")
 
 
 # ---- `rallypoint replicas`: the replicas of the rendezvous service, and the owner of a run.

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from datetime import UTC, datetime
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from rallypoint.cli.output import plain_console, show_span
+from rallypoint.cli.output import plain_console, print_table, show_span
 from rallypoint.cli.values import Text, service_options
 from rallypoint.rpc.durations import to_seconds
 from rallypoint.rpc.endpoint import ClientSecurity, SettingError
@@ -18,7 +19,6 @@ from rallypoint.serving.options import Setting
 
 if TYPE_CHECKING:
     from google.protobuf.duration_pb2 import Duration
-    from rich.table import Table
 
     from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
     from rallypoint.timer.v1 import timer_service_pb2 as timer_pb
@@ -130,17 +130,18 @@ def _request_progress(
 
 
 def _print_runs(runs: list[pb.Run]) -> None:
-    from rich.table import Table  # noqa: PLC0415
+    if not runs:
+        plain_console().print("no runs")
+        return
+    columns = ("run", "phase", "round", "nodes", "workers", "restarts", "last round ended")
+    print_table(columns, map(_run_row, runs), own_line=("last round ended",))
 
-    table = Table("run", "phase", "round", "nodes", "workers", "restarts", "last round ended", box=None)
-    for run in runs:
-        nodes = f"{run.node_count} of {_range(run.settings)}"
-        ended = run.run_end.detail or run.last_round_end.detail
-        restarts = f"{_counted(run)}/{run.settings.max_restarts}"
-        table.add_row(
-            run.run_id, _phase(run), str(run.round), nodes, str(run.world_size), restarts, ended or "-"
-        )
-    plain_console().print(table if runs else "no runs")
+
+def _run_row(run: pb.Run) -> tuple[str, ...]:
+    nodes = f"{run.node_count} of {_range(run.settings)}"
+    ended = run.run_end.detail or run.last_round_end.detail
+    restarts = f"{_counted(run)}/{run.settings.max_restarts}"
+    return run.run_id, _phase(run), str(run.round), nodes, str(run.world_size), restarts, ended or "-"
 
 
 def _print_owner_away(owner: str) -> None:
@@ -153,6 +154,7 @@ def _print_owner_away(owner: str) -> None:
 
 
 def _print_run(run: pb.Run, *, connections_known: bool) -> None:
+    from rallypoint.agent.job.waiting import describe_waiting, waiting_of  # noqa: PLC0415
     from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb  # noqa: PLC0415
 
     console = plain_console()
@@ -174,10 +176,14 @@ def _print_run(run: pb.Run, *, connections_known: bool) -> None:
         )
     elif run.succeeded_count:
         console.print(_exit_barrier(run, assigned))
+    elif run.HasField("join_time_left") or run.HasField("last_call_left"):
+        waiting = waiting_of(run)
+        assert waiting is not None, "only a run that waits has a time left"
+        console.print(describe_waiting(waiting, datetime.now(UTC).astimezone()))
     if run.evicted_node_ids:
         console.print(_evicted(run))
     if run.nodes:
-        console.print(_node_table(run, connections_known=connections_known))
+        _print_nodes(run, connections_known=connections_known)
     unguarded = [node for node in run.nodes if node.watchdog_trouble]
     for node in unguarded[:_MOST_NAMES]:
         console.print(f"no watchdog guards the workers of {node.node_id}: {node.watchdog_trouble}")
@@ -221,30 +227,30 @@ def _evicted(run: pb.Run) -> str:
     return f"evicted, and refused (`rallypoint events` shows why): {names}{others}"
 
 
-def _node_table(run: pb.Run, *, connections_known: bool) -> Table:
-    from rich.table import Table  # noqa: PLC0415
-
+def _print_nodes(run: pb.Run, *, connections_known: bool) -> None:
     from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb  # noqa: PLC0415
 
     places = any(node.topology for node in run.nodes)
-    columns = ["node", "state", "group rank", "ranks", "role", "address", "connected"]
-    table = Table(*columns, *(["topology"] if places else []), box=None)
+    columns = ["node", "state", "group rank", "ranks", "role", "address", "connected", *["topology"] * places]
+    rows = []
     for node in run.nodes:
         ranked = node.assignment
         assigned = node.HasField("assignment")
         ranks = f"{ranked.base_rank}-{ranked.base_rank + node.local_world_size - 1}" if assigned else "-"
-        state = pb.NodeState.Name(node.state).removeprefix("NODE_STATE_")
-        table.add_row(
-            node.node_id,
-            state,
-            str(ranked.group_rank) if assigned else "-",
-            ranks,
-            node.role,
-            node.address,
-            _yes_or_no(node.connected) if connections_known else "-",
-            *([node.topology or "-"] if places else []),
+        connected = _yes_or_no(node.connected) if connections_known else "-"
+        rows.append(
+            [
+                node.node_id,
+                pb.NodeState.Name(node.state).removeprefix("NODE_STATE_"),
+                str(ranked.group_rank) if assigned else "-",
+                ranks,
+                node.role,
+                node.address,
+                connected,
+                *[node.topology or "-"] * places,
+            ]
         )
-    return table
+    print_table(columns, rows, own_line=["address", *["topology"] * places, "role"])
 
 
 def _yes_or_no(fact: bool) -> str:

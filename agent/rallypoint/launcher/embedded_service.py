@@ -45,6 +45,10 @@ from rallypoint.serving.requests import SENTENCE_BYTES
 # started a moment earlier may need some of them.
 _ANSWER = 10.0
 
+_TWO_HOSTS = (
+    "another agent does; only one host may have --node-rank 0, the default (or is_host=true, with c10d)"
+)
+
 _log = get_logger("rallypoint.run")
 
 
@@ -87,7 +91,7 @@ class EmbeddedService:
 
 @asynccontextmanager
 async def rendezvous_at(
-    hosted: Hosted, security: ClientSecurity, access: AccessFiles
+    hosted: Hosted, security: ClientSecurity, access: AccessFiles, run_id: str = ""
 ) -> AsyncIterator[EmbeddedService | None]:
     """Serve rendezvous at an address while the context lasts; yield None if another host's agent does.
 
@@ -95,19 +99,24 @@ async def rendezvous_at(
         hosted: The address; see Hosted for the serving agent.
         security: How the job's connections are secured.
         access: Which calls are refused.
+        run_id: The run of this agent, see `rendezvous_server`.
 
     Raises:
-        SettingError: This agent must serve and can't; one line.
+        SettingError: This agent must serve and can't, or another host's agent serves already; one line.
     """
     endpoint = parse_endpoint(hosted.endpoint)
     async with AsyncExitStack() as stack:
-        if hosted.here is False or (hosted.here is None and not await is_this_host(endpoint.host)):
+        ours = hosted.here is not False and await is_this_host(endpoint.host)
+        if not hosted.here and not ours:
             yield None
             return
+        if not ours and await answers_calls(hosted.endpoint, security):
+            # The address may lead here in a way that this host does not know, but not while another agent replies.
+            raise SettingError(f"can't serve rendezvous at {hosted.endpoint}: {_TWO_HOSTS}")
         try:
             host = await listening_host(endpoint)
             serving = await stack.enter_async_context(
-                rendezvous_server(listening(host, endpoint.port, security, access))
+                rendezvous_server(listening(host, endpoint.port, security, access), run_id)
             )
         except ServiceStartError as error:
             taken = isinstance(error, PortInUseError) and await answers_calls(hosted.endpoint, security)
@@ -116,7 +125,7 @@ async def rendezvous_at(
                 return
             why: object = error
             if taken:
-                why = "another agent does; do two hosts have the same --node-rank or is_host?"
+                why = _TWO_HOSTS
             elif isinstance(error, PortInUseError):
                 why = "another program listens there; stop it, or choose another --master-port or --rdzv-endpoint"
             raise SettingError(f"can't serve rendezvous at {hosted.endpoint}: {why}") from None

@@ -54,7 +54,7 @@ from rallypoint.rpc.endpoint import (
     parse_endpoints,
 )
 from rallypoint.rpc.errors import ServiceError
-from rallypoint.rpc.logs import configure_logs, get_logger
+from rallypoint.rpc.logs import configure_logs, get_logger, logs_are_json
 from rallypoint.rpc.loop import run as run_loop
 from rallypoint.rpc.replica_client import ReplicaClient
 from rallypoint.rpc.runtime_folder import new_run_socket
@@ -182,7 +182,7 @@ async def _rendezvous(plan: LaunchPlan, conf: RendezvousConf, stack: AsyncExitSt
         return _LaunchedRendezvous(Peer(service.endpoint, plan.security), await address(service.endpoint))
     from rallypoint.launcher.embedded_service import rendezvous_at  # noqa: PLC0415
 
-    host = await stack.enter_async_context(rendezvous_at(service, plan.security, plan.access))
+    host = await stack.enter_async_context(rendezvous_at(service, plan.security, plan.access, plan.run_id))
     if host is None:
         # The serving host may be gone for good, and the run with it.
         lost_timeout = min(conf.read_timeout, _LOST_TIMEOUT)
@@ -312,19 +312,25 @@ async def _serve_supervisor(
 
 
 def print_summary(result: JobResult) -> None:
-    """Print the report of the failure that ended the run, if any, and log how the job ended."""
-    if result.failure is not None:
-        click.echo(
-            f"The failure that ended the run:\n{render(result.failure, others=result.others)}", err=True
-        )
+    """Print the report of the failure that ended the run, or the reason why the job did not run, and log the end.
+
+    If logs are JSON, the report is a field of the last record.
+    """
     if result.exit_code == SUCCEEDED:
         _log.info("job succeeded", detail=result.detail)
-    elif result.exit_code == FAILED:
-        _log.error("job failed" if result.failure is not None else "job ended early", detail=result.detail)
-    elif result.exit_code == PERMANENT:
-        _log.error("job failed: unrecoverable error", detail=result.detail)
-    else:
-        click.echo(f"Error: {result.detail}", err=True)
+        return
+    event = {FAILED: "job ended early", PERMANENT: "job failed: unrecoverable error"}.get(result.exit_code)
+    report = f"Error: {result.detail}" if event is None else ""
+    if result.failure is not None:
+        event = "job failed" if result.exit_code == FAILED else event
+        report = f"The failure that ended the run:\n{render(result.failure, others=result.others)}\n{report}".rstrip()
+    if logs_are_json():
+        _log.error(event or "job ended", exit_code=result.exit_code, detail=result.detail, report=report)
+        return
+    if report:
+        click.echo(report, err=True)
+    if event is not None:
+        _log.error(event, detail=result.detail)
 
 
 def run_requested_job(request: LaunchRequest, spawner: Spawner) -> LaunchOutcome:
@@ -333,7 +339,7 @@ def run_requested_job(request: LaunchRequest, spawner: Spawner) -> LaunchOutcome
     Raises:
         SettingError: The job can't be started as requested; one line.
     """
-    configure_logs(request.log_level, "auto")
+    configure_logs(request.log_level, "human")
     if request.log_level == "info":
         # Of the services embedded in this process, users need only warnings and errors.
         for service in ("rallypoint.rendezvous", "rallypoint.serving", "rallypoint.timer"):

@@ -14,6 +14,7 @@ from rallypoint.rendezvous.api.service import own_shard, registrations
 from rallypoint.rendezvous.journal.journal import MemoryJournal
 from rallypoint.rendezvous.runs.engine import RendezvousEngine
 from rallypoint.rendezvous.shard.locator import SingleShardLocator
+from rallypoint.rendezvous.shard.shard import Shard
 from rallypoint.rpc.endpoint import (
     AccessFiles,
     ClientSecurity,
@@ -24,6 +25,7 @@ from rallypoint.rpc.endpoint import (
     ServerOptions,
     SettingError,
 )
+from rallypoint.rpc.logs import get_logger
 from rallypoint.rpc.runtime_folder import new_run_socket
 from rallypoint.serving.server import Server
 from rallypoint.timer.server.service import timer_registration
@@ -102,7 +104,7 @@ def _can_bind(family: int, address: tuple[object, ...]) -> bool:
 async def embedded_rendezvous(run_id: str = "") -> AsyncIterator[str]:
     """Serve a run's rendezvous at a socket of this user as long as the context lasts; yield the endpoint."""
     with new_run_socket("rendezvous", run_id) as endpoint:
-        async with rendezvous_server(ServerOptions(host=endpoint)):
+        async with rendezvous_server(ServerOptions(host=endpoint), run_id):
             yield endpoint
 
 
@@ -114,16 +116,47 @@ class RendezvousServer:
     engine: RendezvousEngine
 
 
+_MOST_NAMES = 100
+
+_log = get_logger("rallypoint.run")
+
+
+class _OtherRuns(SingleShardLocator):
+    """Warns once of each other run than the agent's own: the hosts of one job may have different names for it."""
+
+    def __init__(self, shard: Shard, run_id: str) -> None:
+        super().__init__(shard)
+        self._run_id = run_id
+        self._seen: set[str] = set()
+
+    def writer(self, run_id: str) -> Shard:
+        """Return the shard."""
+        if run_id != self._run_id and run_id not in self._seen and len(self._seen) < _MOST_NAMES:
+            self._seen.add(run_id)
+            _log.warning(
+                "another run was requested from this agent's rendezvous",
+                requested=run_id,
+                served=self._run_id,
+                sentence=f"a node asks for run {run_id!r} here, but this agent serves run {self._run_id!r}: do all "
+                "hosts of the job have the same --rdzv-id?",
+            )
+        return super().writer(run_id)
+
+
 @asynccontextmanager
-async def rendezvous_server(options: ServerOptions) -> AsyncIterator[RendezvousServer]:
+async def rendezvous_server(options: ServerOptions, run_id: str = "") -> AsyncIterator[RendezvousServer]:
     """Serve rendezvous as long as the context lasts, in memory only.
+
+    Args:
+        options: Where and how it listens.
+        run_id: The run of this agent, which warns if a node asks for another one; empty: all are expected.
 
     Raises:
         ServiceStartError: The server can't listen.
     """
     async with AsyncExitStack() as stack:
         shard = await stack.enter_async_context(own_shard(MemoryJournal()))
-        services = registrations(SingleShardLocator(shard))
+        services = registrations(_OtherRuns(shard, run_id) if run_id else SingleShardLocator(shard))
         server = Server(options, services=services, translate=translate_rendezvous)
         await server.start()
         stack.push_async_callback(server.stop)

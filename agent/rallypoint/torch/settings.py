@@ -61,7 +61,7 @@ async def node_settings(start: Mapping[str, Any]) -> NodeSettings:
         parsed = rendezvous_conf(conf.settings, (start["min_nodes"], start["max_nodes"]), most)
     except RunSettingError as error:
         raise SettingError(f"--rdzv-conf: {error}") from None
-    # As with torch's own rendezvous, what is closed stays closed, unless it is asked for.
+    # A closed run stays closed, as with torch's own rendezvous, unless `reopen` is given.
     parsed.settings.reopen = parsed.settings.reopen or pb.REOPEN_NEVER
     endpoint = endpoint_of(start["endpoint"])
     config = JobConfig(

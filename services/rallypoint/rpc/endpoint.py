@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import os
 import re
@@ -16,6 +17,22 @@ from rallypoint.rpc.text import whole_number
 
 class SettingError(ValueError):
     """A setting that cannot be applied. Its text is one line for the person who chose the setting."""
+
+
+_EXHAUSTED = {
+    errno.EMFILE,
+    errno.ENFILE,
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.ENOMEM,
+    errno.EROFS,
+}
+
+
+def host_exhausted(error: BaseException) -> bool:
+    """True if an OSError, or the OSError behind an error, means that this host lacks files, memory or disk space."""
+    cause = error if isinstance(error, OSError) else error.__cause__
+    return isinstance(cause, OSError) and cause.errno in _EXHAUSTED
 
 
 class ServiceStartError(SettingError):

@@ -1,8 +1,8 @@
-"""Structured logs: coloured lines on a terminal, one JSON object a line anywhere else, always on stderr.
+"""Structured logs on stderr: short lines for people, or one JSON object a line for programs.
 
-`get_logger` and lines of JSON need only the standard library; structlog, which formats lines for terminals, is
-imported when `configure_logs` finds a terminal (it takes some 50 ms). A program that never calls `configure_logs`
-receives our records like those of any library, through its own `logging`.
+`get_logger` and lines of both kinds need only the standard library; rich is imported for the line at the bottom of a
+terminal, see `show_progress`. A program that never calls `configure_logs` receives our records like those of any
+library, through its own `logging`.
 """
 
 from __future__ import annotations
@@ -11,9 +11,13 @@ import json
 import logging
 import os
 import sys
-from collections.abc import MutableMapping
 from datetime import UTC, datetime
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, TextIO
+
+from rallypoint.rpc.text import printable
+
+if TYPE_CHECKING:
+    from rich.live import Live
 
 _LEVELS = {
     "debug": logging.DEBUG,
@@ -24,20 +28,26 @@ _LEVELS = {
 
 
 class _Event:
-    """The message of our records: a fixed event name, and its fields."""
+    """The message of our records: a fixed event name, its fields, and a sentence for people that replaces both."""
 
-    __slots__ = ("fields", "name")
+    __slots__ = ("fields", "name", "sentence")
 
-    def __init__(self, name: str, fields: dict[str, object]) -> None:
+    def __init__(self, name: str, fields: dict[str, object], sentence: str) -> None:
         self.name = name
         self.fields = fields
+        self.sentence = sentence
 
     def __str__(self) -> str:
-        return " ".join([self.name, *(f"{key}={value!r}" for key, value in self.fields.items())])
+        return self.sentence or " ".join(
+            [self.name, *(f"{key}={value!r}" for key, value in self.fields.items())]
+        )
 
 
 class Logger:
-    """Logs events: `log.info("node lost", run_id=..., reason=...)`. JSON or str() must be able to show the fields."""
+    """Logs events: `log.info("node lost", run_id=..., reason=...)`. JSON or str() must be able to show the fields.
+
+    People read a `sentence` among the fields instead of the event and its fields; programs do not get it.
+    """
 
     __slots__ = ("_fields", "_logger")
 
@@ -79,7 +89,8 @@ class Logger:
     ) -> None:
         if self._logger.isEnabledFor(level):
             # 3: the frame of the caller of info(), debug() ...
-            message = _Event(event, {**self._fields, **fields})
+            sentence = str(fields.pop("sentence", ""))
+            message = _Event(event, {**self._fields, **fields}, sentence)
             self._logger.log(level, message, exc_info=error, stacklevel=3)
 
 
@@ -105,9 +116,9 @@ def configure_logs(level: str = "info", format: str = "auto", stream: TextIO | N
     if format not in ("auto", "human", "json"):
         raise ValueError(f"log format {format!r} is none of auto, human, json")
     human = format == "human" or (format == "auto" and stream.isatty())
-    handler = logging.StreamHandler(stream)
+    handler = _Handler(stream)
     colours = stream.isatty() and not os.environ.get("NO_COLOR")
-    handler.setFormatter(_formatter_for_people(colours) if human else _JsonFormatter())
+    handler.setFormatter(_FormatterForPeople(colours) if human else _JsonFormatter())
     handler.addFilter(_worth_showing)
     root = logging.getLogger()
     for old in root.handlers[:]:
@@ -139,35 +150,93 @@ class _JsonFormatter(logging.Formatter):
         return json.dumps(line, default=str, ensure_ascii=False)
 
 
-def _formatter_for_people(colours: bool) -> logging.Formatter:
-    # Imported here and not at the top: see the module's docstring.
-    import structlog  # noqa: PLC0415
-
-    drawn: list[Any] = [
-        structlog.stdlib.ProcessorFormatter.remove_processors_meta,
-        structlog.dev.ConsoleRenderer(colors=colours, exception_formatter=structlog.dev.plain_traceback),
-    ]
-    return structlog.stdlib.ProcessorFormatter(
-        foreign_pre_chain=[
-            structlog.stdlib.add_log_level,
-            structlog.stdlib.add_logger_name,
-            structlog.processors.TimeStamper(fmt="iso", utc=True),
-            _spread_fields,
-        ],
-        processors=drawn,
-    )
+# SGR codes of levels above info.
+_COLOURS = {"debug": "2", "warning": "33", "error": "31", "critical": "31"}
 
 
-def _spread_fields(
-    _logger: object, _method: str, event_dict: MutableMapping[str, Any]
-) -> MutableMapping[str, Any]:
-    """Split the record of one of our events into its name and fields."""
-    message = event_dict["_record"].msg
-    if isinstance(message, _Event):
-        event_dict["event"] = message.name
-        for key, value in message.fields.items():
-            event_dict.setdefault(key, value)
-    return event_dict
+class _FormatterForPeople(logging.Formatter):
+    """Formats one line: local time, level unless it is info, event, and fields. A traceback has lines of its own."""
+
+    def __init__(self, colours: bool) -> None:
+        super().__init__()
+        self._colours = colours
+
+    def format(self, record: logging.LogRecord) -> str:
+        message, level = record.msg, record.levelname.lower()
+        if not isinstance(message, _Event):
+            words = [f"{record.name}: {printable(record.getMessage())}"]
+        elif message.sentence:
+            words = [printable(message.sentence)]
+        else:
+            words = [message.name, *(f"{key}={_shown(value)}" for key, value in message.fields.items())]
+        if level != "info":
+            words[:0] = [f"\x1b[{_COLOURS[level]}m{level}\x1b[0m" if self._colours else level]
+        time = datetime.fromtimestamp(record.created, UTC).astimezone()
+        line = " ".join([f"\x1b[2m{time:%H:%M:%S}\x1b[0m" if self._colours else f"{time:%H:%M:%S}", *words])
+        if record.exc_info and record.exc_info[0] is not None:
+            line += "\n" + self.formatException(record.exc_info)
+        return line
+
+
+def _shown(value: object) -> str:
+    text = str(value)
+    return text if text.isprintable() and text and not set(text) & set(" \"'") else repr(text)
+
+
+class _Handler(logging.StreamHandler[TextIO]):
+    """Writes records; above the bottom line of a terminal, while there is one."""
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__(stream)
+        self.bottom: Live | None = None
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a record."""
+        if self.bottom is None:
+            super().emit(record)
+            return
+        from rich.text import Text  # noqa: PLC0415 (slow)
+
+        self.bottom.console.print(Text.from_ansi(self.format(record)), soft_wrap=True)
+
+
+def _handler() -> _Handler | None:
+    return next((each for each in logging.getLogger().handlers if isinstance(each, _Handler)), None)
+
+
+def logs_are_json() -> bool:
+    """True if `configure_logs` has chosen JSON: then all output of this process on stderr should be."""
+    handler = _handler()
+    return handler is not None and isinstance(handler.formatter, _JsonFormatter)
+
+
+def show_progress(line: str) -> bool:
+    """Show or renew a line below the logs; empty: remove it.
+
+    Return False without a terminal, or if logs are not for people: log the line instead, and not as often.
+    """
+    handler = _handler()
+    if handler is None or not handler.stream.isatty() or logs_are_json():
+        return False
+    if not line:
+        if handler.bottom is not None:
+            handler.bottom.stop()
+            handler.bottom = None
+        return True
+    from rich.console import Console  # noqa: PLC0415 (slow, and only for terminals)
+    from rich.live import Live  # noqa: PLC0415
+    from rich.text import Text  # noqa: PLC0415
+
+    if handler.bottom is None:
+        # Without a thread: the caller renews it. The rest of stderr is not redirected: workers write to it as well.
+        console = Console(file=handler.stream)
+        handler.bottom = Live(
+            console=console, auto_refresh=False, transient=True, redirect_stdout=False, redirect_stderr=False
+        )
+        handler.bottom.start()
+        console.show_cursor(True)
+    handler.bottom.update(Text(printable(line), no_wrap=True, overflow="ellipsis"), refresh=True)
+    return True
 
 
 def _worth_showing(record: logging.LogRecord) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -45,6 +46,37 @@ def test_what_python_writes_is_found_whole(program: str, exception: str, first_l
     assert found[0] == exception
     assert found[1] == text.rstrip("\n")
     assert found[1].startswith(first_line)
+
+
+@pytest.mark.parametrize(
+    ("script", "exception"),
+    [
+        ("def f(:\n  pass\n", "SyntaxError: invalid syntax"),
+        ("if 1:\npass\n", "IndentationError: expected an indented block after 'if' statement on line 1"),
+        ("x = '\\d'\ndef f(:\n", "SyntaxError: invalid syntax"),  # a warning that shows its line comes first
+    ],
+)
+def test_a_script_that_python_cannot_compile(tmp_path: Path, script: str, exception: str) -> None:
+    """Its report has no header; a traceback that was logged before it is another one."""
+    file = tmp_path / "train.py"
+    file.write_text(script)
+    ran = subprocess.run([sys.executable, "-W", "always", file], capture_output=True, text=True, check=False)
+    block = ran.stderr[ran.stderr.index("  File ") :].rstrip("\n")
+    for earlier in ("", "a log line\n\n", f"{FRAMES}OSError: logged and forgotten\n"):
+        assert final_traceback(earlier + ran.stderr, at_end=True) == (exception, block)
+
+
+def test_an_import_that_python_cannot_compile(tmp_path: Path) -> None:
+    """Here it has a header and frames, and they are kept."""
+    (tmp_path / "broken.py").write_text("def f(:\n")
+    text = stderr_of(f"import sys; sys.path[:0] = [{str(tmp_path)!r}]; import broken")
+    assert final_traceback(text, at_end=True) == ("SyntaxError: invalid syntax", text.rstrip("\n"))
+
+
+def test_a_message_that_quotes_a_file_is_no_syntax_error() -> None:
+    """Some compilers quote lines of the program below their own error."""
+    text = f'{FRAMES}RuntimeError: no such operator\n  File "model.py", line 5\n    f(x)\n    ~ <--- HERE\n'
+    assert final_traceback(text, at_end=True) == ("RuntimeError: no such operator", text.rstrip("\n"))
 
 
 def test_a_chain_is_kept_together() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 from rallypoint.agent.core import core
 from rallypoint.agent.workers.groups import WorkerGroups
@@ -17,6 +17,7 @@ class SlowToSweep:
     """A group whose workers have ended; what they left behind takes its time to die."""
 
     names: tuple[str, ...] = ()
+    workers: ClassVar[dict[int, Any]] = {}
     assignment = SimpleNamespace(round=1)
 
     def __init__(self) -> None:

@@ -20,6 +20,7 @@ from rallypoint.rendezvous.runs.run import Member
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
 from rallypoint.rpc.channel import open_channel
+from rallypoint.rpc.durations import to_seconds
 from rallypoint.rpc.errors import ServiceError, decode
 from rallypoint.serving.server import Registration, Server, ServerOptions
 from rendezvous.engine_fixtures import RUN, Stage, staged
@@ -580,6 +581,38 @@ async def test_a_run_can_be_looked_at(served: Served) -> None:
     assert (run.round, run.world_size, run.settings.max_restarts) == (1, 4, 3)
     runs = (await stub.ListRuns(pb.ListRunsRequest())).runs
     assert [(each.run_id, each.node_count) for each in runs] == [("another", 1), (RUN, 2)]
+
+
+async def test_a_run_that_waits_says_for_how_long(served: Served) -> None:
+    """For min_nodes, then for the end of the last call, by the service's clock; with as many nodes as asked for."""
+    stub = served.stub()
+
+    async def waiting(most_nodes: int | None = None) -> tuple[float | None, float | None, int]:
+        run = (await stub.GetRun(pb.GetRunRequest(run_id=RUN, most_nodes=most_nodes))).run
+        left = [
+            to_seconds(getattr(run, name)) if run.HasField(name) else None
+            for name in ("join_time_left", "last_call_left")
+        ]
+        return left[0], left[1], len(run.nodes)
+
+    settings = pb.RunSettings(min_nodes=2, max_nodes=3)
+    settings.join_timeout.FromSeconds(600)
+    settings.last_call_timeout.FromSeconds(30)
+    for node_id, expected in (("a", (593.0, None, 1)), ("b", (None, 23.0, 2))):
+        join = good_join(node_id)
+        join.settings.CopyFrom(settings)
+        stream = served.stream()
+        await stream.say(join=join)
+        await stream.admission()
+        served.stage.now += 7.0
+        assert await waiting() == expected
+    assert await waiting(most_nodes=1) == (None, 23.0, 1)
+    assert await waiting(most_nodes=0) == (None, 23.0, 0)
+    assert (
+        await refused(stub.GetRun(pb.GetRunRequest(run_id=RUN, most_nodes=-1)))
+    ).reason == "INVALID_ARGUMENT"
+    await served.join("x", run_id="another")
+    assert not any(run.HasField("join_time_left") for run in (await stub.ListRuns(pb.ListRunsRequest())).runs)
 
 
 @pytest.mark.parametrize("method", ["GetRun", "WatchRun", "CloseRun", "DeleteRun"])

@@ -167,6 +167,19 @@ class TestEvicting:
         run.evict("a")
         assert (run.phase, run.ranks) == (Phase.FINAL, ["b"])
 
+    def test_a_name_with_a_star_refuses_those_that_come(self) -> None:
+        """And removes none that is there; each node of a host has such a name, with another end."""
+        run = ScriptedRun(min_nodes=1, max_nodes=3)
+        run.start("host_1", "other")
+        run.evict("host_*", reason="bad memory")
+        assert (run.phase, sorted(run.ranks)) == (Phase.FINAL, ["host_1", "other"])
+        with pytest.raises(NodeIsEvicted, match=r"host_2.*bad memory"):
+            run.join("host_2")
+        run.join("host", "host-2")
+        run.readmit("host_*")
+        run.join("host_2")
+        assert set(run.state.nodes) == {"host_1", "other", "host", "host-2", "host_2"}
+
     def test_nothing_it_says_counts_and_it_can_not_join(self) -> None:
         """It is told that, and by whom, and not that its lease is lost: it is not to try again."""
         run = ScriptedRun(min_nodes=1, max_nodes=2)

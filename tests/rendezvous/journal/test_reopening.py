@@ -182,7 +182,7 @@ async def test_what_the_ended_incarnation_writes_is_refused(server: Server) -> N
 async def test_a_join_waits_until_the_last_node_has_gone(server: Server) -> None:
     """And is admitted then; the streams of those that were in it end in good order."""
     former = await closed(server)
-    waiting = asyncio.create_task(server.shard.engine.until_reopenable(RUN))
+    waiting = asyncio.create_task(server.shard.engine.until_reopenable(RUN, lambda _: None))
     await server.shard.engine.settled()
     assert not waiting.done()
     await server.do(commands.Leave("a", former.lease.number, "no worker is left"))
@@ -190,7 +190,7 @@ async def test_a_join_waits_until_the_last_node_has_gone(server: Server) -> None
     update = await former.updates.take()
     assert update is not None
     assert former.updates.ended
-    await asyncio.gather(server.join(), server.shard.engine.until_reopenable(RUN))
+    await asyncio.gather(server.join(), server.shard.engine.until_reopenable(RUN, lambda _: None))
 
 
 async def test_writes_that_are_being_committed_at_the_end_are_deleted_too(server: Server) -> None:

@@ -87,6 +87,13 @@ class LocalFailures:
 _TICK = 0.01
 
 
+def _own_cwd() -> Path:
+    try:
+        return Path.cwd()
+    except OSError:  # it was deleted: nothing is found there
+        return Path()
+
+
 class PostMortem:
     """Collects and explains the failures of a group of workers, from before their start until they are stopped."""
 
@@ -134,7 +141,6 @@ class PostMortem:
 
     def describe(self, exit_: WorkerExit) -> WorkerFailure:
         """Return the failure of a worker, with its reason."""
-        cwd = self._cwd if self._cwd is not None else Path.cwd()
         starved = self._memory.explain(exit_) if self._memory is not None else None
         failure = describe_failure(
             exit_,
@@ -143,7 +149,9 @@ class PostMortem:
             since=self._since,
             starved=starved,
             besides=self._memory.hint(exit_) if self._memory is not None and starved is None else "",
-            core=find_core_dump(exit_, cwd=cwd, rlimits=self._rlimits, started=self._started),
+            core=find_core_dump(
+                exit_, cwd=self._cwd or _own_cwd(), rlimits=self._rlimits, started=self._started
+            ),
             own_code=self._own_codes,
         )
         return self._explain(failure)

@@ -142,6 +142,9 @@ _AFTER = 50  # lines: after the traceback that ends a program come at most a few
 _RANK = re.compile(r"^\[rank\d+\]: ?")
 _HEADER = re.compile(r"^(  \+ Exception Group )?Traceback \(most recent call last\):$")
 _FATAL = re.compile(r"^Fatal Python error: ")
+# A script that Python can't compile has no frames, so its report has no header: it begins with the file and the line.
+_NOT_COMPILED = re.compile(r'^  File ".+", line \d+$')
+_SYNTAX_ERROR = re.compile(r"^(SyntaxError|IndentationError|TabError)\b")
 _LINKS = (
     "During handling of the above exception, another exception occurred:",
     "The above exception was the direct cause of the following exception:",
@@ -165,7 +168,7 @@ def final_traceback(text: str, *, at_end: bool) -> tuple[str, str] | None:
     fatal = _last(lines, _FATAL)
     if fatal is not None and len(lines) - fatal <= 10 * _AFTER:
         return lines[fatal], "\n".join(lines[fatal:])
-    header = _last(lines, _HEADER)
+    header = _last_header(lines)
     if header is None:
         return None
     exception = header + 1
@@ -189,6 +192,18 @@ def final_traceback(text: str, *, at_end: bool) -> tuple[str, str] | None:
     while (earlier := _link_before(lines, first)) is not None:
         first = earlier
     return lines[exception].removeprefix("  | "), "\n".join(lines[first : last + 1])
+
+
+def _last_header(lines: list[str]) -> int | None:
+    header = _last(lines, _HEADER)
+    end = _last(lines, _SYNTAX_ERROR)
+    start = _last(lines[:end], _NOT_COMPILED) if end is not None else None
+    if start is None or start < (header or 0):
+        return header
+    between = lines[start + 1 : end]
+    # Below frames of a traceback, these lines are a part of it.
+    below_frame = start > 0 and lines[start - 1].startswith(("    ", '  File "'))
+    return header if below_frame or any(line[:1].strip() for line in between) else start
 
 
 def _last(lines: list[str], pattern: re.Pattern[str]) -> int | None:

@@ -17,12 +17,12 @@ from rallypoint.agent.config.job import JobConfig
 from rallypoint.agent.core import core
 from rallypoint.agent.events.publisher import JobEvents, JobIdentity
 from rallypoint.agent.failures.analysis import EarlierFailure, FirstFailure
-from rallypoint.agent.failures.failure import WorkerFailure
+from rallypoint.agent.failures.failure import WorkerFailure, signal_name
 from rallypoint.agent.health.monitor import HostMonitor, MaintenanceAnnounced
 from rallypoint.agent.job.drain import Drain, DrainNotice
 from rallypoint.agent.job.failure_file import FAILURE_FILE, failure_document, write_failure_files
 from rallypoint.agent.job.rendezvous import NodeMembership
-from rallypoint.agent.job.result import FAILED, SUCCEEDED, JobResult, judge
+from rallypoint.agent.job.result import FAILED, SUCCEEDED, UNFIT, JobResult, judge
 from rallypoint.agent.job.sync import Background, EventQueue, QueuedEvent
 from rallypoint.agent.logs.follower import Console
 from rallypoint.agent.logs.plan import LogDirectory
@@ -38,7 +38,7 @@ from rallypoint.agent.workers.group import (
     WorkersSucceeded,
 )
 from rallypoint.agent.workers.groups import WorkerGroups
-from rallypoint.rpc.endpoint import SettingError
+from rallypoint.rpc.endpoint import SettingError, host_exhausted
 from rallypoint.rpc.logs import get_logger
 from rallypoint.rpc.loop import Notifier
 from rallypoint.rpc.replica_client import ReplicaClient
@@ -323,7 +323,14 @@ class Job:
         if self._hurried:
             number, timeout = signal.SIGKILL, 0.0
         leaving = self._state.leaving is not None and not self._hurried
-        self._groups.stop(effect.detail, number, timeout, self._membership.round_over if leaving else None)
+        hint = ""
+        if self._stop_signal is not None and not self._hurried:
+            again = (
+                "Ctrl-C again" if number == signal.SIGINT else f"a second {signal_name(self._stop_signal)}"
+            )
+            hint = f"{again} kills them"
+        after = self._membership.round_over if leaving else None
+        self._groups.stop(effect.detail, number, timeout, after, hint)
 
     @_carry_out.register
     def _collect_failures(self, effect: core.CollectFailures) -> None:
@@ -383,7 +390,10 @@ class Job:
         return {worker.rank: worker.pid for worker in self.workers if running and worker.exit is None}
 
     def _break(self, error: BaseException) -> None:
-        """End the job after an unexpected error in the background: a job that hangs is the worst failure."""
+        """End the job after an error in the background: a job that hangs is the worst failure."""
+        if host_exhausted(error):
+            self._events.put_nowait(JobResult(UNFIT, f"this host is not fit to run workers: {error}"))
+            return
         _log.exception("internal error", error=error)
         detail = f"internal error: {error!r}; please report it with the log above"
         self._events.put_nowait(JobResult(FAILED, detail))

@@ -12,6 +12,7 @@ from rallypoint.agent.config.job import JobConfig
 from rallypoint.agent.core import core
 from rallypoint.agent.failures.failure import WorkerFailure
 from rallypoint.agent.job.result import assignment_value, failure_message, phase_value, refusal_of
+from rallypoint.agent.job.waiting import WaitReports
 from rallypoint.rendezvous.client import (
     Admitted,
     Event,
@@ -24,7 +25,7 @@ from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rpc.durations import to_seconds
 from rallypoint.rpc.errors import ServiceError, tls_advice
 from rallypoint.rpc.logs import get_logger
-from rallypoint.rpc.replica_client import Where
+from rallypoint.rpc.replica_client import Where, replica_client
 from rallypoint.rpc.text import one_line
 from rallypoint.serving.requests import SENTENCE_BYTES
 
@@ -65,6 +66,8 @@ class NodeMembership:
         self._config = config
         self._publish = publish
         self._being_member: asyncio.Task[None] | None = None
+        self._begin: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
+        self._wait_reports = WaitReports(config, replica_client(rendezvous))
         # Set when there is nothing to wait for: the round has ended, or this node is no longer a member.
         self._round_over = asyncio.Event()
         self._membership = Membership(
@@ -78,12 +81,14 @@ class NodeMembership:
 
     def join(self, begin: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]) -> None:
         """Join in the background. The core receives MembershipEnded at the end of the membership."""
+        self._begin = begin
         self._being_member = begin(self._run())
         # Not in the task itself: a task that is cancelled before its first step runs no code at all.
         self._being_member.add_done_callback(self._ended)
 
     def _ended(self, _: asyncio.Task[None]) -> None:
         self._round_over.set()
+        self._wait_reports.end()
         self._publish(core.MembershipEnded(self.refusal or ""))
 
     def abandon(self) -> None:
@@ -174,6 +179,7 @@ class NodeMembership:
                     _log.info("resumed", lease=event.lease, at=event.at)
                 else:
                     _log.info("joined", lease=event.lease, **self._min_nodes())
+                    self._wait_reports.begin(self._begin)
                 self.lease = event.held
             case MembershipReset():
                 _log.warning("lease lost, joining again", reason=event.reason)
@@ -192,19 +198,18 @@ class NodeMembership:
             self._round_over.set()
         if update.HasField("last_round_end"):
             self.last_round_end = update.last_round_end
+        waits = update.phase == pb.PHASE_JOINABLE and not self._membership.departing
+        # While no worker runs, the log must show the reason.
+        if waits:
+            self._wait_reports.begin(self._begin)
+        else:
+            self._wait_reports.end()
         if update.HasField("run_end"):
             self.run_end = update.run_end
-        # While no worker runs, the log must show the reason.
-        elif (
-            update.phase == pb.PHASE_JOINABLE
-            and update.HasField("held_back")
-            and not self._membership.departing
-        ):
+        elif waits and update.HasField("held_back"):
             seconds = to_seconds(update.held_back)
             detail = update.last_round_end.detail
             _log.warning("restart delayed (back-off after repeated failures)", seconds=seconds, reason=detail)
-        elif update.phase == pb.PHASE_JOINABLE and not self._membership.departing:
-            _log.info("waiting for nodes", **self._min_nodes())
         elif update.phase == pb.PHASE_FINAL and not update.HasField("assignment"):
             _log.info("waiting for a place in the next round")
         self._publish(

@@ -121,7 +121,7 @@ class LogDirectory:
             path = Path(tempfile.mkdtemp(prefix=f"{safe_name(run_id)}_", dir=log_dir.absolute()))
             return cls(path, keep_attempts)
         except OSError as error:
-            parent = log_dir or tempfile.gettempdir()
+            parent = log_dir or "the temporary folder"
             raise LogError(
                 f"cannot make a log directory in {parent}: {error.strerror}; choose another with --log-dir"
             ) from error

@@ -203,7 +203,7 @@ def _explain_exec(spec: WorkerSpec, name: str, number: int, reason: str) -> tupl
         path = spec.env.get("PATH", os.defpath)
         return f"{missing} {name!r} in PATH={path}", "; check its name or give its whole path"
     if number in (errno.ENOENT, errno.ENOTDIR):
-        if (spec.cwd or Path.cwd()).joinpath(name).exists():
+        if (spec.cwd or Path()).joinpath(name).exists():
             return f"{name!r} names an interpreter that does not exist", "; check its first line (#!)"
         return f"there is no program {name!r}", "; check the path"
     if number == errno.EACCES:

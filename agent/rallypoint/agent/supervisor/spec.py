@@ -91,7 +91,7 @@ def job_config(spec: pb.JobSpec, host: HostSettings) -> JobConfig:
         rendezvous=rendezvous,
         timer=_timer(spec, host),
         local_world_size=workers,
-        working_directory=Path(spec.working_directory or Path.cwd()),
+        working_directory=Path(spec.working_directory) if spec.working_directory else _own_cwd(),
         connect_timeout=conf.read_timeout,
         close_timeout=conf.close_timeout,
         **options,
@@ -101,6 +101,14 @@ def job_config(spec: pb.JobSpec, host: HostSettings) -> JobConfig:
     except SettingError as error:
         raise invalid("spec.local_world_size", str(error)) from None
     return config
+
+
+def _own_cwd() -> Path:
+    try:
+        return Path.cwd()
+    except OSError as error:
+        why = f"the agent's own folder can't be used ({error.strerror}): name another one"
+        raise invalid("spec.working_directory", why) from None
 
 
 def _check(spec: pb.JobSpec) -> None:

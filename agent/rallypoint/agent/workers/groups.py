@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -17,9 +18,14 @@ from rallypoint.agent.spawner.protocol import SpawnError
 from rallypoint.agent.workers.group import GroupEvent, GroupSettings, Worker, WorkerGroup, WorkersChanged
 from rallypoint.rendezvous.client import HeldLease
 from rallypoint.rpc.logs import get_logger
+from rallypoint.rpc.loop import cancel_all
 
 # Seconds for the spawner's last sweep where a process is already known to survive SIGKILL.
 _UNKILLABLE_CLOSE_TIMEOUT = 1.0
+
+# Seconds between two reports about workers that are being stopped. By default they are killed after 30 s.
+_STOP_REPORT_INTERVAL = 10.0
+_MOST_RANKS = 8
 
 _log = get_logger("rallypoint.agent")
 
@@ -100,7 +106,12 @@ class WorkerGroups:
         self._begin(self._sweep(self.group))
 
     def stop(
-        self, detail: str, number: int, timeout: float, after: Callable[[], Awaitable[None]] | None = None
+        self,
+        detail: str,
+        number: int,
+        timeout: float,
+        after: Callable[[], Awaitable[None]] | None = None,
+        hint: str = "",
     ) -> None:
         """Stop the latest group; the core gets an event when no process of it is left.
 
@@ -109,11 +120,13 @@ class WorkerGroups:
             number: The signal to send first.
             timeout: Seconds until SIGKILL.
             after: Awaited before the first signal; None: nothing to wait for.
+            hint: How a person can shorten the stop; empty if it is not known.
         """
         assert self.group is not None, "running workers belong to a group"
         self.stop_reason = detail
         self._stopped = self.group
-        self._begin(self._stop(self.group, detail, number, timeout, after))
+        progress = _StopProgress(self.group, detail, timeout, hint)
+        self._begin(self._stop(self.group, number, timeout, after, progress))
 
     def kill(self) -> None:
         """Kill workers that are being stopped; the running stop reports the result."""
@@ -160,15 +173,19 @@ class WorkerGroups:
     async def _stop(
         self,
         group: WorkerGroup,
-        detail: str,
         number: int,
         timeout: float,
         after: Callable[[], Awaitable[None]] | None,
+        progress: _StopProgress,
     ) -> None:
         if after is not None:
             await after()
-        _log.info("stopping workers", round=group.assignment.round, reason=detail)
-        report = await group.stop(number, timeout)
+        progress.begin()
+        reports = asyncio.create_task(progress.repeat())
+        try:
+            report = await group.stop(number, timeout)
+        finally:
+            await cancel_all((reports,))
         if report.killed:
             _log.warning(
                 "workers had to be killed",
@@ -191,3 +208,48 @@ class WorkerGroups:
             self._publish(core.GroupSucceeded())
         if reason is not None:
             self._publish(core.NodeUnhealthy(reason))
+
+
+class _StopProgress:
+    """Reports about a stop: how long it may take, and which workers are still there."""
+
+    def __init__(self, group: WorkerGroup, detail: str, timeout: float, hint: str) -> None:
+        self._group, self._detail, self._timeout, self._hint = group, detail, timeout, hint
+        self._clock = asyncio.get_running_loop().time
+        self._deadline = 0.0
+
+    def begin(self) -> None:
+        """Report for the first time; the workers are about to get the first signal."""
+        self._deadline = self._clock() + self._timeout
+        self._log()
+
+    def _log(self) -> None:
+        left = max(0.0, self._deadline - self._clock())
+        ranks = sorted(worker.rank for worker in self._group.workers.values() if worker.exit is None)
+        wait = (
+            ", ".join([f"up to {left:.0f} s", *([self._hint] if self._hint else [])])
+            if left
+            else "killing them"
+        )
+        _log.info(
+            "stopping workers",
+            round=self._group.assignment.round,
+            reason=self._detail,
+            ranks=ranks,
+            time_left=round(left, 1),
+            sentence=f"stopping workers ({self._detail}): {wait}; still there: {_few(ranks)}",
+        )
+
+    async def repeat(self) -> None:
+        """Report at intervals, until cancelled."""
+        while True:
+            await asyncio.sleep(_STOP_REPORT_INTERVAL)
+            self._log()
+
+
+def _few(ranks: Sequence[int]) -> str:
+    if not ranks:
+        return "their child processes"
+    shown = ", ".join(map(str, ranks[:_MOST_RANKS]))
+    more = f" and {len(ranks) - _MOST_RANKS} more" if len(ranks) > _MOST_RANKS else ""
+    return f"rank{'s' * (len(ranks) > 1)} {shown}{more}"

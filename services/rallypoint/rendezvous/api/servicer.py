@@ -158,7 +158,7 @@ class RendezvousServicer(pb_grpc.RendezvousServiceServicer):
                         limit.reschedule(now + command.settings.join_timeout)
                         if stays:
                             await node.send(pb.JoinResponse(waiting=pb.Waiting(detail=str(ending))))
-                    await engine.until_reopenable(join.run_id)
+                    await engine.until_reopenable(join.run_id, self._end_if_draining)
         except TimeoutError:
             assert ending is not None, "there is no limit before"
             raise ending from None
@@ -170,8 +170,12 @@ class RendezvousServicer(pb_grpc.RendezvousServiceServicer):
     ) -> pb.GetRunResponse:
         """Return a run with its first nodes."""
         name("run_id", request.run_id)
+        most = NODES_PER_MESSAGE
+        if request.HasField("most_nodes"):
+            count("most_nodes", request.most_nodes, 0)
+            most = min(most, request.most_nodes)
         return await self._read_run(
-            request, lambda state: pb.GetRunResponse(run=run_message(state, NODES_PER_MESSAGE))
+            request, lambda state, now: pb.GetRunResponse(run=run_message(state, most, now))
         )
 
     async def ListNodes(
@@ -182,17 +186,22 @@ class RendezvousServicer(pb_grpc.RendezvousServiceServicer):
         """Return the nodes of a run, a page at a time."""
         name("run_id", request.run_id)
         page = NodesPage(request)
-        return await self._read_run(request, page.read)
+        return await self._read_run(request, lambda state, _: page.read(state))
 
     async def _read_run(
-        self, request: pb.GetRunRequest | pb.ListNodesRequest, read: Callable[[RunState], _Read]
+        self,
+        request: pb.GetRunRequest | pb.ListNodesRequest,
+        read: Callable[[RunState, float | None], _Read],
     ) -> _Read:
-        """Return a response from the state of a run, with the owner of the run if that is another process."""
+        """Return a response from the state of a run, with the owner of the run if that is another process.
+
+        `read`: Returns the response; its arguments are the state and `RunsReader.now`.
+        """
         run_id = request.run_id
         if request.owner_only:
             self._locator.shard(run_id)  # raises NotOwner, unless this process owns it
         runs = (await self._locator.reader(run_id)).runs
-        response = await runs.read_run(run_id, read)
+        response = await runs.read_run(run_id, lambda state: read(state, runs.now()))
         if (not_owner := runs.remote_reader(run_id)) is not None:
             if request.owner_only:
                 raise not_owner  # the shard moved meanwhile

@@ -24,7 +24,6 @@ from rallypoint.rendezvous.core.failures import MOST_EVICTED
 from rallypoint.rendezvous.core.ranks import assign_seats
 from rallypoint.rendezvous.core.state import (
     LossReason,
-    Node,
     Outcome,
     Phase,
     Reopen,
@@ -98,8 +97,9 @@ def _reopen(command: commands.Join, state: RunState) -> list[facts.Fact]:
     No two incarnations of a run have nodes at once: there is no such fact while a node of the last one lingers, and
     with it the leases and rounds of that one are below all that are granted from now on.
     """
-    if (eviction := state.evicted.get(command.node_id)) is not None and not eviction.by_service:
-        raise _evicted(state, command.node_id)
+    name = state.evicted_as(command.node_id)
+    if name is not None and not state.evicted[name].by_service:
+        raise _evicted(state, command.node_id, name)
     if state.lingering:
         raise RunIsEnding(state.run_id, tuple(sorted(state.lingering)))
     # With a number that grows: the clock from which the name is made may have been set back.
@@ -133,8 +133,8 @@ def _join(command: commands.Join, state: RunState) -> list[facts.Fact]:
         raise RunIsClosed(state.run_id, end.outcome, end.detail)
     elif command.settings != state.settings:
         raise SettingsDiffer(state.run_id, _differences(state.settings, command.settings))
-    if command.node_id in state.evicted:
-        raise _evicted(state, command.node_id)
+    if (name := state.evicted_as(command.node_id)) is not None:
+        raise _evicted(state, command.node_id, name)
     if (former := state.nodes.get(command.node_id)) is not None:
         if former.identity not in ("", command.identity):
             raise NodeIdTaken(state.run_id, command.node_id, former.identity)
@@ -256,7 +256,7 @@ def check_lease(state: RunState, node_id: str, lease: int, token: bytes | None =
     if (ended := state.ended_before(lease)) is not None:
         raise RunIsClosed(state.run_id, ended.end.outcome, ended.end.detail)
     if node_id in state.evicted:
-        raise _evicted(state, node_id)
+        raise _evicted(state, node_id, node_id)
     node = state.nodes.get(node_id)
     if node is None or node.lease != lease:
         raise LeaseLost(state.run_id, node_id, lease, node.lease if node else None)
@@ -264,8 +264,8 @@ def check_lease(state: RunState, node_id: str, lease: int, token: bytes | None =
         raise LeaseNotProven(state.run_id, node_id)
 
 
-def _evicted(state: RunState, node_id: str) -> NodeIsEvicted:
-    eviction = state.evicted[node_id]
+def _evicted(state: RunState, node_id: str, name: str) -> NodeIsEvicted:
+    eviction = state.evicted[name]
     return NodeIsEvicted(state.run_id, node_id, eviction.reason, eviction.by_service)
 
 
@@ -321,9 +321,8 @@ def _overdue_departure(state: RunState, now: float) -> facts.Fact | None:
 def _in_joinable(state: RunState, now: float) -> facts.Fact | None:
     settings, present = state.settings, state.present
     if present < settings.min_nodes:
-        eldest = eldest_node(state)
-        if eldest is not None and now >= eldest.waiting_since + settings.join_timeout:
-            return _lost(state, eldest.node_id, LossReason.JOIN_TIMED_OUT)
+        if state.eldest is not None and state.join_deadline is not None and now >= state.join_deadline:
+            return _lost(state, state.eldest.node_id, LossReason.JOIN_TIMED_OUT)
         return None
     available = available_nodes(state)
     if available is None:
@@ -359,11 +358,6 @@ def available_nodes(state: RunState) -> int | None:
         return None
     available = state.present - len(missing)
     return available if available >= state.settings.min_nodes else None
-
-
-def eldest_node(state: RunState) -> Node | None:
-    """Return the node that has waited longest for a round: the first, since a round end restarts the wait of all."""
-    return next(iter(state.nodes.values()), None)
 
 
 def _in_frozen(state: RunState, now: float) -> facts.Fact | None:
@@ -477,7 +471,5 @@ def next_deadline(state: RunState) -> float | None:
         deadlines.append(newcomers.next_scale_up(state))
     if state.lease_queue:
         deadlines.append(max(state.lease_queue[0][0], spared_until(state)))
-    eldest = eldest_node(state)
-    if state.phase is Phase.JOINABLE and eldest is not None and state.present < state.settings.min_nodes:
-        deadlines.append(eldest.waiting_since + state.settings.join_timeout)
+    deadlines.append(state.join_deadline)
     return min((deadline for deadline in deadlines if deadline is not None), default=None)

@@ -325,7 +325,7 @@ class RunState:
     # workers may be alive, so no round is formed before.
     departing: dict[str, float] = field(default_factory=dict)
 
-    # Nodes that were taken out and are refused.
+    # Nodes that were taken out and are refused. A name that ends with * stands for all names with that beginning.
     evicted: dict[str, Eviction] = field(default_factory=dict)
 
     # The round that is FROZEN or FINAL; empty in the other phases.
@@ -426,6 +426,26 @@ class RunState:
     def present(self) -> int:
         """Number of nodes that can be in the next round."""
         return len(self.nodes) - len(self.departing)
+
+    def evicted_as(self, node_id: str) -> str | None:
+        """Return the evicted name for which a node that joins is refused; None: it is not."""
+        if node_id in self.evicted:
+            return node_id
+        return next(
+            (name for name in self.evicted if name.endswith("*") and node_id.startswith(name[:-1])), None
+        )
+
+    @property
+    def eldest(self) -> Node | None:
+        """The node that has waited longest for a round: the first, since a round end restarts the wait of all."""
+        return next(iter(self.nodes.values()), None)
+
+    @property
+    def join_deadline(self) -> float | None:
+        """The time at which the eldest node stops waiting for min_nodes; None: it does not wait for them."""
+        if self.phase is not Phase.JOINABLE or self.eldest is None or self.present >= self.settings.min_nodes:
+            return None
+        return self.eldest.waiting_since + self.settings.join_timeout
 
     @property
     def held_up(self) -> bool:

@@ -83,8 +83,10 @@ class RendezvousEngine(DurableRuns, WriteAdmission):
                     refusal = partial(commands.RunIsClosed, outcome=end.outcome, detail=end.detail)
                     await asyncio.gather(*(each.clear(run_id, refusal) for each in self.data))
 
-    async def until_reopenable(self, run_id: str) -> None:
+    async def until_reopenable(self, run_id: str, begun: Callable[[LatestValue[bool]], None]) -> None:
         """Return when a closed run can be reopened, or was, or is forgotten: join again then.
+
+        `begun`: called with that for which this waits, once `drain` would end it too.
 
         Raises:
             Draining, NotOwner, RunBroken: The service can't wait for it any more.
@@ -94,6 +96,7 @@ class RendezvousEngine(DurableRuns, WriteAdmission):
             run, slot = self._run(run_id), LatestValue[bool]()
             run.waiting.add(slot)
             run.end_gone()  # the last one may have gone meanwhile
+            begun(slot)
             return slot
 
         def forget(slot: LatestValue[bool]) -> None:
@@ -280,6 +283,10 @@ class RendezvousEngine(DurableRuns, WriteAdmission):
     def remote_reader(self, run_id: str) -> NotOwner | None:
         """Return None: no other process knows more of a run of this one."""
         return None
+
+    def now(self) -> float:
+        """Return the present time by the clock of the deadlines, seconds."""
+        return self._now()
 
     def history(self, run_id: str) -> History:
         """Return the kept events of a run; all of them are durable.

@@ -176,9 +176,19 @@ def run_summary(state: RunState) -> pb.Run:
     return run
 
 
-def run_message(state: RunState, most_nodes: int | None = None) -> pb.Run:
-    """Return a run with its first nodes, see `nodes_in_order`; `most_nodes` None: all of them."""
+def run_message(state: RunState, most_nodes: int | None = None, now: float | None = None) -> pb.Run:
+    """Return a run with its first nodes, see `nodes_in_order`.
+
+    Args:
+        state: The run.
+        most_nodes: None: all of them.
+        now: Present time by the clock of its deadlines, seconds; None: these belong to another process.
+    """
     run = run_summary(state)
+    if now is not None and (join_deadline := state.join_deadline) is not None:
+        set_seconds(run.join_time_left, max(0.0, join_deadline - now))
+    elif now is not None and state.last_call_deadline is not None:
+        set_seconds(run.last_call_left, max(0.0, state.last_call_deadline - now))
     run.nodes.extend(node_messages(state, islice(nodes_in_order(state), most_nodes)))
     run.evicted_node_ids.extend(sorted(state.evicted))
     return run
@@ -338,7 +348,7 @@ class RunWatchers:
         return self._published is None or self._published.run.revision < state.revision
 
     def _publish(self, state: RunState, now: float) -> PublishedRun:
-        self._published = published = PublishedRun(run_message(state, NODES_PER_MESSAGE))
+        self._published = published = PublishedRun(run_message(state, NODES_PER_MESSAGE, now))
         for watcher in self.slots:
             watcher.put(published)
         cost = _BUILD * len(state.nodes) + _SEND * len(self.slots)

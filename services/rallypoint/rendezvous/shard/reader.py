@@ -39,6 +39,9 @@ class RunsReader(Protocol):
     def remote_reader(self, run_id: str) -> NotOwner | None:
         """Return the owner of the volatile state of a run (connected nodes); None: this reader has it."""
 
+    def now(self) -> float | None:
+        """Return the present time by the clock of the runs' deadlines, seconds; None: another process has it."""
+
     def history(self, run_id: str) -> History:
         """Return the kept events of a run.
 
@@ -173,6 +176,9 @@ class _RunsView:
 
     def remote_reader(self, run_id: str) -> NotOwner | None:
         return self._not_owner(run_id)
+
+    def now(self) -> None:
+        return None
 
     async def read_run(self, run_id: str, view: Callable[[RunState], _T]) -> _T:
         return view(_run(self._hosted, run_id).state)

@@ -1510,23 +1510,31 @@ class GetRunRequest(_message.Message):
 
     RUN_ID_FIELD_NUMBER: _builtins.int
     OWNER_ONLY_FIELD_NUMBER: _builtins.int
+    MOST_NODES_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Name of the run."""
     owner_only: _builtins.bool
     """Only the owner of the run may reply, because only it knows the connected nodes: other replicas refuse with
     NOT_OWNER. Without it any replica replies.
     """
+    most_nodes: _builtins.int
+    """Most nodes in Run.nodes, which always has the first ones; at most 2,000. Not set: 2,000. Older servers
+    ignore it.
+    """
     def __init__(
         self,
         *,
         run_id: _builtins.str = ...,
         owner_only: _builtins.bool = ...,
+        most_nodes: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_most_nodes", b"_most_nodes", "most_nodes", b"most_nodes"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["owner_only", b"owner_only", "run_id", b"run_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_most_nodes", b"_most_nodes", "most_nodes", b"most_nodes", "owner_only", b"owner_only", "run_id", b"run_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__most_nodes: _TypeAlias = _typing.Literal["most_nodes"]  # noqa: Y015
+    _WhichOneofArgType__most_nodes: _TypeAlias = _typing.Literal["_most_nodes", b"_most_nodes"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__most_nodes) -> _WhichOneofReturnType__most_nodes | None: ...
 
 Global___GetRunRequest: _TypeAlias = GetRunRequest  # noqa: Y015
 
@@ -1911,6 +1919,8 @@ class Run(_message.Message):
     HELD_BACK_FIELD_NUMBER: _builtins.int
     BROKEN_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
+    JOIN_TIME_LEFT_FIELD_NUMBER: _builtins.int
+    LAST_CALL_LEFT_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Name of the run."""
     revision: _builtins.int
@@ -1963,6 +1973,18 @@ class Run(_message.Message):
     def held_back(self) -> _duration_pb2.Duration:
         """See NodeUpdate."""
 
+    @_builtins.property
+    def join_time_left(self) -> _duration_pb2.Duration:
+        """In JOINABLE, with fewer nodes than min_nodes: time left until the node that has waited longest is refused with
+        JOIN_TIMED_OUT, unless more nodes come. Absent in all other cases, in ListRuns, and where connections are not known.
+        """
+
+    @_builtins.property
+    def last_call_left(self) -> _duration_pb2.Duration:
+        """In JOINABLE, with min_nodes or more: time left of the last call; 0: it is over, and the round waits for a node that
+        leaves, a broken stream or a back-off. With max_nodes the round forms earlier. Absent like join_time_left.
+        """
+
     def __init__(
         self,
         *,
@@ -1984,10 +2006,12 @@ class Run(_message.Message):
         held_back: _duration_pb2.Duration | None = ...,
         broken: _builtins.str = ...,
         incarnation: _builtins.str = ...,
+        join_time_left: _duration_pb2.Duration | None = ...,
+        last_call_left: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_counted_restarts", b"_counted_restarts", "_node_count", b"_node_count", "_restart_count", b"_restart_count", "_round", b"_round", "_succeeded_count", b"_succeeded_count", "_world_size", b"_world_size", "counted_restarts", b"counted_restarts", "held_back", b"held_back", "last_round_end", b"last_round_end", "node_count", b"node_count", "restart_count", b"restart_count", "round", b"round", "run_end", b"run_end", "settings", b"settings", "succeeded_count", b"succeeded_count", "world_size", b"world_size"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_counted_restarts", b"_counted_restarts", "_node_count", b"_node_count", "_restart_count", b"_restart_count", "_round", b"_round", "_succeeded_count", b"_succeeded_count", "_world_size", b"_world_size", "counted_restarts", b"counted_restarts", "held_back", b"held_back", "join_time_left", b"join_time_left", "last_call_left", b"last_call_left", "last_round_end", b"last_round_end", "node_count", b"node_count", "restart_count", b"restart_count", "round", b"round", "run_end", b"run_end", "settings", b"settings", "succeeded_count", b"succeeded_count", "world_size", b"world_size"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_counted_restarts", b"_counted_restarts", "_node_count", b"_node_count", "_restart_count", b"_restart_count", "_round", b"_round", "_succeeded_count", b"_succeeded_count", "_world_size", b"_world_size", "broken", b"broken", "counted_restarts", b"counted_restarts", "evicted_node_ids", b"evicted_node_ids", "exit_barrier_passed", b"exit_barrier_passed", "held_back", b"held_back", "incarnation", b"incarnation", "last_round_end", b"last_round_end", "node_count", b"node_count", "nodes", b"nodes", "phase", b"phase", "restart_count", b"restart_count", "revision", b"revision", "round", b"round", "run_end", b"run_end", "run_id", b"run_id", "settings", b"settings", "succeeded_count", b"succeeded_count", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_counted_restarts", b"_counted_restarts", "_node_count", b"_node_count", "_restart_count", b"_restart_count", "_round", b"_round", "_succeeded_count", b"_succeeded_count", "_world_size", b"_world_size", "broken", b"broken", "counted_restarts", b"counted_restarts", "evicted_node_ids", b"evicted_node_ids", "exit_barrier_passed", b"exit_barrier_passed", "held_back", b"held_back", "incarnation", b"incarnation", "join_time_left", b"join_time_left", "last_call_left", b"last_call_left", "last_round_end", b"last_round_end", "node_count", b"node_count", "nodes", b"nodes", "phase", b"phase", "restart_count", b"restart_count", "revision", b"revision", "round", b"round", "run_end", b"run_end", "run_id", b"run_id", "settings", b"settings", "succeeded_count", b"succeeded_count", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__counted_restarts: _TypeAlias = _typing.Literal["counted_restarts"]  # noqa: Y015
     _WhichOneofArgType__counted_restarts: _TypeAlias = _typing.Literal["_counted_restarts", b"_counted_restarts"]  # noqa: Y015
@@ -2165,7 +2189,9 @@ class EvictNodeRequest(_message.Message):
     run_id: _builtins.str
     """Name of the run."""
     node_id: _builtins.str
-    """Name of the node."""
+    """Name of the node. One that ends with * refuses from now on all newcomers whose names begin with the rest, and removes
+    no other node; older servers refuse that name only.
+    """
     reason: _builtins.str
     """Why, for people; at most 1,024 bytes."""
     lease: _builtins.int

@@ -1,0 +1,109 @@
+"""Render tables of commands at a terminal of 80 columns."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+from click.testing import CliRunner
+
+from rallypoint.agent.v1 import supervisor_service_pb2 as agent_pb
+from rallypoint.cli import operator
+from rallypoint.cli.main import main
+from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
+from rallypoint.rpc.durations import set_seconds
+
+_BEGAN = 1_800_000_000.25  # Unix seconds
+_REASON = (
+    "worker of rank 3 on node node-3.cluster.example_4242_9f2c1a failed: torch.OutOfMemoryError: CUDA out of memory. "
+    "Tried to allocate 2.00 GiB"
+)
+
+
+def tables() -> dict[str, str]:
+    """Return the output of each command by its words joined with `-`; at 80 columns of 24 lines, in UTC."""
+    with _utc():
+        return {
+            "rounds": _shown("call_rendezvous", (_events(), None), "rounds", "job-17"),
+            "status": _shown("call_rendezvous", pb.GetRunResponse(run=_run()), "status", "job-17"),
+            "status-all": _shown("call_rendezvous", pb.ListRunsResponse(runs=[_run()]), "status"),
+            "agent-jobs": _shown("call_agent", _jobs(), "agent", "jobs"),
+        }
+
+
+@contextmanager
+def _utc() -> Iterator[None]:
+    with patch.dict(os.environ, {"TZ": "UTC"}):
+        time.tzset()
+        yield
+    time.tzset()
+
+
+def _shown(call: str, answer: Any, *command: str) -> str:
+    # rich takes a terminal that is "dumb" for 80 columns wide, and writes no colours to it.
+    terminal = {"FORCE_COLOR": "1", "TERM": "dumb", "COLUMNS": "", "LINES": ""}
+    with (
+        patch.object(operator, call, lambda *_, **__: answer),
+        patch.object(operator, "other_version", lambda *_: ""),
+    ):
+        result = CliRunner(env=terminal).invoke(
+            main, [*command, *(() if call == "call_agent" else ("--timeout", "1"))]
+        )
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def _run() -> pb.Run:
+    run = pb.Run(
+        run_id="job-17",
+        revision=21,
+        phase=pb.PHASE_FINAL,
+        round=2,
+        world_size=16,
+        restart_count=1,
+        node_count=3,
+    )
+    run.settings.MergeFrom(pb.RunSettings(min_nodes=2, max_nodes=2, max_restarts=3))
+    run.last_round_end.MergeFrom(pb.RoundEnd(round=1, detail=_REASON))
+    for rank in range(3):
+        node = run.nodes.add(
+            node_id=f"node-{rank}.cluster.example_4242_9f2c1a",
+            role="trainer",
+            local_world_size=8,
+            address=f"node-{rank}.cluster.example",
+            connected=True,
+            topology="rack-1",
+        )
+        node.state = pb.NODE_STATE_RUNNING if rank < 2 else pb.NODE_STATE_SPARE
+        if rank < 2:
+            node.assignment.MergeFrom(pb.Assignment(round=2, group_rank=rank, base_rank=8 * rank))
+    return run
+
+
+def _events() -> Any:
+    frozen = pb.Event(kind=pb.EVENT_KIND_ROUND_FROZEN, round=1, group_world_size=2, world_size=16)
+    again = pb.Event(kind=pb.EVENT_KIND_ROUND_FROZEN, round=2, group_world_size=2, world_size=16)
+    end = pb.RoundEnd(round=1, cause=pb.ROUND_END_CAUSE_WORKER_FAILED, detail=_REASON)
+    events = [
+        (0.0, pb.Event(kind=pb.EVENT_KIND_RUN_CREATED)),
+        (31.5, frozen),
+        (31.75, pb.Event(kind=pb.EVENT_KIND_ROUND_FINALIZED, round=1)),
+        (45_000.0, pb.Event(kind=pb.EVENT_KIND_ROUND_ENDED, round=1, round_end=end, counted_restarts=1)),
+        (45_000.5, again),
+        (45_003.0, pb.Event(kind=pb.EVENT_KIND_ROUND_FINALIZED, round=2)),
+    ]
+    for after, event in events:
+        set_seconds(event.time, _BEGAN + after)
+    return [event for _, event in events]
+
+
+def _jobs() -> agent_pb.ListJobsResponse:
+    job = agent_pb.Job(run_id="job-17", round=2, restart_count=1, world_size=16, exit_code=1)
+    job.state, job.detail = agent_pb.JOB_STATE_ENDED, f"{_REASON}; no restarts were left"
+    set_seconds(job.start_time, _BEGAN)
+    set_seconds(job.end_time, _BEGAN + 4242)
+    return agent_pb.ListJobsResponse(jobs=[job])
