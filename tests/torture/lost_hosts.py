@@ -290,7 +290,7 @@ class HostedJob:
                 *[str(RALLYPOINT), "run", "--nnodes", plan.nodes, "--nproc-per-node", str(plan.workers)],
                 *["--insecure", "--rdzv-endpoint", endpoint, "--rdzv-id", RUN, "--rdzv-conf", conf],
                 *["--node-id", host, "--local-addr", address, "--max-restarts", str(plan.max_restarts)],
-                *["--log-dir", str(self._folder / f"logs-{host}")],
+                *["--log-format", "json", "--log-dir", str(self._folder / f"logs-{host}")],
                 *[str(WORKER), str(self._folder), plan.kind, f"{plan.timeout:g}"],
             ],
             SCENE_MARKER=self._mark(host),

@@ -42,8 +42,9 @@ def run(**flags: Any) -> None:
 
     The job's other hosts run the same command. Worker failures restart all workers, up to --max-restarts; hosts that
     join or leave change the number of workers. Exit code 0: all workers of all hosts succeeded; 1: the job failed or
-    was cancelled; 2: it could not be started as requested; 3: this host can't run workers: retry on another host; 93: a
-    worker reported an unrecoverable error: do not retry; 128+N: this host left because of signal N.
+    was cancelled; 2: it could not be started as requested; 3: this host can't run workers: retry on another host; 4:
+    the run had succeeded before; 93: a worker reported an unrecoverable error: do not retry; 128+N: this host left
+    because of signal N.
 
     Every flag can be set in the environment: --max-restarts as RALLYPOINT_MAX_RESTARTS, or as PET_MAX_RESTARTS like
     torchrun. Names may be abbreviated, and may have underscores instead of dashes.

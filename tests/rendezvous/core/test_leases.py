@@ -121,6 +121,20 @@ def test_after_a_restart_a_short_lease_lives_long_enough_to_be_resumed() -> None
     assert facts.NodeLost("b", LossReason.LEASE_EXPIRED) in decide.settle(run.state, run.now + 10)
 
 
+def test_after_a_restart_an_old_request_to_resume_takes_no_time_from_a_lease() -> None:
+    """Its client has given it up, and comes again later than the grace; a node that was heard later has the grace."""
+    run = run_of_two()
+    apply.restart_leases(run.state, run.now)
+    for node_id in ("a", "b"):
+        apply.renew(run.state, node_id, run.now + 1)
+    apply.disconnect(run.state, "a", run.now + 1)
+    apply.renew(run.state, "b", run.now + 2)
+    apply.disconnect(run.state, "b", run.now + 2)
+    assert facts.NodeLost("b", LossReason.DISCONNECTED) in decide.settle(run.state, run.now + 4)
+    assert decide.settle(run.state, run.now + 9.9) == []
+    assert facts.NodeLost("a", LossReason.DISCONNECTED) in decide.settle(run.state, run.now + 10)
+
+
 def test_the_lease_of_a_node_that_joined_again_is_another_one() -> None:
     """What the old lease left in the queue ends nothing."""
     run = run_of_two()

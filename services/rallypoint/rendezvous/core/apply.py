@@ -34,6 +34,9 @@ LONG_PAUSE = 3.0
 """Seconds, as forgiven, from which a pause of the server may have broken streams: clients give up a connection that
 answers no ping for 5 s, and other clients perhaps sooner. After a shorter pause streams are as they were."""
 
+# Seconds after which a message shows that a stream stands. The first ones may come from a client that has given it up.
+_STANDING = 1.0
+
 # Seconds without a returning node after which all are back that will be. A herd comes at once, but a busy machine may
 # stall for some of them; longer keeps a node that died meanwhile in its round for as long.
 _ALL_BACK = 5.0
@@ -57,6 +60,8 @@ def renew(state: RunState, node_id: str, now: float) -> bool:
     if not node.connected:
         node.connected_at, node.broken_at = now, None
         state.disconnected.discard(node_id)
+    elif now >= node.connected_at + _STANDING:
+        node.spared_until = -math.inf
     state.silent.discard(node_id)
     node.seen_at = now + state.forgiven
     node.loss_if_expired = LossReason.LEASE_EXPIRED
@@ -76,11 +81,16 @@ def note_broken(state: RunState, node_id: str, now: float) -> None:
 
 
 def disconnect(state: RunState, node_id: str, now: float) -> None:
-    """Note that a node's stream broke: the remaining time of its lease shrinks to the disconnect grace."""
+    """Note that a node's stream broke: the remaining time of its lease shrinks to the disconnect grace.
+
+    Not after a restart of the service, if all that came from the node is a request to resume. It may be an old one of a
+    client that has given it up, and now waits longer than the grace before the next.
+    """
     note_broken(state, node_id, now)
     node = state.holders[node_id]
     node.loss_if_expired = LossReason.DISCONNECTED
-    node.lease_deadline = min(node.lease_deadline, now + state.settings.disconnect_grace)
+    grace = max(now + state.settings.disconnect_grace, node.spared_until)
+    node.lease_deadline = min(node.lease_deadline, grace)
     enqueue(state, node)
 
 
@@ -123,6 +133,7 @@ def restart_leases(state: RunState, now: float, least: float = LEAST_TERM_AFTER_
         node.seen_at = node.connected_at = -math.inf
         node.broken_at = now + state.forgiven
         node.lease_deadline = now + term
+        node.spared_until = now + least
         enqueue(state, node)
 
 

@@ -279,6 +279,8 @@ class Node:
     broken_at: float | None = None
     # Volatile: when the stream was opened, and the loss reason if the lease expires.
     connected_at: float = -math.inf
+    # Before this its lease does not end: since the start of the service, no stream of the node has stood.
+    spared_until: float = -math.inf
     loss_if_expired: LossReason = LossReason.LEASE_EXPIRED
     # Volatile: why no watchdog watches its workers, from its last heartbeat.
     watchdog_trouble: str = ""
