@@ -219,13 +219,16 @@ class _StopProgress:
         self._deadline = 0.0
 
     def begin(self) -> None:
-        """Report for the first time; the workers are about to get the first signal."""
+        """Report for the first time, if a worker is there; they are about to get the first signal."""
         self._deadline = self._clock() + self._timeout
-        self._log()
+        if self._ranks():
+            self._log()
+
+    def _ranks(self) -> list[int]:
+        return sorted(worker.rank for worker in self._group.workers.values() if worker.exit is None)
 
     def _log(self) -> None:
-        left = max(0.0, self._deadline - self._clock())
-        ranks = sorted(worker.rank for worker in self._group.workers.values() if worker.exit is None)
+        left, ranks = max(0.0, self._deadline - self._clock()), self._ranks()
         wait = (
             ", ".join([f"up to {left:.0f} s", *([self._hint] if self._hint else [])])
             if left
