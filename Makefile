@@ -139,7 +139,7 @@ $(TORCH)/.ready: pyproject.toml $(CONSTRAINTS)
 
 # ONLY=lost runs those of which the name matches; with RALLYPOINT_TORTURE=full at full length (docs/survival.md).
 test-torch: $(TORCH)/.ready ## what needs torch, in an environment of its own
-	$(TORCH)/bin/pytest -m torch $(if $(ONLY),-k "$(ONLY)")
+	$(TORCH)/bin/pytest -n $(or $(WORKERS),3) --dist loadfile -m torch $(if $(ONLY),-k "$(ONLY)")
 
 .PHONY: test-clients
 test-clients: $(VENV)/.ready ## build the example clients in C++, Go and TypeScript, and test them and the one in shell

@@ -183,8 +183,8 @@ def _log_refusal(error: SettingError | click.ClickException) -> None:
     from rallypoint.rpc.logs import configure_logs, get_logger  # noqa: PLC0415 (the only line of this process's log)
 
     configure_logs("error", "json")
-    detail = error.format_message() if isinstance(error, click.ClickException) else str(error)
-    get_logger("rallypoint.run").error("job can't be started", exit_code=2, detail=detail)
+    report = error.format_message() if isinstance(error, click.ClickException) else str(error)
+    get_logger("rallypoint.run").error("job can't be started", exit_code=2, report=report)
 
 
 def _worker_command(
