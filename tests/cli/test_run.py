@@ -422,4 +422,4 @@ def test_with_json_the_report_is_json_too(tmp_path: Path) -> None:
         result = rallypoint(*refused)
         [line] = map(json.loads, result.stderr.splitlines())
         assert (result.returncode, line["level"], line["exit_code"]) == (2, "error", 2)
-        assert line["detail"]
+        assert line["report"]
