@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,15 +25,6 @@ def module() -> Any:
     from rallypoint.torch import backend
 
     return backend
-
-
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[MortalServer]:
-    """A rendezvous service over SQLite."""
-    server = MortalServer(tmp_path / "server")
-    server.start()
-    yield server
-    server.close()
 
 
 def test_an_outage_ends_no_agent(module: Any, server: MortalServer) -> None:

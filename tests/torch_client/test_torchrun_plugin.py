@@ -6,7 +6,6 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -30,15 +29,6 @@ def torch() -> None:
     """There is no torchrun without it."""
     if not TORCHRUN.exists():
         pytest.skip("torch is not installed")
-
-
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[MortalServer]:
-    """A rendezvous service over SQLite."""
-    server = MortalServer(tmp_path / "server")
-    server.start()
-    yield server
-    server.close()
 
 
 def test_three_agents_form_and_end(tmp_path: Path, server: MortalServer) -> None:

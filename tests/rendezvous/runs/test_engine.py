@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from rallypoint.rendezvous.base.errors import Draining, StreamReplaced
+from rallypoint.rendezvous.base.limits import LimitReached, RendezvousLimits
 from rallypoint.rendezvous.core import commands
 from rallypoint.rendezvous.core.commands import (
     JoinTimedOut,
@@ -799,3 +800,23 @@ async def test_a_watcher_that_was_dropped_is_told_nothing(stage: Stage) -> None:
     (waiting,) = await begun(watcher.take())
     assert not waiting.done()
     waiting.cancel()
+
+
+async def test_joins_that_wait_for_a_closed_run_count_as_nodes() -> None:
+    """So that no client can make the waiting ones grow without bound."""
+    limits = RendezvousLimits(nodes_per_run=2)
+    async with staged(Stage(limits=limits, min_nodes=1, max_nodes=1)) as stage:
+        former = await stage.join("a")
+        await stage.engine.close_run(RUN, "enough")
+        waits, waiting = asyncio.Queue[object](), []
+        for node_id in ("b", "c"):
+            with pytest.raises(commands.RunIsEnding):
+                await stage.join(node_id)
+            waiting.append(asyncio.create_task(stage.engine.until_reopenable(RUN, waits.put_nowait)))
+            await waits.get()
+        with pytest.raises(LimitReached) as refused:
+            await stage.join("d")
+        assert refused.value.reason == "TOO_MANY_NODES"
+        await stage.leave(former)
+        await asyncio.gather(*waiting)
+        await stage.join("b")

@@ -376,9 +376,9 @@ async def _listen(
             engine.renew(member, _watchdog_trouble(request))
             command = _command(request, member)
             if command is not None:
-                with suppress(
-                    *(commands.RunIsClosed,) if member.stays else ()
-                ):  # it gets the end as an update
+                # A node that stays gets the end of the run as an update.
+                expected = (commands.RunIsClosed,) if member.stays else ()
+                with suppress(*expected):
                     await engine.execute(member.run_id, command, actor)
     except Exception as error:
         member.updates.end(error)

@@ -570,7 +570,7 @@ class DurableRuns(CommitLoop[RunRequest[Any]]):
             return self._run(run_id)
         run = self._runs.get(run_id) or self._new_run(run_id, command.client)
         most = self._limits.nodes_per_run
-        if len(run.state.nodes) >= most and command.node_id not in run.state.nodes:
+        if len(run.state.nodes) + len(run.waiting) >= most and command.node_id not in run.state.nodes:
             detail = f"run {run_id!r} is at its limit of nodes, spares included"
             raise LimitReached("TOO_MANY_NODES", run_id, detail, "raise --max-nodes-per-run", most)
         return run
