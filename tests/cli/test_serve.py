@@ -159,6 +159,10 @@ LIMITS = {
     "--max-store-waited-keys-per-run": 22,
     "--max-store-queued-bytes-per-run": 23,
     "--max-states": 24,
+    "--max-states-per-client": 31,
+    "--max-state-bytes-per-client": 32,
+    "--max-runs-per-client": 33,
+    "--max-store-bytes-per-client": 34,
     "--max-state-bytes": 25,
     "--max-state-queued-bytes": 26,
     "--max-state-watchers": 27,
@@ -196,6 +200,7 @@ def test_every_limit_can_be_set(chosen: Callable[..., Any], tmp_path: Path) -> N
     expected = Limits(
         RendezvousLimits(
             runs=11,
+            runs_per_client=33,
             nodes_per_run=12,
             subscribers_per_run=13,
             events_per_run=14,
@@ -205,8 +210,18 @@ def test_every_limit_can_be_set(chosen: Callable[..., Any], tmp_path: Path) -> N
             message_burst=18,
             event_bytes=29,
         ),
-        StoreLimits(all_bytes=30, run_bytes=19, run_keys=20, waiters=21, waited_keys=22, queued_bytes=23),
-        StateLimits(states=24, state_bytes=25, queued_bytes=26, watchers=27),
+        StoreLimits(
+            all_bytes=30,
+            client_bytes=34,
+            run_bytes=19,
+            run_keys=20,
+            waiters=21,
+            waited_keys=22,
+            queued_bytes=23,
+        ),
+        StateLimits(
+            states=24, states_per_client=31, state_bytes=25, client_bytes=32, queued_bytes=26, watchers=27
+        ),
         28.5,
     )
     assert chosen(*(str(part) for flag in LIMITS.items() for part in flag))[1] == expected

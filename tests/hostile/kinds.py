@@ -160,6 +160,7 @@ RENDEZVOUS = Kind(
         "--max-store-keys-per-run": 100,
         "--max-store-waiters-per-run": 4,
         "--max-states": 20,
+        "--max-states-per-client": 10,
         "--max-state-bytes": 1024 * 1024,
         "--max-state-watchers": 5,
     },

@@ -51,7 +51,9 @@ def limit_options(command: _Command) -> _Command:
             ),
             StateLimits(
                 states=take("max_states"),
+                states_per_client=take("max_states_per_client"),
                 state_bytes=take("max_state_bytes"),
+                client_bytes=take("max_state_bytes_per_client"),
                 queued_bytes=take("max_state_queued_bytes"),
                 watchers=take("max_state_watchers"),
             ),
@@ -152,7 +154,13 @@ def _flags() -> list[Flag]:
             "Writes of a run that wait for a commit. Higher: a slow disk uses more memory; lower: bursts are refused.",
         ),
         count("--max-states", state.states, "Number of runs that have a fenced state."),
+        count(
+            "--max-states-per-client", state.states_per_client, "Number of them that one client has created."
+        ),
         size("--max-state-bytes", state.state_bytes, "Bytes of all fenced states, in memory and on disk."),
+        size(
+            "--max-state-bytes-per-client", state.client_bytes, "Bytes of those that one client has created."
+        ),
         size(
             "--max-state-queued-bytes",
             state.queued_bytes,

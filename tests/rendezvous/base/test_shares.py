@@ -59,8 +59,13 @@ def used(totals: SharedTotals) -> dict[str, int]:
     }
 
 
-async def set_state(scene: Scene, run_id: str, state: bytes = b"") -> None:
-    await scene.shard.states.set(SetState(run_id=run_id, state=state))
+async def set_state(
+    scene: Scene, run_id: str, state: bytes = b"", *, token: bytes | None = None, client: str = ""
+) -> bytes:
+    outcome = await scene.shard.states.set(SetState(run_id=run_id, state=state, token=token, client=client))
+    assert outcome.has_set
+    assert outcome.current is not None
+    return outcome.current.token
 
 
 def test_a_share_knows_its_own_part_and_all_others() -> None:
@@ -124,6 +129,40 @@ async def test_states() -> None:
         for scene in (one, other):
             refusal = await refusal_of(set_state(scene, "third"))
             assert isinstance(refusal, TooManyStates)
+
+
+async def test_states_of_a_client() -> None:
+    """By number, over all shards, until one of them is dropped."""
+    limits = Limits(state=StateLimits(states_per_client=2), state_ttl=60.0)
+    async with together(limits) as (one, other, totals):
+        await set_state(one, "first", client="10.0.0.1")
+        await set_state(other, "second", client="10.0.0.1")
+        for scene in (one, other):
+            refusal = await refusal_of(set_state(scene, "third", client="10.0.0.1"))
+            assert isinstance(refusal, TooManyStates)
+            assert "client '10.0.0.1' has created 2 states" in str(refusal)
+        await set_state(one, "third", client="10.0.0.2")
+        one.shard.states.forget_run("first")
+        await set_state(other, "fourth", client="10.0.0.1")
+        used = totals.states_by_client.used
+        assert [used(client) for client in ("10.0.0.1", "10.0.0.2")] == [2, 1]
+        assert totals.state_bytes_by_client.used("10.0.0.1") == 2 * STATE_OVERHEAD_BYTES
+    assert [used(client) for client in ("10.0.0.1", "10.0.0.2")] == [0, 0]
+    assert totals.state_bytes_by_client.used("10.0.0.1") == 0
+
+
+async def test_bytes_of_the_states_of_a_client() -> None:
+    """They grow with the states that it has created, whoever sets them; to make one smaller is always allowed."""
+    most = 2 * STATE_OVERHEAD_BYTES + 100
+    async with together(Limits(state=StateLimits(client_bytes=most))) as (one, other, _):
+        token = await set_state(one, "first", b"x" * 60, client="10.0.0.1")
+        await set_state(other, "second", b"x" * 40, client="10.0.0.1")
+        await set_state(one, "third", b"x" * 100, client="10.0.0.2")
+        refusal = await refusal_of(set_state(one, "first", b"x" * 61, token=token, client="10.0.0.2"))
+        assert isinstance(refusal, StatesFull)
+        assert (refusal.client, refusal.used_bytes, refusal.limit_bytes) == ("10.0.0.1", most + 1, most)
+        token = await set_state(one, "first", b"x" * 50, token=token, client="10.0.0.2")
+        await set_state(one, "first", b"x" * 60, token=token)
 
 
 async def test_bytes_of_states() -> None:

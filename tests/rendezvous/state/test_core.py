@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from rallypoint.rendezvous.base.cooperative import finish
 from rallypoint.rendezvous.base.entries import Operation, StoreChange
-from rallypoint.rendezvous.base.limits import StateLimits
+from rallypoint.rendezvous.base.limits import SharedTotals, StateLimits
 from rallypoint.rendezvous.base.refusals import (
     OperationReused,
     OperationSuperseded,
@@ -25,6 +25,7 @@ from rallypoint.rendezvous.state.core import (
     FencedState,
     SetOutcome,
     SetState,
+    StateCreators,
     States,
     StatesDraft,
 )
@@ -41,7 +42,7 @@ class Ledger:
         self._random = random.Random(1)
 
     def draft(self) -> StatesDraft:
-        return StatesDraft(self.states, self.limits)
+        return StatesDraft(self.states, self.limits, StateCreators(self.limits, SharedTotals()))
 
     def nonce(self) -> bytes:
         return self._random.randbytes(16)

@@ -14,6 +14,7 @@ from rallypoint.rendezvous.state.core import FencedState
 from rallypoint.rendezvous.v1 import state_service_pb2 as pb
 from rallypoint.rendezvous.v1 import state_service_pb2_grpc as rpc
 from rallypoint.server.v1 import server_service_pb2 as server_pb
+from rallypoint.serving.access import caller_of
 from rallypoint.serving.flow import WRITE_TIMEOUT, Subscriber
 from rallypoint.serving.info import limits_of
 from rallypoint.serving.policy import NODES
@@ -63,7 +64,7 @@ class StateServicer(rpc.StateServiceServicer):
         return pb.GetStateResponse(current=_message(states.get(request.run_id)))
 
     async def SetState(self, request: pb.SetStateRequest, context: _Context) -> pb.SetStateResponse:
-        change = set_state(request)
+        change = set_state(request, caller_of(context).client)
         outcome = await self._locator.writer(request.run_id).states.set(change)
         return pb.SetStateResponse(current=_message(outcome.current), has_set=outcome.has_set)
 

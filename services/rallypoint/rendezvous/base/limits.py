@@ -147,7 +147,9 @@ class SharedTotals:
         store_bytes: Bytes of the stores of all runs.
         store_bytes_by_client: Bytes of the stores of the runs in `runs_by_client`.
         states: Runs that have a fenced state.
-        state_bytes: Bytes of these.
+        states_by_client: Those that each client has created since the process began to serve them.
+        state_bytes: Bytes of `states`.
+        state_bytes_by_client: Bytes of those in `states_by_client`.
         state_queued_bytes: Bytes of sets that wait for a commit to begin.
         state_watchers: Open watches of fenced states.
     """
@@ -158,7 +160,9 @@ class SharedTotals:
     store_bytes: SharedTotal = field(default_factory=SharedTotal)
     store_bytes_by_client: ClientTotals = field(default_factory=ClientTotals)
     states: SharedTotal = field(default_factory=SharedTotal)
+    states_by_client: ClientTotals = field(default_factory=ClientTotals)
     state_bytes: SharedTotal = field(default_factory=SharedTotal)
+    state_bytes_by_client: ClientTotals = field(default_factory=ClientTotals)
     state_queued_bytes: SharedTotal = field(default_factory=SharedTotal)
     state_watchers: SharedTotal = field(default_factory=SharedTotal)
 
@@ -220,8 +224,11 @@ class StateLimits:
 
     Attributes:
         states: Most runs that have a state. Default 10,000.
+        states_per_client: Most of them that one client has created. Default 5,000: a client leaves as many for all
+            others.
         state_bytes: Most bytes of all states, with `STATE_OVERHEAD_BYTES` for each and `OPERATION_BYTES` for each
             recorded operation. Default 1 GiB. All of it is held in memory, and once more in the journal.
+        client_bytes: Most bytes of the states that one client has created. Default 512 MiB.
         operations: Most (client, slot) pairs of one run whose last set is recorded, so that repeating it is harmless.
             Default 4,096: more nodes than are likely to set the state of one run between an attempt and its repetition.
             Each set of a run copies this many references.
@@ -231,7 +238,9 @@ class StateLimits:
     """
 
     states: int = 10_000
+    states_per_client: int = 5_000
     state_bytes: int = 1024 * 1024 * 1024
+    client_bytes: int = 512 * 1024 * 1024
     operations: int = 4_096
     queued_bytes: int = 64 * 1024 * 1024
     watchers: int = 10_000

@@ -224,27 +224,35 @@ class JournalFailed(Refused):
 
 @dataclass(eq=False)
 class TooManyStates(Refused):
-    """No room for one more run's state."""
+    """No room for one more run's state, in the service or among those of a client."""
 
     limit: int
+    client: str = ""
     retry_after: ClassVar[float] = _FULL_RETRY
 
     def __str__(self) -> str:
+        if self.client:
+            return (
+                f"client {self.client!r} has created {self.limit:,} states, the most that one may; delete runs that "
+                "are over (`rallypoint delete`), wait until unused states expire, or raise --max-states-per-client"
+            )
         return f"{self.limit:,} runs have a state, the most that this service keeps; raise --max-states"
 
 
 @dataclass(eq=False)
 class StatesFull(Refused):
-    """No room for so many bytes."""
+    """No room for so many bytes, in the service or among those of a client."""
 
     run_id: str
     used_bytes: int
     limit_bytes: int
+    client: str = ""
     retry_after: ClassVar[float] = _FULL_RETRY
 
     def __str__(self) -> str:
+        states = f"the states of client {self.client!r}" if self.client else "all states"
         return (
-            f"the state of run {self.run_id!r} would bring all states to {self.used_bytes:,} bytes, past the "
+            f"the state of run {self.run_id!r} would bring {states} to {self.used_bytes:,} bytes, past the "
             f"limit of {self.limit_bytes:,}; make it smaller, or wait until unused ones expire"
         )
 

@@ -34,8 +34,8 @@ def check_state(state: bytes) -> None:
         )
 
 
-def set_state(request: pb.SetStateRequest) -> SetState:
-    """Return the decoded request. Raises ServiceError (INVALID_ARGUMENT)."""
+def set_state(request: pb.SetStateRequest, client: str = "") -> SetState:
+    """Return the decoded request of a client. Raises ServiceError (INVALID_ARGUMENT)."""
     name("run_id", request.run_id)
     check_state(request.state)
     return SetState(
@@ -44,6 +44,7 @@ def set_state(request: pb.SetStateRequest) -> SetState:
         token=request.token if request.HasField("token") else None,
         operation=operation_of(request),
         writer=named_writer(request),
+        client=client,
     )
 
 

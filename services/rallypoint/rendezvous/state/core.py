@@ -20,7 +20,7 @@ from rallypoint.rendezvous.base.entries import (
     Writer,
     is_repetition,
 )
-from rallypoint.rendezvous.base.limits import StateLimits
+from rallypoint.rendezvous.base.limits import SharedTotals, StateLimits
 from rallypoint.rendezvous.base.refusals import StatesFull, TooManyStates
 
 # ---- Fencing tokens: each identifies one state of one run, and never another. Pure.
@@ -89,6 +89,7 @@ class SetState:
         token: Token of the state to replace; None: set only if there is none.
         operation: The client's name for the request; None: a repetition is a new request.
         writer: The node whose lease must be held; None: no lease is checked.
+        client: The client, for the limits of one; "": unknown.
     """
 
     run_id: str
@@ -96,6 +97,7 @@ class SetState:
     token: bytes | None = None
     operation: Operation | None = None
     writer: Writer | None = None
+    client: str = ""
 
     @property
     def queued_bytes(self) -> int:
@@ -197,22 +199,72 @@ class States:
             self.used_bytes += held.used_bytes
 
 
+class StateCreators:
+    """The clients that have created states since this process serves them, with the bytes of each state."""
+
+    def __init__(self, limits: StateLimits, totals: SharedTotals) -> None:
+        """Begin with no state; `totals`: the sums for each client, over all shards."""
+        self._limits = limits
+        self._counts, self._bytes = totals.states_by_client, totals.state_bytes_by_client
+        self._states: dict[str, tuple[str, int]] = {}
+
+    def check(self, run_id: str, client: str, used_bytes: int) -> None:
+        """Raise TooManyStates or StatesFull if the creator of a state has no room for that many bytes of it.
+
+        Args:
+            run_id: The state's run.
+            client: Its creator, if it is new; "": it is not, or the client is unknown.
+            used_bytes: Its size.
+        """
+        is_new = run_id not in self._states
+        owner, before = self._states.get(run_id, (client, 0))
+        if not owner or used_bytes <= before:
+            return
+        if is_new and self._counts.used(owner) >= self._limits.states_per_client:
+            raise TooManyStates(self._limits.states_per_client, owner)
+        used = self._bytes.used(owner) + used_bytes - before
+        if used > self._limits.client_bytes:
+            raise StatesFull(run_id, used, self._limits.client_bytes, owner)
+
+    def record(self, run_id: str, client: str, used_bytes: int) -> None:
+        """Set the size of a state; see `check`. 0: it is dropped."""
+        owner, before = self._states.pop(run_id, (client, 0))
+        if not owner:
+            return
+        self._counts.add(owner, (used_bytes > 0) - (before > 0))
+        self._bytes.add(owner, used_bytes - before)
+        if used_bytes:
+            self._states[run_id] = owner, used_bytes
+
+    def release(self) -> None:
+        """Subtract all states from the totals."""
+        for run_id in [*self._states]:
+            self.record(run_id, "", 0)
+
+
 class StatesDraft:
     """The states after a batch of changes."""
 
     def __init__(
-        self, states: States, limits: StateLimits, other_states: int = 0, other_bytes: int = 0
+        self,
+        states: States,
+        limits: StateLimits,
+        creators: StateCreators,
+        other_states: int = 0,
+        other_bytes: int = 0,
     ) -> None:
         """Begin with no changes.
 
         Args:
             states: The present states.
             limits: Bounds of the service.
+            creators: The clients that have created states; changed with each decision.
             other_states: Number of states in other shards of the service.
             other_bytes: Bytes of these.
         """
         self._states = states
         self._limits = limits
+        self._creators = creators
         self._used_bytes = states.used_bytes
         self._count = len(states)
         self._other_states = other_states
@@ -289,7 +341,7 @@ class StatesDraft:
             for key in list(islice(operations, max(0, len(operations) - self._limits.operations))):
                 del operations[key]
                 entries[request.run_id, key] = None
-        self._change(request.run_id, HeldState(state, operations))
+        self._change(request.run_id, HeldState(state, operations), request.client if held is None else "")
         self._entries |= entries
         return SetOutcome(state, has_set=True)
 
@@ -302,16 +354,18 @@ class StatesDraft:
         for key in (STATE_KEY, *held.operations):
             self._entries[run_id, key] = None
 
-    def _change(self, run_id: str, held: HeldState | None) -> None:
+    def _change(self, run_id: str, held: HeldState | None, client: str = "") -> None:
         before = self.held(run_id)
         count = self._count + (held is not None) - (before is not None)
-        used = self._used_bytes
-        used += (0 if held is None else held.used_bytes) - (0 if before is None else before.used_bytes)
+        size = 0 if held is None else held.used_bytes
+        used = self._used_bytes + size - (0 if before is None else before.used_bytes)
         # A change that adds nothing is always allowed: a service whose limits were lowered must still serve.
         if count > max(self._limits.states - self._other_states, self._count):
             raise TooManyStates(self._limits.states)
         if used > max(self._limits.state_bytes - self._other_bytes, self._used_bytes):
             raise StatesFull(run_id, used + self._other_bytes, self._limits.state_bytes)
+        self._creators.check(run_id, client, size)
+        self._creators.record(run_id, client, size)
         self._count, self._used_bytes = count, used
         self.changed[run_id] = held
 

@@ -26,6 +26,7 @@ from rallypoint.rendezvous.state.core import (
     LastUsed,
     SetOutcome,
     SetState,
+    StateCreators,
     States,
     StatesDraft,
 )
@@ -97,6 +98,7 @@ class FencedStateService(CommitLoop[_PendingSet], RunData):
         self._admission = admission
         self._limits = limits or StateLimits()
         self._states = States()
+        self._creators = StateCreators(self._limits, totals)
         self._used = LastUsed(ttl)
         self._watchers: dict[str, set[LatestValue[StateView]]] = {}
         self._count, self._bytes = Quota(totals.states), Quota(totals.state_bytes)
@@ -135,6 +137,7 @@ class FencedStateService(CommitLoop[_PendingSet], RunData):
         """Subtract this service's share from the totals; watches do so as they end."""
         self._count.release()
         self._bytes.release()
+        self._creators.release()
 
     def get(self, run_id: str) -> FencedState | None:
         """Return the current state of a run, or None. Raise Refused if the service has ended or is not the owner."""
@@ -228,7 +231,9 @@ class FencedStateService(CommitLoop[_PendingSet], RunData):
 
     def commit(self, requests: Iterator[_PendingSet]) -> Iterator[Sequence[StoreChange]]:
         """Decide sets, and drop states that are forgotten or expired. See `CommitLoop`."""
-        draft = StatesDraft(self._states, self._limits, self._count.others, self._bytes.others)
+        draft = StatesDraft(
+            self._states, self._limits, self._creators, self._count.others, self._bytes.others
+        )
         forgotten, self._forgotten = self._forgotten, set()
         for run_id in forgotten:
             draft.drop(run_id)

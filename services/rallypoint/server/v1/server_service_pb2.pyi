@@ -424,6 +424,8 @@ class StateLimits(_message.Message):
     WATCHERS_FIELD_NUMBER: _builtins.int
     VALUE_BYTES_FIELD_NUMBER: _builtins.int
     STATE_TTL_FIELD_NUMBER: _builtins.int
+    STATES_PER_CLIENT_FIELD_NUMBER: _builtins.int
+    CLIENT_BYTES_FIELD_NUMBER: _builtins.int
     states: _builtins.int
     """Runs that have a state, else TOO_MANY_STATES."""
     state_bytes: _builtins.int
@@ -434,6 +436,10 @@ class StateLimits(_message.Message):
     """Open streams of WatchState, else TOO_MANY_WATCHERS."""
     value_bytes: _builtins.int
     """Bytes of one state, else INVALID_ARGUMENT."""
+    states_per_client: _builtins.int
+    """States that one client has created, else TOO_MANY_STATES."""
+    client_bytes: _builtins.int
+    """Bytes of these, else STATES_FULL."""
     @_builtins.property
     def state_ttl(self) -> _duration_pb2.Duration:
         """Time after which an unused state is dropped; with several replicas, up to a sixteenth later."""
@@ -447,10 +453,12 @@ class StateLimits(_message.Message):
         watchers: _builtins.int = ...,
         value_bytes: _builtins.int = ...,
         state_ttl: _duration_pb2.Duration | None = ...,
+        states_per_client: _builtins.int = ...,
+        client_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["state_ttl", b"state_ttl"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["queued_bytes", b"queued_bytes", "state_bytes", b"state_bytes", "state_ttl", b"state_ttl", "states", b"states", "value_bytes", b"value_bytes", "watchers", b"watchers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["client_bytes", b"client_bytes", "queued_bytes", b"queued_bytes", "state_bytes", b"state_bytes", "state_ttl", b"state_ttl", "states", b"states", "states_per_client", b"states_per_client", "value_bytes", b"value_bytes", "watchers", b"watchers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
