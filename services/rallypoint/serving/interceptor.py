@@ -134,9 +134,9 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             self._wrapped[method] = (handler, wrapped)
         return wrapped
 
-    def excess(self, peer: str, size: int = 0) -> ServiceError | None:
+    def excess(self, client: str, size: int = 0) -> ServiceError | None:
         """Count a call of a client and the bytes of its request; return the error if either exceeds its rate."""
-        client, now = client_of(peer), self._clock()
+        now = self._clock()
         if self._requests is not None and (wait := self._requests.take(client, now)):
             return _too_many(f"this client sends too many requests: wait {wait:.3f} s", wait)
         if self._bytes is not None and (wait := self._bytes.take(client, now, size)):
@@ -213,7 +213,16 @@ class _HandledCall:
     refused request would stay in memory, up to 4 MiB each.
     """
 
-    __slots__ = ("_calls", "_context", "_counted", "_method", "_permit", "_watcher", "_watches")
+    __slots__ = (
+        "_calls",
+        "_context",
+        "_counted",
+        "_is_counted_watch",
+        "_method",
+        "_permit",
+        "_watches",
+        "client",
+    )
 
     def __init__(self, calls: CallInterceptor, method: str, context: Any, *, watches: bool = False) -> None:
         self._calls = calls
@@ -222,8 +231,8 @@ class _HandledCall:
         self._counted = not method.startswith(_OWN_TO_GRPC)
         self._permit: Permit | None = None
         self._watches = watches
-        # The client, once the call counts as one of its watches.
-        self._watcher = ""
+        self._is_counted_watch = False
+        self.client = client_of(context.peer())
 
     def __enter__(self) -> _HandledCall:
         if self._counted:
@@ -238,7 +247,7 @@ class _HandledCall:
         """
         if self._counted:
             size = len(request) if isinstance(request, bytes) else 0
-            refusal = self._calls.refusal or self._calls.excess(self._context.peer(), size)
+            refusal = self._calls.refusal or self._calls.excess(self.client, size)
             if refusal is not None:
                 # An exception that is raised many times would collect every traceback.
                 raise refusal.with_traceback(None)
@@ -252,9 +261,8 @@ class _HandledCall:
                 return self._permit.check_each(request)
             self._permit.check(request)
         if self._watches:
-            client = client_of(self._context.peer())
-            self._calls.begin_watch(client)
-            self._watcher = client
+            self._calls.begin_watch(self.client)
+            self._is_counted_watch = True
         return request
 
     def __exit__(
@@ -268,8 +276,8 @@ class _HandledCall:
             clear_frames(traceback)
             return True
         finally:
-            if self._watcher:
-                self._calls.end_watch(self._watcher)
+            if self._is_counted_watch:
+                self._calls.end_watch(self.client)
             if self._counted:
                 self._calls.closed()
 
@@ -363,7 +371,7 @@ def _single(
     async def answer_once(request: Any, context: Any) -> Any:
         with _HandledCall(calls, method, context) as call:
             call.admit(request)
-            async with calls.turn_of(client_of(context.peer())):
+            async with calls.turn_of(call.client):
                 answer = await behaviour(call.permitted(before(request)), context)
             # gRPC sends no message with a status other than OK, and such a handler may return None.
             if context.code() in (None, grpc.StatusCode.OK):
