@@ -51,9 +51,8 @@ class Subject:
     lease: int = 0
     revision: int = 0
     admitted: bool = False
-    # Whether it stays in a closed run until its workers are gone; and whether it said that they are.
+    # Whether it stays in a closed run until its workers are gone.
     stays: bool = False
-    left: bool = False
 
 
 class Agent(Protocol):
@@ -182,6 +181,8 @@ class Referee:
     groups: list[Group] = field(default_factory=list)
     # Streams of nodes that servers have open, in the order of opening.
     streams: dict[ServerCall, None] = field(default_factory=dict)
+    # Runs, nodes and leases that said that they leave.
+    _left: set[tuple[str, str, int]] = field(default_factory=set)
     terms: Terms | None = None
     # From here on, no worker may be stopped or started anew: only the server is in trouble.
     undisturbed: bool = False
@@ -265,7 +266,9 @@ class Referee:
         for call in self.streams:
             subject = call.subject
             held = subject.run_id == run_id and (subject.node_id, subject.lease) in self.ledger(run_id).at_end
-            there = held and subject.admitted and subject.stays and not subject.left
+            # Left on any stream: the server may not have seen the end of an earlier one.
+            left = (run_id, subject.node_id, subject.lease) in self._left
+            there = held and subject.admitted and subject.stays and not left
             if there and call.process.alive and not call.done() and self.terms is not None:
                 silent = decided_at - self.terms.sign_of(subject.node_id, subject.lease)
                 fresh = silent < time_to_live / 2
@@ -328,7 +331,7 @@ class Referee:
                 self.streams[call] = None
                 self.losses.opened(call)
             case "leave" if call.subject is not None:
-                call.subject.left = True
+                self._left.add((call.subject.run_id, call.subject.node_id, call.subject.lease))
             case "heartbeat":
                 return
         if call.subject is not None:
