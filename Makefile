@@ -147,6 +147,10 @@ test-clients: $(VENV)/.ready ## build the example clients in C++, Go and TypeScr
 	.ci/make-clients
 	RALLYPOINT_TEST_CLIENTS="cpp go node shell" $(BIN)/pytest -n $(or $(WORKERS),2) tests/clients $(if $(ONLY),-k "$(ONLY)")
 
+.PHONY: first-hour
+first-hour: $(VENV)/.ready ## write docs/first-hour.md anew: type its commands into terminals of two hosts (root, tmux)
+	PYTHONPATH=tests $(BIN)/python -m first_hour
+
 .PHONY: bench
 bench: $(VENV)/.ready ## figures beside their floors, also in bench.json; ONLY=rendezvous N=1024 narrows (docs/benchmarks.md)
 	PYTHONPATH=tests $(BIN)/python -m benchmarks $(if $(ONLY),--only "$(ONLY)") $(if $(N),--n "$(N)") $(if $(TRIALS),--trials $(TRIALS))
