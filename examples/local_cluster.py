@@ -211,7 +211,7 @@ class LocalCluster:
 
     async def _start_service(self, role: str, *flags: str) -> Program:
         if role not in self._ports:
-            self._ports[role] = _reserve_port()
+            self._ports[role] = reserve_port()
         port = self._ports[role].getsockname()[1]
         service = self._start(role, "serve", role, "--port", str(port), "--log-format", "json", *flags)
         await service.log.first(f"the {role} service to be ready", lambda line: line.event == "ready")
@@ -327,7 +327,7 @@ async def _answer(call: Awaitable[T]) -> T:
         raise ClusterError(f"asked, and got no answer: {error.details()} ({error.code().name})") from None
 
 
-def _reserve_port() -> socket.socket:
+def reserve_port() -> socket.socket:
     """A free port, which the kernel assigns to no other socket or outgoing connection while this is open.
 
     A server can still listen there: this socket does not listen, and both have SO_REUSEADDR.
