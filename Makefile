@@ -134,12 +134,18 @@ test-etcd: $(VENV)/.ready ## what is built on etcd, on another version of it: SU
 TORCH := $(VENV)/torch
 $(TORCH)/.ready: pyproject.toml $(CONSTRAINTS)
 	test -x $(TORCH)/bin/python || $(PYTHON) -m venv $(TORCH)
-	$(TORCH)/bin/pip install --quiet --constraint $(CONSTRAINTS) --editable '.[test]' torch==2.13.0
+	$(TORCH)/bin/pip install --quiet --constraint $(CONSTRAINTS) --editable '.[test]' torch==2.13.0 \
+	  accelerate==1.15.0 lightning==2.6.6
 	touch $@
 
 # ONLY=lost runs those of which the name matches; with RALLYPOINT_TORTURE=full at full length (docs/survival.md).
 test-torch: $(TORCH)/.ready ## what needs torch, in an environment of its own
 	$(TORCH)/bin/pytest -n $(or $(WORKERS),3) --dist loadfile -m torch $(if $(ONLY),-k "$(ONLY)")
+
+# ISSUE=111646 shows one of them (docs/why-not-torchrun.md).
+.PHONY: why-not-torchrun
+why-not-torchrun: $(TORCH)/.ready ## reported defects of torchrun, under it and under Rallypoint; prints a table in some 10 minutes
+	$(TORCH)/bin/python examples/why_not_torchrun.py $(ISSUE)
 
 .PHONY: test-clients
 test-clients: $(VENV)/.ready ## build the example clients in C++, Go and TypeScript, and test them and the one in shell

@@ -1,0 +1,47 @@
+"""docs/why-not-torchrun.md is true: both columns of its table are what the command prints, but for the seconds."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from why_not_torchrun import SCENES
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "why-not-torchrun.md").read_text()
+
+
+def rows(text: str) -> dict[str, list[str]]:
+    """The cells of a table's rows by issue, without measured seconds."""
+    found = re.findall(r"^\| \[(\d+)\]\(\S+\) \| (.*) \|$", text, re.MULTILINE)
+    return {issue: re.sub(r" after \d+ s", "", cells).split(" | ") for issue, cells in found}
+
+
+def test_the_page_has_each_scene() -> None:
+    """In the table, with its event, and in the text."""
+    assert {issue: cells[0] for issue, cells in rows(PAGE).items()} == {
+        issue: scene.fault for issue, scene in SCENES.items()
+    }
+    text = PAGE.partition("## The issues")[2]
+    assert [issue for issue in SCENES if f"issues/{issue}))." not in text] == []
+
+
+@pytest.mark.torch
+@pytest.mark.integration
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+def test_the_table_is_true(tmp_path: Path) -> None:
+    """Under torchrun and under Rallypoint. All scenes in one run: most of them wait."""
+    pytest.importorskip("torch")
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / "why_not_torchrun.py"), "--keep", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert rows(done.stdout) == rows(PAGE), done.stderr
