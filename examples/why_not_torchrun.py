@@ -343,7 +343,9 @@ async def play(issue: str, folder: Path) -> list[str]:
     scene = SCENES[issue]
 
     async def under(launcher: str) -> str:
-        async with Job(launcher, folder / f"{issue}-{launcher.split()[0]}", *scene.flags.split()) as job:
+        async with Job(
+            launcher, folder / f"{issue}-{launcher.partition(' ')[0]}", *scene.flags.split()
+        ) as job:
             outcome = await scene.play(job)
         print(f"#{issue} {scene.fault}\n    {launcher}: {outcome}", file=sys.stderr, flush=True)
         return outcome
