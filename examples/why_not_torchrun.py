@@ -31,9 +31,7 @@ from programs import PATIENCE, ClusterError, Feed, Line, Program
 WORKER = Path(__file__).with_name("why_worker.py")
 LAUNCHERS = ("torchrun", "rallypoint run")
 _FOREIGN = ("RALLYPOINT_", "PET_", "GRPC_", "TORCHELASTIC_")
-_START = (
-    3 * PATIENCE
-)  # seconds until all workers run or train: they import torch, on a machine that may be busy
+_START = 5 * PATIENCE  # seconds until all workers run or train: on a busy machine, torch takes long to import
 _EXIT_BARRIER = 300  # seconds that torchrun waits for other agents at its end; no flag changes it
 
 
@@ -184,7 +182,7 @@ async def next_round(
         world: the number of workers of the round.
         expected: the outcome if it comes.
         within: seconds to wait under torchrun; under Rallypoint, as long as a busy machine may take.
-        event: what all its workers have to report: running, or trained.
+        event: the event that all its workers report: running, or trained.
     """
     within = within if job.launcher == "torchrun" else max(within, _START)
     began, since = time.monotonic(), job.now

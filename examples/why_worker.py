@@ -2,7 +2,7 @@
 
     torchrun --nnodes 2 --nproc-per-node 2 ... examples/why_worker.py --agent a --train
 
-A line of JSON says that it runs, and with `--train` another one that it has trained a few steps.
+It prints a line of JSON when it runs, with `--train` another one after a few steps, and one at its end.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
-"""docs/why-not-torchrun.md is true: both columns of its table are what the command prints, but for the seconds."""
+"""docs/why-not-torchrun.md is true: its table is the output of the command, except for the seconds."""
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -37,6 +39,8 @@ def test_the_page_has_each_scene() -> None:
 def test_the_table_is_true(tmp_path: Path) -> None:
     """Under torchrun and under Rallypoint. All scenes in one run: most of them wait."""
     pytest.importorskip("torch")
+    if os.geteuid() or not shutil.which("cc"):
+        pytest.skip("a host name of its own needs root, and a clock of its own a C compiler")
     done = subprocess.run(
         [sys.executable, str(ROOT / "examples" / "why_not_torchrun.py"), "--keep", str(tmp_path)],
         capture_output=True,
