@@ -135,7 +135,7 @@ TORCH := $(VENV)/torch
 $(TORCH)/.ready: pyproject.toml $(CONSTRAINTS)
 	test -x $(TORCH)/bin/python || $(PYTHON) -m venv $(TORCH)
 	$(TORCH)/bin/pip install --quiet --constraint $(CONSTRAINTS) --editable '.[test]' torch==2.13.0 \
-	  accelerate==1.15.0 lightning==2.6.6
+	  accelerate lightning transformers
 	touch $@
 
 # ONLY=lost runs those of which the name matches; with RALLYPOINT_TORTURE=full at full length (docs/survival.md).
