@@ -66,6 +66,9 @@ def _plan(command: tuple[str, ...], flags: Mapping[str, Any]) -> LaunchPlan:
     where = _resolve_rendezvous(flags)
     options = _job_options(flags)
     job = job_fields(options, flags["nproc_per_node"])
+    tty, workers = flags["tty"], flags["nproc_per_node"]
+    if tty is not None and tty >= workers:
+        raise SettingError(f"--tty: there is no local rank {tty}; this host has {workers}, counted from 0")
     return LaunchPlan(
         command=command,
         environment=ENVIRONMENT,
@@ -84,7 +87,13 @@ def _plan(command: tuple[str, ...], flags: Mapping[str, Any]) -> LaunchPlan:
         security=flags["security"],
         access=flags["access"],
         signals=flags["signals_to_handle"],
-        job={**job, "master_address": where.master_address, "master_port": where.master_port},
+        job={
+            **job,
+            "master_address": where.master_address,
+            "master_port": where.master_port,
+            "input_rank": tty or 0,
+            "tty": workers == 1 or tty is not None,
+        },
         notices=(*where.notices, *_notices(flags), *_idle(options, job), *_idle_access(flags, where)),
     )
 
@@ -159,7 +168,7 @@ def _run(plan: LaunchPlan, log_level: str, log_format: str) -> int:
     from rallypoint.agent.spawner.protocol import SpawnError  # noqa: PLC0415
 
     try:
-        spawner = Spawner.start()
+        spawner = Spawner.start(stdin=True)
     except SpawnError as error:
         raise SettingError(str(error)) from None
     # No loaded object can be freed yet, and searching for garbage takes a tenth of the import time.

@@ -337,6 +337,13 @@ _LOGS = flags(
         envvar="TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE",
         help="Prefix of teed lines; may contain ${role_name}, ${local_rank} and ${rank}.",
     ),
+    flag(
+        "--tty",
+        type=click.IntRange(0),
+        metavar="LOCAL_RANK",
+        help="Worker that gets this terminal: standard input, output and errors; default: the only one of this host. "
+        "With several workers, local rank 0 reads standard input.",
+    ),
     flag("--log-max-size", metavar="SIZE", help="Rotate a log file when it exceeds this size, as in 100MB."),
     flag("--log-keep-files", metavar="N", show_default="5", help="Number of rotated files kept per stream."),
     flag("--keep-attempts", metavar="N", help="Keep the logs of the last N attempts; 0: of all attempts."),

@@ -41,7 +41,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 _NOT_HERE = frozenset(
     {"standalone", "rdzv_backend", "node_rank", "master_addr", "local_addr", "node_id", "topology"}
     | {"start_method", "logs_specs", "monitor_interval", "signals_to_handle", "supervisor_address"}
-    | {"metrics_address", "log_level", "log_format", "nnodes", "nproc_per_node"}
+    | {"metrics_address", "tty", "log_level", "log_format", "nnodes", "nproc_per_node"}
 )
 
 # Options that only the hosts can check: they name programs there.

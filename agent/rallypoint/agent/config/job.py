@@ -79,6 +79,8 @@ class JobConfig:
         keep_attempts: How many attempts' logs are kept, the latest; 0: all.
         log_max_bytes: Size at which a log file is rotated; None: never.
         log_keep_files: How many rotated files of one stream are kept, beside the one being written.
+        input_rank: Local rank of the worker that reads this process's standard input; None: all read an empty file.
+        tty: That worker's output is the terminal, if this process's is.
         numa_binding: `node`, `socket`, `exclusive` or `core-complex`; None: workers run on any processor.
         call: Each worker is a fork of the spawner that calls the function loaded there (see Spawner.fork); `command`
             only names it.
@@ -131,6 +133,8 @@ class JobConfig:
     keep_attempts: int = 0
     log_max_bytes: int | None = None
     log_keep_files: int = 5
+    input_rank: int | None = None
+    tty: bool = False
     numa_binding: str | None = None
     call: bool = False
     rlimits: Mapping[str, tuple[int, int]] = field(default_factory=dict)
@@ -164,6 +168,8 @@ class JobConfig:
             line_prefix=self.line_prefix,
             log_max_bytes=self.log_max_bytes,
             log_keep_files=self.log_keep_files,
+            input_rank=self.input_rank,
+            tty=self.tty,
         )
 
 

@@ -234,6 +234,7 @@ UNWINDING = 60.0
 later, the exception is not the reason: it was caught."""
 
 _TAIL = 64 * 1024  # bytes of stderr.log that are searched
+_ESCAPES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")  # of terminals; Python 3.13 colours tracebacks
 _LAST_LINES = 10
 
 
@@ -492,7 +493,7 @@ def _is_full(folder: Path) -> bool:
 
 def _read_tail(path: Path) -> str:
     try:
-        return read_end(path, _TAIL).decode("utf-8", "replace")
+        return _ESCAPES.sub("", read_end(path, _TAIL).decode("utf-8", "replace"))
     except OSError:
         return ""
 

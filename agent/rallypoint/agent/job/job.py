@@ -26,6 +26,7 @@ from rallypoint.agent.job.result import FAILED, SUCCEEDED, UNFIT, JobResult, jud
 from rallypoint.agent.job.sync import Background, EventQueue, QueuedEvent
 from rallypoint.agent.logs.follower import Console
 from rallypoint.agent.logs.plan import LogDirectory
+from rallypoint.agent.logs.terminal import open_terminal
 from rallypoint.agent.sockets.watchdog import HostWatchdog, WatchdogChanged
 from rallypoint.agent.sockets.worker_sockets import WorkerSockets
 from rallypoint.agent.spawner.client import Spawner
@@ -171,7 +172,11 @@ class Job:
             stack.callback(self._drain.close)
             self._host_monitor = HostMonitor(config, folder, logs.path, self._pids, self._events.put_nowait)
             stack.push_async_callback(self._host_monitor.close)
-            self._groups.settings = GroupSettings(console, logs, environment, folder, self._history)
+            if (terminal := open_terminal(config.output)) is not None:
+                stack.callback(terminal.close)
+            self._groups.settings = GroupSettings(
+                console, logs, environment, folder, self._history, terminal
+            )
             self._groups.sockets = self._sockets
             self._membership = NodeMembership(config, rendezvous, self._events.put_nowait)
             self._joins = True

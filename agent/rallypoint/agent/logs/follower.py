@@ -28,6 +28,9 @@ GATHER = 0.05
 waiting for the end of an unfinished line. Too short to be visible; without it, every line of a worker that logs a lot
 would cost the event loop one iteration."""
 
+LIVE_GATHER = 0.005
+"""The same for a terminal that a person types at: echo must not lag."""
+
 
 class OutputSink(Protocol):
     """The destination of a follower's pieces."""
@@ -44,7 +47,7 @@ class Follower:
     """Copies one growing file to an output until `finish` is called, and then to its end.
 
     It copies whole lines, so that lines of several workers do not mix. A line longer than a chunk is written in
-    pieces. An unfinished line is written at the end; without a prefix already after `GATHER` seconds, because it may
+    pieces. An unfinished line is written at the end; without a prefix already after `gather` seconds, because it may
     be a progress bar. Bytes are never decoded. Files may be rotated meanwhile.
     """
 
@@ -56,6 +59,7 @@ class Follower:
         prefix: bytes = b"",
         *,
         chunk: int = CHUNK,
+        gather: float = GATHER,
         choose: Callable[[bytes], bytes] | None = None,
     ) -> None:
         """Set up for an existing file; nothing is read before `start`.
@@ -66,6 +70,7 @@ class Follower:
             watch: calls back when the file has grown.
             prefix: put before each line.
             chunk: most bytes to read at once.
+            gather: see GATHER.
             choose: gets whole lines (one longer than a chunk in pieces), returns those to be copied; None: all.
         """
         self.path = path
@@ -74,6 +79,7 @@ class Follower:
         self._watch = watch
         self._prefix = prefix
         self._chunk = chunk
+        self._gather = gather
         self._choose = choose
         self._offset = 0
         self._skipped = 0
@@ -151,7 +157,7 @@ class Follower:
                 await self._pass_on(piece)
             if piece.data:
                 if len(piece.data) < self._chunk:
-                    await _happens(self._finishing, GATHER)
+                    await _happens(self._finishing, self._gather)
             elif piece.begin < self._offset:
                 self._offset = piece.begin  # the worker has truncated its log; like tail -F, begin again
             elif file.fileno() != fd:
@@ -159,12 +165,12 @@ class Follower:
             elif last:
                 break
             elif self._pending and not self._prefix and self._choose is None:
-                if not await _happens(self._grown, GATHER):
+                if not await _happens(self._grown, self._gather):
                     await self._output.write(self._pending)
                     self._pending = b""
             elif await _happens(self._grown, None if watched else FALLBACK_INTERVAL):
                 # A traceback is written line by line: wait for all of it, so that no lines of others get into it.
-                await _happens(self._finishing, GATHER)
+                await _happens(self._finishing, self._gather)
         await self._end_line()
 
     async def _pass_on(self, piece: Piece) -> None:
@@ -326,7 +332,10 @@ class Console:
     def follow(self, copy: ConsoleCopy) -> Follower:
         """Make the follower of one stream; not started yet."""
         self._followers = [follower for follower in self._followers if not follower.done]
-        follower = Follower(copy.path, self._outputs[copy.stream], self._watch, copy.prefix)
+        gather = LIVE_GATHER if copy.live else GATHER
+        follower = Follower(
+            copy.path, self._outputs[copy.stream], self._watch, copy.prefix, gather=gather
+        )
         self._followers.append(follower)
         for oldest in self._followers[:-MOST_FOLLOWERS]:
             oldest.cancel()

@@ -40,7 +40,7 @@ class WorkerLogs:
 
     Attributes:
         stdout: exists, empty, before the worker starts. May be rotated: rallypoint.agent.logs.files reads it whole.
-        stderr: the same for standard error.
+        stderr: the same for standard error; the same file, if both are one terminal.
         error_file: written by the worker if it raises (TORCHELASTIC_ERROR_FILE).
     """
 
@@ -62,11 +62,13 @@ class ConsoleCopy:
         path: the file to follow.
         stream: the destination: STDOUT or STDERR.
         prefix: put before each line; empty for a verbatim copy.
+        live: a person types and watches: every byte is shown at once.
     """
 
     path: Path
     stream: Streams
     prefix: bytes = b""
+    live: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,12 +128,15 @@ class LogDirectory:
                 f"cannot make a log directory in {parent}: {error.strerror}; choose another with --log-dir"
             ) from error
 
-    def new_attempt(self, local_ranks: Iterable[int], base_rank: int = 0) -> Attempt:
+    def new_attempt(
+        self, local_ranks: Iterable[int], base_rank: int = 0, one_file: int | None = None
+    ) -> Attempt:
         """Make the directories and empty files of the next start of the group.
 
         Args:
             local_ranks: of the workers to be started.
             base_rank: global rank of local rank 0.
+            one_file: local rank of the worker whose two streams are one; stderr.log stays empty.
 
         Raises:
             LogError: they can't be made.
@@ -145,9 +150,11 @@ class LogDirectory:
             for local_rank in local_ranks:
                 path = folder / str(local_rank)
                 path.mkdir()
-                workers[local_rank] = WorkerLogs(path / STDOUT_FILE, path / STDERR_FILE, path / ERROR_FILE)
-                workers[local_rank].stdout.touch()
-                workers[local_rank].stderr.touch()
+                stdout, stderr = path / STDOUT_FILE, path / STDERR_FILE
+                stdout.touch()
+                stderr.touch()
+                stderr = stdout if local_rank == one_file else stderr
+                workers[local_rank] = WorkerLogs(stdout, stderr, path / ERROR_FILE)
         except OSError as error:
             raise LogError(f"cannot make the log files in {folder}: {error.strerror}") from error
         _name_by_rank(attempt)

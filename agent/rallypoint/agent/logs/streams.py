@@ -96,3 +96,5 @@ class OutputOptions:
     line_prefix: str | None = None
     log_max_bytes: int | None = None
     log_keep_files: int = 5
+    input_rank: int | None = None
+    tty: bool = False

@@ -161,16 +161,18 @@ class Spawner:
         cls,
         on_death: Callable[[], None] | None = None,
         spare: Callable[[], Collection[int]] = lambda: (),
+        *,
+        stdin: bool = False,
     ) -> Self:
         """Start the spawner process; may be called before there is an event loop.
 
         Makes this process a subreaper: if the spawner is killed, the kernel hands its orphans to this process,
-        which kills them. For the arguments see `__init__`.
+        which kills them. For the arguments see `__init__` and `start_program`.
 
         Raises:
             SpawnError: the process can't be started.
         """
-        return cls(start_program(), on_death, spare)
+        return cls(start_program(stdin=stdin), on_death, spare)
 
     def renew(self) -> Self:
         """Start a replacement for this dead spawner, with the same folders registered for clean-up.

@@ -38,6 +38,7 @@ class WorkerSpec:
         argv: program and arguments; a program without a slash is looked up on `env`'s PATH.
         env: the whole environment, nothing is inherited. The spawner adds RALLYPOINT_SPAWN_ID.
         cwd: working directory; None for the agent's.
+        stdin: file to read as standard input, or a terminal; None for the spawner's own standard input.
         stdout: file to append standard output to; None for the agent's standard output.
         stderr: the same for standard error.
         cpus: the processors that it may run on; None for the agent's.
@@ -51,6 +52,7 @@ class WorkerSpec:
     argv: Sequence[str]
     env: Mapping[str, str]
     cwd: Path | None = None
+    stdin: Path | None = Path(os.devnull)
     stdout: Path | None = None
     stderr: Path | None = None
     cpus: frozenset[int] | None = None
@@ -119,6 +121,7 @@ def spawn_request(number: int, spec: WorkerSpec) -> dict[str, Any]:
         "argv": [_wire(argument) for argument in spec.argv],
         "env": {_wire(name): _wire(value) for name, value in spec.env.items()},
         "cwd": _wire(spec.cwd),
+        "stdin": _wire(spec.stdin),
         "stdout": _wire(spec.stdout),
         "stderr": _wire(spec.stderr),
         "cpus": sorted(spec.cpus) if spec.cpus is not None else None,

@@ -21,7 +21,8 @@ that has it (see rallypoint.worker.call).
 
 Frames are a four-byte big-endian length and a JSON object, both ways.
 
-    {"op": "spawn", "workers": [{"worker", "argv", "env", "cwd", "stdout", "stderr", "cpus", "rlimits", "call"}]}
+    {"op": "spawn", "workers": [{"worker", "argv", "env", "cwd", "stdin", "stdout", "stderr", "cpus", "rlimits",
+         "call"}]}
         reply for each worker: "started" {worker, pid, at} or "failed" {worker, step, errno, text}
     {"op": "signal", "workers": [ids], "signal": n, "group": bool}
         to the process groups (or only the processes) of living workers; delayed until exec has happened
@@ -612,7 +613,9 @@ def _become_worker(
         if spec["cwd"] is not None:
             os.chdir(_raw(spec["cwd"]))
         step = "stdin"
-        _open_as(0, b"/dev/null", os.O_RDONLY)
+        if spec["stdin"] is not None:
+            # A terminal becomes the controlling terminal: this process is the leader of a session that has none.
+            _open_as(0, _raw(spec["stdin"]), os.O_RDWR)
         for step, target in (("stdout", 1), ("stderr", 2)):
             if spec[step] is not None:
                 _open_as(target, _raw(spec[step]), os.O_WRONLY | os.O_APPEND | os.O_CREAT)
@@ -757,6 +760,31 @@ def _remove_folders(folders: int) -> None:
 _AGENT_REPORT_TIMEOUT = 3.0  # seconds to die or to report that it is alive; a suspended agent does neither
 
 
+def _terminal_settings() -> tuple[int, list[Any]] | None:
+    """Return the terminal among the standard streams, and its settings; None: there is none."""
+    for fd in range(3):
+        if os.isatty(fd):
+            import termios  # noqa: PLC0415 (not for a job without a terminal)
+
+            return fd, termios.tcgetattr(fd)
+    return None
+
+
+def _restore_terminal(terminal: tuple[int, list[Any]] | None) -> None:
+    """Restore the settings of the terminal if the agent died while it had the terminal deliver single keys.
+
+    A shell that restores them itself has other settings by now: it handles Ctrl-C, or reads whole lines.
+    """
+    if terminal is None:
+        return
+    import termios  # noqa: PLC0415
+
+    fd, before = terminal
+    with contextlib.suppress(termios.error):  # the terminal is gone
+        if not termios.tcgetattr(fd)[3] & (termios.ICANON | termios.ECHO | termios.ISIG):
+            termios.tcsetattr(fd, termios.TCSANOW, before)
+
+
 def _leave_terminal_signals_to_the_agent() -> None:
     """Ignore Ctrl-C and the scheduler's SIGTERM, which may reach all processes at once: the agent handles them."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
@@ -782,10 +810,12 @@ def main(agent: int, folders: int, load: Callable[[], Call] | None = None) -> No
     _leave_terminal_signals_to_the_agent()
     become_subreaper()
     guard = os.getpid()
+    terminal = _terminal_settings()
     child = os.fork()
     if child != 0:
         prctl(PR_SET_NAME, b"rallypoint-grd")
         all_dead = _guard_agent(child, agent)
+        _restore_terminal(terminal)
         _remove_folders(folders)
         sys.exit(0 if all_dead else 1)
     become_subreaper()

@@ -51,14 +51,17 @@ class SpawnerProcess:
     preloads: bool = False
 
 
-def start_program() -> SpawnerProcess:
+def start_program(*, stdin: bool = False) -> SpawnerProcess:
     """Start a spawner whose workers are programs.
+
+    Args:
+        stdin: True if its standard input, which workers may inherit, is that of this process.
 
     Raises:
         SpawnError: the process can't be started.
     """
     # Isolated, and without site: starts in milliseconds in any environment.
-    return _start(["-I", "-S", _program_path()], preloads=False)
+    return _start(["-I", "-S", _program_path()], preloads=False, stdin=stdin)
 
 
 def start_forkserver(call: Path) -> SpawnerProcess:
@@ -112,7 +115,7 @@ def fork_spawner(call: program.Call, private: Sequence[int] = ()) -> SpawnerProc
     return SpawnerProcess(_ForkedHandle(pid), ours, folders, none_like_it)
 
 
-def _start(arguments: Sequence[str], preloads: bool) -> SpawnerProcess:
+def _start(arguments: Sequence[str], preloads: bool, stdin: bool = False) -> SpawnerProcess:
     ours, theirs = socket.socketpair()
     folders_end, folders = os.pipe()
     with theirs:
@@ -121,7 +124,8 @@ def _start(arguments: Sequence[str], preloads: bool) -> SpawnerProcess:
             # In its own session: signals of the terminal and `kill -- -<group>` don't reach it.
             guard = subprocess.Popen(
                 [sys.executable, *arguments, str(theirs.fileno()), str(folders_end)],
-                stdin=subprocess.DEVNULL,
+                # Where it was closed, descriptor 0 is another file by now.
+                stdin=None if stdin and sys.stdin is not None else subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(), folders_end),
                 start_new_session=True,
             )
@@ -132,7 +136,7 @@ def _start(arguments: Sequence[str], preloads: bool) -> SpawnerProcess:
         finally:
             os.close(folders_end)
     ours.setblocking(False)
-    return SpawnerProcess(guard, ours, folders, lambda: _start(arguments, preloads), preloads)
+    return SpawnerProcess(guard, ours, folders, lambda: _start(arguments, preloads, stdin), preloads)
 
 
 class _ForkedHandle:

@@ -32,6 +32,7 @@ from rallypoint.agent.logs.follower import Console
 from rallypoint.agent.logs.output import WorkerOutput
 from rallypoint.agent.logs.plan import LogDirectory, WorkerLogs, remove_attempts
 from rallypoint.agent.logs.streams import LogError, Streams
+from rallypoint.agent.logs.terminal import Terminal
 from rallypoint.agent.spawner.client import Spawner
 from rallypoint.agent.spawner.protocol import SpawnError, WorkerExit, WorkerSpec
 from rallypoint.agent.spawner.spawner import read_process
@@ -93,6 +94,7 @@ class GroupSettings:
         environment: Environment variables beside the job's and torchrun's.
         stacks: Folder for the pipes into which they write their stacks.
         history: Records their starts and ends.
+        terminal: Of one of them; None: none has one.
     """
 
     console: Console
@@ -100,6 +102,7 @@ class GroupSettings:
     environment: Mapping[str, str]
     stacks: Path
     history: JobEvents
+    terminal: Terminal | None = None
 
 
 class WorkerGroup:
@@ -169,13 +172,20 @@ class WorkerGroup:
                 self._cpus = await asyncio.to_thread(_processors, self._config)
                 if self._stopped:
                     return
-            attempt = self._settings.log_directory.new_attempt(local_ranks, self.assignment.base_rank)
+            terminal = self._settings.terminal
+            attempt = self._settings.log_directory.new_attempt(
+                local_ranks, self.assignment.base_rank, terminal.one_file if terminal is not None else None
+            )
             self._logs, self.attempt = attempt.workers, attempt.number
             self._publish(AttemptBegun(attempt.number, self.assignment.base_rank))
             self._make_pipes()
             self._post_mortem.begin(self._logs)
             self._output = WorkerOutput(
-                self._config.output, attempt, self._settings.console, self._settings.stacks
+                self._config.output,
+                attempt,
+                self._settings.console,
+                self._settings.stacks,
+                terminal,
             )
             self._group = WorkerProcesses(self._spawner, self._exited, [self._output])
             self._output.open()
@@ -205,6 +215,8 @@ class WorkerGroup:
         """Stop all workers and everything they have started; see `WorkerProcesses.stop`."""
         self._stopped = True
         self._post_mortem.stopping(self._unfinished())
+        if self._group is not None:
+            self._output.stopping()
         report = await self._group.stop(number, timeout) if self._group is not None else StopReport()
         await asyncio.gather(*self._background)
         self._post_mortem.stopping(self._unfinished())
@@ -363,7 +375,9 @@ class WorkerGroup:
                 return
 
     def _spec(self, local_rank: int) -> WorkerSpec:
-        logs, sockets = self._logs[local_rank], self._settings.environment
+        logs = self._logs[local_rank]
+        console = self._output.environment(local_rank, self._config.environment)
+        sockets = {**self._settings.environment, **console}
         if local_rank in self._pipes:
             sockets = {**sockets, STACKS_VARIABLE: str(self._pipes[local_rank].path)}
         return WorkerSpec(
@@ -378,6 +392,7 @@ class WorkerGroup:
                 sockets=sockets,
             ),
             cwd=self._config.working_directory,
+            stdin=self._output.source(local_rank),
             stdout=self._output.target(local_rank, Streams.STDOUT),
             stderr=self._output.target(local_rank, Streams.STDERR),
             cpus=self._cpus[local_rank] if self._cpus is not None else None,
