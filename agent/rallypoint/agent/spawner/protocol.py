@@ -38,9 +38,9 @@ class WorkerSpec:
         argv: program and arguments; a program without a slash is looked up on `env`'s PATH.
         env: the whole environment, nothing is inherited. The spawner adds RALLYPOINT_SPAWN_ID.
         cwd: working directory; None for the agent's.
-        stdin: file to read as standard input, or a terminal; None for the spawner's own standard input.
         stdout: file to append standard output to; None for the agent's standard output.
         stderr: the same for standard error.
+        stdin: file or terminal to read as standard input; None for the spawner's own.
         cpus: the processors that it may run on; None for the agent's.
         rlimits: resource limits that differ from those with which the agent was started: (soft, hard) by name, as in
             "nofile"; -1 is no limit.
@@ -52,9 +52,9 @@ class WorkerSpec:
     argv: Sequence[str]
     env: Mapping[str, str]
     cwd: Path | None = None
-    stdin: Path | None = Path(os.devnull)
     stdout: Path | None = None
     stderr: Path | None = None
+    stdin: Path | None = Path(os.devnull)
     cpus: frozenset[int] | None = None
     rlimits: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     call: bool = False
