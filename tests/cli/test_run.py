@@ -78,7 +78,7 @@ def test_the_defaults_are_torchruns(understood: Understood, script: Path) -> Non
         local_world_size=1,
         max_restarts=0,
         signals=(signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT),
-        job={"master_address": None, "master_port": None},
+        job={"master_address": None, "master_port": None, "input_rank": 0, "tty": True},
     )
     assert plan.run_id.startswith("standalone-")
     assert understood.log == ("info", "human")
@@ -244,7 +244,7 @@ def test_the_static_backend_names_this_host_by_its_rank(understood: Understood, 
     plan = understood.of(*flags, script)
     assert plan.service == Hosted("head:29501", here=False)
     assert (plan.node_id, plan.node_id_is_ours) == ("rank1", True)
-    assert plan.job == {"master_address": "head", "master_port": 29500}
+    assert (plan.job["master_address"], plan.job["master_port"]) == ("head", 29500)
 
 
 @pytest.mark.parametrize(

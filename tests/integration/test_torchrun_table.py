@@ -19,14 +19,18 @@ PAGE = Path(__file__).parents[2] / "docs" / "torchrun.md"
 
 DIFFERENCES: Mapping[str, frozenset[str]] = {
     "MASTER_ADDR": frozenset(),
+    "COLUMNS": frozenset({"a terminal for several"}),
+    "FORCE_COLOR": frozenset({"a terminal for several"}),
     "PYTHONFAULTHANDLER": frozenset(),
     "RALLYPOINT_*": frozenset(),
     "TORCHELASTIC_RUN_ID": frozenset({"standalone with what it overrules"}),
     "TORCHELASTIC_TIMER_FILE": frozenset(),
     "TORCHELASTIC_USE_AGENT_STORE": frozenset(),
+    "TTY_INTERACTIVE": frozenset({"a terminal for several"}),
     "stdout.log": frozenset({"redirects by rank"}),
     "stderr.log": frozenset({"redirects by rank", "tee by rank and redirects"}),
     "failure.json": frozenset({"a worker that fails"}),
+    "terminals": frozenset({"a terminal for several"}),
     "exit code 1, here 0": frozenset({"numa-binding"}),
     "exit code 1, here 2": frozenset(
         {

@@ -22,6 +22,8 @@ class Case:
         program: The program and its arguments.
         nodes: Further flags for each node, where there are several.
         environment: Variables beside the usual ones.
+        stdin: Text on standard input; empty: there is none.
+        terminal: Whether all three streams are a terminal, and the text is typed.
     """
 
     name: str
@@ -29,10 +31,13 @@ class Case:
     program: tuple[str, ...] = (PROBE,)
     nodes: tuple[tuple[str, ...], ...] = ((),)
     environment: Mapping[str, str] = field(default_factory=dict)
+    stdin: str = ""
+    terminal: bool = False
 
 
 TWO = ("--nproc-per-node", "2")
 LOGS = ("--log-dir", "{logs}")
+AT_TERMINAL = {"PROBE_READ": "0", "TERM": "xterm"}
 
 CASES = (
     Case("defaults"),
@@ -94,6 +99,10 @@ CASES = (
         ("--virtual-local-rank", *TWO),
         environment={"CUDA_VISIBLE_DEVICES": "5"},
     ),
+    Case("a pipe", environment={"PROBE_READ": "0"}, stdin="a line\nanother\n"),
+    Case("a pipe for several", TWO, environment={"PROBE_READ": "0"}, stdin="a line\n"),
+    Case("a terminal", environment=AT_TERMINAL, stdin="a line\n", terminal=True),
+    Case("a terminal for several", TWO, environment=AT_TERMINAL, stdin="a line\n", terminal=True),
     Case(
         "variables for flags",
         environment={"PET_NPROC_PER_NODE": "2", "PET_ROLE": "r", "PET_TEE": "3", "PET_NO_PYTHON": "0"},

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """A worker that writes down what it sees, prints a line to each stream, and ends as PROBE_END says.
 
-PROBE_END is RANK:HOW[:NUMBER], as in `1:exit:5`, `0:signal:9`, `0:raise`, `1:first` (fails, but not when restarted).
+PROBE_READ is the rank that reads a line. PROBE_END is RANK:HOW[:NUMBER], as in `1:exit:5`, `0:signal:9`, `0:raise`, `1:first` (fails, but not when restarted).
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ seen = {
     "name": __name__,
     "working_directory": os.getcwd(),
     "own_folder_on_path": str(Path(__file__).resolve().parent) in sys.path,
+    "terminals": [os.isatty(stream) and os.get_terminal_size(stream).columns for stream in range(3)],
+    "line": sys.stdin.readline() if environment.get("PROBE_READ") == rank else "",
 }
 # Each in one write: workers share the console.
 os.write(1, f"out {rank} apple\n".encode())

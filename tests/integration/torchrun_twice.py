@@ -7,15 +7,16 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from cli.cli_process import clean_environment
 from integration.torchrun_cases import PROBE, Case
 from support.mortal import mortal
 from support.ports import free_port
+from support.terminal import at_terminal
 
 PATIENCE = 120.0
 """Seconds that a job may take on a machine that is busy with much else."""
@@ -77,30 +78,53 @@ def see(case: Case, launcher: str, folder: Path) -> Seen:
         PROBE_FOLDER=str(folder / "probe"),
         TMPDIR=str(folder / "temporary"),
     )
-    nodes = [
-        subprocess.Popen(
-            mortal(
-                *LAUNCHERS[launcher],
-                *(_put(argument, places) for argument in (*case.flags, *more, *case.program)),
-            ),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=folder,
-            env=environment,
-        )
+    commands = [
+        [*LAUNCHERS[launcher], *(_put(argument, places) for argument in (*case.flags, *more, *case.program))]
         for more in case.nodes
     ]
-    said = [node.communicate(timeout=PATIENCE) for node in nodes]
+    exit_codes, said = (_at_terminal if case.terminal else _with_pipes)(case, commands, environment, folder)
     probes = sorted((folder / "probe").iterdir())
     return Seen(
-        exit_codes=tuple(node.returncode for node in nodes),
+        exit_codes=exit_codes,
         workers={path.name: _worker(path, environment, folder, port) for path in probes},
         stdout=_lines("".join(stdout for stdout, _ in said)),
         stderr=_lines("".join(stderr for _, stderr in said)),
         files=_files(folder / "logs"),
         said="\n".join(part for pair in said for part in pair),
     )
+
+
+_Outputs: TypeAlias = tuple[tuple[int, ...], list[tuple[str, str]]]
+
+
+def _with_pipes(
+    case: Case, commands: Sequence[Sequence[str]], environment: Mapping[str, str], folder: Path
+) -> _Outputs:
+    """Run nodes; return their exit codes and output."""
+    nodes = [
+        subprocess.Popen(
+            mortal(*command),
+            stdin=subprocess.PIPE if case.stdin else subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=folder,
+            env=environment,
+        )
+        for command in commands
+    ]
+    said = [node.communicate(case.stdin or None, timeout=PATIENCE) for node in nodes]
+    return tuple(node.returncode for node in nodes), said
+
+
+def _at_terminal(
+    case: Case, commands: Sequence[Sequence[str]], environment: Mapping[str, str], folder: Path
+) -> _Outputs:
+    (command,) = commands
+    with at_terminal(*command, environment=environment, folder=folder) as terminal:
+        terminal.type(case.stdin)
+        exit_code = terminal.ended()
+    return (exit_code,), [(terminal.shown.replace("\r\n", "\n"), "")]
 
 
 def _put(argument: str, places: Mapping[str, object]) -> str:

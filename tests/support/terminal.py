@@ -9,6 +9,7 @@ import termios
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from support.mortal import mortal
@@ -74,12 +75,15 @@ class TerminalSession:
 
 
 @contextmanager
-def at_terminal(*command: str, environment: Mapping[str, str], redirect: str = "") -> Iterator[TerminalSession]:
+def at_terminal(
+    *command: str, environment: Mapping[str, str], redirect: str = "", folder: Path | None = None
+) -> Iterator[TerminalSession]:
     """Run a command on a new terminal, and kill it at the end.
 
     Args:
         command: The command.
         environment: Its whole environment.
+        folder: Its working directory; None: that of the test.
         redirect: What a shell would apply to it, as in `2>file`.
     """
     master, slave = os.openpty()
@@ -87,7 +91,12 @@ def at_terminal(*command: str, environment: Mapping[str, str], redirect: str = "
     if redirect:
         command = ("sh", "-c", f'exec "$0" "$@" {redirect}', *command)
     process = subprocess.Popen(
-        mortal("setsid", "--ctty", *command), stdin=slave, stdout=slave, stderr=slave, env=dict(environment)
+        mortal("setsid", "--ctty", *command),
+        stdin=slave,
+        stdout=slave,
+        stderr=slave,
+        env=dict(environment),
+        cwd=folder,
     )
     try:
         yield TerminalSession(process, master, slave)

@@ -124,8 +124,7 @@ def _start(arguments: Sequence[str], preloads: bool, stdin: bool = False) -> Spa
             # In its own session: signals of the terminal and `kill -- -<group>` don't reach it.
             guard = subprocess.Popen(
                 [sys.executable, *arguments, str(theirs.fileno()), str(folders_end)],
-                # Where it was closed, descriptor 0 is another file by now.
-                stdin=None if stdin and sys.stdin is not None else subprocess.DEVNULL,
+                stdin=None if stdin else subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(), folders_end),
                 start_new_session=True,
             )
