@@ -386,7 +386,9 @@ Console().print("[red]end[/red]", Console().width)
 def test_agents_output_is_complete_when_it_is_much(job: Job) -> None:
     """Much faster than a person reads."""
     lines = 200_000
-    with job.at_terminal(f"import sys\nsys.stdout.write(''.join(f'{{n}}\\n' for n in range({lines})))") as terminal:
+    with job.at_terminal(
+        f"import sys\nsys.stdout.write(''.join(f'{{n}}\\n' for n in range({lines})))"
+    ) as terminal:
         assert terminal.ended() == 0
     assert job.log("stdout") == "".join(f"{number}\n" for number in range(lines))
     assert re.search(rf"\r\n{lines - 1}\r\n", terminal.shown)

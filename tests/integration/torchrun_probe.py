@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """A worker that writes down what it sees, prints a line to each stream, and ends as PROBE_END says.
 
-PROBE_READ is the rank that reads a line. PROBE_END is RANK:HOW[:NUMBER], as in `1:exit:5`, `0:signal:9`, `0:raise`, `1:first` (fails, but not when restarted).
+PROBE_READ is the rank that reads a line.
+PROBE_END is RANK:HOW[:NUMBER], as in `1:exit:5`, `0:signal:9`, `0:raise`, `1:first` (fails, but not when restarted).
 """
 
 from __future__ import annotations

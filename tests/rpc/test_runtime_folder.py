@@ -111,7 +111,11 @@ def test_without_a_name_the_only_one_is_found(folder: Path) -> None:
         assert found_socket("agent", "") == agent
         assert found_socket("agent", "train2") == role_socket("agent")
         with new_run_socket("agent", "train2") as another, closing(listening(another)):
-            assert found_socket("agent", "") == role_socket("agent")
+            with pytest.raises(SettingError, match=r"2 runs .*: train, train2; give RUN_ID, or .* unix:/"):
+                found_socket("agent", "")
+            assert found_socket("agent", "train2") == another
+        with new_run_socket("agent", "train") as second, closing(listening(second)):
+            assert found_socket("agent", "") in (agent, second), "of one run"
     with new_run_socket("timer", "") as timer, closing(listening(timer)):
         assert found_socket("timer", "train") == timer
     supervisor = role_socket("agent")

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import click
 
 from rallypoint.agent.config.settings import MOST_SECONDS
 from rallypoint.cli.main import LazyGroup
 from rallypoint.cli.output import plain_console, print_table, show_moment, show_span
-from rallypoint.cli.values import Text, agent_options
+from rallypoint.cli.values import Text, agent_options, service_options
 from rallypoint.rpc.durations import set_seconds, to_seconds
 from rallypoint.rpc.endpoint import ClientSecurity, SettingError
 from rallypoint.rpc.text import printable
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from rallypoint.agent.v1 import supervisor_service_pb2 as pb
+    from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as rendezvous_pb
 
 
 @click.command(
@@ -345,23 +348,49 @@ class ByteCount(click.ParamType[int]):
         return int(number) * factor
 
 
+def _log_options(command: _Command) -> _Command:
+    """Add the options of commands that print logs: `ranks`, `follow`, `tail`, `stream` and `no_prefix`."""
+    for option in (
+        click.option(
+            "--no-prefix", is_flag=True, help="Print the bytes unchanged, without the rank before each line."
+        ),
+        click.option(
+            "--stream",
+            type=click.Choice(["stdout", "stderr", "both"]),
+            default="both",
+            help="Which stream to print.",
+        ),
+        click.option(
+            "--tail",
+            type=ByteCount(),
+            default="0",
+            metavar="SIZE",
+            help="Only the last SIZE of each stream of the latest attempt, as in 64KiB; default: all of every attempt.",
+        ),
+        click.option(
+            "-f", "--follow", is_flag=True, help="Continue with new output, over restarts, to the end."
+        ),
+        ranks_option,
+    ):
+        command = option(command)
+    return command
+
+
+def _log_request(
+    run_id: str, ranks: Sequence[int], follow: bool, tail: int, stream: str
+) -> pb.StreamLogsRequest:
+    from rallypoint.agent.v1 import supervisor_service_pb2 as pb  # noqa: PLC0415 (gRPC is not for --help)
+
+    request = pb.StreamLogsRequest(run_id=run_id, ranks=ranks, follow=follow, tail_bytes=tail)
+    request.stream = {"stdout": pb.LOG_STREAM_STDOUT, "stderr": pb.LOG_STREAM_STDERR}.get(
+        stream, pb.LOG_STREAM_UNSPECIFIED
+    )
+    return request
+
+
 @click.command()
 @run_argument
-@ranks_option
-@click.option("-f", "--follow", is_flag=True, help="Continue with new output, over restarts, to the end.")
-@click.option(
-    "--tail",
-    type=ByteCount(),
-    default="0",
-    metavar="SIZE",
-    help="Only the last SIZE of each stream of the latest attempt, as in 64KiB; default: all of every attempt.",
-)
-@click.option(
-    "--stream", type=click.Choice(["stdout", "stderr", "both"]), default="both", help="Which stream to print."
-)
-@click.option(
-    "--no-prefix", is_flag=True, help="Print the bytes unchanged, without the rank before each line."
-)
+@_log_options
 @agent_options
 def logs(
     *,
@@ -379,46 +408,175 @@ def logs(
 
     With --follow, output continues at the same position after a broken connection.
     """
-    from rallypoint.agent.v1 import supervisor_service_pb2 as pb  # noqa: PLC0415 (gRPC is not for --help)
-    from rallypoint.rpc.loop import run  # noqa: PLC0415
+    from rallypoint.rpc.loop import run  # noqa: PLC0415 (gRPC is not for --help)
 
-    request = pb.StreamLogsRequest(run_id=run_id, ranks=ranks, follow=follow, tail_bytes=tail)
-    request.stream = {"stdout": pb.LOG_STREAM_STDOUT, "stderr": pb.LOG_STREAM_STDERR}.get(
-        stream, pb.LOG_STREAM_UNSPECIFIED
-    )
+    request = _log_request(run_id, ranks, follow, tail, stream)
     run(_print_logs(request, agent, security, timeout, prefixed=not no_prefix))
 
 
 async def _print_logs(
     request: pb.StreamLogsRequest, endpoint: str, security: ClientSecurity, timeout: float, *, prefixed: bool
 ) -> None:
-    from rallypoint.agent.logs.follower import OutputThread  # noqa: PLC0415
     from rallypoint.agent.v1 import supervisor_service_pb2_grpc as pb_grpc  # noqa: PLC0415
     from rallypoint.rpc.channel import open_channel  # noqa: PLC0415
     from rallypoint.submission.following import LogPieces, Lost  # noqa: PLC0415
-    from rallypoint.submission.output import (  # noqa: PLC0415
-        Lines,
-        lost_in_words,
-    )
 
-    outputs = {1: OutputThread(1), 2: OutputThread(2)}
-    lines: Lines[int] = Lines(outputs)
-    async with open_channel(endpoint, security) as channel:
+    async with _LogPrinter(prefixed) as printer, open_channel(endpoint, security) as channel:
         stub = pb_grpc.SupervisorServiceStub(channel)
         # --follow retries an agent that has answered before; a first connection that fails is reported at once.
         pieces = LogPieces(stub, request, security, lambda: timeout if pieces.begun else 0.0)
         try:
             async for piece in pieces.read():
-                if piece.lost_bytes:
-                    click.echo(lost_in_words(piece), err=True)
-                if prefixed:
-                    await lines.add(piece.rank, piece.cursor.stream, f"[{piece.rank}]: ".encode(), piece.data)
-                else:
-                    await outputs[piece.cursor.stream].write(piece.data)
+                await printer.take("", piece)
         except Lost as loss:
             raise SettingError(f"{endpoint}: {loss}") from None
-        finally:
-            for rank in sorted(lines.sources):
-                await lines.finish(rank)
-            for output in outputs.values():
-                await output.close(5.0)
+
+
+class _LogPrinter:
+    """Prints pieces of workers' output, lines that are not complete at the end."""
+
+    def __init__(self, prefixed: bool) -> None:
+        from rallypoint.agent.logs.follower import OutputThread  # noqa: PLC0415
+        from rallypoint.submission.output import Lines  # noqa: PLC0415
+
+        self._prefixed = prefixed
+        self._outputs = {1: OutputThread(1), 2: OutputThread(2)}
+        self._lines: Lines[tuple[str, int]] = Lines(self._outputs)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_error: object) -> None:
+        for source in sorted(self._lines.sources):
+            await self._lines.finish(source)
+        for output in self._outputs.values():
+            await output.close(5.0)
+
+    async def take(self, node: str, piece: pb.StreamLogsResponse) -> None:
+        """Print a piece of the output of a worker of a node."""
+        from rallypoint.submission.output import lost_in_words  # noqa: PLC0415
+
+        stream, rank = piece.cursor.stream, piece.rank
+        if piece.lost_bytes:
+            click.echo(lost_in_words(piece), err=True)
+        if self._prefixed:
+            await self._lines.add((node, rank), stream, f"[{rank}]: ".encode(), piece.data)
+        else:
+            await self._outputs[stream].write(piece.data)
+
+
+# ---- `rallypoint logs`: the same of a run, from the agents of all its hosts.
+
+
+@click.command(name="logs")
+@run_argument
+@_log_options
+@service_options
+def run_logs(
+    *,
+    run_id: str,
+    ranks: tuple[int, ...],
+    follow: bool,
+    tail: int,
+    stream: str,
+    no_prefix: bool,
+    rdzv_endpoint: str,
+    timeout: float,
+    security: ClientSecurity,
+) -> None:
+    """Print the output of the workers of RUN_ID on all its hosts: stdout to stdout, stderr to stderr.
+
+    Each host's agent is asked at its --supervisor-address; without one, it answers on its own host only. RUN_ID may be
+    omitted if there is one run. With --follow, hosts that join are followed too.
+    """
+    from rallypoint.cli.operator import call_rendezvous, only_run, whole_run  # noqa: PLC0415 (not for --help)
+    from rallypoint.rpc.loop import run  # noqa: PLC0415
+
+    if not run_id:
+        run_id = call_rendezvous(rdzv_endpoint, security, timeout, only_run)
+    found = call_rendezvous(rdzv_endpoint, security, timeout, lambda stub: whole_run(run_id, stub)).run
+    if not found.nodes:
+        failed = found.run_end.failure
+        where = f"; {failed.host} has {failed.log_file}" if failed.log_file else ""
+        raise SettingError(f"run {run_id!r} has no nodes, and so no agents that have its logs{where}")
+    request = _log_request(run_id, ranks, follow, tail, stream)
+    run(_print_run_logs(request, found, rdzv_endpoint, security, timeout, prefixed=not no_prefix))
+
+
+async def _print_run_logs(
+    request: pb.StreamLogsRequest,
+    run: rendezvous_pb.Run,
+    endpoint: str,
+    security: ClientSecurity,
+    timeout: float,
+    *,
+    prefixed: bool,
+) -> None:
+    from rallypoint.cli.event_stream import Following  # noqa: PLC0415
+    from rallypoint.cli.operator import whole_run  # noqa: PLC0415
+    from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as rendezvous_pb  # noqa: PLC0415
+    from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as rendezvous_grpc  # noqa: PLC0415
+    from rallypoint.rpc.calls import call_any  # noqa: PLC0415
+    from rallypoint.rpc.errors import ServiceError  # noqa: PLC0415
+    from rallypoint.rpc.loop import cancel_all  # noqa: PLC0415
+    from rallypoint.rpc.replica_client import ReplicaClient  # noqa: PLC0415
+    from rallypoint.submission.run_logs import RunLogs  # noqa: PLC0415
+
+    notes: list[str] = []
+
+    def note(text: str) -> None:
+        notes.append(text)
+        click.echo(printable(text), err=True)
+
+    async with _LogPrinter(prefixed) as printer:
+        logs = RunLogs(request, security, timeout, printer.take, note)
+        sources = [*logs.find(run)]
+        if not sources:
+            raise SettingError(
+                notes[-1]
+                if notes
+                else f"run {run.run_id!r} has no worker of that rank; it has {run.world_size}"
+            )
+        if not request.follow:
+            for source in sources:
+                await logs.read(source)
+            return
+        readers = {asyncio.create_task(logs.read(source)) for source in sources}
+
+        async def read_newcomers() -> None:
+            with suppress(SettingError, ServiceError):  # the service may end with the run; the agents go on
+                async with ReplicaClient(endpoint, security) as client:
+                    while True:
+                        await grown.wait()
+                        grown.clear()
+                        response = await call_any(
+                            client,
+                            rendezvous_grpc.RendezvousServiceStub,
+                            lambda stub: whole_run(run.run_id, stub),
+                        )
+                        readers.update(
+                            asyncio.create_task(logs.read(source)) for source in logs.find(response.run)
+                        )
+
+        async def watch_rounds() -> None:
+            with suppress(SettingError):
+                await following.run()
+
+        grown = asyncio.Event()
+        request_of_rounds = rendezvous_pb.WatchEventsRequest(
+            run_id=run.run_id,
+            after_revision=run.revision,
+            filter=rendezvous_pb.EventFilter(kinds=[rendezvous_pb.EVENT_KIND_ROUND_FINALIZED]),
+        )
+        following = Following(
+            endpoint,
+            security,
+            request_of_rounds,
+            timeout=timeout,
+            on_events=lambda _events: grown.set(),
+            on_gap=note,
+        )
+        watching = [asyncio.create_task(read_newcomers()), asyncio.create_task(watch_rounds())]
+        while left := [reader for reader in readers if not reader.done()]:
+            await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
+        await cancel_all(watching)

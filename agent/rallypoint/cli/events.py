@@ -66,6 +66,9 @@ class _Kind(click.Choice[str]):
 @click.option("--until", type=TimestampParam(), help="Only events before this age or ISO time.")
 @limit_option(1_000, 1_000_000, "Show at most the last N events.")
 @click.option("--follow", "-f", is_flag=True, help="Continue with new events until the run is closed.")
+@click.option(
+    "-v", "--verbose", is_flag=True, help="Also print the log file and the traceback of each failed worker."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print each event as JSON on one line.")
 @service_options
 def events(
@@ -78,6 +81,7 @@ def events(
     until: datetime | None,
     limit: int,
     follow: bool,
+    verbose: bool,
     as_json: bool,
     rdzv_endpoint: str,
     timeout: float,
@@ -102,7 +106,7 @@ def events(
         wanted.since.FromDatetime(since)
     if until is not None:
         wanted.until.FromDatetime(until)
-    line = json_line if as_json else EventLines().format
+    line = json_line if as_json else EventLines(verbose).format
 
     def show(these: Sequence[pb.Event]) -> None:
         for event in these:
@@ -140,12 +144,13 @@ _KIND_WIDTH = max(map(len, pb.EventKind.keys())) - len("EVENT_KIND_")
 class EventLines:
     """Format each event as a line, with the time since the previous event."""
 
-    def __init__(self) -> None:
-        """Start without a previous event."""
+    def __init__(self, verbose: bool = False) -> None:
+        """Start without a previous event; `verbose`: failed workers have further lines."""
+        self._verbose = verbose
         self._before: float | None = None
 
     def format(self, event: pb.Event) -> str:
-        """Return one line: time, time since the previous line, kind, description."""
+        """Return one line: time, time since the previous line, kind, description; more of a failure if verbose."""
         now = to_seconds(event.time)
         span = "" if self._before is None else show_span(now - self._before)
         self._before = now
@@ -156,7 +161,13 @@ class EventLines:
         actor = event.actor
         by = f" (operator {actor.name or actor.peer})" if actor.kind == pb.ACTOR_KIND_OPERATOR else ""
         sentence = printable(f"{event.detail}{by}")
-        return f"{show_moment(now)}  {span:>{_SPAN_WIDTH}}  {kind:<{_KIND_WIDTH}}  {sentence}"
+        line = f"{show_moment(now)}  {span:>{_SPAN_WIDTH}}  {kind:<{_KIND_WIDTH}}  {sentence}"
+        if not self._verbose or not event.HasField("failure"):
+            return line
+        failure = event.failure
+        more = [f"log file of {failure.host}: {failure.log_file}"] if failure.log_file else []
+        more += failure.traceback.rstrip().splitlines()
+        return "\n".join([line, *(f"    {printable(text)}" for text in more)])
 
 
 def json_line(event: pb.Event) -> str:

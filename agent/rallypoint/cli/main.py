@@ -167,6 +167,7 @@ class LazyGroup(click.Group):
             "rallypoint.cli.agent:agent",
             "Show and control the jobs of one agent: logs, stacks, drain …",
         ),
+        "logs": ("rallypoint.cli.agent:run_logs", "Print the output of a run's workers on all its hosts."),
         "restart": ("rallypoint.cli.runs:restart", "Restart all workers of a run."),
         "evict": ("rallypoint.cli.runs:evict", "Remove a node from a run and refuse it."),
         "close": ("rallypoint.cli.runs:close", "End a run on all its hosts."),

@@ -29,6 +29,8 @@ from rallypoint.timer.v1 import timer_service_pb2_grpc as timer_grpc
 # Longest time in seconds for a preferred call, before the call that any replica can serve.
 _PREFERRED = 2.0
 
+_MOST_NAMES = 20  # of runs in one line of output
+
 _T = TypeVar("_T")
 _Stub = TypeVar("_Stub")
 
@@ -207,6 +209,22 @@ async def all_runs(stub: pb_grpc.RendezvousServiceAsyncStub) -> pb.ListRunsRespo
         whole.next_page_token = ""  # MergeFrom keeps the later of two values, unless it is empty
         whole.MergeFrom(page)
     return whole
+
+
+async def only_run(stub: pb_grpc.RendezvousServiceAsyncStub) -> str:
+    """Return the name of the only run that is not closed, or else of the only run.
+
+    Raises:
+        SettingError: There is none, or several.
+    """
+    runs = (await all_runs(stub)).runs
+    chosen = [run.run_id for run in runs if run.phase != pb.PHASE_CLOSED] or [run.run_id for run in runs]
+    if len(chosen) != 1:
+        names = ", ".join(chosen[:_MOST_NAMES]) + (", ..." if len(chosen) > _MOST_NAMES else "")
+        raise SettingError(
+            f"there are {len(chosen)} runs; give RUN_ID: {names}" if chosen else "there are no runs"
+        )
+    return chosen[0]
 
 
 async def whole_run(

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+import time
+from contextlib import suppress
 from datetime import UTC, datetime
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from rallypoint.cli.output import plain_console, print_table, show_span
+from rallypoint.cli.output import plain_console, print_table, show_moment, show_span
 from rallypoint.cli.values import Text, service_options
 from rallypoint.rpc.durations import to_seconds
 from rallypoint.rpc.endpoint import ClientSecurity, SettingError
-from rallypoint.rpc.runtime_folder import run_socket
+from rallypoint.rpc.runtime_folder import found_socket, is_served, run_socket, secret_beside
 from rallypoint.rpc.text import printable
 from rallypoint.serving.options import Setting
 
@@ -82,6 +84,8 @@ def status(
         click.echo(json.dumps(fields, indent=2))
     elif isinstance(response, pb.GetRunResponse):
         _print_run(response.run, connections_known=not response.durable_only)
+        _print_times(response.run, rdzv_endpoint, security, timeout)
+        _print_log_folder(response.run.run_id, timeout)
         if response.durable_only:
             _print_owner_away(response.owner_address)
         if timer_endpoint:
@@ -189,6 +193,46 @@ def _print_run(run: pb.Run, *, connections_known: bool) -> None:
         console.print(f"no watchdog guards the workers of {node.node_id}: {node.watchdog_trouble}")
     if len(unguarded) > _MOST_NAMES:
         console.print(f"nor those of {len(unguarded) - _MOST_NAMES} other nodes")
+
+
+def _print_times(run: pb.Run, endpoint: str, security: ClientSecurity, timeout: float) -> None:
+    """Print since when the run is in its phase, and since when it exists; nothing if its events are gone."""
+    from rallypoint.cli.event_stream import last_events  # noqa: PLC0415
+    from rallypoint.cli.operator import call_rendezvous  # noqa: PLC0415
+    from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb  # noqa: PLC0415
+
+    def last(*kinds: pb.EventKind.ValueType) -> str:
+        wanted = pb.EventFilter(kinds=kinds)
+        events, _ = call_rendezvous(
+            endpoint, security, timeout, lambda stub: last_events(stub, run.run_id, wanted, 1)
+        )
+        if not events:
+            return ""
+        begun = to_seconds(events[0].time)
+        return f"{show_moment(begun)[:19]} ({show_span(max(0, round(time.time() - begun))).replace('.000s', 's')})"
+
+    phases = (pb.EVENT_KIND_ROUND_FROZEN, pb.EVENT_KIND_ROUND_FINALIZED, pb.EVENT_KIND_ROUND_ENDED)
+    with suppress(SettingError):  # the run is worth showing without
+        created = last(pb.EVENT_KIND_RUN_CREATED)
+        since = last(pb.EVENT_KIND_RUN_CREATED, *phases, pb.EVENT_KIND_RUN_CLOSED)
+        times = [f"{_phase(run)} since {since}"] if since else []
+        times += [f"created {created}"] if created else []
+        plain_console().print(", ".join(times))
+
+
+def _print_log_folder(run_id: str, timeout: float) -> None:
+    """Print the folder of the run's logs on this host, if an agent of the run is here."""
+    from rallypoint.agent.v1 import supervisor_service_pb2 as pb  # noqa: PLC0415
+    from rallypoint.cli.operator import call_agent  # noqa: PLC0415
+
+    request = pb.GetJobRequest(run_id=run_id)
+    with suppress(SettingError):  # it has no such job, or no agent is here
+        agent = found_socket("agent", run_id)
+        if is_served(agent):
+            job = call_agent(agent, secret_beside(agent), timeout, lambda stub: stub.GetJob(request)).job
+            plain_console().print(
+                f"logs of this host: {job.log_dir} (`rallypoint logs {run_id}` prints them)"
+            )
 
 
 def _budget(run: pb.Run) -> str:

@@ -27,6 +27,7 @@ from rallypoint.rpc.endpoint import (
     parse_endpoint,
     parse_endpoints,
 )
+from rallypoint.rpc.runtime_folder import role_socket
 from rallypoint.rpc.text import whole_number
 from rallypoint.serving.options import Seconds, client_options
 
@@ -114,7 +115,8 @@ _SUBMISSION = flags(
     flag(
         "--agents",
         type=AgentList(),
-        required=True,
+        default=lambda: role_socket("agent"),
+        show_default="the agent of this host",
         help="Agents of the job's hosts (`rallypoint serve agent`), as in a:29420,b:29420.",
     ),
     flag(
@@ -166,7 +168,7 @@ def _fitting_run_flags(command: _F) -> _F:
 @click.command(
     cls=RunCommand,
     context_settings={"allow_interspersed_args": False, "max_content_width": 110},
-    options_metavar="--agents HOST:PORT,… [OPTIONS] [--]",
+    options_metavar="[OPTIONS] [--]",
 )
 @_SUBMISSION
 @_fitting_run_flags

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
 
 import click
@@ -13,7 +13,7 @@ import click
 from rallypoint.agent.job.options import parse_signal
 from rallypoint.launcher.backends import is_etcd_url
 from rallypoint.rendezvous.core.state import MOST_NODES, MOST_WORKERS_PER_NODE
-from rallypoint.rpc.runtime_folder import found_socket, secret_beside
+from rallypoint.rpc.runtime_folder import found_socket, is_served, secret_beside
 from rallypoint.serving.options import Seconds, Setting, client_options
 
 
@@ -250,13 +250,26 @@ def _endpoint_option(
         @functools.wraps(command)
         def call(**arguments: Any) -> Any:
             if arguments[name] is None:
-                endpoint = arguments[name] = found_socket(role, arguments.get("run_id") or "")
+                endpoint = arguments[name] = _found(role, arguments.get("run_id") or "", arguments)
                 arguments["security"] = arguments["security"] or secret_beside(endpoint)
             return command(**arguments)
 
         return option(timeout_option(client_options(cast(_Command, call))))
 
     return decorate
+
+
+def _found(role: str, run_id: str, arguments: Mapping[str, Any]) -> str:
+    """Return the address of the service of this user on this host; or else the one that the run's agent here uses."""
+    endpoint = found_socket(role, run_id)
+    if role != "rendezvous" or is_served(endpoint) or not is_served(agent := found_socket("agent", run_id)):
+        return endpoint
+    from rallypoint.agent.v1 import supervisor_service_pb2 as pb  # noqa: PLC0415 (gRPC is not for --help)
+    from rallypoint.cli.operator import call_agent  # noqa: PLC0415
+
+    request, security = pb.GetJobRequest(run_id=run_id), secret_beside(agent)
+    job = call_agent(agent, security, arguments["timeout"], lambda stub: stub.GetJob(request)).job
+    return job.rendezvous_endpoint
 
 
 def timeout_option(command: _Command) -> _Command:

@@ -29,6 +29,7 @@ _SUFFIX = ".sock"
 # Eight hexadecimal digits, in a pattern; any character would also match a longer name of another run.
 _NUMBER = "[0-9a-f]" * 8
 _SECRET_SUFFIX = ".secret"  # noqa: S105 (the end of a file's name)
+_MOST_NAMES = 20  # of runs in one line
 # Seconds that a server has from the making of its socket's file to listening.
 _STARTING = 60.0
 
@@ -97,7 +98,10 @@ def found_socket(role: str, run_id: str) -> str:
     """Return the endpoint of the service of a role to ask about a run; if `run_id` is empty, about any.
 
     It is inside the run's agent, or the role's own, or inside the supervisor of this host (which also serves
-    rendezvous). Without a run's name, an agent's is taken too if it is the only one.
+    rendezvous). Without a run's name, an agent's is taken too if it is of the only run.
+
+    Raises:
+        SettingError: Without a run's name, several runs have one; one line.
     """
     if run_id and (found := run_socket(role, run_id)):
         return found
@@ -108,7 +112,15 @@ def found_socket(role: str, run_id: str) -> str:
         if role == "rendezvous" and is_served(supervisor := role_socket("agent")):
             return supervisor
         served = [] if run_id else _served(f"run-*.{role}.{_NUMBER}{_SUFFIX}")
-        if len(served) == 1:
+        names = sorted(
+            {Path(endpoint).name.split(f".{role}.")[0].removeprefix("run-") for endpoint in served}
+        )
+        if len(names) > 1:
+            raise SettingError(
+                f"{len(names)} runs have a service of the role {role} on this host: {', '.join(names[:_MOST_NAMES])}; "
+                f"give RUN_ID, or the address, as in {served[0]}"
+            )
+        if served:
             return served[0]
     return own
 

@@ -174,9 +174,7 @@ class Job:
             stack.push_async_callback(self._host_monitor.close)
             if (terminal := open_terminal(config.output)) is not None:
                 stack.callback(terminal.close)
-            self._groups.settings = GroupSettings(
-                console, logs, environment, folder, self._history, terminal
-            )
+            self._groups.settings = GroupSettings(console, logs, environment, folder, self._history, terminal)
             self._groups.sockets = self._sockets
             self._membership = NodeMembership(config, rendezvous, self._events.put_nowait)
             self._joins = True

@@ -333,9 +333,7 @@ class Console:
         """Make the follower of one stream; not started yet."""
         self._followers = [follower for follower in self._followers if not follower.done]
         gather = LIVE_GATHER if copy.live else GATHER
-        follower = Follower(
-            copy.path, self._outputs[copy.stream], self._watch, copy.prefix, gather=gather
-        )
+        follower = Follower(copy.path, self._outputs[copy.stream], self._watch, copy.prefix, gather=gather)
         self._followers.append(follower)
         for oldest in self._followers[:-MOST_FOLLOWERS]:
             oldest.cancel()

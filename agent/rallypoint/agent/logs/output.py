@@ -79,7 +79,9 @@ class WorkerOutput:
         if (terminal := self._terminal) is not None:
             copies = [_with_terminal(copy, self._attempt, terminal) for copy in copies]
         # Two streams of one terminal are one file.
-        self._followers = [self._console.follow(copy) for copy in {copy.path: copy for copy in copies}.values()]
+        self._followers = [
+            self._console.follow(copy) for copy in {copy.path: copy for copy in copies}.values()
+        ]
         if options.duplicate_stdout_filters or options.duplicate_stderr_filters:
             self._make_filters(streams)
         if options.log_max_bytes is not None:

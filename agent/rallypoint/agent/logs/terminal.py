@@ -3,10 +3,10 @@
     terminal ── agent ── pseudo-terminal ── worker
         └─ console ── log file ─┘
 
-The worker does not get the terminal itself, for these reasons: the report of a failure quotes the log file; a worker is
-in a session of its own, so the kernel would let it read the terminal while a shell does; and when a worker is killed,
-the settings that it made, such as no echo, stay with the pseudo-terminal. Both output streams are one device, and so one
-file: a progress bar on stderr between prints on stdout needs their order.
+The worker does not get the terminal itself, for these reasons: the report of a failure quotes the log file; a worker
+is in a session of its own, so the kernel would let it read the terminal while a shell does; and when a worker is
+killed, the settings that it made, such as no echo, stay with the pseudo-terminal. Both output streams are one device,
+and so one file: a progress bar on stderr between prints on stdout needs their order.
 """
 
 from __future__ import annotations
@@ -56,10 +56,14 @@ def _is_shown(options: OutputOptions, local_rank: int, stream: Streams) -> bool:
     """True if the terminal shows a stream of a worker without a prefix."""
     ranks = options.local_ranks_filter
     altered = options.redirects.of(local_rank) | options.tee.of(local_rank)
-    return os.isatty(_DESCRIPTORS[stream]) and stream not in altered and (ranks is None or local_rank in ranks)
+    return (
+        os.isatty(_DESCRIPTORS[stream]) and stream not in altered and (ranks is None or local_rank in ranks)
+    )
 
 
-def environment_of_viewed(options: OutputOptions, local_rank: int, rank: int, given: Mapping[str, str]) -> dict[str, str]:
+def environment_of_viewed(
+    options: OutputOptions, local_rank: int, rank: int, given: Mapping[str, str]
+) -> dict[str, str]:
     """Return variables for a worker whose standard output is a file that a terminal shows: it may use colour.
 
     Args:
@@ -70,9 +74,16 @@ def environment_of_viewed(options: OutputOptions, local_rank: int, rank: int, gi
     """
     ranks, teed = options.local_ranks_filter, Streams.STDOUT in options.tee.of(local_rank)
     hidden = Streams.STDOUT in options.redirects.of(local_rank) and not teed
-    if options.input_rank is None or hidden or (ranks is not None and local_rank not in ranks) or not os.isatty(1):
+    if (
+        options.input_rank is None
+        or hidden
+        or (ranks is not None and local_rank not in ranks)
+        or not os.isatty(1)
+    ):
         return {}
-    prefix = line_prefix(options.line_prefix, role=options.role, local_rank=local_rank, rank=rank) if teed else b""
+    prefix = (
+        line_prefix(options.line_prefix, role=options.role, local_rank=local_rank, rank=rank) if teed else b""
+    )
     columns = os.get_terminal_size(1).columns - len(prefix)
     found = {"COLUMNS": str(columns)} if columns > 0 else {}
     if "NO_COLOR" not in given and given.get("TERM", "dumb") != "dumb":
@@ -84,9 +95,10 @@ def environment_of_viewed(options: OutputOptions, local_rank: int, rank: int, gi
 class Terminal:
     """A pseudo-terminal for the workers of one local rank, one after the other, and its connection to the terminal.
 
-    While a worker runs, the terminal delivers single keys, and the pseudo-terminal echoes and edits as the worker wants.
-    Keys are read only while this process is in the foreground. The keys for signals act on this process, as they would
-    without a pseudo-terminal, unless the worker edits its own line, as in breakpoint(): then they are the worker's.
+    While a worker runs, the terminal delivers single keys, and the pseudo-terminal echoes and edits as the worker
+    wants. Keys are read only while this process is in the foreground. The keys for signals act on this process, as
+    they would without a pseudo-terminal, unless the worker edits its own line, as in breakpoint(): then they are the
+    worker's.
 
     Attributes:
         local_rank: Of the workers.
@@ -242,9 +254,13 @@ class Terminal:
     def _press(self, keys: bytes) -> None:
         """Carry out keys for signals, and pass the others on."""
         worker = termios.tcgetattr(self._slave)[_LOCAL_MODE]
-        if self._before is not None and (self._stopping or (worker & termios.ICANON and worker & termios.ISIG)):
+        if self._before is not None and (
+            self._stopping or (worker & termios.ICANON and worker & termios.ISIG)
+        ):
             characters = self._before[_CHARACTERS]
-            signals = {characters[at]: number for at, number in _SIGNAL_KEYS.items() if characters[at] != b"\0"}
+            signals = {
+                characters[at]: number for at, number in _SIGNAL_KEYS.items() if characters[at] != b"\0"
+            }
             begin = 0
             for at in range(len(keys)):
                 if (number := signals.get(keys[at : at + 1])) is not None:
