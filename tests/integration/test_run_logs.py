@@ -87,11 +87,11 @@ def test_jobs_of_this_host_are_found(start: Start, tmp_path: Path) -> None:
 
 
 def test_the_output_of_all_hosts_is_followed(start: Start, tmp_path: Path) -> None:
-    """Also of one that joins later; and a host that answers only at home is named."""
+    """Also of one that joins later."""
     with service("rendezvous") as endpoint:
         joining = ["--rdzv-endpoint", endpoint, "--rdzv-id", "job", "--nnodes", "1:3"]
         joining += ["--rdzv-conf", "last_call_timeout=0"]
-        start(*joining, "--node-id", "a", "--nproc-per-node", "2", "--supervisor-address", "127.0.0.1:0")
+        start(*joining, "--node-id", "a", "--nproc-per-node", "2")
         until_prints("hello from 1", "logs", "job", "--rdzv-endpoint", endpoint)
         following = subprocess.Popen(
             mortal(str(RALLYPOINT), "logs", "job", "-f", "--rdzv-endpoint", endpoint),
