@@ -167,8 +167,8 @@ release: $(VENV)/.ready ## write tests/released/VERSION, which later versions mu
 	.ci/install-etcd
 	PYTHONPATH=tests $(BIN)/python -m compat $(VERSION)
 
-wheel: $(VENV)/.ready ## dist/rallypoint-*.whl
-	$(BIN)/pip wheel --quiet --no-deps --wheel-dir dist .
+wheel: $(VENV)/.ready ## dist/rallypoint-*.whl, and dist/rallypoint_worker-*.whl for the environments of workers
+	$(BIN)/pip wheel --quiet --no-deps --wheel-dir dist . ./worker
 
 # --- Containers (docs/containers.md) --------------------------------------------------------------------
 .PHONY: docker-base docker-test

@@ -149,7 +149,7 @@ def test_only_the_journal_knows_its_messages_and_no_others() -> None:
         "from rallypoint.timer import expires",
         "import rallypoint.worker",
         "import rallypoint.launcher",
-        "import rallypoint.worker.call, rallypoint.worker.forkserver",
+        "import rallypoint.worker.call, rallypoint.agent.spawner.forkserver",
     ],
 )
 def test_what_runs_inside_a_worker_loads_no_grpc(statement: str) -> None:

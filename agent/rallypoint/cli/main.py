@@ -9,6 +9,7 @@ import resource
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import click
@@ -74,6 +75,23 @@ def check_open_files() -> None:
         )
 
 
+def check_installation() -> None:
+    """Check that the packages rallypoint and rallypoint-worker, which share files, are of one version if both are here.
+
+    Raises:
+        UsageMistake: They are not: the files are those of the one that was installed last.
+    """
+    found = dict(
+        path.stem.rsplit("-", 1) for path in Path(__file__).parents[2].glob("rallypoint*-*.dist-info")
+    )
+    worker = found.get("rallypoint_worker")
+    if worker is not None and worker != found.get("rallypoint", worker):
+        raise UsageMistake(
+            f"rallypoint {found['rallypoint']} and rallypoint-worker {worker} are installed in one environment and "
+            "have files in common: uninstall both, then install rallypoint, which contains the other"
+        )
+
+
 @contextmanager
 def _one_line_error() -> Iterator[None]:
     """Print click's usage errors as one line, without the usage text; also errors of a full disk and the like.
@@ -88,6 +106,13 @@ def _one_line_error() -> Iterator[None]:
         command = error.ctx.command_path if error.ctx is not None else "rallypoint"
         message = error.format_message().removesuffix(".")
         raise UsageMistake(f"{message} (`{command} --help` shows what there is)") from None
+    except ModuleNotFoundError as error:
+        if not (error.name or "").startswith("rallypoint"):
+            raise
+        raise UsageMistake(
+            f"the module {error.name} is missing, perhaps because rallypoint-worker was uninstalled here; install "
+            "rallypoint again (pip install --force-reinstall)"
+        ) from None
     except OSError as error:
         from rallypoint.rpc.endpoint import host_exhausted  # noqa: PLC0415 (not for --help)
 
@@ -117,6 +142,7 @@ class LazyGroup(click.Group):
         """Parse and run the command."""
         with _one_line_error():
             check_open_files()
+            check_installation()
             return super().invoke(context)
 
     def list_commands(self, context: click.Context) -> list[str]:

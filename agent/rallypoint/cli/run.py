@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import re
 import shutil
+import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -51,10 +53,9 @@ def run(**flags: Any) -> None:
     """
     log_level, log_format = flags.pop("log_level"), flags.pop("log_format")
     try:
-        command = _worker_command(
-            **{name: flags.pop(name) for name in ("program", "arguments", "module", "no_python", "run_path")}
-        )
-        sys.exit(_run(_plan(command, flags), log_level, log_format))
+        names = ("program", "arguments", "module", "no_python", "run_path", "python")
+        command, notices = _worker_command(**{name: flags.pop(name) for name in names})
+        sys.exit(_run(_plan(command, flags, notices), log_level, log_format))
     except (SettingError, click.ClickException) as error:
         if log_format != "json":
             raise
@@ -62,7 +63,7 @@ def run(**flags: Any) -> None:
         sys.exit(2)
 
 
-def _plan(command: tuple[str, ...], flags: Mapping[str, Any]) -> LaunchPlan:
+def _plan(command: tuple[str, ...], flags: Mapping[str, Any], notices: list[str]) -> LaunchPlan:
     where = _resolve_rendezvous(flags)
     options = _job_options(flags)
     job = job_fields(options, flags["nproc_per_node"])
@@ -94,7 +95,13 @@ def _plan(command: tuple[str, ...], flags: Mapping[str, Any]) -> LaunchPlan:
             "input_rank": tty or 0,
             "tty": workers == 1 or tty is not None,
         },
-        notices=(*where.notices, *_notices(flags), *_idle(options, job), *_idle_access(flags, where)),
+        notices=(
+            *notices,
+            *where.notices,
+            *_notices(flags),
+            *_idle(options, job),
+            *_idle_access(flags, where),
+        ),
     )
 
 
@@ -197,20 +204,28 @@ def _log_refusal(error: SettingError | click.ClickException) -> None:
 
 
 def _worker_command(
-    program: str, arguments: tuple[str, ...], module: bool, no_python: bool, run_path: bool
-) -> tuple[str, ...]:
-    if run_path:  # wins over the others, as in torchrun
-        _check_readable(program, program_may_be_folder=True)
-        return (sys.executable, "-u", "-m", "rallypoint.worker.run_path", program, *arguments)
-    if no_python:
-        if module:
-            raise click.UsageError("--module and --no-python contradict each other; leave one out")
+    *,
+    program: str,
+    arguments: tuple[str, ...],
+    module: bool,
+    no_python: bool,
+    run_path: bool,
+    python: str,
+) -> tuple[tuple[str, ...], list[str]]:
+    """Return the command of the workers, and the notices about it."""
+    if no_python and not run_path:  # --run-path wins, as in torchrun
+        source = click.get_current_context().get_parameter_source("python")
+        for flag, given in (("--module", module), ("--python", source is ParameterSource.COMMANDLINE)):
+            if given:
+                raise click.UsageError(f"{flag} and --no-python contradict each other; leave one out")
         _check_executable(program)
-        return (program, *arguments)
-    if module:
-        return (_python(), "-u", "-m", program, *arguments)
-    _check_readable(program)
-    return (_python(), "-u", program, *arguments)
+        return (program, *arguments), []
+    if run_path or not module:
+        _check_readable(program, program_may_be_folder=run_path)
+    notices = _check_python(python, run_path) if python else []
+    python = python or (not run_path and os.environ.get("PYTHON_EXEC")) or sys.executable
+    kind = ("-m", "rallypoint.worker.run_path") if run_path else ("-m",) if module else ()
+    return (python, "-u", *kind, program, *arguments), notices
 
 
 def _check_readable(program: str, program_may_be_folder: bool = False) -> None:
@@ -239,5 +254,49 @@ def _check_executable(program: str) -> None:
     raise click.BadParameter(f"{program!r} {problem}", param_hint="PROGRAM")
 
 
-def _python() -> str:
-    return os.environ.get("PYTHON_EXEC", sys.executable)
+# Runs on any Python. Workers have another first entry of sys.path: the folder of their script.
+_PROBE = """
+import sys
+sys.path = [path for path in sys.path if path]
+try:
+    from importlib.util import find_spec
+    found = all(map(find_spec, ["rallypoint.worker", "rallypoint.timer"]))
+except ImportError:
+    found = False
+print("Python %d.%d %s" % (sys.version_info[0], sys.version_info[1], found))
+"""
+
+
+def _check_python(python: str, run_path: bool) -> list[str]:
+    """Check that a program is a Python interpreter.
+
+    Returns:
+        A notice if it can't import the modules of workers; most programs use none of them.
+
+    Raises:
+        SettingError: It is no interpreter, or `--run-path` needs these modules.
+    """
+    if os.path.isdir(python):
+        inside = Path(python) / "bin" / "python"
+        raise SettingError(
+            f"--python: {python!r} is a folder; expected an interpreter, as in {str(inside)!r}"
+        )
+    if shutil.which(python) is None:
+        raise SettingError(f"--python: {python!r} is not a program; expected a Python interpreter")
+    try:
+        output = subprocess.run(
+            [python, "-c", _PROBE], stdin=subprocess.DEVNULL, capture_output=True, timeout=60, check=False
+        ).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        output = b""
+    found = re.search(rb"(Python \d+\.\d+) (True|False)\s*$", output)
+    if found is None:
+        raise SettingError(f"--python: {python!r} is not a Python interpreter: `-c` runs no Python code")
+    if found[2] == b"True":
+        return []
+    missing = f"{python} ({found[1].decode()}) has no rallypoint.worker and rallypoint.timer"
+    if run_path:
+        raise SettingError(
+            f"--run-path: {missing}, which it needs: install the package rallypoint-worker there"
+        )
+    return [f"{missing}: a program that imports them needs the package rallypoint-worker there"]

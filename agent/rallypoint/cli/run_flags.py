@@ -268,6 +268,13 @@ _WORKERS = flags(
     "Workers",
     _torchrun("-m", "--module", "module", is_flag=True, help="PROGRAM is a Python module."),
     _torchrun("--no-python", is_flag=True, help="PROGRAM is an executable, not a Python script."),
+    flag(
+        "--python",
+        type=Text(),
+        default="",
+        metavar="PATH",
+        help="Python interpreter of the workers, of any environment; default: PYTHON_EXEC, or the agent's own.",
+    ),
     _torchrun("--run-path", is_flag=True, help="Run PROGRAM with Python's runpy.run_path."),
     _torchrun(
         "--start-method",

@@ -326,14 +326,14 @@ def _rendezvous(agents: Sequence[str], endpoint: str) -> str:
 def _command(given: Mapping[str, Any]) -> list[str]:
     from rallypoint.agent.supervisor.spec import AGENTS_PYTHON  # noqa: PLC0415
 
-    program, arguments = given["program"], given["arguments"]
+    program, arguments, python = given["program"], given["arguments"], given["python"] or AGENTS_PYTHON
     if given["run_path"]:  # wins over the others, as in torchrun
-        return [AGENTS_PYTHON, "-u", "-m", "rallypoint.worker.run_path", program, *arguments]
+        return [python, "-u", "-m", "rallypoint.worker.run_path", program, *arguments]
     if given["no_python"]:
         if given["module"]:
             raise click.UsageError("--module and --no-python contradict each other; leave one out")
         return [program, *arguments]
-    return [AGENTS_PYTHON, "-u", *(["-m"] if given["module"] else []), program, *arguments]
+    return [python, "-u", *(["-m"] if given["module"] else []), program, *arguments]
 
 
 def _new_run_id(program: str) -> str:

@@ -23,20 +23,21 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any, ParamSpec, TypeVar, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, overload
 
 __all__ = ["METRICS_VARIABLE", "Measurement", "configure", "put", "timed", "timing"]
 
 METRICS_VARIABLE = "RALLYPOINT_METRICS_SOCKET"
 """Variable with the agent's socket in the worker's environment; not set if measurements have no destination."""
 
-_P = ParamSpec("_P")
+if TYPE_CHECKING:
+    from typing import ParamSpec  # Python 3.10
+
+    _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
-@dataclass(frozen=True, slots=True)
-class Measurement:
+class Measurement(NamedTuple):
     """A measurement: a duration or a value.
 
     Attributes:

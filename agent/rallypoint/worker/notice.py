@@ -33,7 +33,7 @@ class Notice(NamedTuple):
     seconds_left: float
 
 
-@dataclass(slots=True)
+@dataclass
 class _Board:
     """The notice file of this process; `path` None: there is no agent."""
 

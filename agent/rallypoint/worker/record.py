@@ -11,11 +11,14 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from rallypoint.worker.unrecoverable import UNRECOVERABLE, Unrecoverable
 
-_P = ParamSpec("_P")
+if TYPE_CHECKING:
+    from typing import ParamSpec  # Python 3.10
+
+    _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
@@ -83,6 +86,7 @@ def write_error_file(error: Exception, path: str, timestamp: float, raised_at: f
         timestamp: Time of the exception, in Unix seconds.
         raised_at: The same in monotonic seconds, which order the failures of a host; None: now.
     """
+    callstack = "".join(traceback.format_exception(type(error), error, error.__traceback__))
     try:
         message = f"{type(error).__name__}: {error}"
     except Exception:  # its __str__ is broken too
@@ -91,7 +95,7 @@ def write_error_file(error: Exception, path: str, timestamp: float, raised_at: f
         "message": {
             "message": message[:_MAX_MESSAGE],
             "extraInfo": {
-                "py_callstack": "".join(traceback.format_exception(error))[-_MAX_CALLSTACK:],
+                "py_callstack": callstack[-_MAX_CALLSTACK:],
                 "timestamp": str(int(timestamp)),
                 "rallypoint": {
                     "time": float(timestamp),

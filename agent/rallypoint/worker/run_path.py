@@ -19,7 +19,7 @@ def run_path(program: str) -> None:
 
 
 if __name__ == "__main__":
-    if not sys.flags.safe_path:
+    if not getattr(sys.flags, "safe_path", False):  # Python 3.11
         del sys.path[0]  # the working directory, which `-m` put there
     del sys.argv[0]
     run_path(sys.argv[0])

@@ -18,7 +18,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any, Literal, Union
 
 DEFAULT_TIMEOUT = 300.0
 """Default time limit of a call in seconds; long enough for a restart of the service."""
@@ -35,7 +35,7 @@ PREFIX = struct.Struct("!II")
 # Seconds. The agent replies within a call's timeout and a little more, unless it hangs.
 _AGENT_GRACE = 10.0
 
-Value = bytes | bytearray | memoryview | str
+Value = Union[bytes, bytearray, memoryview, str]
 Header = dict[str, Any]
 
 

@@ -73,7 +73,7 @@ def start_forkserver(call: Path) -> SpawnerProcess:
     Raises:
         SpawnError: the process can't be started.
     """
-    return _start(["-u", "-P", "-m", "rallypoint.worker.forkserver", str(call)], preloads=True)
+    return _start(["-u", "-P", "-m", "rallypoint.agent.spawner.forkserver", str(call)], preloads=True)
 
 
 def fork_spawner(call: program.Call, private: Sequence[int] = ()) -> SpawnerProcess:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from time import monotonic_ns
 from types import TracebackType
-from typing import Any, Literal, ParamSpec, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 from rallypoint.timer.worker.process import PATIENCE, ProcessTimers, TimerClient, process
 from rallypoint.timer.worker.process import process as this_process
@@ -20,7 +20,10 @@ from rallypoint.timer.worker.table import SLOT_WORD, SLOT_WORDS, TableWriter
 # ---- The objects that `expires` returns: each guards a block, or each call of a function.
 
 
-P = ParamSpec("P")
+if TYPE_CHECKING:
+    from typing import ParamSpec  # Python 3.10
+
+    P = ParamSpec("P")
 R = TypeVar("R")
 
 _NANOSECONDS = 1_000_000_000
@@ -118,7 +121,7 @@ class Guard:
                 with self._another():
                     return await function(*args, **kwargs)
 
-            return cast(Callable[P, R], guarded_coroutine)
+            return cast("Callable[P, R]", guarded_coroutine)
 
         @functools.wraps(function)
         def guarded(*args: P.args, **kwargs: P.kwargs) -> R:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from typing import NamedTuple
+from typing import NamedTuple, Union
 
 VERSION = 1
 MAX_SCOPE_BYTES = 256
@@ -80,7 +80,7 @@ class Unknown(NamedTuple):
     kind: int
 
 
-Message = Acquire | Release | Clear | Progress | TableMessage | Look | Unknown
+Message = Union[Acquire, Release, Clear, Progress, TableMessage, Look, Unknown]
 
 
 class MalformedMessage(Exception):

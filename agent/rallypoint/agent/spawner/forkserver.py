@@ -1,6 +1,6 @@
 """A spawner in a full interpreter that has loaded the workers' function: `start_method="forkserver"`.
 
-Run as a program: `python -m rallypoint.worker.forkserver <folder of the call> <fd> <fd>`, the descriptors as for
+Run as a program: `python -m rallypoint.agent.spawner.forkserver <folder of the call> <fd> <fd>`, the descriptors as for
 rallypoint.agent.spawner.spawner.
 """
 
