@@ -26,6 +26,8 @@ for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
 # Sockets that tests' services make, apart from those of this user's jobs. Short: a socket's path has 107 bytes.
 _RUNTIME = tempfile.mkdtemp(prefix="rp-tests-")
 os.environ["XDG_RUNTIME_DIR"] = _RUNTIME
+# No file of settings of the user who runs the tests.
+os.environ["XDG_CONFIG_HOME"] = _RUNTIME
 
 
 def pytest_unconfigure() -> None:

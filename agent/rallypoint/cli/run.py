@@ -19,7 +19,12 @@ from click.core import ParameterSource
 from rallypoint.agent.job.options import OPTIONS, idle_options, job_fields
 from rallypoint.cli.main import ENVIRONMENT
 from rallypoint.cli.run_flags import RunCommand, run_flags
-from rallypoint.launcher.backends import RequestedRendezvous, ResolvedRendezvous, resolve_rendezvous
+from rallypoint.launcher.backends import (
+    RequestedRendezvous,
+    ResolvedRendezvous,
+    is_etcd_url,
+    resolve_rendezvous,
+)
 from rallypoint.launcher.plan import Hosted, LaunchPlan, Replicated
 from rallypoint.rpc.endpoint import SettingError
 from rallypoint.serving.options import access_options, client_options
@@ -63,8 +68,8 @@ def run(**flags: Any) -> None:
         sys.exit(2)
 
 
-def _plan(command: tuple[str, ...], flags: Mapping[str, Any], notices: list[str]) -> LaunchPlan:
-    where = _resolve_rendezvous(flags)
+def _plan(command: tuple[str, ...], flags: dict[str, Any], notices: list[str]) -> LaunchPlan:
+    where = _resolve_rendezvous(flags, notices)
     options = _job_options(flags)
     job = job_fields(options, flags["nproc_per_node"])
     tty, workers = flags["tty"], flags["nproc_per_node"]
@@ -105,16 +110,29 @@ def _plan(command: tuple[str, ...], flags: Mapping[str, Any], notices: list[str]
     )
 
 
-def _resolve_rendezvous(flags: Mapping[str, Any]) -> ResolvedRendezvous:
-    source = click.get_current_context().get_parameter_source("nnodes")
+def _resolve_rendezvous(flags: dict[str, Any], notices: list[str]) -> ResolvedRendezvous:
+    source = click.get_current_context().get_parameter_source
+    nodes_given = source("nnodes") is not ParameterSource.DEFAULT
+    endpoint = flags["rdzv_endpoint"]
+    # A variable or a context may be set for all commands; `rallypoint run train.py` is a job of this host all the same.
+    named = flags["rdzv_id"] or flags["rdzv_backend"] or nodes_given or is_etcd_url(endpoint)
+    if endpoint and not named and source("rdzv_endpoint") is not ParameterSource.COMMANDLINE:
+        endpoint = ""
+        variable = source("rdzv_endpoint") is ParameterSource.ENVIRONMENT
+        origin = "RALLYPOINT_RDZV_ENDPOINT" if variable else "rdzv-endpoint of the context"
+        notices.append(
+            f"{origin} is not used: a job of this host alone has its own service; give --rdzv-id for a run there"
+        )
+        if source("timer_endpoint") is ParameterSource.DEFAULT_MAP:
+            flags["timer_endpoint"] = ""
     return resolve_rendezvous(
         RequestedRendezvous(
             backend=flags["rdzv_backend"],
-            endpoint=flags["rdzv_endpoint"],
+            endpoint=endpoint,
             run_id=flags["rdzv_id"],
             conf=flags["rdzv_conf"],
             nodes=flags["nnodes"],
-            nodes_given=source is not ParameterSource.DEFAULT,
+            nodes_given=nodes_given,
             standalone=flags["standalone"],
             node_rank=flags["node_rank"],
             master_address=flags["master_addr"],

@@ -1,10 +1,14 @@
-"""The --config file: TOML, with a table per command that holds values of the command's flags."""
+"""The --config file: TOML, with a table per command that holds values of its flags, and contexts of clients.
+
+A context is a table `[contexts.NAME]` with values of flags that clients share, such as the address of a service. The one
+in use is named by --context, or by the key `current` at the top of the file.
+"""
 
 from __future__ import annotations
 
-import tomllib
+import os
+import re
 from collections.abc import Iterable, Mapping
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -29,9 +33,74 @@ def read_config(context: click.Context, _parameter: click.Parameter, file: Path 
     """
     if file is None:
         return
-    table = _load(file)
+    _use(file, _load(file), context)
+
+
+_CONTEXTS, _CURRENT = "contexts", "current"
+
+_IN_CONTEXTS = frozenset(
+    {
+        "rdzv_endpoint",
+        "timer_endpoint",
+        "agent",
+        "agents",
+        "timeout",
+        "insecure",
+        "run_secret_file",
+        "token_file",
+    }
+    | {"tls_ca", "tls_cert", "tls_key"}
+)
+
+
+def read_client_config(context: click.Context, parameter: click.Parameter, value: Any) -> None:
+    """Callback of the eager options --config and --context of a client: as `read_config`, and the context's values.
+
+    Without --config, the file is rallypoint.toml in XDG_CONFIG_HOME (~/.config), if there is one. The command's own
+    table has precedence over the context.
+
+    Raises:
+        ConfigFileError: As `read_config`; there is no such context; or others can read a password in the file.
+    """
+    given = context.meta.setdefault(__name__, {})
+    given[parameter.name] = value
+    if len(given) < 2:  # --config and --context, in any order
+        return
+    file, chosen = given["config"], given["context"]
+    if file is None:
+        folder = os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")
+        file = Path(folder, "rallypoint.toml")
+        if chosen is None and not os.path.isfile(file):  # False for one in a folder of another user, too
+            return
+    content = _load(file)
+    name = content.get(_CURRENT) if chosen is None else chosen
+    contexts = content.get(_CONTEXTS, {})
+    if not isinstance(contexts, dict) or not all(isinstance(each, dict) for each in contexts.values()):
+        raise ConfigFileError(f"{file}: contexts must be tables, as in [contexts.prod]")
+    if name is not None:
+        if not isinstance(name, str) or name not in contexts:
+            raise ConfigFileError(f"{file} has no context {name!r}{_hint(str(name), contexts)}")
+        table = contexts[name]
+        known = [key.replace("_", "-") for key in _IN_CONTEXTS]
+        for key in table:
+            if key.replace("-", "_") not in _IN_CONTEXTS:
+                raise ConfigFileError(
+                    f"{file}: [contexts.{name}] has the unknown key {key!r}{_hint(key, known)}"
+                )
+        if file.stat().st_mode & 0o077 and re.search(r"://[^/\s]*:[^/\s]*@", str(table)):
+            raise ConfigFileError(f"{file} holds a password, and others can read it: chmod 600 {file}")
+        own = {option.name for option in context.command.params}
+        shared = {key: entry for key, entry in table.items() if key.replace("-", "_") in own}
+        context.default_map = _values(file, [_CONTEXTS, name], shared, context)
+    _use(file, content, context)
+
+
+def _use(file: Path, table: Mapping[str, Any], context: click.Context) -> None:
+    """Use the command's table of the file as defaults of its options."""
     path: list[str] = []
     for group, name in _ancestry(context):
+        if group.parent is None:
+            table = {key: value for key, value in table.items() if key not in (_CONTEXTS, _CURRENT)}
         _check_commands(file, path, table, group)
         path.append(name)
         table = table.get(name, {})
@@ -39,6 +108,8 @@ def read_config(context: click.Context, _parameter: click.Parameter, file: Path 
 
 
 def _load(file: Path) -> Mapping[str, Any]:
+    import tomllib  # noqa: PLC0415 (most clients have no file, and `rallypoint run` must start quickly)
+
     try:
         return tomllib.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
@@ -125,6 +196,8 @@ def _spoken(value: object) -> str:
 
 
 def _hint(key: str, known: Iterable[str]) -> str:
+    from difflib import get_close_matches  # noqa: PLC0415 (for a mistake only)
+
     known = sorted(known)
     close = get_close_matches(key, known, n=1)
     return f", did you mean {close[0]!r}?" if close else f" (known: {', '.join(known)})"

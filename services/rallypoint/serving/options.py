@@ -1,7 +1,7 @@
 """The command-line options that all servers have, and those of all clients.
 
 A value comes from the flag, else from the environment (`RALLYPOINT_TLS_CERT` for `--tls-cert`), else from the
-command's table in the --config file, else from the default.
+command's table in the --config file, else (of a client) from its context there, else from the default.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from rallypoint.rpc.endpoint import (
     run_secret,
 )
 from rallypoint.rpc.runtime_folder import role_socket
+from rallypoint.serving.config_file import read_client_config, read_config
 
 __all__ = [
     "ClientTLS",
@@ -210,6 +211,23 @@ def client_options(command: Command) -> Command:
     A SettingError that it raises (EndpointError is one) becomes a one-line error with exit code 2.
     """
     flags = [
+        _setting(
+            "--config",
+            type=_FILE,
+            is_eager=True,
+            expose_value=False,
+            callback=read_client_config,
+            metavar="FILE",
+            help="TOML file with contexts, and a table per command. Default: ~/.config/rallypoint.toml.",
+        ),
+        _setting(
+            "--context",
+            is_eager=True,
+            expose_value=False,
+            callback=read_client_config,
+            metavar="NAME",
+            help="Table [contexts.NAME] of that file, with addresses and credentials; default: its `current`.",
+        ),
         _setting("--tls-ca", type=_FILE, help=_CA_HELP),
         _setting(
             "--tls-cert", type=_FILE, help="PEM certificate chain to show to the server. Needs --tls-key."
@@ -265,9 +283,6 @@ def _log_options() -> tuple[Flag, ...]:
 
 
 def _config_option() -> Flag:
-    # Imported here and not at the top: clients have no such file, and `rallypoint run` must start quickly.
-    from rallypoint.serving.config_file import read_config  # noqa: PLC0415
-
     return _setting(
         "--config",
         type=_FILE,
