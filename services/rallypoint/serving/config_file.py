@@ -1,7 +1,7 @@
 """The --config file: TOML, with a table per command that holds values of its flags, and contexts of clients.
 
-A context is a table `[contexts.NAME]` with values of flags that clients share, such as the address of a service. The one
-in use is named by --context, or by the key `current` at the top of the file.
+A context is a table `[contexts.NAME]` with values of flags that clients share, such as the address of a service.
+--context, or the key `current` at the top of the file, names the one in use.
 """
 
 from __future__ import annotations
