@@ -9,10 +9,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 CONSTRAINTS := .ci/constraints.txt
 
-# The generator is pinned to the oldest grpcio-tools we support and lives in an environment of its own:
-# generated code refuses any grpcio or protobuf older than its generator, and accepts every newer one.
+# The last generator whose code has no check of versions: later ones refuse any older grpcio or protobuf, and a protobuf two
+# major versions newer. It conflicts with mypy-protobuf, which makes the stubs, so it has an environment of its own; there
+# are wheels of it for Python 3.11 and 3.12 (GENERATOR_PYTHON).
 GENERATOR := $(VENV)/generator
-GENERATOR_PACKAGES := grpcio-tools==1.76.0 mypy-protobuf==5.1.0 protobuf==6.33.6
+GENERATOR_PYTHON ?= $(PYTHON)
+GENERATOR_PACKAGES := grpcio-tools==1.62.3 setuptools==75.8.0
+GENERATOR_PATH := $(CURDIR)/$(GENERATOR)/bin:$(CURDIR)/$(BIN)
 PROTOS := $(shell cd protos && find rallypoint -name '*.proto' | sort)
 
 .PHONY: help setup protos run demo lint test test-slow test-all test-torch wheel
@@ -27,15 +30,15 @@ $(VENV)/.ready: pyproject.toml $(CONSTRAINTS) services/rallypoint/serving/info.p
 	touch $@
 
 $(GENERATOR)/.ready: Makefile
-	test -x $(GENERATOR)/bin/python || $(PYTHON) -m venv $(GENERATOR)
+	test -x $(GENERATOR)/bin/python || $(GENERATOR_PYTHON) -m venv $(GENERATOR)
 	$(GENERATOR)/bin/pip install --quiet $(GENERATOR_PACKAGES)
 	touch $@
 
 setup: $(VENV)/.ready ## make .venv with Rallypoint in it, editable, and everything that tests and lints it
 
 protos: $(VENV)/.ready $(GENERATOR)/.ready ## generate the Python code of protos/
-	PATH=$(CURDIR)/$(GENERATOR)/bin:$$PATH .ci/generate-protos services etcd journal rendezvous server timer
-	PATH=$(CURDIR)/$(GENERATOR)/bin:$$PATH .ci/generate-protos agent agent
+	PATH=$(GENERATOR_PATH):$$PATH .ci/generate-protos services etcd journal rendezvous server timer
+	PATH=$(GENERATOR_PATH):$$PATH .ci/generate-protos agent agent
 
 .PHONY: stubs
 stubs: $(VENV)/.ready ## clients of protos/ in other languages, in build/stubs; compiles C++, Go, Java, TypeScript
@@ -146,6 +149,20 @@ test-torch: $(TORCH)/.ready ## what needs torch, in an environment of its own
 .PHONY: why-not-torchrun
 why-not-torchrun: $(TORCH)/.ready ## reported defects of torchrun, under it and under Rallypoint; prints a table in some 10 minutes
 	$(TORCH)/bin/python examples/why_not_torchrun.py $(ISSUE)
+
+OLDEST := $(VENV)/oldest
+$(OLDEST)/.ready: pyproject.toml
+	test -x $(OLDEST)/bin/python || $(PYTHON) -m venv $(OLDEST)
+	sed -n '/^dependencies/,/^]/s/.*"\(.*\)>=\(.*\)",/\1==\2/p' pyproject.toml >$(OLDEST)/floors.txt
+	$(OLDEST)/bin/pip install --quiet --constraint $(OLDEST)/floors.txt --editable '.[test]'
+	touch $@
+
+.PHONY: test-oldest
+test-oldest: $(OLDEST)/.ready ## the contract, and jobs as a whole, with the oldest packages that pyproject.toml permits
+	$(OLDEST)/bin/pytest -n $(or $(WORKERS),4) --dist worksteal -m "not slow" $(if $(ONLY),-k "$(ONLY)") \
+	  tests/rpc tests/serving tests/rendezvous/api tests/rendezvous/test_client.py tests/timer/server tests/timer/client \
+	  tests/agent/supervisor tests/conformance tests/integration/test_membership.py tests/integration/test_standalone.py \
+	  tests/integration/test_worker_failures.py tests/integration/test_hangs.py
 
 .PHONY: test-clients
 test-clients: $(VENV)/.ready ## build the example clients in C++, Go and TypeScript, and test them and the one in shell

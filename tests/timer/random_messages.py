@@ -8,6 +8,8 @@ from typing import Any
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.duration_pb2 import Duration
 
+from rallypoint.rpc.durations import is_repeated
+
 _TEXTS = ["", "a", "run", "0@1", "s", "ü" * 200, "x" * 600, "\0", "../"]
 _NUMBERS = [0, 1, -1, 2**31 - 1, 2**62, -(2**63)]
 _BOUNDS = {
@@ -32,7 +34,7 @@ def random_message(kind: type[Any], dice: Random) -> Any:
     for field in dice.sample(list(kind.DESCRIPTOR.fields), len(kind.DESCRIPTOR.fields)):
         if dice.random() < 0.3:
             continue
-        if field.is_repeated:
+        if is_repeated(field):
             getattr(made, field.name).extend(_value(field, dice) for _ in range(dice.choice([0, 1, 1, 2, 5])))
         elif field.message_type is not None:
             getattr(made, field.name).CopyFrom(_value(field, dice))

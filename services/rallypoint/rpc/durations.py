@@ -1,4 +1,4 @@
-"""Convert seconds to google.protobuf.Duration and Timestamp, and back.
+"""Convert seconds to google.protobuf.Duration and Timestamp, and back; and `is_repeated` of any message.
 
 Conversion rounds to the nanosecond. It is exact both ways below 2**53 nanoseconds (104 days); the time of day of a
 Timestamp is exact to a microsecond.
@@ -7,6 +7,7 @@ Timestamp is exact to a microsecond.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
@@ -14,6 +15,12 @@ from google.protobuf.timestamp_pb2 import Timestamp
 # The range of a Duration by its own definition: about 10,000 years.
 _MAX_SECONDS = 315_576_000_000
 _BILLION = 1_000_000_000
+
+
+def is_repeated(field: Any) -> bool:
+    """Return True for the descriptor of a repeated field. Protobuf below 6.31 has a label only, 7 has none."""
+    known: bool | None = getattr(field, "is_repeated", None)
+    return bool(field.label == field.LABEL_REPEATED) if known is None else known
 
 
 def set_seconds(field: Duration | Timestamp, seconds: float) -> None:

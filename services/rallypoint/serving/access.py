@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 import grpc
 from google.protobuf.message import Message
 
+from rallypoint.rpc.durations import is_repeated
 from rallypoint.rpc.errors import ServiceError, invalid
 from rallypoint.serving.audit import Audit
 from rallypoint.serving.flow import client_of
@@ -224,8 +225,8 @@ def _bearer(context: _Context) -> str:
 
 def _runs(message: Message) -> Iterator[str]:
     """Yield the runs that a message names, in itself or in the messages within."""
-    for name, is_run, is_repeated in _ways_to_runs(message.DESCRIPTOR):
-        if is_repeated:
+    for name, is_run, repeated in _ways_to_runs(message.DESCRIPTOR):
+        if repeated:
             entries = getattr(message, name)
             if len(entries) > _MOST_ENTRIES:
                 raise invalid(name, f"at most {_MOST_ENTRIES} are permitted, not {len(entries)}")
@@ -256,5 +257,5 @@ def _ways_to_runs(kind: Any) -> Sequence[tuple[str, bool, bool]]:
         ):
             continue
         elif _ways_to_runs(within):
-            ways.append((field.name, False, field.is_repeated))
+            ways.append((field.name, False, is_repeated(field)))
     return ways

@@ -89,6 +89,7 @@ class Served:
         self.server = server
         self.servicer = servicer
         self._channels: list[grpc.aio.Channel] = []
+        self._streams: list[NodeStream] = []  # held: a call that is collected as garbage is cancelled
 
     def channel(self) -> grpc.aio.Channel:
         """A connection of its own."""
@@ -100,7 +101,8 @@ class Served:
         return stub
 
     def stream(self) -> NodeStream:
-        return NodeStream(self.stub())
+        self._streams.append(NodeStream(self.stub()))
+        return self._streams[-1]
 
     async def join(self, node_id: str, run_id: str = RUN) -> NodeStream:
         stream = self.stream()

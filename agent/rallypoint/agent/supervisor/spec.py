@@ -25,6 +25,7 @@ from rallypoint.agent.job.options import OPTIONS, OptionError, job_fields
 from rallypoint.agent.v1 import supervisor_service_pb2 as pb
 from rallypoint.agent.workers.environment import check_devices
 from rallypoint.rendezvous.core.state import MOST_NODES, MOST_RESTARTS, MOST_WORKERS_PER_NODE
+from rallypoint.rpc.durations import is_repeated
 from rallypoint.rpc.endpoint import ClientSecurity, SettingError, parse_endpoint
 from rallypoint.rpc.errors import invalid
 from rallypoint.serving.requests import NAME_BYTES, PATH_BYTES, EveryField, count, name, seconds, text
@@ -235,7 +236,7 @@ def _field_value(spec: pb.JobSpec, field: str) -> Any:
     value = getattr(spec, field)
     if isinstance(value, Duration):
         return seconds(f"spec.{field}", value, MOST_SECONDS) if spec.HasField(field) else None  # type: ignore[arg-type]
-    if spec.DESCRIPTOR.fields_by_name[field].is_repeated:
+    if is_repeated(spec.DESCRIPTOR.fields_by_name[field]):
         return tuple(value) or None
     return value or None
 

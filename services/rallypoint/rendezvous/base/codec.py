@@ -13,7 +13,7 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from rallypoint.rpc.durations import set_seconds, to_seconds
+from rallypoint.rpc.durations import is_repeated, set_seconds, to_seconds
 
 _T = TypeVar("_T")
 _Encoder = Callable[[Any, str, Any], None]
@@ -63,10 +63,10 @@ class MessageCodec:
 
     def _encoder(self, field: Any) -> _Encoder:
         if field.message_type is None:
-            return _encode_repeated if field.is_repeated else setattr
+            return _encode_repeated if is_repeated(field) else setattr
         if field.message_type.full_name in {_DURATION, _TIMESTAMP}:
             return lambda message, at, value: set_seconds(getattr(message, at), value)
-        if field.is_repeated:
+        if is_repeated(field):
             return lambda message, at, value: getattr(message, at).extend(
                 [self.to_message(each) for each in value]
             )
@@ -95,7 +95,7 @@ class MessageCodec:
         if described.enum_type is not None:
             return _enum_decoder(get, hint, field.default)
         if described.message_type is None:
-            return (lambda message: tuple(get(message))) if described.is_repeated else get
+            return (lambda message: tuple(get(message))) if is_repeated(described) else get
         full_name = described.message_type.full_name
         if full_name == _DURATION and field.default is not MISSING:
             default = field.default
@@ -103,7 +103,7 @@ class MessageCodec:
         if full_name in {_DURATION, _TIMESTAMP}:
             return lambda message: to_seconds(get(message))
         decode = self._decoder(self._values[full_name])
-        if described.is_repeated:
+        if is_repeated(described):
             return lambda message: tuple(map(decode, get(message)))
         return lambda message: decode(get(message)) if message.HasField(name) else None
 
