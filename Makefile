@@ -30,7 +30,7 @@ $(VENV)/.ready: pyproject.toml $(CONSTRAINTS) services/rallypoint/serving/info.p
 	touch $@
 
 $(GENERATOR)/.ready: Makefile
-	test -x $(GENERATOR)/bin/python || $(GENERATOR_PYTHON) -m venv $(GENERATOR)
+	$(GENERATOR_PYTHON) -m venv --clear $(GENERATOR)
 	$(GENERATOR)/bin/pip install --quiet $(GENERATOR_PACKAGES)
 	touch $@
 

@@ -33,7 +33,7 @@ steps.progress = reported.append
 
 LIGHTNING = """
 import lightning.pytorch as pl
-from rallypoint.torch.lightning import RallypointCallback
+from rallypoint.torch.lightning import LightningCallback
 
 class Model(pl.LightningModule):
     def __init__(self):
@@ -49,7 +49,7 @@ class Model(pl.LightningModule):
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
-callback = RallypointCallback(after=60, every_n_steps=1)
+callback = LightningCallback(after=60, every_n_steps=1)
 configure(client=client)
 data = torch.utils.data.DataLoader(torch.randn(8, 2), batch_size=1)
 for fails in (False, True):
@@ -67,7 +67,7 @@ for fails in (False, True):
 TRANSFORMERS = """
 import sys
 from transformers import Trainer, TrainingArguments
-from rallypoint.torch.transformers import RallypointCallback
+from rallypoint.torch.transformers import TransformersCallback
 
 class Model(torch.nn.Module):
     def __init__(self):
@@ -79,7 +79,7 @@ class Model(torch.nn.Module):
             raise ValueError("diverged")
         return {"loss": self.layer(x).mean()}
 
-callback = RallypointCallback(after=60, every_n_steps=1)
+callback = TransformersCallback(after=60, every_n_steps=1)
 configure(client=client)
 data = [{"x": torch.randn(2)} for _ in range(8)]
 for fails in (False, True):

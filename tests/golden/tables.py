@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain, repeat
 from typing import Any
 from unittest.mock import patch
 
@@ -45,9 +46,10 @@ def _utc() -> Iterator[None]:
 
 def _shown(call: str, answer: Any, *command: str) -> str:
     # rich takes a terminal that is "dumb" for 80 columns wide, and writes no colours to it.
+    answers = chain([answer], repeat(([], None)))  # after the first call: no events
     terminal = {"FORCE_COLOR": "1", "TERM": "dumb", "COLUMNS": "", "LINES": ""}
     with (
-        patch.object(operator, call, lambda *_, **__: answer),
+        patch.object(operator, call, lambda *_, **__: next(answers)),
         patch.object(operator, "other_version", lambda *_: ""),
     ):
         result = CliRunner(env=terminal).invoke(

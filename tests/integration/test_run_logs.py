@@ -36,8 +36,10 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
         def run(*flags: str) -> subprocess.Popen[bytes]:
             command = [str(RALLYPOINT), "run", *flags, str(tmp_path / "worker.py"), str(tmp_path / "done")]
-            streams = {name: subprocess.DEVNULL for name in ("stdin", "stdout", "stderr")}
-            agent = subprocess.Popen(mortal(*command), env=clean_environment(), **streams)
+            nowhere = subprocess.DEVNULL
+            agent = subprocess.Popen(
+                mortal(*command), env=clean_environment(), stdin=nowhere, stdout=nowhere, stderr=nowhere
+            )
             stack.callback(agent.wait, PATIENCE)
             stack.callback(agent.terminate)
             return agent
@@ -68,7 +70,9 @@ def test_jobs_of_this_host_are_found(start: Start, tmp_path: Path) -> None:
     ]
     assert printed("status").splitlines()[1].split()[:2] == ["one", "FINAL"]
     status = printed("status", "one")
-    assert re.search(r"^FINAL since \d{4}-\d\d-\d\d \d\d:\d\d:\d\d \(.+\), created .+ \(.+\)$", status, re.MULTILINE)
+    assert re.search(
+        r"^FINAL since \d{4}-\d\d-\d\d \d\d:\d\d:\d\d \(.+\), created .+ \(.+\)$", status, re.MULTILINE
+    )
     assert f"logs of this host: {tmp_path}/logs/one_" in status
     missing = rallypoint("logs", "one", "--rank", "7")
     assert (missing.returncode, missing.stderr) == (2, "Error: run 'one' has no worker of rank 7; it has 2\n")

@@ -223,6 +223,7 @@ def test_a_process_that_has_ended_is_not_killed_under_its_number(
     """The number may be another process's by then; a request of that one ends the timers of the former."""
     process = processes(wait_for_ever)
     pid = process.pid
+    assert pid is not None
     server.register_timers([request(pid, "step", -1), request(pid, "save", LONG)])
     signal.pidfd_send_signal(os.pidfd_open(pid), signal.SIGKILL)
     process.join()
@@ -232,6 +233,7 @@ def test_a_process_that_has_ended_is_not_killed_under_its_number(
 
     process = processes(wait_for_ever)
     pid = process.pid
+    assert pid is not None
     server.register_timers([request(pid, "step", -1)])
     signal.pidfd_send_signal(os.pidfd_open(pid), signal.SIGKILL)
     process.join()

@@ -217,7 +217,8 @@ def _print_times(run: pb.Run, endpoint: str, security: ClientSecurity, timeout: 
         since = last(pb.EVENT_KIND_RUN_CREATED, *phases, pb.EVENT_KIND_RUN_CLOSED)
         times = [f"{_phase(run)} since {since}"] if since else []
         times += [f"created {created}"] if created else []
-        plain_console().print(", ".join(times))
+        if times:
+            plain_console().print(", ".join(times))
 
 
 def _print_log_folder(run_id: str, timeout: float) -> None:

@@ -1,8 +1,8 @@
 """A callback for PyTorch Lightning.
 
-from rallypoint.torch.lightning import RallypointCallback
+from rallypoint.torch.lightning import LightningCallback
 
-trainer = Trainer(callbacks=[RallypointCallback()])
+trainer = Trainer(callbacks=[LightningCallback()])
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ else:
     except ImportError:
         from lightning.pytorch import Callback
 
-__all__ = ["RallypointCallback"]
+__all__ = ["LightningCallback"]
 
 
-class RallypointCallback(Callback):  # type: ignore[misc]  # Lightning is not installed where types are checked
+class LightningCallback(Callback):  # type: ignore[misc]  # Lightning is not installed where types are checked
     """Reports each batch as progress, guards it by a timeout, and saves a checkpoint before the host leaves.
 
     Without an agent it does nothing.

@@ -242,7 +242,7 @@ class RallypointTimerServer(TimerServer):  # type: ignore[misc]  # torch has no 
         self._agent_pipe = (
             os.environ.get("TORCHELASTIC_TIMER_FILE") if os.environ.get(SOCKET_VARIABLE) else None
         )
-        self._timers: dict[tuple[int, str], _Timer] = {}
+        self._timers: dict[tuple[int, str], _RunningTimer] = {}
         self._processes: weakref.WeakValueDictionary[int, _Process] = weakref.WeakValueDictionary()
         self._running = threading.Lock()
 
@@ -258,7 +258,9 @@ class RallypointTimerServer(TimerServer):  # type: ignore[misc]  # torch has no 
             if request.expiration_time < 0:
                 self._timers.pop(key, None)
             else:
-                self._timers[key] = _Timer(request, _clock_difference(), self._process(request.worker_id))
+                self._timers[key] = _RunningTimer(
+                    request, _clock_difference(), self._process(request.worker_id)
+                )
         if self._agent_pipe and timer_requests:
             _pass_on(timer_requests, self._agent_pipe)
 
@@ -335,7 +337,7 @@ class _Process:
             os.close(self._descriptor)
 
 
-class _Timer(NamedTuple):
+class _RunningTimer(NamedTuple):
     request: TimerRequest
     # Between wall clock and monotonic clock, when the request came.
     clock_difference: float

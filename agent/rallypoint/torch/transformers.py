@@ -1,8 +1,8 @@
 """A callback for the Trainer of Hugging Face's transformers.
 
-from rallypoint.torch.transformers import RallypointCallback
+from rallypoint.torch.transformers import TransformersCallback
 
-trainer = Trainer(..., callbacks=[RallypointCallback()])
+trainer = Trainer(..., callbacks=[TransformersCallback()])
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from transformers import TrainerCallback
 
 from rallypoint.torch.steps import Steps
 
-__all__ = ["RallypointCallback"]
+__all__ = ["TransformersCallback"]
 
 
-class RallypointCallback(TrainerCallback):  # type: ignore[misc]  # not installed where types are checked
+class TransformersCallback(TrainerCallback):  # type: ignore[misc]  # not installed where types are checked
     """Reports each step as progress, guards it by a timeout, and has a checkpoint saved before the host leaves.
 
     The Trainer saves as it does otherwise, into its `output_dir`; resume by `train(resume_from_checkpoint=True)`.

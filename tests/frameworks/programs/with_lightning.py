@@ -29,9 +29,9 @@ class Model(pl.LightningModule):
 pl.seed_everything(0)
 callbacks = []
 if len(sys.argv) > 1:
-    from rallypoint.torch.lightning import RallypointCallback
+    from rallypoint.torch.lightning import LightningCallback
 
-    callbacks = [RallypointCallback(Path(sys.argv[1]) / "saved.ckpt", every_n_steps=5)]
+    callbacks = [LightningCallback(Path(sys.argv[1]) / "saved.ckpt", every_n_steps=5)]
 trainer = pl.Trainer(
     accelerator="cpu",
     devices=int(os.environ["LOCAL_WORLD_SIZE"]),

@@ -33,9 +33,9 @@ class Model(torch.nn.Module):
 
 callbacks = []
 if len(sys.argv) > 2:
-    from rallypoint.torch.transformers import RallypointCallback
+    from rallypoint.torch.transformers import TransformersCallback
 
-    callbacks = [RallypointCallback(every_n_steps=5)]
+    callbacks = [TransformersCallback(every_n_steps=5)]
 torch.manual_seed(0)
 arguments = TrainingArguments(
     output_dir=str(folder / "out"),
