@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Callable, Iterator
+from itertools import chain, repeat
 from typing import Any
 
 import pytest
@@ -41,7 +42,8 @@ def answer(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any, list[str]], str]:
     """Runs `status` with an answer in the place of a service's; returns what it prints."""
 
     def show(response: Any, arguments: list[str]) -> str:
-        monkeypatch.setattr(operator, "call_rendezvous", lambda *_, **__: response)
+        answers = chain([response], repeat(([], None)))  # after the first call: no events
+        monkeypatch.setattr(operator, "call_rendezvous", lambda *_, **__: next(answers))
         monkeypatch.setattr(operator, "other_version", lambda *_: "")
         result = CliRunner().invoke(main, ["status", *arguments])
         assert (result.exit_code, result.stderr) == (0, "")

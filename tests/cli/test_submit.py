@@ -121,7 +121,7 @@ def test_programs_are_started_as_by_run(
 
 
 MISTAKES: list[tuple[Any, str]] = [
-    (("train.py",), "Missing option '--agents'"),
+    (("train.py",), "no agent of this user runs on this host"),
     (("--agents", "", "train.py"), "names no agent"),
     (("--agents", "a", "train.py"), "endpoint 'a' has no port"),
     (("--agents", "a:1,a:1", "train.py"), "'a:1' is listed twice"),

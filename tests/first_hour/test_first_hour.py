@@ -41,7 +41,9 @@ def test_output_is_compared_without_what_differs_each_time() -> None:
 def test_the_readme_shows_output_of_the_page() -> None:
     """Its ten lines of output are those of the crash with a restart."""
     (block,) = re.findall(
-        r"^```console\n(\$ pip install.*?)^```$", README.read_text(encoding="utf-8"), re.M | re.S
+        r"^```console\n(\$ pip install[^`]*?crash\.py.*?)^```$",
+        README.read_text(encoding="utf-8"),
+        re.M | re.S,
     )
     page = {normalized(line) for line in PAGE.read_text(encoding="utf-8").splitlines()}
     output = [line for line in block.splitlines() if not line.startswith("$")]

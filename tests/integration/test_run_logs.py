@@ -92,7 +92,7 @@ def test_jobs_of_this_host_are_found(start: Start, tmp_path: Path) -> None:
 
 def test_the_output_of_all_hosts_is_followed(start: Start, tmp_path: Path) -> None:
     """Also of one that joins later."""
-    with service("rendezvous") as endpoint:
+    with service("rendezvous", "--journal", "memory") as endpoint:
         joining = ["--rdzv-endpoint", endpoint, "--rdzv-id", "job", "--nnodes", "1:3"]
         joining += ["--rdzv-conf", "last_call_timeout=0"]
         start(*joining, "--node-id", "a", "--nproc-per-node", "2")
@@ -125,15 +125,17 @@ def test_the_output_of_all_hosts_is_followed(start: Start, tmp_path: Path) -> No
 def test_a_failure_is_shown_with_its_traceback(tmp_path: Path) -> None:
     """By `events -v`, with the log file."""
     (tmp_path / "worker.py").write_text("def fit():\n    raise ValueError('no such layer')\nfit()\n")
-    with service("rendezvous") as endpoint:
-        joining = ["--rdzv-endpoint", endpoint, "--rdzv-id", "job", "--log-dir", str(tmp_path / "logs")]
+    with service("rendezvous", "--journal", "memory") as endpoint:
+        joining = ["--rdzv-endpoint", endpoint, "--rdzv-id", "failing", "--log-dir", str(tmp_path / "logs")]
         assert rallypoint("run", *joining, tmp_path / "worker.py").returncode == 1
-        shown = printed("events", "-v", "job", "--kind", "worker-failed", "--rdzv-endpoint", endpoint)
-        assert "Traceback" not in printed("events", "job", "--rdzv-endpoint", endpoint)
-        over = rallypoint("logs", "job", "--rdzv-endpoint", endpoint)
+        shown = printed("events", "-v", "failing", "--kind", "worker-failed", "--rdzv-endpoint", endpoint)
+        assert "Traceback" not in printed("events", "failing", "--rdzv-endpoint", endpoint)
+        over = rallypoint("logs", "failing", "--rdzv-endpoint", endpoint)
     lines = shown.splitlines()
     assert "WORKER_FAILED" in lines[0]
-    assert re.fullmatch(rf"    log file of \S+: {tmp_path}/logs/job_\S+/attempt_0/0/stderr\.log", lines[1])
+    assert re.fullmatch(
+        rf"    log file of \S+: {tmp_path}/logs/failing_\S+/attempt_0/0/stderr\.log", lines[1]
+    )
     assert lines[2] == "    Traceback (most recent call last):"
     assert lines[-1] == "    ValueError: no such layer"
     assert re.search(r"no agents that have its logs; \S+ has \S+/stderr\.log$", over.stderr)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
+
+import grpc
+from google.protobuf import descriptor_pool
 
 from rallypoint.serving.interceptor import CallInterceptor
 
@@ -14,15 +17,16 @@ class _Registry:
     def __init__(self) -> None:
         self.handlers: dict[str, Any] = {}
 
-    def add_generic_rpc_handlers(self, _: Any) -> None:
-        """The registered ones are enough."""
+    def add_generic_rpc_handlers(self, services: Sequence[grpc.ServiceRpcHandler]) -> None:
+        """Take the handlers of services."""
+        for service in services:
+            name = service.service_name()
+            for method in descriptor_pool.Default().FindServiceByName(name).methods:
+                path = f"/{name}/{method.name}"
+                self.handlers[path] = service.service(_Details(path))
 
-    def add_registered_method_handlers(self, service: str, handlers: dict[str, Any]) -> None:
-        """Take the handlers of a service."""
-        self.handlers.update({f"/{service}/{name}": handler for name, handler in handlers.items()})
 
-
-class _Details:
+class _Details(grpc.HandlerCallDetails):
     """Of a call, what interceptors look at."""
 
     def __init__(self, method: str) -> None:

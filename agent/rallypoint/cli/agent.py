@@ -532,10 +532,11 @@ async def _print_run_logs(
         logs = RunLogs(request, security, timeout, printer.take, note)
         sources = [*logs.find(run)]
         if not sources:
+            ranks = " or ".join(map(str, request.ranks))
             raise SettingError(
                 notes[-1]
                 if notes
-                else f"run {run.run_id!r} has no worker of that rank; it has {run.world_size}"
+                else f"run {run.run_id!r} has no worker of rank {ranks}; it has {run.world_size}"
             )
         if not request.follow:
             for source in sources:

@@ -27,7 +27,7 @@ from rallypoint.rpc.endpoint import (
     parse_endpoint,
     parse_endpoints,
 )
-from rallypoint.rpc.runtime_folder import role_socket
+from rallypoint.rpc.runtime_folder import is_served, role_socket
 from rallypoint.rpc.text import whole_number
 from rallypoint.serving.options import Seconds, client_options
 
@@ -228,6 +228,11 @@ def _submission(given: Mapping[str, Any]) -> Submission:
     from rallypoint.submission.session import Submission  # noqa: PLC0415
 
     agents: tuple[str, ...] = given["agents"]
+    if agents == (here := role_socket("agent"),) and not is_served(here):
+        raise SettingError(
+            f"no agent of this user runs on this host (it would be at {here}): start it with `rallypoint serve agent`, "
+            "or give --agents"
+        )
     security: ClientSecurity = given["security"]
     launch = pb.LaunchJobRequest(spec=_spec(agents, given), launch_id=secrets.token_hex(8))
     return Submission(agents, launch, security, given["reconnect_timeout"], given["detach"])
