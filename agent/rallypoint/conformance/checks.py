@@ -27,6 +27,10 @@ class ClientFailed(Exception):
     """The client ended before it opened a stream: nothing can be checked."""
 
 
+class NotOffered(Exception):
+    """The program does not offer what a scenario is about: the scenario ends without a finding."""
+
+
 class Checks:
     """The checks of one program under test.
 

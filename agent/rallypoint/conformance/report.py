@@ -13,10 +13,10 @@ from pathlib import Path
 
 from rallypoint.agent.sockets.worker_sockets import roomy_folder
 from rallypoint.conformance import rounds, streams, worker_store, worker_timers
-from rallypoint.conformance.checks import Checks, ClientFailed, RuleBroken, Scenario
+from rallypoint.conformance.checks import Checks, ClientFailed, NotOffered, RuleBroken, Scenario
 from rallypoint.conformance.rules import RULES, WORKER_RULES, Findings, RuleResult
 from rallypoint.conformance.scene import SCENARIOS, open_scene
-from rallypoint.conformance.worker_scene import WORKER_SCENARIOS, NotOffered, open_worker_scene
+from rallypoint.conformance.worker_scene import WORKER_SCENARIOS, open_worker_scene
 from rallypoint.rpc.endpoint import SettingError
 
 __all__ = [

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 
-from rallypoint.conformance.checks import HOLD
-from rallypoint.conformance.worker_scene import NotOffered, ObservedConnection, WorkerScene, worker_scenario
+from rallypoint.conformance.checks import HOLD, NotOffered
+from rallypoint.conformance.scripted_sockets import ObservedConnection
+from rallypoint.conformance.worker_scene import WorkerScene, worker_scenario
 from rallypoint.timer.worker import wire
 
 _LARGE_STEP = 2**53 + 1  # no double
