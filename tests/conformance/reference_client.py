@@ -1,6 +1,6 @@
 """A small agent that keeps every rule of docs/protocol.md; each `--bug` makes it break one.
 
-Usage: reference_client.py ADDRESS RUN_ID NODE_ID WORKER [BUG]
+Usage: reference_client.py ADDRESS RUN_ID NODE_ID WORKER [BUG [CA]]
 """
 
 from __future__ import annotations
@@ -10,13 +10,16 @@ import os
 import random
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import time
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import grpc
+from cryptography import x509
 
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
@@ -67,6 +70,7 @@ BUGS = {
     "ignores-owner": "R31",
     "follows-redirects-for-ever": "R32",
     "gives-up-when-cancelled": "R33",
+    "reset-is-the-end": "R48",
     "draining-is-the-end": "R34",
     "lease-lost-is-the-end": "R35",
     "keeps-workers-without-lease": "R35",
@@ -77,9 +81,11 @@ BUGS = {
     "stream-replaced-storm": "R40",
     "joins-after-eviction": "R41",
     "joins-closed-run": "R42",
+    "joins-after-join-timeout": "R49",
     "silent-refusal": "R43",
     "repeats-invalid-join": "R44",
     "unknown-reason-is-the-end": "R45",
+    "trusts-any-server": "R50",
     "local-rank-missing": "R46",
     "leaks-credentials": "R47",
 }
@@ -97,6 +103,7 @@ _RESUMES_AFTER = {
 _REJOINS_AFTER = {
     "NODE_EVICTED": "joins-after-eviction",
     "RUN_CLOSED": "joins-closed-run",
+    "JOIN_TIMED_OUT": "joins-after-join-timeout",
     "INVALID_ARGUMENT": "repeats-invalid-join",
 }
 _RETRYABLE = {
@@ -115,8 +122,9 @@ class End(Exception):
 class Node:
     """One node, with one worker."""
 
-    def __init__(self, address: str, run_id: str, node_id: str, worker: str, bug: str) -> None:
+    def __init__(self, address: str, run_id: str, node_id: str, worker: str, *, bug: str, ca: str) -> None:
         self.home = self.address = address
+        self.ca = ca
         self.worker, self.bug = worker, bug
         settings = pb.RunSettings(min_nodes=1, max_nodes=1, max_restarts=3)
         self.join = pb.JoinRun(
@@ -199,8 +207,7 @@ class Node:
 
     async def one_stream(self) -> None:
         """Use one stream until it ends; raises End after OK."""
-        options = [("grpc.enable_retries", 0), ("grpc.use_local_subchannel_pool", 1)]
-        async with grpc.aio.insecure_channel(self.address, options=options) as channel:
+        async with self.channel() as channel:
             call = pb_grpc.RendezvousServiceStub(channel).Join()
             sender: asyncio.Task[None] | None = None
             try:
@@ -221,6 +228,20 @@ class Node:
         if self.bug != "ignores-closed":
             raise End(self.exit_code())
 
+    def channel(self) -> grpc.aio.Channel:
+        """Return a channel of its own, over TLS if there is a certificate of an authority."""
+        options: list[tuple[str, Any]] = [("grpc.enable_retries", 0), ("grpc.use_local_subchannel_pool", 1)]
+        if not self.ca:
+            return grpc.aio.insecure_channel(self.address, options=options)
+        trusted = Path(self.ca).read_bytes()
+        if self.bug == "trusts-any-server":
+            host, _, port = self.address.partition(":")
+            trusted = ssl.get_server_certificate((host, int(port))).encode()
+            certificate = x509.load_pem_x509_certificate(trusted)
+            names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+            options += [("grpc.ssl_target_name_override", str(next(iter(names)).value))]
+        return grpc.aio.secure_channel(self.address, grpc.ssl_channel_credentials(trusted), options=options)
+
     def first_message(self) -> pb.JoinRequest:
         """Return `resume`, or `join` without a lease."""
         if not self.lease.number:
@@ -239,6 +260,7 @@ class Node:
         reason, bug = refused.reason, self.bug
         ends = {"draining-is-the-end": reason == "DRAINING"}
         ends["gives-up-when-cancelled"] = refused.code is grpc.StatusCode.CANCELLED
+        ends["reset-is-the-end"] = "reset" in refused.message
         if ends.get(bug):
             raise End(1)
         if "superseded_by" in refused.metadata and bug != "ignores-superseded-by":
@@ -502,10 +524,9 @@ class Node:
 
 def main() -> None:
     """Run one node."""
-    address, run_id, node_id, worker, *bugs = sys.argv[1:]
-    bug = bugs[0] if bugs else ""
+    address, run_id, node_id, worker, bug, ca = (*sys.argv[1:], "", "")[:6]
     assert not bug or bug in BUGS, bug
-    sys.exit(asyncio.run(Node(address, run_id, node_id, worker, bug).run()))
+    sys.exit(asyncio.run(Node(address, run_id, node_id, worker, bug=bug, ca=ca).run()))
 
 
 if __name__ == "__main__":

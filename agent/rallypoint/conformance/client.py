@@ -86,7 +86,10 @@ class StartedWorker:
 
     def end(self, code: int) -> None:
         """Make it end with an exit code."""
-        (self.folder / f"{self.pid}.end").write_text(str(code))
+        order = self.folder / f"{self.pid}.end"
+        draft = order.with_suffix(".draft")
+        draft.write_text(str(code))
+        draft.rename(order)  # the worker reads it as soon as it is there
 
 
 def _command_line(pid: int) -> bytes:

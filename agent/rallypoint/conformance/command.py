@@ -15,7 +15,7 @@ from rallypoint.serving.options import Seconds, SettingRefused
     "--client",
     default="",
     metavar="COMMAND",
-    help="Command line of the client, with {address}, {run_id}, {node_id} and {worker}.",
+    help="Command line of the client, with {address}, {run_id}, {node_id} and {worker}, and {ca} for TLS.",
 )
 @click.option(
     "--worker",
@@ -58,7 +58,7 @@ def conformance(
 
     Agents: the rules of docs/protocol.md. Each scenario starts the client once, against a rendezvous service on
     loopback that plays a script. {worker} is the program of one worker; the client must run it and pass its environment
-    on.
+    on. With {ca}, a file with the certificate of the service's authority, the connection is TLS.
 
         rallypoint conformance --client './member {address} {run_id} {node_id} -- {worker}'
 

@@ -44,6 +44,7 @@ RULES: dict[str, str] = {
     "R30": "the node waits for RetryInfo.retry_delay",
     "R31": "a node that gets NOT_OWNER with owner_address goes on there at once",
     "R32": "redirects are followed at most 4 times in a row, then with the back-off",
+    "R48": "a connection that is reset, also within a message, is a broken stream: the node resumes",
     # Errors
     "R33": "UNAVAILABLE and CANCELLED without a reason are retried",
     "R34": "DRAINING, as a message or as the reason: the node resumes",
@@ -58,6 +59,9 @@ RULES: dict[str, str] = {
     "R43": "SETTINGS_DIFFER: the node gives up, and shows the message",
     "R44": "INVALID_ARGUMENT: a newcomer gives up",
     "R45": "another error does not end the membership of a node that was admitted",
+    "R49": "JOIN_TIMED_OUT: the node gives up, with an exit code other than 0",
+    # Which server is this
+    "R50": "with TLS, nothing is sent to a server whose certificate is of another authority, or of another name",
     # The environment of a worker
     "R46": "each worker gets the variables of the page",
     "R47": "no worker gets RALLYPOINT_RUN_SECRET*, RALLYPOINT_TLS_* or RALLYPOINT_TOKEN_*",

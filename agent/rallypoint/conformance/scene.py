@@ -11,7 +11,7 @@ from typing import Any
 
 from rallypoint.conformance.checks import POLL, Checks, ClientFailed, Scenario, register_in
 from rallypoint.conformance.client import StartedWorker, TestedClient
-from rallypoint.conformance.server import ScriptedService, Stream
+from rallypoint.conformance.server import ScriptedService, Stream, new_authority
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rpc.durations import set_seconds
 from rallypoint.rpc.errors import ServiceError
@@ -292,9 +292,13 @@ def error(code: Any, reason: str, message: str = "scripted", **more: Any) -> Ser
 @asynccontextmanager
 async def open_scene(words: list[str], folder: Path, name: str, timeout: float) -> AsyncIterator[Scene]:
     """Open a scene for one scenario: see `Kit`."""
-    async with ScriptedService() as service:
+    authority = new_authority() if any("{ca}" in word for word in words) else None
+    async with ScriptedService(authority) as service:
         values = {"address": service.addresses[0], "run_id": _RUN_ID, "node_id": f"node-{name}"}
-        client = TestedClient(words, folder, values)
+        ca = folder / "ca.pem"
+        client = TestedClient(words, folder, {**values, "ca": str(ca)})
+        if authority is not None:
+            ca.write_bytes(authority.root())
         try:
             yield Scene(service, client, values, timeout)
         finally:

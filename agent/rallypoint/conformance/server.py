@@ -1,19 +1,25 @@
-"""A rendezvous service that plays a script: two replicas on loopback, plaintext, whose streams a scenario serves."""
+"""A rendezvous service that plays a script: two replicas on loopback, whose streams a scenario serves."""
 
 from __future__ import annotations
 
 import asyncio
 import socket
+import struct
 from collections.abc import AsyncIterator
+from contextlib import suppress
+from datetime import UTC, datetime, timedelta
 from functools import partial
+from ipaddress import ip_address
 from types import TracebackType
 from typing import Self, TypeAlias
 
 import grpc
+from cryptography import x509
 
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rpc.errors import ServiceError, encode
 from rallypoint.rpc.loop import Notifier
+from rallypoint.rpc.run_secret import Authority, new_key
 
 _Context: TypeAlias = "grpc.aio.ServicerContext[pb.JoinRequest, pb.JoinResponse]"
 
@@ -21,6 +27,9 @@ _SERVICE = "rallypoint.rendezvous.v1.RendezvousService"
 Reply: TypeAlias = pb.JoinResponse | ServiceError | None
 """A message of the service, or the end of a stream: with an error, or with OK (None)."""
 
+HOST = "127.0.0.1"
+_CHUNK = 1 << 16
+_RESET = struct.pack("ii", 1, 0)  # SO_LINGER: close with a reset
 # No port is shared with another server. The least interval of pings is that of the real service.
 _ARGUMENTS = (
     ("grpc.so_reuseport", 0),
@@ -84,27 +93,88 @@ class Stream:
             self._changed.notify()
 
 
+def new_authority() -> Authority:
+    """Return an authority for the time of a scenario, on hosts of which the clocks may differ by a day."""
+    now = datetime.now(UTC)
+    return Authority("conformance", new_key(), now - timedelta(days=1), now + timedelta(days=1))
+
+
+class Relay:
+    """Passes TCP connections on to a server, so that they can be reset.
+
+    Attributes:
+        connections: How many there have been.
+        cutting: True to pass half of what the server sends next, and to reset the connection then.
+    """
+
+    def __init__(self, changed: Notifier) -> None:
+        self.connections = 0
+        self.cutting = False
+        self._changed = changed
+        self._target = ""
+        self._server: asyncio.Server | None = None
+
+    async def start(self, address: str, target: str) -> None:
+        """Listen at an address, as host:port, for connections to another one."""
+        self._target = target
+        self._server = await asyncio.start_server(self._accept, *address.split(":"))
+
+    def stop(self) -> None:
+        """Take no more connections; those that there are end with the server."""
+        if self._server is not None:
+            self._server.close()
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections += 1
+        self._changed.notify()
+        try:
+            from_server, to_server = await asyncio.open_connection(*self._target.split(":"))
+        except OSError:
+            writer.close()
+            return
+        await asyncio.gather(self._pass(reader, to_server), self._pass(from_server, writer, down=True))
+
+    async def _pass(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, down: bool = False
+    ) -> None:
+        with suppress(OSError):
+            while data := await reader.read(_CHUNK):
+                if down and self.cutting:
+                    writer.write(data[: len(data) // 2])
+                    writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+                    writer.transport.abort()
+                    self.cutting = False
+                    return
+                writer.write(data)
+                await writer.drain()
+        writer.close()
+
+
 class ScriptedService:
     """Two replicas, and all streams that the client opens, in order.
 
     Attributes:
+        authority: Its certificate authority; None: plaintext.
+        relays: The way to each replica.
         addresses: Of the replicas, as host:port; the client gets the first.
         streams: The streams so far, of both.
         script: The reply to every stream that is opened from now on, by replica; empty: the scenario replies.
         changed: Notified of streams, messages and ends.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, authority: Authority | None) -> None:
         """Reserve the addresses; serve nothing yet."""
+        self.authority = authority
         # Bound and not listening, they keep the ports while the service is away.
         self._reserved = [socket.socket(socket.AF_INET, socket.SOCK_STREAM) for _ in range(2)]
         for each in self._reserved:
             each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            each.bind(("127.0.0.1", 0))
-        self.addresses = [f"127.0.0.1:{each.getsockname()[1]}" for each in self._reserved]
+            each.bind((HOST, 0))
+        self.addresses = [f"{HOST}:{each.getsockname()[1]}" for each in self._reserved]
         self.streams: list[Stream] = []
         self.script: list[list[Reply]] = [[], []]
         self.changed = Notifier()
+        self.relays = [Relay(self.changed) for _ in self.addresses]
         self._servers: list[grpc.aio.Server] = []
 
     async def __aenter__(self) -> Self:
@@ -118,8 +188,8 @@ class ScriptedService:
         for each in self._reserved:
             each.close()
 
-    async def start(self) -> None:
-        """Serve both addresses."""
+    async def start(self, authority: Authority | None = None, name: str = HOST) -> None:
+        """Serve both addresses; with TLS, show a certificate of this authority, or of the right one, for a name."""
         for replica, address in enumerate(self.addresses):
             server = grpc.aio.server(options=_ARGUMENTS)
             handler = grpc.stream_stream_rpc_method_handler(
@@ -128,13 +198,22 @@ class ScriptedService:
             server.add_generic_rpc_handlers(
                 [grpc.method_handlers_generic_handler(_SERVICE, {"Join": handler})]
             )
-            server.add_insecure_port(address)
+            if self.authority is None:
+                port = server.add_insecure_port(f"{HOST}:0")
+            else:
+                names = [x509.IPAddress(ip_address(name)) if name == HOST else x509.DNSName(name)]
+                issuer = authority or self.authority
+                certificate, key = issuer.issue("server", x509.SubjectAlternativeName(names))
+                port = server.add_secure_port(f"{HOST}:0", grpc.ssl_server_credentials([(key, certificate)]))
             await server.start()
             self._servers.append(server)
+            await self.relays[replica].start(address, f"{HOST}:{port}")
 
     async def stop(self) -> None:
         """Close all connections at once, as a process that ends."""
         servers, self._servers = self._servers, []
+        for relay in self.relays:
+            relay.stop()
         await asyncio.gather(*(server.stop(None) for server in servers))
 
     async def _serve(self, replica: int, requests: AsyncIterator[pb.JoinRequest], context: _Context) -> None:

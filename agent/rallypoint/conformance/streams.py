@@ -9,11 +9,11 @@ from typing import TypeAlias
 
 from grpc import StatusCode
 
-from rallypoint.conformance.checks import HOLD, Scenario
+from rallypoint.conformance.checks import HOLD, NotOffered, Scenario
 from rallypoint.conformance.client import StartedWorker
 from rallypoint.conformance.rounds import FINAL, FROZEN, JOINABLE, close, failed, let_go, rank_0, succeed
 from rallypoint.conformance.scene import SCENARIOS, SHORT_INTERVAL, Scene, error, scenario
-from rallypoint.conformance.server import Stream
+from rallypoint.conformance.server import HOST, Stream, new_authority
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rpc.durations import to_seconds
 from rallypoint.rpc.errors import ServiceError
@@ -92,6 +92,47 @@ async def service_restarts(scene: Scene) -> None:
     await scene.ended("R08", "OUTCOME_SUCCEEDED", success=True)
 
 
+@scenario("R48", "R23", "R25")
+async def reset_connection(scene: Scene) -> None:
+    """The connection is reset in the middle of an update, twice."""
+    stream, workers = await scene.running()
+    for _ in range(2):
+        highest = scene.revision
+        scene.service.relays[0].cutting = True
+        scene.update(stream, FINAL, 1)
+        scene.revision = highest
+        stream = await scene.resumed("R48", "a stream that resumes after a reset")
+        await _go_on(scene, stream, workers)
+
+
+@scenario("R50")
+async def wrong_certificate(scene: Scene) -> None:
+    """The server has a certificate of another authority, then one of another name, then the right one."""
+    service = scene.service
+    if service.authority is None:
+        raise NotOffered("the command has no {ca}: the connection is plaintext")
+    relay = service.relays[0]
+    for wrong, issuer, name in (
+        ("of another authority", new_authority(), HOST),
+        ("for another name", service.authority, "another.example"),
+    ):
+        await service.stop()
+        await service.start(issuer, name)
+        if not relay.connections:
+            await scene.client.start()
+        before = relay.connections
+        expected = f"an attempt to connect to a server with a certificate {wrong}"
+        await scene.until("R50", lambda before=before: relay.connections > before, expected)  # type: ignore[misc]
+        await scene.hold(
+            "R50", lambda: not service.streams, f"no stream with a certificate {wrong}", 2 * HOLD
+        )
+    await service.stop()
+    await service.start()
+    stream = await scene.joined("R50", "`join` to the right server")
+    scene.grant(stream)
+    await scene.run_round(stream, 1)
+
+
 @scenario("R34")
 async def draining(scene: Scene) -> None:
     """The service drains: with the message and the reason, and with the reason alone."""
@@ -156,16 +197,16 @@ async def confirmation_repeated(scene: Scene) -> None:
 
 
 async def _storm(scene: Scene, rule: str, refusal: ServiceError, most: int) -> None:
-    """Refuse all streams for a while, and count them."""
+    """Refuse all streams for a while, and until there are three; count those of the first while."""
     scene.service.script[0] = [refusal]
     before = len(scene.service.streams)
     begun = scene.now
     while scene.now < begun + _STORM and len(scene.service.streams) - before <= 2 * most:
         await scene.service.changed.since(scene.service.changed.count, 0.1)
-    times = [each.opened_at for each in scene.service.streams[before:]]
-    expected = f"from 3 to {most} streams in {_STORM:g} s while each is refused"
-    took = scene.now - begun
-    scene.check(rule, 3 <= len(times) <= most, expected, f"{len(times)} in {took:.1f} s")
+    count = len(scene.service.streams) - before
+    expected = f"streams while each is refused, at most {most} in {_STORM:g} s"
+    scene.check(rule, count <= most, expected, f"{count} in {scene.now - begun:.1f} s")
+    await scene.until(rule, lambda: len(scene.service.streams) - before >= 3, expected)
     scene.service.script = [[], []]
     scene.forget_streams()
 
@@ -300,6 +341,19 @@ _refusal("revision-ahead", ("R39", "R25"), _rejoins, error(StatusCode.OUT_OF_RAN
 _refusal("superseded", ("R36", "R09"), _ends, _FAILED("LEASE_LOST", metadata={"superseded_by": "9"}))
 _refusal("evicted", ("R41",), _ends, _FAILED("NODE_EVICTED", metadata={"by": "operator"}))
 _refusal("run-closed", ("R42",), _ends, _FAILED("RUN_CLOSED", metadata={"outcome": "FAILED"}))
+
+
+@scenario("R49")
+async def join_timed_out(scene: Scene) -> None:
+    """The node waits in vain for others."""
+    stream = await scene.begin()
+    scene.grant(stream)
+    refusal = _FAILED("JOIN_TIMED_OUT")
+    scene.service.script[0] = [refusal]
+    stream.send(refusal)
+    await scene.ended("R49", "JOIN_TIMED_OUT", success=False)
+    count = len(scene.service.streams)
+    scene.check("R49", count <= 2, "no other stream after JOIN_TIMED_OUT", f"{count - 1} other streams")
 
 
 @scenario("R43")
