@@ -1,4 +1,4 @@
-// What protobuf's C# runtime uses of System.Runtime.CompilerServices.Unsafe, which Debian's Mono keeps to itself.
+// The part of System.Runtime.CompilerServices.Unsafe that protobuf's C# runtime needs: internal in Debian's Mono.
 namespace System.Runtime.CompilerServices
 {
     using System.Runtime.InteropServices;
