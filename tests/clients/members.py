@@ -34,6 +34,8 @@ _COMMANDS = {
 _CHOSEN = os.environ.get("RALLYPOINT_TEST_CLIENTS", "").split()
 CLIENTS = {name: command for name, command in _COMMANDS.items() if name in _CHOSEN}
 """Commands of the clients that are tested, by language."""
+SEARCH_PATH = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+"""PATH of the clients: the shell's finds `buf` beside Python."""
 PYTHON = "python"
 """The node of an agent, `rallypoint run`."""
 
@@ -47,7 +49,9 @@ class Members:
         programs: the members by name of their node, which is the language; and watchers.
     """
 
-    def __init__(self, folder: Path, endpoints: str, run_id: str, nodes: str) -> None:
+    def __init__(
+        self, folder: Path, endpoints: str, run_id: str, nodes: str, tls: Sequence[str] = ()
+    ) -> None:
         """Start nothing yet.
 
         Args:
@@ -55,12 +59,14 @@ class Members:
             endpoints: of the rendezvous service, or of its replicas.
             run_id: name of the run.
             nodes: as `--nnodes` takes it.
+            tls: flags of the connection; without them it is plaintext.
         """
         self.programs: dict[str, Program] = {}
         self._folder = folder
         self._endpoints = endpoints
         self._run_id = run_id
         self._nodes = nodes
+        self._tls = tuple(tls)
 
     def start(self, *nodes: str) -> None:
         """Start clients, or an agent, each as the node that has the language as its name."""
@@ -68,14 +74,14 @@ class Members:
         for node in nodes:
             if node == PYTHON:
                 self._start(
-                    node, str(RALLYPOINT), "run", "--insecure", "--rdzv-endpoint", self._endpoints,
-                    "--rdzv-id", self._run_id, "--node-id", node, "--local-addr", "127.0.0.1",
-                    "--nnodes", self._nodes, "--max-restarts", str(MAX_RESTARTS),
+                    node, str(RALLYPOINT), "run", *(self._tls or ["--insecure"]),
+                    "--rdzv-endpoint", self._endpoints, "--rdzv-id", self._run_id, "--node-id", node,
+                    "--local-addr", "127.0.0.1", "--nnodes", self._nodes, "--max-restarts", str(MAX_RESTARTS),
                     "--rdzv-conf", f"last_call_timeout={LAST_CALL}", *worker,
                 )  # fmt: skip
             else:
                 self._start(
-                    node, *CLIENTS[node], "member", "--rendezvous", self._endpoints,
+                    node, *CLIENTS[node], "member", *self._tls, "--rendezvous", self._endpoints,
                     "--run", self._run_id, "--node", node, "--address", "127.0.0.1",
                     "--nnodes", self._nodes, "--max-restarts", str(MAX_RESTARTS),
                     "--last-call-timeout", str(LAST_CALL), "--", sys.executable, *worker,
@@ -83,13 +89,11 @@ class Members:
 
     def watch(self, language: str) -> Program:
         """Start a client that watches the run."""
-        run = ("--rendezvous", self._endpoints, "--run", self._run_id)
+        run = (*self._tls, "--rendezvous", self._endpoints, "--run", self._run_id)
         return self._start(f"{language}-watch", *CLIENTS[language], "watch", *run)
 
     def _start(self, name: str, *command: str) -> Program:
-        # The shell's client finds `buf` beside Python.
-        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-        self.programs[name] = Program(name, command, self._folder, clean_environment(PATH=path))
+        self.programs[name] = Program(name, command, self._folder, clean_environment(PATH=SEARCH_PATH))
         return self.programs[name]
 
     def records(self, node: str) -> list[dict[str, Any]]:
@@ -128,19 +132,20 @@ class Members:
 
 
 class Service:
-    """The rendezvous service over SQLite, in plaintext, at one port over all its processes."""
+    """The rendezvous service over SQLite, at one port over all its processes."""
 
-    def __init__(self, folder: Path) -> None:
-        """Start nothing yet."""
+    def __init__(self, folder: Path, *tls: str) -> None:
+        """Start nothing yet; `tls`: its flags for that, without which it is plaintext."""
         self.endpoint = f"127.0.0.1:{free_port()}"
         self._folder = folder
+        self._security = tls or ("--insecure",)
         self._program: Program | None = None
 
-    async def start(self) -> None:
-        """Start it, or start it again; returns once it serves."""
+    async def start(self, program: Path = RALLYPOINT) -> None:
+        """Start it, or start it again; returns once it serves. `program`: the `rallypoint` of a version."""
         journal = f"sqlite:{self._folder / 'journal.db'}"
         port = self.endpoint.rpartition(":")[2]
-        command = [str(RALLYPOINT), "serve", "rendezvous", "--insecure", "--port", port, "--journal", journal]
+        command = [str(program), "serve", "rendezvous", *self._security, "--port", port, "--journal", journal]
         self._program = Program(
             "service", [*command, "--log-format", "json"], self._folder, clean_environment()
         )

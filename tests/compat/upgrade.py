@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 
 from cli.cli_process import RALLYPOINT
-from ha.cluster import PATIENCE, REPLICAS, Cluster, running_cluster
+from ha.cluster import AGENTS, PATIENCE, REPLICAS, Cluster, running_cluster
 from ha.crowd import WatchedCrowd, watched_crowd
 from ha.job import WORKERS, Job, running_job
+from ha.process import HostProcess
 from ha.runs import run_everywhere
 from ha.steady_writer import SteadyWriter
 
@@ -92,6 +93,12 @@ async def test_replicas_of_two_versions_serve_together(tmp_path: Path) -> None:
         runs = {run: await run_everywhere(cluster, run) for run in [*RUNS, "before"]}
         for name in REPLICAS:
             await load.replace(name, RALLYPOINT)
+        # The run of this name has failed before: the job opens it again, which is new to the old revision.
+        first = HostProcess("between-first", cluster.network, tmp_path, AGENTS)
+        stack.callback(first.close)
+        run = ["run", "--insecure", "--rdzv-endpoint", cluster.endpoints, "--rdzv-id", "between"]
+        first.spawn([str(RALLYPOINT), *run, "--no-python", "false"])
+        assert await first.ended(PATIENCE) == 1, first.log()
         await new_job("between")
         runs["between"] = await run_everywhere(cluster, "between")
         for name in REPLICAS:

@@ -19,7 +19,14 @@ _CLIENT = [
 ]
 # Found because nothing happens within a time, or by watching for many seconds.
 _SLOW = {
-    *("done-after-success", "failure-once", "ignores-closed", "ignores-settling", "ignores-superseded-by"),
+    *(
+        "ignores-owner",
+        "done-after-success",
+        "failure-once",
+        "ignores-closed",
+        "ignores-settling",
+        "ignores-superseded-by",
+    ),
     *("joins-after-eviction", "joins-closed-run", "keeps-workers-as-spare", "keeps-workers-in-joinable"),
     *(
         "keeps-workers-without-lease",

@@ -24,7 +24,7 @@ _STORM = 8.0  # seconds for which each stream is refused
 _MOST_STREAMS = 40  # with pauses from 0 to 1 s there are 16 on average
 _MOST_REDIRECTED = 200  # five streams for each pause: 90 on average
 _DELAY = 2.0  # RetryInfo.retry_delay, seconds
-_LONG_DELAY = 6.0  # the same, where the client must not wait
+_LONG_DELAY = 20.0  # the same, where the client must not wait
 _AWAY = 4.0  # seconds without the service: more than twice the lease's time to live
 
 
