@@ -43,11 +43,23 @@ def test_a_broken_stream_shortens_the_lease_to_the_grace() -> None:
 
 
 def test_a_broken_stream_does_not_prolong_a_lease() -> None:
-    """A node that was silent for long gets no grace on top."""
+    """A node that was silent for long gets no grace on top; what is said of its loss is the time that applied."""
     run = run_of_two()
     run.later(14.5, silent=("a",))
     apply.disconnect(run.state, "a", run.now)
-    assert facts.NodeLost("a", LossReason.DISCONNECTED) in run.later(0.5)
+    assert facts.NodeLost("a", LossReason.LEASE_EXPIRED) in run.later(0.5)
+
+
+def test_a_lease_that_is_shorter_than_the_grace_is_what_is_lost() -> None:
+    """A grace of an hour does not apply to it, and no sentence names it."""
+    run = ScriptedRun(2, 2, disconnect_grace=3600.0)
+    run.start("a", "b")
+    apply.disconnect(run.state, "a", run.now)
+    assert run.later(14.9, silent=("a",)) == []
+    lost, ended = run.later(0.1, silent=("a",))[:2]
+    assert lost == facts.NodeLost("a", LossReason.LEASE_EXPIRED)
+    assert isinstance(ended, facts.RoundEnded)
+    assert ended.end.detail == "node a was lost: no heartbeat for 15 s (3 missed, one every 5 s)"
 
 
 def paused_and_disconnected() -> ScriptedRun:

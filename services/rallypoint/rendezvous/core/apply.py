@@ -81,16 +81,16 @@ def note_broken(state: RunState, node_id: str, now: float) -> None:
 
 
 def disconnect(state: RunState, node_id: str, now: float) -> None:
-    """Note that a node's stream broke: the remaining time of its lease shrinks to the disconnect grace.
+    """Note that a node's stream broke: its lease keeps at most the disconnect grace of its remaining time.
 
     Not after a restart of the service, if all that came from the node is a request to resume. It may be an old one of a
     client that has given it up, and now waits longer than the grace before the next.
     """
     note_broken(state, node_id, now)
     node = state.holders[node_id]
-    node.loss_if_expired = LossReason.DISCONNECTED
     grace = max(now + state.settings.disconnect_grace, node.spared_until)
-    node.lease_deadline = min(node.lease_deadline, grace)
+    if grace < node.lease_deadline:
+        node.loss_if_expired, node.lease_deadline = LossReason.DISCONNECTED, grace
     enqueue(state, node)
 
 
