@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from google.protobuf.duration_pb2 import Duration
 
 from rallypoint.cli import operator
 from rallypoint.cli.main import main
@@ -109,11 +110,25 @@ def test_a_round_is_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
     """The question of the night is answered in one look."""
     lines = [" ".join(line.split()) for line in shown(monkeypatch, STORY)[0].splitlines()]
     assert lines == [
-        "round started nodes workers join confirm gap ran restarts ended because",
-        f"1 2025-11-20 12:00:30.500 2 8 30.000s 0.500s - 1m40s 0 NODE_LOST: {LOST}",
-        "2 - 2 8 0.500s - - - 0 NODE_LOST: node c was lost: it did not confirm",
-        "3 2025-11-20 12:02:13.250 1 4 1.000s 0.250s 2.750s - - (running)",
+        "round started nodes workers join confirm gap recovery slowest ran restarts ended because",
+        f"1 2025-11-20 12:00:30.500 2 8 30.000s 0.500s - - - 1m40s 0 NODE_LOST: {LOST}",
+        "2 - 2 8 0.500s - - - - - 0 NODE_LOST: node c was lost: it did not confirm",
+        "3 2025-11-20 12:02:13.250 1 4 1.000s 0.250s 2.750s - - - - (running)",
     ]
+
+
+def test_a_recovery_ends_when_workers_run_and_shows_who_was_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However late it was recorded; who did not report is counted, and the parts are there for programs."""
+    parts = pb.RecoveryParts(stopped=Duration(nanos=500_000_000), started=Duration(seconds=1))
+    start = pb.RoundStart(reported_nodes=2, slowest_node_id="b", parts=parts, age=Duration(seconds=5))
+    started = event(140, pb.EVENT_KIND_ROUND_STARTED, 3, group_world_size=3, round_start=start)
+    story = [*STORY[:6], frozen(133, 3, nodes=3), STORY[7], started]
+    line = " ".join(shown(monkeypatch, story)[0].splitlines()[3].split())
+    assert "2.750s 4.500s b: stopped 0.50, started 1.00 (2 of 3 reported) - - (running)" in line
+    (*_, third) = json.loads(shown(monkeypatch, story, "--json")[0])["rounds"]
+    assert third["recoverySeconds"] == 4.5
+    assert (third["slowestNodeId"], third["startedNodes"]) == ("b", 2)
+    assert third["slowestParts"] == {"stopped": 0.5, "started": 1.0}
 
 
 def test_a_failure_shows_what_it_cost_and_whose_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,6 +180,10 @@ def test_programs_get_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
         "joinSeconds": 30.0,
         "confirmSeconds": 0.5,
         "gapSeconds": None,
+        "recoverySeconds": None,
+        "startedNodes": 0,
+        "slowestNodeId": "",
+        "slowestParts": {},
         "ranSeconds": 100.0,
         "cause": "NODE_LOST",
         "nodeId": "b",

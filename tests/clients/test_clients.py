@@ -294,4 +294,4 @@ def test_a_client_keeps_the_rules_of_the_protocol(client: str) -> None:
         timeout=18 * PATIENCE,
     )
     assert kit.returncode == 0, kit.stdout
-    assert f"{len(RULES)} PASS, 0 FAIL, 0 SKIPPED" in kit.stdout
+    assert f"{len(RULES) - 1} PASS, 0 FAIL, 1 SKIPPED" in kit.stdout  # the report of a start is optional

@@ -19,7 +19,8 @@ from rallypoint.rendezvous.base.entries import Operation
 from rallypoint.rendezvous.base.errors import draining_error
 from rallypoint.rendezvous.base.limits import Limits, RendezvousLimits
 from rallypoint.rendezvous.core import commands
-from rallypoint.rendezvous.core.state import FailureKind, ReportedFailure, RunSettings
+from rallypoint.rendezvous.core.starts import StartReport
+from rallypoint.rendezvous.core.state import FailureKind, RecoveryParts, ReportedFailure, RunSettings
 from rallypoint.rendezvous.journal.journal import Journal
 from rallypoint.rendezvous.runs.run import Member
 from rallypoint.rendezvous.shard.locator import SingleShardLocator
@@ -130,6 +131,10 @@ async def write(journal: Journal) -> dict[str, Any]:
         await act(c, commands.Leave, "maintenance")
         clock.now += 1.5  # the last call is over; the leases are not
         assert await confirm(a, b) == _ROUND
+        parts = RecoveryParts(detected=0.25, told=0.5, stopped=1.0, reformed=2.0, started=4.0)
+        for member in (a, b):
+            engine.note_start(member, StartReport(_ROUND, parts))
+        await engine.settled()
 
         writer, store = writer_of(a), shard.store
         operation = Operation("client", 1, 1)

@@ -88,6 +88,9 @@ BUGS = {
     "trusts-any-server": "R50",
     "local-rank-missing": "R46",
     "leaks-credentials": "R47",
+    "start-once": "R51",
+    "age-of-start-does-not-grow": "R51",
+    "starts-another-round": "R51",
 }
 """Each bug, and the rule that it breaks."""
 
@@ -143,6 +146,7 @@ class Node:
         self.round = self.confirmed = self.succeeded = 0
         self.stopping = False
         self.failure: tuple[pb.WorkerFailure, float] | None = None
+        self.started: float | None = None
         self.last: pb.JoinRequest | None = None
         self.leaving = self.over = self.heard = False
         self.departed = self.left = False
@@ -273,7 +277,7 @@ class Node:
             self.lease = pb.Lease()
             if bug != "keeps-revision-of-lost-run":
                 self.revision = 0
-            self.last = self.failure = None
+            self.last = self.failure = self.started = None
             self.succeeded = self.confirmed = 0
             self.update = pb.NodeUpdate(phase=pb.PHASE_JOINABLE)
             self.changed.set()
@@ -300,10 +304,20 @@ class Node:
         self.outbox = asyncio.Queue()
         if self.failure is not None and self.bug != "failure-once":
             self.report(grown=self.bug != "age-does-not-grow")
+        if self.started is not None and self.bug != "start-once":
+            self.report_start(grown=self.bug != "age-of-start-does-not-grow")
         if self.succeeded and self.bug != "success-once":
             self.outbox.put_nowait(pb.JoinRequest(succeeded=pb.ReportSuccess(round=self.succeeded)))
         if self.last is not None and self.bug != "confirm-once":
             self.outbox.put_nowait(self.last)
+
+    def report_start(self, *, grown: bool = True) -> None:
+        """Queue the start of the round."""
+        assert self.started is not None
+        round_ = self.round + (self.bug == "starts-another-round")
+        message = pb.ReportStart(round=round_)
+        set_seconds(message.age, time.monotonic() - self.started if grown else 0.0)
+        self.outbox.put_nowait(pb.JoinRequest(started=message))
 
     def report(self, *, grown: bool = True) -> None:
         """Queue the failure."""
@@ -479,6 +493,8 @@ class Node:
         self.process = await asyncio.create_subprocess_exec(
             self.worker, env=self.environment(self.update.assignment), start_new_session=True
         )
+        self.started = time.monotonic()
+        self.report_start()
         self.watching = asyncio.create_task(self.watch(self.process))
 
     async def watch(self, process: asyncio.subprocess.Process) -> None:

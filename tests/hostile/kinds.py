@@ -170,7 +170,17 @@ RENDEZVOUS = Kind(
     # What a node's stream is for, and what needs a few messages in their order to get anywhere.
     life=Life(
         "/rallypoint.rendezvous.v1.RendezvousService/Join",
-        ("join", "heartbeat", "confirm", "worker_failed", "succeeded", "heartbeat", "depart", "leave"),
+        (
+            "join",
+            "heartbeat",
+            "confirm",
+            "started",
+            "worker_failed",
+            "succeeded",
+            "heartbeat",
+            "depart",
+            "leave",
+        ),
         resume="resume",
         repeated=("heartbeat", "confirm", "join"),
         admit=_join,

@@ -374,6 +374,32 @@ async def test_a_failure_that_is_said_again_has_grown_older(
     assert one.updates[-1].run_end.failure.age.ToNanoseconds() >= 0.7e9
 
 
+async def test_a_start_that_is_said_again_has_grown_older_and_is_said_until_it_is_recorded(
+    join: Callable[..., Member],
+) -> None:
+    """On each new stream, once, unless the first update there has it."""
+    final = pb.NodeUpdate(phase=pb.PHASE_FINAL, assignment=pb.Assignment(round=1))
+    admitted, recorded = lease(7), lease(7)
+    admitted.update.CopyFrom(final)
+    recorded.update.CopyFrom(final)
+    recorded.update.start_recorded = True
+    async with AsyncExitStack() as stack:
+        script = Script([admitted], [admitted], [recorded])
+        proxy = await stack.enter_async_context(CutProxy(await serve_script(script, stack)))
+        one = join(proxy.address, join_request("a"))
+        await one.told(pb.PHASE_FINAL, 1)
+        one.membership.report_start(pb.ReportStart(round=1))
+        for times in (1, 2, 3):
+            await one.admitted(times)
+            count = len(script.heard)
+            await until(lambda count=count: len(script.heard) > count + 5)  # type: ignore[misc]
+            proxy.cut()
+        said = [request.started for request in script.heard if request.HasField("started")]
+        assert [start.round for start in said] == [1, 1]
+        assert said[0].age.ToNanoseconds() < said[1].age.ToNanoseconds()
+        await one.close()
+
+
 async def test_a_success_is_heard_though_the_node_leaves_in_the_same_breath(
     service: Service, join: Callable[..., Member]
 ) -> None:

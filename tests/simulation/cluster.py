@@ -339,8 +339,8 @@ class Cluster:
             return not self.alive and not self.referee.groups
         if ledger.phase is not Phase.FINAL:
             return False
-        seats = ledger.rounds[ledger.round].leases
-        return self._agree(ledger.round, dict(seats))
+        round_ = ledger.rounds[ledger.round]
+        return round_.started and self._agree(ledger.round, dict(round_.leases))
 
     def _agree(self, round_: int, seats: dict[str, int]) -> bool:
         for node in self.alive:

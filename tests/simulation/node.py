@@ -162,10 +162,17 @@ class Node:
             group,
             losses=around.referee.losses,
             asleep=self.asleep,
+            on_start=lambda: self._report_start(seat.round),
             on_write=lambda: around.referee.writes(group, around.writable_round(group.run_id)),
             on_failure=lambda: self._tell(core.GroupFailed()),
             on_success=lambda: self._tell(core.GroupSucceeded()),
         )
+
+    def _report_start(self, round_: int) -> None:
+        parts = pb.RecoveryParts()
+        parts.started.FromMilliseconds(len(self.node_id))
+        start = pb.ReportStart(round=round_, parts=parts)
+        self.process.call_soon(self.membership.report_start, start)
 
     def _failure(self, round_: int) -> pb.WorkerFailure:
         """A report of it, by a host whose clock may be far off."""

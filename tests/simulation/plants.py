@@ -195,6 +195,16 @@ def forget_restarts_in_a_checkpoint(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(recovery, "restore", careless)
 
 
+def forget_that_a_start_is_recorded(patch: pytest.MonkeyPatch) -> None:
+    """A checkpoint has everything but that the start of its round is recorded."""
+
+    def careless(taken: Any, *clocks: float) -> RunState:
+        return restore(replace(taken, start_recorded=False), *clocks)
+
+    restore = snapshot.restore
+    patch.setattr(recovery, "restore", careless)
+
+
 def give_no_new_term_to_leases(patch: pytest.MonkeyPatch) -> None:
     """A service that starts again takes it amiss that it heard nothing while it was away."""
 
@@ -401,7 +411,8 @@ def refuse_a_late_first_message(patch: pytest.MonkeyPatch) -> None:
 
 def give_no_time_after_a_pause(patch: pytest.MonkeyPatch) -> None:
     """A service that was stopped gives nodes whose streams broke meanwhile the usual grace to come back."""
-    patch.setattr(decide, "spared_until", lambda state: -math.inf)
+    for module in (apply, decide):
+        patch.setattr(module, "spared_until", lambda state: -math.inf)
 
 
 def put_failures_to_the_clock_of_leases(patch: pytest.MonkeyPatch) -> None:
@@ -453,6 +464,7 @@ PLANTS: dict[Plant, str] = {
     forget_the_confirm_phase: "FINAL when every participant confirmed",
     drop_the_last_record: f"revisions are 1, 2, 3|no revision is forgotten|a lease that stands is honoured|{_ALONE}",
     forget_restarts_in_a_checkpoint: "restarts are counted",
+    forget_that_a_start_is_recorded: f"the start of a round is recorded once|{_ALONE}",
     give_no_new_term_to_leases: _ALONE,
     forgive_no_pause: _ALONE,
     lease_out_of_heartbeats: f"{_ALONE}|forms a round|{_AGREE}",
@@ -474,7 +486,7 @@ PLANTS: dict[Plant, str] = {
     count_restarts_for_ever: "no restart is left|the whole of its budget",
     refuse_a_late_first_message: "never answers INVALID_ARGUMENT",
     give_no_time_after_a_pause: _ALONE,
-    put_failures_to_the_clock_of_leases: "the earliest failure is the first",
+    put_failures_to_the_clock_of_leases: "the earliest failure is the first|for a round that a lost host ended",
     take_commits_for_pauses: f"ends in its time|{_ALONE}",
     keep_workers_of_a_lost_lease: "has no workers|workers of one round at a time",
 }

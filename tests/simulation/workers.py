@@ -48,6 +48,7 @@ class Crew:
         *,
         losses: Losses,
         asleep: Callable[[], bool],
+        on_start: Callable[[], None],
         on_write: Callable[[], None],
         on_failure: Callable[[], None],
         on_success: Callable[[], None],
@@ -63,6 +64,7 @@ class Crew:
         self._chance = chance
         self._fates = fates
         self._referee = referee
+        self._on_start = on_start
         self._on_write = on_write
         self._on_failure = on_failure
         self._on_success = on_success
@@ -85,6 +87,7 @@ class Crew:
         self.running = True
         self._losses.crews.add(self)
         self._referee.started(self.group)
+        self._on_start()
         self._write()
         chance, fates = self._chance, self._fates
         if self._losses.of(self.group.run_id, self.group.round).losses:

@@ -37,6 +37,7 @@ KINDS = (
     "RESTART_REQUESTED",
     "ROUND_ENDED",
     "RUN_CLOSED",
+    "ROUND_STARTED",
 )
 
 

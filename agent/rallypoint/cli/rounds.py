@@ -12,6 +12,7 @@ import click
 
 from rallypoint.cli.output import plain_console, print_table, show_moment, show_span
 from rallypoint.cli.values import Text, limit_option, service_options
+from rallypoint.rendezvous.core.state import explain_parts
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rpc.durations import to_seconds
 from rallypoint.rpc.endpoint import ClientSecurity
@@ -34,8 +35,9 @@ def rounds(
     """Show the rounds of RUN_ID: their nodes, how long each ran, and why it ended.
 
     JOIN is the time that nodes took to join, CONFIRM the time to stop their old workers, and GAP the time without
-    workers: from the end of the previous round to the start of this one. RESTARTS is the number of restarts that
-    counted against the run's budget when the round had ended.
+    workers: from the end of the previous round to the start of this one. RECOVERY ends when the workers of all nodes
+    run; SLOWEST is the node that took longest by itself, with the seconds of each part. RESTARTS is the number of
+    restarts that counted against the run's budget when the round had ended.
     """
     from rallypoint.cli.event_stream import last_events  # noqa: PLC0415 (gRPC is not for --help)
     from rallypoint.cli.operator import call_rendezvous  # noqa: PLC0415
@@ -66,12 +68,14 @@ def _print(run_id: str, history: RoundHistory) -> None:
         "join",
         "confirm",
         "gap",
+        "recovery",
+        "slowest",
         "ran",
         "restarts",
         "ended because",
     )
     if history.rounds:
-        print_table(columns, map(_row, history.rounds), own_line=("ended because", "started"))
+        print_table(columns, map(_row, history.rounds), own_line=("ended because", "slowest", "started"))
     if history.closed is not None:
         console.print(f"run {run_id} is closed: {history.closed.detail}")
     elif history.joinable is not None:
@@ -81,16 +85,30 @@ def _print(run_id: str, history: RoundHistory) -> None:
 
 
 def _row(each: Round) -> tuple[str, ...]:
-    spans = (each.joining, each.confirming, each.gap, each.lasted)
+    spans = (each.joining, each.confirming, each.gap, each.recovery)
     return (
         str(each.number),
         "-" if each.final is None else show_moment(each.final),
         str(each.nodes or "-"),
         str(each.workers or "-"),
-        *("-" if span is None else show_span(span) for span in spans),
+        *map(_span, spans),
+        _slowest(each),
+        _span(each.lasted),
         "-" if each.restarts is None else str(each.restarts),
         _end(each),
     )
+
+
+def _span(seconds: float | None) -> str:
+    return "-" if seconds is None else show_span(seconds)
+
+
+def _slowest(each: Round) -> str:
+    if not each.slowest:
+        return "-"
+    parts = explain_parts({part: seconds for part, seconds in each.parts.items() if seconds})
+    some = f" ({each.started_nodes} of {each.nodes} reported)" if each.started_nodes < each.nodes else ""
+    return f"{each.slowest}: {parts or 0}{some}"
 
 
 def _end(each: Round) -> str:
@@ -112,6 +130,10 @@ def _fields(each: Round) -> dict[str, Any]:
         "joinSeconds": _rounded(each.joining),
         "confirmSeconds": _rounded(each.confirming),
         "gapSeconds": _rounded(each.gap),
+        "recoverySeconds": _rounded(each.recovery),
+        "startedNodes": each.started_nodes,
+        "slowestNodeId": each.slowest,
+        "slowestParts": {part: _rounded(seconds) for part, seconds in each.parts.items()},
         "ranSeconds": _rounded(each.lasted),
         "cause": each.cause,
         "nodeId": each.node_id,
@@ -139,6 +161,7 @@ KINDS = (
     pb.EVENT_KIND_RUN_CREATED,
     pb.EVENT_KIND_ROUND_FROZEN,
     pb.EVENT_KIND_ROUND_FINALIZED,
+    pb.EVENT_KIND_ROUND_STARTED,
     pb.EVENT_KIND_WORKER_FAILED,
     pb.EVENT_KIND_NODE_LOST,
     pb.EVENT_KIND_ROUND_ENDED,
@@ -159,6 +182,10 @@ class Round:
     final: float | None = None  # when its workers were started
     ended: float | None = None
     stopped: float | None = None  # end of the last earlier round that had running workers
+    running: float | None = None  # when the workers of the last node had started
+    started_nodes: int = 0  # nodes that reported that
+    slowest: str = ""  # of them, the one that took longest by itself
+    parts: dict[str, float] = field(default_factory=dict)  # seconds of each part of the recovery there
     cause: str = ""  # RoundEndCause, or Outcome of the run, without prefix
     node_id: str = ""
     why: str = ""  # one sentence
@@ -179,6 +206,11 @@ class Round:
     def gap(self) -> float | None:
         """Seconds without workers before this round: from the end of the last round that had any."""
         return _between(self.stopped, self.final)
+
+    @property
+    def recovery(self) -> float | None:
+        """Seconds from the end of the last round that had workers until all of this one run."""
+        return _between(self.stopped, self.running)
 
     @property
     def lasted(self) -> float | None:
@@ -218,6 +250,11 @@ def rounds_of(events: Iterable[pb.Event]) -> RoundHistory:
                 history.joinable = None
             case pb.EVENT_KIND_ROUND_FINALIZED:
                 _last(history, event.round).final = time
+            case pb.EVENT_KIND_ROUND_STARTED:
+                started, start = _last(history, event.round), event.round_start
+                started.running = time - to_seconds(start.age)
+                started.started_nodes, started.slowest = start.reported_nodes, start.slowest_node_id
+                started.parts = {part.name: to_seconds(value) for part, value in start.parts.ListFields()}
             case pb.EVENT_KIND_ROUND_ENDED:
                 ended = _last(history, event.round)
                 ended.ended = history.joinable = time

@@ -65,6 +65,8 @@ RULES: dict[str, str] = {
     # The environment of a worker
     "R46": "each worker gets the variables of the page",
     "R47": "no worker gets RALLYPOINT_RUN_SECRET*, RALLYPOINT_TLS_* or RALLYPOINT_TOKEN_*",
+    # Optional
+    "R51": "`started` names the running round; after a resume it is sent again, with an age that has grown",
 }
 
 WORKER_RULES: dict[str, str] = {

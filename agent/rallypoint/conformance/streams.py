@@ -161,6 +161,24 @@ async def failure_repeated(scene: Scene) -> None:
     scene.check("R26", same and ages[1] > ages[0], "the same failure, with an age that has grown", seen)
 
 
+@scenario("R51")
+async def start_repeated(scene: Scene) -> None:
+    """The stream breaks after the report of the start, which a client may leave out."""
+    stream, _ = await scene.running()
+    await scene.service.changed.until(lambda: bool(stream.of("started")) or stream.over, 2 * HOLD)
+    if not stream.of("started"):
+        raise NotOffered("the client does not report the start of a round")
+    first = (await scene.message("R51", stream, "started")).started
+    scene.check("R51", first.round == 1, "`started` of round 1", f"of round {first.round}")
+    stream.send(plain(StatusCode.UNAVAILABLE))
+    stream = await scene.resumed("R24")
+    scene.again(stream)
+    scene.update(stream, FINAL, 1, revision=scene.revision)
+    again = (await scene.message("R51", stream, "started", "the start once more", round_=1)).started
+    ages = to_seconds(first.age), to_seconds(again.age)
+    scene.check("R51", ages[1] > ages[0], "an age that has grown", f"{ages[1]:g} s after {ages[0]:g} s")
+
+
 @scenario("R27")
 async def success_repeated(scene: Scene) -> None:
     """The stream breaks after the report of success."""

@@ -9,7 +9,7 @@ import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import grpc
 
@@ -168,6 +168,7 @@ class MembershipReset:
     reason: str
 
 
+_Report = TypeVar("_Report", pb.WorkerFailure, pb.ReportStart)
 _JoinCall: TypeAlias = "grpc.aio.StreamStreamCall[pb.JoinRequest, pb.JoinResponse]"
 Event: TypeAlias = Admitted | MembershipUpdate | MembershipReset
 
@@ -238,6 +239,8 @@ class Membership:
         # By local rank: the failure, and the loop time of the report, to which the age in the failure refers.
         self._failures: dict[int, tuple[pb.WorkerFailure, float]] = {}
         self._success: pb.ReportSuccess | None = None
+        # The start of the running round, and the loop time of the report.
+        self._start: tuple[pb.ReportStart, float] | None = None
         self._watchdog_trouble = ""
         self._unsent = asyncio.Event()
         self._progress = False
@@ -313,6 +316,11 @@ class Membership:
         self._failures[failure.local_rank] = failure, asyncio.get_running_loop().time()
         self._unsent.set()
 
+    def report_start(self, start: pb.ReportStart) -> None:
+        """Report that all workers of a round have started; the age in `start` is as of now."""
+        self._start = start, asyncio.get_running_loop().time()
+        self._unsent.set()
+
     def report_success(self, round_: int) -> None:
         """Report that all workers succeeded."""
         # Kept apart as well: without it, a node that leaves past the exit barrier would end the round of the others.
@@ -348,7 +356,7 @@ class Membership:
             self._incarnation = self._held.incarnation
             self._held, self._revision = None, 0
             self._over = self.departing
-            self._latest = self._success = None
+            self._latest = self._success = self._start = None
             self._failures.clear()
             self._on_event(MembershipReset(error.message))
             return
@@ -446,7 +454,7 @@ class Membership:
         self._held = HeldLease(lease.number, lease.incarnation, lease.token)
         self._ever_admitted = self._progress = True
         self._on_event(Admitted(self._held, resumed, at))
-        if self._requests_to_send() or self._watchdog_trouble:
+        if self._requests_to_send() or self._watchdog_trouble or self._start is not None:
             self._unsent.set()
         sender = asyncio.create_task(self._send_requests(call, to_seconds(lease.keep_alive_interval)))
         moved: list[Address] = []
@@ -483,7 +491,7 @@ class Membership:
 
     async def _send_requests(self, call: _JoinCall, interval: float) -> None:
         """Send requests as they come; if none comes for `interval` seconds, a heartbeat."""
-        sent_trouble = ""
+        sent_trouble, sent_start = "", None
         while True:
             requests: list[pb.JoinRequest] = []
             with contextlib.suppress(TimeoutError):
@@ -491,6 +499,9 @@ class Membership:
                     await self._unsent.wait()
                 self._unsent.clear()
                 requests = self._requests_to_send()
+            if self._start is not None and self._start is not sent_start:
+                sent_start = self._start
+                requests.insert(0, pb.JoinRequest(started=_aged(*sent_start)))
             trouble = self._watchdog_trouble
             if not requests or trouble != sent_trouble:
                 sent_trouble = trouble
@@ -503,12 +514,7 @@ class Membership:
 
     def _requests_to_send(self) -> list[pb.JoinRequest]:
         """Return the requests that the server may not have received, in the order in which it must get them."""
-        requests: list[pb.JoinRequest] = []
-        now = asyncio.get_running_loop().time()
-        requests += [
-            pb.JoinRequest(worker_failed=_aged(failure, now - since))
-            for failure, since in self._failures.values()
-        ]
+        requests = [pb.JoinRequest(worker_failed=_aged(*report)) for report in self._failures.values()]
         if self._success is not None:
             requests.append(pb.JoinRequest(succeeded=self._success))
         if self._latest is not None:
@@ -524,14 +530,16 @@ class Membership:
         }
         if self._success is not None and self._success.round != running:
             self._success = None
+        if self._start is not None and (self._start[0].round != running or update.start_recorded):
+            self._start = None
 
     def _leaving(self) -> bool:
         return self._latest is not None and self._latest.HasField("leave")
 
 
-def _aged(failure: pb.WorkerFailure, seconds: float) -> pb.WorkerFailure:
-    """Return a copy of a failure whose age is greater by `seconds`."""
-    aged = pb.WorkerFailure()
-    aged.CopyFrom(failure)
-    set_seconds(aged.age, to_seconds(failure.age) + seconds)
+def _aged(report: _Report, since: float) -> _Report:
+    """Return a copy of a report that was made at that loop time, with its present age."""
+    aged = type(report)()
+    aged.CopyFrom(report)
+    set_seconds(aged.age, to_seconds(report.age) + asyncio.get_running_loop().time() - since)
     return aged

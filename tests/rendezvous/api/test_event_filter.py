@@ -65,7 +65,7 @@ def test_events_match_every_field_that_is_set(filter_: pb.EventFilter, matching:
         ("node_ids", {"node_ids": ["a\n"]}, "control characters"),
         ("node_ids", {"node_ids": ["a"] * 1001}, "at most 1000 entries, not 1001"),
         ("kinds", {"kinds": [0]}, "no event kind 0"),
-        ("kinds", {"kinds": [1, 17]}, "no event kind 17"),
+        ("kinds", {"kinds": [1, 99]}, "no event kind 99"),
         ("kinds", {"kinds": [-1]}, "no event kind -1"),
         ("kinds", {"kinds": [1] * 1001}, "at most 1000 entries"),
         ("rounds", {"rounds": [0]}, "no round 0"),

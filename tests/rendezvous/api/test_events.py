@@ -13,6 +13,7 @@ from rallypoint.rendezvous.core.commands import Actor, ActorKind
 from rallypoint.rendezvous.core.state import (
     LossReason,
     Outcome,
+    RecoveryParts,
     ReportedFailure,
     RoundEnd,
     RoundEndCause,
@@ -23,6 +24,7 @@ from rallypoint.rendezvous.core.state import (
 from rallypoint.rendezvous.journal.codec import DecodedRecord, encode_record
 from rallypoint.rendezvous.runs.run import api_messages
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
+from rallypoint.rpc.durations import to_seconds
 
 SETTINGS = RunSettings(min_nodes=2, max_nodes=4, max_restarts=3)
 FAILURE = ReportedFailure(
@@ -32,6 +34,7 @@ LOST = RoundEnd(7, RoundEndCause.NODE_LOST, "n3", "node n3 was lost: its connect
 FAILED = RoundEnd(
     7, RoundEndCause.WORKER_FAILED, "n1", "worker of rank 3 on node n1 failed: killed by SIGKILL"
 )
+PARTS = RecoveryParts(stopped=4.5, reformed=0.25, started=0.5)
 
 # Fact, kind, node, round, sentence.
 CASES: list[tuple[facts.Fact, pb.EventKind.ValueType, str, int, str]] = [
@@ -105,6 +108,14 @@ CASES: list[tuple[facts.Fact, pb.EventKind.ValueType, str, int, str]] = [
         "",
         8,
         "round 8 final: all nodes confirmed, workers start",
+    ),
+    (
+        facts.RoundStarted(8, 2, 2, "n1", PARTS, duration=5.25, age=0.01),
+        pb.EVENT_KIND_ROUND_STARTED,
+        "",
+        8,
+        "round 8 started on 2 nodes 5.25 s after the end of the round before; "
+        "slowest: node n1 (stopped 4.50, re-formed 0.25, started 0.50)",
     ),
     (facts.WorkerFailed(FAILURE), pb.EVENT_KIND_WORKER_FAILED, "n1", 7, FAILED.detail),
     (
@@ -182,6 +193,22 @@ def test_a_loss_is_explained_by_the_runs_own_settings() -> None:
     """A time that the run does not have would send people looking in the wrong place."""
     event = of(facts.NodeLost("n3", LossReason.DISCONNECTED), RunSettings(disconnect_grace=0.5))
     assert event.detail.endswith("did not come back within 0.5 s")
+
+
+def test_a_start_has_what_a_program_needs_of_it() -> None:
+    """A duration that is not known is not there; who did not report, and what was long ago, is said."""
+    event = of(facts.RoundStarted(8, 2, 2, "n1", PARTS, duration=5.25, age=0.01))
+    assert (event.group_world_size, event.round_start.reported_nodes) == (2, 2)
+    assert event.round_start.slowest_node_id == "n1"
+    start = event.round_start
+    assert [to_seconds(each) for each in (start.duration, start.age, start.parts.stopped)] == [
+        5.25,
+        0.01,
+        4.5,
+    ]
+    first = of(facts.RoundStarted(1, 3, 1, "n2", RecoveryParts(), age=60.0))
+    assert not first.round_start.HasField("duration")
+    assert first.detail == "round 1 started on 1 of 3 nodes, 60 s ago"
 
 
 def test_one_of_a_thing_is_not_several() -> None:

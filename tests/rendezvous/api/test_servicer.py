@@ -170,6 +170,10 @@ def good_join(node_id: str = "a", run_id: str = RUN, **more: Any) -> pb.JoinRun:
     )
 
 
+def report_of(round_: int = 1, **parts: Duration) -> pb.ReportStart:
+    return pb.ReportStart(round=round_, parts=pb.RecoveryParts(**parts))
+
+
 async def refused(call: Awaitable[object]) -> ServiceError:
     """The error that a call ends with."""
     with pytest.raises(grpc.aio.AioRpcError) as error:
@@ -512,6 +516,10 @@ async def test_a_bad_field_of_the_first_message_is_named(
         ("confirm.master_port", {"confirm": pb.ConfirmRound(round=1, master_port=-1)}),
         ("depart.reason", {"depart": pb.DepartRun(reason="x" * 1025)}),
         ("leave.reason", {"leave": pb.LeaveRun(reason="a\nb")}),
+        ("started.round", {"started": pb.ReportStart(round=0)}),
+        ("started.parts.started", {"started": report_of(started=Duration(seconds=-1))}),
+        ("started.parts.told", {"started": report_of(told=Duration(seconds=2**62))}),
+        ("started.parts.stopped", {"started": report_of(stopped=Duration(seconds=25 * 24 * 3600 + 1))}),
     ],
 )
 async def test_a_bad_field_of_a_later_message_is_named(
@@ -557,6 +565,29 @@ async def test_a_hostile_report_stops_nobody(served: Served) -> None:
     assert update.restart_count == 1
     assert update.last_round_end.detail.isprintable()
     assert update.ByteSize() < 3000
+
+
+async def test_the_start_of_a_round_is_one_event_and_no_commit_each(served: Served) -> None:
+    """However often it is reported; a node that resumes knows that it is recorded, and no watcher is woken for it."""
+    a, b = await served.running("a", "b")
+    before = (await served.run()).revision
+    for _ in range(100):
+        await a.say(started=report_of(started=Duration(seconds=2)))
+    await a.say(started=report_of(round_=9))
+    last = report_of(stopped=Duration(seconds=7))
+    last.age.seconds = 2**63 - 1  # a round may run for years before a node resumes
+    await b.say(started=last)
+    await served.until(lambda run: run.revision > before)
+    await b.say(started=report_of())
+    again = await served.resume("b", b.lease)
+    await again.admission()
+    assert (await again.update()).start_recorded
+    assert (await served.run()).revision == before + 1
+    events = (await served.stub().ListEvents(pb.ListEventsRequest(run_id=RUN, newest_first=True))).events
+    assert (events[0].kind, events[0].round) == (pb.EVENT_KIND_ROUND_STARTED, 1)
+    assert events[0].actor.kind == pb.ACTOR_KIND_SERVICE
+    start = events[0].round_start
+    assert (start.reported_nodes, start.slowest_node_id) == (2, "b")
 
 
 async def test_garbage_is_refused(served: Served) -> None:

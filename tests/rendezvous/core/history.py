@@ -12,15 +12,17 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from rallypoint.rendezvous.core import apply as leases
-from rallypoint.rendezvous.core import commands, facts
+from rallypoint.rendezvous.core import commands, facts, starts
 from rallypoint.rendezvous.core import decide as core
 from rallypoint.rendezvous.core.apply import apply
 from rallypoint.rendezvous.core.commands import SERVICE, LeaseLost, NodeIsEvicted, Refused, RunIsClosed
 from rallypoint.rendezvous.core.decide import check_lease, check_revision
 from rallypoint.rendezvous.core.snapshot import restore, take_reopened, take_snapshot, take_tombstone
+from rallypoint.rendezvous.core.starts import StartReport
 from rallypoint.rendezvous.core.state import (
     Phase,
     RankPolicy,
+    RecoveryParts,
     Reopen,
     ReportedFailure,
     RoundEndCause,
@@ -287,7 +289,7 @@ class History:
     def _matters(update: pb.NodeUpdate) -> bytes:
         kept = pb.NodeUpdate()
         kept.CopyFrom(update)
-        kept.revision = 0
+        kept.revision, kept.start_recorded = 0, False
         if kept.phase == pb.PHASE_FROZEN:
             kept.assignment.master_port = 0  # known, and told, when the round is FINAL
         if kept.last_round_end.cause == pb.ROUND_END_CAUSE_WORKER_FAILED:
@@ -535,6 +537,7 @@ class History:
         "confirm": 30,
         "time": 8,
         "fail": 4,
+        "start": 8,
         "succeed": 8,
         "leave": 2,
         "disconnect": 3,
@@ -620,6 +623,18 @@ class History:
             if agent.connected and agent.lease is not None and self.random.random() < 0.5:
                 failure = replace(self._failure(agent, round_), local_rank=self.random.choice([0, 0, 1]))
                 self.execute(commands.ReportFailure(agent.node_id, agent.lease, failure))
+
+    def _step_start(self) -> None:
+        """Agents report that their workers run, some of a round that is over, and some again."""
+        for agent in list(self.agents.values()):
+            if agent.connected and agent.workers_of is not None and self.random.random() < 0.6:
+                parts = RecoveryParts(*(self.random.choice([0.0, 0.5, 4.0, 1e6]) for _ in range(5)))
+                age = self.random.choice([0.0, 0.5, 3.0, 1e6])
+                self._report_start(agent, StartReport(agent.workers_of, parts, age))
+
+    def _report_start(self, agent: Agent, report: StartReport) -> None:
+        if self.server.members.get(agent.node_id) is agent and self._holds(agent):
+            self.due |= starts.note(self.server.state, agent.node_id, report, self.now)
 
     def _step_succeed(self) -> None:
         agent = self._pick(lambda agent: agent.connected and agent.workers_of is not None)

@@ -59,6 +59,8 @@ class FrozenRound:
     first_failed_at: float = -math.inf
     # The node whose loss turned out to be what its workers failed of.
     lost: str = ""
+    # Whether its start is recorded.
+    started: bool = False
 
 
 def check_ranks(seats: tuple[Seat, ...], workers: dict[str, tuple[int, str]]) -> None:
@@ -120,6 +122,8 @@ class Ledger:
         # Whether an operator would not have the next round held back.
         self._hurried = False
         self._ended_at = -math.inf
+        # When the last round ended that was FINAL.
+        self._ran_until = -math.inf
         self._phase = Phase.JOINABLE
         # (phase, round) after every revision.
         self._at = [(Phase.JOINABLE, 0)]
@@ -309,6 +313,22 @@ class Ledger:
         self._phase, current.final_at, current.seen = Phase.FINAL, self._now, True
         self._counted_round = 0
 
+    def _RoundStarted(self, fact: facts.RoundStarted) -> None:
+        require(
+            self._phase is Phase.FINAL and fact.round == self._round, "what starts is the round that is FINAL"
+        )
+        current = self._current
+        require(not current.started, "the start of a round is recorded once")
+        require(not current.failed, "the start of a round is recorded before its first failure")
+        current.started = True
+        require(fact.slowest in current.seats, "the slowest node is a participant")
+        nodes = len(current.seats)
+        require(fact.group_world_size == nodes, "the start of a round names all its participants")
+        require(0 < fact.reported_nodes <= nodes, "each participant reports the start of a round once")
+        require(fact.age >= 0, "a round has started before that is recorded")
+        since = (self._now - self._ran_until) * (1 + self.inexact) + self.clock_jumps
+        require(0 <= fact.duration <= since, "a recovery takes no longer than since the round before")
+
     def _WorkerFailed(self, fact: facts.WorkerFailed) -> None:
         failure = fact.failure
         late = self._phase is not Phase.FINAL
@@ -371,6 +391,7 @@ class Ledger:
         self._last_end, self._ended_at, self._hurried = fact, self._now, False
         if self._phase is Phase.FINAL:
             self._at_work = self._current.seats.keys() - self._current.succeeded
+            self._ran_until = self._now
         self._phase = Phase.JOINABLE
 
     def _counted(self, slack: float = 0.0) -> list[str]:

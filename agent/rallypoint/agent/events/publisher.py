@@ -90,9 +90,13 @@ class JobEvents:
         """Record that the core took an event and changed its state."""
         self._emit(self._recorder.decided(event, before, after, effects, self._clock()))
 
-    def workers_started(self, workers: Mapping[int, tuple[int, int]]) -> None:
-        """Record that all workers of a round run; `workers`: rank and pid by local rank."""
+    def workers_started(self, workers: Mapping[int, tuple[int, int]]) -> Mapping[str, float] | None:
+        """Record that all workers of a round run; `workers`: rank and pid by local rank.
+
+        Returns the seconds of each part of the recovery; None if the workers are being stopped already.
+        """
         self._emit(self._recorder.workers_started(workers, self._clock()))
+        return self._recorder.start_parts
 
     def worker_ended(self, rank: int, exit_: WorkerExit) -> None:
         """Record that a worker has ended with success, or because it was stopped."""

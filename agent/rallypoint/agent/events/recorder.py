@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from rallypoint.agent.core import core
 from rallypoint.agent.spawner.protocol import WorkerExit
+from rallypoint.rendezvous.core.state import explain_parts
 
 PARTS = ("detected", "told", "stopped", "reformed", "started")
 """Parts of a restart, in the order in which they begin."""
@@ -139,6 +140,8 @@ class EventRecorder:
         self._started_at: dict[int, float] = {}
         self._failed_at: float | None = None
         self._restart: _RestartTiming | None = None
+        # Seconds of each part until the workers of the round ran; None: they do not, or are being stopped.
+        self.start_parts: Mapping[str, float] | None = None
         self._round = 0
         self._restart_count = 0
 
@@ -254,16 +257,19 @@ class EventRecorder:
         events = [
             event for rank, (number, pid) in workers.items() for event in self._start(rank, number, pid, at)
         ]
+        self.start_parts = None
         if self._stopping:
             return events
         events += self._stand(GroupState.HEALTHY, at)
         restart, self._restart = self._restart, None
+        seconds = at.monotonic - self._start_requested
+        self.start_parts = {"started": seconds}
         if restart is not None:
-            seconds = at.monotonic - self._start_requested
             restart.add("started", seconds)
             events.append(self._event("STARTED", at, seconds))
             parts = {part: round(restart.parts[part], 6) for part in PARTS if part in restart.parts}
             events.append(self._event("RESTARTED", at, at.monotonic - restart.began, parts=parts))
+            self.start_parts = parts
         return events
 
     def worker_ended(self, rank: int, exit_: WorkerExit, at: Timestamp) -> list[AgentEvent]:
@@ -399,7 +405,4 @@ def _is_spare(state: core.AgentState) -> bool:
 
 def restart_line(event: AgentEvent) -> str:
     """Describe a RESTARTED event: its duration, and those of its parts."""
-    names = {"reformed": "re-formed"}
-    parts: Mapping[str, float] = event.details["parts"]
-    each = ", ".join(f"{names.get(part, part)} {seconds:.2f}" for part, seconds in parts.items())
-    return f"running again after {event.duration or 0.0:.2f} s ({each})"
+    return f"running again after {event.duration or 0.0:.2f} s ({explain_parts(event.details['parts'])})"

@@ -36,6 +36,7 @@ from rallypoint.agent.workers.group import (
     Worker,
     WorkerGroup,
     WorkersChanged,
+    WorkersStarted,
     WorkersSucceeded,
 )
 from rallypoint.agent.workers.groups import WorkerGroups
@@ -263,6 +264,8 @@ class Job:
                 self._broken = event
             case AttemptBegun():
                 self.base_ranks[event.number] = event.base_rank
+            case WorkersStarted(round_, parts):
+                self._membership.report_start(round_, parts)
             case WorkersChanged():
                 self._drain.check_workers()
             case FirstFailure(failure):

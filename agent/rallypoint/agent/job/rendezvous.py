@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -21,8 +21,9 @@ from rallypoint.rendezvous.client import (
     MembershipReset,
     RendezvousUnreachable,
 )
+from rallypoint.rendezvous.core.state import LONGEST
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
-from rallypoint.rpc.durations import to_seconds
+from rallypoint.rpc.durations import to_duration, to_seconds
 from rallypoint.rpc.errors import ServiceError, tls_advice
 from rallypoint.rpc.logs import get_logger
 from rallypoint.rpc.replica_client import Where, replica_client
@@ -125,6 +126,11 @@ class NodeMembership:
     def report_failure(self, failure: WorkerFailure, round_: int) -> None:
         """Report that a worker failed."""
         self._membership.report_failure(failure_message(failure, round_, time.monotonic()))
+
+    def report_start(self, round_: int, parts: Mapping[str, float]) -> None:
+        """Report that all workers here have started; `parts`: seconds of each part of the recovery, by name."""
+        durations = {part: to_duration(min(seconds, LONGEST)) for part, seconds in parts.items()}
+        self._membership.report_start(pb.ReportStart(round=round_, parts=pb.RecoveryParts(**durations)))
 
     def report_success(self, round_: int) -> None:
         """Report that all workers here succeeded."""

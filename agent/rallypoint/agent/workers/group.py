@@ -75,12 +75,26 @@ class WorkersChanged:
 
 
 @dataclass(frozen=True, slots=True)
+class WorkersStarted:
+    """All workers of a round were started; `parts`: seconds of each part of the recovery, by name."""
+
+    round: int
+    parts: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
 class WorkersSucceeded:
     """All workers of a group have ended with exit code 0; processes that they left behind may still run."""
 
 
 GroupEvent: TypeAlias = (
-    AttemptBegun | WorkersChanged | FirstFailure | EarlierFailure | WorkersSucceeded | NodeUnhealthy
+    AttemptBegun
+    | WorkersChanged
+    | WorkersStarted
+    | FirstFailure
+    | EarlierFailure
+    | WorkersSucceeded
+    | NodeUnhealthy
 )
 
 
@@ -206,10 +220,9 @@ class WorkerGroup:
         for number in early:
             self.pass_on(number)
         if not self._stopped:
-            workers = self.workers.values()
-            self._settings.history.workers_started(
-                {each.local_rank: (each.rank, each.pid) for each in workers}
-            )
+            workers = {each.local_rank: (each.rank, each.pid) for each in self.workers.values()}
+            if (parts := self._settings.history.workers_started(workers)) is not None:
+                self._publish(WorkersStarted(self.assignment.round, parts))
 
     async def stop(self, number: int, timeout: float) -> StopReport:
         """Stop all workers and everything they have started; see `WorkerProcesses.stop`."""

@@ -739,20 +739,131 @@ class RoundFinalized(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     ROUND_FIELD_NUMBER: _builtins.int
+    STARTED_FIELD_NUMBER: _builtins.int
     round: _builtins.int
     """The round."""
+    @_builtins.property
+    def started(self) -> Global___RoundStarted:
+        """Present: not that, but that the workers of the round have started. It is a part of this record, and no record of its
+        own, for versions that do not know it: to them the round, which is FINAL and without a failure, is FINAL once more, and
+        that changes nothing.
+        """
+
     def __init__(
         self,
         *,
         round: _builtins.int = ...,
+        started: Global___RoundStarted | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["started", b"started"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["round", b"round"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["round", b"round", "started", b"started"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RoundFinalized: _TypeAlias = RoundFinalized  # noqa: Y015
+
+@_typing.final
+class RoundStarted(_message.Message):
+    """RoundStarted: the workers of a round have started, as far as its participants reported it. Written before the first
+    failure of the round, at most once.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROUND_FIELD_NUMBER: _builtins.int
+    GROUP_WORLD_SIZE_FIELD_NUMBER: _builtins.int
+    REPORTED_NODES_FIELD_NUMBER: _builtins.int
+    SLOWEST_FIELD_NUMBER: _builtins.int
+    PARTS_FIELD_NUMBER: _builtins.int
+    DURATION_FIELD_NUMBER: _builtins.int
+    AGE_FIELD_NUMBER: _builtins.int
+    round: _builtins.int
+    """The round."""
+    group_world_size: _builtins.int
+    """Number of its participants."""
+    reported_nodes: _builtins.int
+    """Number of those that reported."""
+    slowest: _builtins.str
+    """The slowest of them."""
+    @_builtins.property
+    def parts(self) -> Global___RecoveryParts:
+        """The parts of the recovery there."""
+
+    @_builtins.property
+    def duration(self) -> _duration_pb2.Duration:
+        """From the end of the former round until the last workers had started; 0: not known."""
+
+    @_builtins.property
+    def age(self) -> _duration_pb2.Duration:
+        """From that start until this record."""
+
+    def __init__(
+        self,
+        *,
+        round: _builtins.int = ...,
+        group_world_size: _builtins.int = ...,
+        reported_nodes: _builtins.int = ...,
+        slowest: _builtins.str = ...,
+        parts: Global___RecoveryParts | None = ...,
+        duration: _duration_pb2.Duration | None = ...,
+        age: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "duration", b"duration", "parts", b"parts"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "duration", b"duration", "group_world_size", b"group_world_size", "parts", b"parts", "reported_nodes", b"reported_nodes", "round", b"round", "slowest", b"slowest"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RoundStarted: _TypeAlias = RoundStarted  # noqa: Y015
+
+@_typing.final
+class RecoveryParts(_message.Message):
+    """RecoveryParts is the time that each part of a recovery took on one node."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DETECTED_FIELD_NUMBER: _builtins.int
+    TOLD_FIELD_NUMBER: _builtins.int
+    STOPPED_FIELD_NUMBER: _builtins.int
+    REFORMED_FIELD_NUMBER: _builtins.int
+    STARTED_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def detected(self) -> _duration_pb2.Duration:
+        """From the death of a worker until its agent acted on it."""
+
+    @_builtins.property
+    def told(self) -> _duration_pb2.Duration:
+        """From there until the agent received the end of the round."""
+
+    @_builtins.property
+    def stopped(self) -> _duration_pb2.Duration:
+        """Stopping the old workers."""
+
+    @_builtins.property
+    def reformed(self) -> _duration_pb2.Duration:
+        """From there until the round was FINAL."""
+
+    @_builtins.property
+    def started(self) -> _duration_pb2.Duration:
+        """Starting the new workers."""
+
+    def __init__(
+        self,
+        *,
+        detected: _duration_pb2.Duration | None = ...,
+        told: _duration_pb2.Duration | None = ...,
+        stopped: _duration_pb2.Duration | None = ...,
+        reformed: _duration_pb2.Duration | None = ...,
+        started: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["detected", b"detected", "reformed", b"reformed", "started", b"started", "stopped", b"stopped", "told", b"told"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["detected", b"detected", "reformed", b"reformed", "started", b"started", "stopped", b"stopped", "told", b"told"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RecoveryParts: _TypeAlias = RecoveryParts  # noqa: Y015
 
 @_typing.final
 class WorkerFailed(_message.Message):
@@ -1030,6 +1141,7 @@ class RunSnapshot(_message.Message):
     INCARNATION_FIELD_NUMBER: _builtins.int
     LINGERING_FIELD_NUMBER: _builtins.int
     ENDED_INCARNATIONS_FIELD_NUMBER: _builtins.int
+    START_RECORDED_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Name of the run."""
     revision: _builtins.int
@@ -1070,6 +1182,8 @@ class RunSnapshot(_message.Message):
     """See RoundEnded."""
     incarnation: _builtins.str
     """See RunCreated."""
+    start_recorded: _builtins.bool
+    """In FINAL: the start of the round is recorded; see RoundStarted."""
     @_builtins.property
     def settings(self) -> Global___RunSettings:
         """Settings."""
@@ -1187,10 +1301,11 @@ class RunSnapshot(_message.Message):
         incarnation: _builtins.str = ...,
         lingering: _abc.Iterable[Global___NodeJoined] | None = ...,
         ended_incarnations: _abc.Iterable[Global___EndedIncarnation] | None = ...,
+        start_recorded: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["breach", b"breach", "failure", b"failure", "last_round_end", b"last_round_end", "permanent_failure", b"permanent_failure", "run_end", b"run_end", "settings", b"settings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["breach", b"breach", "counted_round", b"counted_round", "departing", b"departing", "ended_incarnations", b"ended_incarnations", "evicted", b"evicted", "exit_barrier_passed", b"exit_barrier_passed", "failed_scale_ups", b"failed_scale_ups", "failed_scale_ups_of", b"failed_scale_ups_of", "failed_workers", b"failed_workers", "failure", b"failure", "fencing_token", b"fencing_token", "finishing", b"finishing", "forgotten", b"forgotten", "former_fencing_token", b"former_fencing_token", "former_ranks", b"former_ranks", "former_size", b"former_size", "group_world_size", b"group_world_size", "incarnation", b"incarnation", "last_round_end", b"last_round_end", "lingering", b"lingering", "master_address", b"master_address", "master_port", b"master_port", "newcomers", b"newcomers", "nodes", b"nodes", "permanent_failure", b"permanent_failure", "phase", b"phase", "quick_restarts", b"quick_restarts", "restart_count", b"restart_count", "restarts", b"restarts", "revision", b"revision", "round", b"round", "run_end", b"run_end", "run_id", b"run_id", "seats", b"seats", "settings", b"settings", "succeeded", b"succeeded", "unconfirmed", b"unconfirmed", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["breach", b"breach", "counted_round", b"counted_round", "departing", b"departing", "ended_incarnations", b"ended_incarnations", "evicted", b"evicted", "exit_barrier_passed", b"exit_barrier_passed", "failed_scale_ups", b"failed_scale_ups", "failed_scale_ups_of", b"failed_scale_ups_of", "failed_workers", b"failed_workers", "failure", b"failure", "fencing_token", b"fencing_token", "finishing", b"finishing", "forgotten", b"forgotten", "former_fencing_token", b"former_fencing_token", "former_ranks", b"former_ranks", "former_size", b"former_size", "group_world_size", b"group_world_size", "incarnation", b"incarnation", "last_round_end", b"last_round_end", "lingering", b"lingering", "master_address", b"master_address", "master_port", b"master_port", "newcomers", b"newcomers", "nodes", b"nodes", "permanent_failure", b"permanent_failure", "phase", b"phase", "quick_restarts", b"quick_restarts", "restart_count", b"restart_count", "restarts", b"restarts", "revision", b"revision", "round", b"round", "run_end", b"run_end", "run_id", b"run_id", "seats", b"seats", "settings", b"settings", "start_recorded", b"start_recorded", "succeeded", b"succeeded", "unconfirmed", b"unconfirmed", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sized
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from google.protobuf.timestamp_pb2 import Timestamp
@@ -12,7 +12,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from rallypoint.rendezvous.core import facts
 from rallypoint.rendezvous.core.facts import explain_eviction, explain_loss, explain_window
 from rallypoint.rendezvous.core.failures import hold
-from rallypoint.rendezvous.core.state import RoundEndCause, RunSettings
+from rallypoint.rendezvous.core.state import RoundEndCause, RunSettings, explain_parts
 from rallypoint.rendezvous.journal.codec import DecodedRecord
 from rallypoint.rendezvous.runs.run import api_messages
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
@@ -41,6 +41,14 @@ def event_of(record: DecodedRecord, settings: RunSettings) -> pb.Event:
         case facts.RoundFrozen():
             event.group_world_size = len(fact.seats)
             event.world_size = _workers(fact)
+        case facts.RoundStarted():
+            event.group_world_size = fact.group_world_size
+            event.round_start.reported_nodes = fact.reported_nodes
+            event.round_start.slowest_node_id = fact.slowest
+            event.round_start.parts.CopyFrom(api_messages.to_message(fact.parts))
+            set_seconds(event.round_start.age, fact.age)
+            if fact.duration:
+                set_seconds(event.round_start.duration, fact.duration)
         case facts.WorkerFailed():
             event.failure.CopyFrom(api_messages.to_message(fact.failure))
             event.earliest = fact.earliest
@@ -90,6 +98,17 @@ def _round_frozen(fact: facts.RoundFrozen, settings: RunSettings) -> str:
     return f"round {fact.round} frozen: {nodes}, {workers}"
 
 
+def _round_started(fact: facts.RoundStarted, settings: RunSettings) -> str:
+    nodes = _counted(fact.group_world_size, "node")
+    if fact.reported_nodes < fact.group_world_size:
+        nodes = f"{fact.reported_nodes} of {nodes}"
+    after = f" {fact.duration:.2f} s after the end of the round before" if fact.duration else ""
+    ago = f", {fact.age:.3g} s ago" if fact.age >= _LEAST_SHOWN_AGE else ""
+    parts = explain_parts({part: seconds for part, seconds in asdict(fact.parts).items() if seconds})
+    slowest = f"; slowest: node {fact.slowest} ({parts})" if parts else ""
+    return f"round {fact.round} started on {nodes}{after}{ago}{slowest}"
+
+
 def _worker_failed(fact: facts.WorkerFailed, settings: RunSettings) -> str:
     failure = fact.failure
     ago = f", {failure.age:.3g} s before it was reported" if failure.age >= _LEAST_SHOWN_AGE else ""
@@ -134,6 +153,7 @@ _SENTENCES: dict[str, Callable[[Any, RunSettings], str]] = {
     "round_frozen": _round_frozen,
     "node_confirmed": lambda fact, _: f"node {fact.node_id} confirmed round {fact.round}",
     "round_finalized": lambda fact, _: f"round {fact.round} final: all nodes confirmed, workers start",
+    "round_started": _round_started,
     "worker_failed": _worker_failed,
     "node_succeeded": lambda fact, _: f"all workers of node {fact.node_id} succeeded in round {fact.round}",
     "exit_barrier_passed": lambda fact, settings: (

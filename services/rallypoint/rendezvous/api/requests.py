@@ -11,8 +11,11 @@ from heapq import nsmallest
 from itertools import chain, islice
 from typing import Any
 
+from google.protobuf.duration_pb2 import Duration
+
 from rallypoint.rendezvous.api.events import check_entries
 from rallypoint.rendezvous.core import commands
+from rallypoint.rendezvous.core.starts import StartReport
 from rallypoint.rendezvous.core.state import (
     LONGEST,
     LONGEST_LEASE,
@@ -20,6 +23,7 @@ from rallypoint.rendezvous.core.state import (
     MOST_WORKERS_PER_NODE,
     FailureKind,
     Node,
+    RecoveryParts,
     ReportedFailure,
     RunSettings,
     RunState,
@@ -173,13 +177,34 @@ def worker_failure(message: pb.WorkerFailure, node_id: str) -> ReportedFailure:
     kept.message = one_line(message.message, SENTENCE_BYTES)
     kept.log_file = one_line(message.log_file, PATH_BYTES)
     kept.core_file = one_line(message.core_file, PATH_BYTES)
-    set_seconds(kept.age, min(max(0.0, to_seconds(message.age)), LONGEST))
+    set_seconds(kept.age, _age(message.age))
     if message.kind not in {int(kind) for kind in FailureKind}:
         kept.ClearField("kind")  # of a newer agent
     if not (0 <= message.time.seconds < _LATEST and 0 <= message.time.nanos < 10**9):
         kept.ClearField("time")
     kept.traceback = clip_start(message.traceback, TRACEBACK_BYTES)
     return api_messages.from_message(kept, ReportedFailure)
+
+
+def start_report(message: pb.ReportStart) -> StartReport:
+    """Return a report about the start of a round after checks. Its age grows for as long as the round runs, and is cut.
+
+    Raises:
+        ServiceError: INVALID_ARGUMENT, naming the field.
+    """
+    with EveryField() as check:
+        check(count, "started.round", message.round, 1)
+        parts = {
+            part.name: check(
+                seconds, f"started.parts.{part.name}", getattr(message.parts, part.name), LONGEST
+            )
+            for part in fields(RecoveryParts)
+        }
+    return StartReport(message.round, RecoveryParts(**parts), _age(message.age))  # type: ignore[arg-type]
+
+
+def _age(sent: Duration) -> float:
+    return min(max(0.0, to_seconds(sent)), LONGEST)
 
 
 # ---- Runs, and the nodes of a run, a page at a time: so that no response is too large or delays others for long.

@@ -15,6 +15,7 @@ from rallypoint.rendezvous.api.requests import (
     NodesPage,
     RunsPage,
     join_command,
+    start_report,
     worker_failure,
 )
 from rallypoint.rendezvous.base.cooperative import LatestValue
@@ -374,6 +375,8 @@ async def _listen(
     try:
         async for request in requests:
             engine.renew(member, _watchdog_trouble(request))
+            if request.HasField("started"):
+                engine.note_start(member, start_report(request.started))
             command = _command(request, member)
             if command is not None:
                 # A node that stays gets the end of the run as an update.
@@ -395,7 +398,7 @@ def _watchdog_trouble(request: pb.JoinRequest) -> str | None:
 def _command(request: pb.JoinRequest, member: Member) -> commands.Command | None:
     node_id, lease = member.node_id, member.lease.number
     match request.WhichOneof("message"):
-        case "heartbeat" | None:
+        case "heartbeat" | "started" | None:
             return None  # None: a message of a newer agent, for a feature that this version does not have
         case "confirm":
             count("confirm.master_port", request.confirm.master_port, 0, _MOST_PORT)

@@ -7,7 +7,7 @@ import math
 from dataclasses import fields, replace
 from functools import singledispatch
 
-from rallypoint.rendezvous.core import facts, failures, newcomers
+from rallypoint.rendezvous.core import facts, failures, newcomers, starts
 from rallypoint.rendezvous.core.facts import explain_eviction, explain_failure, explain_loss
 from rallypoint.rendezvous.core.state import (
     EndedIncarnation,
@@ -125,7 +125,7 @@ def restart_leases(state: RunState, now: float, least: float = LEAST_TERM_AFTER_
     on could be older only by the time that the server was away.
     """
     state.lease_queue = []
-    state.final_at = state.first_failed_at = -math.inf
+    state.final_at = state.first_failed_at = state.former_ended_at = -math.inf
     state.failure_reported_at = now + state.forgiven
     state.disconnected = set(state.holders)
     term = max(state.settings.time_to_live, least)
@@ -376,6 +376,11 @@ def _round_finalized(fact: facts.RoundFinalized, state: RunState, now: float) ->
 
 
 @_apply.register
+def _round_started(fact: facts.RoundStarted, state: RunState, now: float) -> None:
+    starts.forget(state, recorded=True)
+
+
+@_apply.register
 def _worker_failed(fact: facts.WorkerFailed, state: RunState, now: float) -> None:
     failure = fact.failure
     state.failed_workers.add(failures.failed_worker(state, failure.node_id, failure))
@@ -457,6 +462,8 @@ def _keep_former(fact: facts.RoundEnded, state: RunState, now: float) -> None:
     failed = newcomers.note_end(state, fact.end, fact.failed_scale_ups, fact.newcomers_passed, now)
     size = (failed and proven) or len(state.seats)
     ran = state.phase is Phase.FINAL
+    if ran:
+        state.former_ended_at = now + state.forgiven
     # A round that never ran adds no node to those waited for; a last call has already waited for missing ones.
     state.former_size = size if ran else min(state.former_size, size)
     if ran or state.former_size == 0:
@@ -485,6 +492,7 @@ def _clear_round(state: RunState) -> None:
     state.exit_barrier_deadline = state.settle_deadline = None
     state.breach = None
     state.silent = set()
+    starts.forget(state, recorded=False)
 
 
 def _keep_last_call(state: RunState, now: float) -> None:

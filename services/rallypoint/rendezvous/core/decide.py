@@ -6,7 +6,7 @@ from dataclasses import fields
 from functools import singledispatch
 from itertools import islice
 
-from rallypoint.rendezvous.core import commands, facts, failures, newcomers
+from rallypoint.rendezvous.core import commands, facts, failures, newcomers, starts
 from rallypoint.rendezvous.core.apply import apply, end_lingering, leave_closed, prune, spared_until
 from rallypoint.rendezvous.core.commands import (
     LeaseLost,
@@ -56,8 +56,18 @@ def decide(state: RunState, command: commands.Command, now: float) -> list[facts
     if state.phase is Phase.CLOSED:
         return _decide_closed(state, command)
     if isinstance(command, commands.ReportFailure):
-        return _report_failure(command, state, now)
-    return _decide(command, state)
+        decided = _report_failure(command, state, now)
+    else:
+        decided = _decide(command, state)
+    if decided and isinstance(decided[0], facts.WorkerFailed | facts.RunClosed):
+        return _with_start(state, decided, now)
+    return decided
+
+
+def _with_start(state: RunState, decided: list[facts.Fact], now: float) -> list[facts.Fact]:
+    """Return facts that end the round, or fail it, after the one about its start if that is not recorded yet."""
+    start = starts.to_record(state, now, over=True)
+    return decided if start is None else [start, *decided]
 
 
 def _decide_closed(state: RunState, command: commands.Command) -> list[facts.Fact]:
@@ -372,6 +382,12 @@ def _in_frozen(state: RunState, now: float) -> facts.Fact | None:
 
 
 def _in_final(state: RunState, now: float) -> facts.Fact | None:
+    fact = _next_in_final(state, now)
+    over = isinstance(fact, facts.RoundEnded | facts.RunClosed)
+    return starts.to_record(state, now, over=over) or fact
+
+
+def _next_in_final(state: RunState, now: float) -> facts.Fact | None:
     if state.breach is not None:
         return _end_of_breached_round(state, state.breach, now)
     if len(state.succeeded) == len(state.seats):

@@ -6,7 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from rallypoint.rendezvous.core.state import LossReason, ReportedFailure, RoundEnd, RunEnd, RunSettings, Seat
+from rallypoint.rendezvous.core.state import (
+    LossReason,
+    RecoveryParts,
+    ReportedFailure,
+    RoundEnd,
+    RunEnd,
+    RunSettings,
+    Seat,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +114,22 @@ class RoundFinalized:
 
 
 @dataclass(frozen=True, slots=True)
+class RoundStarted:
+    """Workers of a round have started; see `starts`. Times in seconds.
+
+    `duration`: since the end of the former round, 0: not known; `age`: since the last workers had started.
+    """
+
+    round: int
+    group_world_size: int
+    reported_nodes: int
+    slowest: str
+    parts: RecoveryParts
+    duration: float = 0.0
+    age: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerFailed:
     """A worker failed; `earliest`: before all known failures of its round."""
 
@@ -166,6 +190,7 @@ Fact: TypeAlias = (
     | RoundFrozen
     | NodeConfirmed
     | RoundFinalized
+    | RoundStarted
     | WorkerFailed
     | NodeSucceeded
     | ExitBarrierPassed

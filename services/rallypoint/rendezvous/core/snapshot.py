@@ -95,6 +95,7 @@ class RunSnapshot:
     incarnation: str = ""
     lingering: tuple[NodeJoined, ...] = ()
     ended_incarnations: tuple[EndedIncarnation, ...] = ()
+    start_recorded: bool = False
 
 
 _TYPES = {each.name: each.type for each in fields(RunState)}

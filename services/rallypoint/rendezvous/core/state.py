@@ -191,6 +191,30 @@ class ReportedFailure:
 
 
 @dataclass(frozen=True, slots=True)
+class RecoveryParts:
+    """Seconds of each part of a recovery on one node, by its clock; see the protocol's message."""
+
+    detected: float = 0.0
+    told: float = 0.0
+    stopped: float = 0.0
+    reformed: float = 0.0
+    started: float = 0.0
+
+    @property
+    def own(self) -> float:
+        """Seconds in which the node did not wait for the run."""
+        return self.detected + self.stopped + self.started
+
+
+_PARTS = {"reformed": "re-formed"}
+
+
+def explain_parts(parts: Mapping[str, float]) -> str:
+    """Return the seconds of the parts of a recovery, by name, as one text."""
+    return ", ".join(f"{_PARTS.get(part, part)} {seconds:.2f}" for part, seconds in parts.items())
+
+
+@dataclass(frozen=True, slots=True)
 class FailedWorker:
     """A worker with a known failure."""
 
@@ -385,6 +409,15 @@ class RunState:
     # The end of the settle window (None: no longer waiting for reports of others), and of the restart back-off.
     settle_deadline: float | None = None
     hold_until: float | None = None
+
+    # True if the start of the FINAL round is recorded. Until then, volatile, from the reports of its participants: the
+    # nodes that reported, the slowest with its parts, and when the last workers had started, by the clock that forgives
+    # no pauses. By that clock too: when the former round that ran ended; -inf: unknown to this server.
+    start_recorded: bool = False
+    started: set[str] = field(default_factory=set, compare=False)
+    slowest: tuple[str, RecoveryParts] | None = field(default=None, compare=False)
+    last_start_at: float = field(default=-math.inf, compare=False)
+    former_ended_at: float = field(default=-math.inf, compare=False)
     # Volatile: seconds by which the clock of leases and deadlines is behind one that forgives no pauses. The latter
     # measures the ages of failures.
     forgiven: float = field(default=0.0, compare=False)

@@ -20,6 +20,7 @@ _messages = MessageCodec(
         state.ReportedFailure: journal_pb2.WorkerFailure,
         state.RoundEnd: journal_pb2.RoundEnd,
         state.RunEnd: journal_pb2.RunEnd,
+        state.RecoveryParts: journal_pb2.RecoveryParts,
         state.Seat: journal_pb2.Seat,
         state.EndedIncarnation: journal_pb2.EndedIncarnation,
         state.FailedWorker: journal_pb2.FailedWorker,
@@ -37,6 +38,9 @@ _FACTS: dict[str, type[facts.Fact]] = {
     if field.message_type is not None
 }
 _FIELDS = {fact: name for name, fact in _FACTS.items()}
+# A part of another record; see RoundFinalized in journal.proto.
+_ROUND_STARTED = "round_started"
+_FACTS[_ROUND_STARTED] = facts.RoundStarted
 _actor = functools.lru_cache(maxsize=1_024)(_messages.to_message)
 _OLDER_ACTORS = {kind.name.lower(): kind for kind in ActorKind}
 
@@ -45,7 +49,11 @@ def encode_record(run_id: str, revision: int, fact: facts.Fact, wall_time: float
     """Return a fact as a journal record; `wall_time`, in unix seconds, and `actor` are for people only."""
     record = journal_pb2.JournalRecord(run_id=run_id, revision=revision, by=_actor(actor))
     set_seconds(record.time, wall_time)
-    getattr(record, _FIELDS[type(fact)]).CopyFrom(_messages.to_message(fact))
+    if isinstance(fact, facts.RoundStarted):
+        record.round_finalized.round = fact.round
+        record.round_finalized.started.CopyFrom(_messages.to_message(fact))
+    else:
+        getattr(record, _FIELDS[type(fact)]).CopyFrom(_messages.to_message(fact))
     return record.SerializeToString()
 
 
@@ -75,7 +83,7 @@ class DecodedRecord:
         fact_name: Name of its fact in the record, as "node_joined"; "": the fact is of a newer version.
     """
 
-    __slots__ = ("_message", "fact_name", "revision", "run_id", "time")
+    __slots__ = ("_fact", "_message", "fact_name", "revision", "run_id", "time")
 
     def __init__(self, content: bytes) -> None:
         """Decode the content of a `Record`.
@@ -86,7 +94,10 @@ class DecodedRecord:
         self._message = message = journal_pb2.JournalRecord.FromString(content)
         self.run_id, self.revision = message.run_id, message.revision
         self.time: Timestamp = message.time
-        self.fact_name = message.WhichOneof("fact") or ""
+        self.fact_name: str = message.WhichOneof("fact") or ""
+        self._fact: Any = getattr(message, self.fact_name) if self.fact_name else None
+        if self.fact_name == "round_finalized" and message.round_finalized.HasField("started"):
+            self.fact_name, self._fact = _ROUND_STARTED, message.round_finalized.started
 
     def fact(self) -> facts.Fact:
         """Return the fact.
@@ -96,11 +107,11 @@ class DecodedRecord:
         """
         if not self.fact_name:
             raise NewerVersion(f"record {self.revision} of run {self.run_id!r} has a fact of a newer version")
-        return _messages.from_message(getattr(self._message, self.fact_name), _FACTS[self.fact_name])
+        return _messages.from_message(self._fact, _FACTS[self.fact_name])
 
     def subject(self) -> tuple[str, int]:
         """Return the node and the round that the fact concerns; "" and 0: no single one. Decodes no fact."""
-        fact: Any = getattr(self._message, self.fact_name)
+        fact = self._fact
         match self.fact_name:
             case "worker_failed":
                 fact = fact.failure

@@ -13,9 +13,10 @@ from rallypoint.rendezvous.base.cooperative import LatestValue
 from rallypoint.rendezvous.base.entries import WriteAdmission
 from rallypoint.rendezvous.base.errors import NotOwner
 from rallypoint.rendezvous.base.limits import LimitReached
-from rallypoint.rendezvous.core import apply, commands, facts
+from rallypoint.rendezvous.core import apply, commands, facts, starts
 from rallypoint.rendezvous.core.commands import SERVICE, Actor, ActorKind, RevisionAhead
 from rallypoint.rendezvous.core.decide import check_lease, check_revision, end_of
+from rallypoint.rendezvous.core.starts import StartReport
 from rallypoint.rendezvous.core.state import Phase, RunSettings, RunState
 from rallypoint.rendezvous.runs.history import History
 from rallypoint.rendezvous.runs.run import (
@@ -167,6 +168,17 @@ class RendezvousEngine(DurableRuns, WriteAdmission):
             self._renew(run, member.node_id)
             if watchdog_trouble is not None and member.node_id in run.state.nodes:
                 run.state.nodes[member.node_id].watchdog_trouble = watchdog_trouble
+
+    def note_start(self, member: Member, report: StartReport) -> None:
+        """Note that the workers of a member have started in a round; see `starts`."""
+        run = self._runs.get(member.run_id)
+        if run is None or run.members.get(member.node_id) is not member:
+            return
+        now = self._now_in(run)
+        if run.holds_lease(member.node_id, member.lease.number) and starts.note(
+            run.state, member.node_id, report, now
+        ):
+            self._settle_at(run, now)
 
     def _renew(self, run: HostedRun, node_id: str) -> None:
         now = self._now_in(run)

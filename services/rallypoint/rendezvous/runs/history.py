@@ -228,6 +228,12 @@ def _(fact: facts.RoundFinalized) -> tuple[str, dict[str, Any]]:
 
 
 @_describe.register
+def _(fact: facts.RoundStarted) -> tuple[str, dict[str, Any]]:
+    fields = {"round": fact.round, "nodes": fact.group_world_size, "reported": fact.reported_nodes}
+    return "round started", fields | {"seconds": round(fact.duration, 3), "slowest": fact.slowest}
+
+
+@_describe.register
 def _(fact: facts.WorkerFailed) -> tuple[str, dict[str, Any]]:
     failure = fact.failure
     return "worker failed", {

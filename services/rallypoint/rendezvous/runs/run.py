@@ -22,6 +22,7 @@ from rallypoint.rendezvous.core.state import (
     LossReason,
     Node,
     Phase,
+    RecoveryParts,
     ReportedFailure,
     RoundEnd,
     RunEnd,
@@ -88,6 +89,7 @@ api_messages = MessageCodec(
     {
         RunSettings: pb.RunSettings,
         ReportedFailure: pb.WorkerFailure,
+        RecoveryParts: pb.RecoveryParts,
         RoundEnd: pb.RoundEnd,
         RunEnd: pb.RunEnd,
         Actor: pb.Actor,
@@ -116,6 +118,8 @@ def node_update(state: RunState, node_id: str) -> pb.NodeUpdate:
         update.exit_barrier_passed = True
     if state.settling:
         update.settling = True
+    if state.start_recorded:
+        update.start_recorded = True
     _fill_ends(update, state)
     _fill_hold(update, state)
     return update

@@ -541,6 +541,10 @@ class _EventKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_EventKind.V
     """A round ended."""
     EVENT_KIND_RUN_CLOSED: _EventKind.ValueType  # 16
     """The run ended."""
+    EVENT_KIND_ROUND_STARTED: _EventKind.ValueType  # 17
+    """The workers of all participants of a round have started; or the round ends, and those of some had. At most once for
+    each round; never, if no node reported its start before the first failure of the round.
+    """
 
 class EventKind(_EventKind, metaclass=_EventKindEnumTypeWrapper):
     """EventKind is the kind of an event."""
@@ -579,6 +583,10 @@ EVENT_KIND_ROUND_ENDED: EventKind.ValueType  # 15
 """A round ended."""
 EVENT_KIND_RUN_CLOSED: EventKind.ValueType  # 16
 """The run ended."""
+EVENT_KIND_ROUND_STARTED: EventKind.ValueType  # 17
+"""The workers of all participants of a round have started; or the round ends, and those of some had. At most once for
+each round; never, if no node reported its start before the first failure of the round.
+"""
 Global___EventKind: _TypeAlias = EventKind  # noqa: Y015
 
 class _ActorKind:
@@ -741,6 +749,7 @@ class JoinRequest(_message.Message):
     SUCCEEDED_FIELD_NUMBER: _builtins.int
     LEAVE_FIELD_NUMBER: _builtins.int
     DEPART_FIELD_NUMBER: _builtins.int
+    STARTED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def join(self) -> Global___JoinRun:
         """First message of a newcomer."""
@@ -773,6 +782,10 @@ class JoinRequest(_message.Message):
     def depart(self) -> Global___DepartRun:
         """The node is about to leave, in good order."""
 
+    @_builtins.property
+    def started(self) -> Global___ReportStart:
+        """All workers of the node in a round have started."""
+
     def __init__(
         self,
         *,
@@ -784,12 +797,13 @@ class JoinRequest(_message.Message):
         succeeded: Global___ReportSuccess | None = ...,
         leave: Global___LeaveRun | None = ...,
         depart: Global___DepartRun | None = ...,
+        started: Global___ReportStart | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["confirm", b"confirm", "depart", b"depart", "heartbeat", b"heartbeat", "join", b"join", "leave", b"leave", "message", b"message", "resume", b"resume", "succeeded", b"succeeded", "worker_failed", b"worker_failed"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["confirm", b"confirm", "depart", b"depart", "heartbeat", b"heartbeat", "join", b"join", "leave", b"leave", "message", b"message", "resume", b"resume", "started", b"started", "succeeded", b"succeeded", "worker_failed", b"worker_failed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["confirm", b"confirm", "depart", b"depart", "heartbeat", b"heartbeat", "join", b"join", "leave", b"leave", "message", b"message", "resume", b"resume", "succeeded", b"succeeded", "worker_failed", b"worker_failed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["confirm", b"confirm", "depart", b"depart", "heartbeat", b"heartbeat", "join", b"join", "leave", b"leave", "message", b"message", "resume", b"resume", "started", b"started", "succeeded", b"succeeded", "worker_failed", b"worker_failed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["join", "resume", "heartbeat", "confirm", "worker_failed", "succeeded", "leave", "depart"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["join", "resume", "heartbeat", "confirm", "worker_failed", "succeeded", "leave", "depart", "started"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -1070,6 +1084,95 @@ class WorkerFailure(_message.Message):
 Global___WorkerFailure: _TypeAlias = WorkerFailure  # noqa: Y015
 
 @_typing.final
+class ReportStart(_message.Message):
+    """ReportStart reports that all workers of the node in a round have started, and the time that each part of the recovery
+    took there. The server sums up the reports of a round in one event, ROUND_STARTED. The message is optional: a node that
+    never sends it takes part as any other. Only the first one for a round counts, from a participant, while that is FINAL.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROUND_FIELD_NUMBER: _builtins.int
+    PARTS_FIELD_NUMBER: _builtins.int
+    AGE_FIELD_NUMBER: _builtins.int
+    round: _builtins.int
+    """The round; at least 1."""
+    @_builtins.property
+    def parts(self) -> Global___RecoveryParts:
+        """The parts of the recovery on this node."""
+
+    @_builtins.property
+    def age(self) -> _duration_pb2.Duration:
+        """Time from the start of the last worker until this message was sent, by the host's monotonic clock. It has grown when the
+        report is repeated. An age from before the start of the round counts as the start; a negative one counts as 0.
+        """
+
+    def __init__(
+        self,
+        *,
+        round: _builtins.int = ...,
+        parts: Global___RecoveryParts | None = ...,
+        age: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "parts", b"parts"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "parts", b"parts", "round", b"round"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReportStart: _TypeAlias = ReportStart  # noqa: Y015
+
+@_typing.final
+class RecoveryParts(_message.Message):
+    """RecoveryParts is the time that each part of a recovery took on one node, by the monotonic clock of its host. At most 25
+    days each; absent: 0. A part that runs several times, because a round ended before its workers started, counts as the sum.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DETECTED_FIELD_NUMBER: _builtins.int
+    TOLD_FIELD_NUMBER: _builtins.int
+    STOPPED_FIELD_NUMBER: _builtins.int
+    REFORMED_FIELD_NUMBER: _builtins.int
+    STARTED_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def detected(self) -> _duration_pb2.Duration:
+        """From the death of a worker of this node until its agent acted on it."""
+
+    @_builtins.property
+    def told(self) -> _duration_pb2.Duration:
+        """From there until the agent received the end of the round; workers are stopped meanwhile."""
+
+    @_builtins.property
+    def stopped(self) -> _duration_pb2.Duration:
+        """Stopping the workers of the former round: its last process is gone."""
+
+    @_builtins.property
+    def reformed(self) -> _duration_pb2.Duration:
+        """From there until the round was FINAL: other nodes stop their workers, join, or are missing; back-off; health checks."""
+
+    @_builtins.property
+    def started(self) -> _duration_pb2.Duration:
+        """Starting the workers of the round: all programs run."""
+
+    def __init__(
+        self,
+        *,
+        detected: _duration_pb2.Duration | None = ...,
+        told: _duration_pb2.Duration | None = ...,
+        stopped: _duration_pb2.Duration | None = ...,
+        reformed: _duration_pb2.Duration | None = ...,
+        started: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["detected", b"detected", "reformed", b"reformed", "started", b"started", "stopped", b"stopped", "told", b"told"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["detected", b"detected", "reformed", b"reformed", "started", b"started", "stopped", b"stopped", "told", b"told"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RecoveryParts: _TypeAlias = RecoveryParts  # noqa: Y015
+
+@_typing.final
 class ReportSuccess(_message.Message):
     """ReportSuccess reports that all workers of the node ended with exit code 0. The run is closed when all participants
     have reported it; until then the node waits, and starts its workers again if a round re-forms. After the run's exit
@@ -1312,6 +1415,7 @@ class NodeUpdate(_message.Message):
     EXIT_BARRIER_PASSED_FIELD_NUMBER: _builtins.int
     HELD_BACK_FIELD_NUMBER: _builtins.int
     SETTLING_FIELD_NUMBER: _builtins.int
+    START_RECORDED_FIELD_NUMBER: _builtins.int
     revision: _builtins.int
     """Revision of the run."""
     phase: Global___Phase.ValueType
@@ -1326,6 +1430,8 @@ class NodeUpdate(_message.Message):
     it; and with the failure of a worker that has raised but not ended yet. The wait takes half a second; longer, but
     no longer than a lease, while the stream of a participant is broken or a participant does not reply.
     """
+    start_recorded: _builtins.bool
+    """In FINAL: the event ROUND_STARTED of the round is recorded. The node does not repeat its ReportStart."""
     @_builtins.property
     def assignment(self) -> Global___Assignment:
         """The node's ranks in the round, in FROZEN and FINAL, if it is a participant."""
@@ -1356,10 +1462,11 @@ class NodeUpdate(_message.Message):
         exit_barrier_passed: _builtins.bool = ...,
         held_back: _duration_pb2.Duration | None = ...,
         settling: _builtins.bool = ...,
+        start_recorded: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_restart_count", b"_restart_count", "assignment", b"assignment", "held_back", b"held_back", "last_round_end", b"last_round_end", "restart_count", b"restart_count", "run_end", b"run_end"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_restart_count", b"_restart_count", "assignment", b"assignment", "exit_barrier_passed", b"exit_barrier_passed", "held_back", b"held_back", "last_round_end", b"last_round_end", "phase", b"phase", "restart_count", b"restart_count", "revision", b"revision", "run_end", b"run_end", "settling", b"settling"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_restart_count", b"_restart_count", "assignment", b"assignment", "exit_barrier_passed", b"exit_barrier_passed", "held_back", b"held_back", "last_round_end", b"last_round_end", "phase", b"phase", "restart_count", b"restart_count", "revision", b"revision", "run_end", b"run_end", "settling", b"settling", "start_recorded", b"start_recorded"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__restart_count: _TypeAlias = _typing.Literal["restart_count"]  # noqa: Y015
     _WhichOneofArgType__restart_count: _TypeAlias = _typing.Literal["_restart_count", b"_restart_count"]  # noqa: Y015
@@ -2311,6 +2418,7 @@ class Event(_message.Message):
     COUNTED_RESTARTS_FIELD_NUMBER: _builtins.int
     HELD_BACK_FIELD_NUMBER: _builtins.int
     ACTOR_FIELD_NUMBER: _builtins.int
+    ROUND_START_FIELD_NUMBER: _builtins.int
     revision: _builtins.int
     """Number of the event in its run; grows by one from each to the next."""
     kind: Global___EventKind.ValueType
@@ -2324,7 +2432,7 @@ class Event(_message.Message):
     detail: _builtins.str
     """The event and its reason, for people: one sentence."""
     group_world_size: _builtins.int
-    """Number of nodes of the round, in ROUND_FROZEN."""
+    """Number of nodes of the round, in ROUND_FROZEN and ROUND_STARTED."""
     world_size: _builtins.int
     """Number of workers of the round, in ROUND_FROZEN."""
     earliest: _builtins.bool
@@ -2355,6 +2463,10 @@ class Event(_message.Message):
     def actor(self) -> Global___Actor:
         """The cause."""
 
+    @_builtins.property
+    def round_start(self) -> Global___RoundStart:
+        """The start of the round, in ROUND_STARTED."""
+
     def __init__(
         self,
         *,
@@ -2373,16 +2485,63 @@ class Event(_message.Message):
         counted_restarts: _builtins.int | None = ...,
         held_back: _duration_pb2.Duration | None = ...,
         actor: Global___Actor | None = ...,
+        round_start: Global___RoundStart | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_counted_restarts", b"_counted_restarts", "actor", b"actor", "counted_restarts", b"counted_restarts", "failure", b"failure", "held_back", b"held_back", "round_end", b"round_end", "run_end", b"run_end", "time", b"time"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_counted_restarts", b"_counted_restarts", "actor", b"actor", "counted_restarts", b"counted_restarts", "failure", b"failure", "held_back", b"held_back", "round_end", b"round_end", "round_start", b"round_start", "run_end", b"run_end", "time", b"time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_counted_restarts", b"_counted_restarts", "actor", b"actor", "counted_restarts", b"counted_restarts", "detail", b"detail", "earliest", b"earliest", "failure", b"failure", "group_world_size", b"group_world_size", "held_back", b"held_back", "kind", b"kind", "node_id", b"node_id", "revision", b"revision", "round", b"round", "round_end", b"round_end", "run_end", b"run_end", "time", b"time", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_counted_restarts", b"_counted_restarts", "actor", b"actor", "counted_restarts", b"counted_restarts", "detail", b"detail", "earliest", b"earliest", "failure", b"failure", "group_world_size", b"group_world_size", "held_back", b"held_back", "kind", b"kind", "node_id", b"node_id", "revision", b"revision", "round", b"round", "round_end", b"round_end", "round_start", b"round_start", "run_end", b"run_end", "time", b"time", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__counted_restarts: _TypeAlias = _typing.Literal["counted_restarts"]  # noqa: Y015
     _WhichOneofArgType__counted_restarts: _TypeAlias = _typing.Literal["_counted_restarts", b"_counted_restarts"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__counted_restarts) -> _WhichOneofReturnType__counted_restarts | None: ...
 
 Global___Event: _TypeAlias = Event  # noqa: Y015
+
+@_typing.final
+class RoundStart(_message.Message):
+    """RoundStart sums up the reports about the start of a round."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REPORTED_NODES_FIELD_NUMBER: _builtins.int
+    DURATION_FIELD_NUMBER: _builtins.int
+    PARTS_FIELD_NUMBER: _builtins.int
+    SLOWEST_NODE_ID_FIELD_NUMBER: _builtins.int
+    AGE_FIELD_NUMBER: _builtins.int
+    reported_nodes: _builtins.int
+    """Number of participants that reported their start; group_world_size of the event is the number of participants."""
+    slowest_node_id: _builtins.str
+    """The slowest node: there `detected`, `stopped` and `started` together took longest. In the other parts it waited."""
+    @_builtins.property
+    def duration(self) -> _duration_pb2.Duration:
+        """Time from the end of the former round until the workers of the last of them had started. Absent: not known, since there
+        was no round before, or the service was restarted, or the run moved to another replica, between the two.
+        """
+
+    @_builtins.property
+    def parts(self) -> Global___RecoveryParts:
+        """The parts of the recovery on the slowest node."""
+
+    @_builtins.property
+    def age(self) -> _duration_pb2.Duration:
+        """Time from the start of the last workers until this event; short, unless a participant did not report."""
+
+    def __init__(
+        self,
+        *,
+        reported_nodes: _builtins.int = ...,
+        duration: _duration_pb2.Duration | None = ...,
+        parts: Global___RecoveryParts | None = ...,
+        slowest_node_id: _builtins.str = ...,
+        age: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "duration", b"duration", "parts", b"parts"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "duration", b"duration", "parts", b"parts", "reported_nodes", b"reported_nodes", "slowest_node_id", b"slowest_node_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RoundStart: _TypeAlias = RoundStart  # noqa: Y015
 
 @_typing.final
 class Actor(_message.Message):
