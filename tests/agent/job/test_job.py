@@ -371,6 +371,38 @@ async def test_what_goes_wrong_unforeseen_ends_the_job(bench: Bench, as_it_ends:
     assert "internal error: ZeroDivisionError('what nobody thought of')" in result.detail
 
 
+@pytest.mark.parametrize("delayed", [False, True])
+async def test_an_exit_that_cannot_be_taken_ends_the_job(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, delayed: bool
+) -> None:
+    """The spawner's client only logs what its callback raises; the job would wait on for a result of its workers."""
+
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError("what nobody thought of")
+
+    monkeypatch.setattr("rallypoint.agent.workers.group.PostMortem.describe", fail)
+    monkeypatch.setattr("rallypoint.agent.logs.output.WorkerOutput.delayed", delayed)
+    result = await bench.run(bench.job("exit 7"))
+    assert result.exit_code == FAILED
+    assert "internal error: ZeroDivisionError('what nobody thought of')" in result.detail
+
+
+async def test_the_start_of_a_round_is_in_the_events_of_its_run(bench: Bench) -> None:
+    """With how long each part took on this host: after a restart, all of them; at first, the start alone."""
+    result = await bench.run(bench.job("test -e $1/again && exit; touch $1/again; exit 7", restarts=3))
+    assert result.exit_code == SUCCEEDED
+    async with open_channel(bench.rendezvous) as channel:
+        request = pb.ListEventsRequest(run_id=RUN)
+        request.filter.kinds.append(pb.EVENT_KIND_ROUND_STARTED)
+        events = (await pb_grpc.RendezvousServiceStub(channel).ListEvents(request)).events
+    # The first workers may fail before their start is reported.
+    again = [event for event in events if event.round_start.HasField("duration")]
+    assert again
+    assert all(event.round_start.slowest_node_id == "a" for event in events)
+    assert all(event.round_start.parts.started.ToNanoseconds() for event in events)
+    assert all(event.round_start.parts.detected.ToNanoseconds() for event in again)
+
+
 @pytest.mark.parametrize("method", ["run", "_one_stream"])
 async def test_a_membership_that_breaks_ends_the_job_too(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, method: str

@@ -32,6 +32,7 @@ from rallypoint.agent.sockets.worker_sockets import WorkerSockets
 from rallypoint.agent.spawner.client import Spawner
 from rallypoint.agent.workers.group import (
     AttemptBegun,
+    GroupBroken,
     GroupSettings,
     Worker,
     WorkerGroup,
@@ -262,21 +263,14 @@ class Job:
         match event:
             case JobResult():
                 self._broken = event
-            case AttemptBegun():
-                self.base_ranks[event.number] = event.base_rank
-            case WorkersStarted(round_, parts):
-                self._membership.report_start(round_, parts)
-            case WorkersChanged():
-                self._drain.check_workers()
+            case AttemptBegun() | WorkersStarted() | WorkersChanged() | WorkersSucceeded() | GroupBroken():
+                self._take_from_group(event)
             case FirstFailure(failure):
                 _log.error("worker failed", rank=failure.rank, pid=failure.pid, reason=failure.message)
                 self._failure = failure
                 self._decide(core.GroupFailed())
             case EarlierFailure(failure):
                 self._take_earlier_failure(failure)
-            case WorkersSucceeded():
-                if not self._state.finished:  # otherwise the end of the job has left no process
-                    self._groups.sweep()
             case WatchdogChanged(trouble):
                 self._membership.report_watchdog(trouble)
                 self._history.watchdog(not trouble, trouble)
@@ -290,6 +284,22 @@ class Job:
             case _:
                 self._decide(event)
         self.changed.notify()
+
+    def _take_from_group(
+        self, event: AttemptBegun | WorkersStarted | WorkersChanged | WorkersSucceeded | GroupBroken
+    ) -> None:
+        match event:
+            case AttemptBegun():
+                self.base_ranks[event.number] = event.base_rank
+            case WorkersStarted(round_, parts):
+                self._membership.report_start(round_, parts)
+            case WorkersChanged():
+                self._drain.check_workers()
+            case WorkersSucceeded():
+                if not self._state.finished:  # otherwise the end of the job has left no process
+                    self._groups.sweep()
+            case GroupBroken(error):
+                self._break(error)
 
     def _take_earlier_failure(self, failure: WorkerFailure) -> None:
         _log.error(

@@ -24,6 +24,8 @@ class EventQueue(asyncio.Queue[QueuedEvent]):
 
     - A worker's exit is in `WorkerGroup.workers` before its WorkersChanged, which comes before the failure or success
       that it causes.
+    - A group whose workers all started has one WorkersStarted, before or after their exits. GroupBroken replaces the
+      events of an exit that could not be handled, and ends the job.
     - A group has at most one FirstFailure, before any EarlierFailure. The report of a hang is noted before its worker
       is killed, so the failure contains it; if the worker outlives SIGKILL, NodeUnhealthy follows the failure.
     - The failures of exits come before the group's GroupStopped, and so does NodeUnhealthy if processes survive the

@@ -8,7 +8,8 @@ import signal
 import socket
 import time
 from collections import defaultdict
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -83,6 +84,13 @@ class WorkersStarted:
 
 
 @dataclass(frozen=True, slots=True)
+class GroupBroken:
+    """An unexpected error while a worker's exit was handled: the result of the group may never come."""
+
+    error: BaseException
+
+
+@dataclass(frozen=True, slots=True)
 class WorkersSucceeded:
     """All workers of a group have ended with exit code 0; processes that they left behind may still run."""
 
@@ -94,6 +102,7 @@ GroupEvent: TypeAlias = (
     | FirstFailure
     | EarlierFailure
     | WorkersSucceeded
+    | GroupBroken
     | NodeUnhealthy
 )
 
@@ -418,6 +427,18 @@ class WorkerGroup:
         return self.workers.setdefault(local_rank, Worker(local_rank, rank, pid, start_time))
 
     def _exited(self, exited: WorkerExit) -> None:
+        with self._publishing_errors():
+            self._note_exit(exited)
+
+    @contextmanager
+    def _publishing_errors(self) -> Iterator[None]:
+        """End the job if the block raises: the spawner's client would only log it, and the job wait for ever."""
+        try:
+            yield
+        except Exception as error:
+            self._publish(GroupBroken(error))
+
+    def _note_exit(self, exited: WorkerExit) -> None:
         # A worker may exit before `start` has returned for the others.
         worker = self._record(exited.local_rank, exited.pid, exited.time)
         worker.exit = exited
@@ -440,11 +461,14 @@ class WorkerGroup:
 
     async def _fail_when_logged(self, exited: WorkerExit, report: HangReport | None) -> None:
         """Report a failure after the worker's last output, which shows the cause, has reached its file."""
-        await self._output.flush(exited.local_rank, _LAST_OUTPUT_TIMEOUT)
-        failure = self._post_mortem.describe(exited)
-        if not self._output.is_complete(exited.local_rank):
-            failure = replace(failure, message=f"{failure.message}; part of its output could not be written")
-        self._fail(failure, report)
+        with self._publishing_errors():
+            await self._output.flush(exited.local_rank, _LAST_OUTPUT_TIMEOUT)
+            failure = self._post_mortem.describe(exited)
+            if not self._output.is_complete(exited.local_rank):
+                failure = replace(
+                    failure, message=f"{failure.message}; part of its output could not be written"
+                )
+            self._fail(failure, report)
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
