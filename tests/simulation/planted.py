@@ -41,19 +41,18 @@ _REPLAY = {
 # that is out of date costs time and nothing else.
 _FOUND_AT: Mapping[str, Mapping[str, int]] = {
     "clusters": {
-        "forget_restarts_in_a_checkpoint": 237,
-        "keep_the_oldest_state": 106,
+        "forget_restarts_in_a_checkpoint": 151,
+        "keep_the_oldest_state": 371,
         "count_restarts_for_ever": 1471,
         "refuse_a_late_first_message": 47,
-        "give_no_time_after_a_pause": 133,
-        "put_failures_to_the_clock_of_leases": 586,
+        "give_no_time_after_a_pause": 225,
+        "put_failures_to_the_clock_of_leases": 371,
         "take_commits_for_pauses": 1650,
-        "take_writes_of_every_round": 22,
+        "take_writes_of_every_round": 72,
         "judge_writes_by_durable_rounds": 22,
-        "set_a_state_whatever_its_token": 122,
         "end_a_run_while_participants_are_silent": 182,
     },
-    "replicas": {"commit_whoever_owns_the_shard": 69, "believe_in_a_lease_for_ever": 59},
+    "replicas": {"believe_in_a_lease_for_ever": 59},
     "herds": {"give_no_time_after_a_pause": 2},
     "timers": {
         "measure_elapsed_before_connecting": 255,
