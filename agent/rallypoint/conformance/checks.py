@@ -23,10 +23,6 @@ class RuleBroken(Exception):
     """The client broke a rule: the scenario ends."""
 
 
-class NotOffered(Exception):
-    """The program does not offer something: the scenario ends without a finding."""
-
-
 class ClientFailed(Exception):
     """The client ended before it opened a stream: nothing can be checked."""
 
