@@ -294,6 +294,13 @@ _WORKERS = flags(
         help="Bind each worker to processors near its GPU.",
     ),
     flag(
+        "--store",
+        type=Text(),
+        metavar="tcp|rallypoint",
+        help="Store of torch.distributed: tcp (default) is in the worker of rank 0 and ends with its host; rallypoint is "
+        "in the rendezvous service.",
+    ),
+    flag(
         "--rlimit",
         type=_Part(),
         multiple=True,

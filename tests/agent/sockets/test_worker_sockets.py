@@ -48,11 +48,11 @@ async def test_the_sockets_are_there_as_long_as_the_job() -> None:
             pipe = ours.environment["TORCHELASTIC_TIMER_FILE"]
             pipes = [Path(pipe.replace("${local_rank}", str(local_rank))) for local_rank in range(2)]
             assert (store.is_socket(), timer.exists(), pipes[0].exists()) == (True, False, False)
-            await ours.act_under(HeldLease(7))
+            await ours.act_under(HeldLease(7), 1)
             assert timer.is_socket()
             assert stream.is_socket()
             assert [pipe.is_fifo() for pipe in pipes] == [True, True]
-            await ours.act_under(HeldLease(9))
+            await ours.act_under(HeldLease(9), 1)
             ours.clear("0@1")
         assert not store.parent.exists()
 
@@ -62,7 +62,7 @@ async def test_the_sockets_are_there_as_long_as_the_job() -> None:
 async def test_a_long_path_to_temporary_files_is_no_obstacle() -> None:
     """A socket's path has 107 bytes at most, and some clusters give every job a folder of its own."""
     async with open_channel(NOWHERE.endpoint) as channel, sockets(channel) as ours:
-        await ours.act_under(HeldLease(7))
+        await ours.act_under(HeldLease(7), 1)
         assert {len(path) <= 107 for name, path in ours.environment.items() if name.endswith("SOCKET")} == {
             True
         }

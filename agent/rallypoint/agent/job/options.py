@@ -166,6 +166,12 @@ def _text(given: _ParserInput) -> str:
     return given.text
 
 
+def _store(given: _ParserInput) -> str:
+    if given.text not in ("tcp", "rallypoint"):
+        raise ValueError(f"{given.text!r} is no store; expected tcp or rallypoint")
+    return given.text
+
+
 def _some_text(given: _ParserInput) -> str:
     if not given.text:
         raise given.error("is empty")
@@ -353,6 +359,7 @@ OPTIONS: Mapping[str, Option] = {
     "virtual-local-rank": Option("virtual_local_rank", _flag, flag=True),
     "master-addr": Option("master_address", _some_text),
     "master-port": Option("master_port", _port),
+    "store": Option("store", _store),
     "numa-binding": Option("numa_binding", _numa_binding),
     "rlimit": Option("rlimits", _resource_limits, repeatable=True),
     "health-check": Option("health_checks", _health_checks, repeatable=True),

@@ -11,6 +11,7 @@ from typing import Self
 
 from rallypoint.agent.config.job import JobConfig
 from rallypoint.agent.sockets.store import StoreSocket, StoreSocketError
+from rallypoint.agent.sockets.tcp_store import HOST, TCPStorePort
 from rallypoint.agent.sockets.timers import HostWorkers, TimerSocket
 from rallypoint.agent.sockets.watchdog import HostWatchdog
 from rallypoint.rendezvous.client import HeldLease
@@ -28,7 +29,7 @@ class WorkerSockets:
     """The sockets, which exist while the context is open.
 
     Attributes:
-        environment: The variables with the sockets' paths, for workers; `${local_rank}` is to be replaced.
+        environment: The variables with the sockets' addresses, for workers; `${local_rank}` is to be replaced.
         watchdog: State of the timer service as this host sees it.
     """
 
@@ -60,6 +61,7 @@ class WorkerSockets:
         self._timers: NodeTimers | None = None
         self._timer_socket: TimerSocket | None = None
         self._lease: HeldLease | None = None
+        self._tcp_store: TCPStorePort | None = None
 
     async def __aenter__(self) -> Self:
         """Open the sockets.
@@ -91,6 +93,15 @@ class WorkerSockets:
         store = StoreSocket(self._folder / "store", client)
         await store.start()
         stack.push_async_callback(store.stop)
+        if self._config.store == "rallypoint":
+            self._tcp_store = TCPStorePort(client)
+            stack.push_async_callback(self._tcp_store.stop)
+            port = await self._tcp_store.start()
+            self.environment |= {
+                "MASTER_ADDR": HOST,
+                "MASTER_PORT": str(port),
+                "TORCHELASTIC_USE_AGENT_STORE": "True",
+            }
 
     async def __aexit__(self, *error: object) -> None:
         await self._stack.aclose()
@@ -99,13 +110,18 @@ class WorkerSockets:
         assert self._lease is not None, "no worker runs before `act_under`"
         return Writer(self._config.node_id, self._lease.number, self._lease.token)
 
-    async def act_under(self, lease: HeldLease) -> None:
-        """Use this lease of the node for store writes and timers; it only grows within an incarnation of the run."""
+    async def act_under(self, lease: HeldLease, round_: int) -> None:
+        """Use this lease of the node for store writes and timers, and serve the workers of this round.
+
+        The lease only grows within an incarnation of the run. No worker of an earlier round is alive.
+        """
         if self._timers is None:
             self._timers = await self._open_timers(lease)
         elif lease != self._lease:
             self._timers.renew(lease.number, lease.incarnation, lease.timer_token)
         self._lease = lease
+        if self._tcp_store is not None:
+            self._tcp_store.serve(round_)
 
     def introduce(self) -> None:
         """Serve workers that have become known."""

@@ -164,7 +164,7 @@ class WorkerGroups:
 
     async def _start(self, group: WorkerGroup, lease: HeldLease) -> None:
         sockets = self.sockets
-        await sockets.act_under(lease)
+        await sockets.act_under(lease, group.assignment.round)
         await sockets.watchdog.allows_workers()
         await group.start()
         sockets.introduce()
