@@ -6,7 +6,8 @@ MASTER_PORT are those of `rallypoint run`; only the workers are torchrun's. torc
 workers" is a message to the handler, and its next call of `next_rendezvous` means that none is alive.
 
 The two exchange lines of JSON over a socket pair. (For `rallypoint.torch.backend` the companion is a client of fenced
-state instead; see `_serve_state`.) From the handler, `do` is one of:
+state instead, and for `rallypoint.torch.store` a store; see `_serve_state` and `_StoreNode`.) From the handler, `do` is
+one of:
 
     start       the first line: backend parameters of torchrun; replied to with `ready`, or `ended`
     rendezvous  no worker is alive here, form the next round; `failed`: the workers failed, it was not the round's end
@@ -47,12 +48,14 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from rallypoint.agent.addresses import MasterPort
+from rallypoint.agent.config.job import JobConfig
 from rallypoint.agent.config.settings import RunSettingError, rendezvous_conf
 from rallypoint.agent.core import core
 from rallypoint.agent.failures.failure import WorkerFailure
 from rallypoint.agent.job.rendezvous import NodeMembership
 from rallypoint.agent.job.sync import Background
-from rallypoint.agent.sockets.store import StoreSocket
+from rallypoint.agent.sockets.store import StoreSocket, StoreSocketError
+from rallypoint.agent.sockets.tcp_store import TCPStorePort
 from rallypoint.agent.sockets.worker_sockets import roomy_folder
 from rallypoint.agent.spawner.spawner import PR_SET_PDEATHSIG, prctl
 from rallypoint.launcher.backends import split_conf
@@ -81,6 +84,9 @@ _CLOSING = ("RUN_CLOSED", "NODE_EVICTED", "LEASE_LOST")
 # Seconds beyond the disconnect grace until a loss of another node is known here.
 _NOTICE = 1.0
 _SUCCEEDED = "its workers have succeeded"
+_STORE_PREFIX = "store/"
+# Seconds to give the lease of a store's node back; without that, it expires.
+_STORE_LEAVING = 2.0
 # Longest line from torch's process, bytes: a state of the greatest size, in base64.
 _LONGEST_LINE = 8 << 20
 
@@ -158,16 +164,11 @@ class _Companion:
     async def _serve_store(self, stack: AsyncExitStack) -> Path:
         folder = tempfile.TemporaryDirectory(prefix="rallypoint_sockets_", dir=roomy_folder())
         path = Path(stack.enter_context(folder)) / "store"
-        client = StoreClient(self._replicas, self._node.config.run_id, writer=self._writer_of)
+        client = StoreClient(self._replicas, self._node.config.run_id, writer=lambda: _writer_of(self._node.config, self._membership))
         served = StoreSocket(path, client)
         await served.start()
         stack.push_async_callback(served.stop)
         return path
-
-    def _writer_of(self) -> Writer:
-        lease = self._membership.lease
-        assert lease is not None, "no round is formed before"
-        return Writer(self._node.config.node_id, lease.number, lease.token)
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
         while line := await reader.readline():
@@ -368,6 +369,12 @@ class _Companion:
         self._noted = await self._membership.leave(detail, self._node.config.close_timeout)
 
 
+def _writer_of(config: JobConfig, membership: NodeMembership) -> Writer:
+    lease = membership.lease
+    assert lease is not None, "no round is formed before"
+    return Writer(config.node_id, lease.number, lease.token)
+
+
 # ---- Fenced state for `rallypoint.torch.backend`.
 
 
@@ -414,6 +421,73 @@ def _base64(content: bytes | None) -> str | None:
     return None if content is None else b64encode(content).decode()
 
 
+# ---- A store for `rallypoint.torch.store`.
+
+
+class _StoreNode:
+    """A node of a store's own run: the run's space 0 has the keys, and this node's lease admits its writes.
+
+    A store needs nothing else of the run: it has one place, so the first node forms a round, and the others are spares.
+    """
+
+    def __init__(self, writer: asyncio.StreamWriter) -> None:
+        self._writer = writer
+        self._events: asyncio.Queue[core.Event | BaseException | None] = asyncio.Queue()
+        self._background = Background(self._events.put_nowait)
+        self._confirmed = 0
+        self._ready = False
+
+    async def run(self, start: Mapping[str, Any], reader: asyncio.StreamReader) -> None:
+        """Serve the store until its program has ended."""
+        async with AsyncExitStack() as stack:
+            try:
+                # A job of the same name has another run.
+                run_id = _STORE_PREFIX + start["name"]
+                node = await node_settings({**start, "run_id": run_id, "min_nodes": 1, "max_nodes": 1})
+                replicas = ReplicaClient(node.config.rendezvous.endpoint, node.config.rendezvous.security)
+                stack.push_async_callback(replicas.close)
+                membership = NodeMembership(node.config, replicas, self._events.put_nowait)
+                client = StoreClient(replicas, run_id, writer=lambda: _writer_of(node.config, membership))
+                store = TCPStorePort(client)
+                port = await store.start()
+            except (SettingError, StoreSocketError) as error:
+                self._send("ended", how="setting", detail=str(error))
+                return
+            stack.push_async_callback(store.stop)
+            stack.push_async_callback(self._background.end)
+            membership.join(self._background.begin)
+            self._background.begin(self._until_closed(reader))
+            while await self._take(await self._events.get(), membership, port):
+                pass
+            await membership.leave("its program has ended", _STORE_LEAVING)
+            membership.abandon()
+
+    async def _take(self, event: core.Event | BaseException | None, membership: NodeMembership, port: int) -> bool:
+        match event:
+            case None:
+                return False
+            case core.RunUpdated(phase=Phase.FROZEN, assignment=core.Assignment(round=round_)):
+                if round_ > self._confirmed:
+                    self._confirmed = round_
+                    membership.confirm(round_, 0)
+            case core.RunUpdated(phase=Phase.FINAL) if not self._ready:
+                self._ready = True
+                self._send("ready", port=port)
+            case core.MembershipEnded() | BaseException():
+                detail = str(event) if isinstance(event, BaseException) else membership.refusal
+                _log.error("the store is lost", reason=detail or "its run is closed")
+                self._send("ended", how="connection", detail=detail or "its run is closed")
+                return False
+        return True
+
+    async def _until_closed(self, reader: asyncio.StreamReader) -> None:
+        await reader.read()
+        self._events.put_nowait(None)
+
+    def _send(self, kind: str, **fields: object) -> None:
+        self._writer.write(json.dumps({"is": kind, **fields}).encode() + b"\n")
+
+
 # ---- The process.
 
 
@@ -432,6 +506,8 @@ async def _run(fd: int, parent: int) -> None:
         start = json.loads(line)
         if start["do"] == "open_state":
             await _serve_state(start, reader, writer)
+        elif start["do"] == "open_store":
+            await _StoreNode(writer).run(start, reader)
         else:
             await _Companion(writer).run(start, reader)
     writer.close()

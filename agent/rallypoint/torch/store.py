@@ -1,19 +1,25 @@
-"""The store of a round as torch's agent uses it: torch's interface on the run's store."""
+"""Stores for torch: one for any program, and that of a round for torch's agent.
+
+    store = RallypointStore("rendezvous.example:29400", "job-17")
+    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
-from torch.distributed import DistStoreError, Store
+from torch.distributed import DistNetworkError, DistStoreError, Store, TCPStore
+from torch.distributed.elastic.rendezvous.api import RendezvousError
 
+from rallypoint.torch.process import ERRORS, CompanionProcess
 from rallypoint.worker.store import RoundOverError, StoreError, StoreRequestError
 from rallypoint.worker.store import Store as RunStore
 
-__all__ = ["RoundStore"]
+__all__ = ["RallypointStore", "RoundStore"]
 
 # Keys of torch 2.13's agent (torch/distributed/elastic/agent/server/api.py). If another version has others, the round's
 # end may end the agent in the moment of the rank assignment, and a success is reported when torchrun ends.
@@ -22,6 +28,61 @@ _ASSIGNED_RANKS = "torchelastic/assigned_ranks/"
 _EXIT_BARRIER = "torchelastic/agent/terminal_state"
 # Rank 0 reads and writes a key for each node. With this many calls at a time, a thousand nodes take a second.
 _CONCURRENT_CALLS = 32
+# They live as long as this process: torch may hold a store after its object in Python is gone.
+_companions: list[CompanionProcess] = []
+
+
+class RallypointStore(TCPStore):  # type: ignore[misc]  # torch has no types here
+    """A store with a name, kept by a Rallypoint service: it is the same one in all processes that give that name.
+
+    It is torch's own client, connected to a companion process of this one, which keeps the keys in the service. So it
+    does all that a TCPStore does, works inside a PrefixStore, and calls of C++ threads don't need Python's lock; but no
+    host has the keys. docs/torch-store.md has the limits. A store is forgotten two hours after its last process has left:
+    give each job's a name of its own.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        name: str,
+        conf: Mapping[str, object] | None = None,
+        timeout: timedelta = timedelta(seconds=300),
+    ) -> None:
+        """Start the companion, and connect to it.
+
+        Args:
+            endpoint: Of the service, or of its replicas, separated by commas.
+            name: Of the store.
+            conf: `read_timeout` in seconds, and the keys about security; docs/torchrun-plugin.md has them.
+            timeout: Of calls that wait; see `set_timeout`.
+
+        Raises:
+            ValueError: An argument is invalid; one line.
+            DistNetworkError: The service can't be reached or refuses this client, or the companion does not start.
+        """
+        try:
+            companion = CompanionProcess()
+        except RendezvousError as error:
+            raise DistNetworkError(str(error)) from None
+        try:
+            texts = {key: str(value) for key, value in (conf or {}).items()}
+            companion.send("open_store", endpoint=endpoint, name=name, conf=texts, local_addr="")
+            port = _port_of(companion)
+            super().__init__("127.0.0.1", port, is_master=False, timeout=timeout, wait_for_workers=False)
+        except BaseException as error:
+            companion.end()
+            if isinstance(error, RendezvousError):
+                raise DistNetworkError(str(error)) from None
+            raise
+        _companions.append(companion)
+
+
+def _port_of(companion: CompanionProcess) -> int:
+    # It has a time limit of its own for the service: `read_timeout`.
+    messages = companion.receive(None)
+    if messages[0]["is"] == "ended":
+        raise ERRORS[messages[0]["how"]](messages[0]["detail"])
+    return int(messages[0]["port"])
 
 
 class RoundStore(Store):  # type: ignore[misc]  # torch has no types here
