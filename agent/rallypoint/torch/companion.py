@@ -474,8 +474,9 @@ class _StoreNode:
                 self._ready = True
                 self._send("ready", port=port)
             case core.MembershipEnded() | BaseException():
-                detail = str(event) if isinstance(event, BaseException) else membership.refusal
-                _log.error("the store is lost", reason=detail or "its run is closed")
+                detail = repr(event) if isinstance(event, BaseException) else membership.refusal
+                if self._ready:
+                    _log.error("the store is lost", reason=detail or "its run is closed")
                 self._send("ended", how="connection", detail=detail or "its run is closed")
                 return False
         return True

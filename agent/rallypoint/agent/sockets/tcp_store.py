@@ -145,10 +145,12 @@ class TCPStorePort:
         await self._server.wait_closed()
         self._server = None
 
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None, "a coroutine runs in a task"
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.create_task(self._serve(reader, writer))
         self._connections[task] = writer
+        task.add_done_callback(self._connections.pop)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             if self._admits(writer):
                 await _Connection(reader, writer, _Space(self._client, self._round)).serve()
@@ -162,7 +164,6 @@ class TCPStorePort:
         except Exception as error:
             _log.exception("a call to the TCPStore port failed", error=error)
         finally:
-            del self._connections[task]
             writer.close()
 
     def _admits(self, writer: asyncio.StreamWriter) -> bool:
