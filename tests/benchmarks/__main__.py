@@ -27,6 +27,7 @@ from benchmarks.rendezvous import rendezvous, security
 from benchmarks.session import Benchmark, Session
 from benchmarks.store import store
 from benchmarks.timer_requests import timer_requests
+from benchmarks.torch_store import torch_store
 from benchmarks.watchdog import watchdog
 
 BENCHMARKS: dict[str, Benchmark] = {
@@ -36,6 +37,7 @@ BENCHMARKS: dict[str, Benchmark] = {
     "failover": failover,
     "heartbeat": heartbeat,
     "store": store,
+    "torch-store": torch_store,
     "journal": journal,
     "etcd": etcd,
     "expires": expires,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -13,10 +12,10 @@ import pytest
 
 pytest.importorskip("torch")
 
-from cli.cli_process import RALLYPOINT, clean_environment, rallypoint  # noqa: E402
-from support.processes import fresh_marker, living  # noqa: E402
-from support.waiting import wait_until  # noqa: E402
-from torture.mortal_server import MortalServer  # noqa: E402
+from cli.cli_process import RALLYPOINT, clean_environment
+from support.processes import fresh_marker, living
+from support.waiting import wait_until
+from torture.mortal_server import MortalServer
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(300)]
 
@@ -27,14 +26,22 @@ GRACE = "10"
 
 
 @contextmanager
-def agent(folder: Path, endpoint: str, name: str, store: str, marker: str) -> Iterator[subprocess.Popen[bytes]]:
+def agent(
+    folder: Path, endpoint: str, name: str, store: str, marker: str
+) -> Iterator[subprocess.Popen[bytes]]:
     """An agent with one worker; killed at the end, and its workers with it."""
     with (folder / f"{name}.log").open("wb") as log:
         process = subprocess.Popen(
             [
                 *(str(RALLYPOINT), "run", "--rdzv-endpoint", endpoint, "--insecure", "--rdzv-id", "job"),
                 *("--nnodes", "1:2", "--node-id", name, "--store", store, "--log-dir", str(folder / "logs")),
-                *("--rdzv-conf", f"disconnect_grace={GRACE},last_call_timeout=5", str(WORKER), str(folder), name),
+                *(
+                    "--rdzv-conf",
+                    f"disconnect_grace={GRACE},last_call_timeout=5",
+                    str(WORKER),
+                    str(folder),
+                    name,
+                ),
             ],
             env=clean_environment(MARKER=marker, PYTHONPATH=str(Path(__file__).parents[1])),
             stdin=subprocess.DEVNULL,
@@ -88,9 +95,3 @@ def test_the_host_of_rank_0_dies_with_its_agent(tmp_path: Path, server: MortalSe
         )
         (tmp_path / "finish").touch()
         assert agents[other].wait(PATIENCE) == 0, logs()
-
-
-def test_an_unknown_store_is_refused() -> None:
-    result = rallypoint("run", "--standalone", "--store", "redis", sys.executable)
-    assert result.returncode == 2
-    assert "--store: 'redis' is no store; expected tcp or rallypoint" in result.stderr

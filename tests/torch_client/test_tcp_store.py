@@ -27,7 +27,9 @@ LONG = timedelta(seconds=PATIENCE)
 
 
 @pytest.fixture(scope="module", params=["torch's server", "our port"])
-def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Any]]:
+def both(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Any, Any]]:
     """Two clients of one store, each with a connection of its own."""
     if request.param == "torch's server":
         server = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=LONG, wait_for_workers=False)
@@ -113,7 +115,9 @@ def test_num_keys_and_list_keys(store: Any, key: str) -> None:
     before = store.num_keys()
     store.multi_set([f"{key}.{i}" for i in range(3)], ["v"] * 3)
     assert store.num_keys() == before + 3
-    assert sorted(name for name in store.list_keys() if name.startswith(key)) == [f"{key}.{i}" for i in range(3)]
+    assert sorted(name for name in store.list_keys() if name.startswith(key)) == [
+        f"{key}.{i}" for i in range(3)
+    ]
 
 
 def test_multi_set_and_multi_get(store: Any, other: Any, key: str) -> None:
@@ -147,7 +151,9 @@ def test_more_keys_than_a_request_to_the_service_may_have(store: Any, key: str) 
     ],
     ids=["get", "wait", "wait with its own timeout", "multi_get", "queue_pop"],
 )
-def test_a_wait_times_out_and_the_store_goes_on(store: Any, key: str, call: Callable[[Any, str], Any]) -> None:
+def test_a_wait_times_out_and_the_store_goes_on(
+    store: Any, key: str, call: Callable[[Any, str], Any]
+) -> None:
     """With torch's own exception, which names the key; `set_timeout` has the time."""
     store.set_timeout(SHORT)
     with pytest.raises(dist.DistStoreError, match=rf"wait timeout after 200ms, keys: /{key}"):
@@ -182,7 +188,11 @@ def test_a_queue(store: Any, other: Any, key: str) -> None:
         store.queue_push(key, value)
     assert store.queue_len(key) == 3
     assert store.check([key])
-    assert [other.queue_pop(key), other.queue_pop(key), store.queue_pop(key, False)] == [b"one", b"", b"three"]
+    assert [other.queue_pop(key), other.queue_pop(key), store.queue_pop(key, False)] == [
+        b"one",
+        b"",
+        b"three",
+    ]
     assert store.queue_len(key) == 0
     with pytest.raises(dist.QueueEmptyError, match="queue is empty"):
         store.queue_pop(key, False)
@@ -307,7 +317,9 @@ def test_a_store_has_its_name_and_a_service(tmp_path: Path) -> None:
     service.close()
     with pytest.raises(ValueError, match="nonsense"):
         RallypointStore(service.endpoint, "job", {"insecure": "1", "nonsense": "1"})
-    with pytest.raises(dist.DistNetworkError, match="no rendezvous service answered at .* check that it is running"):
+    with pytest.raises(
+        dist.DistNetworkError, match=r"no rendezvous service answered at .* check that it is running"
+    ):
         RallypointStore(service.endpoint, "job", {"insecure": "1", "read_timeout": "1"})
 
 
@@ -329,13 +341,15 @@ def test_a_python_store_inside_a_prefix_is_not_called_for_every_method() -> None
         "set_timeout": (SHORT,),
     }
 
-    class Recorded(dist.Store):  # type: ignore[misc,name-defined]
-        pass
+    def record(name: str) -> Callable[..., Any]:
+        def method(*_: object) -> Any:
+            called.append(name)
+            return b"v" if name == "get" else None
 
-    for name in arguments:
-        result = b"v" if name == "get" else None
-        setattr(Recorded, name, lambda self, *args, _name=name, _result=result: (called.append(_name), _result)[1])
-    inner = dist.PrefixStore("prefix", Recorded())
+        return method
+
+    python_store = type("PythonStore", (dist.Store,), {name: record(name) for name in arguments})
+    inner = dist.PrefixStore("prefix", python_store())
     for name, values in arguments.items():
         try:
             getattr(inner, name)(*values)

@@ -297,8 +297,7 @@ _WORKERS = flags(
         "--store",
         type=Text(),
         metavar="tcp|rallypoint",
-        help="Store of torch.distributed: tcp (default) is in the worker of rank 0 and ends with its host; rallypoint is "
-        "in the rendezvous service.",
+        help="Place of torch's store: the worker of rank 0 (tcp, the default), or the rendezvous service.",
     ),
     flag(
         "--rlimit",

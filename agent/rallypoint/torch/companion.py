@@ -164,7 +164,11 @@ class _Companion:
     async def _serve_store(self, stack: AsyncExitStack) -> Path:
         folder = tempfile.TemporaryDirectory(prefix="rallypoint_sockets_", dir=roomy_folder())
         path = Path(stack.enter_context(folder)) / "store"
-        client = StoreClient(self._replicas, self._node.config.run_id, writer=lambda: _writer_of(self._node.config, self._membership))
+        client = StoreClient(
+            self._replicas,
+            self._node.config.run_id,
+            writer=lambda: _writer_of(self._node.config, self._membership),
+        )
         served = StoreSocket(path, client)
         await served.start()
         stack.push_async_callback(served.stop)
@@ -462,7 +466,9 @@ class _StoreNode:
             await membership.leave("its program has ended", _STORE_LEAVING)
             membership.abandon()
 
-    async def _take(self, event: core.Event | BaseException | None, membership: NodeMembership, port: int) -> bool:
+    async def _take(
+        self, event: core.Event | BaseException | None, membership: NodeMembership, port: int
+    ) -> bool:
         match event:
             case None:
                 return False

@@ -1,7 +1,7 @@
 """Stores for torch: one for any program, and that of a round for torch's agent.
 
-    store = RallypointStore("rendezvous.example:29400", "job-17")
-    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+store = RallypointStore("rendezvous.example:29400", "job-17")
+torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class RallypointStore(TCPStore):  # type: ignore[misc]  # torch has no types her
 
     It is torch's own client, connected to a companion process of this one, which keeps the keys in the service. So it
     does all that a TCPStore does, works inside a PrefixStore, and calls of C++ threads don't need Python's lock; but no
-    host has the keys. docs/torch-store.md has the limits. A store is forgotten two hours after its last process has left:
-    give each job's a name of its own.
+    host has the keys. docs/torch-store.md has the limits. A store is forgotten two hours after its last process has
+    left: give that of each job a name of its own.
     """
 
     def __init__(

@@ -8,17 +8,16 @@ import socket
 import struct
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
 from rallypoint.agent.sockets.tcp_store import TCPStorePort, owner_of
-from rallypoint.rendezvous.base.entries import Writer
 from rallypoint.rendezvous.core.commands import LeaseLost
 from rallypoint.rendezvous.store.service import StoreService
 from rendezvous.store.store_fakes import RUN, Rounds, TestJournal, channel_to, client_of, open_store, serving
-from support.waiting import PATIENCE
+from support.waiting import PATIENCE, until
 
 VALIDATE = b"\0" + struct.pack("<I", 0x3C85F7CE)
 STRANGER = 65_534
@@ -106,9 +105,11 @@ async def served(tmp_path: Path, store: StoreService) -> AsyncIterator[Served]:
 
 async def until_waiting(store: StoreService, count: int) -> None:
     """Wait until so many requests wait in the service."""
-    async with asyncio.timeout(PATIENCE):
-        while (store._runs[RUN].waits.waiters if RUN in store._runs else 0) != count:
-            await asyncio.sleep(0.01)
+
+    def waiting() -> int:
+        return store._runs[RUN].waits.waiters if RUN in store._runs else 0
+
+    await until(lambda: waiting() == count, f"{count} requests wait")
 
 
 async def test_queries_in_any_pieces(served: Served) -> None:
@@ -158,7 +159,10 @@ async def test_nothing_is_left_of_a_program_that_goes(served: Served, store: Sto
         (VALIDATE + VALIDATE, "query 0 is unknown"),
         (VALIDATE + b"\3" + struct.pack("<Q", 8193), "of 8,193 bytes; at most 8,192 fit"),
         (VALIDATE + b"\1" + text(b"/k") + struct.pack("<Q", 2**63), "at most 4,177,920 fit"),
-        (VALIDATE + b"\5" + struct.pack("<Q", 2**64 - 1), "18,446,744,073,709,551,615 keys; at most 131,072 fit"),
+        (
+            VALIDATE + b"\5" + struct.pack("<Q", 2**64 - 1),
+            "18,446,744,073,709,551,615 keys; at most 131,072 fit",
+        ),
         (VALIDATE + b"\5" + struct.pack("<Q", 600) + 600 * text(b"k" * 8_000), "bytes in sum"),
         (VALIDATE + b"\3" + text(b"\xff"), "a key is not UTF-8"),
         (VALIDATE + b"\3" + text(b"k" * 2_000), "a key has at most 1,024"),
@@ -260,14 +264,12 @@ def test_the_owner_of_a_connection(ended: str) -> None:
         client = socket.create_connection(server.getsockname())
         accepted, peer = server.accept()
         with accepted, client:
-            expected: Callable[[], int | None] = {
-                "": lambda: os.geteuid(),
-                "shutdown": lambda: client.shutdown(socket.SHUT_WR),
-                "close": lambda: client.close(),
-            }[ended]
             assert owner_of(peer, accepted.getsockname()) == os.geteuid()
-            result = expected()
-            assert owner_of(peer, accepted.getsockname()) == result
+            if ended == "shutdown":
+                client.shutdown(socket.SHUT_WR)
+            elif ended:
+                client.close()
+            assert owner_of(peer, accepted.getsockname()) == (None if ended else os.geteuid())
 
 
 def test_an_address_without_a_connection_has_no_owner() -> None:

@@ -70,8 +70,8 @@ class JobConfig:
             `--virtual-local-rank`).
         master_address: MASTER_ADDR of every round; None: the address of the node with group rank 0.
         master_port: MASTER_PORT of every round; None: a free port of that node.
-        store: "tcp": the worker of rank 0 makes a TCPStore in each round; "rallypoint": each agent serves the run's store
-            to its workers as a TCPStore, which no host's death ends.
+        store: "tcp": the worker of rank 0 makes a TCPStore in each round; "rallypoint": each agent serves the run's
+            store to its workers as a TCPStore.
         local_ranks_filter: Local ranks whose output the console shows; None: all.
         duplicate_stdout_filters: Lines of standard output with one of these texts are copied to one file for all
             workers of the host; empty: no such file.

@@ -168,7 +168,7 @@ def _text(given: _ParserInput) -> str:
 
 def _store(given: _ParserInput) -> str:
     if given.text not in ("tcp", "rallypoint"):
-        raise ValueError(f"{given.text!r} is no store; expected tcp or rallypoint")
+        raise given.error("is neither tcp nor rallypoint")
     return given.text
 
 

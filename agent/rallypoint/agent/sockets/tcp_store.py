@@ -40,7 +40,8 @@ import struct
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import suppress
 from enum import IntEnum
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from rallypoint.agent.sockets.store import StoreSocketError
 from rallypoint.rendezvous.base.limits import FRAME_BYTES, MAX_KEYS, MAX_MULTI_BYTES, MAX_VALUE_BYTES
@@ -48,6 +49,8 @@ from rallypoint.rendezvous.store.client import StoreClient
 from rallypoint.rpc.errors import ServiceError
 from rallypoint.rpc.logs import get_logger
 from rallypoint.rpc.loop import cancel_all
+
+T = TypeVar("T")
 
 _log = get_logger("rallypoint.agent.tcp_store")
 
@@ -115,7 +118,10 @@ class TCPStorePort:
             StoreSocketError: No port is free, or the kernel does not name the owners of connections.
         """
         try:
-            with socket.create_server((HOST, 0)) as probe, socket.create_connection(probe.getsockname()) as own:
+            with (
+                socket.create_server((HOST, 0)) as probe,
+                socket.create_connection(probe.getsockname()) as own,
+            ):
                 owner = owner_of(own.getsockname(), probe.getsockname())
             self._server = await asyncio.start_server(self._accept, HOST, 0, backlog=_BACKLOG)
         except OSError as error:
@@ -187,6 +193,8 @@ class _Connection:
         self._space = space
         # The first byte of the next query, which is awaited during a wait.
         self._ahead: asyncio.Task[bytes] | None = None
+        # The key of the last wait, and its value: the client's `get` is a WAIT, and then a GET.
+        self._fetched: tuple[str, bytes] | None = None
 
     async def serve(self) -> None:
         """Reply to queries, one after the other, until the client closes the connection."""
@@ -198,6 +206,8 @@ class _Connection:
                 self._ahead = None
                 if code not in _ANSWERS:
                     raise _MalformedQueryError(f"query {code} is unknown")
+                if code != _Query.GET:
+                    self._fetched = None
                 await _ANSWERS[code](self)
                 await self._writer.drain()
         finally:
@@ -263,7 +273,12 @@ class _Connection:
         )
 
     async def get(self) -> None:
-        self._reply(await self._space.get(await self._key()) or b"")
+        key = await self._key()
+        fetched, self._fetched = self._fetched, None
+        if fetched is not None and fetched[0] == key:
+            self._reply(fetched[1])
+        else:
+            self._reply(await self._space.get(key) or b"")
 
     async def add(self) -> None:
         self._reply(await self._space.add(await self._key(), await self._signed()))
@@ -273,7 +288,10 @@ class _Connection:
 
     async def wait(self) -> None:
         keys = await self._keys()
-        await self._until_over(self._space.wait(keys))
+        await self._until_over(self._fetch(keys[0]) if len(keys) == 1 else self._space.wait(keys))
+
+    async def _fetch(self, key: str) -> None:
+        self._fetched = key, await self._space.awaited_value(key)
 
     async def num_keys(self) -> None:
         self._reply(len(await self._space.keys()))
@@ -412,13 +430,19 @@ class _Space:
 
     async def wait(self, keys: Sequence[str], kind: str = _KEY) -> None:
         for some in self._portions(keys, kind):
-            while True:
-                try:
-                    await self._client.wait(some, timeout=_LONGEST_WAIT, **self._at)
-                    break
-                except ServiceError as error:
-                    if error.reason != "KEY_WAIT_TIMED_OUT":
-                        raise
+            await self._until_there(partial(self._client.wait, some))
+
+    async def awaited_value(self, key: str) -> bytes:
+        """Return the value of a key once there is one."""
+        return await self._until_there(partial(self._client.get, self._KEY + key))
+
+    async def _until_there(self, call: Callable[..., Coroutine[Any, Any, T]]) -> T:
+        while True:
+            try:
+                return await call(timeout=_LONGEST_WAIT, **self._at)
+            except ServiceError as error:
+                if error.reason != "KEY_WAIT_TIMED_OUT":
+                    raise
 
     async def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         values: list[bytes] = []
@@ -515,9 +539,7 @@ def owner_of(address: tuple[str, int], peer: tuple[str, int]) -> int | None:
     """
     query = (
         _DIAG_REQUEST[0].pack(socket.AF_INET, socket.IPPROTO_TCP, 0, 0, 1 << _ESTABLISHED)
-        + _DIAG_REQUEST[1].pack(
-            address[1], peer[1], socket.inet_aton(address[0]), socket.inet_aton(peer[0])
-        )
+        + _DIAG_REQUEST[1].pack(address[1], peer[1], socket.inet_aton(address[0]), socket.inet_aton(peer[0]))
         + _DIAG_REQUEST[2].pack(0, _NO_COOKIE, _NO_COOKIE)
     )
     header = _HEADER.pack(_HEADER.size + len(query), _SOCK_DIAG_BY_FAMILY, _REQUEST, 0, 0)

@@ -49,7 +49,7 @@ def worker_environment(
         "TORCHELASTIC_RESTART_COUNT": str(restart_count),
         "TORCHELASTIC_MAX_RESTARTS": str(config.settings.max_restarts),
         "TORCHELASTIC_RUN_ID": config.run_id,
-        # Rank 0 makes a new TCPStore at MASTER_PORT in every round; with --store rallypoint, `sockets` has other values.
+        # Rank 0 makes a new TCPStore at MASTER_PORT in every round; `sockets` has other values for the TCPStore port.
         "TORCHELASTIC_USE_AGENT_STORE": "False",
         "TORCHELASTIC_ERROR_FILE": str(error_file),
         "RALLYPOINT_RUN_ID": config.run_id,
