@@ -164,6 +164,11 @@ test-oldest: $(OLDEST)/.ready ## the contract, and jobs as a whole, with the old
 	  tests/agent/supervisor tests/conformance tests/integration/test_membership.py tests/integration/test_standalone.py \
 	  tests/integration/test_worker_failures.py tests/integration/test_hangs.py
 
+# Some minutes for every hundred: each worker of one of the three cases imports torch.
+.PHONY: test-functions
+test-functions: $(TORCH)/.ready ## N=1000 function workers on gloo: none fails after its function has returned; prints figures
+	RALLYPOINT_FUNCTION_WORKERS=$(or $(N),1000) $(TORCH)/bin/pytest -s tests/torch_client/test_function_workers.py
+
 .PHONY: test-clients
 test-clients: $(VENV)/.ready ## build the example clients in C++, Go and TypeScript, and test them and the one in shell
 	.ci/install-etcd

@@ -163,6 +163,39 @@ def test_torchs_own_variables_count(understood: Understood, script: Path) -> Non
     assert (job["shutdown_timeout"], job["line_prefix"]) == (7.0, "${rank}: ")
 
 
+@pytest.mark.parametrize(
+    ("flags", "variables"),
+    [
+        (["--log-line-prefix-template=a"], {}),
+        (["--log_line_prefix_template=a"], {"PET_LOG_LINE_PREFIX_TEMPLATE": "b"}),
+        (["--log-line-prefix=a"], {}),
+        ([], {"PET_LOG_LINE_PREFIX_TEMPLATE": "a", "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "b"}),
+        ([], {"RALLYPOINT_LOG_LINE_PREFIX": "a"}),
+    ],
+)
+def test_a_line_prefix_has_torchruns_name(
+    understood: Understood, script: Path, flags: list[str], variables: dict[str, str]
+) -> None:
+    """Of torch 2.14; our shorter one is an abbreviation of it. The flag wins, then its variable, as there."""
+    assert understood.of("--tee=3", *flags, script, environment=variables).job["line_prefix"] == "a"
+
+
+def test_use_env_is_accepted(understood: Understood, script: Path) -> None:
+    """Of torch.distributed.launch: what it asks for is always so."""
+    assert understood.command_of("--standalone", "--use-env", script) == understood.command_of(
+        "--standalone", script
+    )
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh"])
+def test_a_completion_script_is_printed(shell: str) -> None:
+    """Torchrun's flag of torch 2.14, which needs no program; for our own command, whose name completion has."""
+    printed = CliRunner().invoke(main, ["run", "--print-completion", shell])
+    assert printed.exit_code == 0
+    assert printed.stdout == CliRunner().invoke(main, ["completion", shell]).stdout
+    assert "_RALLYPOINT_COMPLETE" in printed.stdout
+
+
 def test_a_flag_that_may_be_repeated_is_a_list(understood: Understood, script: Path) -> None:
     """In the environment, commas separate its values."""
     flags = ["--rlimit", "core=0", "--rlimit=nofile=64:128", "--health-check", "command:true b,c"]
@@ -275,7 +308,7 @@ def test_the_static_backend_names_this_host_by_its_rank(understood: Understood, 
         (["--rlimit", "nofile"], "--rlimit: 'nofile' is not a resource limit"),
         (["--event-log-handler", "scuba"], "--event-log-handler: 'scuba' is none of null, console"),
         (["--rdzv", "x"], "--rdzv could be --rdzv-backend, --rdzv-endpoint, --rdzv-id or --rdzv-conf"),
-        (["--log-l=x"], "--log-l could be --log-line-prefix or --log-level"),
+        (["--health=x"], "--health could be --health-check or --health-timeout"),
         (
             ["--log-max", "1MB", "--d"],
             "--d could be --duplicate-stdout-filters or --duplicate-stderr-filters",

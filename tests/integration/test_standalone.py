@@ -71,3 +71,32 @@ def test_a_standalone_run_is_complete(tmp_path: Path) -> None:
     assert len({fields["environment"]["RALLYPOINT_FENCING_TOKEN"] for fields in seen}) == 1
     for socket in ("RALLYPOINT_STORE_SOCKET", "RALLYPOINT_TIMER_SOCKET"):
         assert not Path(seen[0]["environment"][socket]).exists()  # gone with the agent
+
+
+@pytest.mark.parametrize(
+    ("program", "reason", "code"),
+    [
+        (("sh", "-c", "kill -9 $$"), "killed by SIGKILL", -9),
+        (("no-such-program",), "'no-such-program' is not a program in PATH", None),
+        (("true",), None, None),
+    ],
+)
+def test_the_platform_reads_the_first_failure(
+    tmp_path: Path, program: tuple[str, ...], reason: str | None, code: int | None
+) -> None:
+    """In the file that it has named in TORCHELASTIC_ERROR_FILE; it is overwritten in place, as a mount has to be."""
+    reply = tmp_path / "reply.json"
+    reply.write_text("of an earlier attempt")
+    before = reply.stat().st_ino
+    result = rallypoint(
+        *("run", "--standalone", "--log-dir", tmp_path / "logs", "--no-python", *program),
+        environment={"TORCHELASTIC_ERROR_FILE": str(reply)},
+    )
+    if reason is None:
+        assert (result.returncode, reply.read_text()) == (0, "of an earlier attempt")
+        return
+    assert result.returncode == (1 if code else 2)
+    message = json.loads(reply.read_text())["message"]
+    assert message["message"].startswith(reason) or reason in message["message"]
+    assert message.get("errorCode") == code
+    assert reply.stat().st_ino == before

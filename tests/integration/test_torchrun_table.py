@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import os
 import re
+import zipfile
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -31,6 +34,7 @@ DIFFERENCES: Mapping[str, frozenset[str]] = {
     "stderr.log": frozenset({"redirects by rank", "tee by rank and redirects"}),
     "failure.json": frozenset({"a worker that fails"}),
     "terminals": frozenset({"a terminal for several"}),
+    "reply.json": frozenset({"a reply file of a worker without a record"}),
     "exit code 1, here 0": frozenset({"numa-binding"}),
     "exit code 1, here 2": frozenset(
         {
@@ -106,6 +110,27 @@ def test_every_flag_of_torchruns_is_one_here() -> None:
     here = {name for parameter in run.params for name in parameter.opts}
     theirs = {name for action in get_args_parser()._actions for name in action.option_strings}
     assert {name.replace("_", "-") if name[1] == "-" else name for name in theirs} - here == {"-h", "--help"}
+
+
+def test_every_flag_of_newer_torchruns_is_one_here() -> None:
+    """Of 2.14 and 2.15, whose wheels are too heavy to install; RALLYPOINT_TORCH_WHEELS names files to read instead."""
+    from rallypoint.cli.run import run
+
+    here = {name for parameter in run.params for name in parameter.opts}
+    newer = {"--log-line-prefix-template", "--print-completion"}
+    for wheel in os.environ.get("RALLYPOINT_TORCH_WHEELS", "").split(":"):
+        newer |= _flags_in(wheel) if wheel else set()
+    assert newer - here == set()
+
+
+def _flags_in(wheel: str) -> set[str]:
+    """The flags of torchrun in a wheel, with dashes."""
+    with zipfile.ZipFile(wheel) as opened:
+        tree = ast.parse(opened.read("torch/distributed/run.py"))
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    added = [call for call in calls if getattr(call.func, "attr", "") == "add_argument"]
+    names = [each.value for call in added for each in call.args if isinstance(each, ast.Constant)]
+    return {f"--{name[2:].replace('_', '-')}" for name in map(str, names) if name.startswith("--")}
 
 
 def test_every_flag_of_torchruns_is_in_the_table() -> None:

@@ -24,6 +24,8 @@ class Case:
         environment: Variables beside the usual ones.
         stdin: Text on standard input; empty: there is none.
         terminal: Whether all three streams are a terminal, and the text is typed.
+        module: Torch's launcher, where it is not torchrun.
+        here: Flags, program and arguments of ours, where they are not the same.
     """
 
     name: str
@@ -32,6 +34,8 @@ class Case:
     nodes: tuple[tuple[str, ...], ...] = ((),)
     environment: Mapping[str, str] = field(default_factory=dict)
     stdin: str = ""
+    module: str = ""
+    here: tuple[str, ...] = ()
     terminal: bool = False
 
 
@@ -123,6 +127,55 @@ CASES = (
     Case("a worker that fails", (*LOGS, *TWO, "-r", "3"), environment={"PROBE_END": "1:exit:5"}),
     Case("a worker that is killed", environment={"PROBE_END": "0:signal:9"}),
     Case("a worker that is out of restarts", ("--max-restarts=1",), environment={"PROBE_END": "0:exit:3"}),
+    Case(
+        "a reply file of a worker that has recorded its exception",
+        TWO,
+        environment={"PROBE_END": "1:record", "TORCHELASTIC_ERROR_FILE": "{logs}/reply.json"},
+    ),
+    Case(
+        "a reply file of a worker without a record",
+        TWO,
+        environment={"PROBE_END": "1:exit:5", "TORCHELASTIC_ERROR_FILE": "{logs}/reply.json"},
+    ),
+    Case("a reply file of a job that succeeds", environment={"TORCHELASTIC_ERROR_FILE": "{logs}/reply.json"}),
+    Case(
+        "variables that another launcher has set",
+        TWO,
+        environment={
+            "RANK": "7",
+            "LOCAL_RANK": "6",
+            "WORLD_SIZE": "9",
+            "LOCAL_WORLD_SIZE": "5",
+            "NODE_RANK": "4",
+            "GROUP_RANK": "3",
+            "GROUP_WORLD_SIZE": "2",
+            "ROLE_RANK": "8",
+            "ROLE_WORLD_SIZE": "9",
+            "ROLE_NAME": "other",
+            "MASTER_ADDR": "elsewhere",
+            "MASTER_PORT": "1",
+            "TORCHELASTIC_RESTART_COUNT": "3",
+            "TORCHELASTIC_MAX_RESTARTS": "4",
+            "TORCHELASTIC_RUN_ID": "other",
+            "TORCHELASTIC_USE_AGENT_STORE": "maybe",
+        },
+    ),
+    Case(
+        "exit_barrier_timeout, which torch's agent has and torchrun ignores",
+        ("--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--rdzv-conf=exit_barrier_timeout=20"),
+    ),
+    Case(
+        "torch.distributed.launch",
+        module="torch.distributed.launch",
+        program=(PROBE, "a"),
+        here=(PROBE, "--local-rank=${local_rank}", "a"),
+    ),
+    Case(
+        "torch.distributed.launch with use-env",
+        (*TWO, "--use-env"),
+        module="torch.distributed.launch",
+        program=(PROBE, "a"),
+    ),
     Case("a script that is missing", program=("missing.py",)),
     Case("a flag that does not exist", ("--no-such-flag",)),
     Case("a value that makes no sense", ("--nnodes", "x")),

@@ -2,7 +2,8 @@
 """A worker that writes down what it sees, prints a line to each stream, and ends as PROBE_END says.
 
 PROBE_READ is the rank that reads a line.
-PROBE_END is RANK:HOW[:NUMBER], as in `1:exit:5`, `0:signal:9`, `0:raise`, `1:first` (fails, but not when restarted).
+PROBE_END is RANK:HOW[:NUMBER], as in `1:exit:5`, `0:signal:9`, `0:raise`, `1:record` (fails, with the error file that
+torch's `record` writes), `1:first` (fails, but not when restarted).
 """
 
 from __future__ import annotations
@@ -45,5 +46,10 @@ if who == rank:
         signal.pause()
     if how == "raise":
         raise RuntimeError("as told")
+    if how == "record":
+        extra = {"py_callstack": "Traceback …\nOSError: no disk", "timestamp": "1700000000"}
+        content = {"message": {"message": "OSError: no disk", "extraInfo": extra}}
+        Path(environment["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps(content))
+        sys.exit(1)
     if how == "first" and attempt == "0":
         sys.exit(1)

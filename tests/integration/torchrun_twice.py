@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -78,10 +80,13 @@ def see(case: Case, launcher: str, folder: Path) -> Seen:
         PROBE_FOLDER=str(folder / "probe"),
         TMPDIR=str(folder / "temporary"),
     )
-    commands = [
-        [*LAUNCHERS[launcher], *(_put(argument, places) for argument in (*case.flags, *more, *case.program))]
-        for more in case.nodes
-    ]
+    command = LAUNCHERS[launcher]
+    if case.module and launcher == "torchrun":
+        command = (str(_BIN / "python3"), "-m", case.module)  # as torchrun is installed for
+    arguments = (*case.flags, *case.program)
+    if case.here and launcher == "rallypoint":
+        arguments = case.here
+    commands = [[*command, *(_put(argument, places) for argument in (*more, *arguments))] for more in case.nodes]
     exit_codes, said = (_at_terminal if case.terminal else _with_pipes)(case, commands, environment, folder)
     probes = sorted((folder / "probe").iterdir())
     return Seen(
@@ -137,7 +142,9 @@ def _worker(path: Path, environment: Mapping[str, str], folder: Path, port: int)
     seen = json.loads(path.read_text())
     given = seen.pop("environment")
     changed = {
-        name: _regular(value, folder) for name, value in given.items() if environment.get(name) != value
+        name: _regular(value, folder)
+        for name, value in given.items()
+        if environment.get(name) != value and name != "_"  # of the shell of a terminal
     }
     changed["MASTER_PORT"] = "as given" if given["MASTER_PORT"] == str(port) else "some free port"
     seen = {name: _regular(value, folder) for name, value in seen.items()}
@@ -163,8 +170,8 @@ def _files(logs: Path) -> dict[str, str]:
         parts[0] = _MADE_UP.sub("<made up>", re.sub(r"_\w{8}$", "_*", parts[0]))
         return "/".join(parts)
 
-    return {
-        name(path): "\n".join(_lines(path.read_text(errors="replace")))
-        for path in sorted(logs.rglob("*"))
-        if path.is_file()
-    }
+    def content(path: Path) -> str:
+        text = path.read_text(errors="replace")
+        return text if path.name == "reply.json" else "\n".join(_lines(text))
+
+    return {name(path): content(path) for path in sorted(logs.rglob("*")) if path.is_file()}

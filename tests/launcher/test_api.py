@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import signal
@@ -19,7 +20,9 @@ from rallypoint.launcher import (
     LaunchConfig,
     WorkersFailedError,
     elastic_launch,
+    launch_agent,
 )
+from rallypoint.worker import record
 
 pytestmark = pytest.mark.integration
 
@@ -77,8 +80,31 @@ def test_the_error_carries_the_first_failure(tmp_path: Path, method: str) -> Non
     assert error.failures == {1: error.failure}
     assert "ValueError: no good" in str(error)
     assert "in fail\n" in error.failure.traceback
+    assert error.get_first_failure() == (1, error.failure)
     again = pickle.loads(pickle.dumps(error))  # noqa: S301
     assert (str(again), again.failure) == (str(error), error.failure)
+
+
+def test_record_around_a_launch_writes_the_workers_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The platform that started the launching program reads it, and needs the worker's traceback and exit code."""
+    reply = tmp_path / "reply.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(reply))
+    with pytest.raises(WorkersFailedError):
+        record(launch_agent)(config(tmp_path, max_restarts=0), calls.fail, [1])
+    message = json.loads(reply.read_text())["message"]
+    assert message["message"] == "ValueError: no good"
+    assert message["errorCode"] == 1
+    assert "in fail\n" in message["extraInfo"]["py_callstack"]
+
+
+def test_a_launch_alone_writes_no_reply(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The program may go on, and it may itself be a worker, whose error file that is."""
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "reply.json"))
+    with pytest.raises(WorkersFailedError):
+        elastic_launch(config(tmp_path, max_restarts=0), calls.fail)(1)
+    assert not (tmp_path / "reply.json").exists()
 
 
 @pytest.mark.parametrize("method", FRESH)

@@ -166,6 +166,44 @@ def test_the_old_names_of_timeouts_count(monkeypatch: pytest.MonkeyPatch) -> Non
     assert found.conf["join_timeout"] == "5"
 
 
+@pytest.mark.parametrize("backend", ["", "rallypoint", "etcd"])
+def test_a_run_id_is_made_up_where_one_host_is_enough(backend: str) -> None:
+    """As torch does, a new one each time; that no other host can join is reported where others were meant to."""
+    fields: dict[str, Any] = {"rdzv_backend": backend, "rdzv_endpoint": "meet:29400"}
+    alone = plan(**fields)
+    assert alone.run_id
+    assert alone.run_id != plan(**fields).run_id
+    assert alone.notices == ()
+    elastic = plan(max_nodes=4, **fields)
+    assert [notice.split(":")[0] for notice in elastic.notices] == ["run_id is empty"]
+    assert elastic.run_id in elastic.notices[0]
+
+
+@dataclasses.dataclass
+class TorchsConfig:
+    """As torch has it: its default of the timeout is in rdzv_configs."""
+
+    min_nodes: int = 1
+    max_nodes: int = 1
+    nproc_per_node: int = 2
+    logs_specs: Any = dataclasses.field(default_factory=LogsSpecs)
+    rdzv_configs: dict[str, Any] = dataclasses.field(
+        default_factory=lambda: {"timeout": 900, "join_timeout": 7}
+    )
+    future: int = 0
+
+
+def test_torchs_config_is_one_here() -> None:
+    """Its default timeout is no setting of the user's; a field of a newer torch may have its default only."""
+    found = LaunchConfig.from_torch(TorchsConfig()).plan(["train"])
+    assert (found.conf, found.notices, found.job["log_dir"]) == ({"join_timeout": "7"}, (), Path("elsewhere"))
+    with pytest.raises(ValueError, match="config: future is not supported; leave it out"):
+        LaunchConfig.from_torch(TorchsConfig(future=1))
+    for wrong in (None, LaunchConfig):
+        with pytest.raises(ValueError, match="is no LaunchConfig"):
+            LaunchConfig.from_torch(wrong)
+
+
 def test_what_has_no_meaning_is_said() -> None:
     """As a notice that the agent logs, and in the names of the fields."""
     notices = plan(metrics_cfg={"a": "b"}, rdzv_configs={"timeout": 900}).notices
@@ -210,7 +248,7 @@ def test_what_has_no_meaning_is_said() -> None:
         ({"log_level": "loud"}, "log_level='loud' is none of debug, info, warning, error"),
         ({"environment": {"STEPS": 1}}, "environment: STEPS=1 is not text"),
         ({"environment": {1: "a"}}, "environment: 1='a' is not text"),
-        ({"max_nodes": 2, "rdzv_endpoint": "a:1"}, "Give run_id NAME"),
+        ({"min_nodes": 2, "max_nodes": 2, "rdzv_endpoint": "a:1"}, "Give run_id NAME"),
         ({"local_ranks_filter": [7]}, "local_ranks_filter: .*has 7, but this host has 2 workers"),
         ({"options": {"nonsense": 1}}, "nonsense: there is no such option"),
         (

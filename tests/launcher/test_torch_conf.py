@@ -8,7 +8,7 @@ from rallypoint.launcher.backends import TorchConf, split_conf
 from rallypoint.rpc.endpoint import SettingError
 
 
-@pytest.mark.parametrize("key", ["heartbeat_timeout", "use_libuv", "rank"])
+@pytest.mark.parametrize("key", ["heartbeat_timeout", "use_libuv", "rank", "cas_backoff_max_seconds"])
 @pytest.mark.parametrize("backend", ["rallypoint", "c10d"])
 def test_what_has_no_meaning_here_is_told(backend: str, key: str) -> None:
     """And gone, so that our own service is not asked for it."""

@@ -11,7 +11,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
@@ -28,6 +28,9 @@ from rallypoint.launcher.backends import (
 from rallypoint.launcher.plan import Hosted, LaunchPlan, Replicated
 from rallypoint.rpc.endpoint import SettingError
 from rallypoint.serving.options import access_options, client_options
+
+if TYPE_CHECKING:
+    from rallypoint.agent.failures.failure import WorkerFailure
 
 _START_METHODS = ("spawn", "fork", "forkserver")
 # Options that the rendezvous backend sets itself, from the same flags.
@@ -62,9 +65,11 @@ def run(**flags: Any) -> None:
         command, notices = _worker_command(**{name: flags.pop(name) for name in names})
         sys.exit(_run(_plan(command, flags, notices), log_level, log_format))
     except (SettingError, click.ClickException) as error:
+        message = error.format_message() if isinstance(error, click.ClickException) else str(error)
+        _reply(None, message)
         if log_format != "json":
             raise
-        _log_refusal(error)
+        _log_refusal(message)
         sys.exit(2)
 
 
@@ -210,14 +215,23 @@ def _run(plan: LaunchPlan, log_level: str, log_format: str) -> int:
             logging.getLogger(service).setLevel(logging.WARNING)
     result = run_loop(launch(plan, spawner))
     print_summary(result)
+    if result.exit_code != 0:
+        _reply(result.failure, result.detail)
     return result.exit_code
 
 
-def _log_refusal(error: SettingError | click.ClickException) -> None:
+def _reply(failure: WorkerFailure | None, detail: str) -> None:
+    """Write the reason of the job's end for the platform that has started this process."""
+    if path := ENVIRONMENT.get("TORCHELASTIC_ERROR_FILE"):
+        from rallypoint.agent.failures.failure import write_reply_file  # noqa: PLC0415 (for failed jobs only)
+
+        write_reply_file(path, failure, detail)
+
+
+def _log_refusal(report: str) -> None:
     from rallypoint.rpc.logs import configure_logs, get_logger  # noqa: PLC0415 (the only line of this process's log)
 
     configure_logs("error", "json")
-    report = error.format_message() if isinstance(error, click.ClickException) else str(error)
     get_logger("rallypoint.run").error("job can't be started", exit_code=2, report=report)
 
 

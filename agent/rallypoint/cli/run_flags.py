@@ -141,13 +141,13 @@ def flag(*declarations: str, torchrun: bool = False, **attributes: Any) -> Calla
     Args:
         declarations: As in click.
         torchrun: True if torchrun has the flag.
-        attributes: As in click. `envvar`: one more variable, with the lowest precedence.
+        attributes: As in click. `envvar`: more variables, with the lowest precedence.
     """
     long = next(declaration for declaration in declarations if declaration.startswith("--"))
     name = long.lstrip("-").replace("-", "_").upper()
     variables = [f"RALLYPOINT_{name}", f"PET_{name}"]
-    if (more := attributes.pop("envvar", None)) is not None:
-        variables.append(more)
+    more = attributes.pop("envvar", ())
+    variables += [more] if isinstance(more, str) else more
     if attributes.get("default") in ("", None):
         attributes.setdefault("show_default", False)
     return click.option(
@@ -168,6 +168,14 @@ class _Part(Text):
 
 def _torchrun(*declarations: str, **attributes: Any) -> Callable[[_F], _F]:
     return flag(*declarations, torchrun=True, **attributes)
+
+
+def _print_completion(context: click.Context, _: click.Parameter, shell: str | None) -> None:
+    if shell is not None and not context.resilient_parsing:
+        from rallypoint.cli.main import completion  # noqa: PLC0415 (it imports this module)
+
+        context.invoke(completion, shell=shell)
+        context.exit()
 
 
 _JOB = flags(
@@ -191,6 +199,14 @@ _JOB = flags(
         help="Number of restarts after worker failures, over the whole run.",
     ),
     _torchrun("--role", type=Text(), show_default="default", help="Role of the workers."),
+    _torchrun(
+        "--print-completion",
+        type=click.Choice(["bash", "zsh", "fish"]),
+        expose_value=False,
+        is_eager=True,
+        callback=_print_completion,
+        help="Print the completion script for this shell, as `rallypoint completion` does.",
+    ),
 )
 _RENDEZVOUS = flags(
     "Rendezvous",
@@ -276,6 +292,12 @@ _WORKERS = flags(
         help="Python interpreter of the workers, of any environment; default: PYTHON_EXEC, or the agent's own.",
     ),
     _torchrun("--run-path", is_flag=True, help="Run PROGRAM with Python's runpy.run_path."),
+    flag(
+        "--use-env",
+        is_flag=True,
+        expose_value=False,
+        help="Accepted from torch.distributed.launch; ignored: LOCAL_RANK is always set.",
+    ),
     _torchrun(
         "--start-method",
         type=Text(),
@@ -344,11 +366,11 @@ _LOGS = flags(
         help="Copy teed stdout lines that contain one of these texts to filtered_stdout.log.",
     ),
     _torchrun("--duplicate-stderr-filters", metavar="TEXTS", help="As the stdout filters, for stderr."),
-    flag(
-        "--log-line-prefix",
+    _torchrun(
+        *("--log-line-prefix-template", "log_line_prefix"),
         metavar="TEMPLATE",
-        envvar="TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE",
-        help="Prefix of teed lines; may contain ${role_name}, ${local_rank} and ${rank}.",
+        envvar=("RALLYPOINT_LOG_LINE_PREFIX", "PET_LOG_LINE_PREFIX", "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"),
+        help="Prefix of teed lines; may contain ${role_name}, ${local_rank}, ${rank} and ${hostname}.",
     ),
     flag(
         "--tty",

@@ -11,9 +11,17 @@ if TYPE_CHECKING:
         LaunchConfig,
         WorkersFailedError,
         elastic_launch,
+        launch_agent,
     )
 
-__all__ = ["CallError", "ChildFailedError", "LaunchConfig", "WorkersFailedError", "elastic_launch"]
+__all__ = [
+    "CallError",
+    "ChildFailedError",
+    "LaunchConfig",
+    "WorkersFailedError",
+    "elastic_launch",
+    "launch_agent",
+]
 
 
 def __getattr__(name: str) -> Any:

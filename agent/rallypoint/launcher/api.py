@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import sys
 import tempfile
@@ -12,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rallypoint.agent.failures.failure import WorkerFailure
+from rallypoint.agent.failures.failure import write_reply_file
 from rallypoint.launcher.agent_process import AgentProcess
 from rallypoint.launcher.config import LaunchConfig, in_our_names, python_command
 from rallypoint.launcher.passed_signals import PassedSignals
@@ -27,7 +28,14 @@ from rallypoint.worker.call import (
     save_call,
 )
 
-__all__ = ["CallError", "ChildFailedError", "LaunchConfig", "WorkersFailedError", "elastic_launch"]
+__all__ = [
+    "CallError",
+    "ChildFailedError",
+    "LaunchConfig",
+    "WorkersFailedError",
+    "elastic_launch",
+    "launch_agent",
+]
 
 
 class WorkersFailedError(Exception):
@@ -39,31 +47,60 @@ class WorkersFailedError(Exception):
         detail: How the job ended, in one sentence.
         failure: The failure that ended the run, on any of its hosts; None if it was not a worker's.
         report: The failure as text for people, several lines.
+        others: Other failures of that round on this host, in order of time.
     """
 
-    def __init__(
-        self, name: str, exit_code: int, detail: str, failure: WorkerFailure | None, report: str
-    ) -> None:
+    def __init__(self, name: str, outcome: LaunchOutcome) -> None:
         """Store the outcome of a launch."""
-        super().__init__(name, exit_code, detail, failure, report)
+        # Not super(): a subclass is torch's too, whose arguments are different.
+        Exception.__init__(self, name, outcome)
         self.name = name
-        self.exit_code = exit_code
-        self.detail = detail
-        self.failure = failure
-        self.report = report
+        self.exit_code = outcome.exit_code
+        self.detail = outcome.detail
+        self.failure = outcome.failure
+        self.report = outcome.report
+        self.others = outcome.others
 
     def __str__(self) -> str:
         """Return the sentence, and the report if there is one."""
         return "\n".join(filter(None, (f"{self.name}: {self.detail}", self.report)))
 
     @property
-    def failures(self) -> dict[int, WorkerFailure]:
-        """Return the failure by the global rank of its worker, as torch's ChildFailedError does."""
-        return {self.failure.rank: self.failure} if self.failure is not None else {}
+    def failures(self) -> dict[int, Any]:
+        """Return the failures by the global rank of their workers, the run's first failure first.
+
+        In a program that has imported torch these are torch's ProcessFailure, else WorkerFailure.
+        """
+        known = (self.failure, *self.others) if self.failure is not None else ()
+        return {failure.rank: failure for failure in known}
+
+    def get_first_failure(self) -> tuple[int, Any]:
+        """Return the run's first failure, with its global rank, as torch's ChildFailedError does.
+
+        Raises:
+            LookupError: No worker failed.
+        """
+        for found in self.failures.items():
+            return found
+        raise LookupError(f"{self.name}: no worker failed ({self.detail})")
+
+    def write_reply_file(self, path: str) -> None:
+        """Write the first failure to an error file: `record`, around a launch, calls this."""
+        write_reply_file(path, self.failure, self.detail)
 
 
 ChildFailedError = WorkersFailedError
 """Torch's name of `WorkersFailedError`."""
+
+
+def _error_type() -> type[WorkersFailedError]:
+    """Return the type to raise for a failed worker: torch's ChildFailedError too, in a program that uses torch."""
+    if "torch" in sys.modules:
+        with contextlib.suppress(ImportError):  # another module of that name, or a broken installation
+            from rallypoint.torch import failures  # noqa: PLC0415
+
+            return failures.ChildFailedError
+    return WorkersFailedError
 
 
 class elastic_launch:
@@ -75,14 +112,14 @@ class elastic_launch:
     See docs/python.md for the start methods, and for the types that can be passed and returned.
     """
 
-    def __init__(self, config: LaunchConfig, entrypoint: Callable[..., Any] | str) -> None:
+    def __init__(self, config: Any, entrypoint: Callable[..., Any] | str) -> None:
         """Store the settings; nothing is started.
 
         Args:
-            config: How the job runs.
+            config: How the job runs: a LaunchConfig, ours or torch's.
             entrypoint: A function, or the name of a program.
         """
-        self._config = config
+        self._config = config if isinstance(config, LaunchConfig) else LaunchConfig.from_torch(config)
         self._entrypoint = entrypoint
 
     def __call__(self, *args: Any) -> dict[int, Any]:
@@ -137,6 +174,11 @@ class elastic_launch:
         return load_results(folder, outcome.ranks)
 
 
+def launch_agent(config: Any, entrypoint: Callable[..., Any] | str, args: Sequence[Any]) -> dict[int, Any]:
+    """Do the same as `elastic_launch(config, entrypoint)(*args)`, under torch's name."""
+    return elastic_launch(config, entrypoint)(*args)
+
+
 def _check_forkable() -> None:
     if "grpc" in sys.modules:
         raise ValueError(
@@ -156,7 +198,8 @@ def _check(name: str, outcome: LaunchOutcome) -> None:
     if outcome.refused:
         raise ValueError(in_our_names(outcome.detail))
     if outcome.exit_code != 0:
-        raise WorkersFailedError(name, outcome.exit_code, outcome.detail, outcome.failure, outcome.report)
+        # Torch's error always has a failure.
+        raise (_error_type() if outcome.failure is not None else WorkersFailedError)(name, outcome)
 
 
 def _run(start: Callable[[], AgentProcess], signals: Sequence[int]) -> LaunchOutcome:

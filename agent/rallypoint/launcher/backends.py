@@ -25,6 +25,7 @@ _FALSE = ("0", "false", "f", "no", "n")
 _MEANINGLESS = {
     "heartbeat_timeout": "a heartbeat here is one message on an open stream",
     "use_libuv": "there is no TCPStore here",
+    "cas_backoff_max_seconds": "joins are pushed to one service, which never makes a node write again",
     "rank": "--node-rank sets it",
 }
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
 from rallypoint.agent.job.options import idle_options, job_fields, parse_signal
-from rallypoint.launcher.backends import RequestedRendezvous, resolve_rendezvous
+from rallypoint.launcher.backends import RequestedRendezvous, is_etcd_url, resolve_rendezvous
 from rallypoint.launcher.plan import LaunchPlan
 from rallypoint.rendezvous.core.state import MOST_NODES, MOST_RESTARTS, MOST_WORKERS_PER_NODE
 from rallypoint.rpc.endpoint import AccessFiles, ClientTLS, SettingError, client_security, run_secret
@@ -39,7 +40,7 @@ class LaunchConfig:
         max_nodes: Most nodes of a round.
         nproc_per_node: Workers on this host.
         logs_specs: Torch's DefaultLogsSpecs, for programs that make one; here the fields below do the same.
-        run_id: Name of the run, the same on all its hosts; empty: a new one, of this host alone.
+        run_id: Name of the run, the same on all its hosts; empty: a new one, of this host alone, if min_nodes is 1.
         role: Role of the workers.
             rdzv_endpoint: HOST:PORT of the rendezvous service, or an etcd:// URL; empty: a job of this host alone has
                 an embedded service.
@@ -49,7 +50,7 @@ class LaunchConfig:
         max_restarts: Restarts of failed workers, over the whole run.
         monitor_interval: Accepted for compatibility; ignored.
         start_method: How workers that call a function start: `spawn`, `fork` or `forkserver`. See docs/python.md.
-        log_line_prefix_template: Prefix of teed lines, with `${role_name}`, `${local_rank}` and `${rank}`.
+        log_line_prefix_template: Prefix of teed lines, with `${role_name}`, `${local_rank}`, `${rank}`, `${hostname}`.
         metrics_cfg: Has no meaning here: metrics are served at `metrics_address`.
         local_addr: Address at which other hosts reach this one; None: determined automatically.
         event_log_handler: Where events go, as `--event-log-handler` has it.
@@ -114,6 +115,26 @@ class LaunchConfig:
     log_level: str = "warning"
     options: Mapping[str, Any] = field(default_factory=dict)
 
+    @classmethod
+    def from_torch(cls, config: Any) -> LaunchConfig:
+        """Return torch's LaunchConfig as one of ours.
+
+        Raises:
+            ValueError: It is none, or has a field that is not supported; one line.
+        """
+        if not is_dataclass(config) or isinstance(config, type):
+            raise ValueError(f"config: {config!r} is no LaunchConfig")
+        given = {each: getattr(config, each.name) for each in fields(config)}
+        ours = {each.name for each in fields(cls)}
+        if unknown := [each.name for each in given if each.name not in ours and given[each] != each.default]:
+            raise ValueError(f"config: {', '.join(unknown)} is not supported; leave it out")
+        found = cls(**{each.name: value for each, value in given.items() if each.name in ours})
+        # Torch adds its default, which is ours for each backend that has this setting.
+        found.rdzv_configs = {
+            key: value for key, value in found.rdzv_configs.items() if (key, value) != ("timeout", 900)
+        }
+        return found
+
     def plan(self, command: Sequence[str], *, call: bool = False) -> LaunchPlan:
         """Return the plan of the job on this host.
 
@@ -154,11 +175,12 @@ class LaunchConfig:
         if self.rdzv_timeout != -1:
             conf["timeout"] = str(self.rdzv_timeout)
         rank = conf.pop("rank", None) if self.rdzv_backend == "static" else None
+        made_up = self._made_up_run_id()
         where = resolve_rendezvous(
             RequestedRendezvous(
                 backend=self.rdzv_backend or None,
                 endpoint=self.rdzv_endpoint,
-                run_id=self.run_id,
+                run_id=self.run_id or made_up,
                 conf=conf,
                 nodes=(self.min_nodes, self.max_nodes),
                 nodes_given=True,
@@ -187,7 +209,7 @@ class LaunchConfig:
             security=client_security(self.tls, run_secret(), insecure=self.insecure),
             access=self.access,
             signals=self.handled_signals,
-            notices=(*(in_our_names(notice) for notice in where.notices), *self._notices(), *idle),
+            notices=(*(in_our_names(notice) for notice in where.notices), *self._notices(made_up), *idle),
             job={**job, **{name: value for name, value in master.items() if value is not None}, "call": call},
         )
 
@@ -216,8 +238,20 @@ class LaunchConfig:
                 "started"
             )
 
-    def _notices(self) -> list[str]:
-        return ["metrics_cfg has no meaning here: see metrics_address"] if self.metrics_cfg else []
+    def _made_up_run_id(self) -> str:
+        """Return a new name where torch makes one up and this host alone is enough; else an empty text."""
+        named_by_backend = self.rdzv_backend in ("static", "c10d") or is_etcd_url(self.rdzv_endpoint)
+        if self.run_id or self.min_nodes > 1 or not self.rdzv_endpoint or named_by_backend:
+            return ""
+        return f"{socket.gethostname()}-{os.urandom(8).hex()}"
+
+    def _notices(self, made_up: str) -> list[str]:
+        notices = ["metrics_cfg has no meaning here: see metrics_address"] if self.metrics_cfg else []
+        if made_up and self.max_nodes > 1:
+            notices.append(
+                f"run_id is empty: no other host can join this run, {made_up}; give all hosts one run_id"
+            )
+        return notices
 
     def _options(self) -> dict[str, Any]:
         binding = getattr(self.numa_options, "affinity_mode", self.numa_options)

@@ -352,4 +352,5 @@ def run_requested_job(request: LaunchRequest, spawner: Spawner) -> LaunchOutcome
         failure=result.failure,
         report=render(result.failure, others=result.others) if result.failure is not None else "",
         ranks=tuple(worker.rank for job in jobs for worker in job.workers),
+        others=result.others,
     )

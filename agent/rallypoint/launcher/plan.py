@@ -138,6 +138,7 @@ class LaunchOutcome:
         failure: The failure that ended the run, on any of its hosts.
         report: The failure as text for people, several lines.
         ranks: Global ranks of this host's workers in the last round.
+        others: Other failures of that round on this host, in order of time.
     """
 
     exit_code: int
@@ -146,3 +147,4 @@ class LaunchOutcome:
     failure: WorkerFailure | None = None
     report: str = ""
     ranks: tuple[int, ...] = ()
+    others: tuple[WorkerFailure, ...] = ()

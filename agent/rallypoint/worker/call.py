@@ -2,28 +2,32 @@
 
 Both are pickled into files of one folder. `call` holds multiprocessing's preparation data (the main module of the
 user's program, the search path), then the function with its arguments. A worker that has returned leaves
-`<round>.<rank>`.
+`<round>.<rank>`, and stays until the others of its host have returned.
 
 Run as a program, `python -m rallypoint.worker.call <folder>`, this is one worker of `start_method="spawn"`.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import fcntl
 import io
 import os
 import pickle
 import signal
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import process, spawn
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from rallypoint.worker.record import record
 from rallypoint.worker.unrecoverable import Unrecoverable
 
 _CALL = "call"
+_RUNNING = "running"
 _LOCAL_RANK = "${local_rank}"
 
 
@@ -100,7 +104,14 @@ def is_importing_main() -> bool:
 
 
 def run_call(call: Callable[[], object], folder: Path) -> None:
-    """Run the worker: make the call, record an exception, and save the result."""
+    """Run the worker: make the call, record an exception, save the result, and wait for the other workers here.
+
+    Rank 0 is the host of the others' TCPStore, so it must not end while they may be reading it: as in torch's launcher,
+    a worker that has returned stays until all workers of its host have. They all hold one lock in common until then;
+    the kernel releases the lock of a worker that dies.
+    """
+    running = os.open(folder / _RUNNING, os.O_CREAT | os.O_RDWR, 0o600)
+    fcntl.flock(running, fcntl.LOCK_SH)
 
     @record
     def work() -> None:
@@ -118,6 +129,23 @@ def run_call(call: Callable[[], object], folder: Path) -> None:
         temporary.replace(path)
 
     work()
+    fcntl.flock(running, fcntl.LOCK_EX)
+    fcntl.flock(running, fcntl.LOCK_UN)  # child processes that stay may have inherited it
+
+
+def exit_successfully() -> NoReturn:
+    """Exit as the interpreter does, without its finalisation, which can abort a worker that has succeeded.
+
+    Finalisation destroys objects while threads of native code run. Without destroy_process_group(), a thread of gloo
+    may then release a tensor, for which it needs the interpreter: Python ends such a thread by pthread_exit, inside C++
+    code that must not unwind, so std::terminate ends the process.
+    """
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are no daemons
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):  # closed, or its reader is gone
+            stream.flush()
+    os._exit(0)
 
 
 def load_results(folder: Path, ranks: Sequence[int]) -> dict[int, Any]:
@@ -218,3 +246,4 @@ if __name__ == "__main__":
         return this.load_call(given)()
 
     this.run_call(load_and_call, given)
+    this.exit_successfully()

@@ -38,6 +38,8 @@ def record(function: Callable[_P, _R]) -> Callable[_P, _R | None]:
     `sys.exit(0)` inside the function returns None; any other SystemExit is raised and not recorded. In a child process
     that the function has forked nothing is recorded: the worker is its parent.
 
+    Around a launch (`elastic_launch`), the failure of the launched worker is written, not the launching program's.
+
     `Unrecoverable` is recorded as such, printed like an uncaught exception, and ends the worker with exit code 93.
 
     Use it once, on the outermost function:
@@ -66,7 +68,11 @@ def record(function: Callable[_P, _R]) -> Callable[_P, _R | None]:
             if os.getpid() != worker:
                 raise
             if path:
-                write_error_file(error, path, timestamp, raised_at)
+                launched = getattr(error, "write_reply_file", None)
+                if launched is not None:
+                    launched(path)
+                else:
+                    write_error_file(error, path, timestamp, raised_at)
             if isinstance(error, Unrecoverable):
                 sys.excepthook(type(error), error, error.__traceback__)
                 raise SystemExit(UNRECOVERABLE) from error

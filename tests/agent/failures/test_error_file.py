@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from rallypoint.agent.failures.failure import ErrorRecord, read_error_file
+from rallypoint.agent.failures.failure import ErrorRecord, WorkerFailure, read_error_file, write_reply_file
+from rallypoint.rendezvous.core.state import FailureKind
 from rallypoint.worker import Unrecoverable
 from rallypoint.worker.record import write_error_file
 
@@ -63,3 +64,55 @@ def test_what_makes_no_sense_beside_the_message_is_left_out(tmp_path: Path, ours
     """The rest is worth something all the same."""
     content = {"message": {"message": "bad", "extraInfo": {"rallypoint": ours}}}
     assert story_of(tmp_path / "e", content) == ErrorRecord("bad", "", False, WRITTEN, None)
+
+
+def failed(tmp_path: Path, kind: FailureKind, exit_code: int) -> WorkerFailure:
+    """A failure with a log, beside which an error file may be."""
+    return WorkerFailure(
+        *(0, 3, "trainer", "host", 7, exit_code, WRITTEN, "the reason", "the frames"),
+        log_file=str(tmp_path / "stderr.log"),
+        kind=kind,
+    )
+
+
+def test_a_reply_is_the_error_file_with_the_exit_code(tmp_path: Path) -> None:
+    """All that the worker has written in it, in the order of torch's own copy."""
+    write_error_file(ValueError("bad"), str(tmp_path / "error.json"), 5.75, 1234.5)
+    reply = tmp_path / "reply"
+    write_reply_file(str(reply), failed(tmp_path, FailureKind.EXCEPTION, 9), "the end")
+    written = json.loads((tmp_path / "error.json").read_text())
+    written["message"]["errorCode"] = 9
+    assert json.loads(reply.read_text()) == written
+
+
+@pytest.mark.parametrize("content", [None, "", "[]", '{"message": "in short"}'])
+def test_a_reply_without_an_error_file_has_the_same_form(tmp_path: Path, content: str | None) -> None:
+    """Of the failure itself, as for one on another host; what is no error file, or in another form, is not copied."""
+    if content is not None:
+        (tmp_path / "error.json").write_text(content)
+    reply = tmp_path / "reply"
+    write_reply_file(str(reply), failed(tmp_path, FailureKind.EXCEPTION, 1), "the end")
+    extra = {"py_callstack": "the frames", "timestamp": "1800000000"}
+    assert json.loads(reply.read_text())["message"] == {
+        "message": "the reason",
+        "extraInfo": extra,
+        "errorCode": 1,
+    }
+
+
+def test_an_error_file_of_a_caught_exception_is_no_reply(tmp_path: Path) -> None:
+    """A signal ended this worker."""
+    write_error_file(ValueError("caught"), str(tmp_path / "error.json"), 5.75, 1234.5)
+    write_reply_file(str(tmp_path / "reply"), failed(tmp_path, FailureKind.SIGNAL, -9), "the end")
+    message = json.loads((tmp_path / "reply").read_text())["message"]
+    assert (message["message"], message["errorCode"]) == ("the reason", -9)
+
+
+def test_a_reply_that_can_not_be_written_is_reported(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """In one line; the end of the job stays what it is."""
+    write_reply_file(str(tmp_path / "none" / "reply"), None, "the end")
+    assert capfd.readouterr().err == (
+        f"rallypoint: the error file {tmp_path}/none/reply can't be written: No such file or directory\n"
+    )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,13 +18,14 @@ from rallypoint.agent.logs.streams import LogError
         (None, b"[trainer1]:"),
         ("[${role_name}${local_rank}]:", b"[trainer1]:"),
         ("[${rank}]:", b"[5]:"),
+        ("${hostname}:${rank}: ", f"{socket.gethostname()}:5: ".encode()),
         ("$role_name $local_rank/$rank> ", b"trainer 1/5> "),
         ("$$ ${rank} $ ", b"$ 5 $ "),
         ("", b""),
     ],
 )
 def test_templates_are_torchs(template: str | None, prefix: bytes) -> None:
-    """Of string.Template, with its three variables; by default the role and the local rank."""
+    """Of string.Template, with its four variables; by default the role and the local rank."""
     assert line_prefix(template, role="trainer", local_rank=1, rank=5) == prefix
     if template is not None:
         assert check_line_prefix(template, "--log-line-prefix") == template
@@ -34,7 +37,7 @@ def test_a_variable_that_lines_have_not_is_refused() -> None:
         check_line_prefix("[${host}]", "--log-line-prefix")
     assert str(caught.value) == (
         "--log-line-prefix [${host}]: there is no variable ${host}; "
-        "there are ${role_name}, ${local_rank}, ${rank}"
+        "there are ${role_name}, ${local_rank}, ${rank}, ${hostname}"
     )
     with pytest.raises(LogError, match="leave the line break out"):
         check_line_prefix("a\nb", "--log-line-prefix")

@@ -115,6 +115,28 @@ def test_a_virtual_local_rank_is_0_and_its_device_its_own(visible: str | None, d
     assert [each["CUDA_VISIBLE_DEVICES"] for each in seen] == devices
 
 
+@pytest.mark.parametrize(
+    ("hip", "cuda", "devices"),
+    [("4,7", "0,1", ["4", "7"]), ("", "5,6", ["5", "6"]), ("2,3", None, ["2", "3"])],
+)
+def test_hip_visible_devices_come_first(hip: str, cuda: str | None, devices: list[str]) -> None:
+    """As with ROCm itself, and both are set: torch reads CUDA_VISIBLE_DEVICES there too."""
+    hidden = {"HIP_VISIBLE_DEVICES": hip} | ({} if cuda is None else {"CUDA_VISIBLE_DEVICES": cuda})
+    config = replace(CONFIG, virtual_local_rank=True, environment=hidden)
+    check_devices(config)
+    seen = [environment(config, local_rank) for local_rank in (0, 1)]
+    assert [each["CUDA_VISIBLE_DEVICES"] for each in seen] == devices
+    assert [each["HIP_VISIBLE_DEVICES"] for each in seen] == (devices if hip else ["", ""])
+
+
+def test_too_few_devices_of_amd_are_refused_by_their_variable() -> None:
+    """Whatever CUDA_VISIBLE_DEVICES has."""
+    seen = {"HIP_VISIBLE_DEVICES": "3", "CUDA_VISIBLE_DEVICES": "0,1"}
+    config = replace(CONFIG, virtual_local_rank=True, environment=seen)
+    with pytest.raises(SettingError, match="HIP_VISIBLE_DEVICES=3 names 1 device for 2 workers"):
+        check_devices(config)
+
+
 def test_a_worker_without_a_device_of_its_own_is_refused() -> None:
     """Before anything starts; where ranks are what they are, devices are the workers' own business."""
     config = replace(CONFIG, environment={"CUDA_VISIBLE_DEVICES": "3"})

@@ -76,8 +76,8 @@ class JobConfig:
         duplicate_stdout_filters: Lines of standard output with one of these texts are copied to one file for all
             workers of the host; empty: no such file.
         duplicate_stderr_filters: As `duplicate_stdout_filters`, for standard error.
-        line_prefix: Template of the prefix of teed lines, with `${role_name}`, `${local_rank}` and `${rank}`; None:
-            torchrun's.
+        line_prefix: Template of the prefix of teed lines, with `${role_name}`, `${local_rank}`, `${rank}` and
+            `${hostname}`; None: torchrun's.
         keep_attempts: How many attempts' logs are kept, the latest; 0: all.
         log_max_bytes: Size at which a log file is rotated; None: never.
         log_keep_files: How many rotated files of one stream are kept, beside the one being written.

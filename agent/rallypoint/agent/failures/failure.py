@@ -6,19 +6,22 @@ The most reliable source comes first: the kernel's record that it killed the wor
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import re
 import signal
+import sys
 import time as clock
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from rallypoint.agent.failures.core_dump import CoreDump
 from rallypoint.agent.logs.files import read_end
-from rallypoint.agent.logs.plan import WorkerLogs
+from rallypoint.agent.logs.plan import ERROR_FILE, WorkerLogs
 from rallypoint.agent.spawner.protocol import WorkerExit
 from rallypoint.rendezvous.core.state import FailureKind
 from rallypoint.rpc.text import clip, clip_start
@@ -131,6 +134,37 @@ def read_error_file(path: Path) -> ErrorRecord | None:
         written=written,
         raised_at=raised_at if isinstance(raised_at, float) and math.isfinite(raised_at) else None,
     )
+
+
+def write_reply_file(path: str, failure: WorkerFailure | None, detail: str) -> None:
+    """Write why a job failed to the file that its launcher's own TORCHELASTIC_ERROR_FILE names; report a failed write.
+
+    As with torchrun, it is the error file of the worker that failed first, with the exit code added. If this host has
+    no such file, the same is made from the failure itself.
+
+    Args:
+        path: the file; it is overwritten in place, because /dev/termination-log of a pod can't be replaced.
+        failure: the first failure; None if it was not a worker's.
+        detail: the end of the job in one sentence, for a job without a failure.
+    """
+    content: dict[str, Any] = {}
+    if failure is not None and failure.error_file:
+        with contextlib.suppress(OSError, ValueError, RecursionError):
+            content = json.loads(Path(failure.error_file).read_bytes())
+    if not isinstance(content.get("message"), dict):
+        content["message"] = {
+            "message": failure.message if failure is not None else detail,
+            "extraInfo": {
+                "py_callstack": failure.traceback if failure is not None else "",
+                "timestamp": str(int(failure.time if failure is not None else clock.time())),
+            },
+        }
+    if failure is not None:
+        content["message"]["errorCode"] = failure.exit_code
+    try:
+        Path(path).write_text(json.dumps(content), encoding="utf-8")
+    except OSError as problem:
+        sys.stderr.write(f"rallypoint: the error file {path} can't be written: {problem.strerror}\n")
 
 
 # ---- Search for the traceback that ended a program, in its standard error.
@@ -281,6 +315,14 @@ class WorkerFailure:
     def signal_name(self) -> str | None:
         """Name of the signal that ended it; None if it returned."""
         return signal_name(-self.exit_code) if self.exit_code < 0 else None
+
+    @property
+    def error_file(self) -> str:
+        """Path of the error file that gave its reason; empty if there is none, or it is on another host."""
+        path = Path(self.log_file).with_name(ERROR_FILE) if self.log_file else None
+        if self.kind is FailureKind.EXCEPTION and path is not None and read_error_file(path) is not None:
+            return str(path)
+        return ""
 
 
 def earliest(failures: Iterable[WorkerFailure]) -> WorkerFailure | None:

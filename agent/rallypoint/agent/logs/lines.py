@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 from collections.abc import Sequence
 from string import Template
 
 from rallypoint.agent.logs.streams import LogError
 
-_VARIABLES = ("role_name", "local_rank", "rank")
+_VARIABLES = ("role_name", "local_rank", "rank", "hostname")
 
 
 def check_line_prefix(template: str, option: str) -> str:
     """Refuse a line prefix template with an unknown variable. (torchrun leaves such a variable as it is.)
 
     Args:
-        template: as in torch: `${role_name}`, `${local_rank}` and `${rank}` are replaced, `$$` is a dollar sign.
+        template: as in torch: `${role_name}`, `${local_rank}`, `${rank}` and `${hostname}` are replaced, `$$` is a
+            dollar sign.
         option: name of the option that set it, for the error.
 
     Returns:
@@ -46,7 +48,10 @@ def line_prefix(template: str | None, *, role: str, local_rank: int, rank: int) 
     """
     if template is None:
         template = "[${role_name}${local_rank}]:"
-    return os.fsencode(Template(template).safe_substitute(role_name=role, local_rank=local_rank, rank=rank))
+    host = socket.gethostname()
+    return os.fsencode(
+        Template(template).safe_substitute(role_name=role, local_rank=local_rank, rank=rank, hostname=host)
+    )
 
 
 class LineFilter:

@@ -67,12 +67,18 @@ def worker_environment(
     return environment
 
 
-def virtual_device(environment: Mapping[str, str], local_rank: int) -> str:
+def _visible_devices(environment: Mapping[str, str]) -> tuple[str, str | None]:
+    """Return the variable that selects the job's GPUs, and its value: HIP_VISIBLE_DEVICES comes first, if it is set."""
+    name = "HIP_VISIBLE_DEVICES" if environment.get("HIP_VISIBLE_DEVICES") else "CUDA_VISIBLE_DEVICES"
+    return name, environment.get(name)
+
+
+def _virtual_device(environment: Mapping[str, str], local_rank: int) -> str:
     """Return the only GPU of a worker under `--virtual-local-rank`: the job's visible GPU with index local rank.
 
-    Empty if CUDA_VISIBLE_DEVICES names too few GPUs, which `check_devices` refuses.
+    Empty if too few GPUs are visible, which `check_devices` refuses.
     """
-    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    _, visible = _visible_devices(environment)
     if visible is None:
         return str(local_rank)
     devices = visible.split(",")
@@ -83,13 +89,13 @@ def check_devices(config: JobConfig) -> None:
     """Refuse a job with `--virtual-local-rank` in which a worker would have no GPU.
 
     Raises:
-        SettingError: CUDA_VISIBLE_DEVICES names fewer GPUs than there are workers; one line.
+        SettingError: Fewer GPUs are visible than there are workers; one line.
     """
-    visible = config.environment.get("CUDA_VISIBLE_DEVICES", "")
+    name, visible = _visible_devices(config.environment)
     count = len(visible.split(",")) if visible else config.local_world_size
     if config.virtual_local_rank and count < config.local_world_size:
         raise SettingError(
-            f"--virtual-local-rank: CUDA_VISIBLE_DEVICES={visible} names {count} device{'s' * (count != 1)} for "
+            f"--virtual-local-rank: {name}={visible} names {count} device{'s' * (count != 1)} for "
             f"{config.local_world_size} workers; start fewer workers, or make more devices visible"
         )
 
@@ -97,7 +103,10 @@ def check_devices(config: JobConfig) -> None:
 def _device_variables(config: JobConfig, local_rank: int) -> dict[str, str]:
     if not config.virtual_local_rank:
         return {"LOCAL_RANK": str(local_rank)}
-    return {"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": virtual_device(config.environment, local_rank)}
+    device = _virtual_device(config.environment, local_rank)
+    # Torch reads CUDA_VISIBLE_DEVICES with AMD's GPUs too.
+    names = {"CUDA_VISIBLE_DEVICES", _visible_devices(config.environment)[0]}
+    return {"LOCAL_RANK": "0", **dict.fromkeys(names, device)}
 
 
 def worker_command(config: JobConfig, local_rank: int) -> tuple[str, ...]:
