@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -83,10 +81,10 @@ def see(case: Case, launcher: str, folder: Path) -> Seen:
     command = LAUNCHERS[launcher]
     if case.module and launcher == "torchrun":
         command = (str(_BIN / "python3"), "-m", case.module)  # as torchrun is installed for
-    arguments = (*case.flags, *case.program)
+    arguments = [(*case.flags, *more, *case.program) for more in case.nodes]
     if case.here and launcher == "rallypoint":
-        arguments = case.here
-    commands = [[*command, *(_put(argument, places) for argument in (*more, *arguments))] for more in case.nodes]
+        arguments = [case.here]
+    commands = [[*command, *(_put(argument, places) for argument in of_node)] for of_node in arguments]
     exit_codes, said = (_at_terminal if case.terminal else _with_pipes)(case, commands, environment, folder)
     probes = sorted((folder / "probe").iterdir())
     return Seen(
@@ -144,7 +142,7 @@ def _worker(path: Path, environment: Mapping[str, str], folder: Path, port: int)
     changed = {
         name: _regular(value, folder)
         for name, value in given.items()
-        if environment.get(name) != value and name != "_"  # of the shell of a terminal
+        if environment.get(name) != value
     }
     changed["MASTER_PORT"] = "as given" if given["MASTER_PORT"] == str(port) else "some free port"
     seen = {name: _regular(value, folder) for name, value in seen.items()}
