@@ -140,9 +140,7 @@ def _worker(path: Path, environment: Mapping[str, str], folder: Path, port: int)
     seen = json.loads(path.read_text())
     given = seen.pop("environment")
     changed = {
-        name: _regular(value, folder)
-        for name, value in given.items()
-        if environment.get(name) != value
+        name: _regular(value, folder) for name, value in given.items() if environment.get(name) != value
     }
     changed["MASTER_PORT"] = "as given" if given["MASTER_PORT"] == str(port) else "some free port"
     seen = {name: _regular(value, folder) for name, value in seen.items()}

@@ -42,7 +42,16 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 _NOT_HERE = frozenset(
     {"standalone", "rdzv_backend", "node_rank", "master_addr", "local_addr", "node_id", "topology"}
     | {"start_method", "logs_specs", "monitor_interval", "signals_to_handle", "supervisor_address"}
-    | {"metrics_address", "tty", "log_level", "log_format", "nnodes", "nproc_per_node", "use_env", "print_completion"}
+    | {
+        "metrics_address",
+        "tty",
+        "log_level",
+        "log_format",
+        "nnodes",
+        "nproc_per_node",
+        "use_env",
+        "print_completion",
+    }
 )
 
 # Options that only the hosts can check: they name programs there.
