@@ -71,8 +71,9 @@ class Node:
         """Go on at another process; return the state of the round."""
         self._service = service
         self._stream = service.runs.Join(timeout=10 * PATIENCE)
-        held = {"lease": self._lease.number, "token": self._lease.token}
-        await self._send(resume=pb.ResumeRun(run_id=self._run, node_id="a", **held))
+        lease = self._lease
+        resume = pb.ResumeRun(run_id=self._run, node_id="a", lease=lease.number, token=lease.token)
+        await self._send(resume=resume)
         return await self._update(pb.PHASE_FINAL)
 
     async def fail(self, round_: int) -> None:

@@ -96,8 +96,8 @@ async def test_replicas_of_two_versions_serve_together(tmp_path: Path) -> None:
         # The run of this name has failed before: the job opens it again, which is new to the old revision.
         first = HostProcess("between-first", cluster.network, tmp_path, AGENTS)
         stack.callback(first.close)
-        run = ["run", "--insecure", "--rdzv-endpoint", cluster.endpoints, "--rdzv-id", "between"]
-        first.spawn([str(RALLYPOINT), *run, "--no-python", "false"])
+        same_run = ["--rdzv-endpoint", cluster.endpoints, "--rdzv-id", "between"]
+        first.spawn([str(RALLYPOINT), "run", "--insecure", *same_run, "--no-python", "false"])
         assert await first.ended(PATIENCE) == 1, first.log()
         await new_job("between")
         runs["between"] = await run_everywhere(cluster, "between")

@@ -89,7 +89,7 @@ def test_the_platform_reads_the_first_failure(
     reply.write_text("of an earlier attempt")
     before = reply.stat().st_ino
     result = rallypoint(
-        *("run", "--standalone", "--log-dir", tmp_path / "logs", "--no-python", *program),
+        *("run", "--standalone", "--log-dir", str(tmp_path / "logs"), "--no-python", *program),
         environment={"TORCHELASTIC_ERROR_FILE": str(reply)},
     )
     if reason is None:
