@@ -88,8 +88,9 @@ def test_services_never_import_the_agent() -> None:
 
 
 def test_the_agent_reaches_services_through_their_clients() -> None:
-    """Of rendezvous and timer, an agent imports the client, the worker side, the contract and the values."""
+    """Of rendezvous and timer, an agent imports the client, the worker side, the contract, its limits and values."""
     allowed = (
+        "rallypoint.rendezvous.base.limits",
         "rallypoint.rendezvous.client",
         "rallypoint.rendezvous.core.state.",
         "rallypoint.rendezvous.store.client",

@@ -28,7 +28,7 @@ class ClientFailed(Exception):
 
 
 class NotOffered(Exception):
-    """The program does not offer what a scenario is about: the scenario ends without a finding."""
+    """The program lacks a feature that a scenario needs: the scenario ends without a finding."""
 
 
 class Checks:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import signal
 import sys
 import tempfile
@@ -94,12 +95,13 @@ ChildFailedError = WorkersFailedError
 
 
 def _error_type() -> type[WorkersFailedError]:
-    """Return the type to raise for a failed worker: torch's ChildFailedError too, in a program that uses torch."""
+    """Return the type to raise for a failed worker: torch's too, in a program that has imported torch."""
     if "torch" in sys.modules:
         with contextlib.suppress(ImportError):  # another module of that name, or a broken installation
-            from rallypoint.torch import failures  # noqa: PLC0415
-
-            return failures.ChildFailedError
+            # By name: the launcher is below rallypoint.torch, and works without torch.
+            torch_failures = importlib.import_module("rallypoint.torch.failures")
+            error: type[WorkersFailedError] = torch_failures.torch_error(WorkersFailedError)
+            return error
     return WorkersFailedError
 
 

@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+from functools import cache
+from typing import Any
+
 from torch.distributed.elastic.multiprocessing import errors
 
 from rallypoint.agent.failures.failure import WorkerFailure
-from rallypoint.launcher.api import WorkersFailedError
 
 
-class ChildFailedError(WorkersFailedError, errors.ChildFailedError):  # type: ignore[misc]  # torch has no types here
-    """A job that did not succeed: torch's ChildFailedError, with the attributes of WorkersFailedError."""
+@cache
+def torch_error(error: type[Any]) -> type[Any]:
+    """Return a subclass of an error that is torch's ChildFailedError too.
 
-    @property
-    def failures(self) -> dict[int, errors.ProcessFailure]:
-        """Return the failures by the global rank of their workers, the run's first failure first."""
-        return {rank: _process_failure(failure) for rank, failure in super().failures.items()}
+    Args:
+        error: An exception with `failures` in our form.
+    """
+
+    class ChildFailedError(error, errors.ChildFailedError):  # type: ignore[misc]  # torch has no types here
+        """A job that did not succeed: torch's ChildFailedError, with the attributes of WorkersFailedError."""
+
+        @property
+        def failures(self) -> dict[int, errors.ProcessFailure]:
+            """Return the failures by the global rank of their workers, the run's first failure first."""
+            return {rank: _process_failure(failure) for rank, failure in super().failures.items()}
+
+    return ChildFailedError
 
 
 def _process_failure(failure: WorkerFailure) -> errors.ProcessFailure:

@@ -62,7 +62,7 @@ _MAGIC = 0x3C85F7CE
 _MOST_KEYS = 128 * 1024
 _LONGEST_KEY = 8 * 1024
 _STOPPED_WAITING, _CANCELLED = b"\0", b"\1"
-# Seconds; a wait begins anew after it. The longest that the store allows.
+# Seconds; a wait starts again after it. The longest that the store allows.
 _LONGEST_WAIT = 24 * 3600.0
 _BACKLOG = 1024
 _NUMBER = struct.Struct("<Q")
@@ -518,7 +518,7 @@ class _Space:
             yield portion
 
 
-# ---- The owner of a connection: TCP has no SO_PEERCRED, but the kernel tells everyone the owner of each socket.
+# ---- The owner of a connection: TCP has no SO_PEERCRED, but the kernel names the user of each socket.
 
 _SOCK_DIAG = 4
 _SOCK_DIAG_BY_FAMILY = 20
