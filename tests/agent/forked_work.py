@@ -8,10 +8,11 @@ import sys
 from pathlib import Path
 
 
-def _descriptors() -> list[int]:
-    """Those that are open, but for the one that multiprocessing has opened for want of a terminal."""
+def _descriptors() -> list[str]:
+    """The streams by number, others by file, but for the one that multiprocessing has opened for want of a terminal."""
     fds = sorted(int(fd) for fd in os.listdir("/proc/self/fd"))[:-1]
-    return [fd for fd in fds if fd <= 2 or os.readlink(f"/proc/self/fd/{fd}") != os.devnull]
+    opened = [str(fd) if fd <= 2 else os.readlink(f"/proc/self/fd/{fd}") for fd in fds]
+    return [each for each in opened if each != os.devnull]
 
 
 def _publish_pid(path: Path) -> None:

@@ -54,7 +54,7 @@ async def end_of(spawner: Spawner, spec: WorkerSpec) -> WorkerExit:
 
 @pytest.mark.parametrize("how", ["describe"], indirect=True)
 async def test_a_fork_has_what_a_program_would_have(how: Spawner, tmp_path: Path) -> None:
-    """Its own environment, session, signal handlers and streams, and none of the spawner's descriptors."""
+    """Its own environment, session, signal handlers and streams; of descriptors, besides, only the lock of its call."""
     (tmp_path / "there").mkdir()
     ended = await end_of(how, spec(tmp_path, cwd=tmp_path / "there"))
     assert ended.succeeded
@@ -62,7 +62,7 @@ async def test_a_fork_has_what_a_program_would_have(how: Spawner, tmp_path: Path
     own = {"PATH", "LOCAL_RANK", "RANK", "RALLYPOINT_ROUND", "RALLYPOINT_SPAWN_ID"}
     assert set(found["environment"]) == own
     assert found["shown"] == f"RALLYPOINT_SPAWN_ID={how.pid}.1"
-    assert found["descriptors"] == [0, 1, 2]
+    assert found["descriptors"] == ["0", "1", "2", str(tmp_path / "running")]
     assert found["leader"]
     assert found["interrupt"]
     assert found["cwd"] == str(tmp_path / "there")

@@ -67,7 +67,8 @@ FIGURES = {
 }
 # Those of whole agents: test_agents.py has them, at a length that a test can wait for.
 OF_AGENTS = ("launch", "restart", "newcomer", "idle")
-NAMES = (*FIGURES, *OF_AGENTS)
+NAMES = [*FIGURES, *OF_AGENTS, "flood"]
+NAMES.insert(NAMES.index("journal"), "torch-store")  # needs torch
 
 
 def _command(folder: Path, *arguments: str) -> list[str]:

@@ -27,7 +27,14 @@ _SLOW = {
         "ignores-settling",
         "ignores-superseded-by",
     ),
-    *("joins-after-eviction", "joins-closed-run", "keeps-workers-as-spare", "keeps-workers-in-joinable"),
+    *(
+        "joins-after-eviction",
+        "joins-after-join-timeout",
+        "joins-closed-run",
+        "start-once",
+        "keeps-workers-as-spare",
+        "keeps-workers-in-joinable",
+    ),
     *(
         "keeps-workers-without-lease",
         "never-starts",

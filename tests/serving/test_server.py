@@ -515,6 +515,59 @@ async def test_it_may_open_as_many_files_as_the_hard_limit_allows(
     assert caplog.text.count("LimitNOFILE=") == warnings
 
 
+async def ping(channel: grpc.aio.Channel) -> bytes | grpc.StatusCode:
+    call: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(f"/{SERVICE}/Echo")
+    try:
+        return await call(b"hello", timeout=PATIENCE)
+    except grpc.aio.AioRpcError as error:
+        return error.code()
+
+
+@pytest.mark.skipif(
+    tuple(map(int, grpc.__version__.split(".")[:2])) < (1, 70),
+    reason="grpcio 1.62 has no limit of connections",
+)
+async def test_connections_leave_files_for_the_rest(
+    serve: Start, connect: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One too many is refused at once; each that ends makes room for another, and those that are open stay."""
+    assert 0 < server_module._most_connections() < resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    monkeypatch.setattr(server_module, "_most_connections", lambda: 18)
+    server = await serve(ECHO)
+    channels = [connect(server) for _ in range(19)]
+    answers = [await ping(channel) for channel in channels]
+    assert answers == [b"hello"] * 18 + [grpc.StatusCode.UNAVAILABLE]
+    await channels[0].close()
+    async with asyncio.timeout(PATIENCE):
+        while await ping(channels[-1]) != b"hello":
+            pass
+    assert await ping(channels[1]) == b"hello"
+
+
+async def test_a_connection_without_calls_is_closed(
+    serve: Start, connect: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In order: the next call of its client connects again. One with an open stream stays."""
+    arguments = {**dict(server_module.SERVER_ARGUMENTS), "grpc.max_connection_idle_ms": 1000}
+    monkeypatch.setattr(server_module, "SERVER_ARGUMENTS", tuple(arguments.items()))
+    hall = Hall()
+    server = await serve(hall.handlers, on_drain=hall.open_doors)
+
+    def connections() -> int:
+        own = psutil.Process().net_connections("tcp")
+        return sum(bool(each.raddr) and each.laddr.port == port_of(server) for each in own)
+
+    idle_one, streaming = connect(server), connect(server)
+    stream = wait_call(streaming)
+    assert await stream.read() == b"in"
+    assert await ping(idle_one) == b"hello"
+    assert connections() == 2
+    await until(lambda: connections() == 1)
+    assert await ping(idle_one) == b"hello"
+    await hall.open_doors()
+    assert await stream.read() == b"draining"
+
+
 async def test_stopping_what_was_not_started_does_nothing() -> None:
     server = Server(ServerOptions(), services=[])
     await server.stop()

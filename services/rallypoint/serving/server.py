@@ -144,6 +144,10 @@ SERVER_ARGUMENTS: tuple[tuple[str, int], ...] = (
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.http2.ping_timeout_ms", 10_000),  # as in channel.CLIENT_ARGUMENTS
+    # A connection without calls is closed after this, in order: the client's next call connects again.
+    ("grpc.max_connection_idle_ms", 300_000),
+    # One that does not become a connection of gRPC, as of a port scan: gRPC's own limit is 120 s.
+    ("grpc.server_handshake_timeout_ms", 30_000),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
 )
 
@@ -294,7 +298,8 @@ class Server:
         _tune_interpreter()
         raise_open_files()
         leave_out_ends_of_streams()
-        server = grpc.aio.server(interceptors=[self._calls], options=SERVER_ARGUMENTS)
+        most = ("grpc.max_allowed_incoming_connections", _most_connections())
+        server = grpc.aio.server(interceptors=[self._calls], options=[*SERVER_ARGUMENTS, most])
         try:
             await self._register(server)
             port = await _bind(server, endpoint, credentials)
@@ -553,6 +558,16 @@ def _give_back_large_blocks() -> None:
 _ENOUGH_FILES = 4096
 # Some container runtimes give a hard limit of a billion, at which programs that loop over all descriptors hang.
 _MOST_FILES = 1 << 20
+
+
+# Files for all but connections: the journal, and pipes and logs of an agent's workers.
+_OTHER_FILES = 0.1  # of all
+
+
+def _most_connections() -> int:
+    """Return the connections that a listener takes at a time: without a bound they use the last file of the process."""
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return int((min(files, _MOST_FILES) if files != resource.RLIM_INFINITY else _MOST_FILES) * (1 - _OTHER_FILES))
 
 
 @cache

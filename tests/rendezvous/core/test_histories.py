@@ -373,7 +373,7 @@ def forget_how_long_ago_restarts_were(monkeypatch: pytest.MonkeyPatch) -> None:
         (pass_the_exit_barrier_early, "an exit barrier holds for its timeout"),
         (forget_who_was_evicted, "a checkpoint is the fold of what came before it"),
         (let_no_newcomer_wait, "newcomers wait where they are to|gathered for their delay"),
-        (take_finished_work_back, "no work that is done is taken back for a newcomer"),
+        (take_finished_work_back, "no work that is done is taken back|a checkpoint is the fold"),
         (forget_who_departs_first, "no round is formed while a leaving participant"),
         (give_an_expired_run_its_numbers_again, "lease numbers grow"),
         (give_an_expired_run_its_rounds_again, "a round number is never given out twice"),
