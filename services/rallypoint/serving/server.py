@@ -567,7 +567,9 @@ _OTHER_FILES = 0.1  # of all
 def _most_connections() -> int:
     """Return the connections that a listener takes at a time: without a bound they use the last file of the process."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return int((min(files, _MOST_FILES) if files != resource.RLIM_INFINITY else _MOST_FILES) * (1 - _OTHER_FILES))
+    return int(
+        (min(files, _MOST_FILES) if files != resource.RLIM_INFINITY else _MOST_FILES) * (1 - _OTHER_FILES)
+    )
 
 
 @cache
