@@ -74,6 +74,8 @@ class ClusterScenario(Scenario):
             return
         cluster.referee.undisturbed = False
         cluster.note("finale", self.plan.finale)
+        ledger = cluster.referee.ledger(RUN)
+        lives = len(ledger.incarnations)
         if self.plan.finale == "close":
             cluster.operator.close_run()
         else:
@@ -85,7 +87,15 @@ class ClusterScenario(Scenario):
             self._until("a run ends when it is to", END_WITHIN, lambda: cluster.over)
             self._requeue()
             return
-        self._await("a run that is over ends for all its nodes", END_WITHIN, closed=True)
+
+        def reopened() -> bool:
+            """By a node that was started just before the close, and joined after it."""
+            return len(ledger.incarnations) > lives
+
+        ended = "a run that is over ends for all its nodes"
+        self._until(ended, END_WITHIN, lambda: cluster.settled() and (cluster.over or reopened()))
+        if reopened():
+            return
         if self.plan.limits.run_ttl == SHORT_TTL:
             self._encore()
         elif self.plan.requeue == "late":
