@@ -19,7 +19,7 @@ RALLYPOINT = Path(sys.executable).with_name("rallypoint")
 
 def clean_environment(**more: str) -> dict[str, str]:
     """The environment, without settings of ours that the tests themselves were started with."""
-    foreign = ("RALLYPOINT_", "PET_", "TORCHELASTIC_", "GRPC_")
+    foreign = ("RALLYPOINT_", "PET_", "TORCHELASTIC_", "GRPC_", "COLUMNS", "LINES")
     return {name: value for name, value in os.environ.items() if not name.startswith(foreign)} | more
 
 

@@ -86,7 +86,7 @@ os._exit(0)
 for node in 0 1; do SLURM_NODEID=$node SLURM_PROCID=$node "$@" & pids="$pids $!"; done
 for pid in $pids; do wait "$pid" || exit; done
 """,
-    "scontrol": "#!/bin/sh\\necho 127.0.0.1\\n",
+    "scontrol": "#!/bin/sh\necho 127.0.0.1\n",
 }
 
 
@@ -142,7 +142,9 @@ class Shells:
 
     def here(self, text: str) -> str:
         """A text of the page with this machine's address and free ports."""
-        text = re.sub(r"\bhead(?=[: ]|$)", "127.0.0.1", text)
+        text = re.sub(
+            r"(?<!\$)(?<!\| )\bhead(?=[: ]|$)", "127.0.0.1", text
+        )  # the host, not the variable or program
         return re.sub(r"\b29[45]00\b", lambda port: self._ports[port[0]], text)
 
     def serve(self, command: str) -> None:

@@ -348,8 +348,8 @@ def test_a_python_store_inside_a_prefix_is_not_called_for_every_method() -> None
 
         return method
 
-    python_store = type("PythonStore", (dist.Store,), {name: record(name) for name in arguments})
-    inner = dist.PrefixStore("prefix", python_store())
+    python_store = type("PythonStore", (dist.Store,), {name: record(name) for name in arguments})()
+    inner = dist.PrefixStore("prefix", python_store)
     for name, values in arguments.items():
         try:
             getattr(inner, name)(*values)
