@@ -18,6 +18,8 @@ _CLIENT = [
     *("{address}", "{run_id}", "{node_id}", "{worker}"),
 ]
 # Found because nothing happens within a time, or by watching for many seconds.
+# Found by a number of streams in some seconds, which a client on a busy machine may not reach.
+_OF_RATE = {"follows-redirects-for-ever", "storm"}
 _SLOW = {
     *(
         "ignores-owner",
@@ -76,8 +78,13 @@ async def test_a_client_without_a_bug_passes_everything(tls: bool) -> None:
 )
 async def test_a_planted_bug_breaks_its_rule(bug: str) -> None:
     rule = BUGS[bug]
-    report = await _play(bug=bug, rule=rule, tls=rule in _OVER_TLS, timeout=5.0 if bug in _SLOW else PATIENCE)
-    result = next(each for each in report.results() if each.rule == rule)
+    for _ in range(3 if bug in _OF_RATE else 1):
+        report = await _play(
+            bug=bug, rule=rule, tls=rule in _OVER_TLS, timeout=5.0 if bug in _SLOW else PATIENCE
+        )
+        result = next(each for each in report.results() if each.rule == rule)
+        if result.status == "FAIL":
+            break
     assert result.status == "FAIL", "\n".join(each.line() for each in report.results())
     assert result.expected
     assert result.seen
