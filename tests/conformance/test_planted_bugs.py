@@ -19,7 +19,7 @@ _CLIENT = [
 ]
 # Found because nothing happens within a time, or by watching for many seconds.
 # Found by a number of streams in some seconds, which a client on a busy machine may not reach.
-_OF_RATE = {"follows-redirects-for-ever", "storm"}
+_OF_RATE = {"follows-redirects-for-ever", "no-jitter", "storm"}
 _SLOW = {
     *(
         "ignores-owner",

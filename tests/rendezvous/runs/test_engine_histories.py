@@ -20,7 +20,8 @@ from rallypoint.rendezvous.base.cooperative import LatestValue
 from rallypoint.rendezvous.base.limits import RendezvousLimits
 from rallypoint.rendezvous.core import commands, facts
 from rallypoint.rendezvous.core.commands import SERVICE, Refused
-from rallypoint.rendezvous.core.state import RankPolicy, ReportedFailure, ScaleUpPolicy
+from rallypoint.rendezvous.core.starts import StartReport
+from rallypoint.rendezvous.core.state import RankPolicy, RecoveryParts, ReportedFailure, ScaleUpPolicy
 from rallypoint.rendezvous.journal.codec import DecodedRecord
 from rallypoint.rendezvous.journal.journal import Record
 from rallypoint.rendezvous.runs import run as hosted_run
@@ -133,6 +134,13 @@ class Story:
             command = commands.ReportSuccess(member.node_id, member.lease.number, round_)
             self.ask(self.stage.engine.execute(member.run_id, command))
 
+    def start(self) -> None:
+        """The workers of some nodes have started."""
+        for member in self.members:
+            if self.draw.random() < 0.7:
+                round_ = self.stage.engine.writable_round(member.run_id) or 0
+                self.stage.engine.note_start(member, StartReport(round_, RecoveryParts(started=0.5)))
+
     def operate(self) -> None:
         run_id, node_id = self.draw.choice(RUNS), self.draw.choice(NODES[:2])
         wanted: list[commands.Command] = [
@@ -231,6 +239,7 @@ class Story:
             self.resume: 3,
             self.go_away: 3,
             self.succeed: 6,
+            self.start: 6,
             self.operate: 3,
             self.look_on: 1.5,
             self.look_away: 1,
