@@ -169,6 +169,10 @@ test-oldest: $(OLDEST)/.ready ## the contract, and jobs as a whole, with the old
 test-functions: $(TORCH)/.ready ## N=1000 function workers on gloo: none fails after its function has returned; prints figures
 	RALLYPOINT_FUNCTION_WORKERS=$(or $(N),1000) $(TORCH)/bin/pytest -s tests/torch_client/test_function_workers.py
 
+.PHONY: elastic-loss
+elastic-loss: $(TORCH)/.ready ## a DDP job loses an agent at a random step, N=20 times: same samples, same loss; prints a table
+	RALLYPOINT_ELASTIC_LOSSES=$(or $(N),20) $(TORCH)/bin/pytest -s tests/examples/test_train_torch_elastic.py -k returns
+
 .PHONY: test-clients
 test-clients: $(VENV)/.ready ## build the example clients in C++, Go and TypeScript, and test them and the one in shell
 	.ci/install-etcd
