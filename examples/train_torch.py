@@ -138,7 +138,7 @@ def train(options: argparse.Namespace) -> tuple[float, float]:
     while position["epoch"] <= options.epochs:
         batch = next_batch(len(images), options.seed, position["epoch"], position["consumed"])
         mine = batch[rank::world]
-        # The ranks' gradients are averaged: so the sum over the ranks is the mean over the batch, for parts of any size.
+        # Ranks average their gradients: this makes the sum over all ranks the mean over the batch, however it is split.
         loss = cross_entropy(model(images[mine]), labels[mine], reduction="sum") * (world / len(batch))
         optimizer.zero_grad()
         loss.backward()
