@@ -6,7 +6,8 @@
     d  the rendezvous service is killed with SIGKILL and started again
 
 Each fault comes once all workers train again after the one before. At the end a timeline says who noticed each
-fault and how long it took; the same is in demo.json. Exit code 0: each recovery was as it should be.
+fault and how long it took; the same is in demo.json, and as a picture in demo.svg. Exit code 0: each recovery was as
+it should be.
 """
 
 from __future__ import annotations
@@ -276,8 +277,11 @@ async def demo(var: Path) -> None:
     async with LocalCluster(folder) as cluster:
         timeline = await cluster.unless_one_fails(show(cluster, job, hang_file))
     timeline.write(var / "demo.json")
+    timeline.draw(var / "demo.svg")
     print(
-        f"\n{timeline}\n\nThe same for programs: {var / 'demo.json'}. All processes are stopped.", flush=True
+        f"\n{timeline}\n\nThe same for programs: {var / 'demo.json'}; as a picture: {var / 'demo.svg'}. "
+        "All processes are stopped.",
+        flush=True,
     )
 
 

@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import json
+import re
 import textwrap
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from xml.sax.saxutils import escape
 
 _WIDTH = 118
 _HEADINGS = ("at", "noticed", "workers", "epoch", "down")
 _COLUMN = 9
+# Of the picture, in pixels. Colours by the part of a recovery; the first is also that of the training.
+_PICTURE, _LABELS, _ROW, _BAR = 820, 440, 30, 14
+_COLOURS = {
+    "training": "#4c9f70",
+    "until it was noticed": "#c0392b",
+    "until workers were started": "#e67e22",
+    "until the next epoch was done": "#f4d06f",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +58,15 @@ class Recovery:
     def down(self) -> float:
         """Seconds from when training could not go on to the end of the next epoch."""
         return self.trained - self.down_since
+
+    @property
+    def parts(self) -> list[tuple[str, float, float]]:
+        """The colour of each part of the picture's bar, and its begin and end in seconds since the fault."""
+        training, unnoticed, without_workers, starting = _COLOURS.values()
+        noticed, trained = self.noticed - self.injected, self.trained - self.injected
+        back = noticed if self.workers_back is None else self.workers_back - self.injected
+        first = training if self.down_since >= self.noticed else unnoticed
+        return [(first, 0, noticed), (without_workers, noticed, back), (starting, back, trained)]
 
     @property
     def without_workers(self) -> float:
@@ -94,6 +113,37 @@ class Timeline:
         }
         path.write_text(json.dumps(content, indent=2) + "\n")
 
+    def draw(self, path: Path) -> None:
+        """Write a picture as SVG: the run with its gaps, and each recovery with its parts."""
+        total = self.ended - self.began
+        longest = max(recovery.trained - recovery.injected for recovery in self.recoveries)
+        per_run, per_recovery = (_PICTURE - 20) / total, (_PICTURE - _LABELS - 70) / longest
+        training = next(iter(_COLOURS.values()))
+        drawn = [
+            _text(10, 22, f"{total:.1f} s of training; below, from each fault to the next epoch"),
+            _bar(training, 10, 32, total * per_run),
+        ]
+        for number, recovery in enumerate(self.recoveries):
+            at = 10 + (recovery.injected - self.began) * per_run
+            drawn.append(_text(at, 64, recovery.fault[0]))
+            y = 82 + number * _ROW
+            label = re.sub(r" \(pid \d+\)|[,;].*", "", recovery.fault)
+            drawn.append(_text(10, y + 12, label))
+            for colour, begin, end in recovery.parts:
+                drawn.append(_bar(colour, at + begin * per_run, 32, (end - begin) * per_run))
+                drawn.append(_bar(colour, _LABELS + begin * per_recovery, y, (end - begin) * per_recovery))
+            seconds = recovery.as_figures(self.began)["epoch_after"]
+            drawn.append(_text(_LABELS + seconds * per_recovery + 6, y + 12, f"{seconds:.2f} s"))
+        x, y = 10, 92 + len(self.recoveries) * _ROW
+        for name, colour in _COLOURS.items():
+            drawn += [_bar(colour, x, y, _BAR), _text(x + 20, y + 12, name)]
+            x += 40 + 7 * len(name)
+        path.write_text(
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{_PICTURE}" height="{y + 26}" '
+            'font-family="sans-serif" font-size="13">\n'
+            f'<rect width="100%" height="100%" fill="white"/>\n{"".join(drawn)}</svg>\n'
+        )
+
     def __str__(self) -> str:
         """The table for people, with a legend."""
         down = [recovery.down for recovery in self.recoveries]
@@ -133,6 +183,14 @@ class Timeline:
         )  # names have hyphens
         first, *others = (line for text in texts for line in wrapper.wrap(text))
         return ["", _row(figures, first), *(_row([""] * len(figures), line) for line in others)]
+
+
+def _text(x: float, y: float, text: str) -> str:
+    return f'<text x="{x:.1f}" y="{y}">{escape(text)}</text>\n'
+
+
+def _bar(colour: str, x: float, y: float, width: float) -> str:
+    return f'<rect fill="{colour}" x="{x:.1f}" y="{y}" width="{width:.1f}" height="{_BAR}"/>\n'
 
 
 def _row(cells: Iterable[str], text: str) -> str:

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -49,6 +50,12 @@ def test_every_fault_is_recovered_and_named(tmp_path: Path) -> None:
             0 <= fault["noticed_after"] < fault["epoch_after"]
         )  # rounded: less than half a millisecond is 0
         assert 0 < fault["down"] <= fault["epoch_after"]
+
+    picture = ElementTree.parse(tmp_path / "demo.svg")  # noqa: S314  (of its own making)
+    drawn = [text.text for text in picture.iterfind(".//{*}text")]
+    for fault in told["faults"]:
+        assert any(label and label[0] == fault["fault"][0] and len(label) > 1 for label in drawn)
+        assert f"{fault['epoch_after']:.2f} s" in drawn
 
     table = " ".join(done.stdout.split("fault, and who noticed it")[1].split())
     for fault in told["faults"]:
