@@ -150,6 +150,12 @@ test-torch: $(TORCH)/.ready ## what needs torch, in an environment of its own
 why-not-torchrun: $(TORCH)/.ready ## reported defects of torchrun, under it and under Rallypoint; prints a table in some 10 minutes
 	$(TORCH)/bin/python examples/why_not_torchrun.py $(ISSUE)
 
+# ONLY=requeue plays one of them; TIMES=1 plays each once (docs/why-not-torchrun.md).
+.PHONY: side-by-side
+side-by-side: export PYTHONDONTWRITEBYTECODE :=
+side-by-side: $(TORCH)/.ready ## first useful lines of torchrun and of Rallypoint when a script is missing, fails, reads stdin ...; prints a table
+	PYTHONPATH=tests $(TORCH)/bin/python -m integration.torchrun_side_by_side $(ONLY) $(if $(TIMES),--times $(TIMES))
+
 OLDEST := $(VENV)/oldest
 $(OLDEST)/.ready: pyproject.toml
 	test -x $(OLDEST)/bin/python || $(PYTHON) -m venv $(OLDEST)
