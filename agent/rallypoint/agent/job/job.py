@@ -158,6 +158,7 @@ class Job:
             logs = self._log_directory = LogDirectory.create(
                 config.log_dir, config.run_id, config.keep_attempts
             )
+            stack.callback(logs.close)
             console = Console()
             stack.push_async_callback(console.close, 5.0)
             rendezvous = ReplicaClient(config.rendezvous.endpoint, config.rendezvous.security)

@@ -12,9 +12,13 @@ overwrites another. In a log directory shared by all hosts, find a global rank w
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import os
 import re
 import shutil
 import tempfile
+import threading
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +36,13 @@ RANKS_FOLDER = "ranks"
 
 _LONGEST_RUN_ID = 64  # characters of it in a directory name, which may have 255 bytes
 _UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
+
+# A folder among the temporary files: its name, and the file in it that the agent of its job holds locked.
+_TEMPORARY = "rallypoint_"
+_TEMPORARY_NAME = re.compile(_TEMPORARY + r"[a-z0-9_]{8}")
+_LOCK = ".job.lock"
+_KEPT = 7 * 86_400.0  # seconds after the last change of a file
+_MOST_REMOVED = 32  # at the start of one job
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,13 +113,15 @@ class LogDirectory:
         self._attempts: list[Attempt] = []  # those with files on disk
         self._started = 0
         self._failed: int | None = None
+        self._lock: int | None = None
 
     @classmethod
     def create(cls, log_dir: Path | None, run_id: str, keep_attempts: int = 0) -> Self:
         """Make a new directory with a unique name, readable by its owner only.
 
         Args:
-            log_dir: its parent; made if missing. None: a new `rallypoint_*` directory for temporary files.
+            log_dir: its parent; made if missing. None: a new `rallypoint_*` directory for temporary files. In a thread,
+                those that jobs of this user left there long ago are removed.
             run_id: any text; characters not allowed in a file name become `_`.
             keep_attempts: number of latest attempts to keep; 0: all. See `superfluous`.
 
@@ -116,17 +129,32 @@ class LogDirectory:
             LogError: it can't be made.
         """
         try:
+            lock = None
             if log_dir is None:
-                log_dir = Path(tempfile.mkdtemp(prefix="rallypoint_"))
+                log_dir = Path(tempfile.mkdtemp(prefix=_TEMPORARY))
+                lock = _lock(log_dir)
+                threading.Thread(
+                    target=remove_old, args=(log_dir.parent,), name="old-logs", daemon=True
+                ).start()
             log_dir.mkdir(parents=True, exist_ok=True)
             # Absolute: workers may run in another directory.
             path = Path(tempfile.mkdtemp(prefix=f"{safe_name(run_id)}_", dir=log_dir.absolute()))
-            return cls(path, keep_attempts)
+            directory = cls(path, keep_attempts)
+            directory._lock = lock
+            return directory
         except OSError as error:
             parent = log_dir or "the temporary folder"
             raise LogError(
                 f"cannot make a log directory in {parent}: {error.strerror}; choose another with --log-dir"
             ) from error
+
+    def close(self) -> None:
+        """Let the folder be removed some days from now, if it is a temporary one."""
+        if self._lock is not None:
+            with contextlib.suppress(OSError):
+                os.utime(self._lock)
+            os.close(self._lock)
+            self._lock = None
 
     def new_attempt(
         self, local_ranks: Iterable[int], base_rank: int = 0, one_file: int | None = None
@@ -193,6 +221,64 @@ def remove_attempts(attempts: Iterable[Attempt]) -> None:
     """Remove the files of attempts; ignores errors, and blocks for as long as the file system takes."""
     for attempt in attempts:
         shutil.rmtree(attempt.folder, ignore_errors=True)
+
+
+# ---- Folders among the temporary files, which are removed some days after the end of their job.
+
+
+def _lock(folder: Path) -> int:
+    """Return a descriptor that keeps a folder from being removed; only programs that are forked inherit it."""
+    lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    # Some network file systems have no locks: there, only the age of the files protects a folder.
+    with contextlib.suppress(OSError):
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return lock
+
+
+def remove_old(parent: Path, kept: float = _KEPT, most: int = _MOST_REMOVED) -> None:
+    """Remove folders that jobs of this user left in `parent`; ignores errors, and blocks while files are deleted.
+
+    A folder stays while its job runs, and if it has no lock file: then no job has made it. Links are not followed.
+
+    Args:
+        parent: the folder for temporary files.
+        kept: seconds that a folder stays after the last change in it.
+        most: number of folders to remove at once.
+    """
+    with contextlib.suppress(OSError):
+        for name in filter(_TEMPORARY_NAME.fullmatch, os.listdir(parent)):
+            with contextlib.suppress(OSError):
+                most -= _remove_if_old(parent / name, time.time() - kept)
+            if not most:
+                break
+
+
+def _remove_if_old(folder: Path, oldest: float) -> bool:
+    """Remove a folder without changes since a moment, in Unix seconds; return whether it was removed."""
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
+    with contextlib.ExitStack() as stack:
+
+        def opened(path: str | Path, flags: int, within: int | None = None) -> int:
+            fd = os.open(path, flags, dir_fd=within)
+            stack.callback(os.close, fd)
+            return fd
+
+        inside = opened(folder, flags | os.O_DIRECTORY)
+        status = os.fstat(inside)
+        if status.st_uid != os.getuid() or status.st_mtime >= oldest:
+            return False
+        fcntl.flock(opened(_LOCK, flags | os.O_NONBLOCK, inside), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        for _, folders, files, at in os.fwalk(dir_fd=inside):
+            for name in (*folders, *files):
+                if os.stat(name, dir_fd=at, follow_symlinks=False).st_mtime >= oldest:
+                    return False
+        # The lock file last: if this process ends before, another one goes on.
+        for name in os.listdir(inside):
+            if name != _LOCK:
+                shutil.rmtree(name, dir_fd=inside)
+        os.unlink(_LOCK, dir_fd=inside)
+        folder.rmdir()
+    return True
 
 
 def safe_name(run_id: str) -> str:
