@@ -94,7 +94,7 @@ def test_links_are_not_followed(temporary: Path, tmp_path: Path) -> None:
     """Neither one in the place of a folder, nor one in a folder, nor one in the place of the lock file."""
     elsewhere = a_job(8).rename(tmp_path / "elsewhere")
     (temporary / "rallypoint_aaaaaaaa").symlink_to(elsewhere)
-    inside, locked = a_job(8), a_job(8)
+    inside, locked = a_job(0), a_job(0)  # aged below: the start of the second would remove the first
     (next(inside.glob("run_*")) / "link").symlink_to(elsewhere)
     (locked / ".job.lock").rename(tmp_path / "lock")
     (locked / ".job.lock").symlink_to(tmp_path / "lock")
@@ -118,8 +118,8 @@ def test_a_folder_that_no_job_has_made_stays(temporary: Path) -> None:
 
 def test_only_so_many_are_removed_at_once(temporary: Path) -> None:
     """The others are removed by the next job."""
-    for _ in range(5):
-        a_job(8)
+    for folder in [a_job(0) for _ in range(5)]:  # aged below: each start would remove those before it
+        age(folder, 8)
     remove_old(temporary, most=3)
     assert len(list(temporary.iterdir())) == 2
 
