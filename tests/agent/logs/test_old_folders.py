@@ -130,11 +130,12 @@ def test_a_job_removes_what_earlier_jobs_left(temporary: Path) -> None:
     # The folder is removed beside the job, which may be over before.
     command = ("run", "--standalone", "--no-python", "sleep", "1")
 
-    def run() -> None:
+    def removed() -> bool:
         result = rallypoint(*command, environment={"TMPDIR": str(temporary)})
         assert result.returncode == 0, result.stderr
+        return not old.exists()
 
-    wait_until(lambda: run() or not old.exists(), "a job removes the folder")
+    wait_until(removed, "a job removes the folder")
     own = [path for path in temporary.glob("rallypoint_????????") if list(path.glob("standalone-*"))]
     assert own
     for folder in own:
