@@ -20,8 +20,8 @@ _VARIABLE = (
     (re.compile(r" +"), " "),
     (re.compile(r"-{3,}"), "---"),
 )
-# Lines that a slow machine shows, and a fast one does not; one that depends on the sockets that other hosts have left in
-# the folder, which is theirs too here; lines that are broken in another place where a node's name is longer.
+# Lines that a slow machine shows, and a fast one does not; one that depends on the sockets that other hosts have left,
+# whose folder is the same here; lines that are broken in another place where a node's name is longer.
 _OPTIONAL = re.compile(
     r"still there: rank|^N last call:|^N waiting for nodes:|^Traceback|^WARNING: Location|running again"
     r"|no worker reports progress|^logs of this host|^slowest: host"
