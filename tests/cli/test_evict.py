@@ -56,7 +56,13 @@ def joined(endpoint: str, count: int) -> bool:
     return f"({count} joined" in rallypoint("status", "job", "--rdzv-endpoint", endpoint).stdout
 
 
-@pytest.mark.parametrize("flags", [[], ["--node-id", HOST]], ids=["its own name", "the host's name"])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        pytest.param([], id="its own name"),
+        pytest.param(["--node-id", HOST], id="the host's name", marks=pytest.mark.slow),
+    ],
+)
 def test_a_host_is_kept_out(endpoint: str, flags: list[str]) -> None:
     """Its agent has another name when it is started again; the names of other hosts are not affected."""
     agent = start(endpoint, *flags)

@@ -37,6 +37,7 @@ async def test_our_agent_passes_everything(workers: int) -> None:
     assert statuses == {rule: "SKIPPED" if rule == "R50" else "PASS" for rule in RULES}, _lines(report)
 
 
+@pytest.mark.slow
 async def test_our_agent_over_tls() -> None:
     """It trusts the right server alone."""
     agent = [*_AGENT[:2], "--tls-ca", "{ca}", *_AGENT[3:]]

@@ -12,15 +12,17 @@ from rallypoint.conformance.report import AGENTS, Report, play_all
 from rallypoint.conformance.rules import RULES
 from support.waiting import PATIENCE
 
+pytestmark = pytest.mark.slow
+
 _CLIENT = [
     sys.executable,
     str(Path(__file__).with_name("reference_client.py")),
     *("{address}", "{run_id}", "{node_id}", "{worker}"),
 ]
-# Found because nothing happens within a time, or by watching for many seconds.
 # Found by a number of streams in some seconds, which a client on a busy machine may not reach.
 _OF_RATE = {"follows-redirects-for-ever", "no-jitter", "storm"}
-_SLOW = {
+# Found because nothing happens within a time, or by watching for many seconds.
+_IDLE = {
     *(
         "ignores-owner",
         "done-after-success",
@@ -62,7 +64,6 @@ async def _play(*, bug: str = "", rule: str = "", tls: bool = False, timeout: fl
     )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("tls", [False, True])
 async def test_a_client_without_a_bug_passes_everything(tls: bool) -> None:
     """In plaintext there is nothing to check of certificates."""
@@ -73,14 +74,12 @@ async def test_a_client_without_a_bug_passes_everything(tls: bool) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    "bug", [pytest.param(bug, marks=pytest.mark.slow if bug in _SLOW else ()) for bug in BUGS]
-)
+@pytest.mark.parametrize("bug", BUGS)
 async def test_a_planted_bug_breaks_its_rule(bug: str) -> None:
     rule = BUGS[bug]
     for _ in range(3 if bug in _OF_RATE else 1):
         report = await _play(
-            bug=bug, rule=rule, tls=rule in _OVER_TLS, timeout=5.0 if bug in _SLOW else PATIENCE
+            bug=bug, rule=rule, tls=rule in _OVER_TLS, timeout=5.0 if bug in _IDLE else PATIENCE
         )
         result = next(each for each in report.results() if each.rule == rule)
         if result.status == "FAIL":

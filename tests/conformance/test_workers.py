@@ -46,6 +46,7 @@ async def test_our_own_library_passes_everything() -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 async def test_a_worker_without_a_bug_passes_everything(form: str) -> None:
     report = await _play([*_REFERENCE, form])
@@ -53,9 +54,8 @@ async def test_a_worker_without_a_bug_passes_everything(form: str) -> None:
     assert {each.rule: each.status for each in report.results()} == expected, _lines(report)
 
 
-@pytest.mark.parametrize(
-    "bug", [pytest.param(bug, marks=pytest.mark.slow if bug in _IDLE else ()) for bug in BUGS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("bug", BUGS)
 async def test_a_planted_bug_breaks_its_rule(bug: str) -> None:
     form, rule = BUGS[bug]
     report = await _play([*_REFERENCE, form, bug], rule, timeout=3.0 if bug in _IDLE else PATIENCE)

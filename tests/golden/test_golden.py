@@ -34,6 +34,7 @@ def test_every_text_has_a_golden_file(rendered: dict[str, str]) -> None:
     assert not missing, f"`make golden` writes {', '.join(missing)}"
 
 
+@pytest.mark.slow
 def test_the_environment_changes_no_golden_file(tmp_path: Path) -> None:
     """Neither the terminal nor the user, the folder or the settings of a job are in them."""
     environment = {

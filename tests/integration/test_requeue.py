@@ -125,6 +125,7 @@ def test_a_job_that_failed_is_requeued_and_runs_again(slurm: Slurm, address: str
     assert len(slurm.lines("asked")) == 1
 
 
+@pytest.mark.slow
 def test_a_job_that_fails_each_time_is_not_requeued_for_ever(slurm: Slurm) -> None:
     """The recipe has a bound."""
     (slurm.folder / "fail").touch()
@@ -146,6 +147,7 @@ def test_a_job_that_runs_is_requeued(slurm: Slurm) -> None:
     assert slurm.lines("story") == ["started 0 1 0", "started 1 2 0"]
 
 
+@pytest.mark.slow
 def test_it_starts_when_the_last_agent_of_the_closed_run_has_gone(tmp_path: Path, address: str) -> None:
     """One host is done at once, another takes its time to stop its worker: no two launches of the job run together."""
     for name in ("fail", "slow"):

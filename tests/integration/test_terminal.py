@@ -262,6 +262,7 @@ def test_a_killed_agent_leaves_a_usable_terminal(job: Job) -> None:
         wait_until(lambda: terminal.settings == terminal.initial, "the settings to be restored")
 
 
+@pytest.mark.slow
 def test_files_that_were_asked_for_stay_files(job: Job, tmp_path: Path) -> None:
     """Redirected and teed streams, and a stream of this process that is no terminal."""
     script = """

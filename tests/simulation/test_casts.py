@@ -11,6 +11,7 @@ from simulation.herds import Herd
 from simulation.joiners import Joiners
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("seed", [2])
 def test_no_node_of_a_herd_is_lost(seed: int) -> None:

@@ -28,7 +28,7 @@ from simulation.timers import faults as timer_faults
 
 FACTOR = int(os.environ.get("RALLYPOINT_SIMULATIONS", "1"))
 # Of each kind: the seeds, the tests that share them, and how many of those `make test` has.
-SEEDS = {"clusters": (1000, 20, 2), "timers": (300, 10, 2), "replicas": (15, 6, 3)}
+SEEDS = {"clusters": (1000, 40, 2), "timers": (300, 10, 2), "replicas": (15, 6, 3)}
 TESTS = Path(__file__).parent.parent
 
 

@@ -76,7 +76,13 @@ def interpreters() -> Iterator[tuple[str, str | None]]:
         yield version, next(map(str, found), shutil.which(name))
 
 
-@pytest.fixture(scope="module", params=interpreters(), ids=lambda param: param[0])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(each, id=each[0], marks=pytest.mark.slow if each[0] != VERSIONS[0] else ())
+        for each in interpreters()
+    ],
+)
 def python(request: pytest.FixtureRequest, wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The interpreter of a new environment with nothing but the wheel."""
     version, interpreter = request.param
