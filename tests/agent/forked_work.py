@@ -43,8 +43,11 @@ def work(folder: str, how: str) -> object:
     if os.fork() == 0:  # a daemon, without exec
         os.setsid()
         if os.fork() == 0:
+            ballast = b"x" * (
+                256 << 20
+            )  # the kernel takes a while to free it, in which the process still dies
             _publish_pid(Path(folder, f"daemon.{rank}"))
-            while True:
+            while ballast:
                 signal.pause()
         os._exit(0)
     os.wait()

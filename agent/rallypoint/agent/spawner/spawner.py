@@ -523,12 +523,14 @@ class _SpawnerLoop:
         family = {os.getpid(), *(process.pid for process in tree)}
         for kill in list(self._kills):
             targets = [process for process in self._tree_of(kill.worker, tree) if not process.dead]
-            kill.empty_scans = 0 if targets else kill.empty_scans + 1
+            # A process that exits has no environment any more by which it is known, and may hold its memory for long.
+            dying = [process for process in tree if process.pid in kill.killed and not process.dead]
+            kill.empty_scans = 0 if targets or dying else kill.empty_scans + 1
             # A sweep is done when waitpid() returns ECHILD; for one worker's tree there is only the scan.
             found_none = kill.empty_scans > 0 and (undisturbed or kill.empty_scans > _MAX_EMPTY_SCANS)
             if now >= kill.deadline or (childless if kill.worker is None else found_none):
                 self._kills.remove(kill)
-                left = [process.pid for process in targets]
+                left = sorted({process.pid for process in (*targets, *dying)})
                 self._send(event="killed", request=kill.request, count=len(kill.killed), left=left)
                 continue
             killed = kill_group(targets, family)
