@@ -49,7 +49,9 @@ def a_job(days: float, *, runs: bool = False) -> Path:
 
 def test_an_old_folder_is_removed(temporary: Path) -> None:
     """With all that is in it; one of six days stays."""
-    old, young = a_job(8), a_job(6)
+    young, old = a_job(6), a_job(8)
+    (old / "notes.txt").write_text("beside the folder of the run")
+    age(old, 8)
     remove_old(temporary)
     assert not old.exists()
     assert len(list(young.rglob("stdout.log"))) == 2

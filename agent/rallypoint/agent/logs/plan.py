@@ -16,6 +16,7 @@ import fcntl
 import os
 import re
 import shutil
+import stat
 import tempfile
 import threading
 import time
@@ -273,10 +274,11 @@ def _remove_if_old(folder: Path, oldest: float) -> bool:
                 if os.stat(name, dir_fd=at, follow_symlinks=False).st_mtime >= oldest:
                     return False
         # The lock file last: if this process ends before, another one goes on.
-        for name in os.listdir(inside):
-            if name != _LOCK:
+        for name in sorted(os.listdir(inside), key=_LOCK.__eq__):
+            if stat.S_ISDIR(os.stat(name, dir_fd=inside, follow_symlinks=False).st_mode):
                 shutil.rmtree(name, dir_fd=inside)
-        os.unlink(_LOCK, dir_fd=inside)
+            else:
+                os.unlink(name, dir_fd=inside)
         folder.rmdir()
     return True
 
