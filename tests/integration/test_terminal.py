@@ -303,10 +303,15 @@ if os.environ["RANK"] == "1":
 """
     flags = ("--nproc-per-node", "2")
     with job.at_terminal(script, *flags, "--tty", "1", "--tee", "0:3") as terminal:
-        terminal.until("rank 1 [True, True, True] [None, None, None]")
+        shown = (
+            "rank 1 [True, True, True] [None, None, None]",
+            "[default0]:rank 0 [False, False, False] ['1', '0', '69']\r\n",
+        )
+        terminal.until_all(
+            *shown
+        )  # in any order; no line of the other comes between the keys and their answer then
         terminal.type("a line\r")
         assert terminal.ended() == 0
-    assert "[default0]:rank 0 [False, False, False] ['1', '0', '69']\r\n" in terminal.shown
     assert "a line\r\ngot a line\r\n" in terminal.shown
     job.environment |= {"NO_COLOR": "1", "COLUMNS": "40"}
     with job.at_terminal(script.replace('"1"', '"0"'), *flags) as terminal:

@@ -469,10 +469,11 @@ async def test_a_stop_cuts_a_drain_short(serve: Start, connect: Start) -> None:
 async def test_a_handler_that_ignores_its_end_holds_nobody_up(
     serve: Start, connect: Start, caplog: pytest.LogCaptureFixture
 ) -> None:
-    release, failed = asyncio.Event(), asyncio.Event()
+    waits, release, failed = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
     async def stubborn(_request: bytes, context: Any) -> None:
         await context.write(b"in")
+        waits.set()
         while not release.is_set():
             with contextlib.suppress(asyncio.CancelledError):
                 await release.wait()
@@ -483,6 +484,7 @@ async def test_a_handler_that_ignores_its_end_holds_nobody_up(
     stream = wait_call(connect(server))
     try:
         assert await stream.read() == b"in"
+        await soon(waits.wait())  # the client may have read what the handler still writes
         await soon(server.stop())
         with pytest.raises(grpc.aio.AioRpcError):
             await soon(stream.read())

@@ -57,6 +57,13 @@ class TerminalSession:
         self._seen += len(before) + len(text)
         return before
 
+    def until_all(self, *texts: str) -> None:
+        """Wait until each text has been shown, in any order."""
+        deadline = time.monotonic() + PATIENCE
+        while missing := [text for text in texts if text not in self.shown]:
+            assert time.monotonic() < deadline, f"waited in vain for {missing} in:\n{self.shown}"
+            self._read(0.05)
+
     def ended(self) -> int:
         """Wait for the end of the program; return its exit code."""
         deadline = time.monotonic() + PATIENCE
