@@ -201,9 +201,10 @@ def test_a_window_changes_its_size(job: Job) -> None:
     """The worker gets the signal, and finds the new size."""
     script = """
 import os, signal
-signal.signal(signal.SIGWINCH, lambda *_: print(os.get_terminal_size(), flush=True))
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGWINCH])
 print("it runs")
-signal.pause()
+signal.sigwait([signal.SIGWINCH])
+print(os.get_terminal_size())
 """
     with job.at_terminal(script) as terminal:
         terminal.until("it runs")
