@@ -99,6 +99,17 @@ class TestAKilledAgent:
         assert (run.phase, sorted(run.ranks)) == (Phase.FROZEN, ["a", "b", "c"])
 
 
+def test_a_departing_node_whose_stream_breaks_is_the_cause() -> None:
+    """A server that was paused may read the failure of its peers before it reads that the node departs."""
+    run = running("a", "b", "c", max_restarts=3)
+    break_stream(run, "c")
+    run.fail("a", "connection reset")
+    run.depart("c")
+    assert run.phase is Phase.FINAL
+    pass_grace(run)
+    require_lost(run, "c")
+
+
 def test_a_node_that_comes_back_was_not_the_cause() -> None:
     """The failure counts as soon as the stream is open again."""
     run = running("a", "b", "c", max_restarts=3)

@@ -181,15 +181,24 @@ def participants(state: RunState) -> set[str]:
 
 
 def _takes_part(state: RunState, node_id: str) -> bool:
+    return _has_workers(state, node_id) and node_id not in state.departing
+
+
+def _has_workers(state: RunState, node_id: str) -> bool:
+    """True if workers of the round are on this node; those of a departing one may have ended already."""
     node = state.nodes.get(node_id)
     # A node that joined after the round froze, under the name of a participant, has no seat in it.
     seated = node is not None and node_id in state.seats and node.lease < state.fencing_token
-    return seated and node_id not in state.succeeded and node_id not in state.departing
+    return seated and node_id not in state.succeeded
 
 
 def misses_participant(state: RunState) -> bool:
-    """True if the stream of a participant is broken: if that node is lost, its loss is why the workers failed."""
-    return any(_takes_part(state, node_id) for node_id in state.disconnected)
+    """True if the stream of a node with workers is broken: if that node is lost, its loss is why other workers failed.
+
+    A departing node reports that before it stops its workers, but a server that was paused reads the failure of their
+    peers in the same moment, or before.
+    """
+    return any(_has_workers(state, node_id) for node_id in state.disconnected)
 
 
 def await_signs_of_life(state: RunState) -> None:
@@ -227,7 +236,7 @@ def failed_round_of(state: RunState, node_id: str) -> int:
     if state.failure is None:
         return 0
     if state.phase is Phase.FINAL:
-        failed = state.settling and _takes_part(state, node_id)
+        failed = state.settling and _has_workers(state, node_id)
         return state.round if failed else 0
     if node_id not in state.former_ranks or node.lease > state.former_fencing_token:
         return 0
