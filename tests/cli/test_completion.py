@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import ExitStack
 
 import pytest
 from click.testing import CliRunner
 
-from cli.cli_process import rallypoint
+from cli.cli_process import RALLYPOINT, clean_environment, rallypoint, service
 from rallypoint.cli.main import main
+from support.mortal import mortal
+from support.waiting import wait_until
 
 
 @pytest.mark.parametrize(
@@ -39,9 +44,81 @@ def test_there_is_a_script_for_each_shell(shell: str, loads: str) -> None:
 )
 def test_the_shell_is_offered_what_can_come_next(words: str, offered: list[str]) -> None:
     """Commands, their commands, flags, and values."""
+    assert completed(words) == offered
+
+
+def completed(words: str, **environment: str) -> list[str]:
+    """The completions that bash is offered for the last word."""
     position = str(len(words.split(" ")) - 1)
-    result = rallypoint(
-        environment={"_RALLYPOINT_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": position}
-    )
-    assert [line.partition(",")[2] for line in result.stdout.splitlines()] == offered
+    asked = {"_RALLYPOINT_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": position}
+    result = rallypoint(environment=environment | asked)
     assert result.stderr == ""
+    # Without completions, click prints an empty line.
+    return [line.partition(",")[2] for line in result.stdout.splitlines() if line]
+
+
+@pytest.fixture(scope="module")
+def job() -> Iterator[dict[str, str]]:
+    """A rendezvous service with a run of one node, and one whose name is a command of the shell; how to reach it."""
+    with service("rendezvous", "--insecure", "--journal", "memory") as address, ExitStack() as stack:
+        for run_id in ("job-17", "$(reboot)"):
+            command = (
+                "run",
+                "--insecure",
+                "--rdzv-endpoint",
+                address,
+                "--rdzv-id",
+                run_id,
+                "--node-id",
+                "node-a",
+            )
+            process = stack.enter_context(
+                subprocess.Popen(
+                    mortal(str(RALLYPOINT), *command, "--no-python", "sleep", "600"), env=clean_environment()
+                )
+            )
+            stack.callback(process.terminate)
+        connection = {"RALLYPOINT_RDZV_ENDPOINT": address, "RALLYPOINT_INSECURE": "1"}
+        wait_until(
+            lambda: rallypoint("status", environment=connection).stdout.count("FINAL") == 2, "both run"
+        )
+        yield connection
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "status",
+        "events",
+        "rounds",
+        "logs",
+        "close",
+        pytest.param("delete", marks=pytest.mark.slow),
+        pytest.param("restart", marks=pytest.mark.slow),
+        pytest.param("evict", marks=pytest.mark.slow),
+        pytest.param("replicas --run", marks=pytest.mark.slow),
+        pytest.param("agent drain", marks=pytest.mark.slow),
+    ],
+)
+def test_runs_are_offered(job: dict[str, str], command: str) -> None:
+    """Of the service that the environment names; a name that the shell would execute is left out."""
+    assert completed(f"rallypoint {command} ", **job) == ["job-17"]
+
+
+def test_runs_are_offered_with_the_flags_of_the_command(job: dict[str, str]) -> None:
+    """Its address and security."""
+    command = f"rallypoint status --insecure --rdzv-endpoint {job['RALLYPOINT_RDZV_ENDPOINT']} job"
+    assert completed(command) == ["job-17"]
+    assert completed(command.replace(" job", " other")) == []
+
+
+def test_nodes_are_offered(job: dict[str, str]) -> None:
+    """Of the run before them."""
+    assert completed("rallypoint evict job-17 ", **job) == ["node-a"]
+    assert completed("rallypoint evict job-18 ", **job) == []
+
+
+@pytest.mark.parametrize("endpoint", ["127.0.0.1:1", "192.0.2.1:29400", "unix:/nowhere", "http://x"])
+def test_without_a_service_there_is_no_completion(endpoint: str) -> None:
+    """Nor an error: the command itself reports it."""
+    assert completed("rallypoint status ", RALLYPOINT_RDZV_ENDPOINT=endpoint, RALLYPOINT_INSECURE="1") == []

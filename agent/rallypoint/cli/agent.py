@@ -14,7 +14,7 @@ import click
 from rallypoint.agent.config.settings import MOST_SECONDS
 from rallypoint.cli.main import LazyGroup
 from rallypoint.cli.output import plain_console, print_table, show_moment, show_span
-from rallypoint.cli.values import Text, agent_options, service_options
+from rallypoint.cli.values import RunId, Text, agent_options, service_options
 from rallypoint.rpc.durations import set_seconds, to_seconds
 from rallypoint.rpc.endpoint import ClientSecurity, SettingError
 from rallypoint.rpc.text import printable
@@ -56,7 +56,7 @@ _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 def run_argument(command: _Command) -> _Command:
     """Add the argument `run_id`; empty: the one running job, or the last one."""
-    return click.argument("run_id", type=Text(), default="", metavar="[RUN_ID]")(command)
+    return click.argument("run_id", type=RunId(), default="", metavar="[RUN_ID]")(command)
 
 
 def ranks_option(command: _Command) -> _Command:

@@ -10,7 +10,7 @@ import click
 from google.protobuf.json_format import MessageToJson
 
 from rallypoint.cli.output import TimestampParam, show_moment, show_span
-from rallypoint.cli.values import Text, limit_option, service_options
+from rallypoint.cli.values import RunId, Text, limit_option, service_options
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rpc.durations import to_seconds
 from rallypoint.rpc.endpoint import ClientSecurity
@@ -50,7 +50,7 @@ class _Kind(click.Choice[str]):
 
 
 @click.command()
-@click.argument("run_id", type=Text())
+@click.argument("run_id", type=RunId())
 @click.option("--round", "rounds", type=click.IntRange(1), multiple=True, help="Only events of this round.")
 @click.option("--node", "nodes", type=Text(), multiple=True, help="Only events of this node.")
 @click.option(

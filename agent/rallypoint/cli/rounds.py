@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from rallypoint.cli.output import plain_console, print_table, show_moment, show_span
-from rallypoint.cli.values import Text, limit_option, service_options
+from rallypoint.cli.values import RunId, limit_option, service_options
 from rallypoint.rendezvous.core.state import explain_parts
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rpc.durations import to_seconds
@@ -25,7 +25,7 @@ _ALL = 1_000_000
 
 
 @click.command()
-@click.argument("run_id", type=Text())
+@click.argument("run_id", type=RunId())
 @limit_option(100, _ALL, "Show at most the last N rounds.")
 @click.option("--json", "as_json", is_flag=True, help="Print the rounds as JSON.")
 @service_options

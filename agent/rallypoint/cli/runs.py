@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from rallypoint.cli.output import plain_console, show_moment
-from rallypoint.cli.values import Text, service_options
+from rallypoint.cli.values import NodeId, RunId, Text, service_options
 from rallypoint.rpc.durations import to_seconds
 from rallypoint.rpc.endpoint import ClientSecurity, SettingError
 from rallypoint.rpc.text import printable
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("run_id", type=Text())
+@click.argument("run_id", type=RunId())
 @click.option("--reason", type=Text(), default="", help="Reason, shown on the run's hosts.")
 @service_options
 def close(run_id: str, rdzv_endpoint: str, reason: str, timeout: float, security: ClientSecurity) -> None:
@@ -46,7 +46,7 @@ def close(run_id: str, rdzv_endpoint: str, reason: str, timeout: float, security
 
 
 @click.command()
-@click.argument("run_id", type=Text())
+@click.argument("run_id", type=RunId())
 @service_options
 def delete(run_id: str, rdzv_endpoint: str, timeout: float, security: ClientSecurity) -> None:
     """Forget RUN_ID, which must have no nodes: its events and its store are deleted, and its name is free.
@@ -79,7 +79,7 @@ def delete(run_id: str, rdzv_endpoint: str, timeout: float, security: ClientSecu
 
 
 @click.command()
-@click.argument("run_id", type=Text())
+@click.argument("run_id", type=RunId())
 @click.option("--reason", type=Text(), default="", help="Reason, shown on the run's hosts and in its events.")
 @service_options
 def restart(run_id: str, rdzv_endpoint: str, reason: str, timeout: float, security: ClientSecurity) -> None:
@@ -104,8 +104,8 @@ def restart(run_id: str, rdzv_endpoint: str, reason: str, timeout: float, securi
 
 
 @click.command()
-@click.argument("run_id", type=Text())
-@click.argument("node", type=Text())
+@click.argument("run_id", type=RunId())
+@click.argument("node", type=NodeId())
 @click.option(
     "--host", is_flag=True, help="NODE is a host: all agents on it are meant, also those that come later."
 )
@@ -175,7 +175,7 @@ def evict(
 @click.option(
     "--run",
     "run_id",
-    type=Text(),
+    type=RunId(),
     default="",
     metavar="RUN_ID",
     help="Also show which replica owns this run.",

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from rallypoint.cli.output import plain_console, print_table, show_moment, show_span
-from rallypoint.cli.values import Text, service_options
+from rallypoint.cli.values import RunId, Text, service_options
 from rallypoint.rpc.durations import to_seconds
 from rallypoint.rpc.endpoint import ClientSecurity, SettingError
 from rallypoint.rpc.runtime_folder import found_socket, is_served, run_socket, secret_beside
@@ -30,7 +30,7 @@ _MOST_NAMES = 20
 
 
 @click.command()
-@click.argument("run_id", type=Text(), required=False)
+@click.argument("run_id", type=RunId(), required=False)
 @click.option("--json", "as_json", is_flag=True, help="Print the answer as JSON.")
 @click.option(
     "--timer-endpoint",

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from rallypoint.cli.output import plain_console, show_span
-from rallypoint.cli.values import Text, limit_option, timer_service_options
+from rallypoint.cli.values import RunId, Text, limit_option, timer_service_options
 from rallypoint.rpc.durations import to_seconds
 from rallypoint.rpc.endpoint import ClientSecurity
 from rallypoint.rpc.text import printable
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("run_id", type=Text(), required=False)
+@click.argument("run_id", type=RunId(), required=False)
 @click.option("--node", type=Text(), default="", help="Only timers of this node.")
 @click.option("--expired", is_flag=True, help="Only expired timers.")
 @limit_option(1_000, 1_000_000, "Show at most N timers, expired ones first.")
@@ -99,7 +99,7 @@ def _timer_table(timers: Sequence[pb.Timer], *, with_runs: bool) -> Table:
 
 
 @click.command()
-@click.argument("run_id", type=Text(), required=False)
+@click.argument("run_id", type=RunId(), required=False)
 @click.option(
     "--forget",
     "forgotten",
@@ -222,7 +222,7 @@ def _print(answer: pb.ListScopesResponse, *, with_runs: bool) -> None:
 
 
 @click.command()
-@click.argument("run_id", type=Text())
+@click.argument("run_id", type=RunId())
 @limit_option(10, 1_000, "Show at most the N slowest workers.")
 @click.option("--json", "as_json", is_flag=True, help="Print the answer as JSON.")
 @timer_service_options

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import functools
 import os
+import shlex
 import signal
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
 
 import click
+from click.shell_completion import CompletionItem
 
 from rallypoint.agent.job.options import parse_signal
 from rallypoint.launcher.backends import is_etcd_url
 from rallypoint.rendezvous.core.state import MOST_NODES, MOST_WORKERS_PER_NODE
+from rallypoint.rpc.endpoint import ClientSecurity
 from rallypoint.rpc.runtime_folder import found_socket, is_served, secret_beside
 from rallypoint.serving.options import Seconds, Setting, client_options
 
@@ -103,6 +106,59 @@ class Text(click.ParamType[str]):
         except UnicodeEncodeError:
             self.fail(f"{text!r} is not valid UTF-8", param, ctx)
         return text
+
+
+class RunId(Text):
+    """Name of a run; the shell completes it with those of the service that the command would call."""
+
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
+        """Return the names of all runs; none on any error."""
+        return _completions(ctx, incomplete, "")
+
+
+class NodeId(Text):
+    """Name of a node; the shell completes it with those of the run that the command line names."""
+
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
+        """Return the names of the run's nodes; none on any error."""
+        run_id = ctx.params.get("run_id")
+        return _completions(ctx, incomplete, run_id) if run_id else []
+
+
+_COMPLETION_TIMEOUT = 0.5  # seconds; there are two calls if an agent has the address of the service
+
+
+def _completions(ctx: click.Context, incomplete: str, run_id: str) -> list[CompletionItem]:
+    """Return the names of a run's nodes, or of all runs if `run_id` is empty; none that needs quotes in a shell."""
+
+    @click.command()
+    @service_options
+    def names(rdzv_endpoint: str, timeout: float, security: ClientSecurity) -> list[str]:
+        from rallypoint.cli.operator import all_nodes, all_runs, call_rendezvous  # noqa: PLC0415 (gRPC)
+
+        if run_id:
+            nodes = call_rendezvous(rdzv_endpoint, security, timeout, lambda stub: all_nodes(run_id, stub))
+            return [node.node_id for node in nodes]
+        runs = call_rendezvous(rdzv_endpoint, security, timeout, all_runs).runs
+        return [run.run_id for run in runs]
+
+    flags = ["--timeout", str(_COMPLETION_TIMEOUT)]
+    for option in names.params:
+        value = ctx.params.get(option.name or "")
+        if option.name not in ("timeout", "insecure") and value:
+            flags += [option.opts[0], str(value)]
+    flags += ["--insecure"] if ctx.params.get("insecure") else []
+    try:
+        found = names.main(flags, ctx.command_path, standalone_mode=False)
+    except Exception:  # an error has no place on a command line that is being typed
+        return []
+    return [
+        CompletionItem(name) for name in found if name.startswith(incomplete) and name == shlex.quote(name)
+    ]
 
 
 class Pairs(click.ParamType[dict[str, str]]):
