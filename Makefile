@@ -69,6 +69,10 @@ golden: $(VENV)/.ready ## rewrite tests/golden: help texts, contract, metrics, e
 house: $(VENV)/.ready ## figures of the code's shape beside their limits and targets
 	PYTHONPATH=tests $(BIN)/python -m house $(if $(ONLY),--only "$(ONLY)")
 
+.PHONY: man
+man: $(VENV)/.ready ## man pages of all commands, into build/man (`man -M build/man rallypoint-run`)
+	$(BIN)/python .ci/man_pages.py build/man/man1
+
 # Tests start hundreds of processes. Where PYTHONDONTWRITEBYTECODE is set, each of them would compile all sources again.
 test test-slow: export PYTHONDONTWRITEBYTECODE :=
 
