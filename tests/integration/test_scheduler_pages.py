@@ -32,7 +32,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
 ROOT = Path(__file__).parents[2]
 SECRET = "5d" * 32
-# A host that finds `wait` in the folder trains until it is told to save; one that finds `fail` fails.
+# A host that finds `wait` in the folder trains until it is asked to save; one that finds `fail` fails.
 TRAIN = """
 import os, pathlib, sys, time
 from rallypoint.worker import checkpoint_saved, should_checkpoint

@@ -109,7 +109,7 @@ class Text(click.ParamType[str]):
 
 
 class RunId(Text):
-    """Name of a run; the shell completes it with those of the service that the command would call."""
+    """Name of a run; the shell completes it with those of the rendezvous service that the command would use."""
 
     def shell_complete(
         self, ctx: click.Context, param: click.Parameter, incomplete: str
@@ -149,9 +149,8 @@ def _completions(ctx: click.Context, incomplete: str, run_id: str) -> list[Compl
     flags = ["--timeout", str(_COMPLETION_TIMEOUT)]
     for option in names.params:
         value = ctx.params.get(option.name or "")
-        if option.name not in ("timeout", "insecure") and value:
-            flags += [option.opts[0], str(value)]
-    flags += ["--insecure"] if ctx.params.get("insecure") else []
+        if value and option.name != "timeout":
+            flags += [option.opts[0]] if value is True else [option.opts[0], str(value)]
     try:
         found = names.main(flags, ctx.command_path, standalone_mode=False)
     except Exception:  # an error has no place on a command line that is being typed
