@@ -175,8 +175,8 @@ def test_ctrl_c_ends_the_job(job: Job) -> None:
     """The worker may ask a last question; the second Ctrl-C kills it, even at a prompt."""
     script = """
 import time
-print("it runs")
 try:
+    print("it runs")
     time.sleep(600)
 except KeyboardInterrupt:
     print("saved as", input("save as? "))
