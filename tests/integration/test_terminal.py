@@ -110,7 +110,9 @@ print("done")
         terminal.until("p na")  # each key at once
         terminal.type("m\x7fme\r")
         terminal.until("'Ada'")
+        terminal.until("(Pdb) ")
         terminal.type("\x03")  # it is the debugger's, and ends nothing
+        terminal.until("--KeyboardInterrupt--")
         terminal.until("(Pdb) ")
         terminal.type("c\r")
         terminal.until("done")
