@@ -317,8 +317,6 @@ class Referee:
         """A server takes a message of a client."""
         if not isinstance(message, pb.JoinRequest):
             return
-        if self.terms is not None:
-            self.terms.heard(call)
         match message.WhichOneof("message"):
             case "join":
                 call.subject = Subject(message.join.run_id, message.join.node_id)
@@ -332,9 +330,9 @@ class Referee:
                 self.losses.opened(call)
             case "leave" if call.subject is not None:
                 self._left.add((call.subject.run_id, call.subject.node_id, call.subject.lease))
-            case "heartbeat":
-                return
-        if call.subject is not None:
+        if self.terms is not None:
+            self.terms.heard(call)
+        if call.subject is not None and message.WhichOneof("message") != "heartbeat":
             self.note("heard", call.subject.node_id, message)
 
     def told(self, call: ServerCall, message: Message) -> None:

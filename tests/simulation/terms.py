@@ -27,8 +27,8 @@ class Terms:
     now: Callable[[], float]
     # By node and lease.
     _signs: dict[tuple[str, int], float] = field(default_factory=dict)
-    # Streams on which a node has asked to be taken in again.
-    _returning: list[ServerCall] = field(default_factory=list)
+    # Streams on which a node has asked to be taken in again: while such a one is open, the node is there.
+    _returning: dict[ServerCall, None] = field(default_factory=dict)
     # When the last commit was decided.
     _decided_at: float = 0.0
 
@@ -38,7 +38,7 @@ class Terms:
         if subject is not None and subject.lease:
             self.told(subject)
             if not subject.admitted:
-                self._returning.append(call)
+                self._returning[call] = None
 
     def told(self, subject: Subject) -> None:
         """Note that a node is told that it holds a lease, or is heard."""
@@ -59,9 +59,12 @@ class Terms:
         before, self._decided_at = self._decided_at, decided_at
         if decided_at <= before or server is None or server.draining:
             return
-        self._returning = [call for call in self._returning if not (call.done() or call.subject.admitted)]
-        for call in self._returning:
-            self._signs[call.subject.node_id, call.subject.lease] = self.now()
+        for call in [*self._returning]:
+            if not call.subject.admitted and (until := call.broken_at if call.done() else self.now()) is not None:
+                held = call.subject.node_id, call.subject.lease
+                self._signs[held] = max(self.sign_of(*held), until)
+            if call.subject.admitted or call.done():
+                del self._returning[call]
         now, process = self.now(), server.process
         spared = _AFTER_PAUSE if process.paused_since else _AFTER_START
         for held in leases.items():

@@ -374,6 +374,25 @@ async def test_a_member_whose_stream_breaks_before_it_is_in_again_is_still_away(
     assert state.disconnected == {"a"}
 
 
+async def test_a_node_that_gave_up_waiting_for_a_slow_commit_has_a_term(stage: Stage) -> None:
+    """From when its stream broke: it may wait longer than the grace before it tries again. No reply renews that."""
+    a, b = await stage.running("a", "b")
+    stage.engine.disconnect(a)
+    stage.journal.hold()
+    (joining,) = await begun(stage.join("c"))
+    await stage.journal.held()
+    (resuming,) = await begun(stage.engine.resume(RUN, "a", a.lease.number, 0, a.lease.token))
+    stage.now += 60
+    resuming.cancel()
+    await idle()
+    stage.now += 10
+    stage.engine.renew(b)
+    stage.journal.release()
+    await joining
+    assert set(states(await stage.later(4.9))) == {"a", "b", "c"}
+    assert set(states(await stage.later(0.2))) == {"b", "c"}
+
+
 async def test_a_newer_stream_replaces_the_older_one(stage: Stage) -> None:
     """With the same lease; the older one's end is no broken stream."""
     a, _ = await stage.running("a", "b")

@@ -151,7 +151,9 @@ class RendezvousEngine(DurableRuns, WriteAdmission):
             if not run.returning[node_id, lease]:
                 del run.returning[node_id, lease]
                 if run.holds_lease(node_id, lease) and node_id not in run.members:
-                    # Its stream broke before it was admitted. It keeps its term: the service was slow, not the node.
+                    # Its stream broke before it was admitted. It has a full term from then, and not the grace: the
+                    # service was slow, not the node, which may wait longer than the grace before it tries again.
+                    self._renew(run, node_id)
                     apply.note_broken(run.state, node_id, self._now_in(run))
 
     def renew(self, member: Member, watchdog_trouble: str | None = None) -> None:
