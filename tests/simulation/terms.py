@@ -60,9 +60,9 @@ class Terms:
         if decided_at <= before or server is None or server.draining:
             return
         for call in [*self._returning]:
-            if not call.subject.admitted and (until := call.broken_at if call.done() else self.now()) is not None:
-                held = call.subject.node_id, call.subject.lease
-                self._signs[held] = max(self.sign_of(*held), until)
+            held = call.subject.node_id, call.subject.lease
+            if not call.subject.admitted:
+                self._signs[held] = max(self.sign_of(*held), call.broken_at or self.now())
             if call.subject.admitted or call.done():
                 del self._returning[call]
         now, process = self.now(), server.process
