@@ -128,9 +128,9 @@ test-ha: $(VENV)/.ready ## 3 replicas on 3 etcd members, killed, paused, parted 
 
 # FROM=v0.1.0 is any revision; it is installed into build/revisions (docs/high-availability.md).
 .PHONY: test-upgrade
-test-upgrade: $(VENV)/.ready ## 3 replicas of revision FROM replaced one by one by this version under load, and back
+test-upgrade: $(VENV)/.ready ## 3 replicas of the latest release, or of revision FROM, replaced one by one by this version under load, and back
 	.ci/install-etcd
-	old=$$(.ci/build-revision $(FROM)); RALLYPOINT_UPGRADE_FROM=$$old $(BIN)/pytest -s tests/compat/upgrade.py
+	old=$$(.ci/build-revision $(FROM)) && RALLYPOINT_UPGRADE_FROM=$$old $(BIN)/pytest -s tests/compat/upgrade.py
 
 # SUITE=sid takes the etcd of that suite of this machine's distribution, and installs nothing.
 .PHONY: test-etcd

@@ -11,7 +11,6 @@ import grpc
 import pytest
 
 from clients.members import Service
-from compat import release
 from compat.golden_journal import RUN, Served, differences
 from house.source import ROOT
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
@@ -24,17 +23,8 @@ AGAIN_FAILED = "failed twice"
 
 @pytest.fixture(scope="module")
 def released() -> Path:
-    """The `rallypoint` of the latest release, which the commit that has its files is."""
-    files = f"{release.RELEASED}/{release.versions()[-1]}/{release.PROTOS}"
-    commit = subprocess.run(
-        ["git", "log", "-1", "--format=%H", "--diff-filter=A", "--", files],
-        cwd=ROOT, check=False, capture_output=True, text=True,
-    ).stdout.strip()  # fmt: skip
-    if not commit:
-        pytest.skip("needs the history of the repository")
-    built = subprocess.run(
-        [ROOT / ".ci" / "build-revision", commit], check=False, capture_output=True, text=True
-    )
+    """The `rallypoint` of the latest release."""
+    built = subprocess.run([ROOT / ".ci" / "build-revision"], check=False, capture_output=True, text=True)
     if built.returncode:
         pytest.skip(f"the release can't be built: {built.stderr[-500:]}")
     return Path(built.stdout.strip())
