@@ -138,10 +138,12 @@ test-etcd: $(VENV)/.ready ## what is built on etcd, on another version of it: SU
 	.ci/other-etcd $(or $(SUITE),trixie) build/etcd/$(or $(SUITE),trixie)
 	RALLYPOINT_TEST_ETCD=$(CURDIR)/build/etcd/$(or $(SUITE),trixie)/usr/bin/etcd $(BIN)/pytest tests/etcd tests/rendezvous/journal
 
-TORCH := $(VENV)/torch
+# TORCH_VERSION=2.14.1 takes that one, in an environment of its own.
+TORCH_VERSION := 2.13.0
+TORCH := $(VENV)/torch$(if $(filter-out 2.13.0,$(TORCH_VERSION)),-$(TORCH_VERSION))
 $(TORCH)/.ready: pyproject.toml $(CONSTRAINTS)
 	test -x $(TORCH)/bin/python || $(PYTHON) -m venv $(TORCH)
-	$(TORCH)/bin/pip install --quiet --constraint $(CONSTRAINTS) --editable '.[test]' torch==2.13.0 \
+	$(TORCH)/bin/pip install --quiet --constraint $(CONSTRAINTS) --editable '.[test]' torch==$(TORCH_VERSION) \
 	  accelerate lightning transformers
 	touch $@
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import json
 import signal
 import subprocess
@@ -13,6 +15,7 @@ import pytest
 from cli.cli_process import RALLYPOINT, clean_environment, rallypoint, refusal
 from rallypoint.conformance.report import AGENTS, WORKERS
 from rallypoint.conformance.rules import RULES
+from rallypoint.conformance.server import ScriptedService
 from support.processes import fresh_marker, gone, living
 from support.waiting import PATIENCE, wait_until
 
@@ -118,6 +121,18 @@ def _is_worker(pid: int) -> bool:
     except OSError:  # it has ended
         return False
     return words[1:2] == ["-IS"] and Path(words[2]).with_name(f"{pid}.json").exists()
+
+
+def test_a_signal_while_the_scripted_service_stops_leaves_none_running() -> None:
+    """One that runs when the event loop is closed shows a traceback, which is an error in tests."""
+
+    async def interrupted() -> None:
+        async with ScriptedService(None) as service, asyncio.timeout(0):
+            await service.stop()
+
+    with pytest.raises(TimeoutError):
+        asyncio.run(interrupted())
+    gc.collect()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -337,24 +337,24 @@ while (line := input("more? ")) != "stop":
     shell = ("bash", "--norc", "--noprofile", "-i")
     with at_terminal(*shell, environment={**job.environment, "PS1": "shell> "}) as terminal:
         terminal.until("shell> ")
+        shells = terminal.foreground
         terminal.type(f"{command} &\r")
         terminal.until("more? ")
         terminal.type("echo $((6 * 7))\r")
         terminal.until("42\r\n")
         terminal.type("fg\r")
-        terminal.until("worker.py")
+        wait_until(lambda: terminal.foreground != shells, "the job in the foreground")
         terminal.type("one\r")
         terminal.until("got one")
         terminal.until("more? ")
-        for number, commands in ((20, ("fg",)), (30, ("bg", "fg"))):
+        for number, commands in ((20, "fg"), (30, "bg; fg")):
             terminal.type("\x1a")
             terminal.until("Stopped")
             terminal.until("shell> ")
             terminal.type(f"echo $(({number} + 3))\r")
             terminal.until(f"{number + 3}\r\n")
-            terminal.type("; ".join(commands) + "\r")
-            for _ in commands:  # each shows what it continues; keys that come before fg are lost
-                terminal.until("worker.py")
+            terminal.type(f"{commands}\r")
+            wait_until(lambda: terminal.foreground != shells, "the job in the foreground")
             terminal.type(f"line {number}\r")
             terminal.until(f"got line {number}")
             terminal.until("more? ")

@@ -39,6 +39,11 @@ class TerminalSession:
         """The settings of the terminal."""
         return termios.tcgetattr(self._slave)
 
+    @property
+    def foreground(self) -> int:
+        """The process group that gets the keys."""
+        return os.tcgetpgrp(self._master)
+
     def type(self, keys: str) -> None:
         """Press keys; Enter is a carriage return."""
         os.write(self._master, keys.encode())

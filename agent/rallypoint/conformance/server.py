@@ -205,16 +205,17 @@ class ScriptedService:
                 issuer = authority or self.authority
                 certificate, key = issuer.issue("server", x509.SubjectAlternativeName(names))
                 port = server.add_secure_port(f"{HOST}:0", grpc.ssl_server_credentials([(key, certificate)]))
-            await server.start()
             self._servers.append(server)
+            await server.start()
             await self.relays[replica].start(address, f"{HOST}:{port}")
 
     async def stop(self) -> None:
         """Close all connections at once, as a process that ends."""
-        servers, self._servers = self._servers, []
         for relay in self.relays:
             relay.stop()
-        await asyncio.gather(*(server.stop(None) for server in servers))
+        # Kept until then: Ctrl-C may come before, and one that still runs at the program's end shows a traceback.
+        await asyncio.gather(*(server.stop(None) for server in self._servers))
+        self._servers.clear()
 
     async def _serve(self, replica: int, requests: AsyncIterator[pb.JoinRequest], context: _Context) -> None:
         """Serve one stream."""

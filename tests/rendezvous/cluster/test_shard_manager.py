@@ -120,8 +120,12 @@ async def _released(shard: int, fence: int, /) -> None:
     """Nothing is in etcd here."""
 
 
-async def _serving(cluster: Cluster, changes: Notifier) -> ShardManager:
-    """The shards of a session that has one."""
+async def _serving(
+    monkeypatch: pytest.MonkeyPatch, successor_within: float
+) -> tuple[Cluster, Notifier, ShardManager]:
+    """The shards of a session that has one, beside another replica."""
+    monkeypatch.setattr(hosting_module, "_SUCCESSOR_WITHIN", successor_within)
+    cluster, changes = Cluster(_KEYS, 8), Notifier()
     hosting = ShardManager(
         cluster,
         _ME,
@@ -134,18 +138,16 @@ async def _serving(cluster: Cluster, changes: Notifier) -> ShardManager:
     hosting.begin(Claim(_SHARD, MoveReason.PREFERRED))
     assert await changes.until(lambda: _SHARD in hosting.serving, 30.0)
     hosting.flush_log()
-    return hosting
+    cluster.read([_registered(_OTHER)], 0.0)
+    return cluster, changes, hosting
 
 
 async def test_a_successor_that_leaves_as_well_is_not_waited_for(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At the end of a job its replicas leave together, and each may have looked like the others' successor."""
-    monkeypatch.setattr(hosting_module, "_SUCCESSOR_WITHIN", 3600.0)
     caplog.set_level(logging.INFO)
-    cluster, changes = Cluster(_KEYS, 8), Notifier()
-    hosting = await _serving(cluster, changes)
-    cluster.read([_registered(_OTHER)], 0.0)
+    cluster, changes, hosting = await _serving(monkeypatch, 3600.0)
     caplog.clear()
     hosting.begin(HandOver(_SHARD, "replica-1", MoveReason.DRAIN))
     assert not await changes.until(lambda: hosting.empty, 0.1)
@@ -161,10 +163,7 @@ async def test_a_successor_that_does_not_come_is_worth_a_warning(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is there, and does not take the shard: its runs are served by no replica."""
-    monkeypatch.setattr(hosting_module, "_SUCCESSOR_WITHIN", 0.01)
-    cluster, changes = Cluster(_KEYS, 8), Notifier()
-    hosting = await _serving(cluster, changes)
-    cluster.read([_registered(_OTHER)], 0.0)
+    _, changes, hosting = await _serving(monkeypatch, 0.01)
     hosting.begin(HandOver(_SHARD, "replica-1", MoveReason.DRAIN))
     assert await changes.until(lambda: hosting.empty, 30.0)
     hosting.flush_log()
@@ -176,11 +175,8 @@ async def test_what_is_finished_needs_no_successor(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another replica may take the shards of runs that are over. It is not waited for, and no line says so."""
-    monkeypatch.setattr(hosting_module, "_SUCCESSOR_WITHIN", 3600.0)
     caplog.set_level(logging.INFO)
-    cluster, changes = Cluster(_KEYS, 8), Notifier()
-    hosting = await _serving(cluster, changes)
-    cluster.read([_registered(_OTHER)], 0.0)
+    _, changes, hosting = await _serving(monkeypatch, 3600.0)
     caplog.clear()
     hosting.draining = hosting.finished = True
     (action,) = decide(hosting.state(), 0.0, MoveSettings()).actions

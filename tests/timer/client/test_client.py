@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,7 @@ class Node:
         lease: int = 0,
         clock: Callable[[], float] = time.monotonic,
         incarnation: str = "",
+        settings: ClientSettings = SETTINGS,
     ) -> None:
         self.client = NodeTimers(
             channel,
@@ -49,7 +51,7 @@ class Node:
             node_id="a",
             lease=lease,
             incarnation=incarnation,
-            settings=SETTINGS,
+            settings=settings,
             clock=clock,
             jitter=lambda: 0.5,
         )
@@ -227,16 +229,16 @@ async def test_dealing_with_an_expiry_once_at_a_time(service: Service) -> None:
     await client.close()
 
 
-async def test_a_new_lease_is_no_trouble(
-    service: Service, node: Node, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_new_lease_is_no_trouble(service: Service, caplog: pytest.LogCaptureFixture) -> None:
     """The client subscribes anew under it at once; whoever reads the log is not sent to look at the network."""
+    node = Node(service.channel(), settings=replace(SETTINGS, attempt_timeout=PATIENCE))
     node.client.acquire("0@1", "s", 60.0)
     await until(lambda: node.client._subscribed and len(service.watchdog.table) == 1)
     node.client.renew(7)
     await until(lambda: [each.lease for each, _ in service.watchdog._outboxes.values()] == [7])
     await until(lambda: node.client._subscribed and len(service.watchdog.table) == 1)
     assert [record for record in caplog.records if record.levelname == "WARNING"] == []
+    await node.client.close(grace=0)
 
 
 async def test_closing_tells_the_service_that_no_worker_is_left(service: Service, node: Node) -> None:
