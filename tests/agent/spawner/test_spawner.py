@@ -103,7 +103,7 @@ def agent(tmp_path: Path) -> Iterator[Agent]:
 def test_nothing_survives_the_death_of_any_two(agent: Agent, victims: tuple[str, ...]) -> None:
     """SIGKILL of one or two of the three ends every worker, child, daemon and hopper, with no help from us."""
     assert len(living(agent.marker)) > WORKERS * 5
-    for number in (signal.SIGSTOP, signal.SIGKILL):  # stopped first: none ends by itself because of another's death
+    for number in (signal.SIGSTOP, signal.SIGKILL):  # stopped first: none ends because of another's death
         for name in victims:
             os.kill(agent.pids[name], number)
     wait_until(agent.alone, f"the end of the tree after the death of {victims}")
