@@ -128,7 +128,7 @@ test-ha: $(VENV)/.ready ## 3 replicas on 3 etcd members, killed, paused, parted 
 
 # FROM=v0.1.0 is any revision; it is installed into build/revisions (docs/high-availability.md).
 .PHONY: test-upgrade
-test-upgrade: $(VENV)/.ready ## 3 replicas of the latest release, or of revision FROM, replaced one by one by this version under load, and back
+test-upgrade: $(VENV)/.ready ## 3 replicas of the latest release, or of FROM=REVISION, replaced one by one under load, and back
 	.ci/install-etcd
 	old=$$(.ci/build-revision $(FROM)) && RALLYPOINT_UPGRADE_FROM=$$old $(BIN)/pytest -s tests/compat/upgrade.py
 
@@ -139,8 +139,9 @@ test-etcd: $(VENV)/.ready ## what is built on etcd, on another version of it: SU
 	RALLYPOINT_TEST_ETCD=$(CURDIR)/build/etcd/$(or $(SUITE),trixie)/usr/bin/etcd $(BIN)/pytest tests/etcd tests/rendezvous/journal
 
 # TORCH_VERSION=2.14.1 takes that one, in an environment of its own.
-TORCH_VERSION := 2.13.0
-TORCH := $(VENV)/torch$(if $(filter-out 2.13.0,$(TORCH_VERSION)),-$(TORCH_VERSION))
+USUAL_TORCH := 2.13.0
+TORCH_VERSION := $(USUAL_TORCH)
+TORCH := $(VENV)/torch$(if $(filter-out $(USUAL_TORCH),$(TORCH_VERSION)),-$(TORCH_VERSION))
 $(TORCH)/.ready: pyproject.toml $(CONSTRAINTS)
 	test -x $(TORCH)/bin/python || $(PYTHON) -m venv $(TORCH)
 	$(TORCH)/bin/pip install --quiet --constraint $(CONSTRAINTS) --editable '.[test]' torch==$(TORCH_VERSION) \

@@ -211,9 +211,14 @@ async def worker_killed(job: Job) -> str:
     for name in "ab":
         job.start(name, "--train")
     first = await job.formed(4, "trained")
+    since = job.now
     os.kill(first[3].fields["pid"], signal.SIGKILL)
     # Under torchrun, agents give up within that time or not, as the load has it: no worker trains in either case.
-    return str(await next_round(job, None, 4, "all train again", 90, event="trained"))
+    outcome = await next_round(job, None, 4, "all train again", 90, event="trained")
+    if outcome.seconds is None:
+        return str(outcome)
+    counts = {line.fields["restarts"] for line in job.output.items[since:] if line.event == "running"}
+    return f"restart count {' and '.join(map(str, sorted(counts)))}: {outcome}"
 
 
 async def store_host_stopped(job: Job) -> str:

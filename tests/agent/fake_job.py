@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from rallypoint.agent.core.core import AgentState, Assignment
+from rallypoint.agent.failures.failure import WorkerFailure
 from rallypoint.agent.job.drain import DrainNotice
 from rallypoint.agent.job.job import Job
 from rallypoint.agent.job.result import JobResult
@@ -17,6 +18,19 @@ from rallypoint.rendezvous.v1.rendezvous_service_pb2 import RunSettings
 from rallypoint.rpc.loop import Notifier
 
 LAUNCHED = 1_800_000_000.5  # on the wire to the nanosecond: a float has this one exactly
+
+VALUE_ERROR = WorkerFailure(
+    local_rank=1,
+    rank=3,
+    role="trainer",
+    host="node2",
+    pid=4242,
+    exit_code=1,
+    time=1_799_999_999.75,
+    message="ValueError: bad",
+    traceback="Traceback",
+    log_file="/logs/1/stderr.log",
+)
 
 
 def config(run_id: str = "run-1", workers: int = 1) -> Any:

@@ -18,14 +18,7 @@ from rallypoint.rendezvous.journal.journal import Record
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rpc.errors import ServiceError
 from rendezvous.engine_fixtures import RUN
-from rendezvous.event_fixtures import (
-    BEGINNING,
-    Served,
-    kinds,
-    refused,
-    revisions,
-    serving_events,
-)
+from rendezvous.event_fixtures import BEGINNING, Served, kinds, refused, revisions, serving_events
 from support.waiting import PATIENCE
 
 Code = grpc.StatusCode

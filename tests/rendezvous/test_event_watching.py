@@ -14,14 +14,7 @@ from rallypoint.rendezvous.core import commands
 from rallypoint.rendezvous.core.commands import SERVICE
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rendezvous.engine_fixtures import RUN
-from rendezvous.event_fixtures import (
-    BEGINNING,
-    Served,
-    Watch,
-    kinds,
-    revisions,
-    serving_events,
-)
+from rendezvous.event_fixtures import BEGINNING, Served, Watch, kinds, revisions, serving_events
 from support.waiting import PATIENCE
 
 Code = grpc.StatusCode

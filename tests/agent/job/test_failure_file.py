@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from agent.fake_job import VALUE_ERROR
 from rallypoint.agent.config.job import JobConfig, Peer
-from rallypoint.agent.failures.failure import WorkerFailure
 from rallypoint.agent.job.failure_file import SCHEMA, failure_document, write_failure_files
 from rallypoint.agent.job.result import FAILED, PERMANENT, REFUSED, UNFIT, JobResult
 from rallypoint.rendezvous.core.state import FailureKind
@@ -28,20 +28,7 @@ CONFIG = JobConfig(
     rendezvous=Peer("127.0.0.1:1"),
     timer=Peer("127.0.0.1:1"),
 )
-FIRST = WorkerFailure(
-    local_rank=1,
-    rank=3,
-    role="trainer",
-    host="node2",
-    pid=4242,
-    exit_code=1,
-    time=1_799_999_999.75,
-    message="ValueError: bad",
-    traceback="Traceback",
-    log_file="/logs/1/stderr.log",
-    kind=FailureKind.EXCEPTION,
-    node="b",
-)
+FIRST = replace(VALUE_ERROR, kind=FailureKind.EXCEPTION, node="b")
 LOCAL = replace(
     FIRST, rank=0, local_rank=0, pid=7, exit_code=-6, kind=FailureKind.SIGNAL, node="", core_file="/core"
 )

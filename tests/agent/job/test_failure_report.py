@@ -5,21 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from datetime import timedelta, timezone
 
+from agent.fake_job import VALUE_ERROR
 from rallypoint.agent.failures.failure import WorkerFailure, failure_to_start
 from rallypoint.agent.job.report import render
 
 CET = timezone(timedelta(hours=1), "CET")
-FAILURE = WorkerFailure(
-    local_rank=1,
-    rank=3,
-    role="trainer",
-    host="node2",
-    pid=4242,
-    exit_code=1,
-    time=1_799_999_999.75,
-    message="ValueError: bad",
+FAILURE = replace(
+    VALUE_ERROR,
     traceback='Traceback (most recent call last):\n  File "train.py", line 3, in main\nValueError: bad \x1b[31m\x9b',
-    log_file="/logs/1/stderr.log",
     at=5.0,
 )
 

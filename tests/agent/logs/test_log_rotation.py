@@ -142,16 +142,22 @@ async def test_flush_means_that_all_is_in_the_file(rotate: Callable[..., Rotatio
         assert rotation.pid not in (pid, None)
 
 
+def stopped_with_a_line(rotation: Rotation) -> int:
+    """Stop the copier, and write a line that it has not read; return its process id."""
+    with open(rotation.target(1, Streams.STDOUT), "ab", buffering=0) as pipe:
+        pid = rotation.pid
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)
+        pipe.write(b"late\n")
+    return pid
+
+
 async def test_a_copier_that_is_stuck_does_not_hold_up_the_end(
     rotate: Callable[..., Rotation], attempt: Attempt
 ) -> None:
     """It goes on by itself."""
     rotation = rotate()
-    with open(rotation.target(1, Streams.STDOUT), "ab", buffering=0) as pipe:  # noqa: ASYNC230  # it has a reader
-        pid = rotation.pid
-        assert pid is not None
-        os.kill(pid, signal.SIGSTOP)
-        pipe.write(b"late\n")
+    pid = stopped_with_a_line(rotation)
     assert not await rotation.finish(0.05)
     os.kill(pid, signal.SIGCONT)
     await until(lambda: files_of(attempt, 1) == [b"late\n"], "the line")
@@ -163,11 +169,7 @@ async def test_a_copier_that_is_killed_at_the_end_loses_nothing(
 ) -> None:
     """Nor does the one that takes its place wait for ever."""
     rotation = rotate()
-    with open(rotation.target(1, Streams.STDOUT), "ab", buffering=0) as pipe:  # noqa: ASYNC230  # it has a reader
-        pid = rotation.pid
-        assert pid is not None
-        os.kill(pid, signal.SIGSTOP)
-        pipe.write(b"late\n")
+    pid = stopped_with_a_line(rotation)
     finishing = asyncio.create_task(rotation.finish(PATIENCE))
     await asyncio.sleep(0)
     os.kill(pid, signal.SIGKILL)

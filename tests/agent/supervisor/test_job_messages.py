@@ -6,27 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from agent.fake_job import LAUNCHED, FakeJob, as_job, ended, running, worker_group
+from agent.fake_job import LAUNCHED, VALUE_ERROR, FakeJob, as_job, ended, running, worker_group
 from rallypoint.agent.core.core import AgentState, Phase, Workers
-from rallypoint.agent.failures.failure import WorkerFailure
 from rallypoint.agent.job.drain import DrainNotice
 from rallypoint.agent.job.result import JobResult
 from rallypoint.agent.supervisor.jobs import TakenJob, job_message, worker_message
 from rallypoint.agent.v1 import supervisor_service_pb2 as pb
 from rallypoint.agent.workers.usage import Usage
-
-FAILURE = WorkerFailure(
-    local_rank=1,
-    rank=5,
-    role="default",
-    host="b",
-    pid=71,
-    exit_code=3,
-    time=1.8e9,
-    message="it gave up",
-    traceback="Traceback …",
-    log_file="/logs/stderr.log",
-)
 
 
 def told(job: FakeJob, launch_id: str = "") -> pb.Job:
@@ -98,11 +84,11 @@ def test_a_job_that_is_drained_says_until_when() -> None:
 def test_a_job_that_ended_says_how() -> None:
     """Its exit code, one sentence, and the report of the failure that ended the run."""
     ending = FakeJob(state=AgentState(workers=Workers.RUNNING))
-    ending.end(JobResult(1, "rank 5 failed", FAILURE))
+    ending.end(JobResult(1, "rank 3 failed", VALUE_ERROR))
     job = told(ending)
-    assert (job.state, job.exit_code, job.detail) == (pb.JOB_STATE_ENDED, 1, "rank 5 failed")
+    assert (job.state, job.exit_code, job.detail) == (pb.JOB_STATE_ENDED, 1, "rank 3 failed")
     assert job.end_time.ToMilliseconds() == 1_800_000_060_500
-    assert "it gave up" in job.failure_report
+    assert "ValueError: bad" in job.failure_report
     assert "Traceback" in job.failure_report
     listed = job_message(TakenJob(as_job(ending)), whole=False)
     assert (listed.exit_code, listed.failure_report) == (1, "")  # a hundred of them would pass for no message

@@ -369,6 +369,7 @@ async def test_a_member_whose_stream_breaks_before_it_is_in_again_is_still_away(
     stage.now += 60
     second.cancel()
     await idle()
+    assert state.disconnected == {"a"}
     stage.now += 10
     stage.engine.renew(b)
     stage.journal.release()

@@ -69,7 +69,7 @@ class RunRequest(PendingRequest[_T]):
     def publish(self) -> None:
         """Send the reply; if its receiver has gone meanwhile, undo it."""
         if self.command is None and self.reply.done():
-            return  # nothing was changed, and a node that waits no longer gives no sign of life
+            return  # it changed nothing; a node that no longer waits gives no sign of life
         try:
             if self.refusal is not None:
                 raise self.refusal
