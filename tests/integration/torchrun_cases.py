@@ -26,6 +26,7 @@ class Case:
         terminal: Whether all three streams are a terminal, and the text is typed.
         module: Torch's launcher, where it is not torchrun.
         here: Flags, program and arguments of ours, where they are not the same.
+        since: The version of torch whose torchrun has these flags first.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Case:
     module: str = ""
     here: tuple[str, ...] = ()
     terminal: bool = False
+    since: tuple[int, int] = (2, 13)
 
 
 TWO = ("--nproc-per-node", "2")
@@ -92,6 +94,12 @@ CASES = (
         "line prefix",
         ("--tee=3",),
         environment={"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "<${role_name} ${rank} ${local_rank}>"},
+    ),
+    Case(
+        "log-line-prefix-template",
+        ("--tee=3", "--log-line-prefix-template", "<${hostname} ${role_name} ${rank}>"),
+        environment={"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "<overruled>"},
+        since=(2, 14),
     ),
     Case("static with one node", ("--master-addr", "localhost", "--master-port={port}", "--node-rank", "0")),
     Case("static with an endpoint", ("--rdzv-backend=static", "--rdzv-endpoint=127.0.0.1:{port}")),
