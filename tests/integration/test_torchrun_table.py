@@ -117,7 +117,7 @@ def test_every_flag_of_torchruns_is_one_here() -> None:
 
 
 def test_every_flag_of_newer_torchruns_is_one_here() -> None:
-    """Of 2.14 and 2.15, whose wheels are too heavy to install; RALLYPOINT_TORCH_WHEELS names files to read instead."""
+    """Of 2.14, under an older torch; RALLYPOINT_TORCH_WHEELS names wheels of others, which are only read."""
     from rallypoint.cli.run import run
 
     here = {name for parameter in run.params for name in parameter.opts}
