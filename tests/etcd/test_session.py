@@ -84,14 +84,18 @@ async def test_a_session_whose_lease_is_gone_is_lost(client: EtcdClient) -> None
 async def test_whoever_was_paused_knows_it_before_doing_anything(client: EtcdClient) -> None:
     """No task has run yet, and the answer is already no; and it stays no, though etcd would still prolong the lease."""
     clock = Clock()
-    session = await Session.open(client, 60, clock=clock)
+    session = await Session.open(client, 600, clock=clock)
     assert session.held()
-    clock.ahead += 58
+    losing = asyncio.create_task(session.lost())
+    await asyncio.sleep(0)
+    clock.ahead += 580
     assert not session.held()
-    with pytest.raises(SessionLost, match="could not be kept alive for 60 s"):
+    with pytest.raises(SessionLost, match="could not be kept alive for 600 s"):
         session.check()
+    # Those who wait for the loss are woken by who has found it, with no timer: the next one is due in 200 s.
+    await asyncio.wait_for(losing, PATIENCE)
     # Its keep-alives are a third of its time apart, by the machine's clock; they were to begin long ago.
-    assert await client.keep_alive(session.lease) == 60
+    assert await client.keep_alive(session.lease) == 600
     assert not session.held()
     await session.close()
 
@@ -122,17 +126,19 @@ async def test_time_is_counted_from_the_sending(
         await client.get(b"a")
         clock, gate = Clock(), Gate()
         relay.cut()
-        opening = asyncio.create_task(Session.open(client, 600, clock=clock, pace=Pace(sleep=gate.sleep)))
+        opening = asyncio.create_task(Session.open(client, 600, clock=clock, pace=Pace(sleep=Gate().sleep)))
         await asyncio.sleep(0.3)
         clock.ahead = 400
         relay.mend()
-        session = await opening
-        await until(lambda: gate.sleeping == 1, "the pause before the first keep-alive")
-        assert session.held()
+        late = await opening
+        assert late.held()
         clock.ahead = 580
-        assert not session.held()
-        clock.ahead = 400
+        assert not late.held()
 
+        clock.ahead = 0
+        session = await Session.open(client, 600, clock=clock, pace=Pace(sleep=gate.sleep))
+        await until(lambda: gate.sleeping == 1, "the pause before the first keep-alive")
+        clock.ahead = 400
         relay.cut()
         gate.let_through()
         await asyncio.sleep(0.3)
@@ -143,6 +149,7 @@ async def test_time_is_counted_from_the_sending(
         assert session.held()
         clock.ahead = 980
         assert not session.held()
+        await late.close()
         await session.close()
 
 

@@ -98,14 +98,19 @@ class Session:
         return session
 
     def held(self) -> bool:
-        """True if the lease is held for certain."""
-        return not self._lost.is_set() and self._clock() < self._deadline
+        """True if the lease is held for certain.
+
+        The first caller that finds it not held ends the wait of `lost()`. After a suspend of the machine that is sooner
+        than any timer, which the suspend has delayed.
+        """
+        if self._clock() >= self._deadline:
+            self._lose(f"it could not be kept alive for {self.ttl:g} s")
+        return not self._lost.is_set()
 
     def check(self) -> None:
         """Raise SessionLost if the lease is not held for certain."""
         if not self.held():
-            cause = self._cause or f"it could not be kept alive for {self.ttl:g} s"
-            raise SessionLost(f"the lease {self.lease:x} of this replica is lost: {cause}")
+            raise SessionLost(f"the lease {self.lease:x} of this replica is lost: {self._cause}")
 
     async def lost(self) -> None:
         """Wait until it is lost, or closed."""
@@ -140,7 +145,7 @@ class Session:
         except Exception:
             # A bug must not leave tasks that wait for the loss waiting for ever.
             log.exception("keeping a lease alive failed", lease=f"{self.lease:x}")
-        self._lose(f"it could not be kept alive for {self.ttl:g} s")
+            self._lose("keeping it alive failed")
 
     async def _prolong(self) -> None:
         """Send keep-alives until one counts, or the lease is lost: the first to one member, then to all.
@@ -194,8 +199,7 @@ class Session:
             # No later keep-alive will succeed either: the user's rights were removed, for example.
             self._lose(str(error))
             return False
-        if not self.held():
-            # A caller that found it not held must not find it held again.
+        if not self.held():  # a caller that found it not held must not find it held again
             return False
         self._kept = max(self._kept, sent)
         return True
