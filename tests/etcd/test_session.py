@@ -92,7 +92,7 @@ async def test_whoever_was_paused_knows_it_before_doing_anything(client: EtcdCli
     assert not session.held()
     with pytest.raises(SessionLost, match="could not be kept alive for 600 s"):
         session.check()
-    # Those who wait for the loss are woken by who has found it, with no timer: the next one is due in 200 s.
+    # The caller that finds the loss wakes those who wait for it: the next timer is due in 200 s.
     await asyncio.wait_for(losing, PATIENCE)
     # Its keep-alives are a third of its time apart, by the machine's clock; they were to begin long ago.
     assert await client.keep_alive(session.lease) == 600
@@ -135,19 +135,18 @@ async def test_time_is_counted_from_the_sending(
         clock.ahead = 580
         assert not late.held()
 
-        clock.ahead = 0
         session = await Session.open(client, 600, clock=clock, pace=Pace(sleep=gate.sleep))
         await until(lambda: gate.sleeping == 1, "the pause before the first keep-alive")
-        clock.ahead = 400
+        clock.ahead = 980
         relay.cut()
         gate.let_through()
         await asyncio.sleep(0.3)
-        clock.ahead = 560
+        clock.ahead = 1140
         relay.mend()
         await until(lambda: gate.sleeping == 2, "the pause after the keep-alive")
-        clock.ahead = 900
+        clock.ahead = 1480
         assert session.held()
-        clock.ahead = 980
+        clock.ahead = 1560
         assert not session.held()
         await late.close()
         await session.close()
