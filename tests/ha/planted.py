@@ -15,7 +15,9 @@ import runpy
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 # How often what is held back looks whether it may go on, seconds.
@@ -62,8 +64,8 @@ PLANTS: Mapping[str, Plant] = {
     # A replica answers for as long as nobody tells it that its session is lost.
     "session-ignored": Plant(
         "rallypoint.etcd.session",
-        "return not self._lost.is_set() and self._clock() < self._deadline",
-        "return not self._lost.is_set()",
+        "        if self._clock() >= self._deadline:\n",
+        "        if False:\n",
     ),
 }
 
@@ -110,22 +112,28 @@ class Held:
         fresh.replace(self._file.with_suffix(".count"))
 
 
-def plant(name: str) -> None:
-    """Have a module with one line changed take the place of the product's.
+def changed_module(name: str) -> tuple[ModuleSpec, CodeType]:
+    """A plant's module, and its code with the line changed.
 
     Raises:
         SystemExit: The product has no such line, or more than one.
     """
     planted = PLANTS[name]
     spec = importlib.util.find_spec(planted.module)
-    if spec is None or spec.origin is None:
-        raise SystemExit(f"plant {name}: there is no module {planted.module}")
+    assert spec, f"plant {name}: there is no module {planted.module}"
+    assert spec.origin
     source = Path(spec.origin).read_text()
     if source.count(planted.line) != 1:
         raise SystemExit(f"plant {name}: {planted.module} has not one line {planted.line.strip()!r}")
+    return spec, compile(source.replace(planted.line, planted.changed), spec.origin, "exec")
+
+
+def plant(name: str) -> None:
+    """Have a module with one line changed take the place of the product's."""
+    planted = PLANTS[name]
+    spec, code = changed_module(name)
     module = importlib.util.module_from_spec(spec)
     sys.modules[planted.module] = module
-    code = compile(source.replace(planted.line, planted.changed), spec.origin, "exec")
     exec(code, module.__dict__)  # noqa: S102 (the product's own source)
     parent, _, child = planted.module.rpartition(".")
     setattr(sys.modules[parent], child, module)
