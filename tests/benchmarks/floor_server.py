@@ -56,6 +56,7 @@ class Floor:
         """`size`: bytes of what is told to everybody."""
         self._size = size
         self._contexts: list[_Context] = []
+        self._letting_in = asyncio.Lock()
         self._round = 1
         self._released = asyncio.Event()
 
@@ -83,19 +84,14 @@ class Floor:
 
     async def tell_all(self, _: Any, context: _Context) -> None:
         """Let a node in, then tell everybody something whenever it says something."""
-        await context.read()
-        await context.write(_FINAL)
-        self._contexts.append(context)
+        await self._let_in(context, _FINAL)
         while isinstance(await context.read(), bytes):
             self._round += 1
             await self._tell(_update(pb.PHASE_FROZEN, self._round, self._size))
 
     async def tell_of_loss(self, _: Any, context: _Context) -> None:
         """Let a node in, then tell everybody else when its stream breaks."""
-        await context.read()
-        await context.write(_LEASE)
-        await context.write(_FINAL)
-        self._contexts.append(context)
+        await self._let_in(context, _LEASE, _FINAL)
         try:
             await context.read()
         finally:
@@ -103,7 +99,16 @@ class Floor:
             self._contexts.remove(context)
             self._telling = asyncio.create_task(self._tell(_update(pb.PHASE_JOINABLE, 0, self._size)))
 
+    async def _let_in(self, context: _Context, *messages: bytes) -> None:
+        await context.read()
+        async with self._letting_in:
+            for message in messages:
+                await context.write(message)
+            self._contexts.append(context)
+
     async def _tell(self, message: bytes) -> None:
+        async with self._letting_in:  # a node may have its message before the write is over here
+            pass
         await asyncio.gather(*(context.write(message) for context in self._contexts))
 
     async def answer(self, _: bytes, __: _Context) -> bytes:

@@ -15,6 +15,15 @@ from rallypoint.rpc.runtime_folder import new_run_socket
 from support.waiting import PATIENCE
 
 RALLYPOINT = Path(sys.executable).with_name("rallypoint")
+ABOUT_A_RUN = [
+    ["status", "run-1"],
+    ["events", "run-1"],
+    ["events", "run-1", "--follow"],
+    ["rounds", "run-1"],
+    ["restart", "run-1"],
+    ["evict", "run-1", "node-1"],
+    ["close", "run-1"],
+]
 
 
 def clean_environment(**more: str) -> dict[str, str]:

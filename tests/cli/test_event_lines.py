@@ -3,23 +3,13 @@
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Iterator
 
 import pytest
 
 from rallypoint.cli.events import EventLines, json_line
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 
-
-@pytest.fixture(autouse=True)
-def _utc(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Local time is UTC."""
-    monkeypatch.setenv("TZ", "UTC")
-    time.tzset()
-    yield
-    monkeypatch.undo()
-    time.tzset()
+pytestmark = pytest.mark.usefixtures("utc")
 
 
 def event(after: float, kind: pb.EventKind.ValueType, detail: str, operator: str = "") -> pb.Event:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 from click.testing import CliRunner
 
-from cli.cli_process import service
+from cli.cli_process import ABOUT_A_RUN, service
 from rallypoint.cli.main import main
 
 
@@ -26,15 +26,6 @@ def refused(*arguments: str) -> str:
     return result.stderr.removeprefix("Error: ").strip()
 
 
-ABOUT_A_RUN = [
-    ["status", "run-1"],
-    ["events", "run-1"],
-    ["events", "run-1", "--follow"],
-    ["rounds", "run-1"],
-    ["restart", "run-1"],
-    ["evict", "run-1", "node-1"],
-    ["close", "run-1"],
-]
 OF_TIMERS = [
     ["timers"],
     ["timers", "run-1", "--expired"],

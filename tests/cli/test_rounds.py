@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,17 +14,9 @@ from rallypoint.cli.main import main
 from rallypoint.cli.rounds import rounds_of
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 
+pytestmark = pytest.mark.usefixtures("utc")
+
 BEGAN = 1_763_640_000.0  # 2025-11-20 12:00:00 UTC
-
-
-@pytest.fixture(autouse=True)
-def _utc(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Local time is UTC."""
-    monkeypatch.setenv("TZ", "UTC")
-    time.tzset()
-    yield
-    monkeypatch.undo()
-    time.tzset()
 
 
 def event(after: float, kind: pb.EventKind.ValueType, round_: int = 0, **more: Any) -> pb.Event:

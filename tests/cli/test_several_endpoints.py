@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from click.testing import CliRunner, Result
 
-from cli.cli_process import rallypoint, refusal, service
+from cli.cli_process import ABOUT_A_RUN, rallypoint, refusal, service
 from rallypoint.cli.main import main
 from serving.fleet import refusing
 
@@ -30,19 +30,7 @@ def test_who_looks_is_answered_by_whoever_is_there(places: str, _time: int) -> N
     assert invoke("status", "--rdzv-endpoint", places).stdout == "no runs\n"
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        ["status", "run-1"],
-        ["events", "run-1"],
-        ["events", "run-1", "--follow"],
-        ["rounds", "run-1"],
-        ["restart", "run-1"],
-        ["evict", "run-1", "node-1"],
-        ["close", "run-1"],
-    ],
-    ids=" ".join,
-)
+@pytest.mark.parametrize("command", ABOUT_A_RUN, ids=" ".join)
 def test_a_refusal_names_all_that_were_meant(places: str, command: list[str]) -> None:
     """Which of them said it is of no matter: it is the service's word."""
     result = invoke(*command, "--rdzv-endpoint", places)

@@ -168,10 +168,15 @@ class Service:
 
     async def run(self, run_id: str) -> pb.Run:
         """Return a run as the service has it."""
-        async with grpc.aio.insecure_channel(self.endpoint) as channel:
-            stub = pb_grpc.RendezvousServiceStub(channel)
-            request = pb.GetRunRequest(run_id=run_id)
-            return (await stub.GetRun(request, timeout=PATIENCE, wait_for_ready=True)).run
+        return await get_run(self.endpoint, run_id)
+
+
+async def get_run(endpoint: str, run_id: str) -> pb.Run:
+    """Return a run as the server at an address has it."""
+    async with grpc.aio.insecure_channel(endpoint) as channel:
+        stub = pb_grpc.RendezvousServiceStub(channel)
+        request = pb.GetRunRequest(run_id=run_id)
+        return (await stub.GetRun(request, timeout=PATIENCE, wait_for_ready=True)).run
 
 
 @asynccontextmanager

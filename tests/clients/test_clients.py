@@ -22,6 +22,7 @@ from clients.members import (
     SEARCH_PATH,
     Members,
     Service,
+    get_run,
     members_of_a_service,
 )
 from ha.cluster import REPLICAS, running_cluster
@@ -48,12 +49,7 @@ async def test_members_keep_their_lease_over_a_restart_of_the_service(tmp_path: 
         before = await service.run(RUN)
         await service.kill()
         await service.start()
-
-        async def resumed() -> str:
-            run = await service.run(RUN)
-            return "" if all(node.connected for node in run.nodes) else f"the nodes are {run.nodes}"
-
-        await until("all nodes to resume", resumed, PATIENCE)
+        await all_resume(service.endpoint)
         after = await service.run(RUN)
         assert after.round == before.round
         assert [(node.node_id, node.lease) for node in after.nodes] == [
@@ -147,6 +143,16 @@ async def test_the_end_of_a_failed_run_has_the_first_failure(tmp_path: Path) -> 
         assert (failure.kind, failure.rank) == (pb.FAILURE_KIND_SIGNAL, int(records[victim]["RANK"]))
 
 
+async def all_resume(endpoint: str) -> None:
+    """Wait until each node of the run has a stream again."""
+
+    async def resumed() -> str:
+        run = await get_run(endpoint, RUN)
+        return "" if all(node.connected for node in run.nodes) else f"the nodes are {run.nodes}"
+
+    await until("all nodes to resume", resumed, PATIENCE)
+
+
 async def test_members_that_lost_their_lease_join_again(tmp_path: Path) -> None:
     """Paused for longer than their leases, they stop the workers of the old round and join as newcomers."""
     nodes = (*CLIENTS, PYTHON)
@@ -172,10 +178,10 @@ async def test_members_that_lost_their_lease_join_again(tmp_path: Path) -> None:
 
 async def test_members_leave_in_good_order_on_sigterm(tmp_path: Path) -> None:
     """One after the other leaves; the others go on in a new round, and no restart is counted."""
-    async with members_of_a_service(tmp_path, f"1:{len(CLIENTS)}") as (members, service):
-        members.start(*CLIENTS)
+    left = [PYTHON, *CLIENTS]
+    async with members_of_a_service(tmp_path, f"1:{len(left)}") as (members, service):
+        members.start(*left)
         after = 0
-        left = list(CLIENTS)
         while left:
             records = await members.meet(left, after=after)
             assert {record["TORCHELASTIC_RESTART_COUNT"] for record in records.values()} == {"0"}
@@ -200,16 +206,18 @@ async def test_members_follow_a_run_to_another_replica(tmp_path: Path) -> None:
         owner = await cluster.owner(RUN)
         # The members know a replica that does not own the run: they reach the owner by its redirect only.
         known = next(name for name in REPLICAS if name != owner)
-        members = Members(tmp_path, cluster.replicas.endpoint(known), RUN, str(len(CLIENTS)))
+        nodes = (*CLIENTS, PYTHON)
+        members = Members(tmp_path, cluster.replicas.endpoint(known), RUN, str(len(nodes)))
         try:
-            members.start(*CLIENTS)
-            first = await members.meet(CLIENTS)
+            members.start(*nodes)
+            first = await members.meet(nodes)
             assert await cluster.owner(RUN) == owner
             await cluster.process(owner).kill()
             for language in CLIENTS:
                 log = members.programs[language].log
                 await log.first(f"{language} to resume", lambda line: "resumed: true" in line.text)
-            assert await members.meet(CLIENTS) == first, "a worker was restarted"
+            await all_resume(cluster.replicas.endpoint(await cluster.owner(RUN, but=[owner])))
+            assert await members.meet(nodes) == first, "a worker was restarted"
             members.finish()
             codes = await members.ended()
             assert set(codes.values()) == {0}, codes

@@ -38,6 +38,7 @@ BUGS = {
     "ignores-closed": "R07",
     "exit-code-0-always": "R08",
     "leaves-workers-behind": "R09",
+    "starts-unconfirmed": "R52",
     "joins-without-address": "R10",
     "no-heartbeat": "R11",
     "heartbeat-flood": "R11",
@@ -78,6 +79,7 @@ BUGS = {
     "resumes-unproven-lease": "R37",
     "resumes-lost-run": "R38",
     "resumes-with-revision-ahead": "R39",
+    "forgets-incarnation": "R53",
     "stream-replaced-storm": "R40",
     "joins-after-eviction": "R41",
     "joins-closed-run": "R42",
@@ -112,8 +114,10 @@ _REJOINS_AFTER = {
 _RETRYABLE = {
     grpc.StatusCode.UNAVAILABLE,
     grpc.StatusCode.CANCELLED,
-    grpc.StatusCode.ABORTED,
+    grpc.StatusCode.INTERNAL,
+    grpc.StatusCode.UNKNOWN,
     grpc.StatusCode.DEADLINE_EXCEEDED,
+    grpc.StatusCode.ABORTED,
     grpc.StatusCode.RESOURCE_EXHAUSTED,
 }
 
@@ -274,6 +278,8 @@ class Node:
                 raise End(1)
             if bug == _RESUMES_AFTER.get(reason):
                 return
+            if bug != "forgets-incarnation":
+                self.join.former_incarnation = self.lease.incarnation
             self.lease = pb.Lease()
             if bug != "keeps-revision-of-lost-run":
                 self.revision = 0
@@ -418,7 +424,7 @@ class Node:
             return
         if phase == pb.PHASE_FROZEN and round_ and self.confirmed != round_:
             self.confirm(round_)
-        if wanted and (self.process is None or bug == "two-rounds-at-once") and self.round != wanted:
+        if wanted and (self.process is None or bug == "two-rounds-at-once") and self.may_start(wanted):
             await self.start(wanted)
 
     def wanted(self, phase: int, round_: int) -> int:
@@ -428,6 +434,11 @@ class Node:
         if self.bug == "runs-as-spare" and phase == pb.PHASE_FINAL and not round_:
             return self.round or 1
         return round_ if phase == pb.PHASE_FINAL else 0
+
+    def may_start(self, round_: int) -> bool:
+        """True if the worker of a round was not started; a careful client needs the confirmation too."""
+        careless = {"starts-unconfirmed", "starts-while-frozen", "runs-as-spare", "two-rounds-at-once"}
+        return self.round != round_ and (self.confirmed == round_ or self.bug in careless)
 
     def kept(self, phase: int, round_: int, wanted: int) -> bool:
         """True if a bug keeps workers that must stop."""

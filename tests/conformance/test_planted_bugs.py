@@ -23,32 +23,12 @@ _CLIENT = [
 _OF_RATE = {"follows-redirects-for-ever", "no-jitter", "storm"}
 # Found because nothing happens within a time, or by watching for many seconds.
 _IDLE = {
-    *(
-        "ignores-owner",
-        "done-after-success",
-        "failure-once",
-        "ignores-closed",
-        "ignores-settling",
-        "ignores-superseded-by",
-    ),
-    *(
-        "joins-after-eviction",
-        "joins-after-join-timeout",
-        "joins-closed-run",
-        "start-once",
-        "keeps-workers-as-spare",
-        "keeps-workers-in-joinable",
-    ),
-    *(
-        "keeps-workers-without-lease",
-        "never-starts",
-        "no-depart",
-        "no-failure-report",
-        "no-jitter",
-        "no-sigkill",
-    ),
-    *("repeats-invalid-join", "success-once", "confirm-once"),
-}
+    "ignores-owner", "done-after-success", "failure-once", "ignores-closed", "ignores-settling",
+    "ignores-superseded-by", "joins-after-eviction", "joins-after-join-timeout", "joins-closed-run",
+    "start-once", "keeps-workers-as-spare", "keeps-workers-in-joinable", "keeps-workers-without-lease",
+    "never-starts", "no-depart", "no-failure-report", "no-jitter", "no-sigkill", "repeats-invalid-join",
+    "success-once", "confirm-once",
+}  # fmt: skip
 _OVER_TLS = {"R50"}
 
 

@@ -24,7 +24,7 @@ _HOST = """\
 hostname {name}
 mount --bind {folder}/hosts /etc/hosts
 mount --bind {folder}/demo /srv && cd /srv
-mkdir -p /run/rallypoint && mount -t tmpfs -o mode=0700 none /run/rallypoint
+mkdir -p -m 0700 /run/rallypoint && mount -t tmpfs -o mode=0700 none /run/rallypoint
 export PS1='{name}$ '
 exec bash --norc --noprofile -i
 """

@@ -11,13 +11,28 @@ from rallypoint.conformance.report import AGENTS, WORKERS
 from rallypoint.conformance.rules import RULES, WORKER_RULES
 
 _PAGE = Path(__file__).parents[2] / "docs" / "protocol.md"
-_ROW = re.compile(r"^\| `([A-Z_]+)` \| ([A-Z_]+) \| \w", re.MULTILINE)
+_ROW = re.compile(r"^\| `([A-Z_]+)` \| ([A-Z_]+) \| ([\w, ]+) \| (.+) \|$", re.MULTILINE)
 
 
-def test_each_error_of_the_contract_is_in_the_table_once() -> None:
-    contract = {(reason, code) for reasons in documented_reasons().values() for code, reason in reasons}
+def test_each_error_of_the_contract_is_in_the_table_once_with_its_services() -> None:
+    """An error of a member's stream has its rule."""
+    contract = {
+        (
+            reason,
+            code,
+            service.rpartition(".")[2].removesuffix("Service").lower().replace("supervisor", "agent"),
+        )
+        for service, reasons in documented_reasons().items()
+        for code, reason in reasons
+    }
+    every = sorted({service for _, _, service in contract})
     rows = _ROW.findall(_PAGE.read_text(encoding="utf-8"))
-    assert set(rows) == contract
+    found = []
+    for reason, code, places, reaction in rows:
+        services = places.removeprefix("Join, ")
+        found += [(reason, code, each) for each in (every if services == "all" else services.split(", "))]
+        assert bool(re.search(r"\bR\d\d\b", reaction)) == places.startswith("Join, "), reason
+    assert sorted(found) == sorted(contract)
     assert rows == sorted(rows)
 
 

@@ -37,11 +37,7 @@ _START_METHODS = ("spawn", "fork", "forkserver")
 _OF_THE_BACKEND = ("master-addr", "master-port")
 
 
-@click.command(
-    cls=RunCommand,
-    context_settings={"allow_interspersed_args": False, "max_content_width": 110},
-    options_metavar="[OPTIONS] [--]",
-)
+@click.command(cls=RunCommand)
 @run_flags
 @client_options
 @access_options

@@ -70,6 +70,10 @@ class Flag(Setting):
 class RunCommand(click.Command):
     """A command that takes flags with dashes or underscores, and abbreviated, like torchrun."""
 
+    def __init__(self, **attributes: Any) -> None:
+        settings = {"allow_interspersed_args": False, "max_content_width": 110}
+        super().__init__(**attributes, context_settings=settings, options_metavar="[OPTIONS] [--]")
+
     def make_context(self, *arguments: Any, **attributes: Any) -> click.Context:
         """Parse a command line."""
         attributes["token_normalize_func"] = self._whole_name
@@ -141,15 +145,15 @@ def flag(*declarations: str, torchrun: bool = False, **attributes: Any) -> Calla
     Args:
         declarations: As in click.
         torchrun: True if torchrun has the flag.
-        attributes: As in click. `envvar`: more variables, with the lowest precedence.
+        attributes: As in click; the default of `type` is Text. `envvar`: more variables, with the lowest precedence.
     """
     long = next(declaration for declaration in declarations if declaration.startswith("--"))
     name = long.lstrip("-").replace("-", "_").upper()
     variables = [f"RALLYPOINT_{name}", f"PET_{name}"]
     more = attributes.pop("envvar", ())
     variables += [more] if isinstance(more, str) else more
-    if attributes.get("default") in ("", None):
-        attributes.setdefault("show_default", False)
+    if not attributes.get("is_flag"):
+        attributes.setdefault("type", Text())
     return click.option(
         *declarations, cls=Flag, torchrun=torchrun, envvar=variables, show_envvar=False, **attributes
     )
@@ -198,7 +202,7 @@ _JOB = flags(
         metavar="N",
         help="Number of restarts after worker failures, over the whole run.",
     ),
-    _torchrun("--role", type=Text(), show_default="default", help="Role of the workers."),
+    _torchrun("--role", show_default="default", help="Role of the workers."),
     _torchrun(
         "--print-completion",
         type=click.Choice(["bash", "zsh", "fish"]),
@@ -212,7 +216,6 @@ _RENDEZVOUS = flags(
     "Rendezvous",
     _torchrun(
         "--rdzv-backend",
-        type=Text(),
         metavar="NAME",
         show_default="rallypoint",
         help="Where rendezvous is served. rallypoint: by a separate service; static, c10d: by one of the job's agents; "
@@ -220,7 +223,6 @@ _RENDEZVOUS = flags(
     ),
     _torchrun(
         "--rdzv-endpoint",
-        type=Text(),
         default="",
         metavar="HOST:PORT[,...]",
         help="Address of the rendezvous service, of all its replicas, or of an etcd; or torch's URL "
@@ -228,7 +230,6 @@ _RENDEZVOUS = flags(
     ),
     _torchrun(
         "--rdzv-id",
-        type=Text(),
         default="",
         metavar="RUN_ID",
         help="Name of the run, the same on all its hosts.",
@@ -248,7 +249,6 @@ _RENDEZVOUS = flags(
     ),
     _torchrun(
         "--master-addr",
-        type=Text(),
         metavar="HOST",
         show_default="127.0.0.1",
         help="Address of the host with node rank 0, with --rdzv-backend static.",
@@ -260,21 +260,18 @@ _RENDEZVOUS = flags(
         show_default="29500",
         help="Port at which the workers of all hosts meet, with --rdzv-backend static.",
     ),
-    _torchrun("--local-addr", type=Text(), default="", help="Address at which other hosts reach this host."),
+    _torchrun("--local-addr", default="", help="Address at which other hosts reach this host."),
     flag(
         "--node-id",
-        type=Text(),
         default="",
         help="Name of this host in the run; default: host name, pid and a random part.",
     ),
     flag(
         "--topology",
-        type=Text(),
         help="Location of this host, largest unit first, as in hall2/rack7; for --rdzv-conf rank_policy=topology.",
     ),
     flag(
         "--timer-endpoint",
-        type=Text(),
         default="",
         metavar="HOST:PORT",
         help="Address of the timer service; default: one inside the agent.",
@@ -286,7 +283,6 @@ _WORKERS = flags(
     _torchrun("--no-python", is_flag=True, help="PROGRAM is an executable, not a Python script."),
     flag(
         "--python",
-        type=Text(),
         default="",
         metavar="PATH",
         help="Python interpreter of the workers, of any environment; default: PYTHON_EXEC, or the agent's own.",
@@ -300,7 +296,6 @@ _WORKERS = flags(
     ),
     _torchrun(
         "--start-method",
-        type=Text(),
         metavar="spawn|fork|forkserver",
         help="Accepted for compatibility; ignored: every program gets a new process.",
     ),
@@ -317,7 +312,6 @@ _WORKERS = flags(
     ),
     flag(
         "--store",
-        type=Text(),
         metavar="tcp|rallypoint",
         help="Place of torch's store: the worker of rank 0 (tcp, the default), or the rendezvous service.",
     ),
@@ -383,7 +377,7 @@ _LOGS = flags(
     flag("--log-keep-files", metavar="N", show_default="5", help="Number of rotated files kept per stream."),
     flag("--keep-attempts", metavar="N", help="Keep the logs of the last N attempts; 0: of all attempts."),
     flag("--failure-file", metavar="FILE", help="Also write a failed job's report to this file, as JSON."),
-    _torchrun("--logs-specs", type=Text(), metavar="NAME", help="Only torchrun's default is supported."),
+    _torchrun("--logs-specs", metavar="NAME", help="Only torchrun's default is supported."),
     flag(
         "--log-level",
         type=click.Choice(["debug", "info", "warning", "error"]),

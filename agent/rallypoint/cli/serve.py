@@ -171,7 +171,6 @@ def timer(options: ServerOptions, settings: TimerSettings, learned: Path | None)
     "--metrics-address",
     cls=Setting,
     default="",
-    show_default=False,
     metavar="HOST:PORT",
     help="Address for Prometheus metrics of the jobs; default: not served.",
 )

@@ -72,7 +72,6 @@ _FLAGS = (
         cls=Setting,
         type=Text(),
         default="",
-        show_default=False,
         metavar="HOST:PORT",
         help="With etcd: address at which clients and other replicas reach this one. Default: the listening address, "
         "or this machine's name if it listens on all addresses.",
@@ -82,7 +81,6 @@ _FLAGS = (
         cls=Setting,
         type=Text(),
         default="",
-        show_default=False,
         metavar="NAME",
         help="With etcd: name of this replica, the same after each restart. Default: made of host and port.",
     ),

@@ -37,7 +37,6 @@ _MOST_NAMES = 20
     cls=Setting,
     type=Text(),
     default="",
-    show_default=False,
     metavar="HOST:PORT",
     help="With RUN_ID: the timer service to read the progress of the workers from. Default: the one in the run's agent "
     "on this host, if there is one.",

@@ -148,7 +148,7 @@ _SUBMISSION = flags(
         metavar="NAME[=VALUE]",
         help="Environment variable of the workers, overrides the agent's; may be repeated.",
     ),
-    flag("--cwd", type=Text(), default="", metavar="FOLDER", help="Working directory; default: the agent's."),
+    flag("--cwd", default="", metavar="FOLDER", help="Working directory; default: the agent's."),
     flag("--detach", is_flag=True, help="Return once all agents have accepted the job."),
     flag(
         "--json",
@@ -174,11 +174,7 @@ def _fitting_run_flags(command: _F) -> _F:
     return command
 
 
-@click.command(
-    cls=RunCommand,
-    context_settings={"allow_interspersed_args": False, "max_content_width": 110},
-    options_metavar="[OPTIONS] [--]",
-)
+@click.command(cls=RunCommand)
 @_SUBMISSION
 @_fitting_run_flags
 @client_options

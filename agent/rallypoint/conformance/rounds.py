@@ -84,18 +84,20 @@ async def re_forming(scene: Scene) -> None:
     await scene.started(4)
 
 
-@scenario("R05")
+@scenario("R05", "R52")
 async def skipping(scene: Scene) -> None:
-    """From FINAL of round 1 directly to FINAL of round 2: workers of two rounds never run together."""
+    """From FINAL of round 1 directly to FINAL of round 2: the old workers stop, and no new one starts."""
     stream, old = await scene.running()
     scene.update(stream, FINAL, 2)
-    expected = "the workers of round 1 end, and those of round 2 start after them"
+    expected = "the workers of round 1 end, and none of round 2 starts beside them"
 
     def apart() -> bool:
         return len({each.round for each in scene.client.alive}) <= 1
 
     await scene.until("R05", lambda: not any(each.alive for each in old) or not apart(), expected)
     await scene.hold("R05", apart, expected)
+    unconfirmed = "no worker of a round that the node has not confirmed"
+    await scene.hold("R52", lambda: all(each.round == "1" for each in scene.client.workers), unconfirmed)
 
 
 @scenario("R15", "R13")

@@ -16,7 +16,7 @@ from rallypoint.conformance.scene import SCENARIOS, SHORT_INTERVAL, Scene, error
 from rallypoint.conformance.server import HOST, Stream, new_authority
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rpc.durations import to_seconds
-from rallypoint.rpc.errors import ServiceError
+from rallypoint.rpc.errors import GONE, ServiceError
 
 _Refused: TypeAlias = Callable[[Scene, str, ServiceError], Awaitable[None]]
 
@@ -70,9 +70,9 @@ async def broken_streams(scene: Scene) -> None:
 
 @scenario("R33")
 async def newcomer_retries(scene: Scene) -> None:
-    """The first streams end with UNAVAILABLE and CANCELLED, before a lease."""
+    """The first streams end with errors of gRPC or of a proxy, before a lease."""
     stream = await scene.begin()
-    for code in (StatusCode.UNAVAILABLE, StatusCode.CANCELLED):
+    for code in (*GONE, StatusCode.DEADLINE_EXCEEDED):
         stream.send(plain(code))
         stream = await scene.joined("R33", f"another `join` after {code.name}")
     scene.grant(stream)
@@ -324,6 +324,8 @@ async def _rejoins(scene: Scene, rule: str, refusal: ServiceError) -> None:
     stream.send(refusal)
     stream = await scene.joined(rule, f"`join` after {refusal.reason}")
     scene.check(rule, scene.join.settings == settings, "the same settings", "other settings")
+    former, incarnation = scene.join.former_incarnation, scene.lease.incarnation
+    scene.check("R53", former == incarnation, f"former_incarnation {incarnation!r}", f"{former!r}")
     scene.revision = 0
     scene.grant(stream, phase=None)
     gone = f"the workers stop after {refusal.reason}"
@@ -334,9 +336,23 @@ async def _rejoins(scene: Scene, rule: str, refusal: ServiceError) -> None:
     await scene.resumed(rule)
 
 
-async def _ends(scene: Scene, rule: str, refusal: ServiceError) -> None:
-    """End the stream of a running node with a refusal for good."""
+async def _newcomer_ends(scene: Scene, rule: str, refusal: ServiceError) -> None:
+    await _gives_up(scene, rule, refusal, await scene.begin())
+
+
+async def _waiting_ends(scene: Scene, rule: str, refusal: ServiceError) -> None:
+    stream = await scene.begin()
+    scene.grant(stream)
+    await _gives_up(scene, rule, refusal, stream)
+
+
+async def _running_ends(scene: Scene, rule: str, refusal: ServiceError) -> None:
     stream, _ = await scene.running()
+    await _gives_up(scene, rule, refusal, stream)
+
+
+async def _gives_up(scene: Scene, rule: str, refusal: ServiceError, stream: Stream) -> None:
+    """End the stream of a node with a refusal for good."""
     scene.service.script[0] = [refusal]
     stream.send(refusal)
     await scene.ended(rule, refusal.reason, success=False)
@@ -345,33 +361,38 @@ async def _ends(scene: Scene, rule: str, refusal: ServiceError) -> None:
     scene.check(rule, count <= 2, f"no other stream after {refusal.reason}", f"{count - 1} other streams")
 
 
+_WHO: dict[_Refused, str] = {
+    _rejoins: "A resume",
+    _newcomer_ends: "A newcomer",
+    _waiting_ends: "A waiting node",
+    _running_ends: "A running node",
+}
+
+
 def _refusal(name: str, rules: tuple[str, ...], play: _Refused, refusal: ServiceError) -> None:
     """Register a scenario of a refusal; the first of `rules` demands the reaction."""
-    summary = f"{'A resume' if play is _rejoins else 'A running node'} is refused with {refusal.reason}."
+    summary = f"{_WHO[play]} is refused with {refusal.reason}."
     SCENARIOS[name] = Scenario(name, summary, rules, lambda scene: play(scene, rules[0], refusal))
 
 
 _FAILED = partial(error, StatusCode.FAILED_PRECONDITION)
-_refusal("lease-lost", ("R35",), _rejoins, _FAILED("LEASE_LOST"))
+_refusal("lease-lost", ("R35", "R53"), _rejoins, _FAILED("LEASE_LOST"))
 _refusal("lease-not-proven", ("R37",), _rejoins, error(StatusCode.PERMISSION_DENIED, "LEASE_NOT_PROVEN"))
 _refusal("run-not-found", ("R38",), _rejoins, error(StatusCode.NOT_FOUND, "RUN_NOT_FOUND"))
 _refusal("revision-ahead", ("R39", "R25"), _rejoins, error(StatusCode.OUT_OF_RANGE, "REVISION_AHEAD"))
-_refusal("superseded", ("R36", "R09"), _ends, _FAILED("LEASE_LOST", metadata={"superseded_by": "9"}))
-_refusal("evicted", ("R41",), _ends, _FAILED("NODE_EVICTED", metadata={"by": "operator"}))
-_refusal("run-closed", ("R42",), _ends, _FAILED("RUN_CLOSED", metadata={"outcome": "FAILED"}))
-
-
-@scenario("R49")
-async def join_timed_out(scene: Scene) -> None:
-    """The node waits in vain for others."""
-    stream = await scene.begin()
-    scene.grant(stream)
-    refusal = _FAILED("JOIN_TIMED_OUT")
-    scene.service.script[0] = [refusal]
-    stream.send(refusal)
-    await scene.ended("R49", "JOIN_TIMED_OUT", success=False)
-    count = len(scene.service.streams)
-    scene.check("R49", count <= 2, "no other stream after JOIN_TIMED_OUT", f"{count - 1} other streams")
+_refusal("superseded", ("R36", "R09"), _running_ends, _FAILED("LEASE_LOST", metadata={"superseded_by": "9"}))
+_refusal("evicted", ("R41",), _running_ends, _FAILED("NODE_EVICTED", metadata={"by": "operator"}))
+_refusal("run-closed", ("R42",), _running_ends, _FAILED("RUN_CLOSED", metadata={"outcome": "FAILED"}))
+_refusal("join-timed-out", ("R49",), _waiting_ends, _FAILED("JOIN_TIMED_OUT"))
+for _lasting in (
+    error(StatusCode.INVALID_ARGUMENT, "INVALID_ARGUMENT", field_violations=[("join", "scripted")]),
+    error(StatusCode.INVALID_ARGUMENT, "MALFORMED_MESSAGE"),
+    error(StatusCode.PERMISSION_DENIED, "NODE_ID_TAKEN"),
+    error(StatusCode.UNAUTHENTICATED, "NOT_IDENTIFIED"),
+    error(StatusCode.PERMISSION_DENIED, "NOT_PERMITTED"),
+    _FAILED("RUN_ENDING"),
+):
+    _refusal(_lasting.reason.lower().replace("_", "-"), ("R44",), _newcomer_ends, _lasting)
 
 
 @scenario("R43")
@@ -383,16 +404,6 @@ async def settings_differ(scene: Scene) -> None:
     await scene.ended("R43", "SETTINGS_DIFFER", success=False)
     shown = text in scene.client.output
     scene.check("R43", shown, f"the output has the message {text!r}", scene.client.last_lines)
-
-
-@scenario("R44")
-async def invalid_argument(scene: Scene) -> None:
-    """The service refuses the `join` of a newcomer as invalid."""
-    stream = await scene.begin()
-    stream.send(
-        error(StatusCode.INVALID_ARGUMENT, "INVALID_ARGUMENT", field_violations=[("join.role", "scripted")])
-    )
-    await scene.ended("R44", "INVALID_ARGUMENT", success=False)
 
 
 @scenario("R40")
@@ -418,6 +429,10 @@ async def other_errors(scene: Scene) -> None:
         (StatusCode.FAILED_PRECONDITION, "REASON_OF_A_NEWER_SERVICE"),
         (StatusCode.FAILED_PRECONDITION, "RUN_BROKEN"),
         (StatusCode.UNAVAILABLE, "UNEXPECTED_ERROR"),
+        (StatusCode.UNAVAILABLE, "ETCD_UNAVAILABLE"),
+        (StatusCode.UNAVAILABLE, "FIRST_MESSAGE_LATE"),
+        (StatusCode.UNAVAILABLE, "JOURNAL_BROKEN"),
+        (StatusCode.UNAVAILABLE, "SUBSCRIBER_TOO_SLOW"),
         (StatusCode.PERMISSION_DENIED, "NOT_ALLOWED"),
     ):
         stream = await _broken(scene, "R45", stream, workers, error(code, reason))

@@ -101,7 +101,8 @@ struct Failure {
 
   // True if a client that is not a member of the run yet may try again.
   bool Retryable() const {
-    return std::set{grpc::UNAVAILABLE, grpc::CANCELLED, grpc::ABORTED, grpc::DEADLINE_EXCEEDED, grpc::RESOURCE_EXHAUSTED}
+    return std::set{grpc::UNAVAILABLE, grpc::CANCELLED, grpc::INTERNAL, grpc::UNKNOWN, grpc::DEADLINE_EXCEEDED, grpc::ABORTED,
+                    grpc::RESOURCE_EXHAUSTED}
         .count(code);
   }
 
@@ -233,7 +234,7 @@ class Member {
       if (!lease_) over_ = true;  // there is no membership to give back
     } else if (update_.phase() == pb::PHASE_FROZEN && a && confirmed_ != a->round()) {
       Confirm(a->round());
-    } else if (update_.phase() == pb::PHASE_FINAL && a && started_ != a->round()) {
+    } else if (update_.phase() == pb::PHASE_FINAL && a && started_ != a->round() && confirmed_ == a->round()) {
       StartWorker(*a);
     } else if (update_.exit_barrier_passed() && succeeded_ && succeeded_ == started_) {
       Leave(0, "the exit barrier is over");
@@ -280,6 +281,7 @@ class Member {
     if (lost && admitted_) {
       // Join again as a newcomer. Without an update, Act stops the worker; numbers of rounds may begin again.
       update_.Clear();
+      if (lease_) former_ = lease_->incarnation();
       lease_.reset();
       failed_.reset();
       last_.reset();
@@ -307,6 +309,7 @@ class Member {
       join->set_address(options.address);
       join->set_local_world_size(1);
       join->set_role("default");
+      join->set_former_incarnation(former_);
       auto* settings = join->mutable_settings();
       settings->set_min_nodes(std::stoi(options.nnodes));
       settings->set_max_nodes(std::stoi(options.nnodes.substr(options.nnodes.find(':') + 1)));  // npos + 1 is 0
@@ -537,6 +540,7 @@ class Member {
   std::optional<Worker> worker_;
   int started_ = 0;  // the last round of which the worker was started
   int confirmed_ = 0;
+  std::string former_;  // the incarnation of the last lease that was lost
   int port_ = -1;  // reserves the master port until the worker starts
 
   // What a new stream must send again, because the service acknowledges nothing.

@@ -79,7 +79,8 @@ func describe(err error) failure {
 // retryable is true if a client that is not a member of the run yet may try again.
 func (f failure) retryable() bool {
 	switch f.code {
-	case codes.Unavailable, codes.Canceled, codes.Aborted, codes.DeadlineExceeded, codes.ResourceExhausted:
+	case codes.Unavailable, codes.Canceled, codes.Internal, codes.Unknown, codes.DeadlineExceeded, codes.Aborted,
+		codes.ResourceExhausted:
 		return true
 	}
 	return false
@@ -181,7 +182,8 @@ type member struct {
 	ends     chan workerEnd
 
 	lease    *pb.Lease
-	admitted bool // had a lease at any time
+	former   string // the incarnation of the last lease that was lost
+	admitted bool   // had a lease at any time
 	revision int64
 	beatAt   time.Time
 	update   *pb.NodeUpdate // nil: none since the join
@@ -258,7 +260,7 @@ func (m *member) act() {
 		}
 	case phase == pb.Phase_PHASE_FROZEN && a != nil && m.confirmed != a.Round:
 		m.confirm(a)
-	case final && m.started != a.Round:
+	case final && m.started != a.Round && m.confirmed == a.Round:
 		m.startWorker(a)
 	case m.update.GetExitBarrierPassed() && m.succeeded != 0 && m.succeeded == m.started:
 		m.leave(0, "the exit barrier is over")
@@ -325,6 +327,9 @@ func (m *member) streamEnded(err error) {
 		return
 	case lost && m.admitted:
 		// Join again as a newcomer. Without an update `act` stops the worker; numbers of rounds may begin again.
+		if m.lease != nil {
+			m.former = m.lease.Incarnation
+		}
 		m.lease, m.update, m.revision = nil, nil, 0
 		m.started, m.confirmed, m.succeeded, m.failed, m.last = 0, 0, 0, nil, nil
 	}
@@ -334,7 +339,9 @@ func (m *member) streamEnded(err error) {
 }
 
 func (m *member) open() {
-	first := &pb.JoinRequest{Message: &pb.JoinRequest_Join{Join: m.o.join()}}
+	join := m.o.join()
+	join.FormerIncarnation = m.former
+	first := &pb.JoinRequest{Message: &pb.JoinRequest_Join{Join: join}}
 	if m.lease != nil {
 		first.Message = &pb.JoinRequest_Resume{Resume: &pb.ResumeRun{RunId: m.o.run, NodeId: m.o.node,
 			Lease: m.lease.Number, Token: m.lease.Token, AfterRevision: m.revision}}

@@ -68,8 +68,8 @@ function describe(status: grpc.StatusObject): Failure {
 
 /** True if a client that is not a member of the run yet may try again. */
 const retryable = ({ code }: Failure) =>
-  [grpc.status.UNAVAILABLE, grpc.status.CANCELLED, grpc.status.ABORTED, grpc.status.DEADLINE_EXCEEDED,
-    grpc.status.RESOURCE_EXHAUSTED].includes(code);
+  [grpc.status.UNAVAILABLE, grpc.status.CANCELLED, grpc.status.INTERNAL, grpc.status.UNKNOWN, grpc.status.DEADLINE_EXCEEDED,
+    grpc.status.ABORTED, grpc.status.RESOURCE_EXHAUSTED].includes(code);
 
 /** Chooses the replica to call next, and when. */
 class Route {
@@ -151,6 +151,7 @@ class Member {
   private worker?: Worker;
   private started = 0; // the last round of which the worker was started
   private confirmed = 0;
+  private former = ""; // the incarnation of the last lease that was lost
   private port?: Server; // reserves the master port until the worker starts
 
   // What a new stream must send again, because the service acknowledges nothing.
@@ -196,7 +197,7 @@ class Member {
       if (!this.lease) this.over = true; // there is no membership to give back
     } else if (phase === Phase.FROZEN && a && this.confirmed !== a.round) {
       this.confirm(a.round);
-    } else if (phase === Phase.FINAL && a && this.started !== a.round) {
+    } else if (phase === Phase.FINAL && a && this.started !== a.round && this.confirmed === a.round) {
       this.startWorker(a);
     } else if (this.update?.exitBarrierPassed && this.succeeded && this.succeeded === this.started) {
       this.leave(0, "the exit barrier is over");
@@ -241,6 +242,7 @@ class Member {
     }
     if (lost && this.admitted) {
       // Join again as a newcomer. Without an update `act` stops the worker; numbers of rounds may begin again.
+      this.former = this.lease?.incarnation ?? this.former;
       this.lease = this.update = this.failed = this.last = undefined;
       this.revision = 0n;
       this.started = this.confirmed = this.succeeded = 0;
@@ -262,7 +264,8 @@ class Member {
     const name = { runId: flags.run, nodeId: flags.node };
     const message: Message = this.lease
       ? { case: "resume", value: { ...name, lease: this.lease.number, token: this.lease.token, afterRevision: this.revision } }
-      : { case: "join", value: { ...name, ...joinSettings(), address: flags.address, localWorldSize: 1, role: "default" } };
+      : { case: "join", value: { ...name, ...joinSettings(), address: flags.address, localWorldSize: 1, role: "default",
+        formerIncarnation: this.former } };
     call.write(create(JoinRequestSchema, { message }));
   }
 

@@ -54,7 +54,7 @@ class Setting(click.Option):
     """
 
     def __init__(self, *declarations: Any, **attributes: Any) -> None:
-        attributes.setdefault("show_default", True)
+        attributes.setdefault("show_default", attributes.get("default") not in ("", None))
         attributes.setdefault("show_envvar", True)
         super().__init__(*declarations, **attributes)
         if self.envvar is None and self.name:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -72,6 +72,7 @@ def attempt(tmp_path: Path) -> Attempt:
 
 
 OPTIONS = OutputOptions(role="trainer")
+_Run = Callable[..., Awaitable[None]]
 
 
 def _append(path: Path, data: bytes) -> None:
@@ -79,17 +80,22 @@ def _append(path: Path, data: bytes) -> None:
         file.write(data)
 
 
-async def _run(shown: Shown, attempt: Attempt, tmp_path: Path, **options: Any) -> None:
-    """Four workers that each print two lines to each stream."""
-    output = WorkerOutput(replace(OPTIONS, **options), attempt, shown.console, tmp_path)
-    output.open()
-    output.start()
-    for local_rank in range(4):
-        for stream, name in ((Streams.STDOUT, "out"), (Streams.STDERR, "err")):
-            text = f"{name} {local_rank} pear\n{name} {local_rank} apple\n"
-            _append(output.target(local_rank, stream), text.encode())
-    assert await output.finish(20.0)
-    await shown.close()
+@pytest.fixture
+def run(shown: Shown, attempt: Attempt, tmp_path: Path) -> _Run:
+    """Runs four workers that each print two lines to each stream; takes options of the output."""
+
+    async def run(**options: Any) -> None:
+        output = WorkerOutput(replace(OPTIONS, **options), attempt, shown.console, tmp_path)
+        output.open()
+        output.start()
+        for local_rank in range(4):
+            for stream, name in ((Streams.STDOUT, "out"), (Streams.STDERR, "err")):
+                text = f"{name} {local_rank} pear\n{name} {local_rank} apple\n"
+                _append(output.target(local_rank, stream), text.encode())
+        assert await output.finish(20.0)
+        await shown.close()
+
+    return run
 
 
 def _printed(name: str, *local_ranks: int, prefix: str = "") -> list[bytes]:
@@ -100,25 +106,20 @@ def _printed(name: str, *local_ranks: int, prefix: str = "") -> list[bytes]:
     )
 
 
-async def test_by_default_the_console_shows_all_as_it_is(
-    shown: Shown, attempt: Attempt, tmp_path: Path
-) -> None:
+async def test_by_default_the_console_shows_all_as_it_is(run: _Run, shown: Shown, attempt: Attempt) -> None:
     """And the files have it."""
-    await _run(shown, attempt, tmp_path)
+    await run()
     assert shown.lines == _printed("out", 0, 1, 2, 3)
     assert shown.error_lines == _printed("err", 0, 1, 2, 3)
     assert attempt.workers[2].stderr.read_text() == "err 2 pear\nerr 2 apple\n"
     assert sorted(os.listdir(attempt.folder)) == ["0", "1", "2", "3", "ranks"]
 
 
-async def test_redirected_streams_are_not_shown_and_teed_ones_have_a_prefix(
-    shown: Shown, attempt: Attempt, tmp_path: Path
+async def test_redirected_streams_are_not_shown_and_teed_have_a_prefix(
+    run: _Run, shown: Shown, attempt: Attempt
 ) -> None:
     """A stream that is both is teed; all files have everything."""
-    await _run(
-        shown,
-        attempt,
-        tmp_path,
+    await run(
         redirects=Redirect.parse("1:1,2:3", "-r"),
         tee=Redirect.parse("2:1,3:2", "-t"),
     )
@@ -129,13 +130,10 @@ async def test_redirected_streams_are_not_shown_and_teed_ones_have_a_prefix(
 
 
 async def test_only_the_local_ranks_of_the_filter_are_shown(
-    shown: Shown, attempt: Attempt, tmp_path: Path
+    run: _Run, shown: Shown, attempt: Attempt
 ) -> None:
     """Teed or not; the files have everything."""
-    await _run(
-        shown,
-        attempt,
-        tmp_path,
+    await run(
         local_ranks_filter=frozenset({0, 2}),
         tee=Redirect.parse("2:3,3:3", "-t"),
         line_prefix="<${rank}>",
@@ -145,13 +143,10 @@ async def test_only_the_local_ranks_of_the_filter_are_shown(
 
 
 async def test_lines_of_teed_streams_are_filtered_into_a_file(
-    shown: Shown, attempt: Attempt, tmp_path: Path
+    run: _Run, shown: Shown, attempt: Attempt
 ) -> None:
     """With their prefixes, as torchrun has it; of the ranks that the console shows."""
-    await _run(
-        shown,
-        attempt,
-        tmp_path,
+    await run(
         tee=Redirect.parse("0:1,1:3,2:3", "-t"),
         local_ranks_filter=frozenset({0, 1, 3}),
         duplicate_stdout_filters=("apple", "0 p"),
@@ -167,24 +162,19 @@ async def test_lines_of_teed_streams_are_filtered_into_a_file(
 
 
 async def test_where_nothing_is_teed_all_streams_are_filtered(
-    shown: Shown, attempt: Attempt, tmp_path: Path
+    run: _Run, shown: Shown, attempt: Attempt
 ) -> None:
     """torchrun's file is empty then, which is nothing that anybody wants; what is not shown is there too."""
-    await _run(
-        shown, attempt, tmp_path, redirects=Redirect(Streams.BOTH), duplicate_stderr_filters=("apple",)
-    )
+    await run(redirects=Redirect(Streams.BOTH), duplicate_stderr_filters=("apple",))
     filtered = (attempt.folder / "filtered_stderr.log").read_bytes().splitlines()
     assert sorted(filtered) == [f"[trainer{rank}]:err {rank} apple".encode() for rank in range(4)]
     assert not (attempt.folder / "filtered_stdout.log").exists()
     assert shown.lines == []
 
 
-async def test_rotation_changes_nothing_of_all_that(shown: Shown, attempt: Attempt, tmp_path: Path) -> None:
+async def test_rotation_changes_nothing_of_all_that(run: _Run, shown: Shown, attempt: Attempt) -> None:
     """Workers write to pipes then, which are gone at the end."""
-    await _run(
-        shown,
-        attempt,
-        tmp_path,
+    await run(
         tee=Redirect(Streams.BOTH),
         log_max_bytes=4096,
         duplicate_stdout_filters=("apple",),
@@ -193,7 +183,7 @@ async def test_rotation_changes_nothing_of_all_that(shown: Shown, attempt: Attem
     assert attempt.workers[2].stderr.read_text() == "err 2 pear\nerr 2 apple\n"
     assert rotated_files(attempt.workers[2].stderr) == []
     assert len((attempt.folder / "filtered_stdout.log").read_bytes().splitlines()) == 4
-    assert os.listdir(tmp_path) == ["logs"]
+    assert os.listdir(attempt.folder.parents[2]) == ["logs"]
 
 
 async def test_a_file_that_can_not_be_made_is_one_clear_line(
