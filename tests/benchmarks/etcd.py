@@ -15,14 +15,7 @@ from benchmarks.clients.etcd import EtcdOrder, EtcdResult
 from benchmarks.clients.storm import StormOrder, StormResult
 from benchmarks.clients.swarm import ServerCost
 from benchmarks.figures import Figure
-from benchmarks.processes import (
-    BenchmarkError,
-    Server,
-    client_command,
-    driven,
-    our_server,
-    raise_open_files,
-)
+from benchmarks.processes import BenchmarkError, Server, client_command, driven, our_server, raise_open_files
 from benchmarks.session import Session
 from benchmarks.trials import FLOOR, in_turns, measured
 from rallypoint.etcd.client import EtcdClient
@@ -66,10 +59,7 @@ def etcd(session: Session) -> Iterator[Figure]:
         puts = 0.0
         for callers in session.sizes_or(CALLERS):
             raise_open_files(2 * callers + 256)
-            variants = {
-                FLOOR: _puts(session, cluster, callers),
-                _OURS: _states(session, cluster, callers),
-            }
+            variants = {FLOOR: _puts(session, cluster, callers), _OURS: _states(session, cluster, callers)}
             results = in_turns(session, f"etcd callers={callers}", variants, _show_writes)
             if len(results) == len(variants):
                 rate, puts = results[_OURS].rate, results[FLOOR].rate

@@ -15,18 +15,9 @@ from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 @pytest.mark.parametrize(
     ("answer", "told"),
     [
-        (
-            pb.RestartRunResponse(ended_round=7),
-            "run digits: round 7 ended, all workers restart\n",
-        ),
-        (
-            pb.RestartRunResponse(hurried=True),
-            "run digits: the delayed restart happens now\n",
-        ),
-        (
-            pb.RestartRunResponse(),
-            "run digits has no round at present, so there was nothing to restart\n",
-        ),
+        (pb.RestartRunResponse(ended_round=7), "run digits: round 7 ended, all workers restart\n"),
+        (pb.RestartRunResponse(hurried=True), "run digits: the delayed restart happens now\n"),
+        (pb.RestartRunResponse(), "run digits has no round at present, so there was nothing to restart\n"),
     ],
 )
 def test_a_run_is_restarted_with_a_reason(

@@ -237,10 +237,7 @@ MISTAKES: list[tuple[Any, str]] = [
         "--advertise: endpoint 'nonsense' has no port",
     ),
     (["--journal", "etcd://127.0.0.1:1/x", "--replica-name", "a/b"], "--replica-name 'a/b' is not valid"),
-    (
-        ["--journal", "memory", "--replica-name", "a"],
-        "--replica-name is for replicas over --journal etcd://",
-    ),
+    (["--journal", "memory", "--replica-name", "a"], "--replica-name is for replicas over --journal etcd://"),
     (["--journal", "memory", "--lease-ttl", "10"], "--lease-ttl is for replicas over --journal etcd://"),
     (["--journal", "etcd:/me:hidden@a"], "--journal: 'etcd:***@a' is not the URL of an etcd cluster"),
     (["--journal", "memory", "--advertise", "a:1"], "--advertise is for replicas over --journal etcd://"),

@@ -32,11 +32,7 @@ from support.waiting import PATIENCE
 pytestmark = pytest.mark.integration
 
 RENDEZVOUS = [f"rallypoint.rendezvous.v1.{name}Service" for name in ("Rendezvous", "Store", "State")]
-SERVERS = {
-    "rendezvous": ("--journal", "memory"),
-    "timer": (),
-    "agent": ("--max-jobs", "3"),
-}
+SERVERS = {"rendezvous": ("--journal", "memory"), "timer": (), "agent": ("--max-jobs", "3")}
 SERVICES = {
     "rendezvous": RENDEZVOUS,
     "timer": ["rallypoint.timer.v1.TimerService"],

@@ -94,10 +94,7 @@ def test_every_flag_finds_its_place(submissions: list[Submission]) -> None:
     assert (spec.role, spec.log_dir, spec.working_directory) == ("reader", "/logs", "/x")
     assert spec.shutdown_timeout.ToMilliseconds() == 1500
     assert dict(spec.environment) == {"A": "1=2", "PATH": os.environ["PATH"]}
-    assert dict(spec.options) == {
-        "nproc-per-node": "gpu",
-        "tee": "3",
-    }
+    assert dict(spec.options) == {"nproc-per-node": "gpu", "tee": "3"}
     assert spec.drain_timeout.ToMilliseconds() == 2500
     assert (spec.warn_signal, spec.log_max_size, spec.master_port) == ("SIGUSR1", 2**20, 2950)
     assert (spec.virtual_local_rank, spec.require_watchdog) == (True, True)

@@ -7,13 +7,7 @@ from collections.abc import Callable, Sequence
 
 from rallypoint.timer import expires, progress
 from rallypoint.timer.worker.expires import Guard
-from rallypoint.worker.store import (
-    RoundOverError,
-    Store,
-    StoreError,
-    StoreRequestError,
-    StoreTimeoutError,
-)
+from rallypoint.worker.store import RoundOverError, Store, StoreError, StoreRequestError, StoreTimeoutError
 
 _KINDS: dict[type[StoreError], str] = {
     StoreTimeoutError: "timeout",

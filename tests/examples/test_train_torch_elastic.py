@@ -62,12 +62,7 @@ def history_of(record: Path) -> list[tuple[int, list[int]]]:
 
 
 async def train(
-    stage: Scene,
-    name: str,
-    *arguments: str,
-    lost: str = "",
-    local_rank: int = 0,
-    step: int = NEVER,
+    stage: Scene, name: str, *arguments: str, lost: str = "", local_rank: int = 0, step: int = NEVER
 ) -> Outcome:
     """Train on agents a and b; kill one with SIGKILL after a step of one of its workers, and start it again."""
     folder = stage.folder / name

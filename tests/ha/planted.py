@@ -63,9 +63,7 @@ PLANTS: Mapping[str, Plant] = {
     ),
     # A replica answers for as long as nobody tells it that its session is lost.
     "session-ignored": Plant(
-        "rallypoint.etcd.session",
-        "        if self._clock() >= self._deadline:\n",
-        "        if False:\n",
+        "rallypoint.etcd.session", "        if self._clock() >= self._deadline:\n", "        if False:\n"
     ),
 }
 

@@ -33,10 +33,7 @@ _UNKNOWN = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc
 async def test_a_lost_majority_stops_no_worker_and_acknowledges_nothing(tmp_path: Path) -> None:
     """No write is acknowledged, no node let in and no round ended meanwhile; all of it is once etcd is back."""
     loop = asyncio.get_running_loop()
-    async with (
-        running_cluster(tmp_path) as cluster,
-        watched_crowd(cluster.endpoints, RUN, NODES) as crowd,
-    ):
+    async with running_cluster(tmp_path) as cluster, watched_crowd(cluster.endpoints, RUN, NODES) as crowd:
         round_ = await crowd.agree(PATIENCE)
         revision = (await run_everywhere(cluster, RUN)).revision
         lost = [await cluster.etcd.leader()]

@@ -267,8 +267,4 @@ class Workers:
         return job
 
 
-_OTHERS: dict[str, Callable[[str], Others]] = {
-    RENDEZVOUS.name: Jobs,
-    TIMER.name: Timers,
-    AGENT.name: Workers,
-}
+_OTHERS: dict[str, Callable[[str], Others]] = {RENDEZVOUS.name: Jobs, TIMER.name: Timers, AGENT.name: Workers}

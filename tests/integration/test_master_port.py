@@ -68,11 +68,7 @@ def test_a_port_that_was_taken_costs_no_restart(tmp_path: Path, how: str) -> Non
     command = [str(RALLYPOINT), "run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "0"]
     command += ["--log-dir", str(tmp_path / "logs"), str(ROBBED_WORKER), str(tmp_path), how]
     with subprocess.Popen(
-        mortal(*command),
-        env=clean_environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
+        mortal(*command), env=clean_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as job:
         ports = []
         with socket.socket() as thief:

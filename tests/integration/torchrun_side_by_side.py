@@ -118,11 +118,7 @@ SCENES: Mapping[str, Scene] = {
         program=["program.py", "{procs}"],
     ),
     "stdin": Scene(
-        r"`echo hi \| … --no-python cat`",
-        "the echo",
-        r"^hi$",
-        program=["--no-python", "cat"],
-        stdin="hi\n",
+        r"`echo hi \| … --no-python cat`", "the echo", r"^hi$", program=["--no-python", "cat"], stdin="hi\n"
     ),
     "breakpoint": Scene(
         "`breakpoint()` at a terminal",

@@ -50,10 +50,7 @@ def plan(log_dir: Path, **attributes: Any) -> LaunchPlan:
 @pytest.mark.parametrize(
     ("attributes", "told"),
     [
-        (
-            {"service": ExternalService("here")},
-            "--rdzv-endpoint: endpoint 'here' has no port, expected",
-        ),
+        ({"service": ExternalService("here")}, "--rdzv-endpoint: endpoint 'here' has no port, expected"),
         ({"timer_endpoint": "http://a:1"}, "--timer-endpoint: endpoint 'http://a:1' has a scheme"),
         ({"supervisor_address": "here"}, "--supervisor-address: 'here' is neither HOST:PORT nor unix:/path"),
         (
@@ -141,12 +138,7 @@ WAIT = (
 
 @pytest.mark.parametrize(
     ("number", "passed_on"),
-    [
-        (signal.SIGINT, "INT"),
-        (signal.SIGTERM, "TERM"),
-        (signal.SIGQUIT, "TERM"),
-        (signal.SIGHUP, "TERM"),
-    ],
+    [(signal.SIGINT, "INT"), (signal.SIGTERM, "TERM"), (signal.SIGQUIT, "TERM"), (signal.SIGHUP, "TERM")],
 )
 async def test_a_signal_makes_the_job_leave(
     spawner: Spawner, tmp_path: Path, number: int, passed_on: str

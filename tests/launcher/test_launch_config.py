@@ -232,10 +232,7 @@ def test_what_has_no_meaning_is_said() -> None:
         ({"numa_options": "near"}, "numa_binding: 'near' is none of node, socket"),
         ({"numa_options": NumaOptions(AffinityMode.SOCKET, True)}, "should_fall_back_if_binding_fails"),
         ({"rdzv_backend": "zookeeper"}, "rdzv_backend: 'zookeeper' is not a backend"),
-        (
-            {"max_nodes": 2},
-            "rdzv_endpoint: a job of several hosts needs one.*; or use rdzv_backend='static'",
-        ),
+        ({"max_nodes": 2}, "rdzv_endpoint: a job of several hosts needs one.*; or use rdzv_backend='static'"),
         ({"nproc_per_node": "2"}, "nproc_per_node='2' is not a whole number"),
         ({"max_restarts": True}, "max_restarts=True is not a whole number"),
         ({"nproc_per_node": 100_000}, "nproc_per_node=100000: the most there can be is 16384"),

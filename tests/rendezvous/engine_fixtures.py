@@ -123,11 +123,7 @@ class Stage:
         self.ended_rounds: list[tuple[str, int]] = []
         self.expired_runs: list[str] = []
         self.engine = RendezvousEngine(
-            self.journal,
-            clock=lambda: self.now,
-            wall_clock=lambda: self.wall,
-            limits=limits,
-            lag=lag,
+            self.journal, clock=lambda: self.now, wall_clock=lambda: self.wall, limits=limits, lag=lag
         )
         self.engine.data = [self]
         self.engine.recover(self.journal.kept())

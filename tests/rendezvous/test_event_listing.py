@@ -100,10 +100,7 @@ async def test_a_page_stays_within_what_a_client_takes(served: Served) -> None:
         ("page_size", {"page_size": -1}),
         ("page_token", {"page_token": "7"}),
         ("filter.kinds", {"filter": pb.EventFilter(kinds=[99])}),  # type: ignore[list-item]
-        (
-            "filter.since",
-            {"filter": pb.EventFilter(since=Timestamp(seconds=2), until=Timestamp(seconds=1))},
-        ),
+        ("filter.since", {"filter": pb.EventFilter(since=Timestamp(seconds=2), until=Timestamp(seconds=1))}),
     ],
 )
 async def test_a_bad_request_for_a_page_names_its_field(

@@ -368,11 +368,7 @@ async def test_where_nothing_was_forgotten_runs_begin_at_1(stage: Stage) -> None
 async def test_what_versions_before_kept_of_each_is_let_go_of() -> None:
     """By the first process of this version, while it serves; a run that comes again meanwhile begins above them all."""
     kept = [
-        Forgotten(
-            f"run{number}",
-            number,
-            encode_snapshot(numbers_only(f"run{number}", number, number)),
-        )
+        Forgotten(f"run{number}", number, encode_snapshot(numbers_only(f"run{number}", number, number)))
         for number in range(1, 1001)
     ]
     async with staged(restarted(list(kept))) as stage:

@@ -114,8 +114,7 @@ async def test_what_changes_nothing_waits_for_what_it_was_judged_by() -> None:
             writer=scene.writer, round=0, writer_round=2, key="here", expected=b"x", desired=b"y"
         )
         tasks = await begun(
-            store.write(RUN, lost),
-            store.write(RUN, DeleteKey(writer=scene.writer, round=2, key="nowhere")),
+            store.write(RUN, lost), store.write(RUN, DeleteKey(writer=scene.writer, round=2, key="nowhere"))
         )
         (beyond,) = await begun(store.write(RUN, DeleteKey(writer=scene.writer, round=3, key="nowhere")))
         await idle()

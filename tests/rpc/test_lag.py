@@ -25,9 +25,7 @@ def test_a_busy_machine_is_forgiven_its_lag_and_no_more() -> None:
 
 
 @given(
-    began=st.floats(0, 1e6),
-    asleep=st.floats(2 * SETTINGS.pulse, 1e4),
-    until_due=st.floats(0, SETTINGS.pulse),
+    began=st.floats(0, 1e6), asleep=st.floats(2 * SETTINGS.pulse, 1e4), until_due=st.floats(0, SETTINGS.pulse)
 )
 def test_a_pause_is_forgiven_whole(began: float, asleep: float, until_due: float) -> None:
     """Wherever in a pulse the pause begins, the clock wakes no later than it fell asleep; after a long one, earlier."""

@@ -94,11 +94,7 @@ async def test_mutual_tls_refuses_clients_without_a_certificate_or_with_a_foreig
 
 
 async def test_changed_files_count_from_the_next_connection_on(
-    serve: Start,
-    connect: Start,
-    certificates: Certificates,
-    other_certificates: Certificates,
-    tmp_path: Path,
+    serve: Start, connect: Start, certificates: Certificates, other_certificates: Certificates, tmp_path: Path
 ) -> None:
     certificate, key = tmp_path / "server.pem", tmp_path / "server.key"
     shutil.copy(certificates.server, certificate)
@@ -115,10 +111,7 @@ async def test_changed_files_count_from_the_next_connection_on(
 
 
 async def test_a_client_goes_on_with_rotated_files(
-    serve: Start,
-    certificates: Certificates,
-    other_certificates: Certificates,
-    tmp_path: Path,
+    serve: Start, certificates: Certificates, other_certificates: Certificates, tmp_path: Path
 ) -> None:
     """Authority, certificate and key of both ends are replaced, and one channel connects again after that."""
 
@@ -149,11 +142,7 @@ async def test_a_client_goes_on_with_rotated_files(
 
 
 async def test_half_written_files_leave_the_old_ones_in_force(
-    serve: Start,
-    connect: Start,
-    certificates: Certificates,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
+    serve: Start, connect: Start, certificates: Certificates, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     certificate, key = tmp_path / "server.pem", tmp_path / "server.key"
     shutil.copy(certificates.server, certificate)

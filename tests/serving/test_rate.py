@@ -30,11 +30,7 @@ def test_who_keeps_to_the_rate_is_never_refused() -> None:
     assert not any(bucket.take(number / 8) for number in range(10_000))
 
 
-@given(
-    st.floats(0.1, 1000),
-    st.integers(1, 50),
-    st.lists(st.floats(0, 2), min_size=1, max_size=200),
-)
+@given(st.floats(0.1, 1000), st.integers(1, 50), st.lists(st.floats(0, 2), min_size=1, max_size=200))
 def test_no_stretch_of_time_has_more_than_the_rate(
     per_second: float, burst: int, pauses: list[float]
 ) -> None:

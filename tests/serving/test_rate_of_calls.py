@@ -247,9 +247,7 @@ async def test_a_service_says_what_its_streams_may_send() -> None:
     handler: Any = grpc.stream_stream_rpc_method_handler(echo_each)
     generic = grpc.method_handlers_generic_handler(SERVICE, {"Do": handler})
     registration = Registration(
-        SERVICE,
-        lambda server: server.add_generic_rpc_handlers((generic,)),
-        message_rate=Rate(0.001, 3),
+        SERVICE, lambda server: server.add_generic_rpc_handlers((generic,)), message_rate=Rate(0.001, 3)
     )
     server = Server(ServerOptions(insecure=True), services=[registration])
     await server.start()

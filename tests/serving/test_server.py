@@ -227,9 +227,7 @@ async def test_a_failed_start_leaves_nothing_behind(serve: Start) -> None:
     await until(lambda: me.num_threads() <= threads + 1, "the threads to end")
 
 
-async def test_a_start_that_fails_after_binding_gives_the_port_back(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_start_that_fails_after_binding_gives_the_port_back(monkeypatch: pytest.MonkeyPatch) -> None:
     bound = []
 
     def bind_then_fail(server: grpc.aio.Server, *_: object) -> int:

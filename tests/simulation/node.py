@@ -297,13 +297,7 @@ class Node:
             still=lambda: process.suspended and process.paused_since == since,
         )
 
-    def _lost(
-        self,
-        *,
-        after: float,
-        silent: bool = True,
-        still: Callable[[], bool] = lambda: True,
-    ) -> None:
+    def _lost(self, *, after: float, silent: bool = True, still: Callable[[], bool] = lambda: True) -> None:
         """Have the workers of its round fail after a while, those of this host as well, if it is gone `still`.
 
         `silent`: no connection of it is closed.

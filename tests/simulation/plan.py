@@ -88,8 +88,7 @@ def draw_plan(seed: int) -> Plan:
         finale=chance.choice(["nothing", "success", "close"]),
         requeue=reopening.choice(["no", "late", "at once"]),
         limits=RendezvousLimits(
-            events_per_run=chance.choice([20, 50_000]),
-            run_ttl=chance.choice([7_200.0, 7_200.0, SHORT_TTL]),
+            events_per_run=chance.choice([20, 50_000]), run_ttl=chance.choice([7_200.0, 7_200.0, SHORT_TTL])
         ),
         store_clients=stores.choice([0, 0, 1, 2]),
         store_pace=stores.choice([0.5, 2.0, 5.0]),

@@ -444,10 +444,7 @@ class Referee:
             formed = ledger.rounds.get(group.round)
             require(formed is not None, "workers run in a round that is durable")
             assert formed is not None
-            require(
-                group.round in ledger.final_rounds,
-                "workers run in a round that was FINAL",
-            )
+            require(group.round in ledger.final_rounds, "workers run in a round that was FINAL")
             require(formed.leases.get(group.node_id) == group.lease, "workers run on a participant")
             for other in self.groups:
                 if other.run_id == group.run_id:

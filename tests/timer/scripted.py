@@ -54,8 +54,7 @@ async def listen(script: Scripted, requests: Any, count: int) -> None:
 async def serving(script: Scripted, folder: Path) -> AsyncIterator[grpc.aio.Channel]:
     """The service at work, and a channel to it."""
     server = Server(
-        ServerOptions(host=f"unix:{folder / 's'}"),
-        services=[Registration(SERVICE, script.register)],
+        ServerOptions(host=f"unix:{folder / 's'}"), services=[Registration(SERVICE, script.register)]
     )
     await server.start()
     async with open_channel(server.address) as channel:

@@ -172,8 +172,7 @@ def test_another_replica_takes_over(tmp_path: Path, etcd: EtcdCluster) -> None:
     journal = f"{etcd.url}/torchrun-{os.getpid()}"
     servers = [
         MortalServer(
-            tmp_path / name,
-            flags=("--journal", journal, "--replica-name", name, "--lease-ttl", "2"),
+            tmp_path / name, flags=("--journal", journal, "--replica-name", name, "--lease-ttl", "2")
         )
         for name in ("one", "two")
     ]

@@ -122,9 +122,7 @@ class TorchrunJob:
 
     def run(self) -> pb.Run:
         """The run as the service has it."""
-        shown = rallypoint(
-            *("status", RUN, "--rdzv-endpoint", self._endpoint, "--insecure", "--json"),
-        )
+        shown = rallypoint(*("status", RUN, "--rdzv-endpoint", self._endpoint, "--insecure", "--json"))
         assert shown.returncode == 0, shown.stderr
         return Parse(shown.stdout, pb.GetRunResponse()).run
 

@@ -30,13 +30,7 @@ class Crowd:
         self.changed = asyncio.Event()
         self.nodes = [
             TormentedNode(
-                f"node-{number}",
-                endpoint,
-                settings,
-                draw,
-                self.changed.set,
-                run_id=run_id,
-                security=security,
+                f"node-{number}", endpoint, settings, draw, self.changed.set, run_id=run_id, security=security
             )
             for number in range(count)
         ]

@@ -171,7 +171,7 @@ class MasterPort:
             ownership.close()
         _log.warning(
             "another program may take MASTER_PORT before the workers bind it: all ports of this host are ephemeral; "
-            "reserve some with the sysctl net.ipv4.ip_local_reserved_ports, as in 61000-61999",
+            "reserve some with the sysctl net.ipv4.ip_local_reserved_ports, as in 61000-61999"
         )
         self._holder, self._ownership = _bind(0), None
         given: int = self._holder.getsockname()[1]

@@ -177,10 +177,7 @@ async def _call_most_complete(
 
 
 def refusal(
-    endpoint: str,
-    security: ClientSecurity,
-    error: ServiceError,
-    service: QueriedService[_Stub] | None = None,
+    endpoint: str, security: ClientSecurity, error: ServiceError, service: QueriedService[_Stub] | None = None
 ) -> SettingError:
     """Return one line about a failed call, with advice. `service` None: the rendezvous service."""
     name, flag = (service.name, service.flag) if service is not None else (RENDEZVOUS.name, RENDEZVOUS.flag)

@@ -232,13 +232,7 @@ def _log_refusal(report: str) -> None:
 
 
 def _worker_command(
-    *,
-    program: str,
-    arguments: tuple[str, ...],
-    module: bool,
-    no_python: bool,
-    run_path: bool,
-    python: str,
+    *, program: str, arguments: tuple[str, ...], module: bool, no_python: bool, run_path: bool, python: str
 ) -> tuple[tuple[str, ...], list[str]]:
     """Return the command of the workers, and the notices about it."""
     if no_python and not run_path:  # --run-path wins, as in torchrun

@@ -228,12 +228,7 @@ _RENDEZVOUS = flags(
         help="Address of the rendezvous service, of all its replicas, or of an etcd; or torch's URL "
         "etcd://HOST:PORT/RUN_ID?min_workers=N&...",
     ),
-    _torchrun(
-        "--rdzv-id",
-        default="",
-        metavar="RUN_ID",
-        help="Name of the run, the same on all its hosts.",
-    ),
+    _torchrun("--rdzv-id", default="", metavar="RUN_ID", help="Name of the run, the same on all its hosts."),
     _torchrun(
         "--rdzv-conf",
         type=Pairs(),

@@ -52,10 +52,7 @@ async def serve_rendezvous_role(options: ServerOptions, journal_url: str, limits
     replica = OnlyReplica(journal_url.partition(":")[0], time.time())
     try:
         async with rendezvous_services(
-            open_journal(journal_url),
-            limits=limits,
-            list_replicas=replica,
-            on_failure=stop,
+            open_journal(journal_url), limits=limits, list_replicas=replica, on_failure=stop
         ) as services:
             server = Server(options, services=services, translate=translate_rendezvous)
             await server.serve_until_signal(after_start=lambda: replica.listen(server.address))

@@ -131,12 +131,7 @@ async def serve_replica_role(
     async def publish_ready(ready: bool) -> None:
         await server.set_ready(ready)
 
-    async with replicated_services(
-        address,
-        wanted,
-        limits=limits,
-        on_ready=publish_ready,
-    ) as services:
+    async with replicated_services(address, wanted, limits=limits, on_ready=publish_ready) as services:
         server = Server(
             options,
             services=services.registrations,

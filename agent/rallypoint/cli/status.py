@@ -54,12 +54,7 @@ def status(
     """Show all runs, or RUN_ID with its nodes, and with its slowest worker if its timer service is known."""
     from google.protobuf.json_format import MessageToDict  # noqa: PLC0415 (slow, and not for --help)
 
-    from rallypoint.cli.operator import (  # noqa: PLC0415
-        all_runs,
-        call_rendezvous,
-        other_version,
-        whole_run,
-    )
+    from rallypoint.cli.operator import all_runs, call_rendezvous, other_version, whole_run  # noqa: PLC0415
     from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb  # noqa: PLC0415
 
     if run_id is not None and not timer_endpoint:

@@ -46,10 +46,7 @@ def timers(
     """
     from google.protobuf.json_format import MessageToDict  # noqa: PLC0415 (slow, and not for --help)
 
-    from rallypoint.cli.operator import (  # noqa: PLC0415
-        call_timer,
-        most_urgent,
-    )
+    from rallypoint.cli.operator import call_timer, most_urgent  # noqa: PLC0415
 
     found, left_out = call_timer(
         timer_endpoint,
@@ -180,10 +177,7 @@ def _describe_scope(run_id: str, scope: str, count: int) -> str:
 def _show(run_id: str, as_json: bool, endpoint: str, security: ClientSecurity, timeout: float) -> None:
     from google.protobuf.json_format import MessageToDict  # noqa: PLC0415 (slow, and not for --help)
 
-    from rallypoint.cli.operator import (  # noqa: PLC0415
-        all_scopes,
-        call_timer,
-    )
+    from rallypoint.cli.operator import all_scopes, call_timer  # noqa: PLC0415
 
     answer = call_timer(endpoint, security, timeout, partial(all_scopes, run_id))
     if as_json:

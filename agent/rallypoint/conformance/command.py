@@ -18,10 +18,7 @@ from rallypoint.serving.options import Seconds, SettingRefused
     help="Command line of the client, with {address}, {run_id}, {node_id} and {worker}, and {ca} for TLS.",
 )
 @click.option(
-    "--worker",
-    default="",
-    metavar="COMMAND",
-    help="Command line of a worker, instead of a client.",
+    "--worker", default="", metavar="COMMAND", help="Command line of a worker, instead of a client."
 )
 @click.option("--rule", "rules", multiple=True, metavar="ID", help="Only scenarios for this rule.")
 @click.option("--scenario", "names", multiple=True, metavar="NAME", help="Only this scenario.")

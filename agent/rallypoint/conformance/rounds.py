@@ -16,12 +16,7 @@ from rallypoint.conformance.server import Stream
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rpc.durations import to_duration, to_seconds
 
-JOINABLE, FROZEN, FINAL, CLOSED = (
-    pb.PHASE_JOINABLE,
-    pb.PHASE_FROZEN,
-    pb.PHASE_FINAL,
-    pb.PHASE_CLOSED,
-)
+JOINABLE, FROZEN, FINAL, CLOSED = (pb.PHASE_JOINABLE, pb.PHASE_FROZEN, pb.PHASE_FINAL, pb.PHASE_CLOSED)
 _NEWER_PHASE = 9
 _SECRETS = re.compile("RALLYPOINT_(RUN_SECRET|TLS_|TOKEN_)")
 

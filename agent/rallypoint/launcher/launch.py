@@ -226,11 +226,7 @@ async def _check_bounds(config: JobConfig) -> None:
         except RlimitError as error:
             raise SettingError(f"--rlimit: {error}") from None
     if config.numa_binding is not None:
-        from rallypoint.agent.workers.affinity import (  # noqa: PLC0415
-            NumaError,
-            bind,
-            read_topology,
-        )
+        from rallypoint.agent.workers.affinity import NumaError, bind, read_topology  # noqa: PLC0415
 
         try:
             topology = await asyncio.to_thread(read_topology, config.environment)

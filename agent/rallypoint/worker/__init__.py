@@ -5,12 +5,4 @@ from rallypoint.worker.record import record
 from rallypoint.worker.store import Store
 from rallypoint.worker.unrecoverable import Unrecoverable
 
-__all__ = [
-    "Notice",
-    "Store",
-    "Unrecoverable",
-    "checkpoint_saved",
-    "notice",
-    "record",
-    "should_checkpoint",
-]
+__all__ = ["Notice", "Store", "Unrecoverable", "checkpoint_saved", "notice", "record", "should_checkpoint"]

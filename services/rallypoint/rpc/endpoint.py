@@ -19,14 +19,7 @@ class SettingError(ValueError):
     """A setting that cannot be applied. Its text is one line for the person who chose the setting."""
 
 
-_EXHAUSTED = {
-    errno.EMFILE,
-    errno.ENFILE,
-    errno.ENOSPC,
-    errno.EDQUOT,
-    errno.ENOMEM,
-    errno.EROFS,
-}
+_EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EROFS}
 
 
 def host_exhausted(error: BaseException) -> bool:

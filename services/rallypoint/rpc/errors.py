@@ -228,10 +228,7 @@ def _advices(security: ClientSecurity) -> tuple[tuple[str, str], ...]:
                 ("Hostname Verification", _OTHER_NAME),
                 ("certificate has expired", _EXPIRED),
                 ("certificate is not yet valid", _EXPIRED),
-                (
-                    "CERTIFICATE_VERIFY_FAILED",
-                    "its certificate is not signed by an authority in --tls-ca",
-                ),
+                ("CERTIFICATE_VERIFY_FAILED", "its certificate is not signed by an authority in --tls-ca"),
                 ("Socket closed", _WANTS_ANOTHER if security.certificate else _WANTS_CERTIFICATE),
             )
         case RunSecret():

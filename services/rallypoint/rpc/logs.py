@@ -19,12 +19,7 @@ from rallypoint.rpc.text import printable
 if TYPE_CHECKING:
     from rich.live import Live
 
-_LEVELS = {
-    "debug": logging.DEBUG,
-    "info": logging.INFO,
-    "warning": logging.WARNING,
-    "error": logging.ERROR,
-}
+_LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 
 
 class _Event:

@@ -139,12 +139,7 @@ class Permit:
     """The runs that one call may name."""
 
     def __init__(
-        self,
-        audit: Audit,
-        method: str,
-        caller: Caller,
-        roles: Collection[Role],
-        runs: Sequence[str] | str,
+        self, audit: Audit, method: str, caller: Caller, roles: Collection[Role], runs: Sequence[str] | str
     ) -> None:
         """Permit nothing yet.
 

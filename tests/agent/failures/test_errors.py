@@ -226,10 +226,7 @@ def test_missing_logs_are_no_problem(tmp_path: Path) -> None:
         (ended(3), "exited with code 3"),
         (ended(137), "exited with code 137 (from a shell: its child was killed by SIGKILL)"),
         (ended(255), "exited with code 255"),
-        (
-            ended(None, 9),
-            "killed by SIGKILL (signal 9)",
-        ),
+        (ended(None, 9), "killed by SIGKILL (signal 9)"),
         (
             ended(None, 7),
             "killed by SIGBUS (signal 7); often /dev/shm is full, where data loaders keep tensors",

@@ -62,12 +62,7 @@ def run_end(failure: WorkerFailure | None, outcome: pb.Outcome.ValueType = pb.OU
         ),
         (AgentState(leaving="got SIGTERM"), {"stop_signal": signal.SIGTERM}, 143, "here"),
         (AgentState(), {"refusal": "no", "ran": False}, REFUSED, "never"),
-        (
-            AgentState(),
-            {"refusal": "no", "ran": False, "had_succeeded": True},
-            ALREADY_SUCCEEDED,
-            "never",
-        ),
+        (AgentState(), {"refusal": "no", "ran": False, "had_succeeded": True}, ALREADY_SUCCEEDED, "never"),
         (AgentState(), {"refusal": "no"}, FAILED, "here"),
         # The service was lost before it could say how the run ended; the worker's word is enough.
         (AgentState(), {"refusal": "no", "failure": replace(FIRST, permanent=True)}, PERMANENT, "never"),

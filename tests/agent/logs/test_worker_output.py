@@ -119,10 +119,7 @@ async def test_redirected_streams_are_not_shown_and_teed_have_a_prefix(
     run: _Run, shown: Shown, attempt: Attempt
 ) -> None:
     """A stream that is both is teed; all files have everything."""
-    await run(
-        redirects=Redirect.parse("1:1,2:3", "-r"),
-        tee=Redirect.parse("2:1,3:2", "-t"),
-    )
+    await run(redirects=Redirect.parse("1:1,2:3", "-r"), tee=Redirect.parse("2:1,3:2", "-t"))
     teed = _printed("out", 2, prefix="[trainer#]:")
     assert shown.lines == sorted(_printed("out", 0, 3) + teed)
     assert shown.error_lines == sorted(_printed("err", 0, 1) + _printed("err", 3, prefix="[trainer#]:"))
@@ -134,9 +131,7 @@ async def test_only_the_local_ranks_of_the_filter_are_shown(
 ) -> None:
     """Teed or not; the files have everything."""
     await run(
-        local_ranks_filter=frozenset({0, 2}),
-        tee=Redirect.parse("2:3,3:3", "-t"),
-        line_prefix="<${rank}>",
+        local_ranks_filter=frozenset({0, 2}), tee=Redirect.parse("2:3,3:3", "-t"), line_prefix="<${rank}>"
     )
     assert shown.lines == sorted(_printed("out", 0) + _printed("out", 2, prefix="<%>"))
     assert attempt.workers[3].stdout.read_text() == "out 3 pear\nout 3 apple\n"
@@ -174,11 +169,7 @@ async def test_where_nothing_is_teed_all_streams_are_filtered(
 
 async def test_rotation_changes_nothing_of_all_that(run: _Run, shown: Shown, attempt: Attempt) -> None:
     """Workers write to pipes then, which are gone at the end."""
-    await run(
-        tee=Redirect(Streams.BOTH),
-        log_max_bytes=4096,
-        duplicate_stdout_filters=("apple",),
-    )
+    await run(tee=Redirect(Streams.BOTH), log_max_bytes=4096, duplicate_stdout_filters=("apple",))
     assert shown.lines == _printed("out", 0, 1, 2, 3, prefix="[trainer#]:")
     assert attempt.workers[2].stderr.read_text() == "err 2 pear\nerr 2 apple\n"
     assert rotated_files(attempt.workers[2].stderr) == []

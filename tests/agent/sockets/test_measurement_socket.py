@@ -34,10 +34,7 @@ async def test_durations_and_values_arrive_with_the_rank_of_their_worker() -> No
             send({"name": "save", "seconds": 1.5, "raised": True, "value": None, "rank": 3})
             send({"name": "loss", "value": 2})
             await until(lambda: len(taken) == 2, "both")
-            assert taken == [
-                (Measurement("save", 1.5, raised=True), 3),
-                (Measurement("loss", value=2.0), 0),
-            ]
+            assert taken == [(Measurement("save", 1.5, raised=True), 3), (Measurement("loss", value=2.0), 0)]
             send({"name": "last", "value": 1})  # as the worker ends
     assert taken[-1][0].name == "last"
     assert not Path(place).parent.exists()

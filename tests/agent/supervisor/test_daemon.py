@@ -242,11 +242,7 @@ async def test_who_hurries_a_daemon_has_its_workers_killed(tmp_path: Path) -> No
         ({"timer_endpoint": "here"}, "spec.timer_endpoint", "has no port"),
         ({"shutdown_timeout": {"seconds": -1}}, "spec.shutdown_timeout", "must be at least 0"),
         (
-            {
-                "local_world_size": 2,
-                "virtual_local_rank": True,
-                "environment": {"CUDA_VISIBLE_DEVICES": "3"},
-            },
+            {"local_world_size": 2, "virtual_local_rank": True, "environment": {"CUDA_VISIBLE_DEVICES": "3"}},
             "spec.local_world_size",
             "CUDA_VISIBLE_DEVICES=3 names 1 device for 2 workers",
         ),

@@ -103,10 +103,7 @@ async def bare(path: Path, records: Sequence[Record], writers: int) -> float:
         return time.perf_counter() - began
 
 
-KINDS: dict[str, Callable[[Path, Sequence[Record], int], Awaitable[float]]] = {
-    "ours": ours,
-    "bare": bare,
-}
+KINDS: dict[str, Callable[[Path, Sequence[Record], int], Awaitable[float]]] = {"ours": ours, "bare": bare}
 
 
 async def journal(order: JournalOrder) -> JournalResult:

@@ -104,10 +104,7 @@ class _Agent:
     def __init__(self, order: RequestsOrder, number: int) -> None:
         subscribe = pb.Subscribe(run_id=RUN_ID, node_id=f"node-{number}", lease=1)
         self._first = _message(
-            [
-                pb.SuperviseAction(subscribe=subscribe),
-                pb.SuperviseAction(registered=pb.Registered()),
-            ]
+            [pb.SuperviseAction(subscribe=subscribe), pb.SuperviseAction(registered=pb.Registered())]
         )
         self._order = order
         self._call: _Call = open_channel(order.endpoint, Plaintext()).stream_stream(SUPERVISE)()

@@ -19,7 +19,6 @@ for _ in range(3):
         optimizer.step()
 loss = accelerator.reduce(loss.detach())
 print(
-    f"rank {accelerator.process_index} of {accelerator.num_processes} ends with {loss.item():.6f}",
-    flush=True,
+    f"rank {accelerator.process_index} of {accelerator.num_processes} ends with {loss.item():.6f}", flush=True
 )
 accelerator.end_training()

@@ -47,10 +47,7 @@ def reader(
 
 
 async def page(
-    of: EventReader,
-    most_events: int = NO_BOUND,
-    most_bytes: int = NO_BOUND,
-    most_looked_at: int = NO_BOUND,
+    of: EventReader, most_events: int = NO_BOUND, most_bytes: int = NO_BOUND, most_looked_at: int = NO_BOUND
 ) -> list[pb.Event]:
     """What comes next."""
     events: list[pb.Event] = []

@@ -95,13 +95,7 @@ CASES: list[tuple[facts.Fact, pb.EventKind.ValueType, str, int, str]] = [
         8,
         "round 8 frozen: 2 nodes, 9 workers",
     ),
-    (
-        facts.NodeConfirmed(8, "n1", 29500),
-        pb.EVENT_KIND_NODE_CONFIRMED,
-        "n1",
-        8,
-        "node n1 confirmed round 8",
-    ),
+    (facts.NodeConfirmed(8, "n1", 29500), pb.EVENT_KIND_NODE_CONFIRMED, "n1", 8, "node n1 confirmed round 8"),
     (
         facts.RoundFinalized(8),
         pb.EVENT_KIND_ROUND_FINALIZED,

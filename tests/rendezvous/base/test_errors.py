@@ -44,12 +44,7 @@ TABLE: list[tuple[Exception, StatusCode, str, dict[str, str]]] = [
         "RUN_ENDING",
         {"run_id": "r", "nodes": "2"},
     ),
-    (
-        commands.RunInUse("r", 3),
-        StatusCode.FAILED_PRECONDITION,
-        "RUN_IN_USE",
-        {"run_id": "r", "nodes": "3"},
-    ),
+    (commands.RunInUse("r", 3), StatusCode.FAILED_PRECONDITION, "RUN_IN_USE", {"run_id": "r", "nodes": "3"}),
     (
         commands.SettingsDiffer("r", DIFFERENCES),
         StatusCode.FAILED_PRECONDITION,

@@ -149,10 +149,7 @@ async def test_a_lease_that_is_refused_is_no_news_before_it_is_durable() -> None
         scene.journal.hold()
         leaving, writing = await begun(
             scene.shard.engine.execute(RUN, leave),
-            scene.shard.store.write(
-                RUN,
-                Set(round=0, key="key", value=b"", writer=scene.writer),
-            ),
+            scene.shard.store.write(RUN, Set(round=0, key="key", value=b"", writer=scene.writer)),
         )
         await scene.journal.held()
         assert not writing.done()

@@ -26,16 +26,7 @@ from typing import Any
 
 import pytest
 
-from rallypoint.rendezvous.core import (
-    apply,
-    commands,
-    decide,
-    facts,
-    failures,
-    newcomers,
-    ranks,
-    snapshot,
-)
+from rallypoint.rendezvous.core import apply, commands, decide, facts, failures, newcomers, ranks, snapshot
 from rallypoint.rendezvous.core.snapshot import RunSnapshot
 from rallypoint.rendezvous.core.state import Phase, RoundEnd, RoundEndCause, RunState, ScaleUpPolicy, Seat
 from rendezvous.core import history

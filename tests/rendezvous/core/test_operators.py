@@ -89,11 +89,7 @@ class TestRestarting:
         run.succeed("a")
         run.restart()
         run.run_round()
-        assert (run.ranks, run.state.succeeded, run.state.exit_barrier_deadline) == (
-            ["a", "b"],
-            set(),
-            None,
-        )
+        assert (run.ranks, run.state.succeeded, run.state.exit_barrier_deadline) == (["a", "b"], set(), None)
 
     def test_waiting_nodes_are_let_in_by_it(self) -> None:
         """The round ends anyway, so it re-forms as large as it may be."""

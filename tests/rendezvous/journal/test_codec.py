@@ -18,12 +18,7 @@ from rallypoint.journal.v1 import etcd_pb2, journal_pb2
 from rallypoint.rendezvous.core import facts, snapshot, state
 from rallypoint.rendezvous.core.commands import SERVICE, Actor, ActorKind
 from rallypoint.rendezvous.core.state import LONGEST
-from rallypoint.rendezvous.journal.codec import (
-    DecodedRecord,
-    decode_snapshot,
-    encode_record,
-    encode_snapshot,
-)
+from rallypoint.rendezvous.journal.codec import DecodedRecord, decode_snapshot, encode_record, encode_snapshot
 from rallypoint.rendezvous.runs.run import api_messages
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2
 from rallypoint.rpc.durations import to_seconds
@@ -216,14 +211,7 @@ def test_a_start_is_to_older_versions_that_the_round_is_final() -> None:
     assert (read.fact_name, read.fact()) == ("round_finalized", facts.RoundFinalized(7))
 
 
-IN_BOTH = (
-    state.RunSettings,
-    state.ReportedFailure,
-    state.RecoveryParts,
-    state.RoundEnd,
-    state.RunEnd,
-    Actor,
-)
+IN_BOTH = (state.RunSettings, state.ReportedFailure, state.RecoveryParts, state.RoundEnd, state.RunEnd, Actor)
 # Fields of a message that stand for another value.
 OF_OTHERS = {facts.RoundFinalized: {"started"}}
 

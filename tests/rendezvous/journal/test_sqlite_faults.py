@@ -68,10 +68,7 @@ def test_a_file_size_limit_is_an_error_and_loses_nothing_acknowledged(path: Path
     """The process that finds no room stays broken, also when there is room again; the next one has all it acked."""
     limit = "resource.setrlimit(resource.RLIMIT_FSIZE, ({}, resource.RLIM_INFINITY))"
     code = script(
-        padding=5000,
-        break_at=1,
-        damage=limit.format(100_000),
-        mend=limit.format("resource.RLIM_INFINITY"),
+        padding=5000, break_at=1, damage=limit.format(100_000), mend=limit.format("resource.RLIM_INFINITY")
     )
     check(path, killed(code, path), "disk I/O error (SQLITE_IOERR_WRITE)", least=3)
 

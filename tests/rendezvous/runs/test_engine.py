@@ -716,12 +716,7 @@ async def test_a_run_has_its_participants_by_rank_and_then_who_waits(stage: Stag
     stage.engine.disconnect(spare)
     await stage.engine.execute(RUN, commands.ReportSuccess(a.node_id, a.lease.number, 1))
     run = await stage.engine.get_run(RUN)
-    assert list(states(run).items()) == [
-        ("a", "SUCCEEDED"),
-        ("b", "RUNNING"),
-        ("z", "SPARE"),
-        ("c", "SPARE"),
-    ]
+    assert list(states(run).items()) == [("a", "SUCCEEDED"), ("b", "RUNNING"), ("z", "SPARE"), ("c", "SPARE")]
     assert [node.assignment.group_rank for node in run.nodes[:2]] == [0, 1]
     assert not run.nodes[2].HasField("assignment")
     assert [node.connected for node in run.nodes] == [True, True, True, False]

@@ -180,11 +180,9 @@ async def test_while_nobody_owns_a_run_it_is_said_when_to_ask_again(served: Serv
     calls["ListKeys"] = served.store.ListKeys(store_pb.ListKeysRequest(run_id=NOBODYS))
     for name, call in calls.items():
         error = await refused(call)
-        assert (error.reason, error.metadata, error.retry_after) == (
-            "NOT_OWNER",
-            {"run_id": NOBODYS},
-            0.1,
-        ), name
+        assert (error.reason, error.metadata, error.retry_after) == ("NOT_OWNER", {"run_id": NOBODYS}, 0.1), (
+            name
+        )
 
 
 async def test_reads_are_answered_wherever_the_run_is(served: Served) -> None:

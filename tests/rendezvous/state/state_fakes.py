@@ -18,16 +18,7 @@ from rallypoint.serving.server import Server, ServerOptions
 from rendezvous.locators import home_of
 from rendezvous.store.store_fakes import RUN, Rounds, TestJournal, channel_to
 
-__all__ = [
-    "RUN",
-    "Clock",
-    "TestJournal",
-    "asked",
-    "channel_to",
-    "open_states",
-    "served",
-    "serving",
-]
+__all__ = ["RUN", "Clock", "TestJournal", "asked", "channel_to", "open_states", "served", "serving"]
 
 _draw = random.Random(2026)
 

@@ -43,10 +43,7 @@ keys = st.sampled_from(["a", "b", "ä"])
 rounds = st.sampled_from([0, ROUND])
 values = st.sampled_from([b"", b"1", b"-7", b"x" * 300])
 operations = st.none() | st.builds(
-    Operation,
-    client_id=st.sampled_from(["one", "two"]),
-    slot=st.integers(0, 2),
-    sequence=st.integers(1, 9),
+    Operation, client_id=st.sampled_from(["one", "two"]), slot=st.integers(0, 2), sequence=st.integers(1, 9)
 )
 common: dict[str, st.SearchStrategy[object]] = {
     "writer": st.just(WRITER),
@@ -266,10 +263,7 @@ def test_a_run_that_is_full_of_keys_goes_on_with_those_it_has() -> None:
         run,
         [DeleteKey(writer=WRITER, round=ROUND, key="a"), Set(writer=WRITER, round=0, key="b", value=b"")],
         limits,
-    ) == [
-        True,
-        None,
-    ]
+    ) == [True, None]
     fewer = StoreLimits(run_keys=1)  # a limit that was lowered over a restart
     assert commit(run, [MultiSet(writer=WRITER, round=0, entries={"a": b"", "b": b""})], fewer) == [None]
 

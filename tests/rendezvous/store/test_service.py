@@ -9,12 +9,7 @@ import pytest
 from rallypoint.rendezvous.base.entries import Operation
 from rallypoint.rendezvous.base.errors import Draining
 from rallypoint.rendezvous.base.limits import StoreLimits
-from rallypoint.rendezvous.base.refusals import (
-    JournalFailed,
-    KeyWaitTimedOut,
-    RoundNotBegun,
-    StoreBusy,
-)
+from rallypoint.rendezvous.base.refusals import JournalFailed, KeyWaitTimedOut, RoundNotBegun, StoreBusy
 from rallypoint.rendezvous.core.commands import RoundOver, RunNotFound
 from rallypoint.rendezvous.store.service import StoreService
 from rallypoint.rendezvous.store.writes import Add, CompareSet, DeleteKey, Set
@@ -152,9 +147,7 @@ async def test_a_writer_that_goes_hurts_nobody() -> None:
     journal = TestJournal()
     store = open_store(journal)
     journal.hold()
-    in_flight, *queued = await started(
-        store.write(RUN, Add(writer=WRITER, round=1, key="n", amount=1)),
-    )
+    in_flight, *queued = await started(store.write(RUN, Add(writer=WRITER, round=1, key="n", amount=1)))
     await journal.until_held()
     queued = await started(
         store.write(RUN, Add(writer=WRITER, round=1, key="n", amount=10)),

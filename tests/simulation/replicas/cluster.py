@@ -254,9 +254,7 @@ class ReplicaCluster(Cluster):
                 lambda own: self.dial(_process(), _address(own._endpoint)),
             )
             patch.setattr(
-                replica_client,
-                "channel_at",
-                lambda endpoint, *_: self.dial(_process(), _address(endpoint)),
+                replica_client, "channel_at", lambda endpoint, *_: self.dial(_process(), _address(endpoint))
             )
             patch.setattr(service, "Replica", partial(Replica, lease_clock=lambda: _process().boot_time()))
             yield

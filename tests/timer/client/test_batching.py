@@ -11,8 +11,7 @@ from rallypoint.timer.client.pacing import Batching
 
 
 @pytest.mark.parametrize(
-    ("after", "seconds"),
-    [(math.inf, 5.0), (600.0, 5.0), (20.0, 2.0), (0.5, 0.05), (0.01, 0.01)],
+    ("after", "seconds"), [(math.inf, 5.0), (600.0, 5.0), (20.0, 2.0), (0.5, 0.05), (0.01, 0.01)]
 )
 async def test_a_timer_is_told_of_within_a_tenth_of_its_duration(after: float, seconds: float) -> None:
     """But not sooner than is of any use, nor later than everything else."""

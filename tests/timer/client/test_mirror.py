@@ -280,12 +280,7 @@ def test_a_timer_that_learns_teaches_when_it_is_left() -> None:
     ledger.complete("w", "t", 14.0)
     ledger.complete("w", "never", 14.0)
     ledger.release("w", "s")
-    assert ledger.take(14.0, 10) == [
-        End("w", "s~2"),
-        End("w", "t"),
-        End("w", "s"),
-        Completions("s", 1, 3.0),
-    ]
+    assert ledger.take(14.0, 10) == [End("w", "s~2"), End("w", "t"), End("w", "s"), Completions("s", 1, 3.0)]
 
 
 def test_what_was_learned_outlives_the_service() -> None:

@@ -32,10 +32,7 @@ async def test_an_expiry_is_pushed_and_pushed_again_until_acknowledged(quick: Se
     assert first.after == to_duration(0.02)
     assert 0 <= first.late_by.ToNanoseconds() < again.late_by.ToNanoseconds()
     assert again.expiry_id == first.expiry_id
-    await stream.send(
-        act(acknowledge=pb.Acknowledge(expiry_id=first.expiry_id)),
-        acquire("next", 0.3, 8),
-    )
+    await stream.send(act(acknowledge=pb.Acknowledge(expiry_id=first.expiry_id)), acquire("next", 0.3, 8))
     while (expired := await stream.next()).scope == "s":
         assert expired.expiry_id == first.expiry_id
     await stream.send(act(acknowledge=pb.Acknowledge(expiry_id=expired.expiry_id)))

@@ -94,10 +94,7 @@ class AgentMetrics:
             registry=registry,
         )
         self._drains = Counter(
-            "rallypoint_agent_drains_total",
-            "Jobs that were drained.",
-            ["role"],
-            registry=registry,
+            "rallypoint_agent_drains_total", "Jobs that were drained.", ["role"], registry=registry
         )
         self._unhealthy = Counter(
             "rallypoint_agent_health_failures_total",
@@ -217,14 +214,7 @@ class AgentMetrics:
 
     def _forget(self, run_id: str) -> None:
         """Remove the gauges of a run: the agent may run on, and would show workers of old jobs."""
-        for gauge in (
-            self._workers,
-            self._state,
-            self._round,
-            self._remaining,
-            self._values,
-            self._watchdog,
-        ):
+        for gauge in (self._workers, self._state, self._round, self._remaining, self._values, self._watchdog):
             gauge.remove_by_labels({"run_id": run_id})
 
     def _measure(self, event: AgentEvent) -> None:

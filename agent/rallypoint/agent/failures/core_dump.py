@@ -71,13 +71,7 @@ def find_core_dump(
 
 
 def judge(
-    pattern: str,
-    exit_: WorkerExit,
-    *,
-    cwd: Path,
-    limit: int,
-    adds_pid: bool,
-    newest: Callable[[str], str],
+    pattern: str, exit_: WorkerExit, *, cwd: Path, limit: int, adds_pid: bool, newest: Callable[[str], str]
 ) -> CoreDump:
     """Return the path of a core dump, or the reason why there is none; core(5) has the rules.
 

@@ -207,9 +207,7 @@ class MemoryWatch:
     """Compares the counts of OOM kills before the workers were started with those after an exit."""
 
     def __init__(
-        self,
-        groups: Callable[[], list[MemoryGroup]] = memory_groups,
-        log: KernelLog | None = None,
+        self, groups: Callable[[], list[MemoryGroup]] = memory_groups, log: KernelLog | None = None
     ) -> None:
         """Read the counts.
 

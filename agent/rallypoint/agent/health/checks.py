@@ -81,11 +81,7 @@ def parse_health_check(text: str, path: str | None = None) -> HealthCheck:
             look = check_disks if name == "disk" else check_memory
             return HealthCheck(text, check=lambda where: look(where, least))
         case "gpu" if not colon:
-            from rallypoint.agent.health.gpu import (  # noqa: PLC0415
-                GpuLibraryError,
-                check_gpus,
-                gpu_library,
-            )
+            from rallypoint.agent.health.gpu import GpuLibraryError, check_gpus, gpu_library  # noqa: PLC0415
 
             try:
                 nvml = gpu_library()

@@ -96,9 +96,7 @@ class Option:
 
 
 def job_fields(
-    options: Mapping[str, Value | None],
-    workers: int,
-    label: Callable[[str], str] = lambda name: f"--{name}",
+    options: Mapping[str, Value | None], workers: int, label: Callable[[str], str] = lambda name: f"--{name}"
 ) -> dict[str, Any]:
     """Turn options into fields of JobConfig, for `dataclasses.replace`.
 

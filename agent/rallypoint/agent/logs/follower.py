@@ -201,11 +201,7 @@ async def _happens(event: asyncio.Event, within: float | None) -> bool:
 
 
 def cut(
-    data: bytes,
-    prefix: bytes,
-    in_line: bool,
-    longest: int,
-    choose: Callable[[bytes], bytes] | None = None,
+    data: bytes, prefix: bytes, in_line: bool, longest: int, choose: Callable[[bytes], bytes] | None = None
 ) -> tuple[bytes, bytes, bool]:
     """Split bytes into those to write now and the unfinished line to keep.
 

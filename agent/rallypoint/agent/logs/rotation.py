@@ -61,12 +61,7 @@ class Rotation:
     """Moves the output of one attempt's workers through pipes into files of bounded size."""
 
     def __init__(
-        self,
-        logs: Mapping[int, WorkerLogs],
-        folder: Path,
-        *,
-        max_bytes: int,
-        keep_files: int,
+        self, logs: Mapping[int, WorkerLogs], folder: Path, *, max_bytes: int, keep_files: int
     ) -> None:
         """Make the pipes and start the copier. Needs a running loop.
 

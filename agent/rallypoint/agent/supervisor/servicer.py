@@ -25,15 +25,7 @@ from rallypoint.serving.access import caller_of
 from rallypoint.serving.flow import WRITE_TIMEOUT, Subscriber
 from rallypoint.serving.info import Capability
 from rallypoint.serving.policy import OPERATORS, READERS, Rights
-from rallypoint.serving.requests import (
-    NAME_BYTES,
-    items_before,
-    page_size,
-    page_token,
-    reason,
-    seconds,
-    text,
-)
+from rallypoint.serving.requests import NAME_BYTES, items_before, page_size, page_token, reason, seconds, text
 from rallypoint.serving.server import Registration
 
 SERVICE_NAME = "rallypoint.agent.v1.SupervisorService"

@@ -204,11 +204,7 @@ class WorkerGroup:
             self._make_pipes()
             self._post_mortem.begin(self._logs)
             self._output = WorkerOutput(
-                self._config.output,
-                attempt,
-                self._settings.console,
-                self._settings.stacks,
-                terminal,
+                self._config.output, attempt, self._settings.console, self._settings.stacks, terminal
             )
             self._group = WorkerProcesses(self._spawner, self._exited, [self._output])
             self._output.open()

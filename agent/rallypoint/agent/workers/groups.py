@@ -188,9 +188,7 @@ class WorkerGroups:
             await cancel_all((reports,))
         if report.killed:
             _log.warning(
-                "workers had to be killed",
-                local_ranks=list(report.killed),
-                waited=round(report.seconds, 1),
+                "workers had to be killed", local_ranks=list(report.killed), waited=round(report.seconds, 1)
             )
         for worker in group.names:
             self.sockets.clear(worker)

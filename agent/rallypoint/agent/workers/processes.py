@@ -73,10 +73,7 @@ class WorkerProcesses:
     """
 
     def __init__(
-        self,
-        spawner: Spawner,
-        on_exit: Callable[[WorkerExit], None],
-        copies: Sequence[OutputCopy] = (),
+        self, spawner: Spawner, on_exit: Callable[[WorkerExit], None], copies: Sequence[OutputCopy] = ()
     ) -> None:
         """Make a group; nothing is started.
 

@@ -106,17 +106,9 @@ _as(
     _fields("run_id", "node_id", "min_nodes"),
 )
 _as(
-    commands.NodeIsEvicted,
-    StatusCode.FAILED_PRECONDITION,
-    "NODE_EVICTED",
-    _fields("run_id", "node_id", "by"),
+    commands.NodeIsEvicted, StatusCode.FAILED_PRECONDITION, "NODE_EVICTED", _fields("run_id", "node_id", "by")
 )
-_as(
-    commands.TooManyEvicted,
-    StatusCode.RESOURCE_EXHAUSTED,
-    "TOO_MANY_EVICTED",
-    _fields("run_id", "limit"),
-)
+_as(commands.TooManyEvicted, StatusCode.RESOURCE_EXHAUSTED, "TOO_MANY_EVICTED", _fields("run_id", "limit"))
 _as(
     commands.RevisionAhead,
     StatusCode.OUT_OF_RANGE,

@@ -202,21 +202,14 @@ class EventServicer:
             reader.check(request.run_id)
         response = pb.ListEventsResponse()
         await reader.fill(
-            response.events,
-            most_events=size,
-            most_bytes=_PAGE_BYTES,
-            most_looked_at=_MOST_LOOKED_AT,
+            response.events, most_events=size, most_bytes=_PAGE_BYTES, most_looked_at=_MOST_LOOKED_AT
         )
         response.oldest_revision = history.oldest
         if not reader.at_end:
             response.next_page_token = token_after(request, reader.cursor)
         return response
 
-    async def watch(
-        self,
-        request: pb.WatchEventsRequest,
-        watcher: Subscriber,
-    ) -> None:
+    async def watch(self, request: pb.WatchEventsRequest, watcher: Subscriber) -> None:
         """Send the events after a revision, and then new ones; returns when the run is closed.
 
         Args:

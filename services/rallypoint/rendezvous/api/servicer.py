@@ -11,13 +11,7 @@ from typing import Any, TypeVar
 import grpc
 
 from rallypoint.rendezvous.api.event_pages import EventServicer
-from rallypoint.rendezvous.api.requests import (
-    NodesPage,
-    RunsPage,
-    join_command,
-    start_report,
-    worker_failure,
-)
+from rallypoint.rendezvous.api.requests import NodesPage, RunsPage, join_command, start_report, worker_failure
 from rallypoint.rendezvous.base.cooperative import LatestValue
 from rallypoint.rendezvous.base.errors import Draining
 from rallypoint.rendezvous.core import commands, facts
@@ -190,9 +184,7 @@ class RendezvousServicer(pb_grpc.RendezvousServiceServicer):
         return await self._read_run(request, lambda state, _: page.read(state))
 
     async def _read_run(
-        self,
-        request: pb.GetRunRequest | pb.ListNodesRequest,
-        read: Callable[[RunState, float | None], _Read],
+        self, request: pb.GetRunRequest | pb.ListNodesRequest, read: Callable[[RunState, float | None], _Read]
     ) -> _Read:
         """Return a response from the state of a run, with the owner of the run if that is another process.
 

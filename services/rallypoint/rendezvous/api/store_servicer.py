@@ -114,9 +114,7 @@ class StoreServicer(rpc.StoreServiceServicer):
         write = CompareSet(key=request.key, expected=request.expected, desired=request.desired, **addressed)
         comparison = await self._store(request).write(request.run_id, write)
         return pb.CompareSetResponse(
-            swapped=comparison.swapped,
-            exists=comparison.value is not None,
-            value=comparison.value or b"",
+            swapped=comparison.swapped, exists=comparison.value is not None, value=comparison.value or b""
         )
 
     async def MultiSet(self, request: pb.MultiSetRequest, context: _Context) -> pb.MultiSetResponse:

@@ -234,12 +234,7 @@ async def open_shard(
         ttl=limits.state_ttl,
     )
     store = StoreService(
-        journal,
-        engine,
-        limits=limits.store,
-        totals=totals,
-        on_journal_failure=fail,
-        check_owned=check_owned,
+        journal, engine, limits=limits.store, totals=totals, on_journal_failure=fail, check_owned=check_owned
     )
     engine.data = (store, states)
     try:

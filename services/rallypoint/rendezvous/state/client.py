@@ -64,12 +64,7 @@ class FencedStateClient:
     """
 
     def __init__(
-        self,
-        where: Where,
-        run_id: str,
-        *,
-        client_id: str | None = None,
-        pace: Pace | None = None,
+        self, where: Where, run_id: str, *, client_id: str | None = None, pace: Pace | None = None
     ) -> None:
         """Make a client.
 

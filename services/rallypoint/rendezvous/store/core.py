@@ -14,12 +14,7 @@ from itertools import islice, takewhile
 
 from rallypoint.rendezvous.base.entries import RESERVED, Operation, OperationRecord, StoreChange
 from rallypoint.rendezvous.base.limits import StoreLimits
-from rallypoint.rendezvous.base.refusals import (
-    RoundNotBegun,
-    RunStoreFull,
-    StoresFull,
-    TooManyKeys,
-)
+from rallypoint.rendezvous.base.refusals import RoundNotBegun, RunStoreFull, StoresFull, TooManyKeys
 from rallypoint.rendezvous.core.commands import RoundOver
 
 # ---- Keys in order, so that a page of them costs the page and not all keys.

@@ -189,12 +189,7 @@ class NodeTimers:
             self._call.cancel()
 
     def acquire(
-        self,
-        worker_id: str,
-        scope: str,
-        after: float,
-        since: float | None = None,
-        learned_as: str = "",
+        self, worker_id: str, scope: str, after: float, since: float | None = None, learned_as: str = ""
     ) -> None:
         """Start a worker's timer, in place of the one of that name.
 

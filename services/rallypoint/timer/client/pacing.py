@@ -61,10 +61,7 @@ class Watch:
     """A clock of seconds of watching. Belongs to one event loop."""
 
     def __init__(
-        self,
-        clock: Callable[[], float],
-        settings: LagSettings,
-        on_pause: Callable[[float, float], None],
+        self, clock: Callable[[], float], settings: LagSettings, on_pause: Callable[[float, float], None]
     ) -> None:
         """Create a watch that does not notice pauses before `start`. `clock`: monotonic seconds.
 

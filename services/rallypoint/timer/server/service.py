@@ -98,10 +98,7 @@ async def timer_service(
         yield registration_of(watchdog)
         return
     # Here and not at the top: the timer service inside an agent keeps nothing, and saves the import.
-    from rallypoint.timer.server.learned import (  # noqa: PLC0415
-        LearnedFile,
-        keep_learned,
-    )
+    from rallypoint.timer.server.learned import LearnedFile, keep_learned  # noqa: PLC0415
 
     async with keep_learned(watchdog, LearnedFile(learned, wall_clock)):
         yield registration_of(watchdog)

@@ -7,12 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from rallypoint.etcd.values import Delete, Put, prefix_end
-from rallypoint.journal.v1.etcd_pb2 import (
-    EtcdCheckpoint,
-    EtcdRecordPack,
-    EtcdStagedOperation,
-    EtcdStagedPart,
-)
+from rallypoint.journal.v1.etcd_pb2 import EtcdCheckpoint, EtcdRecordPack, EtcdStagedOperation, EtcdStagedPart
 from rallypoint.rendezvous.base.entries import StoreChange
 from rallypoint.rendezvous.journal.etcd.keys import (
     PART_BYTES,
