@@ -46,7 +46,7 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, NoReturn
 
 PR_SET_PDEATHSIG = 1
@@ -521,8 +521,13 @@ class _SpawnerLoop:
         tree = [] if childless else descendants(os.getpid())
         undisturbed = watch_forks() == before
         family = {os.getpid(), *(process.pid for process in tree)}
+        adopted = [each for each in tree if each.parent == os.getpid() and each.pid not in self._by_pid]
+        environments = {each.pid: _environment(each.pid) for each in adopted if not each.dead}
+        # In the middle of exec a process has none for a moment, and so no mark by which it is known: scan again.
+        undisturbed = undisturbed and [b""] not in environments.values()
         for kill in list(self._kills):
-            targets = [process for process in self._tree_of(kill.worker, tree) if not process.dead]
+            tree_of = self._tree_of(kill.worker, tree, environments)
+            targets = [process for process in tree_of if not process.dead]
             # A process that exits has no environment any more by which it is known, and may hold its memory for long.
             dying = [process for process in tree if process.pid in kill.killed and not process.dead]
             kill.empty_scans = 0 if targets or dying else kill.empty_scans + 1
@@ -544,7 +549,9 @@ class _SpawnerLoop:
         finished = time.monotonic()
         self._scan_not_before = finished + (finished - now)
 
-    def _tree_of(self, number: int | None, tree: list[ProcessStat]) -> list[ProcessStat]:
+    def _tree_of(
+        self, number: int | None, tree: list[ProcessStat], orphans: Mapping[int, list[bytes]]
+    ) -> list[ProcessStat]:
         """Select one worker's processes: itself, its session, orphans with its mark, and all their children."""
         if number is None:
             return tree
@@ -553,9 +560,8 @@ class _SpawnerLoop:
         mark = f"{SPAWN_MARK}={_mark(os.getpid(), number)}".encode()
         picked: dict[int, ProcessStat] = {}
         for process in tree:  # parents come before children
-            adopted = process.parent == os.getpid() and process.pid not in self._by_pid
             kin = pid in (process.pid, process.session) or process.parent in picked
-            if kin or (adopted and mark in _environment(process.pid)):
+            if kin or mark in orphans.get(process.pid, ()):
                 picked[process.pid] = process
         return list(picked.values())
 
