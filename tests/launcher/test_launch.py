@@ -10,14 +10,19 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 
 from rallypoint.agent.job.options import job_fields
 from rallypoint.agent.job.result import JobResult
 from rallypoint.agent.spawner.client import Spawner
+from rallypoint.agent.supervisor import log_stream
+from rallypoint.agent.v1 import supervisor_service_pb2 as pb
+from rallypoint.agent.v1.supervisor_service_pb2_grpc import SupervisorServiceStub
 from rallypoint.launcher.launch import launch
 from rallypoint.launcher.plan import ExternalService, LaunchPlan
 from rallypoint.rpc.endpoint import ClientTLS, SettingError
+from rallypoint.rpc.runtime_folder import run_socket
 from support.waiting import PATIENCE, until
 
 
@@ -129,6 +134,23 @@ async def running(started: Path, spawner: Spawner, script: str, **attributes: An
     job = asyncio.create_task(launch(plan(started.parent, command=command, **attributes), spawner))
     await until(started.exists, "the worker to start")
     return job
+
+
+async def test_who_follows_the_output_has_its_end(
+    spawner: Spawner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The agent waits for it, also where it takes longer than the job takes to end."""
+    monkeypatch.setattr(log_stream, "GATHER", 1.0)
+    script = "echo the first line; touch $1; while [ ! -e $1.over ]; do sleep 0.05; done; echo the last line"
+    job, pieces = await running(tmp_path / "started", spawner, script), []
+    async with grpc.aio.insecure_channel(run_socket("agent", "run-1") or "") as channel:
+        following = SupervisorServiceStub(channel).StreamLogs(pb.StreamLogsRequest(follow=True))
+        async with asyncio.timeout(PATIENCE):
+            while isinstance(piece := await following.read(), pb.StreamLogsResponse):
+                pieces.append(piece.data)
+                (tmp_path / "started.over").touch()
+    assert pieces == [b"the first line\n", b"the last line\n"]
+    assert (await job).exit_code == 0
 
 
 WAIT = (

@@ -13,8 +13,8 @@ from rallypoint.agent.addresses import advertised
 from rallypoint.agent.config.job import Peer
 from rallypoint.launcher.plan import Hosted
 from rallypoint.launcher.services import (
-    LAST_WORD,
     RendezvousServer,
+    calls_to_end,
     listening,
     listening_host,
     own_addresses,
@@ -85,8 +85,7 @@ class EmbeddedService:
             if not over:
                 gone = f"the host that served the run's rendezvous is gone: {reason}"
                 await engine.close_run(run_id, one_line(gone, SENTENCE_BYTES))
-        with suppress(TimeoutError):
-            await asyncio.wait_for(self._server.idle(), LAST_WORD)
+        await calls_to_end(self._server)
 
 
 @asynccontextmanager
@@ -113,6 +112,9 @@ async def rendezvous_at(
         if not ours and await answers_calls(hosted.endpoint, security):
             # The address may lead here in a way that this host does not know, but not while another agent replies.
             raise SettingError(f"can't serve rendezvous at {hosted.endpoint}: {_TWO_HOSTS}")
+        if not ours:
+            unknown = f"{endpoint.host} is no address of this host, which has --node-rank 0 and serves rendezvous there"
+            _log.warning(f"{unknown}: other hosts join only if that address leads to this host")
         try:
             host = await listening_host(endpoint)
             serving = await stack.enter_async_context(

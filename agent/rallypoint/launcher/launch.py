@@ -40,7 +40,7 @@ from rallypoint.launcher.plan import (
     LaunchRequest,
     Replicated,
 )
-from rallypoint.launcher.services import embedded_rendezvous, embedded_timer, listening
+from rallypoint.launcher.services import calls_to_end, embedded_rendezvous, embedded_timer, listening
 from rallypoint.launcher.signals import run_until_signalled
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
@@ -274,6 +274,12 @@ def _check_endpoint(flag: str, endpoint: str) -> None:
         raise SettingError(f"{flag}: {error}") from None
 
 
+async def _stop_once_read(server: Server) -> None:
+    """Stop a server once the clients that follow the job have read its end, or soon after."""
+    await calls_to_end(server)
+    await server.stop()
+
+
 async def _serve_supervisor(
     stack: AsyncExitStack, jobs: Jobs, config: JobConfig, plan: LaunchPlan
 ) -> JobConfig:
@@ -297,7 +303,7 @@ async def _serve_supervisor(
         await server.start()
     except SettingError as error:
         raise SettingError(f"--supervisor-address {address}: {error}") from None
-    stack.push_async_callback(server.stop)
+    stack.push_async_callback(_stop_once_read, server)
     _log.info(
         "supervisor ready",
         supervisor=server.address,

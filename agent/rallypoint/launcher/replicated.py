@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from typing import Any
 
@@ -29,7 +29,7 @@ from rallypoint.launcher.run_lease import (
     seat,
     shared_secret,
 )
-from rallypoint.launcher.services import LAST_WORD, listening, listening_host
+from rallypoint.launcher.services import LAST_WORD, calls_to_end, listening, listening_host
 from rallypoint.rendezvous.api.errors import translate
 from rallypoint.rendezvous.api.service import registrations
 from rallypoint.rendezvous.cluster.keys import replica_name
@@ -211,8 +211,7 @@ class OwnReplica:
         over = await self._is_over(services)
         if over:
             # A closed run is not taken over: its nodes learn of the end from this server.
-            with suppress(TimeoutError):
-                await asyncio.wait_for(server.idle(), LAST_WORD)
+            await calls_to_end(server)
         await services.drain(finished=over)
         await server.drain()
 

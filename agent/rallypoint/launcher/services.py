@@ -6,7 +6,7 @@ import asyncio
 import ipaddress
 import socket
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 
 from rallypoint.rendezvous.api.errors import translate as translate_rendezvous
@@ -33,6 +33,12 @@ from rallypoint.timer.server.service import translate as translate_timer
 
 LAST_WORD = 10.0
 """Seconds for the other nodes to learn the run's end. They learn it at once; the rest is for a busy machine."""
+
+
+async def calls_to_end(server: Server) -> None:
+    """Wait until no call of a server is open, at most for LAST_WORD: the end of a job ends those that follow it."""
+    with suppress(TimeoutError):
+        await asyncio.wait_for(server.idle(), LAST_WORD)
 
 
 def listening(host: str, port: int, security: ClientSecurity, access: AccessFiles) -> ServerOptions:
