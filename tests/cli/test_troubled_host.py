@@ -109,12 +109,11 @@ def test_a_full_disk(inodes: int, tmp_path: Path) -> None:
     )
     ended = run(full, tmp_path, TMPDIR=str(tmp_path))
     assert "Traceback" not in ended.stderr
-    if ended.returncode in (2, 3):
-        [line] = ended.stderr.splitlines()
-        assert "No space left on device" in line
-    else:  # the worker could not be started, and the report says so
-        assert ended.returncode == 1
-        assert "No space left on device" in ended.stderr
+    assert ended.returncode in (2, 3)
+    # The agent's log may have a line too.
+    lines = ended.stderr.splitlines()
+    assert len(lines) <= 2
+    assert all("No space left on device" in line for line in lines)
 
 
 def test_a_full_disk_of_a_service(tmp_path: Path) -> None:

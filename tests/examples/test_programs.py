@@ -124,9 +124,11 @@ async def test_a_killed_program_names_its_processes(tmp_path: Path) -> None:
     script = HAS_A_CHILD.replace("    signal.pause()", "    os.wait() if child else signal.pause()")
     async with running(tmp_path, script) as program:
         line = await program.output.first("the child", lambda _: True)
-        child = Deaths([int(line.text)])
-        asyncio.get_running_loop().call_later(0.1, os.kill, int(line.text), signal.SIGKILL)
-        killed = await program.kill()
+        child, parent = Deaths([int(line.text)]), Deaths([program.pid])
+        killing = asyncio.create_task(program.kill())
+        await parent.all(PATIENCE)  # else the parent would have ended of itself
+        os.kill(int(line.text), signal.SIGKILL)
+        killed = await killing
         assert killed.pids == {program.pid, int(line.text)}
         assert killed.all_dead == pytest.approx(await child.all(0), abs=0.05)
         assert killed.all_dead > killed.at

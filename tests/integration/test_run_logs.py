@@ -83,8 +83,7 @@ def test_jobs_of_this_host_are_found(start: Start, tmp_path: Path) -> None:
         refused = rallypoint(*command)
         assert refused.returncode == 2
         assert re.fullmatch(
-            r"Error: 2 runs have a service of the role \w+ on this host: one, two; give RUN_ID, or the address, as in "
-            r"unix:/\S+one\S+\n",
+            r"Error: this host has 2 runs: one, two; give RUN_ID, or the address, as in unix:/\S+one\S+\n",
             refused.stderr,
         )
     assert "two" in printed("agent", "workers", "two") or "RUNNING" in printed("agent", "workers", "two")

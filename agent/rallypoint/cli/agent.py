@@ -408,8 +408,11 @@ def logs(
 
     With --follow, output continues at the same position after a broken connection.
     """
-    from rallypoint.rpc.loop import run  # noqa: PLC0415 (gRPC is not for --help)
+    from rallypoint.agent.v1 import supervisor_service_pb2 as pb  # noqa: PLC0415 (gRPC is not for --help)
+    from rallypoint.cli.operator import call_agent  # noqa: PLC0415
+    from rallypoint.rpc.loop import run  # noqa: PLC0415
 
+    call_agent(agent, security, timeout, lambda stub: stub.GetJob(pb.GetJobRequest(run_id=run_id)))
     request = _log_request(run_id, ranks, follow, tail, stream)
     run(_print_logs(request, agent, security, timeout, prefixed=not no_prefix))
 

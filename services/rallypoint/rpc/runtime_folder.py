@@ -117,7 +117,7 @@ def found_socket(role: str, run_id: str) -> str:
         )
         if len(names) > 1:
             raise SettingError(
-                f"{len(names)} runs have a service of the role {role} on this host: {', '.join(names[:_MOST_NAMES])}; "
+                f"this host has {len(names)} runs: {', '.join(names[:_MOST_NAMES])}; "
                 f"give RUN_ID, or the address, as in {served[0]}"
             )
         if served:

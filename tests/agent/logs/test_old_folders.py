@@ -126,6 +126,14 @@ def test_only_so_many_are_removed_at_once(temporary: Path) -> None:
     assert len(list(temporary.iterdir())) == 2
 
 
+def test_there_are_only_so_many(temporary: Path) -> None:
+    """The oldest go, however young; those of running jobs stay."""
+    running = a_job(0.4, runs=True)
+    first, second, third = (a_job(days) for days in (0.3, 0.2, 0.1))
+    remove_old(temporary, most_kept=2)
+    assert [folder.exists() for folder in (running, first, second, third)] == [True, False, True, True]
+
+
 def test_a_job_removes_what_earlier_jobs_left(temporary: Path) -> None:
     """And leaves its own folder, which the next job can remove."""
     old = a_job(8)

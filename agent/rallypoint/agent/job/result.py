@@ -194,4 +194,5 @@ def refusal_of(endpoint: str, error: ServiceError) -> str:
         return (
             f"the server at {endpoint} is not a rendezvous service ({error.message}); check --rdzv-endpoint"
         )
-    return f"{endpoint} refused this node: {error.message}"
+    remedy = "; or end that run first: `rallypoint close`" if error.reason == "SETTINGS_DIFFER" else ""
+    return f"{endpoint} refused this node: {error.message}{remedy}"

@@ -43,6 +43,7 @@ _TEMPORARY = "rallypoint_"
 _TEMPORARY_NAME = re.compile(_TEMPORARY + r"[a-z0-9_]{8}")
 _LOCK = ".job.lock"
 _KEPT = 7 * 86_400.0  # seconds after the last change of a file
+_MOST_KEPT = 500  # of this user; beyond that, the oldest go sooner
 _MOST_REMOVED = 32  # at the start of one job
 
 
@@ -236,7 +237,9 @@ def _lock(folder: Path) -> int:
     return lock
 
 
-def remove_old(parent: Path, kept: float = _KEPT, most: int = _MOST_REMOVED) -> None:
+def remove_old(
+    parent: Path, kept: float = _KEPT, most: int = _MOST_REMOVED, most_kept: int = _MOST_KEPT
+) -> None:
     """Remove folders that jobs of this user left in `parent`; ignores errors, and blocks while files are deleted.
 
     A folder stays while its job runs, and if it has no lock file: then no job has made it. Links are not followed.
@@ -245,11 +248,16 @@ def remove_old(parent: Path, kept: float = _KEPT, most: int = _MOST_REMOVED) -> 
         parent: the folder for temporary files.
         kept: seconds that a folder stays after the last change in it.
         most: number of folders to remove at once.
+        most_kept: number of folders beyond which the oldest do not stay that long.
     """
     with contextlib.suppress(OSError):
-        for name in filter(_TEMPORARY_NAME.fullmatch, os.listdir(parent)):
+        found = [entry for entry in os.scandir(parent) if _TEMPORARY_NAME.fullmatch(entry.name)]
+        statuses = [(entry.stat(follow_symlinks=False), entry.path) for entry in found]
+        own = sorted((status.st_mtime, path) for status, path in statuses if status.st_uid == os.getuid())
+        for position, (_, path) in enumerate(own, start=1):
+            surplus = position <= len(own) - most_kept
             with contextlib.suppress(OSError):
-                most -= _remove_if_old(parent / name, time.time() - kept)
+                most -= _remove_if_old(Path(path), time.time() - (0.0 if surplus else kept))
             if not most:
                 break
 

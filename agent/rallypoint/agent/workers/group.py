@@ -42,6 +42,7 @@ from rallypoint.agent.workers.environment import worker_command, worker_environm
 from rallypoint.agent.workers.processes import StopReport, WorkerProcesses
 from rallypoint.agent.workers.signals import would_end
 from rallypoint.agent.workers.usage import worker_of
+from rallypoint.rpc.endpoint import host_exhausted
 from rallypoint.rpc.logs import get_logger
 from rallypoint.timer.worker.process import STACKS_VARIABLE
 
@@ -211,7 +212,9 @@ class WorkerGroup:
             self._started_at = time.monotonic()
             await self._group.start([self._spec(local_rank) for local_rank in local_ranks])
         except (SpawnError, LogError, NumaError) as error:
-            if not self._stopped:
+            if host_exhausted(error):  # other hosts may run this round, and this one none
+                self._publish(NodeUnhealthy(str(error)))
+            elif not self._stopped:
                 local_rank = getattr(error, "local_rank", None) or 0
                 failure = failure_to_start(str(error), local_rank=local_rank, **self._identity(local_rank))
                 self._fail(failure)
