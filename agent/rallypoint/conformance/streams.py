@@ -385,7 +385,7 @@ _refusal("evicted", ("R41",), _running_ends, _FAILED("NODE_EVICTED", metadata={"
 _refusal("run-closed", ("R42",), _running_ends, _FAILED("RUN_CLOSED", metadata={"outcome": "FAILED"}))
 _refusal("join-timed-out", ("R49",), _waiting_ends, _FAILED("JOIN_TIMED_OUT"))
 for _lasting in (
-    error(StatusCode.INVALID_ARGUMENT, "INVALID_ARGUMENT", field_violations=[("join", "scripted")]),
+    error(StatusCode.INVALID_ARGUMENT, "INVALID_ARGUMENT", field_violations=[("join.role", "scripted")]),
     error(StatusCode.INVALID_ARGUMENT, "MALFORMED_MESSAGE"),
     error(StatusCode.PERMISSION_DENIED, "NODE_ID_TAKEN"),
     error(StatusCode.UNAUTHENTICATED, "NOT_IDENTIFIED"),

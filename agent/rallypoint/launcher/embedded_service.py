@@ -113,8 +113,8 @@ async def rendezvous_at(
             # The address may lead here in a way that this host does not know, but not while another agent replies.
             raise SettingError(f"can't serve rendezvous at {hosted.endpoint}: {_TWO_HOSTS}")
         if not ours:
-            unknown = f"{endpoint.host} is no address of this host, which has --node-rank 0 and serves rendezvous there"
-            _log.warning(f"{unknown}: other hosts join only if that address leads to this host")
+            warning = f"{endpoint.host} is no address of this host, which has node rank 0 or is_host=true"
+            _log.warning(f"{warning}: others join only if that address leads here")
         try:
             host = await listening_host(endpoint)
             serving = await stack.enter_async_context(

@@ -620,7 +620,8 @@ Global___ActorKind: _TypeAlias = ActorKind  # noqa: Y015
 @_typing.final
 class RunSettings(_message.Message):
     """RunSettings are the same for all nodes of a run. The first node that joins sets them; a node that joins with
-    other settings is refused with SETTINGS_DIFFER. A field that is not set counts as its default.
+    other settings is refused with SETTINGS_DIFFER. A field that is not set counts as its default. Durations are at most 25
+    days, and more than 0 unless their comment describes 0.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -643,15 +644,15 @@ class RunSettings(_message.Message):
     RESTART_BACKOFF_FIELD_NUMBER: _builtins.int
     REOPEN_FIELD_NUMBER: _builtins.int
     min_nodes: _builtins.int
-    """Fewest nodes that a round may have; at least 1."""
+    """Fewest nodes that a round may have; 1 to 100,000."""
     max_nodes: _builtins.int
-    """Most nodes that a round may have; at least min_nodes. Further nodes wait as spares."""
+    """Most nodes that a round may have; min_nodes to 100,000. Further nodes wait as spares."""
     max_restarts: _builtins.int
     """How many times failing workers may be restarted, over the whole run. Changes of membership do not count. At most
     10,000 with a restart_window or max_restarts_per_node, else 1,000,000.
     """
     keep_alive_max_attempt: _builtins.int
-    """How many heartbeats in a row may be missing before the node is lost. Default 3. Times keep_alive_interval, at most an
+    """How many heartbeats in a row may be missing before the node is lost, 1 to 1,000. Default 3. Times keep_alive_interval, at most an
     hour.
     """
     scale_up_policy: Global___ScaleUpPolicy.ValueType
@@ -671,7 +672,7 @@ class RunSettings(_message.Message):
 
     @_builtins.property
     def last_call_timeout(self) -> _duration_pb2.Duration:
-        """How long a round with at least min_nodes waits for more. Default 30 s."""
+        """How long a round with at least min_nodes waits for more. Default 30 s; 0: not at all."""
 
     @_builtins.property
     def confirm_timeout(self) -> _duration_pb2.Duration:
@@ -683,7 +684,7 @@ class RunSettings(_message.Message):
 
     @_builtins.property
     def disconnect_grace(self) -> _duration_pb2.Duration:
-        """How long a node whose stream broke may take to resume. Default 2 s."""
+        """How long a node whose stream broke may take to resume. Default 2 s; 0: it is lost at once."""
 
     @_builtins.property
     def exit_barrier_timeout(self) -> _duration_pb2.Duration:
@@ -691,7 +692,7 @@ class RunSettings(_message.Message):
 
     @_builtins.property
     def scale_up_delay(self) -> _duration_pb2.Duration:
-        """How long newcomers are collected under the policy DELAYED. Default 30 s."""
+        """How long newcomers are collected under the policy DELAYED. Default 30 s; 0: not at all."""
 
     @_builtins.property
     def restart_window(self) -> _duration_pb2.Duration:
@@ -834,11 +835,11 @@ class JoinRun(_message.Message):
     if no two agents can ever use it at the same time.
     """
     address: _builtins.str
-    """Address at which the other nodes reach this one; becomes MASTER_ADDR when the node has group rank 0."""
+    """Address at which the other nodes reach this one, at most 256 bytes; becomes MASTER_ADDR when the node has group rank 0."""
     local_world_size: _builtins.int
-    """Workers that the node runs; at least 1."""
+    """Workers that the node runs; 1 to 16,384."""
     role: _builtins.str
-    """Role of the node's workers; role ranks are counted per role."""
+    """Role of the node's workers, at most 256 bytes; role ranks are counted per role."""
     topology: _builtins.str
     """Location of the node, from the outermost level to the innermost, as in "hall2/rack7/switch1"; at most 256
     bytes. Used by the rank policy TOPOLOGY.
@@ -853,8 +854,8 @@ class JoinRun(_message.Message):
     lease would have ended.
     """
     former_incarnation: _builtins.str
-    """Incarnation of the last lease that this agent held in the run (Lease.incarnation); empty: it held none. An agent whose
-    lease was lost is refused with RUN_CLOSED if that incarnation has ended, and does not reopen the run.
+    """Incarnation of the last lease that this agent held in the run (Lease.incarnation), at most 256 bytes; empty: it held
+    none. An agent whose lease was lost is refused with RUN_CLOSED if that incarnation has ended, and does not reopen the run.
     """
     @_builtins.property
     def settings(self) -> Global___RunSettings:
@@ -961,7 +962,7 @@ class ConfirmRound(_message.Message):
     round: _builtins.int
     """The round."""
     master_port: _builtins.int
-    """A free TCP port of the node; becomes MASTER_PORT when the node has group rank 0."""
+    """A free TCP port of the node, 1 to 65,535; becomes MASTER_PORT when the node has group rank 0. 0: none is known."""
     def __init__(
         self,
         *,
@@ -1012,7 +1013,7 @@ class WorkerFailure(_message.Message):
     local_rank: _builtins.int
     """Local rank of the worker on its node."""
     role: _builtins.str
-    """Its role."""
+    """Its role; at most 256 bytes, as the host name. Longer texts of this message are cut."""
     node_id: _builtins.str
     """Its node; filled in by the server."""
     host: _builtins.str
@@ -1022,17 +1023,17 @@ class WorkerFailure(_message.Message):
     exit_code: _builtins.int
     """Exit code; negative: minus the signal that ended it."""
     message: _builtins.str
-    """Description of the failure, in one sentence."""
+    """Description of the failure, in one sentence; at most 1,024 bytes."""
     traceback: _builtins.str
     """Its traceback, if there is one; at most 16 KiB, the end is kept."""
     log_file: _builtins.str
-    """Path of its log on the host."""
+    """Path of its log on the host; at most 4,096 bytes."""
     kind: Global___FailureKind.ValueType
     """Kind of end."""
     permanent: _builtins.bool
     """The worker reports that no restart can help: the run is closed at once, with any budget."""
     core_file: _builtins.str
-    """Path of its core dump on the host, if known."""
+    """Path of its core dump on the host, if known; at most 4,096 bytes."""
     @_builtins.property
     def time(self) -> _timestamp_pb2.Timestamp:
         """When it ended, by the host's clock. For people: no decision depends on it."""
