@@ -39,6 +39,7 @@ BUGS = {
     "exit-code-0-always": "R08",
     "leaves-workers-behind": "R09",
     "starts-unconfirmed": "R52",
+    "leaves-closed-run-at-once": "R54",
     "joins-without-address": "R10",
     "no-heartbeat": "R11",
     "heartbeat-flood": "R11",
@@ -141,6 +142,7 @@ class Node:
             address="" if bug == "joins-without-address" else "127.0.0.1",
             local_world_size=1,
             role="default",
+            stays_until_gone=True,
         )
         self.lease = pb.Lease()
         self.admitted = False
@@ -260,6 +262,7 @@ class Node:
             lease=self.lease.number,
             after_revision=self.revision,
             token=b"" if self.bug == "resumes-without-token" else self.lease.token,
+            stays_until_gone=True,
         )
         return pb.JoinRequest(resume=resume)
 
@@ -410,12 +413,17 @@ class Node:
         update, bug = self.update, self.bug
         phase, round_ = update.phase, update.assignment.round
         wanted = self.wanted(phase, round_)
+        if bug == "leaves-closed-run-at-once" and phase == pb.PHASE_CLOSED:
+            self.queue(pb.JoinRequest(leave=pb.LeaveRun(reason="the run is closed")))
         if self.process is not None and wanted != self.round and not self.kept(phase, round_, wanted):
             if bug == "confirms-before-workers-ended" and phase == pb.PHASE_FROZEN:
                 self.confirm(round_)
             await self.stop()
         if self.succeeded != round_ and phase != pb.PHASE_CLOSED:
             self.succeeded = 0
+        if phase == pb.PHASE_CLOSED and not self.left:
+            self.left = True
+            self.queue(pb.JoinRequest(leave=pb.LeaveRun(reason="the run is closed")))
         if self.succeeded and update.exit_barrier_passed:
             if bug == "fails-at-exit-barrier":
                 os._exit(1)

@@ -111,7 +111,7 @@ def test_without_a_name_the_only_one_is_found(folder: Path) -> None:
         assert found_socket("agent", "") == agent
         assert found_socket("agent", "train2") == role_socket("agent")
         with new_run_socket("agent", "train2") as another, closing(listening(another)):
-            with pytest.raises(SettingError, match=r"2 runs .*: train, train2; give RUN_ID, or .* unix:/"):
+            with pytest.raises(SettingError, match=r"2 runs: train, train2; give RUN_ID, or .* unix:/"):
                 found_socket("agent", "")
             assert found_socket("agent", "train2") == another
         with new_run_socket("agent", "train") as second, closing(listening(second)):

@@ -9,7 +9,7 @@ from itertools import pairwise
 
 from grpc import StatusCode
 
-from rallypoint.conformance.checks import HOLD
+from rallypoint.conformance.checks import HOLD, NotOffered
 from rallypoint.conformance.client import PLANTED_SECRET, StartedWorker
 from rallypoint.conformance.scene import FENCING_TOKEN, SHORT_INTERVAL, Scene, error, scenario
 from rallypoint.conformance.server import Stream
@@ -341,6 +341,28 @@ async def closed_as_cancelled(scene: Scene) -> None:
     scene.grant(stream)
     close(scene, stream, pb.OUTCOME_CANCELLED)
     await scene.ended("R08", "OUTCOME_CANCELLED", success=False)
+
+
+@scenario("R54")
+async def staying_until_gone(scene: Scene) -> None:
+    """CLOSED comes to a node that stays until it is gone, whose workers take 1 s to stop; its stream breaks once."""
+    stream = await scene.begin()
+    if not scene.join.stays_until_gone:
+        raise NotOffered("the client does not set stays_until_gone")
+    scene.client.plan(slow=1.0)
+    scene.grant(stream)
+    await scene.run_round(stream, 1)
+    end = pb.RunEnd(outcome=pb.OUTCOME_FAILED, detail="scripted")
+    scene.update(stream, CLOSED, run_end=end)
+    stream.send(error(StatusCode.UNAVAILABLE, "DRAINING"))
+    stream = await scene.resumed("R54", "a stream that resumes in CLOSED")
+    scene.check("R54", stream.first.resume.stays_until_gone, "stays_until_gone in `resume`", "it is not set")
+    scene.again(stream)
+    scene.update(stream, CLOSED, revision=scene.revision, run_end=end)
+    await scene.message("R54", stream, "leave", "`leave` after the workers")
+    scene.check("R54", not scene.client.alive, "no worker at `leave`", f"{len(scene.client.alive)} alive")
+    let_go(scene, stream)
+    await scene.ended("R54", "after `leave` the stream ended with OK", success=False)
 
 
 @scenario("R21", "R09")

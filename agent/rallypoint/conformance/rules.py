@@ -17,6 +17,7 @@ RULES: dict[str, str] = {
     "R05": "updates are states, not steps: the node acts on the last one, also if others are skipped",
     "R06": "an unknown phase counts as JOINABLE; unknown fields are ignored",
     "R07": "CLOSED stops the workers and ends the agent",
+    "R54": "with stays_until_gone, the node keeps or resumes its stream in CLOSED, and leaves when no worker is alive",
     "R08": "the agent exits with 0 after OUTCOME_SUCCEEDED, and with another code after other outcomes",
     "R09": "when the agent has ended, no worker is alive",
     "R52": "FINAL of a round that the node has not confirmed starts no worker",

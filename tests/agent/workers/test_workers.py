@@ -40,6 +40,7 @@ def python(program: str, local_rank: int = 0, *arguments: str) -> WorkerSpec:
 IGNORES_SIGTERM = """
 import signal, sys
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
+signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's handler misses one that comes just before a pause
 open(sys.argv[1], "w").close()
 while True:
     signal.pause()
