@@ -79,7 +79,9 @@ def test_jobs_of_this_host_are_found(start: Start, tmp_path: Path) -> None:
 
     start("--standalone", "--rdzv-id", "two")
     until_prints("hello from 0", "logs", "two")
-    for command in (["status"], ["logs"], ["agent", "jobs"], ["agent", "workers"]):
+    for command in (["status"], ["agent", "jobs"]):
+        assert {line.split()[0] for line in printed(*command).splitlines()[1::2]} >= {"one", "two"}
+    for command in (["status", "--json"], ["logs"], ["agent", "workers"]):
         refused = rallypoint(*command)
         assert refused.returncode == 2
         assert re.fullmatch(

@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import click
@@ -93,7 +94,7 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 @click.command()
 @click.option("--json", "as_json", is_flag=True, help="Print the answer as JSON.")
-@agent_options
+@partial(agent_options, each=True)
 def jobs(*, agent: str, as_json: bool, timeout: float, security: ClientSecurity) -> None:
     """Show the running jobs of the agent's host and those that ended last, newest first."""
     from google.protobuf.json_format import MessageToDict  # noqa: PLC0415 (slow, and not for --help)

@@ -41,7 +41,7 @@ _MOST_NAMES = 20
     help="With RUN_ID: the timer service to read the progress of the workers from. Default: the one in the run's agent "
     "on this host, if there is one.",
 )
-@service_options
+@partial(service_options, each=True)
 def status(
     *,
     run_id: str | None,

@@ -16,7 +16,7 @@ from rallypoint.agent.job.options import parse_signal
 from rallypoint.launcher.backends import is_etcd_url
 from rallypoint.rendezvous.core.state import MOST_NODES, MOST_WORKERS_PER_NODE
 from rallypoint.rpc.endpoint import ClientSecurity
-from rallypoint.rpc.runtime_folder import found_socket, is_served, secret_beside
+from rallypoint.rpc.runtime_folder import SeveralRuns, found_socket, is_served, secret_beside
 from rallypoint.serving.options import Seconds, Setting, client_options
 
 
@@ -261,7 +261,7 @@ def refuse_etcd_url(endpoint: str) -> None:
         )
 
 
-def service_options(command: _Command) -> _Command:
+def service_options(command: _Command, *, each: bool = False) -> _Command:
     """Add the options `rdzv_endpoint`, `timeout` in seconds, and `security`, a ClientSecurity."""
     return _endpoint_option(
         "--rdzv-endpoint",
@@ -269,6 +269,7 @@ def service_options(command: _Command) -> _Command:
         ServiceAddress(),
         "HOST:PORT[,...]",
         "Address of the rendezvous service, or of its replicas.",
+        each=each,
     )(command)
 
 
@@ -279,18 +280,19 @@ def timer_service_options(command: _Command) -> _Command:
     )(command)
 
 
-def agent_options(command: _Command) -> _Command:
+def agent_options(command: _Command, *, each: bool = False) -> _Command:
     """Add the options of a call to an agent: `agent`, `timeout` in seconds, and `security`, a ClientSecurity."""
-    return _endpoint_option("--agent", "agent", Text(), "HOST:PORT", "Address of the agent.")(command)
+    option = _endpoint_option("--agent", "agent", Text(), "HOST:PORT", "Address of the agent.", each=each)
+    return option(command)
 
 
 def _endpoint_option(
-    flag: str, role: str, kind: click.ParamType[str], metavar: str, help_: str
+    flag: str, role: str, kind: click.ParamType[str], metavar: str, help_: str, *, each: bool = False
 ) -> Callable[[_Command], _Command]:
     """Return the option for a service's address, with those of every call to a service.
 
     Without the option the service is found by name: in the agent of the run on this host that is asked about, or the
-    role's own on this host.
+    role's own on this host. With `each`, the command is called for each run of this host if there are several.
     """
     option = click.option(
         flag,
@@ -304,10 +306,18 @@ def _endpoint_option(
     def decorate(command: _Command) -> _Command:
         @functools.wraps(command)
         def call(**arguments: Any) -> Any:
-            if arguments[name] is None:
-                endpoint = arguments[name] = _found(role, arguments.get("run_id") or "", arguments)
-                arguments["security"] = arguments["security"] or secret_beside(endpoint)
-            return command(**arguments)
+            if arguments[name] is not None:
+                return command(**arguments)
+            try:
+                endpoints = [_found(role, arguments.get("run_id") or "", arguments)]
+            except SeveralRuns as several:
+                if not each or arguments["as_json"] or several.role != role:
+                    raise
+                endpoints = several.endpoints
+            for endpoint in endpoints:
+                security = arguments["security"] or secret_beside(endpoint)
+                result = command(**{**arguments, name: endpoint, "security": security})
+            return result
 
         return option(timeout_option(client_options(cast(_Command, call))))
 

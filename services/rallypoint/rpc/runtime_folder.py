@@ -94,6 +94,14 @@ def _served(pattern: str) -> list[str]:
     ]
 
 
+class SeveralRuns(SettingError):
+    """Several runs have a service of a role on this host, at these endpoints."""
+
+    def __init__(self, text: str, role: str, endpoints: list[str]) -> None:
+        super().__init__(text)
+        self.role, self.endpoints = role, endpoints
+
+
 def found_socket(role: str, run_id: str) -> str:
     """Return the endpoint of the service of a role to ask about a run; if `run_id` is empty, about any.
 
@@ -101,7 +109,7 @@ def found_socket(role: str, run_id: str) -> str:
     rendezvous). Without a run's name, an agent's is taken too if it is of the only run.
 
     Raises:
-        SettingError: Without a run's name, several runs have one; one line.
+        SeveralRuns: Without a run's name, several runs have one; one line.
     """
     if run_id and (found := run_socket(role, run_id)):
         return found
@@ -116,9 +124,11 @@ def found_socket(role: str, run_id: str) -> str:
             {Path(endpoint).name.split(f".{role}.")[0].removeprefix("run-") for endpoint in served}
         )
         if len(names) > 1:
-            raise SettingError(
+            raise SeveralRuns(
                 f"this host has {len(names)} runs: {', '.join(names[:_MOST_NAMES])}; "
-                f"give RUN_ID, or the address, as in {served[0]}"
+                f"give RUN_ID, or the address, as in {served[0]}",
+                role,
+                served,
             )
         if served:
             return served[0]
