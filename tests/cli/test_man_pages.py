@@ -27,7 +27,7 @@ def commands(command: click.Command, context: click.Context) -> Iterator[tuple[s
 def test_each_command_has_a_page_with_its_flags(tmp_path: Path) -> None:
     """Also the commands of groups, which are imported at their call."""
     subprocess.run([sys.executable, str(ROOT / ".ci" / "man_pages.py"), str(tmp_path)], check=True)
-    expected = dict(commands(main, click.Context(main, info_name="rallypoint")))
+    expected = dict(commands(main, click.Context(main, info_name="rallypoint", **main.context_settings)))
     assert {path.name for path in tmp_path.iterdir()} == {f"{name}.1" for name in expected}
     for name, command in expected.items():
         page = (tmp_path / f"{name}.1").read_text().replace("\\-", "-")
