@@ -292,7 +292,8 @@ def _endpoint_option(
     """Return the option for a service's address, with those of every call to a service.
 
     Without the option the service is found by name: in the agent of the run on this host that is asked about, or the
-    role's own on this host. With `each`, the command is called for each run of this host if there are several.
+    role's own on this host. With `each`, the command is called for each run of this host if there are several,
+    unless `as_json` is set: its output is one document.
     """
     option = click.option(
         flag,

@@ -212,9 +212,11 @@ class WorkerGroup:
             self._started_at = time.monotonic()
             await self._group.start([self._spec(local_rank) for local_rank in local_ranks])
         except (SpawnError, LogError, NumaError) as error:
+            if self._stopped:
+                return  # the stop has already reported that no worker is alive
             if host_exhausted(error):  # other hosts may run this round, and this one none
                 self._publish(NodeUnhealthy(str(error)))
-            elif not self._stopped:
+            else:
                 local_rank = getattr(error, "local_rank", None) or 0
                 failure = failure_to_start(str(error), local_rank=local_rank, **self._identity(local_rank))
                 self._fail(failure)
