@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import base64
+import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, Self, TypeVar
+from copy import deepcopy
+from typing import Any, Protocol, Self, TypeVar
 
 from google.protobuf.duration_pb2 import Duration
 
@@ -109,7 +111,18 @@ def seconds(field: str, duration: Duration, most: float, *, zero: bool = True) -
     return value
 
 
-# ---- Pages. A token has the position of the last item of a page: the next page continues after it.
+# ---- Pages. A token has the position of a page's last item, after which the next page continues, and a digest of its
+# request: with another filter or direction, items would be missed.
+
+
+class ListRequest(Protocol):
+    """A request for a page."""
+
+    page_size: int
+    page_token: str
+
+    def SerializeToString(self, *, deterministic: bool = ...) -> bytes:
+        """Of every message."""
 
 
 def page_size(requested: int, default: int, most: int) -> int:
@@ -122,31 +135,45 @@ def page_size(requested: int, default: int, most: int) -> int:
     return min(requested or default, most)
 
 
-def page_token(*position: str | int) -> str:
-    """Return the token of the page after a position."""
-    return base64.urlsafe_b64encode(json.dumps(position).encode()).decode()
+def page_token(request: ListRequest, *position: str | int) -> str:
+    """Return the token of the page after a position, for the same request with any page_size."""
+    return base64.urlsafe_b64encode(json.dumps([*position, _digest(request, position)]).encode()).decode()
 
 
-def items_before(token: str) -> int:
-    """Return the number of items before a page, of a token that has nothing else; 0: the first page.
-
-    Raises:
-        ServiceError: INVALID_ARGUMENT: no service issued the token for such a request.
-    """
-    return int(page_position(token, int)[0]) if token else 0
-
-
-def page_position(token: str, *kinds: type) -> list[Any]:
-    """Return the position in a token: values of these types; numbers are from 0 to 2**62.
+def items_before(request: ListRequest) -> int:
+    """Return the number of items before the requested page, of a token that has nothing else; 0: the first page.
 
     Raises:
         ServiceError: INVALID_ARGUMENT: no service issued the token for such a request.
     """
-    position: Any = None
+    return int(page_position(request, int)[0]) if request.page_token else 0
+
+
+def page_position(request: ListRequest, *kinds: type) -> list[Any]:
+    """Return the position in a request's token: values of these types; numbers are from 0 to 2**62.
+
+    Raises:
+        ServiceError: INVALID_ARGUMENT: no service issued the token for such a request.
+    """
+    content: Any = None
     with suppress(ValueError, RecursionError):
-        if len(token) <= _TOKEN_LENGTH:  # decoding a longer one would block the event loop
-            position = json.loads(base64.urlsafe_b64decode(token))
-    fits = isinstance(position, list) and [type(each) for each in position] == [*kinds]
-    if fits and all(isinstance(each, str) or 0 <= each <= 2**62 for each in position):
-        return list(position)
+        if len(request.page_token) <= _TOKEN_LENGTH:  # decoding a longer one would block the event loop
+            content = json.loads(base64.urlsafe_b64decode(request.page_token))
+    if isinstance(content, list) and [type(each) for each in content] == [*kinds, str]:
+        *position, digest = content
+        in_range = all(isinstance(each, str) or 0 <= each <= 2**62 for each in position)
+        if in_range and digest == _digest(request, position):
+            return position
     raise invalid("page_token", "must be the next_page_token of a page of the same request, or empty")
+
+
+def _digest(request: ListRequest, position: Sequence[str | int]) -> str:
+    whole = deepcopy(request)
+    whole.page_size, whole.page_token = 0, ""
+    parts = (
+        json.dumps([type(request).__name__, *position]).encode(),
+        whole.SerializeToString(deterministic=True),
+    )
+    return hashlib.blake2b(
+        b"".join(len(part).to_bytes(8) + part for part in parts), digest_size=8
+    ).hexdigest()

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
 
-from rallypoint.rendezvous.api.event_pages import EventReader, page_cursor, token_after
+from rallypoint.rendezvous.api.event_pages import EventReader
 from rallypoint.rendezvous.api.events import EventFilter
 from rallypoint.rendezvous.base.errors import EventsCompacted
 from rallypoint.rendezvous.core import facts
@@ -18,8 +18,6 @@ from rallypoint.rendezvous.journal.codec import encode_record
 from rallypoint.rendezvous.journal.journal import Record
 from rallypoint.rendezvous.runs.history import History
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
-from rallypoint.rpc.errors import ServiceError
-from rallypoint.serving.requests import page_position, page_token
 
 EVERYTHING = EventFilter()
 NO_BOUND = 10**9
@@ -217,54 +215,3 @@ def test_a_cursor_must_lead_to_what_is_kept(
         at.check("run")
     if isinstance(raised.value, EventsCompacted):
         assert (raised.value.revision, raised.value.oldest_revision) == (50, 51)
-
-
-# ---- tokens
-
-
-REQUEST = pb.ListEventsRequest(run_id="run", filter=pb.EventFilter(node_ids=["a"], rounds=[1]))
-
-
-def test_a_token_stands_for_its_cursor() -> None:
-    """And another page size is no other request."""
-    token = token_after(REQUEST, 2**62)
-    again = pb.ListEventsRequest(page_size=7, page_token=token)
-    again.MergeFrom(REQUEST)
-    assert page_cursor(again) == 2**62
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
-        pb.ListEventsRequest(run_id="run2", filter=REQUEST.filter),
-        pb.ListEventsRequest(run_id="run", filter=REQUEST.filter, newest_first=True),
-        pb.ListEventsRequest(run_id="run", filter=pb.EventFilter(node_ids=["a"])),
-        pb.ListEventsRequest(run_id="run"),
-    ],
-)
-def test_a_token_of_another_request_is_refused(other: pb.ListEventsRequest) -> None:
-    """It would leave events out."""
-    request = pb.ListEventsRequest(page_token=token_after(REQUEST, 12))
-    request.MergeFrom(other)
-    with pytest.raises(ServiceError) as error:
-        page_cursor(request)
-    assert [field for field, _ in error.value.field_violations] == ["page_token"]
-
-
-CHANGES: list[Callable[[str], str]] = [
-    lambda token: "1" + token,
-    lambda token: page_token(13, *page_position(token, int, str)[1:]),
-    lambda token: page_token(12, "0" * 16),
-    lambda token: "9" * 100 + token,
-    lambda token: "hello",
-]
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_what_is_no_token_is_refused(change: Callable[[str], str]) -> None:
-    """Whatever was done to it."""
-    request = pb.ListEventsRequest(page_token=change(token_after(REQUEST, 12)))
-    request.MergeFrom(REQUEST)
-    with pytest.raises(ServiceError) as error:
-        page_cursor(request)
-    assert [field for field, _ in error.value.field_violations] == ["page_token"]

@@ -86,7 +86,7 @@ async def test_every_call_does_what_the_contract_says(served: Served) -> None:
     assert (await stub.Delete(pb.DeleteRequest(**writing, key="a"))).deleted
     assert not (await stub.Delete(pb.DeleteRequest(**writing, key="a"))).deleted
     page = await stub.ListKeys(pb.ListKeysRequest(**place, page_size=1))
-    assert (list(page.keys), page.next_page_token) == (["k"], page_token("k"))
+    assert (list(page.keys), page.next_page_token) == (["k"], page_token(pb.ListKeysRequest(**place), "k"))
     page = await stub.ListKeys(pb.ListKeysRequest(**place, page_size=1, page_token=page.next_page_token))
     assert (list(page.keys), page.next_page_token) == (["n"], "")
     assert not (await stub.ListKeys(pb.ListKeysRequest(run_id=RUN))).keys

@@ -246,9 +246,9 @@ def _page(
 ) -> tuple[Sequence[_Item], str]:
     """Return the items of a page, and the token of the next one, which has the number of items before it."""
     size = page_size(request.page_size, most, most)
-    first = items_before(request.page_token)
+    first = items_before(request)
     end = first + size
-    return items[first:end], page_token(end) if end < len(items) else ""
+    return items[first:end], page_token(request, end) if end < len(items) else ""
 
 
 def _run_id(value: str) -> str:

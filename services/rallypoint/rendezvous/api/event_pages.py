@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections.abc import Callable, MutableSequence, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -20,7 +19,6 @@ from rallypoint.rendezvous.runs.history import History
 from rallypoint.rendezvous.shard.locator import RunLocator
 from rallypoint.rendezvous.shard.reader import RunsReader
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
-from rallypoint.rpc.errors import invalid
 from rallypoint.serving.flow import Subscriber, Turns
 from rallypoint.serving.requests import count, name, page_position, page_size, page_token
 
@@ -111,36 +109,6 @@ class EventReader:
         return self.history.after(self.cursor, _STEP_RECORDS)
 
 
-def token_after(request: pb.ListEventsRequest, cursor: int) -> str:
-    """Return the token with which a request goes on after `cursor`."""
-    return page_token(cursor, _digest(request, cursor))
-
-
-def page_cursor(request: pb.ListEventsRequest) -> int:
-    """Return the cursor of a request's token.
-
-    Raises:
-        ServiceError: INVALID_ARGUMENT: it is not a token, or is one of another request.
-    """
-    cursor, digest = page_position(request.page_token, int, str)
-    if digest != _digest(request, cursor):
-        raise invalid("page_token", "is of a request with another run_id, filter or newest_first")
-    return int(cursor)
-
-
-def _digest(request: pb.ListEventsRequest, cursor: int) -> str:
-    """Bind a cursor to its request: with another filter or direction, events would be missed."""
-    digest = hashlib.blake2b(digest_size=8)
-    for part in (
-        request.run_id.encode(),
-        request.filter.SerializeToString(deterministic=True),
-        b"newest first" if request.newest_first else b"oldest first",
-        str(cursor).encode(),
-    ):
-        digest.update(len(part).to_bytes(8) + part)
-    return digest.hexdigest()
-
-
 # ---- ListEvents and WatchEvents: the past events of a run, and new ones.
 
 
@@ -198,7 +166,7 @@ class EventServicer:
             turn=self._turn,
         )
         if request.page_token:
-            reader.cursor = page_cursor(request)
+            (reader.cursor,) = page_position(request, int)
             reader.check(request.run_id)
         response = pb.ListEventsResponse()
         await reader.fill(
@@ -206,7 +174,7 @@ class EventServicer:
         )
         response.oldest_revision = history.oldest
         if not reader.at_end:
-            response.next_page_token = token_after(request, reader.cursor)
+            response.next_page_token = page_token(request, reader.cursor)
         return response
 
     async def watch(self, request: pb.WatchEventsRequest, watcher: Subscriber) -> None:

@@ -228,7 +228,8 @@ class RunsPage:
             ServiceError: INVALID_ARGUMENT, naming the field.
         """
         self._size = page_size(request.page_size, _DEFAULT_RUNS, MOST_RUNS)
-        self._after = page_position(request.page_token, str)[0] if request.page_token else ""
+        self._after = page_position(request, str)[0] if request.page_token else ""
+        self._request = request
 
     def of(self, runs: Iterable[RunState]) -> pb.ListRunsResponse:
         """Return the page of some runs."""
@@ -239,7 +240,7 @@ class RunsPage:
             run = run_summary(state)
             room -= run.ByteSize() + _FRAME_BYTES
             if response.runs and (room < 0 or len(response.runs) == self._size):
-                response.next_page_token = page_token(response.runs[-1].run_id)
+                response.next_page_token = page_token(self._request, response.runs[-1].run_id)
                 break
             response.runs.append(run)
         return response
@@ -284,7 +285,7 @@ class RunsPage:
         # Runs may have expired since their names were looked up.
         if len(response.runs) < len(runs) or end is not None or len(wanted) > self._size:
             last = response.runs[-1].run_id if response.runs else max(wanted)
-            response.next_page_token = page_token(last)
+            response.next_page_token = page_token(self._request, last)
         return response
 
 
@@ -298,7 +299,8 @@ class NodesPage:
             ServiceError: INVALID_ARGUMENT, naming the field.
         """
         self._size = page_size(request.page_size, NODES_PER_MESSAGE, NODES_PER_MESSAGE)
-        self._first = items_before(request.page_token)
+        self._first = items_before(request)
+        self._request = request
         wanted = request.filter
         check_entries("node_ids", wanted.node_ids)
         check_entries("states", wanted.states)
@@ -311,7 +313,7 @@ class NodesPage:
         nodes = list(islice(matching, self._first, self._first + self._size))
         response = pb.ListNodesResponse(nodes=node_messages(state, nodes), revision=state.revision)
         if len(response.nodes) < len(nodes) or next(matching, None) is not None:
-            response.next_page_token = page_token(self._first + len(response.nodes))
+            response.next_page_token = page_token(self._request, self._first + len(response.nodes))
         return response
 
     def _matches(self, state: RunState, node: Node) -> bool:

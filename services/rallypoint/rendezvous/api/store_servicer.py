@@ -158,7 +158,7 @@ class StoreServicer(rpc.StoreServiceServicer):
         store = await self._reader(request)
         keys = store.list_keys(request.run_id, request.round, request.prefix, after, count + 1)
         more = len(keys) > count
-        token = page_token(keys[count - 1]) if more else ""
+        token = page_token(request, keys[count - 1]) if more else ""
         return pb.ListKeysResponse(keys=keys[:count], next_page_token=token)
 
     def _store(self, request: WriteRequest) -> StoreService:

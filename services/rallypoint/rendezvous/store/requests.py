@@ -123,7 +123,7 @@ def wait_seconds(timeout: Duration) -> float:
 
 def page(request: pb.ListKeysRequest) -> tuple[str, int]:
     """Return the key after which the page begins, and the number of keys on it."""
-    after = page_position(request.page_token, str)[0] if request.page_token else ""
+    after = page_position(request, str)[0] if request.page_token else ""
     return after, page_size(request.page_size, DEFAULT_PAGE_SIZE, MAX_PAGE_SIZE)
 
 

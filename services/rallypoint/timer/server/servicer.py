@@ -301,22 +301,24 @@ class TimerServicer(pb_grpc.TimerServiceServicer):
         """See timer_service.proto."""
         size, beyond = page_size(request.page_size, MAX_PAGE, MAX_PAGE), None
         if request.page_token:
-            beyond = TimerName(*page_position(request.page_token, str, str, str, str))
+            beyond = TimerName(*page_position(request, str, str, str, str))
         found = self._table.timers(
             self._watchdog.now(), request.run_id, request.node_id, beyond, states=_states(request.states)
         )
         page = list(islice(found, size + 1))
-        more = page_token(*page[size - 1].name) if len(page) > size else ""
+        more = page_token(request, *page[size - 1].name) if len(page) > size else ""
         return pb.ListTimersResponse(timers=map(outbox.timer, page[:size]), next_page_token=more)
 
     async def ListScopes(self, request: pb.ListScopesRequest, context: _Context) -> pb.ListScopesResponse:
         """See timer_service.proto."""
         size, beyond = page_size(request.page_size, MAX_PAGE, MAX_PAGE), None
         if request.page_token:
-            run_id, scope = page_position(request.page_token, str, str)
+            run_id, scope = page_position(request, str, str)
             beyond = (run_id, scope)
         page = list(islice(self._table.scopes(request.run_id, beyond), size + 1))
-        more = page_token(page[size - 1].run_id, page[size - 1].learned.scope) if len(page) > size else ""
+        more = ""
+        if len(page) > size:
+            more = page_token(request, page[size - 1].run_id, page[size - 1].learned.scope)
         settings = self._table.settings
         return pb.ListScopesResponse(
             scopes=map(outbox.scope, page[:size]),
@@ -338,10 +340,10 @@ class TimerServicer(pb_grpc.TimerServiceServicer):
         """See timer_service.proto."""
         check_name("run_id", request.run_id)
         size = page_size(request.page_size, _DEFAULT_WORKERS, _MAX_WORKERS)
-        first = items_before(request.page_token)
+        first = items_before(request)
         progress = self._watchdog.progress_of(request.run_id, size, first)
         end = first + size
-        return outbox.run_progress(progress, page_token(end) if end < progress.workers else "")
+        return outbox.run_progress(progress, page_token(request, end) if end < progress.workers else "")
 
     def _is_subscribed(self, request: pb.AcquireTimerRequest | pb.BatchUpdateTimersRequest) -> bool:
         return self._table.is_subscribed(request.run_id, request.node_id)
