@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from benchmarks.c10d import find_torch
+from benchmarks.c10d import find_torch, torch_handlers
 from benchmarks.etcd import etcd
 from benchmarks.expires import expires
 from benchmarks.failover import failover
@@ -38,6 +38,7 @@ BENCHMARKS: dict[str, Benchmark] = {
     "heartbeat": heartbeat,
     "store": store,
     "torch-store": torch_store,
+    "torch-handlers": torch_handlers,
     "journal": journal,
     "etcd": etcd,
     "expires": expires,

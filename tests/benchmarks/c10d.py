@@ -5,12 +5,17 @@ from __future__ import annotations
 import statistics
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from benchmarks.clients.c10d_order import C10dOrder, C10dResult
+from benchmarks.figures import Figure
 from benchmarks.processes import BenchmarkError, DidNotFinish, client_command, driven
 from benchmarks.session import Session
-from benchmarks.trials import median
+from benchmarks.trials import in_turns, median, ours
 from support.mortal import MORTAL_ONCE_MORE
 
 # Seconds. At 256 nodes some rendezvous take 11, and some go on for ever.
@@ -18,6 +23,7 @@ PATIENCE = 120.0
 _MOST_UNFINISHED = 2  # then there is no more to learn
 # Past it no rendezvous has been seen to come to an end.
 MOST_NODES = 256
+HANDLERS = (64, 128, 256)
 
 # c10d looks up a name for the address of every connection. Where the look-up goes to a name server, that is what
 # would be measured; so it sees a machine that knows the names of its own files only.
@@ -80,9 +86,36 @@ def c10d_calls(session: Session, kind: str, members: int, each: int = 1) -> C10d
     return result
 
 
-def _run(session: Session, python: Path, order: C10dOrder) -> C10dResult:
+def torch_handlers(session: Session) -> Iterator[Figure]:
+    """Measure; see docs/benchmarks.md."""
+    if session.torch is None:
+        session.say("torch-handlers: no Python with torch; `make test-torch` makes one")
+        return
+    for nodes in session.sizes_or(HANDLERS):
+        variants = {
+            "c10d": partial(_handlers, session, session.torch, C10dOrder("dynamic", nodes)),
+            "plugin": partial(_handlers, session, session.torch, C10dOrder("plugin", nodes), "memory"),
+            "backend": partial(_handlers, session, session.torch, C10dOrder("dynamic", nodes), "memory"),
+        }
+        what = f"torch-handlers n={nodes}"
+        results = in_turns(
+            session, what, variants, lambda it: f"first {it.first:.3f} s, last {it.last:.3f} s"
+        )
+        for name in filter(results.__contains__, ("plugin", "backend")):
+            peer = results["c10d"].last if "c10d" in results else None
+            yield Figure(f"torch-handlers.{name}", nodes, results[name].last, "s", None, peer)
+
+
+def _handlers(session: Session, python: Path, order: C10dOrder, journal: str = "") -> C10dResult:
+    with ours(journal)(session.folder) if journal else nullcontext() as server:
+        # A process beside each handler of ours starts before the clock.
+        patience = PATIENCE + order.members if journal else PATIENCE
+        return _run(session, python, replace(order, endpoint=server.endpoint if server else ""), patience)
+
+
+def _run(session: Session, python: Path, order: C10dOrder, patience: float = 0.0) -> C10dResult:
     command = [*with_local_names(session.folder), *client_command("c10d", order, python)]
-    return C10dResult(**driven(command, session.folder / "client-c10d.log", PATIENCE))
+    return C10dResult(**driven(command, session.folder / "client-c10d.log", patience or PATIENCE))
 
 
 def with_local_names(folder: Path) -> list[str]:

@@ -18,6 +18,7 @@ from benchmarks import __main__ as command
 from benchmarks.figures import Figure
 from benchmarks.processes import BenchmarkError
 from benchmarks.session import Session
+from support.marks import slow
 from support.processes import fresh_marker, gone
 from support.waiting import wait_until
 
@@ -177,7 +178,7 @@ def test_what_failed_is_in_the_exit_code_and_what_was_measured_is_kept(
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", [signal.SIGINT, slow(signal.SIGKILL)])
 def test_no_process_outlives_the_command(number: signal.Signals, tmp_path: Path) -> None:
     """Whoever interrupts a benchmark is not left with its servers; after Ctrl-C the figures so far are kept."""
     with fresh_marker() as marker:

@@ -19,10 +19,13 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 
 import torch.distributed as dist
+from torch.distributed.elastic.rendezvous.api import RendezvousHandler, RendezvousParameters
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
 from benchmarks.clients.c10d_order import C10dOrder, C10dResult
+from rallypoint.torch.backend import RallypointRendezvousBackend
+from rallypoint.torch.handler import RallypointRendezvousHandler
 from support.mortal import mortal
 
 _RUN_ID = "benchmark"
@@ -31,6 +34,7 @@ _VALUE = "v" * 100
 _GO, _READY, _AWAITED = "go", "ready", "awaited"
 # On two cores 4 processes were fastest; with all threads in one, the interpreter's lock is what is measured.
 _PROCESSES = 4
+_making = threading.Lock()  # many processes that start at once do not start in time
 _TO_WAIT = 1.0  # seconds that all who wait for a key take to begin
 
 
@@ -38,22 +42,33 @@ def _connect(port: int) -> dist.TCPStore:
     return dist.TCPStore(_HOST, port, is_master=False, wait_for_workers=False)
 
 
-def _join(order: C10dOrder, number: int) -> Callable[[], None]:
-    """From the first connect until the rank is known, as ours is measured."""
+def _dynamic(order: C10dOrder) -> DynamicRendezvousHandler:
+    """torch's own handler, over its own backend or ours."""
+    store, most, backend = _connect(order.port), order.members, None
+    if order.endpoint:
+        backend = RallypointRendezvousBackend(order.endpoint, _RUN_ID, {"insecure": "1"})
+        backend.get_state()  # connects, as torch's does when it is made
+    return DynamicRendezvousHandler.from_backend(
+        _RUN_ID, store, backend or C10dRendezvousBackend(store, _RUN_ID), most, most, local_addr=_HOST
+    )
 
-    def join() -> None:
-        store = _connect(order.port)
-        handler = DynamicRendezvousHandler.from_backend(
-            _RUN_ID,
-            store,
-            C10dRendezvousBackend(store, _RUN_ID),
-            min_nodes=order.members,
-            max_nodes=order.members,
-            local_addr=_HOST,
-        )
-        handler.next_rendezvous()
 
-    return join
+def _plugin(order: C10dOrder) -> RendezvousHandler:
+    most = order.members
+    return RallypointRendezvousHandler(
+        RendezvousParameters("rallypoint", order.endpoint, _RUN_ID, most, most, _HOST, insecure="1")
+    )
+
+
+def _rejoin(make: Callable[[C10dOrder], RendezvousHandler]) -> Callable[[C10dOrder, int], Callable[[], None]]:
+    """From the call of a handler that is there until the rank is known."""
+
+    def prepare(order: C10dOrder, number: int) -> Callable[[], None]:
+        with _making:
+            handler = make(order)
+        return lambda: handler.next_rendezvous() and None
+
+    return prepare
 
 
 def _call(call: Callable[[dist.TCPStore, str], object]) -> Callable[[C10dOrder, int], Callable[[], None]]:
@@ -75,7 +90,10 @@ def _call(call: Callable[[dist.TCPStore, str], object]) -> Callable[[C10dOrder, 
 
 
 KINDS: dict[str, Callable[[C10dOrder, int], Callable[[], None]]] = {
-    "rendezvous": _join,
+    # From the first connect until the rank is known, as ours is measured.
+    "rendezvous": lambda order, number: lambda: _dynamic(order).next_rendezvous() and None,
+    "dynamic": _rejoin(_dynamic),
+    "plugin": _rejoin(_plugin),
     "set": _call(lambda store, key: store.set(key, _VALUE)),
     "get": _call(lambda store, key: store.get(key)),
     "add": _call(lambda store, key: store.add("sum/" + key, 1)),

@@ -15,6 +15,7 @@ class C10dOrder:
         each: how often each does it.
         port: the store's, in a process that has a share of the members.
         share: how many members such a process has.
+        endpoint: of the rendezvous service, for the kinds that are of ours.
     """
 
     kind: str
@@ -22,6 +23,7 @@ class C10dOrder:
     each: int = 1
     port: int = 0
     share: int = 0
+    endpoint: str = ""
 
 
 @dataclass(frozen=True, slots=True)
