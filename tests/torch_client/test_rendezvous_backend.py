@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -94,6 +96,33 @@ def test_no_service(module: Any) -> None:
     backend.close()
     with pytest.raises(RendezvousConnectionError):
         backend.get_state()
+
+
+def test_a_set_that_loses_waits_ever_longer(module: Any, server: MortalServer) -> None:
+    """Otherwise, with a hundred agents, each set makes the others fail, and no rendezvous comes to an end."""
+    backend = module.RallypointRendezvousBackend(server.endpoint, "run", {"insecure": True})
+    _, token, _ = backend.set_state(b"first")
+    _, latest, _ = backend.set_state(b"second", token)
+    began = time.monotonic()
+    for _ in range(7):
+        assert backend.set_state(b"third", token) == (b"second", latest, False)
+    assert time.monotonic() - began > 0.2  # 2.6 on average, less than 0.2 once in a million times
+    backend.close()
+
+
+def test_the_death_of_the_program_is_no_error(server: MortalServer) -> None:
+    """Its companion ends without a word, also with a reply that the program has not read."""
+    program = (
+        "import os, select, sys; from rallypoint.torch.backend import RallypointRendezvousBackend as Backend\n"
+        "companion = Backend(sys.argv[1], 'run', {'insecure': True})._companion\n"
+        "companion.send('get_state')\n"
+        "select.select([companion._socket], [], [])\n"
+        "os._exit(0)\n"
+    )
+    # The companion has the pipe too: run() returns when both have ended.
+    command = [sys.executable, "-c", program, server.endpoint]
+    ended = subprocess.run(command, stderr=subprocess.PIPE, timeout=PATIENCE, check=True, text=True)
+    assert ended.stderr == ""
 
 
 @pytest.mark.parametrize(

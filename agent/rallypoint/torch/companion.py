@@ -175,7 +175,7 @@ class _Companion:
         return path
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
-        while line := await reader.readline():
+        while line := await _next_line(reader):
             self._events.put_nowait(_HandlerRequest(json.loads(line)))
         self._events.put_nowait(_HandlerGone())
 
@@ -405,8 +405,9 @@ async def _serve_state(
         return
     async with replicas:
         send("ready", read_timeout=timeout)
-        while line := await reader.readline():
-            call = json.loads(line)
+        backoff = Pace().backoff()
+        while line := await _next_line(reader):
+            call, deadline = json.loads(line), time.monotonic() + timeout
             try:
                 if call["do"] == "get_state":
                     current, has_set = await client.get(timeout=timeout), False
@@ -414,6 +415,12 @@ async def _serve_state(
                     token = None if call["token"] is None else b64decode(call["token"])
                     outcome = await client.set(b64decode(call["state"]), token, timeout=timeout)
                     current, has_set = outcome.current, outcome.has_set
+                    if has_set:
+                        backoff.reset()
+                    elif (left := deadline - time.monotonic() - (pause := backoff.next())) > 0:
+                        # torch's handlers set again at once: a hundred would fail one another's sets for ever.
+                        await asyncio.sleep(pause)
+                        current = await client.get(timeout=left)
             except ServiceError as error:
                 send("ended", how="connection", detail=error.message)
                 continue
@@ -488,7 +495,7 @@ class _StoreNode:
         return True
 
     async def _until_closed(self, reader: asyncio.StreamReader) -> None:
-        await reader.read()
+        await _next_line(reader)
         self._events.put_nowait(None)
 
     def _send(self, kind: str, **fields: object) -> None:
@@ -496,6 +503,13 @@ class _StoreNode:
 
 
 # ---- The process.
+
+
+async def _next_line(reader: asyncio.StreamReader) -> bytes:
+    try:
+        return await reader.readline()
+    except ConnectionError:  # the handler died before it had read everything
+        return b""
 
 
 async def _run(fd: int, parent: int) -> None:
@@ -509,7 +523,7 @@ async def _run(fd: int, parent: int) -> None:
     # A fork of torchrun may outlive it, and has the other end of the socket: there would be no end of the stream.
     asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, parent_died)
     prctl(PR_SET_PDEATHSIG, signal.SIGUSR1)
-    if os.getppid() == parent and (line := await reader.readline()):
+    if os.getppid() == parent and (line := await _next_line(reader)):
         start = json.loads(line)
         if start["do"] == "open_state":
             await _serve_state(start, reader, writer)

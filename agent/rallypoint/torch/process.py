@@ -38,6 +38,7 @@ START_TIMEOUT = 60.0
 SLACK = 2.0
 """Seconds beyond a time limit of the companion for the same wait."""
 
+_COMPANION = "rallypoint.torch.companion"
 # Seconds that the companion gets to end by itself.
 _END_TIMEOUT = 5.0
 
@@ -63,10 +64,7 @@ class CompanionProcess:
             try:
                 # In its own session: signals of the terminal don't reach it.
                 self._process = subprocess.Popen(
-                    [
-                        *(sys.executable, "-P", "-m", "rallypoint.torch.companion"),
-                        *(str(theirs.fileno()), str(self._pid)),
-                    ],
+                    [sys.executable, "-P", "-m", _COMPANION, str(theirs.fileno()), str(self._pid)],
                     stdin=subprocess.DEVNULL,
                     pass_fds=(theirs.fileno(),),
                     start_new_session=True,

@@ -129,13 +129,8 @@ class EventRecorder:
         """`begun`: when the job began to join."""
         self.group_state = GroupState.UNKNOWN
         self._subject = subject
-        self._begun = begun.monotonic
-        self._stands_since = begun.monotonic
-        self._waits_since = begun.monotonic
-        self._ranked_at = begun.monotonic
-        self._start_requested = begun.monotonic
-        self._examined_since = begun.monotonic
-        self._watchdog_since = begun.monotonic
+        self._begun = self._stands_since = self._waits_since = self._ranked_at = begun.monotonic
+        self._start_requested = self._examined_since = self._watchdog_since = begun.monotonic
         self._stopping = False
         self._started_at: dict[int, float] = {}
         self._failed_at: float | None = None
