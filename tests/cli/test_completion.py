@@ -12,6 +12,7 @@ from click.testing import CliRunner
 
 from cli.cli_process import RALLYPOINT, clean_environment, rallypoint, service
 from rallypoint.cli.main import main
+from support.marks import slow
 from support.mortal import mortal
 from support.waiting import wait_until
 
@@ -33,11 +34,11 @@ def test_there_is_a_script_for_each_shell(shell: str, loads: str) -> None:
     ("words", "offered"),
     [
         ("rallypoint s", ["submit", "serve", "status", "scopes"]),
-        pytest.param("rallypoint agent s", ["stacks", "stop"], marks=pytest.mark.slow),
-        pytest.param("rallypoint agent logs --f", ["--follow"], marks=pytest.mark.slow),
-        pytest.param("rallypoint submit --ag", ["--agents"], marks=pytest.mark.slow),
-        pytest.param("rallypoint serve r", ["rendezvous"], marks=pytest.mark.slow),
-        pytest.param("rallypoint run --nproc", ["--nproc-per-node"], marks=pytest.mark.slow),
+        slow("rallypoint agent s", ["stacks", "stop"]),
+        slow("rallypoint agent logs --f", ["--follow"]),
+        slow("rallypoint submit --ag", ["--agents"]),
+        slow("rallypoint serve r", ["rendezvous"]),
+        slow("rallypoint run --nproc", ["--nproc-per-node"]),
         ("rallypoint timers --ex", ["--expired"]),
         ("rallypoint completion ", ["bash", "zsh", "fish"]),
     ],
@@ -98,11 +99,11 @@ def job() -> Iterator[dict[str, str]]:
         "rounds",
         "logs",
         "close",
-        pytest.param("delete", marks=pytest.mark.slow),
-        pytest.param("restart", marks=pytest.mark.slow),
-        pytest.param("evict", marks=pytest.mark.slow),
-        pytest.param("replicas --run", marks=pytest.mark.slow),
-        pytest.param("agent drain", marks=pytest.mark.slow),
+        slow("delete"),
+        slow("restart"),
+        slow("evict"),
+        slow("replicas --run"),
+        slow("agent drain"),
     ],
 )
 def test_runs_are_offered(job: dict[str, str], command: str) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from cli.cli_process import RALLYPOINT, clean_environment, rallypoint, refusal, service
+from support.marks import slow
 from support.waiting import PATIENCE, wait_until
 
 pytestmark = pytest.mark.integration
@@ -57,11 +58,7 @@ def joined(endpoint: str, count: int) -> bool:
 
 
 @pytest.mark.parametrize(
-    "flags",
-    [
-        pytest.param([], id="its own name"),
-        pytest.param(["--node-id", HOST], id="the host's name", marks=pytest.mark.slow),
-    ],
+    "flags", [pytest.param([], id="its own name"), slow(["--node-id", HOST], id="the host's name")]
 )
 def test_a_host_is_kept_out(endpoint: str, flags: list[str]) -> None:
     """Its agent has another name when it is started again; the names of other hosts are not affected."""

@@ -9,15 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from support.marks import slow
 from support.waiting import PATIENCE
 
 RALLYPOINT = f"{Path(sys.executable).parent}/rallypoint"
 
 
-@pytest.mark.parametrize(
-    "closed",
-    [*(pytest.param(each, marks=pytest.mark.slow) for each in ("<&-", ">&-", "2>&-")), "<&- >&- 2>&-"],
-)
+@pytest.mark.parametrize("closed", [*(slow(each) for each in ("<&-", ">&-", "2>&-")), "<&- >&- 2>&-"])
 def test_a_job_runs_without_a_standard_stream(tmp_path: Path, closed: str) -> None:
     """What its workers print goes nowhere; above all, not into a socket that got the stream's number."""
     script = tmp_path / "show.py"

@@ -16,6 +16,7 @@ import pytest
 from cli.cli_process import RALLYPOINT, clean_environment, rallypoint, refusal
 from rallypoint.rendezvous.cluster.replica import Replicas
 from support.etcd_server import NEEDS_ETCD, EtcdCluster, EtcdMember, etcd_cluster
+from support.marks import slow
 from support.mortal import mortal
 from support.ports import free_port
 from support.server_info import info_at
@@ -244,10 +245,7 @@ MISTAKES: list[tuple[Any, str]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("flags", "told"),
-    [*MISTAKES[:3], *(pytest.param(*mistake, marks=pytest.mark.slow) for mistake in MISTAKES[3:])],
-)
+@pytest.mark.parametrize(("flags", "told"), [*MISTAKES[:3], *(slow(*mistake) for mistake in MISTAKES[3:])])
 def test_flags_that_make_no_sense_are_refused(flags: list[str], told: str) -> None:
     """In one line, with exit code 2."""
     result = rallypoint("serve", "rendezvous", "--port", "0", "--log-level", "error", *flags)

@@ -14,6 +14,7 @@ from rallypoint.agent.v1 import supervisor_service_pb2 as pb
 from rallypoint.cli.main import main
 from rallypoint.submission import session
 from rallypoint.submission.session import Submission
+from support.marks import slow
 
 
 class NeverRun:
@@ -139,8 +140,7 @@ MISTAKES: list[tuple[Any, str]] = [
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
-    [*MISTAKES[:3], *(pytest.param(*mistake, marks=pytest.mark.slow) for mistake in MISTAKES[3:])],
+    ("arguments", "told"), [*MISTAKES[:3], *(slow(*mistake) for mistake in MISTAKES[3:])]
 )
 def test_what_makes_no_sense_is_refused_in_one_line(arguments: tuple[str, ...], told: str) -> None:
     """Before any agent is asked."""

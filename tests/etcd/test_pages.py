@@ -15,6 +15,7 @@ from rallypoint.etcd.v1 import kv_pb2
 from rallypoint.etcd.values import Put, Txn, prefix_end
 from rallypoint.rpc.pace import Pace
 from support.etcd_server import EtcdCluster, etcd_cluster
+from support.marks import slow
 
 KIB = 1024
 MIB = 1024 * KIB
@@ -74,10 +75,7 @@ async def fill(client: EtcdClient, prefix: bytes, *groups: tuple[int, int]) -> N
         number += keys
 
 
-@pytest.mark.parametrize(
-    "carries",
-    [pytest.param(6 * MIB, marks=pytest.mark.slow), 1 * MIB, pytest.param(150 * KIB, marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize("carries", [slow(6 * MIB), 1 * MIB, slow(150 * KIB)])
 async def test_large_values_after_many_small_ones_come_over_any_link(
     connect: Callable[..., EtcdClient], client: EtcdClient, shared_etcd: EtcdCluster, carries: int
 ) -> None:

@@ -14,6 +14,7 @@ import pytest
 from local_cluster import RENDEZVOUS, Job, LocalCluster
 from programs import ClusterError, Program
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
+from support.marks import slow
 from support.processes import fresh_marker, gone, living
 from support.waiting import PATIENCE
 
@@ -138,14 +139,7 @@ async def test_the_rendezvous_service_is_killed_and_started_again(tmp_path: Path
     assert gone(marker)
 
 
-@pytest.mark.parametrize(
-    "how",
-    [
-        "failing",
-        pytest.param("cancelled", marks=pytest.mark.slow),
-        pytest.param("cancelled twice", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("how", ["failing", slow("cancelled"), slow("cancelled twice")])
 async def test_however_its_block_is_left_nothing_stays(how: str, tmp_path: Path, marker: str) -> None:
     """An exception, Ctrl-C, and Ctrl-C once more while everything is being stopped."""
     started = asyncio.Event()
@@ -177,7 +171,7 @@ async def test_however_its_block_is_left_nothing_stays(how: str, tmp_path: Path,
         assert '"node left"' in (tmp_path / "rendezvous.log").read_text()  # in good order
 
 
-@pytest.mark.parametrize("number", [pytest.param(signal.SIGKILL, marks=pytest.mark.slow), signal.SIGTERM])
+@pytest.mark.parametrize("number", [slow(signal.SIGKILL), signal.SIGTERM])
 async def test_a_service_that_ends_unasked_ends_the_work(
     number: signal.Signals, tmp_path: Path, marker: str
 ) -> None:

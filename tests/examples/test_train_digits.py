@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 import train_digits
 from digits import fresh_state
 from rallypoint.timer import configure
+from support.marks import slow
 from support.waiting import PATIENCE
 from train_digits import World, batches, load_or_start, pack, parse, save, train, unpack
 
@@ -145,7 +146,7 @@ def test_three_workers_that_average_each_step_learn_what_one_learns(tmp_path: Pa
     np.testing.assert_allclose(three, one, atol=1e-4)
 
 
-@pytest.mark.parametrize("size", [3, pytest.param(5, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("size", [3, slow(5)])
 def test_several_workers_learn_to_read(size: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Workers that average now and then pass the bar, end with one model, and only rank 0 speaks."""
     options = parse(["--checkpoint", str(tmp_path / "digits.npz")])

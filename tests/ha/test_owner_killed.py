@@ -13,6 +13,7 @@ from ha.crowd import watched_crowd
 from ha.length import FULL_LENGTH, ordinarily
 from ha.runs import run_everywhere
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
+from support.marks import slow
 from torture.tormented_node import WORKERS
 
 pytestmark = pytest.mark.integration
@@ -24,7 +25,7 @@ WITHIN = TTL + 2.0
 
 
 @pytest.mark.timeout(3 * PATIENCE + REPEATS * PATIENCE)
-@pytest.mark.parametrize(("count", "repeats"), [(32, 1), pytest.param(256, REPEATS, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("count", "repeats"), [(32, 1), slow(256, REPEATS)])
 async def test_every_node_is_resumed_by_another_owner_and_no_round_ends(
     tmp_path: Path, count: int, repeats: int
 ) -> None:

@@ -10,6 +10,7 @@ from hostile.campaign import attack, log_faults
 from hostile.contract import documented_reasons
 from hostile.kinds import KINDS, Kind
 from hostile.target import target
+from support.marks import slow
 
 SEED = 1
 # Requests that reach every method, and most reasons to refuse.
@@ -19,7 +20,7 @@ WORTH = 10_000
 @pytest.mark.integration
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("kind", KINDS.values(), ids=str)
-@pytest.mark.parametrize("count", [300, pytest.param(WORTH, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [300, slow(WORTH)])
 async def test_a_server_bears_hostile_requests(tmp_path: Path, kind: Kind, count: int) -> None:
     """No UNKNOWN, no INTERNAL, no bug, no error that the contract doesn't know; nothing left open; nobody starved.
 

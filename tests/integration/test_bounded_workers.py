@@ -16,6 +16,7 @@ import pytest
 
 from cli.cli_process import RALLYPOINT, clean_environment, rallypoint
 from rallypoint.agent.workers.affinity import bind, read_topology
+from support.marks import slow
 from support.mortal import mortal
 from support.waiting import PATIENCE, wait_until
 
@@ -75,14 +76,7 @@ def heard(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.glob("SIG*"))
 
 
-@pytest.mark.parametrize(
-    "binding",
-    [
-        pytest.param("node", marks=pytest.mark.slow),
-        "socket",
-        pytest.param("core-complex", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("binding", [slow("node"), "socket", slow("core-complex")])
 def test_workers_run_where_they_are_bound(tmp_path: Path, binding: str) -> None:
     """The mask that the kernel shows a worker is the one that was decided on, within the agent's own."""
     allowed = {max(os.sched_getaffinity(0))}
@@ -168,11 +162,7 @@ def test_users_signals_reach_those_workers_that_expect_them(tmp_path: Path) -> N
 
 @pytest.mark.parametrize(
     ("sent", "expected"),
-    [
-        (signal.SIGTERM, "SIGUSR2"),
-        pytest.param(signal.SIGHUP, "SIGUSR2", marks=pytest.mark.slow),
-        pytest.param(signal.SIGINT, "SIGINT", marks=pytest.mark.slow),
-    ],
+    [(signal.SIGTERM, "SIGUSR2"), slow(signal.SIGHUP, "SIGUSR2"), slow(signal.SIGINT, "SIGINT")],
 )
 def test_workers_are_stopped_by_the_signal_of_the_users_choice(
     tmp_path: Path, sent: signal.Signals, expected: str

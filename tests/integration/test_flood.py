@@ -19,6 +19,7 @@ import pytest
 
 from benchmarks.clients.flooding import FloodOrder, lines
 from cli.cli_process import RALLYPOINT, clean_environment
+from support.marks import slow
 from support.mortal import mortal
 from support.waiting import PATIENCE, wait_until
 
@@ -52,9 +53,7 @@ def agent(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[subprocess
 
 
 @pytest.mark.parametrize(
-    "agent",
-    [(), pytest.param(("--log-max-size", "1MiB", "--log-keep-files", "100"), marks=pytest.mark.slow)],
-    indirect=True,
+    "agent", [(), slow(("--log-max-size", "1MiB", "--log-keep-files", "100"))], indirect=True
 )
 def test_a_flood_is_complete_and_costs_no_memory(agent: subprocess.Popen[bytes], tmp_path: Path) -> None:
     """With a console that stands still until all is written, and then gets every line, of each worker in order."""

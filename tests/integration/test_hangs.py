@@ -21,6 +21,7 @@ from rallypoint.rpc.channel import open_channel
 from rallypoint.rpc.errors import decode
 from rallypoint.timer.v1 import timer_service_pb2 as timer_pb
 from rallypoint.timer.v1 import timer_service_pb2_grpc as timer_grpc
+from support.marks import slow
 from support.waiting import PATIENCE
 
 pytestmark = pytest.mark.integration
@@ -86,18 +87,11 @@ async def reaped(stage: Scene, function: str) -> str:
 @pytest.mark.parametrize(
     ("way", "function", "state"),
     [
-        pytest.param(
-            *("gil", "in sleep_with_the_gil", "it sleeps for a time it chose"), marks=pytest.mark.slow
-        ),
-        pytest.param(*("regex", "in match_catastrophically", "it computes"), marks=pytest.mark.slow),
-        pytest.param(
-            *("lock", "in wait_in_a_lock", "it waits for a lock or another thread"), marks=pytest.mark.slow
-        ),
+        slow("gil", "in sleep_with_the_gil", "it sleeps for a time it chose"),
+        slow("regex", "in match_catastrophically", "it computes"),
+        slow("lock", "in wait_in_a_lock", "it waits for a lock or another thread"),
         ("stop", "in stop_itself", "it was stopped by a signal"),
-        pytest.param(
-            *("others", "in sleep_beside_others", "other threads compute while its main thread"),
-            marks=pytest.mark.slow,
-        ),
+        slow("others", "in sleep_beside_others", "other threads compute while its main thread"),
     ],
 )
 async def test_a_hung_worker_dies_soon_and_its_report_says_where_it_was(

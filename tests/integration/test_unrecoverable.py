@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from local_cluster import Job, LocalCluster
+from support.marks import slow
 from support.waiting import PATIENCE
 
 pytestmark = pytest.mark.integration
@@ -40,7 +41,7 @@ def failure_files(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(path.read_text()) for path in folder.glob("logs/*/failure.json")]
 
 
-@pytest.mark.parametrize("way", [pytest.param("raises", marks=pytest.mark.slow), "exits"])
+@pytest.mark.parametrize("way", [slow("raises"), "exits"])
 async def test_all_agents_end_with_93_and_no_restart(tmp_path: Path, way: str) -> None:
     """However many restarts are left; their failure files say "never"."""
     worker = tmp_path / "worker.py"

@@ -23,13 +23,11 @@ from rallypoint.launcher import (
     launch_agent,
 )
 from rallypoint.worker import record
+from support.marks import slow
 
 pytestmark = pytest.mark.integration
 
-FRESH = [
-    "spawn",
-    pytest.param("forkserver", marks=pytest.mark.slow),
-]  # methods that work whatever this process has loaded
+FRESH = ["spawn", slow("forkserver")]  # methods that work whatever this process has loaded
 
 
 def config(tmp_path: Path, **more: Any) -> LaunchConfig:

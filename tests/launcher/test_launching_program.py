@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from rallypoint.agent.spawner.spawner import descendants
+from support.marks import slow
 from support.mortal import mortal
 from support.processes import all_there, fresh_marker, gone
 from support.waiting import PATIENCE, wait_until
@@ -20,11 +21,7 @@ pytestmark = pytest.mark.integration
 
 TESTS = Path(__file__).parent.parent
 PROGRAM = TESTS / "launcher" / "launching.py"
-METHODS = [
-    pytest.param("spawn", marks=pytest.mark.slow),
-    pytest.param("fork", marks=pytest.mark.slow),
-    "forkserver",
-]
+METHODS = [slow("spawn"), slow("fork"), "forkserver"]
 
 
 def start(mode: str, folder: Path, method: str, **environment: str) -> subprocess.Popen[str]:

@@ -9,6 +9,7 @@ import pytest
 
 from simulation.herds import Herd
 from simulation.joiners import Joiners
+from support.marks import slow
 
 
 @pytest.mark.slow
@@ -20,7 +21,7 @@ def test_no_node_of_a_herd_is_lost(seed: int) -> None:
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("seed", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.parametrize("seed", [slow(0), 1])
 def test_newcomers_that_come_and_go_cost_little(seed: int) -> None:
     """Healthy nodes run for more than 95 % of an hour in which newcomers come and go."""
     Joiners(seed).play()

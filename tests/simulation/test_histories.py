@@ -25,6 +25,7 @@ from simulation.blocks import scenario
 from simulation.replicas import faults as replica_faults
 from simulation.seeds import fingerprint, shown
 from simulation.timers import faults as timer_faults
+from support.marks import slow
 
 FACTOR = int(os.environ.get("RALLYPOINT_SIMULATIONS", "1"))
 # Of each kind: the seeds, the tests that share them, and how many of those `make test` has.
@@ -50,13 +51,7 @@ def test_no_seed_breaks_an_invariant(kind: str, seeds: range) -> None:
 
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize(
-    ("kind", "seeds"),
-    [
-        ("clusters", (3, 7, 11)),
-        ("timers", (3, 7, 11)),
-        pytest.param("replicas", (3, 7), marks=pytest.mark.slow),
-    ],
-    ids=str,
+    ("kind", "seeds"), [("clusters", (3, 7, 11)), ("timers", (3, 7, 11)), slow("replicas", (3, 7))], ids=str
 )
 def test_a_seed_is_one_history(kind: str, seeds: tuple[int, ...]) -> None:
     """The same seed is the same history, to the last message, and in a process that hashes differently too."""

@@ -14,6 +14,7 @@ import pytest
 from rallypoint.agent.hangs.hung_worker import HungWorker
 from rallypoint.agent.sockets.timers import TimerSocket
 from support.host_workers import HostWorkers
+from support.marks import slow
 from support.remembered_timers import RememberedTimers
 from support.waiting import until
 
@@ -153,7 +154,7 @@ async def host(tmp_path: Path) -> AsyncIterator[Host]:
     await host.close()
 
 
-@pytest.mark.parametrize("forks", [36, pytest.param(180, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("forks", [36, slow(180)])
 async def test_many_forks_inside_a_block(host: Host, forks: int) -> None:
     """Children that exit in the middle, that leave the block that they never entered, that have blocks and
     children of their own, that outlive the block, and loaders of multiprocessing; threads go on meanwhile."""

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
+from support.marks import slow
 from torture.length import FULL_LENGTH, ordinarily
 from torture.lost_hosts import PATIENCE, HostedJob, Plan, Way, hosted_job
 
@@ -28,7 +29,7 @@ KINDS = ["sockets", pytest.param("gloo", marks=pytest.mark.torch)]
 # many restarts are allowed.
 SCENES = [
     pytest.param(Way.AGENT_KILLED, 30.0, 0, id="agent-killed"),
-    pytest.param(Way.TREE_KILLED, 30.0, 0, id="tree-killed", marks=pytest.mark.slow),
+    slow(Way.TREE_KILLED, 30.0, 0, id="tree-killed"),
     pytest.param(Way.CUT, 30.0, 0, id="cut-unnoticed"),
     pytest.param(Way.CUT, 5.0, 0, id="cut-noticed"),
     pytest.param(Way.CUT, 5.0, 3, id="cut-noticed-budget"),

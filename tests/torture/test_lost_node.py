@@ -16,6 +16,7 @@ import pytest
 from cli.cli_process import clean_environment
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rpc.durations import to_duration
+from support.marks import slow
 from support.mortal import mortal
 from torture import lone_node
 from torture.chronicle import check_one_membership_a_round, read_chronicle
@@ -88,9 +89,7 @@ async def victim(endpoint: str) -> AsyncIterator[asyncio.subprocess.Process]:
         await process.wait()
 
 
-@pytest.mark.parametrize(
-    "spares", [pytest.param(0, id="no spare", marks=pytest.mark.slow), pytest.param(1, id="a spare")]
-)
+@pytest.mark.parametrize("spares", [slow(0, id="no spare"), pytest.param(1, id="a spare")])
 async def test_every_survivor_is_told_who_was_lost(tmp_path: Path, spares: int) -> None:
     """With a spare the next round forms at once, as large as before; without one, after the last call."""
     server = MortalServer(tmp_path)

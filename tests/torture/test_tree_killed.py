@@ -13,6 +13,7 @@ import pytest
 
 from cli.cli_process import RALLYPOINT, clean_environment
 from rallypoint.agent.spawner.spawner import descendants
+from support.marks import slow
 from support.mortal import mortal
 from support.processes import all_there, fresh_marker, gone, living, stubborn
 from support.waiting import PATIENCE, wait_until
@@ -89,13 +90,7 @@ def _kill_once(folder: Path, victims: tuple[str, ...]) -> float:
 
 @pytest.mark.timeout(60 + REPEATS * 3 * PATIENCE)
 @pytest.mark.parametrize(
-    "victims",
-    [
-        pytest.param(("agent",), marks=pytest.mark.slow),
-        pytest.param(("spawner",), marks=pytest.mark.slow),
-        ("agent", "spawner"),
-    ],
-    ids="+".join,
+    "victims", [slow(("agent",)), slow(("spawner",)), ("agent", "spawner")], ids="+".join
 )
 def test_nobody_outlives_agent_and_spawner(tmp_path: Path, victims: tuple[str, ...]) -> None:
     """Workers that ignore SIGTERM, fork, daemonise and hop are all gone, and so are the agent's temporary folders."""

@@ -137,9 +137,7 @@ class Relay:
     async def _pass(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, down: bool = False
     ) -> None:
-        with suppress(
-            OSError, RuntimeError
-        ):  # RuntimeError: the kit ends, and its loop has closed the writer
+        with suppress(OSError, RuntimeError):  # RuntimeError: the loop, which ends, closed the writer
             while data := await reader.read(_CHUNK):
                 if down and self.cutting:
                     writer.write(data[: len(data) // 2])

@@ -121,9 +121,6 @@ class ListRequest(Protocol):
     page_size: int
     page_token: str
 
-    def SerializeToString(self, *, deterministic: bool = ...) -> bytes:
-        """Of every message."""
-
 
 def page_size(requested: int, default: int, most: int) -> int:
     """Return the number of items of a page: the default for 0, and at most `most`.
@@ -168,7 +165,7 @@ def page_position(request: ListRequest, *kinds: type) -> list[Any]:
 
 
 def _digest(request: ListRequest, position: Sequence[str | int]) -> str:
-    whole = deepcopy(request)
+    whole: Any = deepcopy(request)
     whole.page_size, whole.page_token = 0, ""
     parts = (
         json.dumps([type(request).__name__, *position]).encode(),

@@ -168,13 +168,6 @@ def test_the_largest_page_is_returned_to_who_wants_a_larger_one() -> None:
     assert (len(runs.runs), bool(runs.next_page_token)) == (1_000, True)
 
 
-def test_a_token_of_runs_is_none_of_nodes() -> None:
-    """A token is for the request that it belongs to."""
-    runs = RunsPage(pb.ListRunsRequest(page_size=1)).of(runs_named("a", "b"))
-    with pytest.raises(ServiceError, match="page_token: must be the next_page_token"):
-        NodesPage(pb.ListNodesRequest(page_token=runs.next_page_token))
-
-
 @pytest.mark.parametrize(
     ("filter_", "names"),
     [

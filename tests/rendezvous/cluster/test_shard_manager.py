@@ -18,7 +18,7 @@ from rallypoint.rendezvous.cluster.ownership import (
     MoveSettings,
     decide,
 )
-from rallypoint.rendezvous.cluster.shard_manager import ShardManager
+from rallypoint.rendezvous.cluster.shard_manager import OpenShard, ReleaseShard, ShardManager
 from rallypoint.rendezvous.cluster.view import Cluster, ReplicaRegistration
 from rallypoint.rendezvous.journal.etcd.journal import Owner
 from rallypoint.rendezvous.journal.journal import JournalError, MemoryJournal
@@ -34,6 +34,19 @@ _SHARD = 3
 
 def _owned_by(owner: Owner, revision: int) -> KeyValue:
     return KeyValue(_KEYS.owner(_SHARD), owner.encode("id"), revision, revision, 1, 7)
+
+
+def _manager(
+    cluster: Cluster,
+    changes: Notifier,
+    open_shard: OpenShard,
+    release: ReleaseShard,
+    clock: Callable[[], float] = lambda: 0.0,
+) -> ShardManager:
+    moves = MoveSettings()
+    return ShardManager(
+        cluster, _ME, open_shard=open_shard, release=release, changes=changes, moves=moves, clock=clock
+    )
 
 
 async def _never(shard: int, on_failure: Callable[[BaseException], None], /) -> Shard:
@@ -53,15 +66,7 @@ async def test_a_shard_that_breaks_whenever_it_is_claimed_is_claimed_seldom() ->
         raise AssertionError("no key is seen here")
 
     changes = Notifier()
-    hosting = ShardManager(
-        Cluster(_KEYS, 8),
-        _ME,
-        open_shard=claim,
-        release=release,
-        changes=changes,
-        moves=MoveSettings(),
-        clock=lambda: now,
-    )
+    hosting = _manager(Cluster(_KEYS, 8), changes, claim, release, lambda: now)
 
     async def pause_after_breaking() -> float:
         hosting.begin(Claim(_SHARD, MoveReason.PREFERRED))
@@ -91,15 +96,7 @@ async def test_an_owner_key_that_went_meanwhile_is_not_let_go_of(
 
     cluster, changes = Cluster(_KEYS, 8), Notifier()
     cluster.read([_owned_by(_ME, 5)], 0.0)
-    hosting = ShardManager(
-        cluster,
-        _ME,
-        open_shard=_never,
-        release=release,
-        changes=changes,
-        moves=MoveSettings(),
-        clock=lambda: 0.0,
-    )
+    hosting = _manager(cluster, changes, _never, release)
     hosting.begin(DeleteOwnerKey(_SHARD))
     cluster.read(then, 1.0)
     assert await changes.until(lambda: hosting.empty, 30.0)
@@ -126,15 +123,7 @@ async def _serving(
     """The shards of a session that has one, beside another replica."""
     monkeypatch.setattr(hosting_module, "_SUCCESSOR_WITHIN", successor_within)
     cluster, changes = Cluster(_KEYS, 8), Notifier()
-    hosting = ShardManager(
-        cluster,
-        _ME,
-        open_shard=_opened,
-        release=_released,
-        changes=changes,
-        moves=MoveSettings(),
-        clock=lambda: 0.0,
-    )
+    hosting = _manager(cluster, changes, _opened, _released)
     hosting.begin(Claim(_SHARD, MoveReason.PREFERRED))
     assert await changes.until(lambda: _SHARD in hosting.serving, 30.0)
     hosting.flush_log()

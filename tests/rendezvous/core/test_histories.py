@@ -45,6 +45,7 @@ from simulation.plants import (
     reopen_over_nodes_that_are_there,
     restart_what_cant_be_mended,
 )
+from support.marks import slow
 
 BLOCKS = 20
 QUICK_BLOCKS = 5  # the others are for make test-slow
@@ -364,25 +365,16 @@ def forget_how_long_ago_restarts_were(monkeypatch: pytest.MonkeyPatch) -> None:
         (pass_the_exit_barrier_early, "an exit barrier holds for its timeout"),
         (forget_who_was_evicted, "a checkpoint is the fold of what came before it"),
         (let_no_newcomer_wait, "newcomers wait where they are to|gathered for their delay"),
-        pytest.param(
-            *(take_finished_work_back, "no work that is done is taken back|a checkpoint is the fold"),
-            marks=pytest.mark.slow,
-        ),
+        slow(take_finished_work_back, "no work that is done is taken back|a checkpoint is the fold"),
         (forget_who_departs_first, "no round is formed while a leaving participant"),
         (give_an_expired_run_its_numbers_again, "lease numbers grow"),
         (give_an_expired_run_its_rounds_again, "a round number is never given out twice"),
         (reopen_over_nodes_that_are_there, "no two incarnations of a run are there at once"),
         (count_rounds_from_the_beginning_when_reopened, "a round number is never given out twice"),
-        pytest.param(
-            *(let_the_agents_of_an_ended_run_in, "who was in an incarnation that ended is in no later one"),
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            *(
-                keep_what_was_used_up_when_reopened,
-                "restarts are counted, and nothing else is|revision is one state",
-            ),
-            marks=pytest.mark.slow,
+        slow(let_the_agents_of_an_ended_run_in, "who was in an incarnation that ended is in no later one"),
+        slow(
+            keep_what_was_used_up_when_reopened,
+            "restarts are counted, and nothing else is|revision is one state",
         ),
         (forget_who_lingers_in_a_crash, "a restart forgets no node that may still be there"),
         (restart_without_saying_so, "restarts are counted, and nothing else is"),
@@ -390,23 +382,14 @@ def forget_how_long_ago_restarts_were(monkeypatch: pytest.MonkeyPatch) -> None:
         (take_absurd_ages_at_their_word, "the earliest failure is the first"),
         (end_a_run_at_once, "the end of a run waits for what others have to report"),
         (wait_for_reports_for_ever, "the end of a run waits for no longer than a lease"),
-        pytest.param(
-            *(restart_what_cant_be_mended, "what no restart can mend is not restarted|no round runs after"),
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            *(count_restarts_for_ever, "no restart is left|the whole of its budget|a checkpoint is the fold"),
-            marks=pytest.mark.slow,
-        ),
+        slow(restart_what_cant_be_mended, "what no restart can mend is not restarted|no round runs after"),
+        slow(count_restarts_for_ever, "no restart is left|the whole of its budget|a checkpoint is the fold"),
         (count_no_restart_at_all, "the budget of restarts is kept|the budget of a node is kept"),
         (let_a_node_fail_for_ever, "the budget of a node is kept"),
         (take_a_node_out_for_its_first_failure, "a node has the whole of its budget"),
         (hold_nothing_back, "a restart is held back where rounds fail soon"),
         (hold_every_round_back, "restarts that come soon are counted in a row"),
-        pytest.param(
-            *(forget_how_long_ago_restarts_were, "a checkpoint is the fold of what came before it"),
-            marks=pytest.mark.slow,
-        ),
+        slow(forget_how_long_ago_restarts_were, "a checkpoint is the fold of what came before it"),
     ],
 )
 def test_a_planted_bug_is_caught(

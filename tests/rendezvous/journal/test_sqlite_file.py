@@ -15,6 +15,7 @@ from rallypoint.rendezvous.journal.journal import JournalError
 from rallypoint.rendezvous.journal.sqlite import SqliteJournal
 from rendezvous.journal.entries import record
 from rendezvous.journal.files import append, child, fill, killed, recover, refused, reopen
+from support.marks import slow
 from support.waiting import PATIENCE
 
 
@@ -167,10 +168,7 @@ async def test_a_count_that_lags_behind_is_no_damage(path: Path) -> None:
 # ---- a log that grows
 
 
-@pytest.mark.parametrize(
-    ("runs", "commits", "bound"),
-    [pytest.param(1, 1500, 18 << 20, marks=pytest.mark.slow), (100, 200, 24 << 20)],
-)
+@pytest.mark.parametrize(("runs", "commits", "bound"), [slow(1, 1500, 18 << 20), (100, 200, 24 << 20)])
 async def test_the_log_is_bounded(path: Path, runs: int, commits: int, bound: int) -> None:
     """Whether many commits change one page each, or a few of them many."""
     journal = SqliteJournal(path)

@@ -21,6 +21,7 @@ from rallypoint.timer.client.mirror import (
 )
 from rallypoint.timer.core.core import TimerTable
 from rallypoint.timer.core.values import Expiry, Subscription
+from support.marks import slow
 
 WORKERS = ["0@1", "1@1", "2@1"]
 SCOPES = ["s", "t"]
@@ -183,9 +184,7 @@ class History:
             self.wait(0.5)
 
 
-@pytest.mark.parametrize(
-    "first", [0, *(pytest.param(first, marks=pytest.mark.slow) for first in range(1250, 10_000, 1250))]
-)
+@pytest.mark.parametrize("first", [0, *(slow(first) for first in range(1250, 10_000, 1250))])
 def test_only_who_hangs_is_reaped(first: int) -> None:
     """10,000 random histories; the seed is in the assertion's message."""
     reaped, spared = 0, 0

@@ -32,6 +32,7 @@ from rallypoint.timer.core.values import (
     TimerState,
     TooMany,
 )
+from support.marks import slow
 from support.timer_model import ROUNDING, SETTINGS, Held, Known, Model, Place
 
 
@@ -492,7 +493,7 @@ class Against(RuleBasedStateMachine):
             assert wake in (None, self.model.now), "wakes for nothing"
 
 
-@pytest.mark.parametrize("examples", [40, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", [40, slow(200)])
 def test_the_table_does_what_its_model_does(examples: int) -> None:
     """Whatever is called, in whatever order."""
     run_state_machine_as_test(Against, settings=settings(max_examples=examples, stateful_step_count=50))

@@ -26,6 +26,12 @@ class Board:
         self.board.subscribe(RUN, node_id, stall_after, self.now)
         self.board.registered(RUN, node_id, self.now)
 
+    def join_two(self, *steps: int) -> None:
+        """Nodes a and b, each with a worker that has told its step."""
+        for worker, node_id in enumerate(("a", "b")):
+            self.join(node_id)
+            self.tell(worker, steps[worker], node_id=node_id)
+
     def tell(self, worker: int, step: int, elapsed: float = 0.0, node_id: str = "a") -> bool:
         taken = self.board.report(
             RUN, node_id, f"{worker}@1", self.now, rank=worker, step=step, elapsed=elapsed
@@ -219,10 +225,7 @@ def test_workers_that_are_gone_stand_nowhere(board: Board) -> None:
 
 def test_a_node_that_does_not_come_back_is_forgotten(board: Board) -> None:
     """After the retention, with its run if that was its last one."""
-    board.join()
-    board.join("b")
-    board.tell(0, 1)
-    board.tell(1, 2, node_id="b")
+    board.join_two(1, 2)
     for node_id in ("a", "b"):
         board.board.unsubscribe(RUN, node_id, board.now)
     board.wait(3599)
@@ -235,10 +238,7 @@ def test_a_node_that_does_not_come_back_is_forgotten(board: Board) -> None:
 
 def test_a_lost_node_is_not_taken_for_the_one_that_is_behind(board: Board) -> None:
     """Soon after it was lost; it may be that only its agent was away."""
-    board.join()
-    board.join("b")
-    board.tell(0, 7)
-    board.tell(1, 8, node_id="b")
+    board.join_two(7, 8)
     board.board.unsubscribe(RUN, "a", board.now)
     board.wait(29)
     assert board.board.progress_of(RUN, 10, board.now).workers == 2
@@ -254,10 +254,7 @@ def test_a_lost_node_is_not_taken_for_the_one_that_is_behind(board: Board) -> No
 
 def test_a_node_lost_while_nobody_was_there_is_so_once_the_others_are_back(board: Board) -> None:
     """Until then, what is known last is better than nothing."""
-    board.join()
-    board.join("b")
-    board.tell(0, 7)
-    board.tell(1, 8, node_id="b")
+    board.join_two(7, 8)
     for node_id in ("a", "b"):
         board.board.unsubscribe(RUN, node_id, board.now)
     board.wait(1000)

@@ -14,6 +14,7 @@ from rallypoint.rpc.errors import decode
 from rallypoint.timer.core.values import TimerState
 from rallypoint.timer.server.servicer import MAX_ACTIONS
 from rallypoint.timer.v1 import timer_service_pb2 as pb
+from support.marks import slow
 from support.waiting import until
 from timer.conftest import Service
 from timer.random_messages import random_message
@@ -95,7 +96,7 @@ async def test_pages_put_together_are_the_whole(service: Service) -> None:
     assert scopes == [f"s{number:02}" for number in range(25)]
 
 
-@pytest.mark.parametrize("rounds", [300, pytest.param(900, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rounds", [300, slow(900)])
 async def test_random_requests_are_answered_in_kind(service: Service, rounds: int) -> None:
     """Whatever the fields hold, the answer is a result or a refusal, never UNKNOWN, INTERNAL or a failure."""
     dice = random.Random(1)

@@ -14,6 +14,7 @@ from rallypoint.rpc.errors import decode
 from rallypoint.timer.core.values import TimerSettings
 from rallypoint.timer.server.servicer import MAX_ACTIONS
 from rallypoint.timer.v1 import timer_service_pb2 as pb
+from support.marks import slow
 from support.waiting import PATIENCE, until
 from timer.conftest import Service
 from timer.random_messages import random_message
@@ -283,7 +284,7 @@ async def test_a_run_that_stalls_is_told_to_its_agents_and_shown(service: Servic
     assert over.idle.ToNanoseconds() >= stalled.idle.ToNanoseconds()
 
 
-@pytest.mark.parametrize("streams", [100, pytest.param(300, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("streams", [100, slow(300)])
 async def test_random_streams_are_answered_in_kind(service: Service, streams: int) -> None:
     """Whatever the actions hold, the stream goes on or ends with a refusal, never UNKNOWN or INTERNAL."""
     dice = random.Random(11)

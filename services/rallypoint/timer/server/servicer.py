@@ -306,7 +306,7 @@ class TimerServicer(pb_grpc.TimerServiceServicer):
             self._watchdog.now(), request.run_id, request.node_id, beyond, states=_states(request.states)
         )
         page = list(islice(found, size + 1))
-        more = page_token(request, *page[size - 1].name) if len(page) > size else ""
+        more = page_token(request, *page[-2].name) if len(page) > size else ""
         return pb.ListTimersResponse(timers=map(outbox.timer, page[:size]), next_page_token=more)
 
     async def ListScopes(self, request: pb.ListScopesRequest, context: _Context) -> pb.ListScopesResponse:
@@ -316,9 +316,7 @@ class TimerServicer(pb_grpc.TimerServiceServicer):
             run_id, scope = page_position(request, str, str)
             beyond = (run_id, scope)
         page = list(islice(self._table.scopes(request.run_id, beyond), size + 1))
-        more = ""
-        if len(page) > size:
-            more = page_token(request, page[size - 1].run_id, page[size - 1].learned.scope)
+        more = page_token(request, page[-2].run_id, page[-2].learned.scope) if len(page) > size else ""
         settings = self._table.settings
         return pb.ListScopesResponse(
             scopes=map(outbox.scope, page[:size]),

@@ -11,6 +11,7 @@ from rallypoint.rendezvous.journal.journal import Entry
 from rendezvous.journal.etcd_shelf import EtcdShelf, Fate
 from rendezvous.journal.model import Model, plain, random_call
 from support.etcd_server import NEEDS_ETCD
+from support.marks import slow
 
 pytestmark = NEEDS_ETCD
 
@@ -18,9 +19,7 @@ SEEDS = 10
 _STEPS = 12
 
 
-@pytest.mark.parametrize(
-    "seed", [0, 1, 2, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, SEEDS))]
-)
+@pytest.mark.parametrize("seed", [0, 1, 2, *(slow(seed) for seed in range(3, SEEDS))])
 async def test_whatever_happens_a_prefix_of_the_calls_is_kept_and_every_one_that_returned(
     shelf: EtcdShelf, seed: int
 ) -> None:

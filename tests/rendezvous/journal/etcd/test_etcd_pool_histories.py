@@ -15,6 +15,7 @@ from rallypoint.rendezvous.journal.journal import Entry
 from rendezvous.journal.etcd_shelf import EtcdShelf, Fate, LossyClient
 from rendezvous.journal.model import Model, plain, random_call
 from support.etcd_server import NEEDS_ETCD
+from support.marks import slow
 
 pytestmark = NEEDS_ETCD
 
@@ -23,9 +24,7 @@ _STEPS = 10
 _JOURNALS = 5
 
 
-@pytest.mark.parametrize(
-    "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, SEEDS))]
-)
+@pytest.mark.parametrize("seed", [0, *(slow(seed) for seed in range(1, SEEDS))])
 async def test_each_journal_keeps_a_prefix_of_its_calls_and_every_one_that_returned(
     shelf: EtcdShelf, seed: int
 ) -> None:
