@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
-from dataclasses import fields
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass
 from enum import IntEnum
 from pathlib import Path
-from typing import Any, get_args
+from types import NoneType, UnionType
+from typing import Any, cast, get_args, get_origin, get_type_hints
 
 import pytest
 from google.protobuf import text_format
@@ -42,96 +44,39 @@ seconds = st.integers(0, int(LONGEST * 1e9)).map(lambda nanoseconds: nanoseconds
 text = st.text(max_size=20)
 numbers = st.integers(0, 2**31 - 1)
 
-settings = st.builds(
-    state.RunSettings,
-    min_nodes=numbers,
-    max_nodes=numbers,
-    max_restarts=numbers,
-    join_timeout=seconds,
-    last_call_timeout=seconds,
-    confirm_timeout=seconds,
-    keep_alive_interval=seconds,
-    keep_alive_max_attempt=numbers,
-    disconnect_grace=seconds,
-    exit_barrier_timeout=seconds,
-    scale_up_policy=st.sampled_from(state.ScaleUpPolicy),
-    scale_up_delay=seconds,
-    rank_policy=st.sampled_from(state.RankPolicy),
-    reopen=st.sampled_from(state.Reopen),
-)
-failures = st.builds(
-    state.ReportedFailure,
-    round=numbers,
-    rank=numbers,
-    local_rank=numbers,
-    role=text,
-    node_id=text,
-    host=text,
-    pid=st.integers(0, 2**63 - 1),
-    exit_code=st.integers(-64, 255),
-    time=st.integers(0, 4 * 10**9).map(float),
-    message=text,
-    traceback=text,
-    log_file=text,
-)
-seats = st.builds(
-    state.Seat,
-    node_id=text,
-    group_rank=numbers,
-    base_rank=numbers,
-    base_role_rank=numbers,
-    role_world_size=numbers,
-    local_world_size=numbers,
-)
-round_ends = st.builds(
-    state.RoundEnd, round=numbers, cause=st.sampled_from(state.RoundEndCause), node_id=text, detail=text
-)
-run_ends = st.builds(
-    state.RunEnd, outcome=st.sampled_from(state.Outcome), detail=text, failure=st.none() | failures
-)
-recovery_parts = st.builds(
-    state.RecoveryParts, detected=seconds, told=seconds, stopped=seconds, reformed=seconds, started=seconds
-)
-any_fact = st.one_of(
-    st.builds(facts.RunCreated, settings=settings),
-    st.builds(
-        facts.NodeJoined,
-        node_id=text,
-        lease=numbers,
-        address=text,
-        local_world_size=numbers,
-        role=text,
-        topology=text,
-    ),
-    st.builds(facts.NodeLost, node_id=text, reason=st.sampled_from(state.LossReason)),
-    st.builds(facts.NodeLeft, node_id=text, reason=text),
-    st.builds(facts.NodeDeparting, node_id=text, reason=text),
-    st.builds(facts.NodeEvicted, node_id=text, reason=text, lease=numbers),
-    st.builds(facts.NodeReadmitted, node_id=text, reason=text),
-    st.builds(facts.RoundFrozen, round=numbers, seats=st.lists(seats, max_size=3).map(tuple)),
-    st.builds(facts.NodeConfirmed, round=numbers, node_id=text, master_port=numbers),
-    st.builds(facts.RoundFinalized, round=numbers),
-    st.builds(
-        facts.RoundStarted,
-        round=numbers,
-        group_world_size=numbers,
-        reported_nodes=numbers,
-        slowest=text,
-        parts=recovery_parts,
-        duration=seconds,
-        age=seconds,
-    ),
-    st.builds(facts.WorkerFailed, failure=failures),
-    st.builds(facts.NodeSucceeded, round=numbers, node_id=text),
-    st.builds(facts.ExitBarrierPassed, round=numbers),
-    st.builds(facts.RestartRequested, round=numbers, reason=text),
-    st.builds(facts.RoundEnded, end=round_ends, restart_count=numbers),
-    st.builds(facts.RunClosed, end=run_ends),
-)
+BY_TYPE: dict[Any, st.SearchStrategy[Any]] = {
+    int: numbers,
+    float: seconds,
+    str: text,
+    bytes: st.binary(max_size=20),
+    bool: st.booleans(),
+}
+BY_NAME: dict[str, st.SearchStrategy[Any]] = {
+    "pid": st.integers(0, 2**63 - 1),
+    "exit_code": st.integers(-64, 255),
+    "time": st.integers(0, 4 * 10**9).map(float),
+}
+
+
+def values(kind: Any) -> st.SearchStrategy[Any]:
+    """Values of a type; of a dataclass, with every field."""
+    if kind in BY_TYPE:
+        return BY_TYPE[kind]
+    if is_dataclass(kind):
+        hints = get_type_hints(kind).items()
+        make = cast(Callable[..., Any], kind)
+        return st.builds(
+            make, **{name: BY_NAME[name] if name in BY_NAME else values(each) for name, each in hints}
+        )
+    if get_origin(kind) is tuple:
+        return st.lists(values(get_args(kind)[0]), max_size=3).map(tuple)
+    if get_origin(kind) is UnionType:
+        return st.one_of(*(st.none() if each is NoneType else values(each) for each in get_args(kind)))
+    return st.sampled_from(kind)
 
 
 @hypothesis_settings(deadline=None)
-@given(fact=any_fact, run_id=text, revision=st.integers(1, 2**62))
+@given(fact=st.one_of(*map(values, FACTS)), run_id=text, revision=st.integers(1, 2**62))
 def test_a_fact_is_read_back_from_its_record_as_it_was(fact: facts.Fact, run_id: str, revision: int) -> None:
     """Through bytes, as a journal keeps it; every field, also empty ones, and times to the nanosecond."""
     record = DecodedRecord(encode_record(run_id, revision, fact, 1.7e9, SERVICE))
@@ -176,7 +121,7 @@ def test_the_actor_of_an_older_record_is_read_from_its_text(text: str, actor: Ac
 
 
 @hypothesis_settings(deadline=None)
-@given(settings=settings)
+@given(settings=values(state.RunSettings))
 def test_settings_survive_any_number_of_journeys(settings: state.RunSettings) -> None:
     """Those of the wire are those of the journal: a node is not refused because a server started again."""
     once = api_messages.from_message(api_messages.to_message(settings), state.RunSettings)
