@@ -31,17 +31,19 @@ class Outcome:
 
     Attributes:
         history: epoch and samples of each step, in order, without steps trained in vain.
+        world: workers of the last step.
         loss: over all images.
         recovery: seconds from the SIGKILL to the end of the resumption.
     """
 
     history: list[tuple[int, list[int]]]
+    world: int
     loss: float
     recovery: float
 
 
-def history_of(record: Path) -> list[tuple[int, list[int]]]:
-    """The history in a record. A step after the checkpoint from which the workers resumed was trained in vain."""
+def history_of(record: Path) -> tuple[list[tuple[int, list[int]]], int]:
+    """The history in a record, and its last world. A step after the checkpoint to resume from was trained in vain."""
     steps: dict[int, tuple[int, dict[int, list[int]]]] = {}
     for text in record.read_text().splitlines():
         line = json.loads(text)
@@ -58,13 +60,19 @@ def history_of(record: Path) -> list[tuple[int, list[int]]]:
         for rank, part in parts.items():
             batch[rank :: len(parts)] = part
         history.append((epoch, batch))
-    return history
+    return history, len(parts)
 
 
 async def train(
-    stage: Scene, name: str, *arguments: str, lost: str = "", local_rank: int = 0, step: int = NEVER
+    stage: Scene,
+    name: str,
+    *arguments: str,
+    lost: str = "",
+    local_rank: int = 0,
+    step: int = NEVER,
+    returns: bool = True,
 ) -> Outcome:
-    """Train on agents a and b; kill one with SIGKILL after a step of one of its workers, and start it again."""
+    """Train on agents a and b; kill one with SIGKILL after a step of a worker; start it again if it `returns`."""
     folder = stage.folder / name
     folder.mkdir()
     marker, record = folder / "stopped", folder / "record"
@@ -79,12 +87,13 @@ async def train(
         await until(marker.exists, f"step {step}", timeout=2 * PATIENCE)
         began = time.monotonic()
         await stage.cluster.programs[lost].kill()
-        await stage.start_agents(lost)
+        if returns:
+            await stage.start_agents(lost)
         await until(
             lambda: record.read_text().count("resumed_after") == 2, "the resumption", timeout=2 * PATIENCE
         )
         recovery = time.monotonic() - began
-    for agent in ("a", "b"):
+    for agent in {"a", "b"} - ({lost} if not returns else set()):
         program = stage.cluster.programs[agent]
         assert await program.ended(2 * PATIENCE) == 0, program.report
     printed = [
@@ -93,7 +102,7 @@ async def train(
         if (found := re.search(r"held-out accuracy .* · loss (\S+)$", line.text))
     ]
     assert len(printed) == 1
-    return Outcome(history_of(record), float(printed[0]), recovery)
+    return Outcome(*history_of(record), float(printed[0]), recovery)
 
 
 def assert_each_once(history: list[tuple[int, list[int]]]) -> None:
@@ -127,3 +136,19 @@ async def test_a_lost_agent_that_returns_changes_nothing(
             assert_each_once(outcome.history)
             assert outcome.history == undisturbed.history
             assert difference < 1e-6
+
+
+@pytest.mark.parametrize("sharding", [[], ["--fsdp"]])
+async def test_a_lost_agent_that_stays_away_leaves_no_sample_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sharding: list[str]
+) -> None:
+    """The workers that are left, in a world of half the size, train the samples that follow."""
+    pytest.importorskip("torch")
+    conf = {"last_call_timeout": "5"}
+    async with scene(tmp_path, monkeypatch, nodes="1:2", max_restarts=3, conf=conf) as stage:
+        undisturbed = await train(stage, "undisturbed", *sharding)
+        shrunk = await train(stage, "shrunk", *sharding, lost="b", step=20, returns=False)
+        assert (undisturbed.world, shrunk.world) == (4, 2)
+        assert_each_once(shrunk.history)
+        assert shrunk.history == undisturbed.history
+        assert abs(shrunk.loss - undisturbed.loss) < 1e-4  # sums are added up in another order
