@@ -6,6 +6,7 @@ adds what only a cluster has: whose workers run when, who writes under which tok
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -53,6 +54,8 @@ class Subject:
     admitted: bool = False
     # Whether it stays in a closed run until its workers are gone.
     stays: bool = False
+    # When a service heard of the node on this stream, or told it of its lease.
+    sign_at: float = -math.inf
 
 
 class Agent(Protocol):
@@ -269,9 +272,9 @@ class Referee:
             # Left on any stream: the server may not have seen the end of an earlier one.
             left = (run_id, subject.node_id, subject.lease) in self._left
             there = held and subject.admitted and subject.stays and not left
-            if there and call.process.alive and not call.done() and self.terms is not None:
-                silent = decided_at - self.terms.sign_of(subject.node_id, subject.lease)
-                fresh = silent < time_to_live / 2
+            if there and call.process.alive and not call.done():
+                # A sign on another stream does not count: a replica that does not own the run may have refused it.
+                fresh = decided_at - subject.sign_at < time_to_live / 2
                 require(not fresh, "no run is opened again while a node of it is there")
 
     def forgotten(self, entry: Forgotten) -> None:

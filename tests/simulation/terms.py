@@ -42,11 +42,7 @@ class Terms:
 
     def told(self, subject: Subject) -> None:
         """Note that a node is told that it holds a lease, or is heard."""
-        self._signs[subject.node_id, subject.lease] = self.now()
-
-    def sign_of(self, node_id: str, lease: int) -> float:
-        """The last time at which a service heard of a node, or told it of its lease; minus infinity: never."""
-        return self._signs.get((node_id, lease), -math.inf)
+        self._signs[subject.node_id, subject.lease] = subject.sign_at = self.now()
 
     def durable(
         self, server: Server | None, leases: Mapping[str, int], time_to_live: float, decided_at: float
@@ -62,7 +58,7 @@ class Terms:
         for call in [*self._returning]:
             held = call.subject.node_id, call.subject.lease
             if not call.subject.admitted:
-                self._signs[held] = max(self.sign_of(*held), call.broken_at or self.now())
+                self._signs[held] = max(self._signs.get(held, -math.inf), call.broken_at or self.now())
             if call.subject.admitted or call.done():
                 del self._returning[call]
         now, process = self.now(), server.process
