@@ -69,7 +69,7 @@ FIGURES = {
 # Those of whole agents: test_agents.py has them, at a length that a test can wait for.
 OF_AGENTS = ("launch", "restart", "newcomer", "idle")
 NAMES = [*FIGURES, *OF_AGENTS, "flood"]
-NAMES.insert(NAMES.index("journal"), "torch-store")  # needs torch
+NAMES[NAMES.index("journal") : NAMES.index("journal")] = ["torch-store", "torch-handlers"]  # need torch
 
 
 def _command(folder: Path, *arguments: str) -> list[str]:

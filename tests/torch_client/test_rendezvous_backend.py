@@ -110,7 +110,7 @@ def test_a_set_that_loses_waits_ever_longer(module: Any, server: MortalServer) -
     backend.close()
 
 
-def test_the_death_of_the_program_is_no_error(server: MortalServer) -> None:
+def test_the_death_of_the_program_is_no_error(module: Any, server: MortalServer) -> None:
     """Its companion ends without a word, also with a reply that the program has not read."""
     program = (
         "import os, select, sys; from rallypoint.torch.backend import RallypointRendezvousBackend as Backend\n"
