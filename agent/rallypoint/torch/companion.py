@@ -405,9 +405,8 @@ async def _serve_state(
         return
     async with replicas:
         send("ready", read_timeout=timeout)
-        backoff = Pace().backoff()
         while line := await _next_line(reader):
-            call, deadline = json.loads(line), time.monotonic() + timeout
+            call = json.loads(line)
             try:
                 if call["do"] == "get_state":
                     current, has_set = await client.get(timeout=timeout), False
@@ -415,12 +414,6 @@ async def _serve_state(
                     token = None if call["token"] is None else b64decode(call["token"])
                     outcome = await client.set(b64decode(call["state"]), token, timeout=timeout)
                     current, has_set = outcome.current, outcome.has_set
-                    if has_set:
-                        backoff.reset()
-                    elif (left := deadline - time.monotonic() - (pause := backoff.next())) > 0:
-                        # torch's handlers set again at once: a hundred would fail one another's sets for ever.
-                        await asyncio.sleep(pause)
-                        current = await client.get(timeout=left)
             except ServiceError as error:
                 send("ended", how="connection", detail=error.message)
                 continue

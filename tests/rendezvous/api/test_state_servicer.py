@@ -12,6 +12,7 @@ import grpc
 import grpc.aio
 import pytest
 
+from rallypoint.rendezvous.api import state_servicer
 from rallypoint.rendezvous.base.limits import MAX_VALUE_BYTES, StateLimits
 from rallypoint.rendezvous.core.commands import LeaseLost, RunIsClosed, RunNotFound
 from rallypoint.rendezvous.core.state import Outcome
@@ -22,6 +23,7 @@ from rallypoint.rendezvous.v1.store_service_pb2 import StoreOperation, StoreWrit
 from rallypoint.rpc.errors import ServiceError, decode
 from rallypoint.serving.server import Server
 from rendezvous.state.state_fakes import RUN, TestJournal, channel_to, open_states, serving
+from support.waiting import PATIENCE
 
 Code = grpc.StatusCode
 
@@ -102,6 +104,37 @@ async def test_the_largest_state_goes_both_ways(served: Served) -> None:
     assert isinstance(told, pb.WatchStateResponse)
     assert told.current == won.current
     watching.cancel()
+
+
+async def test_clients_whose_sets_lose_get_turns(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each sets with the state that it is told, and succeeds: otherwise 20 clients need some 200 sets."""
+    monkeypatch.setattr(state_servicer, "_TURN", PATIENCE)
+    monkeypatch.setattr(state_servicer, "_LONGEST_WAIT", PATIENCE)
+    sets = 0
+
+    async def take_part() -> None:
+        nonlocal sets
+        response = pb.SetStateResponse()
+        while not response.has_set:
+            sets += 1
+            token = response.current.token if response.HasField("current") else None
+            response = await served.stub.SetState(pb.SetStateRequest(run_id=RUN, state=b"x", token=token))
+
+    await asyncio.gather(*(take_part() for _ in range(20)))
+    assert sets == 1 + 2 * 19
+
+
+@pytest.mark.parametrize("limit", ["_TURN", "_LONGEST_WAIT"])
+async def test_no_client_waits_for_one_that_does_not_set(
+    served: Served, monkeypatch: pytest.MonkeyPatch, limit: str
+) -> None:
+    """A turn ends in time, and each client waits so long at most."""
+    for name in ("_TURN", "_LONGEST_WAIT"):
+        monkeypatch.setattr(state_servicer, name, 0.2 if name == limit else 2 * PATIENCE)
+    lost = pb.SetStateRequest(run_id=RUN, state=b"x", token=b"foreign")
+    async with asyncio.timeout(PATIENCE):
+        for _ in range(3):
+            assert await served.stub.SetState(lost) == pb.SetStateResponse()
 
 
 async def test_malformed_requests_name_the_field(served: Served) -> None:

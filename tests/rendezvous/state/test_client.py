@@ -1,31 +1,22 @@
-"""Calls go on over a restart of the service, every set takes effect exactly once, and watches resume."""
+"""Calls go on over a restart of the service, every set takes effect exactly once."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
-from contextlib import AsyncExitStack, aclosing
+from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import grpc
 import pytest
 
-from rallypoint.rendezvous.base.cooperative import LatestValue
 from rallypoint.rendezvous.base.entries import Writer
 from rallypoint.rendezvous.core.commands import LeaseLost
 from rallypoint.rendezvous.state.client import FencedStateClient
 from rallypoint.rendezvous.state.core import FencedState
-from rallypoint.rendezvous.state.service import FencedStateService, StateView
 from rallypoint.rpc.errors import ServiceError
 from rallypoint.rpc.pace import Pace
 from rendezvous.state.state_fakes import RUN, TestJournal, channel_to, open_states, serving
-
-
-def watched(
-    client: FencedStateClient, token: bytes | None = None, **settings: Any
-) -> AsyncGenerator[FencedState | None, None]:
-    return cast(AsyncGenerator[FencedState | None, None], client.watch(token, **settings))
 
 
 def after_a_kill(journal: TestJournal) -> TestJournal:
@@ -145,112 +136,6 @@ async def test_increments_over_restarts_add_up(tmp_path: Path) -> None:
         seen = sorted(value for of_one in await counting for value in of_one)
     assert seen == list(range(1, workers * each + 1))
     assert lives > 3
-
-
-class Watches:
-    """What watches a service was asked for."""
-
-    def __init__(self, states: FencedStateService, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._asked: asyncio.Queue[bytes | None] = asyncio.Queue()
-        watch = states.watch
-
-        def noting(run_id: str, token: bytes | None) -> LatestValue[StateView]:
-            self._asked.put_nowait(token)
-            return watch(run_id, token)
-
-        monkeypatch.setattr(states, "watch", noting)
-
-    async def next(self) -> bytes | None:
-        """The token of the next."""
-        return await self._asked.get()
-
-
-class Calls:
-    """The watches that were called over a channel."""
-
-    def __init__(self, channel: grpc.aio.Channel, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._last: Any = None
-        open_method = channel.unary_stream
-
-        def noting(method: str, *arguments: Any, **options: Any) -> Any:
-            call = open_method(method, *arguments, **options)
-
-            def begin(*request: Any, **how: Any) -> Any:
-                self._last = call(*request, **how)
-                return self._last
-
-            return begin
-
-        monkeypatch.setattr(channel, "unary_stream", noting)
-
-    async def stand(self) -> None:
-        """Wait until the client, too, knows that its last one stands."""
-        await self._last.initial_metadata()
-        await asyncio.sleep(0)
-
-
-async def test_a_watch_goes_on_over_restarts_and_drains(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It resumes with the token it has, so it is told nothing twice; however long it stood, the service may then be
-    away for the whole timeout."""
-    journal, path, offset = TestJournal(), f"{tmp_path}/state.sock", 0.0
-    async with channel_to(path) as channel:
-        calls = Calls(channel, monkeypatch)
-        client = FencedStateClient(channel, RUN, pace=Pace(clock=lambda: loop_time() + offset))
-        async with aclosing(watched(client, timeout=30.0)) as told:
-            async with serving(open_states(journal), path):
-                assert await anext(told) is None
-                first = await client.set(b"1")
-                assert first.current is not None
-                assert await anext(told) == first.current
-                following = asyncio.ensure_future(anext(told))
-                offset += 3600.0
-            states = open_states(journal)
-            watches = Watches(states, monkeypatch)
-            async with serving(states, path) as server:
-                assert await watches.next() == first.current.token
-                await calls.stand()
-                offset += 3600.0
-                await server.drain(30.0)
-            states = open_states(journal)
-            watches = Watches(states, monkeypatch)
-            async with serving(states, path):
-                assert await watches.next() == first.current.token
-                second = await client.set(b"2", first.current.token)
-                assert await following == second.current
-
-
-async def test_a_watch_gives_up_when_the_service_stays_away(tmp_path: Path) -> None:
-    """From the start, or after it stood."""
-    path, offset = f"{tmp_path}/state.sock", 0.0
-
-    async def sleep(seconds: float) -> None:
-        nonlocal offset
-        offset += 3600.0
-
-    async with (
-        channel_to(f"{tmp_path}/nobody.sock") as channel,
-        aclosing(watched(FencedStateClient(channel, RUN), timeout=0.1)) as told,
-    ):
-        with pytest.raises(ServiceError, match=r"gave no answer for 0\.1 s"):
-            await anext(told)
-    async with channel_to(path) as channel:
-        pace = Pace(clock=lambda: loop_time() + offset, sleep=sleep)
-        async with aclosing(watched(FencedStateClient(channel, RUN, pace=pace), timeout=30.0)) as told:
-            async with serving(open_states(TestJournal()), path):
-                assert await anext(told) is None
-                following = asyncio.ensure_future(anext(told))
-            with pytest.raises(ServiceError) as refused:
-                await following
-            assert (refused.value.code, refused.value.reason) == (
-                grpc.StatusCode.UNAVAILABLE,
-                "STATE_UNAVAILABLE",
-            )
-
-
-def loop_time() -> float:
-    return asyncio.get_running_loop().time()
 
 
 async def test_an_unreachable_service_is_reported_in_time(tmp_path: Path) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from typing import Any, TypeAlias
+from weakref import WeakValueDictionary
 
 import grpc.aio
 
@@ -15,13 +17,16 @@ from rallypoint.rendezvous.v1 import state_service_pb2 as pb
 from rallypoint.rendezvous.v1 import state_service_pb2_grpc as rpc
 from rallypoint.server.v1 import server_service_pb2 as server_pb
 from rallypoint.serving.access import caller_of
-from rallypoint.serving.flow import WRITE_TIMEOUT, Subscriber
+from rallypoint.serving.flow import WRITE_TIMEOUT, Subscriber, Turns
 from rallypoint.serving.info import limits_of
 from rallypoint.serving.policy import NODES
 from rallypoint.serving.requests import name
 from rallypoint.serving.server import Registration
 
 SERVICE_NAME = "rallypoint.rendezvous.v1.StateService"
+
+# Seconds in which a client whose set lost can set again before the next one; and the longest wait for that.
+_TURN, _LONGEST_WAIT = 0.05, 1.0
 
 _Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 
@@ -57,6 +62,9 @@ class StateServicer(rpc.StateServiceServicer):
     def __init__(self, locator: RunLocator, write_timeout: float) -> None:
         self._locator = locator
         self._write_timeout = write_timeout
+        # For each run in which sets lost of late, the turns of their clients, and the end of the present one.
+        self._turns: WeakValueDictionary[str, Turns] = WeakValueDictionary()
+        self._in_turn: dict[str, tuple[Turns, asyncio.TimerHandle]] = {}
 
     async def GetState(self, request: pb.GetStateRequest, context: _Context) -> pb.GetStateResponse:
         name("run_id", request.run_id)
@@ -65,8 +73,32 @@ class StateServicer(rpc.StateServiceServicer):
 
     async def SetState(self, request: pb.SetStateRequest, context: _Context) -> pb.SetStateResponse:
         change = set_state(request, caller_of(context).client)
-        outcome = await self._locator.writer(request.run_id).states.set(change)
-        return pb.SetStateResponse(current=_message(outcome.current), has_set=outcome.has_set)
+        states = self._locator.writer(request.run_id).states
+        outcome = await states.set(change)
+        if outcome.has_set:
+            self._end_turn(request.run_id)
+            return pb.SetStateResponse(current=_message(outcome.current), has_set=True)
+        await self._begin_turn(request.run_id)
+        return pb.SetStateResponse(current=_message(states.get(request.run_id)))
+
+    async def _begin_turn(self, run_id: str) -> None:
+        """Return when a client whose set lost can set again before the next does, or has waited for long.
+
+        Otherwise, of many that set at once, each makes the others lose, and most of their work is in vain.
+        """
+        self._turns[run_id] = turns = self._turns.get(run_id) or Turns(1)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_LONGEST_WAIT):
+                await turns.take()
+            end = asyncio.get_running_loop().call_later(_TURN, self._end_turn, run_id)
+            self._in_turn[run_id] = turns, end
+
+    def _end_turn(self, run_id: str) -> None:
+        """Let the next client set: a set has succeeded, or the time is over."""
+        turns, end = self._in_turn.pop(run_id, (None, None))
+        if turns is not None and end is not None:
+            end.cancel()
+            turns.give_back()
 
     # The stubs expect a handler that yields; one that writes can limit every write by a timeout.
     async def WatchState(self, request: pb.WatchStateRequest, context: _Context) -> None:  # type: ignore[override]

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import secrets
-from collections.abc import AsyncIterator
-
-import grpc
-import grpc.aio
 
 from rallypoint.rendezvous.base.entries import Writer
 from rallypoint.rendezvous.base.limits import MAX_VALUE_BYTES
@@ -17,7 +12,7 @@ from rallypoint.rendezvous.store.requests import named_writer, operation_of
 from rallypoint.rendezvous.v1 import state_service_pb2 as pb
 from rallypoint.rendezvous.v1 import state_service_pb2_grpc as rpc
 from rallypoint.rpc.calls import RetryingCalls
-from rallypoint.rpc.errors import ServiceError, decode, invalid
+from rallypoint.rpc.errors import invalid
 from rallypoint.rpc.pace import Pace
 from rallypoint.rpc.replica_client import Where, replica_client
 from rallypoint.serving.requests import name
@@ -111,52 +106,8 @@ class FencedStateClient:
             response = await self._calls.call(lambda stub: stub.SetState, request, timeout)
         return SetOutcome(_current(response), response.has_set)
 
-    async def watch(
-        self, token: bytes | None = None, *, timeout: float = DEFAULT_TIMEOUT
-    ) -> AsyncIterator[FencedState | None]:
-        """Yield the current state, unless `token` is its token, and then each that replaces it; None: there is none.
 
-        Runs until it is closed; a slow reader skips states. `timeout` is the longest outage of the service that the
-        watch tolerates.
-        """
-        attempts = self._calls.attempts(timeout)
-        while True:
-            stood = False
-            try:
-                connection = await attempts.connection()
-            except ServiceError as no_connection:
-                error = no_connection
-            else:
-                request = pb.WatchStateRequest(run_id=self._run_id, token=token)
-                call = connection.stub(rpc.StateServiceStub).WatchState(
-                    request, wait_for_ready=connection.waits
-                )
-                try:
-                    async with asyncio.timeout(min(attempts.remaining(), connection.timeout)):
-                        await call.initial_metadata()
-                    if stood := not call.done():
-                        connection.answered()
-                    while isinstance(response := await call.read(), pb.WatchStateResponse):
-                        current = _current(response)
-                        token = None if current is None else current.token
-                        yield current
-                    error = ServiceError(grpc.StatusCode.UNAVAILABLE, "WATCH_ENDED", "the watch ended")
-                except TimeoutError:
-                    error = ServiceError(grpc.StatusCode.UNAVAILABLE, "NO_ANSWER", "no connection")
-                except grpc.aio.AioRpcError as failure:
-                    error = decode(failure)
-                finally:
-                    call.cancel()
-                    connection.hang_up()
-                connection.failed(error)
-            if stood:
-                attempts = self._calls.attempts(timeout)
-            await attempts.failed(error)
-
-
-def _current(
-    response: pb.GetStateResponse | pb.SetStateResponse | pb.WatchStateResponse,
-) -> FencedState | None:
+def _current(response: pb.GetStateResponse | pb.SetStateResponse) -> FencedState | None:
     if not response.HasField("current"):
         return None
     return FencedState(response.current.state, response.current.token)

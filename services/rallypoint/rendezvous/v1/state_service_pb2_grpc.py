@@ -42,6 +42,9 @@ class StateServiceStub(object):
     Durability and order. The server replies to SetState after the state is durable, and no client sees a state before
     it is. States of a run take effect one after another, in one order that is the same for all clients.
 
+    Turns. Of many clients that set at once, one succeeds. The server replies to the others one after another, each with the
+    current state: to the next after a set of this run has succeeded, or after 50 ms. No reply waits longer than a second.
+
     Retrying. UNAVAILABLE, and a CANCELLED that the client did not request, leave the outcome of a SetState unknown: the
     service may have been killed after the state was durable and before it replied. Repeat the request, with a jittered
     back-off, until your own deadline. With the same `operation` it takes effect exactly once, and if it did, the
@@ -129,6 +132,9 @@ class StateServiceServicer(object):
 
     Durability and order. The server replies to SetState after the state is durable, and no client sees a state before
     it is. States of a run take effect one after another, in one order that is the same for all clients.
+
+    Turns. Of many clients that set at once, one succeeds. The server replies to the others one after another, each with the
+    current state: to the next after a set of this run has succeeded, or after 50 ms. No reply waits longer than a second.
 
     Retrying. UNAVAILABLE, and a CANCELLED that the client did not request, leave the outcome of a SetState unknown: the
     service may have been killed after the state was durable and before it replied. Repeat the request, with a jittered
@@ -244,6 +250,9 @@ class StateService(object):
 
     Durability and order. The server replies to SetState after the state is durable, and no client sees a state before
     it is. States of a run take effect one after another, in one order that is the same for all clients.
+
+    Turns. Of many clients that set at once, one succeeds. The server replies to the others one after another, each with the
+    current state: to the next after a set of this run has succeeded, or after 50 ms. No reply waits longer than a second.
 
     Retrying. UNAVAILABLE, and a CANCELLED that the client did not request, leave the outcome of a SetState unknown: the
     service may have been killed after the state was durable and before it replied. Repeat the request, with a jittered
