@@ -22,7 +22,7 @@ def event(after: float, kind: pb.EventKind.ValueType, detail: str, operator: str
 
 def test_lines_have_time_span_kind_and_sentence() -> None:
     """The span is that since the line before; who caused it is said where it was an operator."""
-    lines = EventLines()
+    lines = EventLines(200)
     shown = [
         lines.format(event(0, pb.EVENT_KIND_NODE_LOST, "node b was lost: its connection broke")),
         lines.format(event(0.204, pb.EVENT_KIND_ROUND_ENDED, "round 7 ended: node b was lost")),
@@ -37,9 +37,22 @@ def test_lines_have_time_span_kind_and_sentence() -> None:
     ]
 
 
+def test_a_sentence_wider_than_the_terminal_stands_below() -> None:
+    """It breaks between words, and a name longer than a line does not break."""
+    sentence = (
+        f"node b was lost: its connection broke, and it did not come back within 2 s to host-{'x' * 80}"
+    )
+    assert EventLines(80).format(event(0, pb.EVENT_KIND_NODE_LOST, sentence)).splitlines() == [
+        "2025-11-20 12:00:00.000             NODE_LOST",
+        "    node b was lost: its connection broke, and it did not come back within 2 s",
+        "    to",
+        f"    host-{'x' * 80}",
+    ]
+
+
 def test_a_name_can_do_nothing_to_a_terminal() -> None:
     """Certificates name operators, and may hold anything."""
-    line = EventLines().format(event(0, pb.EVENT_KIND_NODE_EVICTED, "out", "\x1b[2Jann\n"))
+    line = EventLines(200).format(event(0, pb.EVENT_KIND_NODE_EVICTED, "out", "\x1b[2Jann\n"))
     assert line.isprintable()
     assert line.endswith("out (operator  [2Jann )")
 
@@ -48,7 +61,7 @@ def test_a_kind_of_a_newer_service_is_still_a_line() -> None:
     """Its sentence says it."""
     newer = event(0, pb.EVENT_KIND_RUN_CLOSED, "something new")
     newer.kind = 99  # type: ignore[assignment]
-    assert EventLines().format(newer).split(maxsplit=2)[2] == "?                    something new"
+    assert EventLines(200).format(newer).split(maxsplit=2)[2] == "?                    something new"
     assert json.loads(json_line(newer))["kind"] == 99
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from google.protobuf.json_format import MessageToJson
 
-from rallypoint.cli.output import TimestampParam, show_moment, show_span
+from rallypoint.cli.output import TimestampParam, indented, plain_console, show_moment, show_span
 from rallypoint.cli.values import RunId, Text, limit_option, service_options
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rpc.durations import to_seconds
@@ -107,7 +107,7 @@ def events(
         wanted.since.FromDatetime(since)
     if until is not None:
         wanted.until.FromDatetime(until)
-    line = json_line if as_json else EventLines(verbose).format
+    line = json_line if as_json else EventLines(plain_console().width, verbose).format
 
     def show(these: Sequence[pb.Event]) -> None:
         for event in these:
@@ -145,13 +145,17 @@ _KIND_WIDTH = max(map(len, pb.EventKind.keys())) - len("EVENT_KIND_")
 class EventLines:
     """Format each event as a line, with the time since the previous event."""
 
-    def __init__(self, verbose: bool = False) -> None:
-        """Start without a previous event; `verbose`: failed workers have further lines."""
+    def __init__(self, width: int, verbose: bool = False) -> None:
+        """Start without a previous event; `width`: columns of a line; `verbose`: failed workers have further lines."""
+        self._width = width
         self._verbose = verbose
         self._before: float | None = None
 
     def format(self, event: pb.Event) -> str:
-        """Return one line: time, time since the previous line, kind, description; more of a failure if verbose."""
+        """Return one line: time, time since the previous line, kind, description; more of a failure if verbose.
+
+        A description that is too wide for the line stands below it.
+        """
         now = to_seconds(event.time)
         span = "" if self._before is None else show_span(now - self._before)
         self._before = now
@@ -162,7 +166,10 @@ class EventLines:
         actor = event.actor
         by = f" (operator {actor.name or actor.peer})" if actor.kind == pb.ACTOR_KIND_OPERATOR else ""
         sentence = printable(f"{event.detail}{by}")
-        line = f"{show_moment(now)}  {span:>{_SPAN_WIDTH}}  {kind:<{_KIND_WIDTH}}  {sentence}"
+        begin = f"{show_moment(now)}  {span:>{_SPAN_WIDTH}}  {kind:<{_KIND_WIDTH}}  "
+        line = begin + sentence
+        if len(line) > self._width:
+            line = "\n".join([begin.rstrip(), *indented(sentence, self._width)])
         if not self._verbose or not event.HasField("failure"):
             return line
         failure = event.failure

@@ -56,11 +56,14 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], own_line:
         padded = (f" {row[column]}{' ' * (widths[column] - cell_len(row[column]))} " for column in kept)
         console.print("".join(padded).rstrip(), style="bold" if number == 0 else None)
         for column in sorted(moved) if number > 0 else ():
-            text = f"{columns[column]}: {row[column]}"
-            for line in textwrap.wrap(
-                text, console.width - 4, break_long_words=False, break_on_hyphens=False
-            ):
-                console.print(f"    {line}")
+            for line in indented(f"{columns[column]}: {row[column]}", console.width):
+                console.print(line)
+
+
+def indented(text: str, width: int) -> list[str]:
+    """Return the indented lines of a text; they break between words, `width` columns from the left."""
+    lines = textwrap.wrap(text, width - 4, break_long_words=False, break_on_hyphens=False)
+    return [f"    {line}" for line in lines]
 
 
 # ---- Points in time and durations, as people write and read them.
