@@ -31,7 +31,7 @@ from support.mortal import mortal
 _RUN_ID = "benchmark"
 _HOST = "127.0.0.1"
 _VALUE = "v" * 100
-_GO, _READY, _AWAITED = "go", "ready", "awaited"
+_GO, _READY, _AWAITED, _ENDED, _OVER = "go", "ready", "awaited", "ended", "over"
 # On two cores 4 processes were fastest; with all threads in one, the interpreter's lock is what is measured.
 _PROCESSES = 4
 _making = threading.Lock()  # many processes that start at once do not start in time
@@ -131,8 +131,10 @@ def take_part(order: C10dOrder) -> C10dResult:
     go = threading.Event()
     prepared = threading.Barrier(order.share + 1)
 
+    works: list[Callable[[], None]] = []
+
     def member(number: int) -> None:
-        work = KINDS[order.kind](order, number)
+        works.append(work := KINDS[order.kind](order, number))
         prepared.wait()
         go.wait()
         work()
@@ -150,6 +152,11 @@ def take_part(order: C10dOrder) -> C10dResult:
         thread.join()
     if len(ends) != order.share:
         raise SystemExit(f"{len(ends)} of {order.share} members came to an end")
+    # A handler that is dropped, or whose process ends, ends its companion: not while others are measured.
+    if store.add(_ENDED, 1) == min(_PROCESSES, order.members):
+        store.set(_OVER, "")
+    store.wait([_OVER])
+    works.clear()
     return C10dResult(min(ends), max(ends))
 
 
