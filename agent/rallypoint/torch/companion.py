@@ -414,6 +414,9 @@ async def _serve_state(
                     token = None if call["token"] is None else b64decode(call["token"])
                     outcome = await client.set(b64decode(call["state"]), token, timeout=timeout)
                     current, has_set = outcome.current, outcome.has_set
+                    if has_set:
+                        # If others set too, torch's handler would see their states only after a second.
+                        current = await client.get(after_turns=True, timeout=timeout)
             except ServiceError as error:
                 send("ended", how="connection", detail=error.message)
                 continue

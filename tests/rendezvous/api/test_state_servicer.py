@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable
 from dataclasses import dataclass
 from pathlib import Path
@@ -128,13 +129,16 @@ async def test_clients_whose_sets_lose_get_turns(served: Served, monkeypatch: py
 async def test_no_client_waits_for_one_that_does_not_set(
     served: Served, monkeypatch: pytest.MonkeyPatch, limit: str
 ) -> None:
-    """A turn ends in time, and each client waits so long at most."""
+    """A turn ends in time, and each client waits so long at most; also one that asks what the others set."""
     for name in ("_TURN", "_LONGEST_WAIT"):
         monkeypatch.setattr(state_servicer, name, 0.2 if name == limit else 2 * PATIENCE)
     lost = pb.SetStateRequest(run_id=RUN, state=b"x", token=b"foreign")
+    began = time.monotonic()
     async with asyncio.timeout(PATIENCE):
         for _ in range(3):
             assert await served.stub.SetState(lost) == pb.SetStateResponse()
+        await served.stub.GetState(pb.GetStateRequest(run_id=RUN, after_turns=True))
+    assert time.monotonic() - began > 0.59  # all but the first wait
 
 
 async def test_malformed_requests_name_the_field(served: Served) -> None:

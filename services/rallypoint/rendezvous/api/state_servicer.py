@@ -68,6 +68,8 @@ class StateServicer(rpc.StateServiceServicer):
 
     async def GetState(self, request: pb.GetStateRequest, context: _Context) -> pb.GetStateResponse:
         name("run_id", request.run_id)
+        if request.after_turns:
+            await self._all_turns(request.run_id)
         states = (await self._locator.reader(request.run_id)).states
         return pb.GetStateResponse(current=_message(states.get(request.run_id)))
 
@@ -80,6 +82,15 @@ class StateServicer(rpc.StateServiceServicer):
             return pb.SetStateResponse(current=_message(outcome.current), has_set=True)
         await self._begin_turn(request.run_id)
         return pb.SetStateResponse(current=_message(states.get(request.run_id)))
+
+    async def _all_turns(self, run_id: str) -> None:
+        """Return when no client has or awaits a turn, or after a while."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_LONGEST_WAIT):
+                while (turn := self._in_turn.get(run_id)) is not None:
+                    async with turn[0].turn():  # behind the clients that wait now
+                        pass
+                    await asyncio.sleep(_TURN)
 
     async def _begin_turn(self, run_id: str) -> None:
         """Return when a client whose set lost can set again before the next does, or has waited for long.

@@ -79,9 +79,9 @@ class FencedStateClient:
             replica_client(where), rpc.StateServiceStub, "state", pace or Pace()
         )
 
-    async def get(self, *, timeout: float = DEFAULT_TIMEOUT) -> FencedState | None:
-        """Return the current state; None: there is none."""
-        request = pb.GetStateRequest(run_id=self._run_id)
+    async def get(self, *, after_turns: bool = False, timeout: float = DEFAULT_TIMEOUT) -> FencedState | None:
+        """Return the current state; None: there is none. `after_turns`: see GetStateRequest."""
+        request = pb.GetStateRequest(run_id=self._run_id, after_turns=after_turns)
         return _current(await self._calls.call(lambda stub: stub.GetState, request, timeout))
 
     async def set(

@@ -15,7 +15,7 @@ _sym_db = _symbol_database.Default()
 from rallypoint.rendezvous.v1 import store_service_pb2 as rallypoint_dot_rendezvous_dot_v1_dot_store__service__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n,rallypoint/rendezvous/v1/state_service.proto\x12\x18rallypoint.rendezvous.v1\x1a,rallypoint/rendezvous/v1/store_service.proto\"+\n\x0b\x46\x65ncedState\x12\r\n\x05state\x18\x01 \x01(\x0c\x12\r\n\x05token\x18\x02 \x01(\x0c\"!\n\x0fGetStateRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\"J\n\x10GetStateResponse\x12\x36\n\x07\x63urrent\x18\x01 \x01(\x0b\x32%.rallypoint.rendezvous.v1.FencedState\"\xc2\x01\n\x0fSetStateRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\r\n\x05state\x18\x02 \x01(\x0c\x12\x12\n\x05token\x18\x03 \x01(\x0cH\x00\x88\x01\x01\x12;\n\toperation\x18\x04 \x01(\x0b\x32(.rallypoint.rendezvous.v1.StoreOperation\x12\x35\n\x06writer\x18\x05 \x01(\x0b\x32%.rallypoint.rendezvous.v1.StoreWriterB\x08\n\x06_token\"[\n\x10SetStateResponse\x12\x36\n\x07\x63urrent\x18\x01 \x01(\x0b\x32%.rallypoint.rendezvous.v1.FencedState\x12\x0f\n\x07has_set\x18\x02 \x01(\x08\"A\n\x11WatchStateRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x12\n\x05token\x18\x02 \x01(\x0cH\x00\x88\x01\x01\x42\x08\n\x06_token\"L\n\x12WatchStateResponse\x12\x36\n\x07\x63urrent\x18\x01 \x01(\x0b\x32%.rallypoint.rendezvous.v1.FencedState*\xdc\x06\n\x0bStateReason\x12\x1c\n\x18STATE_REASON_UNSPECIFIED\x10\x00\x12!\n\x1dSTATE_REASON_INVALID_ARGUMENT\x10\x01\x12\"\n\x1eSTATE_REASON_MALFORMED_MESSAGE\x10\x02\x12!\n\x1dSTATE_REASON_OPERATION_REUSED\x10\x03\x12\x1e\n\x1aSTATE_REASON_RUN_NOT_FOUND\x10\x04\x12\x1b\n\x17STATE_REASON_RUN_BROKEN\x10\x05\x12\x1b\n\x17STATE_REASON_LEASE_LOST\x10\x06\x12!\n\x1dSTATE_REASON_LEASE_NOT_PROVEN\x10\x07\x12\x1d\n\x19STATE_REASON_NODE_EVICTED\x10\x08\x12\x1b\n\x17STATE_REASON_RUN_CLOSED\x10\t\x12%\n!STATE_REASON_OPERATION_SUPERSEDED\x10\n\x12 \n\x1cSTATE_REASON_TOO_MANY_STATES\x10\x0b\x12\x1c\n\x18STATE_REASON_STATES_FULL\x10\x0c\x12\x1b\n\x17STATE_REASON_STATE_BUSY\x10\r\x12\"\n\x1eSTATE_REASON_TOO_MANY_WATCHERS\x10\x0e\x12\"\n\x1eSTATE_REASON_TOO_MANY_REQUESTS\x10\x0f\x12\x1a\n\x16STATE_REASON_NOT_OWNER\x10\x10\x12\x1f\n\x1bSTATE_REASON_OWNERSHIP_LOST\x10\x11\x12!\n\x1dSTATE_REASON_ETCD_UNAVAILABLE\x10\x12\x12\x1a\n\x16STATE_REASON_ETCD_FULL\x10\x13\x12\x19\n\x15STATE_REASON_DRAINING\x10\x14\x12\x1f\n\x1bSTATE_REASON_JOURNAL_FAILED\x10\x15\x12$\n STATE_REASON_SUBSCRIBER_TOO_SLOW\x10\x16\x12!\n\x1dSTATE_REASON_UNEXPECTED_ERROR\x10\x17\x12\x1f\n\x1bSTATE_REASON_NOT_IDENTIFIED\x10\x18\x12\x1e\n\x1aSTATE_REASON_NOT_PERMITTED\x10\x19\x32\xbf\x02\n\x0cStateService\x12\x61\n\x08GetState\x12).rallypoint.rendezvous.v1.GetStateRequest\x1a*.rallypoint.rendezvous.v1.GetStateResponse\x12\x61\n\x08SetState\x12).rallypoint.rendezvous.v1.SetStateRequest\x1a*.rallypoint.rendezvous.v1.SetStateResponse\x12i\n\nWatchState\x12+.rallypoint.rendezvous.v1.WatchStateRequest\x1a,.rallypoint.rendezvous.v1.WatchStateResponse0\x01\x42\x9c\x01\n\x18rallypoint.rendezvous.v1P\x01Z%rallypoint/rendezvous/v1;rendezvousv1\xa2\x02\x03RPR\xaa\x02\x18Rallypoint.Rendezvous.V1\xca\x02\x18Rallypoint\\Rendezvous\\V1\xea\x02\x1aRallypoint::Rendezvous::V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n,rallypoint/rendezvous/v1/state_service.proto\x12\x18rallypoint.rendezvous.v1\x1a,rallypoint/rendezvous/v1/store_service.proto\"+\n\x0b\x46\x65ncedState\x12\r\n\x05state\x18\x01 \x01(\x0c\x12\r\n\x05token\x18\x02 \x01(\x0c\"6\n\x0fGetStateRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x13\n\x0b\x61\x66ter_turns\x18\x02 \x01(\x08\"J\n\x10GetStateResponse\x12\x36\n\x07\x63urrent\x18\x01 \x01(\x0b\x32%.rallypoint.rendezvous.v1.FencedState\"\xc2\x01\n\x0fSetStateRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\r\n\x05state\x18\x02 \x01(\x0c\x12\x12\n\x05token\x18\x03 \x01(\x0cH\x00\x88\x01\x01\x12;\n\toperation\x18\x04 \x01(\x0b\x32(.rallypoint.rendezvous.v1.StoreOperation\x12\x35\n\x06writer\x18\x05 \x01(\x0b\x32%.rallypoint.rendezvous.v1.StoreWriterB\x08\n\x06_token\"[\n\x10SetStateResponse\x12\x36\n\x07\x63urrent\x18\x01 \x01(\x0b\x32%.rallypoint.rendezvous.v1.FencedState\x12\x0f\n\x07has_set\x18\x02 \x01(\x08\"A\n\x11WatchStateRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x12\n\x05token\x18\x02 \x01(\x0cH\x00\x88\x01\x01\x42\x08\n\x06_token\"L\n\x12WatchStateResponse\x12\x36\n\x07\x63urrent\x18\x01 \x01(\x0b\x32%.rallypoint.rendezvous.v1.FencedState*\xdc\x06\n\x0bStateReason\x12\x1c\n\x18STATE_REASON_UNSPECIFIED\x10\x00\x12!\n\x1dSTATE_REASON_INVALID_ARGUMENT\x10\x01\x12\"\n\x1eSTATE_REASON_MALFORMED_MESSAGE\x10\x02\x12!\n\x1dSTATE_REASON_OPERATION_REUSED\x10\x03\x12\x1e\n\x1aSTATE_REASON_RUN_NOT_FOUND\x10\x04\x12\x1b\n\x17STATE_REASON_RUN_BROKEN\x10\x05\x12\x1b\n\x17STATE_REASON_LEASE_LOST\x10\x06\x12!\n\x1dSTATE_REASON_LEASE_NOT_PROVEN\x10\x07\x12\x1d\n\x19STATE_REASON_NODE_EVICTED\x10\x08\x12\x1b\n\x17STATE_REASON_RUN_CLOSED\x10\t\x12%\n!STATE_REASON_OPERATION_SUPERSEDED\x10\n\x12 \n\x1cSTATE_REASON_TOO_MANY_STATES\x10\x0b\x12\x1c\n\x18STATE_REASON_STATES_FULL\x10\x0c\x12\x1b\n\x17STATE_REASON_STATE_BUSY\x10\r\x12\"\n\x1eSTATE_REASON_TOO_MANY_WATCHERS\x10\x0e\x12\"\n\x1eSTATE_REASON_TOO_MANY_REQUESTS\x10\x0f\x12\x1a\n\x16STATE_REASON_NOT_OWNER\x10\x10\x12\x1f\n\x1bSTATE_REASON_OWNERSHIP_LOST\x10\x11\x12!\n\x1dSTATE_REASON_ETCD_UNAVAILABLE\x10\x12\x12\x1a\n\x16STATE_REASON_ETCD_FULL\x10\x13\x12\x19\n\x15STATE_REASON_DRAINING\x10\x14\x12\x1f\n\x1bSTATE_REASON_JOURNAL_FAILED\x10\x15\x12$\n STATE_REASON_SUBSCRIBER_TOO_SLOW\x10\x16\x12!\n\x1dSTATE_REASON_UNEXPECTED_ERROR\x10\x17\x12\x1f\n\x1bSTATE_REASON_NOT_IDENTIFIED\x10\x18\x12\x1e\n\x1aSTATE_REASON_NOT_PERMITTED\x10\x19\x32\xbf\x02\n\x0cStateService\x12\x61\n\x08GetState\x12).rallypoint.rendezvous.v1.GetStateRequest\x1a*.rallypoint.rendezvous.v1.GetStateResponse\x12\x61\n\x08SetState\x12).rallypoint.rendezvous.v1.SetStateRequest\x1a*.rallypoint.rendezvous.v1.SetStateResponse\x12i\n\nWatchState\x12+.rallypoint.rendezvous.v1.WatchStateRequest\x1a,.rallypoint.rendezvous.v1.WatchStateResponse0\x01\x42\x9c\x01\n\x18rallypoint.rendezvous.v1P\x01Z%rallypoint/rendezvous/v1;rendezvousv1\xa2\x02\x03RPR\xaa\x02\x18Rallypoint.Rendezvous.V1\xca\x02\x18Rallypoint\\Rendezvous\\V1\xea\x02\x1aRallypoint::Rendezvous::V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -23,22 +23,22 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'rallypoint.rendezvous.v1.st
 if _descriptor._USE_C_DESCRIPTORS == False:
   _globals['DESCRIPTOR']._options = None
   _globals['DESCRIPTOR']._serialized_options = b'\n\030rallypoint.rendezvous.v1P\001Z%rallypoint/rendezvous/v1;rendezvousv1\242\002\003RPR\252\002\030Rallypoint.Rendezvous.V1\312\002\030Rallypoint\\Rendezvous\\V1\352\002\032Rallypoint::Rendezvous::V1'
-  _globals['_STATEREASON']._serialized_start=712
-  _globals['_STATEREASON']._serialized_end=1572
+  _globals['_STATEREASON']._serialized_start=733
+  _globals['_STATEREASON']._serialized_end=1593
   _globals['_FENCEDSTATE']._serialized_start=120
   _globals['_FENCEDSTATE']._serialized_end=163
   _globals['_GETSTATEREQUEST']._serialized_start=165
-  _globals['_GETSTATEREQUEST']._serialized_end=198
-  _globals['_GETSTATERESPONSE']._serialized_start=200
-  _globals['_GETSTATERESPONSE']._serialized_end=274
-  _globals['_SETSTATEREQUEST']._serialized_start=277
-  _globals['_SETSTATEREQUEST']._serialized_end=471
-  _globals['_SETSTATERESPONSE']._serialized_start=473
-  _globals['_SETSTATERESPONSE']._serialized_end=564
-  _globals['_WATCHSTATEREQUEST']._serialized_start=566
-  _globals['_WATCHSTATEREQUEST']._serialized_end=631
-  _globals['_WATCHSTATERESPONSE']._serialized_start=633
-  _globals['_WATCHSTATERESPONSE']._serialized_end=709
-  _globals['_STATESERVICE']._serialized_start=1575
-  _globals['_STATESERVICE']._serialized_end=1894
+  _globals['_GETSTATEREQUEST']._serialized_end=219
+  _globals['_GETSTATERESPONSE']._serialized_start=221
+  _globals['_GETSTATERESPONSE']._serialized_end=295
+  _globals['_SETSTATEREQUEST']._serialized_start=298
+  _globals['_SETSTATEREQUEST']._serialized_end=492
+  _globals['_SETSTATERESPONSE']._serialized_start=494
+  _globals['_SETSTATERESPONSE']._serialized_end=585
+  _globals['_WATCHSTATEREQUEST']._serialized_start=587
+  _globals['_WATCHSTATEREQUEST']._serialized_end=652
+  _globals['_WATCHSTATERESPONSE']._serialized_start=654
+  _globals['_WATCHSTATERESPONSE']._serialized_end=730
+  _globals['_STATESERVICE']._serialized_start=1596
+  _globals['_STATESERVICE']._serialized_end=1915
 # @@protoc_insertion_point(module_scope)

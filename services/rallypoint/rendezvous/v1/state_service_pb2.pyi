@@ -177,16 +177,22 @@ class GetStateRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     RUN_ID_FIELD_NUMBER: _builtins.int
+    AFTER_TURNS_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Name of the run."""
+    after_turns: _builtins.bool
+    """Reply when no client has a turn, or waits for one; after a second at the latest. For a client of many, whose own set has
+    succeeded: one call shows it the states of all of them.
+    """
     def __init__(
         self,
         *,
         run_id: _builtins.str = ...,
+        after_turns: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["run_id", b"run_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after_turns", b"after_turns", "run_id", b"run_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
