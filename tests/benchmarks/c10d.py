@@ -23,7 +23,7 @@ PATIENCE = 120.0
 _MOST_UNFINISHED = 2  # then there is no more to learn
 # Past it no rendezvous has been seen to come to an end.
 MOST_NODES = 256
-HANDLERS = (64, 128, 256)
+HANDLERS = (64, 128)
 
 # c10d looks up a name for the address of every connection. Where the look-up goes to a name server, that is what
 # would be measured; so it sees a machine that knows the names of its own files only.

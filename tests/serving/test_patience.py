@@ -51,6 +51,24 @@ async def test_who_takes_nothing_is_told_to_come_back(
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 
 
+async def test_a_stream_that_ends_while_it_begins_has_its_status(
+    serve: Start, connect: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The task that greets is cancelled, for example because the client's first message is refused meanwhile."""
+
+    async def answer(_request: bytes, context: Any) -> None:
+        greeting = asyncio.create_task(Subscriber(context).greet())
+        await asyncio.sleep(0)
+        greeting.cancel()
+        await asyncio.wait([greeting])
+        context.set_code(grpc.StatusCode.ABORTED)
+
+    server = await serve({"Do": grpc.unary_stream_rpc_method_handler(answer)})
+    call = connect(server).unary_stream(METHOD)(b"please", timeout=PATIENCE)
+    assert await call.code() is grpc.StatusCode.ABORTED
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+
 async def test_who_has_gone_is_not_slow() -> None:
     """What goes wrong with a write is told as it is."""
 

@@ -397,11 +397,8 @@ async def _serve_state(
         timeout = rendezvous_conf(split_conf(given, "rallypoint")[0].settings, (1, 1), 0).read_timeout
         replicas = ReplicaClient(endpoint, security)
         client = FencedStateClient(replicas, start["run_id"])
-    except (SettingError, RunSettingError) as error:
+    except (SettingError, RunSettingError, ServiceError) as error:
         send("ended", how="setting", detail=str(error))
-        return
-    except ServiceError as error:
-        send("ended", how="setting", detail=error.message)
         return
     async with replicas:
         send("ready", read_timeout=timeout)

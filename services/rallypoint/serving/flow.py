@@ -391,9 +391,13 @@ class Subscriber:
         self._greeted = False
 
     async def greet(self) -> None:
-        """Send the headers, which confirm the stream to the client."""
+        """Send the headers, which confirm the stream to the client. A cancellation waits until they are sent."""
         self._greeted = True
-        await self._context.send_initial_metadata(())
+        sending = asyncio.ensure_future(self._context.send_initial_metadata(()))
+        try:
+            await asyncio.shield(sending)
+        finally:
+            await asyncio.wait([sending])
 
     async def send(self, message: object) -> None:
         """Send a message.

@@ -106,10 +106,9 @@ class StateServicer(rpc.StateServiceServicer):
 
     def _end_turn(self, run_id: str) -> None:
         """Let the next client set: a set has succeeded, or the time is over."""
-        turns, end = self._in_turn.pop(run_id, (None, None))
-        if turns is not None and end is not None:
-            end.cancel()
-            turns.give_back()
+        if (turn := self._in_turn.pop(run_id, None)) is not None:
+            turn[1].cancel()
+            turn[0].give_back()
 
     # The stubs expect a handler that yields; one that writes can limit every write by a timeout.
     async def WatchState(self, request: pb.WatchStateRequest, context: _Context) -> None:  # type: ignore[override]
