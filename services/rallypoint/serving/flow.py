@@ -397,7 +397,7 @@ class Subscriber:
         try:
             await asyncio.shield(sending)
         finally:
-            await asyncio.wait([sending])
+            await asyncio.gather(sending, return_exceptions=True)
 
     async def send(self, message: object) -> None:
         """Send a message.
