@@ -307,9 +307,10 @@ def test_a_forked_child_speaks_for_itself(queue: Any, processes: Callable[..., F
     client = client_of("ours", queue)
     client.acquire("step", time.time() + LONG)
     child = processes(client.release, "step")
-    mine, theirs = RallypointRequestQueue(queue).get(2, LIMIT)
-    assert (mine.worker_id, theirs.worker_id) == (os.getpid(), child.pid)
-    assert mine.expiration_time > 0 > theirs.expiration_time
+    # In either order: a thread of each process fills the queue.
+    ends = {each.worker_id: each.expiration_time for each in RallypointRequestQueue(queue).get(2, LIMIT)}
+    assert set(ends) == {os.getpid(), child.pid}
+    assert ends[os.getpid()] > 0 > ends[child.pid]
 
 
 def test_threads_of_a_server_that_was_started_twice_keep_the_order(
