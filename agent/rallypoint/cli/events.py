@@ -152,10 +152,7 @@ class EventLines:
         self._before: float | None = None
 
     def format(self, event: pb.Event) -> str:
-        """Return one line: time, time since the previous line, kind, description; more of a failure if verbose.
-
-        A description that is too wide for the line stands below it.
-        """
+        """Return a line: time, span, kind, description (below, if too wide); more of a failure if verbose."""
         now = to_seconds(event.time)
         span = "" if self._before is None else show_span(now - self._before)
         self._before = now

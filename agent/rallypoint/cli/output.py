@@ -61,7 +61,7 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], own_line:
 
 
 def indented(text: str, width: int) -> list[str]:
-    """Return the indented lines of a text; they break between words, `width` columns from the left."""
+    """Return a text as indented lines of at most `width` columns, which break between words."""
     lines = textwrap.wrap(text, width - 4, break_long_words=False, break_on_hyphens=False)
     return [f"    {line}" for line in lines]
 

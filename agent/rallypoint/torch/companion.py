@@ -403,7 +403,7 @@ async def _serve_state(
     async with replicas:
         send("ready", read_timeout=timeout)
         while line := await _next_line(reader):
-            call = json.loads(line)
+            call, deadline = json.loads(line), time.monotonic() + timeout
             try:
                 if call["do"] == "get_state":
                     current, has_set = await client.get(timeout=timeout), False
@@ -413,7 +413,8 @@ async def _serve_state(
                     current, has_set = outcome.current, outcome.has_set
                     if has_set:
                         # If others set too, torch's handler would see their states only after a second.
-                        current = await client.get(after_turns=True, timeout=timeout)
+                        with suppress(ServiceError):
+                            current = await client.get(after_turns=True, timeout=deadline - time.monotonic())
             except ServiceError as error:
                 send("ended", how="connection", detail=error.message)
                 continue

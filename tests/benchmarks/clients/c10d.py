@@ -130,8 +130,7 @@ def take_part(order: C10dOrder) -> C10dResult:
     ends: list[float] = []
     go = threading.Event()
     prepared = threading.Barrier(order.share + 1)
-
-    works: list[Callable[[], None]] = []
+    works: list[Callable[[], None]] = []  # keeps the handlers
 
     def member(number: int) -> None:
         works.append(work := KINDS[order.kind](order, number))
@@ -156,7 +155,6 @@ def take_part(order: C10dOrder) -> C10dResult:
     if store.add(_ENDED, 1) == min(_PROCESSES, order.members):
         store.set(_OVER, "")
     store.wait([_OVER])
-    works.clear()
     return C10dResult(min(ends), max(ends))
 
 

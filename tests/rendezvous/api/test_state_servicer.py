@@ -108,7 +108,7 @@ async def test_the_largest_state_goes_both_ways(served: Served) -> None:
 
 
 async def test_clients_whose_sets_lose_get_turns(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each sets with the state that it is told, and succeeds: otherwise 20 clients need some 200 sets."""
+    """Each sets once more after the reply, and succeeds: otherwise 20 clients need some 200 sets."""
     monkeypatch.setattr(state_servicer, "_TURN", PATIENCE)
     monkeypatch.setattr(state_servicer, "_LONGEST_WAIT", PATIENCE)
     sets = 0

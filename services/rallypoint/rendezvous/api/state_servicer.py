@@ -90,10 +90,10 @@ class StateServicer(rpc.StateServiceServicer):
                 while (turn := self._in_turn.get(run_id)) is not None:
                     async with turn[0].turn():  # behind the clients that wait now
                         pass
-                    await asyncio.sleep(_TURN)
+                    await asyncio.sleep(_TURN)  # the client that set last may set again
 
     async def _begin_turn(self, run_id: str) -> None:
-        """Return when a client whose set lost can set again before the next does, or has waited for long.
+        """Return when it is the turn of a client whose set lost, or when it has waited for long.
 
         Otherwise, of many that set at once, each makes the others lose, and most of their work is in vain.
         """
