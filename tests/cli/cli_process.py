@@ -33,7 +33,10 @@ def clean_environment(**more: str) -> dict[str, str]:
 
 
 def rallypoint(
-    *arguments: str | Path, environment: Mapping[str, str] | None = None, program: Sequence[str] = ()
+    *arguments: str | Path,
+    environment: Mapping[str, str] | None = None,
+    program: Sequence[str] = (),
+    timeout: float = PATIENCE,
 ) -> subprocess.CompletedProcess[str]:
     """Run a command to its end; `program` takes the place of the installed one."""
     return subprocess.run(
@@ -41,7 +44,7 @@ def rallypoint(
         capture_output=True,
         text=True,
         env=clean_environment(**environment or {}),
-        timeout=PATIENCE,
+        timeout=timeout,
         check=False,
     )
 

@@ -68,21 +68,9 @@ def job() -> Iterator[dict[str, str]]:
     """A rendezvous service with a run of one node, and one whose name is a command of the shell; how to reach it."""
     with service("rendezvous", "--insecure", "--journal", "memory") as address, ExitStack() as stack:
         for run_id in ("job-17", "$(reboot)"):
-            command = (
-                "run",
-                "--insecure",
-                "--rdzv-endpoint",
-                address,
-                "--rdzv-id",
-                run_id,
-                "--node-id",
-                "node-a",
-            )
-            process = stack.enter_context(
-                subprocess.Popen(
-                    mortal(str(RALLYPOINT), *command, "--no-python", "sleep", "600"), env=clean_environment()
-                )
-            )
+            command = mortal(str(RALLYPOINT), "run", "--insecure", "--rdzv-endpoint", address)
+            command += ["--rdzv-id", run_id, "--node-id", "node-a", "--no-python", "sleep", "600"]
+            process = stack.enter_context(subprocess.Popen(command, env=clean_environment()))
             stack.callback(process.terminate)
         connection = {"RALLYPOINT_RDZV_ENDPOINT": address, "RALLYPOINT_INSECURE": "1"}
         wait_until(

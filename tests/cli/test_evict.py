@@ -37,9 +37,8 @@ def start(endpoint: str, *flags: str) -> subprocess.Popen[str]:
         "job",
         *flags,
     ]
-    return subprocess.Popen(
-        [*command, "--no-python", "true"], stderr=subprocess.PIPE, text=True, env=clean_environment()
-    )
+    command += ["--no-python", "true"]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=clean_environment())
 
 
 def ended(agent: subprocess.Popen[str]) -> str:

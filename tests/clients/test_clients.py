@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shlex
 import signal
-import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
-from cli.cli_process import RALLYPOINT, clean_environment, rallypoint
+from cli.cli_process import rallypoint
 from clients.members import (
     BUILT,
     CLIENTS,
@@ -286,19 +285,9 @@ def test_a_client_keeps_the_rules_of_the_protocol(client: str) -> None:
         f"{shlex.join(CLIENTS[client])} member --tls-ca {{ca}} --rendezvous {{address}} --run {{run_id}} "
         "--node {node_id}"
     )
-    kit = subprocess.run(
-        [
-            RALLYPOINT,
-            "conformance",
-            "--timeout",
-            str(PATIENCE),
-            "--client",
-            f"{command} --nnodes 1:1 -- {{worker}}",
-        ],
-        env=clean_environment(PATH=SEARCH_PATH),
-        check=False,
-        capture_output=True,
-        text=True,
+    kit = rallypoint(
+        *("conformance", "--timeout", str(PATIENCE), "--client", f"{command} --nnodes 1:1 -- {{worker}}"),
+        environment={"PATH": SEARCH_PATH},
         timeout=18 * PATIENCE,
     )
     assert kit.returncode == 0, kit.stdout

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from cli.cli_process import RALLYPOINT, clean_environment
+from cli.cli_process import rallypoint
 from integration.scene import scene
 from integration.test_draining import drain
 from support.waiting import PATIENCE, until
@@ -35,26 +34,9 @@ def test_all_programs_are_run() -> None:
 def test_a_program_runs_as_under_torchrun(tmp_path: Path, program: str) -> None:
     """Each knows its rank and the world, and all end with one loss, so they have trained together."""
     pytest.importorskip(PACKAGES[program])
-    arguments = [str(tmp_path)] if program == "with_transformers.py" else []
-    result = subprocess.run(
-        [
-            *[
-                str(RALLYPOINT),
-                "run",
-                "--standalone",
-                "--nproc-per-node",
-                "2",
-                "--log-dir",
-                str(tmp_path / "logs"),
-            ],
-            *[str(PROGRAMS / program), *arguments],
-        ],
-        env=clean_environment(),
-        capture_output=True,
-        text=True,
-        timeout=500,
-        check=False,
-    )
+    arguments = [tmp_path] if program == "with_transformers.py" else []
+    flags = ("--standalone", "--nproc-per-node", "2", "--log-dir", tmp_path / "logs")
+    result = rallypoint("run", *flags, PROGRAMS / program, *arguments, timeout=500)
     assert result.returncode == 0, result.stderr
     ends = re.findall(r"rank (\d) of (\d) ends with (\S+)", result.stdout)
     assert sorted(end[:2] for end in ends) == [("0", "2"), ("1", "2")], result.stdout

@@ -80,24 +80,12 @@ def heard(folder: Path) -> list[str]:
 def test_workers_run_where_they_are_bound(tmp_path: Path, binding: str) -> None:
     """The mask that the kernel shows a worker is the one that was decided on, within the agent's own."""
     allowed = {max(os.sched_getaffinity(0))}
-    command = ["run", "--standalone", "--nproc-per-node", "2", "--numa-binding", binding, "--no-python", "--"]
-    ran = subprocess.run(
-        [
-            "taskset",
-            "-c",
-            str(*allowed),
-            str(RALLYPOINT),
-            *command,
-            sys.executable,
-            "-c",
-            PROBE,
-            str(tmp_path),
-        ],
-        env=clean_environment(TMPDIR=str(tmp_path)),
-        capture_output=True,
-        text=True,
+    flags = ("--standalone", "--nproc-per-node", "2", "--numa-binding", binding, "--no-python", "--")
+    ran = rallypoint(
+        *("run", *flags, sys.executable, "-c", PROBE, tmp_path),
+        environment={"TMPDIR": str(tmp_path)},
+        program=("taskset", "-c", str(*allowed), str(RALLYPOINT)),
         timeout=PATIENCE * 2,
-        check=False,
     )
     assert ran.returncode == 0, ran.stderr
     decided = bind(binding, read_topology(os.environ), allowed, 2)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from cli.cli_process import RALLYPOINT, clean_environment
+from cli.cli_process import RALLYPOINT, rallypoint
 from support.mortal import mortal
 from support.small_cgroup import GLUTTON, small_cgroup
 
@@ -27,15 +26,12 @@ def test_a_starved_worker_is_told_from_one_that_somebody_killed(tmp_path: Path) 
     """The agent and its workers are in one cgroup, as in a container or a job of Slurm."""
     with small_cgroup(LIMIT) as folder:
         wanted = tmp_path / "wanted.json"
-        order = ["run", "--standalone", "--log-dir", str(tmp_path), "--failure-file", str(wanted)]
-        enter = ["sh", "-c", 'echo 0 > "$0" && exec "$@"', str(folder / "cgroup.procs")]
-        ran = subprocess.run(
-            mortal(*enter, str(RALLYPOINT), *order, "--no-python", "--", sys.executable, "-S", "-c", GLUTTON),
-            capture_output=True,
-            text=True,
-            env=clean_environment(),
+        flags = ("--standalone", "--log-dir", tmp_path, "--failure-file", wanted, "--no-python", "--")
+        enter = ("sh", "-c", 'echo 0 > "$0" && exec "$@"', str(folder / "cgroup.procs"))
+        ran = rallypoint(
+            *("run", *flags, sys.executable, "-S", "-c", GLUTTON),
+            program=mortal(*enter, str(RALLYPOINT)),
             timeout=120,
-            check=False,
         )
     assert ran.returncode == 1, ran.stderr
     sentence = (

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
 
-from cli.cli_process import RALLYPOINT, clean_environment
+from cli.cli_process import rallypoint
 
 pytestmark = pytest.mark.integration
 
@@ -18,17 +17,8 @@ ACCUSING_WORKER = Path(__file__).with_name("accusing_worker.py")
 
 def test_a_worker_can_not_have_another_one_killed(tmp_path: Path) -> None:
     """What rank 0 writes of rank 1's process counts for nothing, and the log says so; its own timers go on to work."""
-    result = subprocess.run(
-        [
-            *[str(RALLYPOINT), "run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "0"],
-            *["--log-dir", str(tmp_path / "logs"), str(ACCUSING_WORKER), str(tmp_path)],
-        ],
-        env=clean_environment(),
-        capture_output=True,
-        text=True,
-        timeout=90,
-        check=False,
-    )
+    flags = ("--standalone", "--nproc-per-node", "2", "--max-restarts", "0", "--log-dir", tmp_path / "logs")
+    result = rallypoint("run", *flags, ACCUSING_WORKER, tmp_path, timeout=90)
     assert result.returncode == 0, result.stderr
     assert result.stderr.count("neither this worker nor a descendant of it") == 1
     assert [path.parent.name for path in tmp_path.glob("logs/*/attempt_0/*/hang.txt")] == ["0"]
@@ -41,17 +31,8 @@ def test_a_worker_that_hangs_in_torchs_expires_is_reaped_and_the_job_goes_on(
 ) -> None:
     """Its failure names the scope, its neighbour is started again with it, and the second round ends well."""
     pytest.importorskip("torch.distributed.elastic.timer")
-    result = subprocess.run(
-        [
-            *[str(RALLYPOINT), "run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"],
-            *["--log-dir", str(tmp_path), "--log-format", "json", str(WORKER), client],
-        ],
-        env=clean_environment(),
-        capture_output=True,
-        text=True,
-        timeout=170,
-        check=False,
-    )
+    flags = ("--standalone", "--nproc-per-node", "2", "--max-restarts", "1", "--log-format", "json")
+    result = rallypoint("run", *flags, "--log-dir", tmp_path, WORKER, client, timeout=170)
     assert result.returncode == 0, result.stderr
     ends = re.findall(r"rank \d is done after \d restarts", result.stdout)
     assert [end for end in sorted(ends) if end.endswith("1 restarts")] == [

@@ -20,4 +20,6 @@ if __name__ == "__main__":
     Store.from_environment().add("met", 1)
     dist.barrier()
     assert Store.from_environment().get("met", 0) == b"%d" % size
-    sys.exit(main(Path(sys.argv[1]), sys.argv[2]))
+    code = main(Path(sys.argv[1]), sys.argv[2])
+    dist.destroy_process_group()
+    sys.exit(code)

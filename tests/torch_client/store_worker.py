@@ -30,6 +30,7 @@ def main(folder: Path, name: str) -> int:
                 print("lost", error, file=notes, flush=True)
                 return 1
             time.sleep(0.1)
+    dist.destroy_process_group()
     return 0
 
 
