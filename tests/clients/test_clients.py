@@ -282,7 +282,7 @@ async def test_members_with_certificates_meet(tmp_path: Path) -> None:
 def test_a_client_keeps_the_rules_of_the_protocol(client: str) -> None:
     """As the conformance kit checks them, over TLS."""
     command = (
-        f"{shlex.join(CLIENTS[client])} member --tls-ca {{ca}} --rendezvous {{address}} --run {{run_id}} "
+        f"{shlex.join(CLIENTS[client])} member --tls-ca {{ca}} --rendezvous {{addresses}} --run {{run_id}} "
         "--node {node_id}"
     )
     kit = rallypoint(
@@ -291,5 +291,6 @@ def test_a_client_keeps_the_rules_of_the_protocol(client: str) -> None:
         timeout=18 * PATIENCE,
     )
     assert kit.returncode == 0, kit.stdout
-    # Optional are the report of a start, and staying until the last worker of a closed run is gone.
-    assert f"{len(RULES) - 2} PASS, 0 FAIL, 2 SKIPPED" in kit.stdout
+    # Optional are the report of a start, staying until the last worker of a closed run is gone, and a watchdog.
+    optional = {"R51", "R54", "R58", *(rule for rule in RULES if rule >= "R60")}
+    assert f"{len(RULES) - len(optional)} PASS, 0 FAIL, {len(optional)} SKIPPED" in kit.stdout

@@ -1,22 +1,24 @@
 """A small agent that keeps every rule of docs/protocol.md; each `--bug` makes it break one.
 
-Usage: reference_client.py ADDRESS RUN_ID NODE_ID WORKER [BUG [CA]]
+Usage: reference_client.py ADDRESSES RUN_ID NODE_ID WORKER TIMER [BUG [CA]]
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import os
 import random
 import signal
 import socket
 import ssl
+import struct
 import subprocess
 import sys
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import grpc
 from cryptography import x509
@@ -25,6 +27,8 @@ from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
 from rallypoint.rpc.durations import set_seconds, to_seconds
 from rallypoint.rpc.errors import ServiceError, decode
+from rallypoint.timer.v1 import timer_service_pb2 as timer_pb
+from rallypoint.timer.v1 import timer_service_pb2_grpc as timer_grpc
 
 BUGS = {
     "starts-while-frozen": "R01",
@@ -94,11 +98,28 @@ BUGS = {
     "start-once": "R51",
     "age-of-start-does-not-grow": "R51",
     "starts-another-round": "R51",
+    "waits-for-a-silent-replica": "R55",
+    "leaves-at-goaway": "R56",
+    "confirms-before-the-failure": "R57",
+    "starts-again": "R58",
+    "subscribes-without-token": "R60",
+    "registers-before-timers": "R61",
+    "renumbers-timers": "R62",
+    "ignores-expiry": "R63",
+    "acknowledges-before-the-kill": "R63",
+    "kills-on-crossed-expiry": "R64",
+    "no-clear": "R65",
+    "subscribes-with-old-lease": "R66",
+    "watchdog-storm": "R67",
+    "hides-trouble": "R68",
+    "message-for-each-change": "R69",
 }
 """Each bug, and the rule that it breaks."""
 
 _KILL_AFTER = 3.0  # seconds from SIGTERM to SIGKILL
 _FIRST, _LONGEST, _REDIRECTS = 0.1, 1.0, 4
+_PATIENCE = 4.0  # for the first reply of one of several replicas
+_LONGEST_OF_WATCHDOG, _GATHERED, _TROUBLED_AFTER = 5.0, 0.2, 5.0
 _LEASE_ENDED = {"LEASE_LOST", "LEASE_NOT_PROVEN", "RUN_NOT_FOUND", "REVISION_AHEAD"}
 _FINAL_REASONS = {"RUN_CLOSED", "SETTINGS_DIFFER", "NODE_EVICTED", "JOIN_TIMED_OUT"}
 _RESUMES_AFTER = {
@@ -130,9 +151,13 @@ class End(Exception):
 class Node:
     """One node, with one worker."""
 
-    def __init__(self, address: str, run_id: str, node_id: str, worker: str, *, bug: str, ca: str) -> None:
-        self.home = self.address = address
+    def __init__(
+        self, addresses: str, run_id: str, node_id: str, worker: str, timer: str, *, bug: str, ca: str
+    ) -> None:
+        self.homes = addresses.split(",")
+        self.address = self.homes[0]
         self.ca = ca
+        self.watchdog = Watchdog(self, timer)
         self.worker, self.bug = worker, bug
         settings = pb.RunSettings(min_nodes=1, max_nodes=1, max_restarts=3)
         self.join = pb.JoinRun(
@@ -154,7 +179,7 @@ class Node:
         self.failure: tuple[pb.WorkerFailure, float] | None = None
         self.started: float | None = None
         self.last: pb.JoinRequest | None = None
-        self.leaving = self.over = self.heard = False
+        self.leaving = self.over = self.heard = self.dropped = False
         self.departed = self.left = False
         self.port: socket.socket | None = None
         self.outbox: asyncio.Queue[pb.JoinRequest] = asyncio.Queue()
@@ -167,6 +192,7 @@ class Node:
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, self.leave)
         acting = asyncio.create_task(self.act())
+        serving = asyncio.create_task(self.watchdog.serve())
         try:
             await self.streams()
         except End as end:
@@ -174,6 +200,7 @@ class Node:
         else:
             code = 0
         acting.cancel()
+        serving.cancel()
         if self.bug != "leaves-workers-behind":
             await self.stop()
         return 0 if self.bug == "exit-code-0-always" else code
@@ -182,12 +209,16 @@ class Node:
         """Open one stream after the other."""
         bound, hops = _FIRST, 0
         while True:
-            self.heard = False
+            self.heard = self.dropped = False
             try:
                 await self.one_stream()
                 refused = ServiceError(grpc.StatusCode.UNAVAILABLE, "", "the stream is over")
             except grpc.aio.AioRpcError as raw:
                 refused = decode(raw)
+            except asyncio.CancelledError:
+                if not self.dropped:
+                    raise
+                refused = ServiceError(grpc.StatusCode.UNAVAILABLE, "", "the client ended the stream")
             if self.heard:
                 bound, hops = _FIRST, 0
             if self.bug == "stops-workers-with-the-stream":
@@ -201,7 +232,8 @@ class Node:
                     continue
                 hops = 0
             elif not self.heard:
-                self.address = self.home
+                silent = self.homes.index(self.address) if self.address in self.homes else -1
+                self.address = self.homes[(silent + 1) % len(self.homes)]
             await asyncio.sleep(self.pause(bound, refused))
             bound = min(2 * bound, _LONGEST)
 
@@ -223,11 +255,19 @@ class Node:
             try:
                 with suppress(asyncio.InvalidStateError):  # it is over: the reader gets the error
                     await call.write(self.first_message())
+                if len(self.homes) > 1 and self.bug != "waits-for-a-silent-replica":
+                    loop = asyncio.get_running_loop()
+                    loop.call_later(_PATIENCE, lambda: self.heard or self.drop(call))
+                if self.bug == "leaves-at-goaway":
+                    away = channel.wait_for_state_change(grpc.ChannelConnectivity.READY)
+                    leaving = asyncio.ensure_future(away)
+                    leaving.add_done_callback(lambda _: self.drop(call))
                 async for response in call:
                     self.heard = True
                     if response.HasField("lease"):
                         self.lease, self.admitted = response.lease, True
                         self.repeat()
+                        self.watchdog.renew()
                         sender = asyncio.create_task(self.send(call))
                     if response.HasField("update"):
                         self.take(response.update)
@@ -238,19 +278,25 @@ class Node:
         if self.bug != "ignores-closed":
             raise End(self.exit_code())
 
-    def channel(self) -> grpc.aio.Channel:
+    def drop(self, call: Any) -> None:
+        """End a stream, to open another one."""
+        self.dropped = True
+        call.cancel()
+
+    def channel(self, address: str = "") -> grpc.aio.Channel:
         """Return a channel of its own, over TLS if there is a certificate of an authority."""
+        address = address or self.address
         options: list[tuple[str, Any]] = [("grpc.enable_retries", 0), ("grpc.use_local_subchannel_pool", 1)]
         if not self.ca:
-            return grpc.aio.insecure_channel(self.address, options=options)
+            return grpc.aio.insecure_channel(address, options=options)
         trusted = Path(self.ca).read_bytes()
         if self.bug == "trusts-any-server":
-            host, _, port = self.address.partition(":")
+            host, _, port = address.partition(":")
             trusted = ssl.get_server_certificate((host, int(port))).encode()
             certificate = x509.load_pem_x509_certificate(trusted)
             names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
             options += [("grpc.ssl_target_name_override", str(next(iter(names)).value))]
-        return grpc.aio.secure_channel(self.address, grpc.ssl_channel_credentials(trusted), options=options)
+        return grpc.aio.secure_channel(address, grpc.ssl_channel_credentials(trusted), options=options)
 
     def first_message(self) -> pb.JoinRequest:
         """Return `resume`, or `join` without a lease."""
@@ -311,10 +357,12 @@ class Node:
     def repeat(self) -> None:
         """Queue again what the service may have missed."""
         self.outbox = asyncio.Queue()
-        if self.failure is not None and self.bug != "failure-once":
-            self.report(grown=self.bug != "age-does-not-grow")
+        if self.last is not None and self.bug == "confirms-before-the-failure":
+            self.outbox.put_nowait(self.last)
         if self.started is not None and self.bug != "start-once":
             self.report_start(grown=self.bug != "age-of-start-does-not-grow")
+        if self.failure is not None and self.bug != "failure-once":
+            self.report(grown=self.bug != "age-does-not-grow")
         if self.succeeded and self.bug != "success-once":
             self.outbox.put_nowait(pb.JoinRequest(succeeded=pb.ReportSuccess(round=self.succeeded)))
         if self.last is not None and self.bug != "confirm-once":
@@ -344,7 +392,8 @@ class Node:
         if self.bug == "heartbeat-flood":
             interval /= 20
         while True:
-            message = pb.JoinRequest(heartbeat=pb.Heartbeat())
+            beat = pb.Heartbeat(watchdog_trouble=self.watchdog.trouble)
+            message = pb.JoinRequest(heartbeat=beat)
             try:
                 message = await asyncio.wait_for(self.outbox.get(), interval)
             except TimeoutError:
@@ -372,6 +421,8 @@ class Node:
             update.phase = pb.PHASE_JOINABLE
         if self.bug == "second-worker-on-repeated-update" and update == self.update and self.process:
             subprocess.Popen([self.worker], env=self.environment(update.assignment))
+        if update.start_recorded and self.bug != "starts-again":
+            self.started = None
         if update.settling and self.bug != "ignores-settling":
             self.outbox.put_nowait(pb.JoinRequest(heartbeat=pb.Heartbeat()))
         self.update = update
@@ -496,6 +547,7 @@ class Node:
             "RALLYPOINT_NODE": self.join.node_id,
             "RALLYPOINT_ROUND": assignment.round,
             "RALLYPOINT_FENCING_TOKEN": assignment.fencing_token,
+            "RALLYPOINT_TIMER_SOCKET": self.watchdog.path,
         }
         if self.bug == "local-rank-missing":
             del variables["LOCAL_RANK"]
@@ -519,6 +571,7 @@ class Node:
     async def watch(self, process: asyncio.subprocess.Process) -> None:
         """Report the end of the worker."""
         code = await process.wait()
+        self.watchdog.clear(f"0@{self.round}")
         if self.stopping or process is not self.process:
             return
         self.process = None
@@ -557,11 +610,183 @@ class Node:
         self.process = None
 
 
+class Timer(NamedTuple):
+    """A timer of the worker."""
+
+    worker_id: str
+    scope: str
+    seconds: float
+    since: float
+    sequence: int
+
+    def acquire(self) -> timer_pb.SuperviseAction:
+        """Return the action that registers it."""
+        acquire = timer_pb.Acquire(worker_id=self.worker_id, scope=self.scope, sequence=self.sequence)
+        set_seconds(acquire.after, self.seconds)
+        set_seconds(acquire.elapsed, time.monotonic() - self.since)
+        return timer_pb.SuperviseAction(acquire=acquire)
+
+
+class Watchdog:
+    """The timers of the node's worker: its socket, and the stream to the timer service."""
+
+    def __init__(self, node: Node, address: str) -> None:
+        self.node, self.address = node, address
+        self.path = os.path.join(os.environ["TMPDIR"], "timer")
+        self.timers: dict[int, Timer] = {}
+        self.sequence = random.randrange(1, 2**40)
+        self.trouble = ""
+        self.renewed = False
+        self.lease = pb.Lease()
+        self.changes: asyncio.Queue[timer_pb.SuperviseAction] = asyncio.Queue()
+        self.alarm: asyncio.TimerHandle | None = None
+        self.call: Any = None
+        self.bound = _FIRST
+        self.tasks: list[asyncio.Task[Any]] = []
+
+    def renew(self) -> None:
+        """Use the node's present lease."""
+        if self.lease.number == self.node.lease.number:
+            return
+        if self.lease.number and self.node.bug == "subscribes-with-old-lease":
+            return
+        self.lease = self.node.lease
+        if self.call is not None:
+            self.renewed = True
+            self.call.cancel()
+        else:
+            self.tasks.append(asyncio.create_task(self.streams()))
+
+    async def serve(self) -> None:
+        """Take the worker's connections."""
+        loop = asyncio.get_running_loop()
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            listener.setblocking(False)
+            listener.bind(self.path)
+            listener.listen()
+            while True:
+                connection, _ = await loop.sock_accept(listener)
+                self.tasks.append(asyncio.create_task(self.read(connection)))
+
+    async def read(self, connection: socket.socket) -> None:
+        """Take one connection's messages."""
+        worker_id = f"0@{self.node.round}"
+        while data := await asyncio.get_running_loop().sock_recv(connection, 288):
+            (token,) = struct.unpack_from("<Q", data, 8)
+            if data[0] == 1:
+                nanoseconds = struct.unpack_from("<QQ", data, 16)
+                since, seconds = (each / 1e9 for each in nanoseconds)
+                self.sequence += 1
+                timer = Timer(worker_id, data[32:].decode(), seconds, since, self.sequence)
+                self.timers[token] = timer
+                self.changes.put_nowait(timer.acquire())
+            elif (ended := self.timers.pop(token, None)) is not None:
+                release = timer_pb.Release(worker_id=worker_id, scope=ended.scope)
+                self.changes.put_nowait(timer_pb.SuperviseAction(release=release))
+
+    def clear(self, worker_id: str) -> None:
+        """Drop the timers of a worker that has ended."""
+        self.timers.clear()
+        if self.node.bug != "no-clear":
+            clear = timer_pb.ClearWorker(worker_id=worker_id)
+            self.changes.put_nowait(timer_pb.SuperviseAction(clear=clear))
+
+    async def streams(self) -> None:
+        """Open one stream after the other."""
+        while True:
+            with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+                try:
+                    await self.one_stream()
+                except asyncio.CancelledError:  # of the call, for a new lease; or of this task
+                    if not self.renewed:
+                        raise
+                    self.renewed = False
+            if self.alarm is None:
+                self.alarm = asyncio.get_running_loop().call_later(_TROUBLED_AFTER, self.alert)
+            if self.node.bug != "watchdog-storm":
+                await asyncio.sleep(random.uniform(self.bound / 2, self.bound))
+            self.bound = min(2 * self.bound, _LONGEST_OF_WATCHDOG)
+
+    def alert(self) -> None:
+        """Say that nobody guards the worker."""
+        if self.node.bug != "hides-trouble":
+            self.trouble = "no timer service"
+
+    def first_message(self) -> timer_pb.SuperviseRequest:
+        """Return all that holds now."""
+        token = hashlib.sha256(b"rallypoint timers " + self.lease.token).digest()
+        subscribe = timer_pb.Subscribe(
+            run_id=self.node.join.run_id,
+            node_id=self.node.join.node_id,
+            lease=self.lease.number,
+            incarnation=self.lease.incarnation,
+            token=b"" if self.node.bug == "subscribes-without-token" else token,
+        )
+        if self.node.bug == "renumbers-timers":
+            self.sequence += 1_000
+            self.timers = {
+                token: timer._replace(sequence=self.sequence + token) for token, timer in self.timers.items()
+            }
+        self.changes = asyncio.Queue()
+        actions = [timer.acquire() for timer in self.timers.values()]
+        registered = timer_pb.SuperviseAction(registered=timer_pb.Registered())
+        actions.insert(0 if self.node.bug == "registers-before-timers" else len(actions), registered)
+        return timer_pb.SuperviseRequest(actions=[timer_pb.SuperviseAction(subscribe=subscribe), *actions])
+
+    async def one_stream(self) -> None:
+        """Use one stream until it ends."""
+        async with self.node.channel(self.address) as channel:
+            self.call = timer_grpc.TimerServiceStub(channel).Supervise()
+            await self.call.write(self.first_message())
+            sender = asyncio.create_task(self.send(self.call))
+            try:
+                async for response in self.call:
+                    for event in response.events:
+                        if event.HasField("subscribed"):
+                            self.guarded()
+                        elif event.HasField("expired"):
+                            self.tasks.append(asyncio.create_task(self.expired(event.expired)))
+            finally:
+                sender.cancel()
+
+    def guarded(self) -> None:
+        """Begin anew with short pauses."""
+        self.bound, self.trouble = _FIRST, ""
+        if self.alarm is not None:
+            self.alarm.cancel()
+            self.alarm = None
+
+    async def send(self, call: Any) -> None:
+        """Send changes, gathered."""
+        while True:
+            actions = [await self.changes.get()]
+            if self.node.bug != "message-for-each-change":
+                await asyncio.sleep(_GATHERED)
+                while not self.changes.empty():
+                    actions.append(self.changes.get_nowait())
+            await call.write(timer_pb.SuperviseRequest(actions=actions))
+
+    async def expired(self, event: timer_pb.Expired) -> None:
+        """Kill the worker if it still holds the timer; acknowledge."""
+        bug, process = self.node.bug, self.node.process
+        held = not event.sequence or event.sequence in {each.sequence for each in self.timers.values()}
+        acknowledge = timer_pb.Acknowledge(expiry_id=event.expiry_id)
+        action = timer_pb.SuperviseAction(acknowledge=acknowledge)
+        if bug == "acknowledges-before-the-kill":
+            self.changes.put_nowait(action)
+            await asyncio.sleep(1.0)
+        if process is not None and (held or bug == "kills-on-crossed-expiry") and bug != "ignores-expiry":
+            process.kill()
+            await asyncio.wait({self.node.watching})
+        if bug != "acknowledges-before-the-kill":
+            self.changes.put_nowait(action)
+
+
 def main() -> None:
     """Run one node."""
-    address, run_id, node_id, worker, bug, ca = (*sys.argv[1:], "", "")[:6]
+    addresses, run_id, node_id, worker, timer, bug, ca = (*sys.argv[1:], "", "")[:7]
     assert not bug or bug in BUGS, bug
-    sys.exit(asyncio.run(Node(address, run_id, node_id, worker, bug=bug, ca=ca).run()))
+    sys.exit(asyncio.run(Node(addresses, run_id, node_id, worker, timer, bug=bug, ca=ca).run()))
 
 
 if __name__ == "__main__":

@@ -10,8 +10,9 @@ from rallypoint.conformance.rules import RULES
 from support.waiting import PATIENCE
 
 _AGENT = [
-    *(str(RALLYPOINT), "run", "--insecure", "--rdzv-endpoint", "{address}", "--rdzv-id", "{run_id}"),
-    *("--node-id", "{node_id}", "--local-addr", "127.0.0.1", "--shutdown-timeout", "5", "{worker}"),
+    *(str(RALLYPOINT), "run", "--insecure", "--rdzv-endpoint", "{addresses}", "--rdzv-id", "{run_id}"),
+    *("--timer-endpoint", "{timer}", "--node-id", "{node_id}", "--local-addr", "127.0.0.1"),
+    *("--shutdown-timeout", "5", "{worker}"),
 ]
 _QUICK = ("re-forming", "environment", "broken-streams", "lease-lost")
 

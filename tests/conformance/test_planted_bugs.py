@@ -17,17 +17,18 @@ pytestmark = pytest.mark.slow
 _CLIENT = [
     sys.executable,
     str(Path(__file__).with_name("reference_client.py")),
-    *("{address}", "{run_id}", "{node_id}", "{worker}"),
+    *("{addresses}", "{run_id}", "{node_id}", "{worker}", "{timer}"),
 ]
 # Found by a number of streams in some seconds, which a client on a busy machine may not reach.
-_OF_RATE = {"follows-redirects-for-ever", "no-jitter", "storm"}
+_OF_RATE = {"follows-redirects-for-ever", "message-for-each-change", "no-jitter", "storm", "watchdog-storm"}
 # Found because nothing happens within a time, or by watching for many seconds.
 _IDLE = {
     "ignores-owner", "done-after-success", "failure-once", "ignores-closed", "ignores-settling",
     "ignores-superseded-by", "joins-after-eviction", "joins-after-join-timeout", "joins-closed-run",
     "start-once", "keeps-workers-as-spare", "keeps-workers-in-joinable", "keeps-workers-without-lease",
     "never-starts", "no-depart", "no-failure-report", "no-jitter", "no-sigkill", "repeats-invalid-join",
-    "success-once", "confirm-once",
+    "success-once", "confirm-once", "hides-trouble", "no-clear", "subscribes-with-old-lease",
+    "waits-for-a-silent-replica",
 }  # fmt: skip
 _OVER_TLS = {"R50"}
 

@@ -42,7 +42,8 @@ def parse_command(option: str, command: str, placeholders: Sequence[str]) -> lis
         raise SettingError(f"{option}: {command!r} can't be split into words: {error}") from None
     if not words:
         raise SettingError(f"{option} COMMAND is missing: the command line of the program under test")
-    missing = [f"{{{name}}}" for name in placeholders if not any(f"{{{name}}}" in word for word in words)]
+    text = command.replace("{addresses}", "{address}")  # one of them will do
+    missing = [f"{{{name}}}" for name in placeholders if f"{{{name}}}" not in text]
     if missing:
         raise SettingError(
             f"{option}: {', '.join(missing)} is missing in the command; the kit puts a value there"
@@ -86,9 +87,16 @@ class StartedWorker:
 
     def end(self, code: int) -> None:
         """Make it end with an exit code."""
-        order = self.folder / f"{self.pid}.end"
+        self._order("end", code)
+
+    def turn(self, times: int) -> None:
+        """Make it end its timer, and start it again so many times."""
+        self._order("turns", times)
+
+    def _order(self, name: str, number: int) -> None:
+        order = self.folder / f"{self.pid}.{name}"
         draft = order.with_suffix(".draft")
-        draft.write_text(str(code))
+        draft.write_text(str(number))
         draft.rename(order)  # the worker reads it as soon as it is there
 
 
@@ -159,7 +167,11 @@ class TestedProcess:
 
 
 class TestedClient(TestedProcess):
-    """One process of an agent."""
+    """One process of an agent.
+
+    Attributes:
+        given: The placeholders that its command line has.
+    """
 
     def __init__(self, words: list[str], folder: Path, values: Mapping[str, str]) -> None:
         """Set up; start nothing yet.
@@ -170,6 +182,7 @@ class TestedClient(TestedProcess):
             values: The values of the placeholders, without `worker`.
         """
         super().__init__(words, folder)
+        self.given = {name for name in values if any(f"{{{name}}}" in word for word in words)}
         self._workers = folder / "workers"
         self._seen: dict[int, StartedWorker] = {}
         program = self._workers / "worker.py"

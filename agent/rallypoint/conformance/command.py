@@ -15,7 +15,7 @@ from rallypoint.serving.options import Seconds, SettingRefused
     "--client",
     default="",
     metavar="COMMAND",
-    help="Command line of the client, with {address}, {run_id}, {node_id} and {worker}, and {ca} for TLS.",
+    help="Command line of the client, with {address}, {run_id}, {node_id} and {worker}; see above for others.",
 )
 @click.option(
     "--worker", default="", metavar="COMMAND", help="Command line of a worker, instead of a client."
@@ -55,7 +55,8 @@ def conformance(
 
     Agents: the rules of docs/protocol.md. Each scenario starts the client once, against a rendezvous service on
     loopback that plays a script. {worker} is the program of one worker; the client must run it and pass its environment
-    on. With {ca}, a file with the certificate of the service's authority, the connection is TLS.
+    on. With {ca}, a file with the certificate of the service's authority, the connection is TLS. {addresses} in place
+    of {address} is a list of replicas, and {timer} the address of a timer service: each brings rules of its own.
 
         rallypoint conformance --client './member {address} {run_id} {node_id} -- {worker}'
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rallypoint.agent.sockets.worker_sockets import roomy_folder
-from rallypoint.conformance import rounds, streams, worker_store, worker_timers
+from rallypoint.conformance import rounds, streams, watchdog, worker_store, worker_timers
 from rallypoint.conformance.checks import Checks, ClientFailed, NotOffered, RuleBroken, Scenario
 from rallypoint.conformance.rules import RULES, WORKER_RULES, Findings, RuleResult
 from rallypoint.conformance.scene import SCENARIOS, open_scene
@@ -27,6 +27,7 @@ __all__ = [
     "play_all",
     "rounds",
     "streams",
+    "watchdog",
     "worker_store",
     "worker_timers",
 ]

@@ -17,13 +17,13 @@ from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rpc.durations import to_duration, to_seconds
 
 JOINABLE, FROZEN, FINAL, CLOSED = (pb.PHASE_JOINABLE, pb.PHASE_FROZEN, pb.PHASE_FINAL, pb.PHASE_CLOSED)
-_NEWER_PHASE = 9
+_NEWER = 9  # a phase, or an outcome, that no client knows
 _SECRETS = re.compile("RALLYPOINT_(RUN_SECRET|TLS_|TOKEN_)")
 
 
-def close(scene: Scene, stream: Stream, outcome: pb.Outcome.ValueType) -> None:
+def close(scene: Scene, stream: Stream, outcome: int) -> None:
     """Close the run as the service does: the update, then the end of the stream."""
-    end = pb.RunEnd(outcome=outcome, detail="scripted")
+    end = pb.RunEnd(outcome=outcome, detail="scripted")  # type: ignore[arg-type]
     update = scene.update(stream, CLOSED, run_end=end)
     stream.send(None)
     scene.service.script = [[pb.JoinResponse(lease=scene.lease, update=update), None]] * 2
@@ -138,7 +138,7 @@ async def repeated_update(scene: Scene) -> None:
 async def unknown_phase(scene: Scene) -> None:
     """A phase of a newer service comes: no worker may run; the agent stays, and goes on with the next round."""
     stream, _ = await scene.running()
-    scene.update(stream, _NEWER_PHASE)
+    scene.update(stream, _NEWER)
     await scene.stopped("R06", "an unknown phase")
     await scene.hold(
         "R06", lambda: scene.client.exit_code is None and not stream.over, "the node stays in the run"
@@ -246,7 +246,7 @@ async def environment(scene: Scene) -> None:
 
 async def failed(scene: Scene, stream: Stream, exit_code: int) -> pb.WorkerFailure:
     """Wait for the report of the first worker's failure, and check it."""
-    failure = (await scene.message("R17", stream, "worker_failed", round_=1)).worker_failed
+    failure: pb.WorkerFailure = (await scene.message("R17", stream, "worker_failed", round_=1)).worker_failed
     seen = (failure.round, failure.rank, failure.local_rank, failure.exit_code)
     wanted = (1, 0, 0, exit_code)
     scene.check("R17", seen == wanted, f"round, rank, local_rank, exit_code {wanted}", str(seen))
@@ -341,6 +341,15 @@ async def closed_as_cancelled(scene: Scene) -> None:
     scene.grant(stream)
     close(scene, stream, pb.OUTCOME_CANCELLED)
     await scene.ended("R08", "OUTCOME_CANCELLED", success=False)
+
+
+@scenario("R08")
+async def closed_with_unknown_outcome(scene: Scene) -> None:
+    """CLOSED with an outcome of a newer service; the exit code is not 0."""
+    stream = await scene.begin()
+    scene.grant(stream)
+    close(scene, stream, _NEWER)
+    await scene.ended("R08", "an unknown outcome", success=False)
 
 
 @scenario("R54")

@@ -46,6 +46,9 @@ RULES: dict[str, str] = {
     "R30": "the node waits for RetryInfo.retry_delay",
     "R31": "a node that gets NOT_OWNER with owner_address goes on there at once",
     "R32": "redirects are followed at most 4 times in a row, then with the back-off",
+    "R55": "with several addresses, a node that gets no first reply goes on to another one: after 4 s, then 8, then 16",
+    "R56": "after GOAWAY a stream goes on until it ends; the next one uses another connection",
+    "R57": "after a resume come `worker_failed` and `succeeded` before the last of `confirm`, `depart` and `leave`",
     "R48": "a connection that is reset, also within a message, is a broken stream: the node resumes",
     # Errors
     "R33": "UNAVAILABLE, CANCELLED, DEADLINE_EXCEEDED, INTERNAL and UNKNOWN without a reason are retried",
@@ -70,6 +73,18 @@ RULES: dict[str, str] = {
     "R47": "no worker gets RALLYPOINT_RUN_SECRET*, RALLYPOINT_TLS_* or RALLYPOINT_TOKEN_*",
     # Optional
     "R51": "`started` names the running round; after a resume it is sent again, with an age that has grown",
+    "R58": "`started` is not sent again once an update had `start_recorded`",
+    # The watchdog's stream
+    "R60": "it begins with `subscribe`: run_id, node_id, lease, incarnation, and a token made of the lease's",
+    "R61": "`acquire` of all timers comes before `registered`, with the time that has passed",
+    "R62": "each timer has a sequence of its own, which it keeps on another stream",
+    "R63": "after `expired` the worker is killed and its failure reported, then the expiry is acknowledged",
+    "R64": "the expiry of a timer that the worker holds no longer is acknowledged, and kills no worker",
+    "R65": "`release` is sent when a timer ends, and `clear` when its worker has ended",
+    "R66": "with a new lease, the node subscribes again, on another stream",
+    "R67": "streams are opened with back-off, also after LEASE_LOST and STREAM_REPLACED: at most 40 in 8 s",
+    "R68": "`watchdog_trouble` is set once there has been no stream for 5 s, and is empty when there is one again",
+    "R69": "changes are gathered: at most 40 messages in 2 s",
 }
 
 WORKER_RULES: dict[str, str] = {

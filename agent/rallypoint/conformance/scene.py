@@ -9,12 +9,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rallypoint.conformance.checks import POLL, Checks, ClientFailed, Scenario, register_in
+from rallypoint.conformance.checks import POLL, Checks, ClientFailed, NotOffered, Scenario, register_in
 from rallypoint.conformance.client import StartedWorker, TestedClient
-from rallypoint.conformance.server import ScriptedService, Stream, new_authority
+from rallypoint.conformance.server import ScriptedService, Stream, kind_of, new_authority
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rpc.durations import set_seconds
 from rallypoint.rpc.errors import ServiceError
+from rallypoint.timer.v1 import timer_service_pb2 as timer_pb
 
 INTERVAL = 20.0
 """keep_alive_interval of the leases, seconds; time_to_live is three times that. Long: a client whose heartbeat crosses
@@ -25,6 +26,9 @@ SHORT_INTERVAL = 0.5
 
 FENCING_TOKEN = 77
 _RUN_ID = "conformance"
+
+SEVERAL_ADDRESSES = "silent-replica"
+"""The scenario in which {addresses} has both replicas; in others, as {address}, the first."""
 
 
 class Scene(Checks):
@@ -51,7 +55,7 @@ class Scene(Checks):
         self.join = pb.JoinRun()
         self.port = 0
         self._values = values
-        self._next_stream = 0
+        self._next_stream = self._next_watch = 0
         self._messages_read: dict[tuple[int, str], int] = {}
 
     def state(self) -> str:
@@ -64,10 +68,7 @@ class Scene(Checks):
         ]
         if self.service.streams:
             stream = self.service.streams[-1]
-            kinds = [str(message.WhichOneof("message")) for _, message in stream.messages][-4:]
-            parts.append(
-                f"messages of the last: {', '.join([str(stream.first.WhichOneof('message')), *kinds])}"
-            )
+            parts.append(f"messages of the last: {', '.join([kind_of(stream.first), *stream.kinds[-4:]])}")
             if stream.over:
                 parts.append("it is over")
         if self.client.exit_code is not None:
@@ -81,6 +82,25 @@ class Scene(Checks):
         await self.until(rule, lambda: len(self.service.streams) > self._next_stream, expected)
         self._next_stream += 1
         return self.service.streams[self._next_stream - 1]
+
+    async def watch(self, rule: str, expected: str = "a stream of the watchdog") -> Stream:
+        """Return the next stream to the timer service that the client opens; confirm it."""
+        await self.until(rule, lambda: len(self.service.watches) > self._next_watch, expected)
+        self._next_watch += 1
+        stream = self.service.watches[self._next_watch - 1]
+        subscribed = timer_pb.SuperviseEvent(subscribed=timer_pb.Subscribed())
+        set_seconds(subscribed.subscribed.reoffer_interval, 60.0)
+        stream.send(timer_pb.SuperviseResponse(events=[subscribed]))
+        return stream
+
+    def skip_watches(self) -> None:
+        """Leave out streams of the watchdog that the service has refused by itself."""
+        self._next_watch = len(self.service.watches)
+
+    def need(self, placeholder: str, lacking: str) -> None:
+        """End the scenario if the client's command does not have a placeholder."""
+        if placeholder not in self.client.given:
+            raise NotOffered(f"the command has no {{{placeholder}}}: {lacking}")
 
     def forget_streams(self) -> None:
         """Leave out streams that the service has refused by itself."""
@@ -106,7 +126,7 @@ class Scene(Checks):
     async def joined(self, rule: str, expected: str) -> Stream:
         """Return the next stream, which must begin with a complete `join`; `rule` demands it."""
         stream = await self.stream(rule, expected)
-        kind = str(stream.first.WhichOneof("message"))
+        kind = kind_of(stream.first)
         self.check(rule, kind == "join", expected, f"the stream begins with `{kind}`")
         self.join = join = stream.first.join
         wrong = [
@@ -128,7 +148,7 @@ class Scene(Checks):
 
     def check_resume(self, rule: str, stream: Stream, expected: str) -> None:
         """Check the first message of a stream that resumes."""
-        kind = str(stream.first.WhichOneof("message"))
+        kind = kind_of(stream.first)
         self.check(rule, kind == "resume", expected, f"the stream begins with `{kind}`")
         resume = stream.first.resume
         seen = [
@@ -148,7 +168,7 @@ class Scene(Checks):
 
     async def message(
         self, rule: str, stream: Stream, kind: str, expected: str = "", *, round_: int = 0
-    ) -> pb.JoinRequest:
+    ) -> Any:
         """Return the next message of a kind on a stream.
 
         With `round_`, those of other rounds are left out: a client may send each message twice.
@@ -156,7 +176,7 @@ class Scene(Checks):
         expected = expected or f"`{kind}`"
         key = (id(stream), kind)
 
-        def found() -> pb.JoinRequest | None:
+        def found() -> Any:
             for message in stream.of(kind)[self._messages_read.get(key, 0) :]:
                 if not round_ or getattr(message, kind).round == round_:
                     return message
@@ -228,7 +248,9 @@ class Scene(Checks):
     async def confirmed(self, stream: Stream, round_: int, rule: str = "R13") -> pb.ConfirmRound:
         """Wait for the confirmation of a round, and check it."""
         expected = f"`confirm` of round {round_}"
-        confirm = (await self.message(rule, stream, "confirm", expected, round_=round_)).confirm
+        confirm: pb.ConfirmRound = (
+            await self.message(rule, stream, "confirm", expected, round_=round_)
+        ).confirm
         alive = self.client.alive
         early = [each for each in alive if each.round == str(round_)]
         self.check("R01", not early, "no worker in FROZEN", self.state())
@@ -296,7 +318,9 @@ async def open_scene(words: list[str], folder: Path, name: str, timeout: float) 
     async with ScriptedService(authority) as service:
         values = {"address": service.addresses[0], "run_id": _RUN_ID, "node_id": f"node-{name}"}
         ca = folder / "ca.pem"
-        client = TestedClient(words, folder, {**values, "ca": str(ca)})
+        several = service.addresses if name == SEVERAL_ADDRESSES else service.addresses[:1]
+        more = {"addresses": ",".join(several), "timer": service.addresses[0], "ca": str(ca)}
+        client = TestedClient(words, folder, values | more)
         if authority is not None:
             ca.write_bytes(authority.root())
         try:

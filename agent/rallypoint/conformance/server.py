@@ -1,4 +1,4 @@
-"""A rendezvous service that plays a script: two replicas on loopback, whose streams a scenario serves."""
+"""Services that play a script: two replicas of rendezvous on loopback, with a timer service each."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from datetime import UTC, datetime, timedelta
 from functools import partial
 from ipaddress import ip_address
 from types import TracebackType
-from typing import Self, TypeAlias
+from typing import Any, Self, TypeAlias
 
 import grpc
 from cryptography import x509
@@ -20,15 +20,18 @@ from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rpc.errors import ServiceError, encode
 from rallypoint.rpc.loop import Notifier
 from rallypoint.rpc.run_secret import Authority, new_key
+from rallypoint.timer.v1 import timer_service_pb2 as timer_pb
 
-_Context: TypeAlias = "grpc.aio.ServicerContext[pb.JoinRequest, pb.JoinResponse]"
+_Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
-_SERVICE = "rallypoint.rendezvous.v1.RendezvousService"
-Reply: TypeAlias = pb.JoinResponse | ServiceError | None
+_RENDEZVOUS = "rallypoint.rendezvous.v1.RendezvousService"
+_TIMERS = "rallypoint.timer.v1.TimerService"
+Reply: TypeAlias = pb.JoinResponse | timer_pb.SuperviseResponse | ServiceError | None
 """A message of the service, or the end of a stream: with an error, or with OK (None)."""
 
 HOST = "127.0.0.1"
 _CHUNK = 1 << 16
+_GRACE = 60.0  # seconds that streams may last after GOAWAY
 _RESET = struct.pack("ii", 1, 0)  # SO_LINGER: close with a reset
 # No port is shared with another server. The least interval of pings is that of the real service.
 _ARGUMENTS = (
@@ -39,7 +42,7 @@ _ARGUMENTS = (
 
 
 class Stream:
-    """One stream of the client, which the scenario answers.
+    """One stream of the client, which the scenario answers. Messages of Supervise are its actions.
 
     Attributes:
         first: Its first message.
@@ -49,11 +52,11 @@ class Stream:
         over: True once the stream has ended, for any reason.
     """
 
-    def __init__(self, first: pb.JoinRequest, replica: int, changed: Notifier) -> None:
+    def __init__(self, first: Any, replica: int, changed: Notifier) -> None:
         self.first = first
         self.opened_at = asyncio.get_running_loop().time()
         self.replica = replica
-        self.messages: list[tuple[float, pb.JoinRequest]] = []
+        self.messages: list[tuple[float, Any]] = []
         self.over = False
         self._changed = changed
         self._outbox: asyncio.Queue[Reply] = asyncio.Queue()
@@ -62,11 +65,16 @@ class Stream:
         """Send a message, or the end of the stream."""
         self._outbox.put_nowait(reply)
 
-    def of(self, kind: str) -> list[pb.JoinRequest]:
-        """Return the messages of a kind that have come so far."""
-        return [message for _, message in self.messages if message.WhichOneof("message") == kind]
+    @property
+    def kinds(self) -> list[str]:
+        """The kind of each message after the first."""
+        return [kind_of(message) for _, message in self.messages]
 
-    async def play(self, requests: AsyncIterator[pb.JoinRequest], context: _Context) -> None:
+    def of(self, kind: str) -> list[Any]:
+        """Return the messages of a kind that have come so far."""
+        return [message for _, message in self.messages if kind_of(message) == kind]
+
+    async def play(self, requests: AsyncIterator[Any], context: _Context) -> None:
         """Serve the stream until the scenario or the client ends it."""
         reader = asyncio.create_task(self._read(requests))
         try:
@@ -82,7 +90,7 @@ class Stream:
             reader.cancel()
             self._changed.notify()
 
-    async def _read(self, requests: AsyncIterator[pb.JoinRequest]) -> None:
+    async def _read(self, requests: AsyncIterator[Any]) -> None:
         try:
             async for message in requests:
                 self.messages.append((asyncio.get_running_loop().time(), message))
@@ -91,6 +99,11 @@ class Stream:
             # The client has closed its side, or the whole stream.
             self.over = True
             self._changed.notify()
+
+
+def kind_of(message: Any) -> str:
+    """Return the name of the field that is set, or "None"."""
+    return str(message.WhichOneof(message.DESCRIPTOR.oneofs[0].name))
 
 
 def new_authority() -> Authority:
@@ -157,8 +170,11 @@ class ScriptedService:
         authority: Its certificate authority; None: plaintext.
         relays: The way to each replica.
         addresses: Of the replicas, as host:port; the client gets the first.
-        streams: The streams so far, of both.
-        script: The reply to every stream that is opened from now on, by replica; empty: the scenario replies.
+        streams: The streams of Join so far, of both.
+        watches: The streams of Supervise so far, of both.
+        batches: How many messages came on those.
+        script: The reply to every stream of Join that is opened from now on, by replica; empty: the scenario replies.
+        refusal: The same for Supervise; None: the scenario replies.
         changed: Notified of streams, messages and ends.
     """
 
@@ -172,10 +188,14 @@ class ScriptedService:
             each.bind((HOST, 0))
         self.addresses = [f"{HOST}:{each.getsockname()[1]}" for each in self._reserved]
         self.streams: list[Stream] = []
+        self.watches: list[Stream] = []
+        self.batches = 0
+        self.refusal: ServiceError | None = None
         self.script: list[list[Reply]] = [[], []]
         self.changed = Notifier()
         self.relays = [Relay(self.changed) for _ in self.addresses]
         self._servers: list[grpc.aio.Server] = []
+        self._leaving: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -192,11 +212,19 @@ class ScriptedService:
         """Serve both addresses; with TLS, show a certificate of this authority, or of the right one, for a name."""
         for replica, address in enumerate(self.addresses):
             server = grpc.aio.server(options=_ARGUMENTS)
-            handler = grpc.stream_stream_rpc_method_handler(
+            join = grpc.stream_stream_rpc_method_handler(
                 partial(self._serve, replica), pb.JoinRequest.FromString, pb.JoinResponse.SerializeToString
             )
+            supervise = grpc.stream_stream_rpc_method_handler(
+                partial(self._supervise, replica),
+                timer_pb.SuperviseRequest.FromString,
+                timer_pb.SuperviseResponse.SerializeToString,
+            )
             server.add_generic_rpc_handlers(
-                [grpc.method_handlers_generic_handler(_SERVICE, {"Join": handler})]
+                [
+                    grpc.method_handlers_generic_handler(_RENDEZVOUS, {"Join": join}),
+                    grpc.method_handlers_generic_handler(_TIMERS, {"Supervise": supervise}),
+                ]
             )
             if self.authority is None:
                 port = server.add_insecure_port(f"{HOST}:0")
@@ -217,12 +245,41 @@ class ScriptedService:
         await asyncio.gather(*(server.stop(None) for server in self._servers))
         self._servers.clear()
 
-    async def _serve(self, replica: int, requests: AsyncIterator[pb.JoinRequest], context: _Context) -> None:
-        """Serve one stream."""
+    async def replace(self) -> None:
+        """Serve new connections by another server; the old one sends GOAWAY, and ends with its streams."""
+        old = list(self._servers)
+        for relay in self.relays:
+            relay.stop()
+        await self.start()
+        self._leaving = [asyncio.create_task(server.stop(_GRACE)) for server in old]
+
+    async def _serve(self, replica: int, requests: AsyncIterator[Any], context: _Context) -> None:
+        """Serve one stream of Join."""
+        await self._play(self.streams, replica, self.script[replica], requests, context)
+
+    async def _supervise(self, replica: int, requests: AsyncIterator[Any], context: _Context) -> None:
+        """Serve one stream of Supervise."""
+
+        async def actions() -> AsyncIterator[Any]:
+            async for request in requests:
+                self.batches += 1
+                for action in request.actions:
+                    yield action
+
+        await self._play(self.watches, replica, [self.refusal] if self.refusal else [], actions(), context)
+
+    async def _play(
+        self,
+        streams: list[Stream],
+        replica: int,
+        script: list[Reply],
+        requests: AsyncIterator[Any],
+        context: _Context,
+    ) -> None:
         async for first in requests:
             stream = Stream(first, replica, self.changed)
-            self.streams.append(stream)
-            for reply in self.script[replica]:
+            streams.append(stream)
+            for reply in script:
                 stream.send(reply)
             self.changed.notify()
             await stream.play(requests, context)

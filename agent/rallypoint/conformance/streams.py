@@ -105,12 +105,42 @@ async def reset_connection(scene: Scene) -> None:
         await _go_on(scene, stream, workers)
 
 
+@scenario("R55")
+async def silent_replica(scene: Scene) -> None:
+    """One replica accepts the stream and sends nothing; the other one replies."""
+    scene.need("addresses", "the client knows one replica")
+    silent = await scene.begin()
+    stream = await scene.stream("R55", "a stream to the other replica")
+    scene.check("R55", stream.replica != silent.replica, "the other replica", "the same one again")
+    late = stream.opened_at - silent.opened_at
+    scene.check("R55", late > 3.0, "about 4 s for the first reply", f"{late:.1f} s")
+    scene.grant(stream)
+    await scene.run_round(stream, 1)
+
+
+@scenario("R56")
+async def goaway(scene: Scene) -> None:
+    """The server is replaced: GOAWAY comes, and the stream goes on for a while, then it ends."""
+    stream, workers = await scene.running()
+    await scene.service.replace()
+    before = scene.service.relays[0].connections
+    scene.update(stream, FINAL, 1)
+
+    def calm() -> bool:
+        return not stream.over and _same_workers(scene, workers)
+
+    await scene.hold("R56", calm, "the stream and the workers go on after GOAWAY", 2 * HOLD)
+    stream = await _broken(scene, "R56", stream, workers, plain(StatusCode.UNAVAILABLE))
+    another = scene.service.relays[0].connections > before
+    scene.check("R56", another, "another connection", "a stream on the connection with GOAWAY")
+
+
 @scenario("R50")
 async def wrong_certificate(scene: Scene) -> None:
     """The server has a certificate of another authority, then one of another name, then the right one."""
     service = scene.service
-    if service.authority is None:
-        raise NotOffered("the command has no {ca}: the connection is plaintext")
+    scene.need("ca", "the connection is plaintext")
+    assert service.authority is not None
     relay = service.relays[0]
     for wrong, issuer, name in (
         ("of another authority", new_authority(), HOST),
@@ -177,6 +207,43 @@ async def start_repeated(scene: Scene) -> None:
     again = (await scene.message("R51", stream, "started", "the start once more", round_=1)).started
     ages = to_seconds(first.age), to_seconds(again.age)
     scene.check("R51", ages[1] > ages[0], "an age that has grown", f"{ages[1]:g} s after {ages[0]:g} s")
+
+
+@scenario("R58")
+async def start_recorded(scene: Scene) -> None:
+    """The service has recorded the start when the stream breaks."""
+    stream, workers = await scene.running()
+    await scene.service.changed.until(lambda: bool(stream.of("started")) or stream.over, 2 * HOLD)
+    if not stream.of("started"):
+        raise NotOffered("the client does not report the start of a round")
+    scene.update(stream, FINAL, 1, start_recorded=True)
+    rank_0(workers).end(3)
+    await failed(scene, stream, 3)
+    stream.send(plain(StatusCode.UNAVAILABLE))
+    stream = await scene.resumed("R24")
+    scene.again(stream)
+    await scene.message("R26", stream, "worker_failed", "the failure once more", round_=1)
+    await scene.hold("R58", lambda: not stream.of("started"), "no `started` after `start_recorded`")
+
+
+@scenario("R57")
+async def order_after_resume(scene: Scene) -> None:
+    """The stream breaks when a failure was reported, and the next round confirmed."""
+    stream, workers = await scene.running()
+    rank_0(workers).end(3)
+    await failed(scene, stream, 3)
+    end = pb.RoundEnd(round=1, detail="scripted")
+    scene.update(stream, FROZEN, 2, last_round_end=end)
+    await scene.confirmed(stream, 2)
+    stream.send(plain(StatusCode.UNAVAILABLE))
+    stream = await scene.resumed("R24")
+    scene.again(stream)
+    scene.update(stream, FROZEN, 2, revision=scene.revision, last_round_end=end)
+    await scene.message("R26", stream, "worker_failed", "the failure once more", round_=1)
+    await scene.message("R28", stream, "confirm", "the confirmation once more", round_=2)
+    kinds = stream.kinds
+    ordered = kinds.index("worker_failed") < kinds.index("confirm")
+    scene.check("R57", ordered, "`worker_failed` before `confirm`", ", ".join(kinds))
 
 
 @scenario("R27")

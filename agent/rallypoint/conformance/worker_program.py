@@ -2,10 +2,12 @@
 
 It imports the standard library alone. Files beside it control it and record its life:
 
-- `plan.json`: `stubborn`, it ignores SIGTERM; `slow`, seconds from SIGTERM to its end; `child`, it has a child process
+- `plan.json`: `stubborn`, it ignores SIGTERM; `slow`, seconds from SIGTERM to its end; `child`, it has a child process;
+  `timer`, seconds of a timer that it holds
 - `PID.json`: its environment, written when it has begun; `bound` is true if it could bind the master port
 - `PID.term`: it got SIGTERM
 - `PID.end`: the exit code with which it shall end
+- `PID.turns`: how often it shall end its timer and start it again; 0: end it
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import json
 import os
 import signal
 import socket
+import struct
 import sys
 import time
 from pathlib import Path
@@ -45,6 +48,28 @@ def _binds_port() -> bool | None:
     return True
 
 
+class _Timer:
+    """A timer in the scope "step", held over the agent's socket."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._stream = "RALLYPOINT_TIMER_SOCKET" not in os.environ
+        kind = socket.SOCK_STREAM if self._stream else socket.SOCK_SEQPACKET
+        self._socket = socket.socket(socket.AF_UNIX, kind)
+        self._socket.connect(os.environ[f"RALLYPOINT_TIMER_{'STREAM_' if self._stream else ''}SOCKET"])
+        self.start()
+
+    def start(self) -> None:
+        nanoseconds = int(self._seconds * 1e9)
+        self._send(struct.pack("<BBBB4xQQQ", 1, 1, 0, 0, 5, time.monotonic_ns(), nanoseconds) + b"step")
+
+    def end(self) -> None:
+        self._send(struct.pack("<BBxxxxxxQ", 2, 1, 5))
+
+    def _send(self, message: bytes) -> None:
+        self._socket.sendall((struct.pack(">II", len(message), 0) if self._stream else b"") + message)
+
+
 def main() -> int:
     """Live as planned; return the exit code."""
     plan = json.loads((_FOLDER / "plan.json").read_text())
@@ -59,11 +84,20 @@ def main() -> int:
     child = bool(plan.get("child")) and os.fork() == 0
     if child:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    timer = _Timer(plan["timer"]) if "timer" in plan and not child else None
     record = {"environment": dict(os.environ), "child": child, "bound": None if child else _binds_port()}
     _write(f"{os.getpid()}.json", json.dumps(record))
     end = time.monotonic() + _LONGEST_LIFE
     order = _FOLDER / f"{os.getpid()}.end"
+    turns = _FOLDER / f"{os.getpid()}.turns"
     while not order.exists() and time.monotonic() < min([end, *stops]) and _FOLDER.exists():
+        if timer is not None and turns.exists():
+            count = int(turns.read_text())
+            turns.unlink()
+            timer.end()
+            for _ in range(count):
+                timer.start()
+                time.sleep(_POLL / 2)
         time.sleep(_POLL)
     return int(order.read_text()) if order.exists() else 128 + signal.SIGTERM
 
