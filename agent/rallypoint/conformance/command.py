@@ -68,7 +68,7 @@ def conformance(
     Exit code 0: no rule was broken; 1: one was; 2: the program could not be started.
     """
     from rallypoint.conformance.client import parse_command  # noqa: PLC0415 (gRPC is not for --help)
-    from rallypoint.conformance.report import AGENTS, WORKERS, play_all  # noqa: PLC0415
+    from rallypoint.conformance.report import AGENTS, NOT_PLAYED, WORKERS, play_all  # noqa: PLC0415
     from rallypoint.rpc.loop import run  # noqa: PLC0415
 
     if list_all:
@@ -104,7 +104,7 @@ def conformance(
     if as_json:
         click.echo(report.to_json())
     else:
-        results = report.results()
+        results = [each for each in report.results() if each.reason != NOT_PLAYED]
         for result in results:
             click.echo(result.line())
         counts = {

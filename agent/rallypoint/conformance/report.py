@@ -21,6 +21,7 @@ from rallypoint.rpc.endpoint import SettingError
 
 __all__ = [
     "AGENTS",
+    "NOT_PLAYED",
     "WORKERS",
     "Kit",
     "Report",
@@ -31,6 +32,9 @@ __all__ = [
     "worker_store",
     "worker_timers",
 ]
+
+
+NOT_PLAYED = "no scenario of it was played"
 
 
 @dataclass(frozen=True)
@@ -105,7 +109,7 @@ class Report:
             for name, findings in self.findings.items()
             if findings.left_out and rule in self.kit.scenarios[name].rules
         ]
-        return RuleResult(rule, "SKIPPED", reason="; ".join(cut) or "no scenario of it was played")
+        return RuleResult(rule, "SKIPPED", reason="; ".join(cut) or NOT_PLAYED)
 
     def to_json(self) -> str:
         """Return the report as JSON: the rules, and the scenarios with the rules that held."""
