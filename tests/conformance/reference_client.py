@@ -257,7 +257,7 @@ class Node:
                     await call.write(self.first_message())
                 if len(self.homes) > 1 and self.bug != "waits-for-a-silent-replica":
                     loop = asyncio.get_running_loop()
-                    loop.call_later(_PATIENCE, lambda: self.heard or self.drop(call))
+                    loop.call_later(_PATIENCE, self.drop_if_silent, call)
                 if self.bug == "leaves-at-goaway":
                     away = channel.wait_for_state_change(grpc.ChannelConnectivity.READY)
                     leaving = asyncio.ensure_future(away)
@@ -282,6 +282,11 @@ class Node:
         """End a stream, to open another one."""
         self.dropped = True
         call.cancel()
+
+    def drop_if_silent(self, call: Any) -> None:
+        """End a stream on which nothing came."""
+        if not self.heard:
+            self.drop(call)
 
     def channel(self, address: str = "") -> grpc.aio.Channel:
         """Return a channel of its own, over TLS if there is a certificate of an authority."""

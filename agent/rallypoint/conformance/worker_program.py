@@ -48,7 +48,7 @@ def _binds_port() -> bool | None:
     return True
 
 
-class _Timer:
+class _SentTimer:
     """A timer in the scope "step", held over the agent's socket."""
 
     def __init__(self, seconds: float) -> None:
@@ -84,7 +84,7 @@ def main() -> int:
     child = bool(plan.get("child")) and os.fork() == 0
     if child:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    timer = _Timer(plan["timer"]) if "timer" in plan and not child else None
+    timer = _SentTimer(plan["timer"]) if "timer" in plan and not child else None
     record = {"environment": dict(os.environ), "child": child, "bound": None if child else _binds_port()}
     _write(f"{os.getpid()}.json", json.dumps(record))
     end = time.monotonic() + _LONGEST_LIFE
