@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import grpc
 import pytest
 from google.rpc import error_details_pb2  # type: ignore[import-untyped]
@@ -9,7 +11,7 @@ from grpc_status import rpc_status  # type: ignore[import-untyped]
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rallypoint.rpc.errors import DOMAIN, ServiceError, decode, encode, invalid
+from rallypoint.rpc.errors import DOMAIN, ServiceError, decode, encode, invalid, json_list
 
 
 def over_the_wire(error: ServiceError) -> grpc.aio.AioRpcError:
@@ -104,6 +106,19 @@ def test_no_error_outgrows_the_metadata_that_a_client_takes(
     details = status.trailing_metadata[0][1]
     assert len(status.details.encode()) * 3 + len(details) * 4 / 3 < 7600
     assert decode(over_the_wire(error)).code is grpc.StatusCode.INVALID_ARGUMENT
+
+
+@pytest.mark.parametrize(
+    ("values", "whole"),
+    [([f"{'€' * 20}{n}" for n in range(8)], True), (range(96), True), (range(1000), False)],
+)
+def test_a_list_arrives_as_one(values: list[str | int], whole: bool) -> None:
+    """All of it, or its first values."""
+    error = ServiceError(grpc.StatusCode.NOT_FOUND, "NO_WORKER", "none", metadata={"list": json_list(values)})
+    got = json.loads(decode(over_the_wire(error)).metadata["list"])
+    assert got == list(values)[: len(got)]
+    assert (len(got) == len(values)) == whole
+    assert len(got) >= 8
 
 
 def test_what_utf8_cannot_carry_is_replaced() -> None:

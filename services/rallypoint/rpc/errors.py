@@ -27,6 +27,7 @@ DOMAIN = "rallypoint"
 _MESSAGE_BYTES = 1000
 _DETAILS_BYTES = 3000
 _VALUE_BYTES = 256
+_METADATA_BYTES = 1000
 
 
 # Codes that mean that a connection or a server is lost, and may soon be back.
@@ -115,8 +116,15 @@ RETRY_AFTER_TRAILER = "rallypoint-retry-after"
 
 
 def json_list(values: Iterable[str | int]) -> str:
-    """Return a list as metadata has it, for programs in any language."""
-    return json.dumps([*values], ensure_ascii=False, separators=(",", ":"))
+    """Return a list as metadata has it, for programs in any language: the first of the values, as many as fit."""
+    shown, size = [], len("[]")
+    for value in values:
+        text = json.dumps(value, ensure_ascii=False)
+        size += len(text.encode()) + len(",")
+        if size > _METADATA_BYTES:
+            break
+        shown.append(text)
+    return f"[{','.join(shown)}]"
 
 
 def encode(error: ServiceError) -> grpc.Status:
@@ -130,7 +138,7 @@ def encode(error: ServiceError) -> grpc.Status:
     info = error_details_pb2.ErrorInfo(reason=clip(error.reason, 63, "…"), domain=DOMAIN)
     room = _DETAILS_BYTES - status.ByteSize() - info.ByteSize()
     for key, value in error.metadata.items():
-        entry = (clip(key, 64, "…"), clip(value, _VALUE_BYTES, "…"))
+        entry = (clip(key, 64, "…"), clip(value, _METADATA_BYTES, "…"))
         # 8: tags and lengths of a map entry and its two strings.
         room -= len(entry[0].encode()) + len(entry[1].encode()) + 8
         if room < 0:

@@ -34,11 +34,15 @@ class _SupervisorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Supe
     SUPERVISOR_REASON_MALFORMED_MESSAGE: _SupervisorReason.ValueType  # 2
     """INVALID_ARGUMENT: the bytes are not a message of this file: wrong stubs."""
     SUPERVISOR_REASON_WHICH_JOB: _SupervisorReason.ValueType  # 3
-    """INVALID_ARGUMENT: several jobs run and the request names none; metadata "run_ids": JSON list."""
+    """INVALID_ARGUMENT: several jobs run and the request names none; metadata "run_ids": JSON list of
+    the first, up to 1,000 bytes.
+    """
     SUPERVISOR_REASON_NO_JOB: _SupervisorReason.ValueType  # 4
     """NOT_FOUND: the agent runs no such job, and has no record of one."""
     SUPERVISOR_REASON_NO_WORKER: _SupervisorReason.ValueType  # 5
-    """NOT_FOUND: the job has no worker of that rank on this host; metadata "ranks": JSON list."""
+    """NOT_FOUND: the job has no worker of that rank on this host; metadata "ranks": JSON list of the
+    first, up to 1,000 bytes.
+    """
     SUPERVISOR_REASON_JOB_NOT_RUNNING: _SupervisorReason.ValueType  # 6
     """FAILED_PRECONDITION: the job's workers do not run: nothing to restart, to reap or to inspect."""
     SUPERVISOR_REASON_JOB_ENDED: _SupervisorReason.ValueType  # 7
@@ -88,11 +92,15 @@ SUPERVISOR_REASON_INVALID_ARGUMENT: SupervisorReason.ValueType  # 1
 SUPERVISOR_REASON_MALFORMED_MESSAGE: SupervisorReason.ValueType  # 2
 """INVALID_ARGUMENT: the bytes are not a message of this file: wrong stubs."""
 SUPERVISOR_REASON_WHICH_JOB: SupervisorReason.ValueType  # 3
-"""INVALID_ARGUMENT: several jobs run and the request names none; metadata "run_ids": JSON list."""
+"""INVALID_ARGUMENT: several jobs run and the request names none; metadata "run_ids": JSON list of
+the first, up to 1,000 bytes.
+"""
 SUPERVISOR_REASON_NO_JOB: SupervisorReason.ValueType  # 4
 """NOT_FOUND: the agent runs no such job, and has no record of one."""
 SUPERVISOR_REASON_NO_WORKER: SupervisorReason.ValueType  # 5
-"""NOT_FOUND: the job has no worker of that rank on this host; metadata "ranks": JSON list."""
+"""NOT_FOUND: the job has no worker of that rank on this host; metadata "ranks": JSON list of the
+first, up to 1,000 bytes.
+"""
 SUPERVISOR_REASON_JOB_NOT_RUNNING: SupervisorReason.ValueType  # 6
 """FAILED_PRECONDITION: the job's workers do not run: nothing to restart, to reap or to inspect."""
 SUPERVISOR_REASON_JOB_ENDED: SupervisorReason.ValueType  # 7

@@ -50,8 +50,8 @@ class _RendezvousReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Rend
     RENDEZVOUS_REASON_SETTINGS_DIFFER: _RendezvousReason.ValueType  # 8
     """FAILED_PRECONDITION: the run exists with other settings; metadata names each."""
     RENDEZVOUS_REASON_LEASE_LOST: _RendezvousReason.ValueType  # 9
-    """FAILED_PRECONDITION: the lease expired: join again, as a newcomer. With metadata "superseded_by", another agent
-    joined under the node's name: do not join.
+    """FAILED_PRECONDITION: the lease expired: join again, as a newcomer; metadata "run_id", "node_id", "lease". With
+    "superseded_by", the lease of another agent that joined under the node's name: do not join.
     """
     RENDEZVOUS_REASON_LEASE_NOT_PROVEN: _RendezvousReason.ValueType  # 10
     """PERMISSION_DENIED: the token is not that of the lease; metadata "run_id", "node_id"."""
@@ -142,8 +142,8 @@ RENDEZVOUS_REASON_ROUND_OVER: RendezvousReason.ValueType  # 7
 RENDEZVOUS_REASON_SETTINGS_DIFFER: RendezvousReason.ValueType  # 8
 """FAILED_PRECONDITION: the run exists with other settings; metadata names each."""
 RENDEZVOUS_REASON_LEASE_LOST: RendezvousReason.ValueType  # 9
-"""FAILED_PRECONDITION: the lease expired: join again, as a newcomer. With metadata "superseded_by", another agent
-joined under the node's name: do not join.
+"""FAILED_PRECONDITION: the lease expired: join again, as a newcomer; metadata "run_id", "node_id", "lease". With
+"superseded_by", the lease of another agent that joined under the node's name: do not join.
 """
 RENDEZVOUS_REASON_LEASE_NOT_PROVEN: RendezvousReason.ValueType  # 10
 """PERMISSION_DENIED: the token is not that of the lease; metadata "run_id", "node_id"."""

@@ -27,6 +27,9 @@ class RendezvousServiceStub(object):
     EvictNode and ReadmitNode may be repeated, and so may a RestartRun with `round` and a DeleteRun with
     `incarnation`.
 
+    Sizes: run_id and node_id have 1 to 256 bytes of UTF-8, without control characters, and so have role and topology, which
+    may be empty; a reason has at most 1,024 bytes, a message 4 MiB.
+
     Errors: every error carries a google.rpc.ErrorInfo with domain "rallypoint"; its reason is a name of RendezvousReason without
     the prefix. "Retry later" there means: after RetryInfo.retry_delay.
     """
@@ -125,6 +128,9 @@ class RendezvousServiceServicer(object):
     may have taken effect, or not. Joining, and every other message on a stream, may be sent twice. CloseRun,
     EvictNode and ReadmitNode may be repeated, and so may a RestartRun with `round` and a DeleteRun with
     `incarnation`.
+
+    Sizes: run_id and node_id have 1 to 256 bytes of UTF-8, without control characters, and so have role and topology, which
+    may be empty; a reason has at most 1,024 bytes, a message 4 MiB.
 
     Errors: every error carries a google.rpc.ErrorInfo with domain "rallypoint"; its reason is a name of RendezvousReason without
     the prefix. "Retry later" there means: after RetryInfo.retry_delay.
@@ -344,6 +350,9 @@ class RendezvousService(object):
     may have taken effect, or not. Joining, and every other message on a stream, may be sent twice. CloseRun,
     EvictNode and ReadmitNode may be repeated, and so may a RestartRun with `round` and a DeleteRun with
     `incarnation`.
+
+    Sizes: run_id and node_id have 1 to 256 bytes of UTF-8, without control characters, and so have role and topology, which
+    may be empty; a reason has at most 1,024 bytes, a message 4 MiB.
 
     Errors: every error carries a google.rpc.ErrorInfo with domain "rallypoint"; its reason is a name of RendezvousReason without
     the prefix. "Retry later" there means: after RetryInfo.retry_delay.
