@@ -6,7 +6,7 @@ import pytest
 
 from rallypoint.agent.v1 import supervisor_service_pb2 as pb
 from rallypoint.cli.agent import ByteCount, _print_logs
-from rallypoint.rpc.endpoint import SettingError
+from rallypoint.rpc.endpoint import CallTarget, SettingError
 from submission.fake_agents import agents, piece, refusal
 
 
@@ -18,7 +18,9 @@ async def test_a_line_without_an_end_is_shown_though_the_agent_is_lost(
         fake.output.put_nowait(piece(b"whole\nlast words", 16))
         fake.output.put_nowait(refusal("NO_JOB"))
         with pytest.raises(SettingError, match="NO_JOB"):
-            await _print_logs(pb.StreamLogsRequest(follow=True), remote.endpoint, None, 1.0, prefixed=True)
+            await _print_logs(
+                pb.StreamLogsRequest(follow=True), CallTarget(remote.endpoint, None, 1.0), prefixed=True
+            )
     assert capfd.readouterr().out == "[0]: whole\n[0]: last words\n"
 
 
@@ -30,7 +32,7 @@ async def test_output_that_is_gone_is_told(capfd: pytest.CaptureFixture[str]) ->
             later.lost_bytes = lost
             fake.output.put_nowait(later)
         fake.output.put_nowait(None)
-        await _print_logs(pb.StreamLogsRequest(), remote.endpoint, None, 1.0, prefixed=False)
+        await _print_logs(pb.StreamLogsRequest(), CallTarget(remote.endpoint, None, 1.0), prefixed=False)
     shown = capfd.readouterr()
     assert shown.out == 3 * "some line\n"
     assert shown.err.splitlines() == [

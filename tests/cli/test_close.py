@@ -12,6 +12,7 @@ from click.testing import CliRunner
 from rallypoint.cli import operator
 from rallypoint.cli.main import main
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
+from rallypoint.rpc.endpoint import CallTarget
 
 
 class Stub:
@@ -36,22 +37,13 @@ def test_a_run_is_closed_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     """The run's hosts show it, and so does the command."""
     stub = Stub()
 
-    def ask(endpoint: str, tls: Any, timeout: float, question: Any) -> Any:
-        assert (endpoint, tls, timeout) == ("10.0.0.1:29400", None, 3.0)
+    def ask(_: Any, target: CallTarget, question: Any) -> Any:
+        assert target == CallTarget("10.0.0.1:29400", None, 3.0)
         return question(stub)
 
-    monkeypatch.setattr(operator, "call_rendezvous", ask)
-    arguments = [
-        "close",
-        "digits",
-        "--rdzv-endpoint",
-        "10.0.0.1:29400",
-        "--reason",
-        "out of money",
-        "--timeout",
-        "3",
-    ]
-    result = CliRunner().invoke(main, arguments)
+    monkeypatch.setattr(operator, "call", ask)
+    where = ["--rdzv-endpoint", "10.0.0.1:29400", "--timeout", "3"]
+    result = CliRunner().invoke(main, ["close", "digits", "--reason", "out of money", *where])
     assert result.output == "run digits is closed: CANCELLED, closed by an operator: out of money\n"
     closed = pb.CloseRunRequest(run_id="digits", reason="out of money", incarnation="first")
     assert stub.asked == [closed]
@@ -72,10 +64,10 @@ def test_a_deleted_run_frees_its_name(monkeypatch: pytest.MonkeyPatch, second: b
                 nothing = grpc.aio.Metadata()
                 raise grpc.aio.AioRpcError(grpc.StatusCode.NOT_FOUND, nothing, nothing)
 
-    def ask(endpoint: str, tls: Any, timeout: float, question: Any) -> Any:
+    def ask(_: Any, target: CallTarget, question: Any) -> Any:
         return asyncio.run(question(Stub()))
 
-    monkeypatch.setattr(operator, "call_rendezvous", ask)
+    monkeypatch.setattr(operator, "call", ask)
     result = CliRunner().invoke(main, ["delete", "digits", "--rdzv-endpoint", "10.0.0.1:29400"])
     assert result.output == "run digits is deleted: its name is free\n"
     assert deleted == [pb.DeleteRunRequest(run_id="digits", incarnation="first")]

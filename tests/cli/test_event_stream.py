@@ -15,7 +15,7 @@ from rallypoint.cli.event_stream import Following, last_events
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
 from rallypoint.rpc.channel import open_channel
-from rallypoint.rpc.endpoint import SettingError
+from rallypoint.rpc.endpoint import CallTarget, SettingError
 from rallypoint.rpc.errors import ServiceError, encode
 from rallypoint.rpc.runtime_folder import new_run_socket
 
@@ -95,10 +95,8 @@ async def followed(
     note: Callable[[Any], None] = lambda events: seen.extend(event.revision for event in events)  # noqa: E731
     async with serving(servicer) as address:
         following = Following(
-            address,
-            None,
+            CallTarget(address, None, patience),
             pb.WatchEventsRequest(run_id="digits", after_revision=revision),
-            timeout=patience,
             on_events=note,
             on_gap=gaps.append,
             jitter=lambda: 1.0,

@@ -23,7 +23,7 @@ def _answer(**more: Any) -> pb.ListReplicasResponse:
 
 
 def _shown(monkeypatch: pytest.MonkeyPatch, answer: pb.ListReplicasResponse, *arguments: str) -> str:
-    monkeypatch.setattr(operator, "call_rendezvous", lambda *_: answer)
+    monkeypatch.setattr(operator, "call", lambda *_: answer)
     result = CliRunner().invoke(main, ["replicas", *arguments])
     assert (result.exit_code, result.stderr) == (0, "")
     return result.output

@@ -10,6 +10,7 @@ from click.testing import CliRunner
 from rallypoint.cli import operator
 from rallypoint.cli.main import main
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
+from rallypoint.rpc.endpoint import CallTarget
 
 
 @pytest.mark.parametrize(
@@ -34,11 +35,11 @@ def test_a_run_is_restarted_with_a_reason(
             asked.append(request)
             return answer
 
-    def ask(endpoint: str, tls: Any, timeout: float, question: Any) -> Any:
-        assert (endpoint, tls, timeout) == ("10.0.0.1:29400", None, 3.0)
+    def ask(_: Any, target: CallTarget, question: Any) -> Any:
+        assert target == CallTarget("10.0.0.1:29400", None, 3.0)
         return question(Stub())
 
-    monkeypatch.setattr(operator, "call_rendezvous", ask)
+    monkeypatch.setattr(operator, "call", ask)
     arguments = ["--rdzv-endpoint", "10.0.0.1:29400", "--timeout", "3", "--reason", "new data"]
     result = CliRunner().invoke(main, ["restart", "digits", *arguments])
     assert (result.exit_code, result.output) == (0, told)

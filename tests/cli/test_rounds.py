@@ -90,7 +90,7 @@ def test_what_is_no_longer_kept_is_left_open() -> None:
 
 def shown(monkeypatch: pytest.MonkeyPatch, events: list[pb.Event], *arguments: str) -> tuple[str, str]:
     """What the command prints of a run with these events: on stdout, on stderr."""
-    monkeypatch.setattr(operator, "call_rendezvous", lambda *_: (events, False))
+    monkeypatch.setattr(operator, "call", lambda *_: (events, False))
     result = CliRunner().invoke(main, ["rounds", "digits", *arguments])
     assert result.exit_code == 0, result.output
     return result.stdout, result.stderr

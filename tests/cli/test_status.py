@@ -39,11 +39,16 @@ def run_message(**more: Any) -> pb.Run:
 
 @pytest.fixture
 def answer(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any, list[str]], str]:
-    """Runs `status` with an answer in the place of a service's; returns what it prints."""
+    """Runs `status` with an answer in the place of a rendezvous service's; returns what it prints."""
+    real = operator.call
 
     def show(response: Any, arguments: list[str]) -> str:
         answers = chain([response], repeat(([], None)))  # after the first call: no events
-        monkeypatch.setattr(operator, "call_rendezvous", lambda *_, **__: next(answers))
+
+        def scripted(service: Any, *asked: Any, **preferred: Any) -> Any:
+            return next(answers) if service is operator.RENDEZVOUS else real(service, *asked, **preferred)
+
+        monkeypatch.setattr(operator, "call", scripted)
         monkeypatch.setattr(operator, "other_version", lambda *_: "")
         result = CliRunner().invoke(main, ["status", *arguments])
         assert (result.exit_code, result.stderr) == (0, "")
@@ -188,7 +193,7 @@ def test_a_run_is_one_line_however_long(monkeypatch: pytest.MonkeyPatch) -> None
     """Its name in full, and the whole sentence that says how it ended."""
     name, detail = "r" * 256, "worker of rank 1 failed: " + "much to say " * 80 + "and the end"
     run = pb.Run(run_id=name, phase=pb.PHASE_CLOSED, run_end=pb.RunEnd(detail=detail))
-    monkeypatch.setattr(operator, "call_rendezvous", lambda *_: pb.ListRunsResponse(runs=[run]))
+    monkeypatch.setattr(operator, "call", lambda *_: pb.ListRunsResponse(runs=[run]))
     monkeypatch.setattr(operator, "other_version", lambda *_: "")
     _, line = CliRunner().invoke(main, ["status"]).output.splitlines()
     assert line.startswith(f" {name} ")

@@ -29,10 +29,10 @@ def tables() -> dict[str, str]:
     """Return the output of each command by its words joined with `-`; at 80 columns of 24 lines, in UTC."""
     with _utc():
         return {
-            "rounds": _shown("call_rendezvous", (_events(), None), "rounds", "job-17"),
-            "status": _shown("call_rendezvous", pb.GetRunResponse(run=_run()), "status", "job-17"),
-            "status-all": _shown("call_rendezvous", pb.ListRunsResponse(runs=[_run()]), "status"),
-            "agent-jobs": _shown("call_agent", _jobs(), "agent", "jobs"),
+            "rounds": _shown((_events(), None), "rounds", "job-17"),
+            "status": _shown(pb.GetRunResponse(run=_run()), "status", "job-17"),
+            "status-all": _shown(pb.ListRunsResponse(runs=[_run()]), "status"),
+            "agent-jobs": _shown(_jobs(), "agent", "jobs"),
         }
 
 
@@ -44,17 +44,15 @@ def _utc() -> Iterator[None]:
     time.tzset()
 
 
-def _shown(call: str, answer: Any, *command: str) -> str:
+def _shown(answer: Any, *command: str) -> str:
     # rich takes a terminal that is "dumb" for 80 columns wide, and writes no colours to it.
     answers = chain([answer], repeat(([], None)))  # after the first call: no events
     terminal = {"FORCE_COLOR": "1", "TERM": "dumb", "COLUMNS": "", "LINES": ""}
     with (
-        patch.object(operator, call, lambda *_, **__: next(answers)),
+        patch.object(operator, "call", lambda *_, **__: next(answers)),
         patch.object(operator, "other_version", lambda *_: ""),
     ):
-        result = CliRunner(env=terminal).invoke(
-            main, [*command, *(() if call == "call_agent" else ("--timeout", "1"))]
-        )
+        result = CliRunner(env=terminal).invoke(main, [*command, "--timeout", "1"])
     assert result.exit_code == 0, result.output
     return result.output
 

@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import click
 
+from rallypoint.agent.config.rlimits import in_words
 from rallypoint.agent.config.settings import MOST_SECONDS
 from rallypoint.cli.main import LazyGroup
-from rallypoint.cli.output import plain_console, print_table, show_moment, show_span
+from rallypoint.cli.output import json_fields, plain_console, print_table, show_moment, show_span
 from rallypoint.cli.values import RunId, Text, agent_options, service_options
 from rallypoint.rpc.durations import set_seconds, to_seconds
-from rallypoint.rpc.endpoint import ClientSecurity, SettingError
+from rallypoint.rpc.endpoint import CallTarget, SettingError
 from rallypoint.rpc.text import printable
 from rallypoint.serving.options import Seconds
 
@@ -89,22 +90,17 @@ def state_in_words(job: pb.Job) -> str:
 # ---- `rallypoint agent jobs` and `workers`: the jobs and workers of a host.
 
 
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
-
-
 @click.command()
 @click.option("--json", "as_json", is_flag=True, help="Print the answer as JSON.")
 @partial(agent_options, each=True)
-def jobs(*, agent: str, as_json: bool, timeout: float, security: ClientSecurity) -> None:
+def jobs(*, service: CallTarget, as_json: bool) -> None:
     """Show the running jobs of the agent's host and those that ended last, newest first."""
-    from google.protobuf.json_format import MessageToDict  # noqa: PLC0415 (slow, and not for --help)
-
     from rallypoint.agent.v1 import supervisor_service_pb2 as pb  # noqa: PLC0415
-    from rallypoint.cli.operator import call_agent  # noqa: PLC0415
+    from rallypoint.cli.operator import SUPERVISOR, call  # noqa: PLC0415
 
-    response = call_agent(agent, security, timeout, lambda stub: stub.ListJobs(pb.ListJobsRequest()))
+    response = call(SUPERVISOR, service, lambda stub: stub.ListJobs(pb.ListJobsRequest()))
     if as_json:
-        click.echo(json.dumps(MessageToDict(response, always_print_fields_with_no_presence=True), indent=2))
+        click.echo(json.dumps(json_fields(response), indent=2))
     elif response.jobs:
         _print_jobs(response)
     else:
@@ -137,21 +133,19 @@ def _print_jobs(response: pb.ListJobsResponse) -> None:
 @run_argument
 @click.option("--json", "as_json", is_flag=True, help="Print the answer as JSON.")
 @agent_options
-def workers(*, run_id: str, agent: str, as_json: bool, timeout: float, security: ClientSecurity) -> None:
+def workers(*, run_id: str, service: CallTarget, as_json: bool) -> None:
     """Show the workers of RUN_ID on the agent's host: resource usage, child processes included, and progress.
 
     `cpu` is the average number of busy processors since the previous request; `memory` is their own memory plus their
     share of memory that they share with others.
     """
-    from google.protobuf.json_format import MessageToDict  # noqa: PLC0415 (slow, and not for --help)
-
     from rallypoint.agent.v1 import supervisor_service_pb2 as pb  # noqa: PLC0415
-    from rallypoint.cli.operator import call_agent  # noqa: PLC0415
+    from rallypoint.cli.operator import SUPERVISOR, call  # noqa: PLC0415
 
     request = pb.ListWorkersRequest(run_id=run_id)
-    response = call_agent(agent, security, timeout, lambda stub: stub.ListWorkers(request))
+    response = call(SUPERVISOR, service, lambda stub: stub.ListWorkers(request))
     if as_json:
-        click.echo(json.dumps(MessageToDict(response, always_print_fields_with_no_presence=True), indent=2))
+        click.echo(json.dumps(json_fields(response), indent=2))
     elif response.workers:
         plain_console().print(_worker_table(response))
     else:
@@ -173,7 +167,7 @@ def _worker_table(response: pb.ListWorkersResponse) -> Table:
             used = (
                 f"{usage.processors:.2f}",
                 show_span(to_seconds(usage.processor_time)),
-                show_bytes(usage.memory_bytes),
+                in_words(usage.memory_bytes),
                 str(usage.process_count),
                 str(usage.thread_count),
             )
@@ -192,14 +186,6 @@ def _worker_table(response: pb.ListWorkersResponse) -> Table:
     return table
 
 
-def show_bytes(size: int) -> str:
-    """Format a size in its largest unit."""
-    number, unit = float(size), 0
-    while number >= 1024 and unit < len(_UNITS) - 1:
-        number, unit = number / 1024, unit + 1
-    return f"{number:.1f} {_UNITS[unit]}" if unit else f"{size} B"
-
-
 # ---- `rallypoint agent stacks`: current stacks of workers.
 
 
@@ -208,29 +194,19 @@ def show_bytes(size: int) -> str:
 @ranks_option
 @click.option("--json", "as_json", is_flag=True, help="Print the answer as JSON.")
 @agent_options
-def stacks(
-    *,
-    run_id: str,
-    ranks: tuple[int, ...],
-    agent: str,
-    as_json: bool,
-    timeout: float,
-    security: ClientSecurity,
-) -> None:
+def stacks(*, run_id: str, ranks: tuple[int, ...], service: CallTarget, as_json: bool) -> None:
     """Show the Python stacks and kernel state of the workers of RUN_ID on the agent's host.
 
     Nothing is killed. Workers that use rallypoint.timer write their stacks themselves; the stacks of others are read by
     py-spy, if it is installed on the host.
     """
-    from google.protobuf.json_format import MessageToDict  # noqa: PLC0415 (slow, and not for --help)
-
     from rallypoint.agent.v1 import supervisor_service_pb2 as pb  # noqa: PLC0415
-    from rallypoint.cli.operator import call_agent  # noqa: PLC0415
+    from rallypoint.cli.operator import SUPERVISOR, call  # noqa: PLC0415
 
     request = pb.DumpStacksRequest(run_id=run_id, ranks=ranks)
-    response = call_agent(agent, security, timeout, lambda stub: stub.DumpStacks(request))
+    response = call(SUPERVISOR, service, lambda stub: stub.DumpStacks(request))
     if as_json:
-        click.echo(json.dumps(MessageToDict(response, always_print_fields_with_no_presence=True), indent=2))
+        click.echo(json.dumps(json_fields(response), indent=2))
         return
     for number, worker in enumerate(response.stacks):
         # Users choose the names of threads and functions: nothing in them may move the terminal's cursor.
@@ -247,13 +223,13 @@ def stacks(
 @run_argument
 @reason_option
 @agent_options
-def restart(run_id: str, agent: str, reason: str, timeout: float, security: ClientSecurity) -> None:
+def restart(run_id: str, service: CallTarget, reason: str) -> None:
     """Restart all workers of RUN_ID, on all its hosts. This does not count against --max-restarts."""
     from rallypoint.agent.v1 import supervisor_service_pb2 as pb  # noqa: PLC0415 (gRPC is not for --help)
-    from rallypoint.cli.operator import call_agent  # noqa: PLC0415
+    from rallypoint.cli.operator import SUPERVISOR, call  # noqa: PLC0415
 
     request = pb.RestartWorkersRequest(run_id=run_id, reason=reason)
-    response = call_agent(agent, security, timeout, lambda stub: stub.RestartWorkers(request))
+    response = call(SUPERVISOR, service, lambda stub: stub.RestartWorkers(request))
     click.echo(f"round {response.ended_round} ended, all workers restart")
 
 
@@ -262,15 +238,13 @@ def restart(run_id: str, agent: str, reason: str, timeout: float, security: Clie
 @click.option("--rank", type=click.IntRange(0, 2**31 - 1), required=True, help="Global rank of the worker.")
 @reason_option
 @agent_options
-def reap(
-    *, run_id: str, rank: int, agent: str, reason: str, timeout: float, security: ClientSecurity
-) -> None:
+def reap(*, run_id: str, rank: int, service: CallTarget, reason: str) -> None:
     """Collect diagnostics of a worker of RUN_ID, then kill it with its child processes; it counts as failed."""
     from rallypoint.agent.v1 import supervisor_service_pb2 as pb  # noqa: PLC0415 (gRPC is not for --help)
-    from rallypoint.cli.operator import call_agent  # noqa: PLC0415
+    from rallypoint.cli.operator import SUPERVISOR, call  # noqa: PLC0415
 
     request = pb.ReapWorkerRequest(run_id=run_id, rank=rank, reason=reason)
-    response = call_agent(agent, security, timeout, lambda stub: stub.ReapWorker(request))
+    response = call(SUPERVISOR, service, lambda stub: stub.ReapWorker(request))
     where = f"; diagnostics are in {response.evidence_file}" if response.evidence_file else ""
     click.echo(f"rank {rank}, process {response.pid}, is killed{where}")
 
@@ -285,17 +259,15 @@ def reap(
 )
 @reason_option
 @agent_options
-def drain(
-    *, run_id: str, grace: float | None, agent: str, reason: str, timeout: float, security: ClientSecurity
-) -> None:
+def drain(*, run_id: str, grace: float | None, service: CallTarget, reason: str) -> None:
     """Drain the agent's host: workers of RUN_ID, or of all jobs, are warned and get time, then the host leaves."""
     from rallypoint.agent.v1 import supervisor_service_pb2 as pb  # noqa: PLC0415 (gRPC is not for --help)
-    from rallypoint.cli.operator import call_agent  # noqa: PLC0415
+    from rallypoint.cli.operator import SUPERVISOR, call  # noqa: PLC0415
 
     request = pb.DrainRequest(run_id=run_id, reason=reason, all_jobs=not run_id)
     if grace is not None:
         set_seconds(request.grace, grace)
-    response = call_agent(agent, security, timeout, lambda stub: stub.Drain(request))
+    response = call(SUPERVISOR, service, lambda stub: stub.Drain(request))
     if response.run_ids:
         click.echo(f"the host will leave {', '.join(response.run_ids)}; its workers are warned")
     else:
@@ -307,20 +279,18 @@ def drain(
 @click.option("--now", is_flag=True, help="Kill the workers at once, without the stop signal.")
 @reason_option
 @agent_options
-def stop(
-    *, run_id: str, now: bool, agent: str, reason: str, timeout: float, security: ClientSecurity
-) -> None:
+def stop(*, run_id: str, now: bool, service: CallTarget, reason: str) -> None:
     """Make the agent's host leave RUN_ID; the other hosts continue. (`rallypoint close` ends a run on all hosts.)"""
     from rallypoint.agent.v1 import supervisor_service_pb2 as pb  # noqa: PLC0415 (gRPC is not for --help)
-    from rallypoint.cli.operator import call_agent  # noqa: PLC0415
+    from rallypoint.cli.operator import SUPERVISOR, call  # noqa: PLC0415
 
     which = pb.GetJobRequest(run_id=run_id)
-    job = call_agent(agent, security, timeout, lambda stub: stub.GetJob(which)).job
+    job = call(SUPERVISOR, service, lambda stub: stub.GetJob(which)).job
     if job.state == pb.JOB_STATE_ENDED:
         click.echo(f"the job of run {job.run_id} has ended here already, with exit code {job.exit_code}")
         return
     request = pb.StopJobRequest(run_id=job.run_id, reason=reason, now=now)
-    call_agent(agent, security, timeout, lambda stub: stub.StopJob(request))
+    call(SUPERVISOR, service, lambda stub: stub.StopJob(request))
     click.echo("the host is leaving the run" + (", and its workers are killed" if now else ""))
 
 
@@ -401,34 +371,31 @@ def logs(
     tail: int,
     stream: str,
     no_prefix: bool,
-    agent: str,
-    timeout: float,
-    security: ClientSecurity,
+    service: CallTarget,
 ) -> None:
     """Print the output of the workers of RUN_ID on the agent's host: stdout to stdout, stderr to stderr.
 
     With --follow, output continues at the same position after a broken connection.
     """
     from rallypoint.agent.v1 import supervisor_service_pb2 as pb  # noqa: PLC0415 (gRPC is not for --help)
-    from rallypoint.cli.operator import call_agent  # noqa: PLC0415
+    from rallypoint.cli.operator import SUPERVISOR, call  # noqa: PLC0415
     from rallypoint.rpc.loop import run  # noqa: PLC0415
 
-    call_agent(agent, security, timeout, lambda stub: stub.GetJob(pb.GetJobRequest(run_id=run_id)))
+    call(SUPERVISOR, service, lambda stub: stub.GetJob(pb.GetJobRequest(run_id=run_id)))
     request = _log_request(run_id, ranks, follow, tail, stream)
-    run(_print_logs(request, agent, security, timeout, prefixed=not no_prefix))
+    run(_print_logs(request, service, prefixed=not no_prefix))
 
 
-async def _print_logs(
-    request: pb.StreamLogsRequest, endpoint: str, security: ClientSecurity, timeout: float, *, prefixed: bool
-) -> None:
+async def _print_logs(request: pb.StreamLogsRequest, service: CallTarget, *, prefixed: bool) -> None:
     from rallypoint.agent.v1 import supervisor_service_pb2_grpc as pb_grpc  # noqa: PLC0415
     from rallypoint.rpc.channel import open_channel  # noqa: PLC0415
     from rallypoint.submission.following import LogPieces, Lost  # noqa: PLC0415
 
+    endpoint, security = service.endpoint, service.security
     async with _LogPrinter(prefixed) as printer, open_channel(endpoint, security) as channel:
         stub = pb_grpc.SupervisorServiceStub(channel)
         # --follow retries an agent that has answered before; a first connection that fails is reported at once.
-        pieces = LogPieces(stub, request, security, lambda: timeout if pieces.begun else 0.0)
+        pieces = LogPieces(stub, request, security, lambda: service.timeout if pieces.begun else 0.0)
         try:
             async for piece in pieces.read():
                 await printer.take("", piece)
@@ -484,37 +451,29 @@ def run_logs(
     tail: int,
     stream: str,
     no_prefix: bool,
-    rdzv_endpoint: str,
-    timeout: float,
-    security: ClientSecurity,
+    service: CallTarget,
 ) -> None:
     """Print the output of the workers of RUN_ID on all its hosts: stdout to stdout, stderr to stderr.
 
     Each host's agent is asked at its --supervisor-address; without one, it answers on its own host only. RUN_ID may be
     omitted if there is one run. With --follow, hosts that join are followed too.
     """
-    from rallypoint.cli.operator import call_rendezvous, only_run, whole_run  # noqa: PLC0415 (not for --help)
+    from rallypoint.cli.operator import RENDEZVOUS, call, only_run, whole_run  # noqa: PLC0415 (not for --help)
     from rallypoint.rpc.loop import run  # noqa: PLC0415
 
     if not run_id:
-        run_id = call_rendezvous(rdzv_endpoint, security, timeout, only_run)
-    found = call_rendezvous(rdzv_endpoint, security, timeout, lambda stub: whole_run(run_id, stub)).run
+        run_id = call(RENDEZVOUS, service, only_run)
+    found = call(RENDEZVOUS, service, lambda stub: whole_run(run_id, stub)).run
     if not found.nodes:
         failed = found.run_end.failure
         where = f"; {failed.host} has {failed.log_file}" if failed.log_file else ""
         raise SettingError(f"run {run_id!r} has no nodes, and so no agents that have its logs{where}")
     request = _log_request(run_id, ranks, follow, tail, stream)
-    run(_print_run_logs(request, found, rdzv_endpoint, security, timeout, prefixed=not no_prefix))
+    run(_print_run_logs(request, found, service, prefixed=not no_prefix))
 
 
 async def _print_run_logs(
-    request: pb.StreamLogsRequest,
-    run: rendezvous_pb.Run,
-    endpoint: str,
-    security: ClientSecurity,
-    timeout: float,
-    *,
-    prefixed: bool,
+    request: pb.StreamLogsRequest, run: rendezvous_pb.Run, service: CallTarget, *, prefixed: bool
 ) -> None:
     from rallypoint.cli.event_stream import Following  # noqa: PLC0415
     from rallypoint.cli.operator import whole_run  # noqa: PLC0415
@@ -533,7 +492,7 @@ async def _print_run_logs(
         click.echo(printable(text), err=True)
 
     async with _LogPrinter(prefixed) as printer:
-        logs = RunLogs(request, security, timeout, printer.take, note)
+        logs = RunLogs(request, service.security, service.timeout, printer.take, note)
         sources = [*logs.find(run)]
         if not sources:
             ranks = " or ".join(map(str, request.ranks))
@@ -550,7 +509,7 @@ async def _print_run_logs(
 
         async def read_newcomers() -> None:
             with suppress(SettingError, ServiceError):  # the service may end with the run; the agents go on
-                async with ReplicaClient(endpoint, security) as client:
+                async with ReplicaClient(service.endpoint, service.security) as client:
                     while True:
                         await grown.wait()
                         grown.clear()
@@ -573,14 +532,7 @@ async def _print_run_logs(
             after_revision=run.revision,
             filter=rendezvous_pb.EventFilter(kinds=[rendezvous_pb.EVENT_KIND_ROUND_FINALIZED]),
         )
-        following = Following(
-            endpoint,
-            security,
-            request_of_rounds,
-            timeout=timeout,
-            on_events=lambda _events: grown.set(),
-            on_gap=note,
-        )
+        following = Following(service, request_of_rounds, on_events=lambda _events: grown.set(), on_gap=note)
         watching = [asyncio.create_task(read_newcomers()), asyncio.create_task(watch_rounds())]
         while left := [reader for reader in readers if not reader.done()]:
             await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)

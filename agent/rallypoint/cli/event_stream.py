@@ -12,7 +12,7 @@ from rallypoint.cli.operator import refusal
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
 from rallypoint.rpc.backoff import Backoff
-from rallypoint.rpc.endpoint import ClientSecurity, SettingError
+from rallypoint.rpc.endpoint import CallTarget, SettingError
 from rallypoint.rpc.errors import GONE, ServiceError, decode
 from rallypoint.rpc.replica_client import ReplicaClient, ReplicaConnection
 
@@ -57,11 +57,9 @@ class Following:
 
     def __init__(
         self,
-        endpoint: str,
-        security: ClientSecurity,
+        service: CallTarget,
         request: pb.WatchEventsRequest,
         *,
-        timeout: float,
         on_events: Callable[[Sequence[pb.Event]], None],
         on_gap: Callable[[str], None],
         jitter: Callable[[], float] = random.random,
@@ -69,19 +67,17 @@ class Following:
         """Store the settings; `run` does the work.
 
         Args:
-            endpoint: Address of the rendezvous service.
-            security: How connections to it are secured.
+            service: The rendezvous service; its timeout is for how long it may be unreachable, or silent after the
+                first request.
             request: The events to follow.
-            timeout: Seconds that the service may be unreachable, or silent after the first request.
             on_events: Called with each batch of new events.
             on_gap: Called with a sentence if events were lost because they are no longer retained.
             jitter: Returns a random number from 0 to 1, for the back-off.
         """
-        self._endpoint = endpoint
-        self._security = security
+        self._service = service
         self._request = pb.WatchEventsRequest()
         self._request.CopyFrom(request)
-        self._timeout = timeout
+        self._timeout = service.timeout
         self._on_events = on_events
         self._on_gap = on_gap
         self._jitter = jitter
@@ -99,7 +95,7 @@ class Following:
         """
         loop = asyncio.get_running_loop()
         backoff = Backoff(self._jitter, first=_FIRST_BACKOFF, longest=_LONGEST_BACKOFF)
-        async with ReplicaClient(self._endpoint, self._security) as client:
+        async with ReplicaClient(self._service.endpoint, self._service.security) as client:
             search = client.search()
             self._requested_at = loop.time()
             while True:
@@ -163,7 +159,7 @@ class Following:
         """Raise SettingError unless another attempt is due."""
         if self._received_at is None or self._last_attempt:
             raise SettingError(
-                f"no rendezvous service answered at {self._endpoint} within {self._timeout:g} s"
+                f"no rendezvous service answered at {self._service.endpoint} within {self._timeout:g} s"
             ) from None
         self._last_attempt = True
 
@@ -181,7 +177,7 @@ class Following:
             and now < self._requested_at + self._timeout
         ):
             return
-        raise refusal(self._endpoint, self._security, error) from None
+        raise refusal(self._service, error) from None
 
     def _is_gap(self, error: ServiceError) -> bool:
         if error.reason != "EVENTS_COMPACTED":

@@ -13,7 +13,7 @@ from rallypoint.cli.output import TimestampParam, indented, plain_console, show_
 from rallypoint.cli.values import RunId, Text, limit_option, service_options
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rpc.durations import to_seconds
-from rallypoint.rpc.endpoint import ClientSecurity
+from rallypoint.rpc.endpoint import CallTarget
 from rallypoint.rpc.text import printable
 
 if TYPE_CHECKING:
@@ -84,9 +84,7 @@ def events(
     follow: bool,
     verbose: bool,
     as_json: bool,
-    rdzv_endpoint: str,
-    timeout: float,
-    security: ClientSecurity,
+    service: CallTarget,
 ) -> None:
     """Show the events of RUN_ID, oldest first; each of --round, --node and --kind may be repeated.
 
@@ -94,7 +92,7 @@ def events(
     """
 
     from rallypoint.cli.event_stream import Following, last_events  # noqa: PLC0415
-    from rallypoint.cli.operator import call_rendezvous  # noqa: PLC0415
+    from rallypoint.cli.operator import RENDEZVOUS, call  # noqa: PLC0415
     from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb  # noqa: PLC0415
     from rallypoint.rpc.loop import run  # noqa: PLC0415
 
@@ -113,9 +111,7 @@ def events(
         for event in these:
             click.echo(line(event))
 
-    past, older = call_rendezvous(
-        rdzv_endpoint, security, timeout, lambda stub: last_events(stub, run_id, wanted, limit)
-    )
+    past, older = call(RENDEZVOUS, service, lambda stub: last_events(stub, run_id, wanted, limit))
     if older:
         click.echo(f"(older events are left out; --limit {limit} shows the last {limit})", err=True)
     show(past)
@@ -123,12 +119,7 @@ def events(
         revision = past[-1].revision if past else 0
         request = pb.WatchEventsRequest(run_id=run_id, after_revision=revision, filter=wanted)
         following = Following(
-            rdzv_endpoint,
-            security,
-            request,
-            timeout=timeout,
-            on_events=show,
-            on_gap=lambda gap: click.echo(f"({gap})", err=True),
+            service, request, on_events=show, on_gap=lambda gap: click.echo(f"({gap})", err=True)
         )
         run(following.run())
     elif not past:

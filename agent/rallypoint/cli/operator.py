@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, suppress
-from dataclasses import dataclass
-from typing import Generic, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, Generic, TypeVar
 
 import grpc
 
@@ -16,7 +16,7 @@ from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as rendezvous_grpc
 from rallypoint.rpc.calls import call_any
 from rallypoint.rpc.channel import open_channel
-from rallypoint.rpc.endpoint import ClientSecurity, SettingError
+from rallypoint.rpc.endpoint import CallTarget, SettingError
 from rallypoint.rpc.errors import GONE, ServiceError, tls_advice
 from rallypoint.rpc.loop import run
 from rallypoint.rpc.replica_client import ReplicaClient
@@ -55,58 +55,7 @@ SUPERVISOR: QueriedService[supervisor_grpc.SupervisorServiceAsyncStub] = Queried
 )
 
 
-def call_rendezvous(
-    endpoint: str,
-    security: ClientSecurity,
-    timeout: float,
-    request: Callable[[rendezvous_grpc.RendezvousServiceAsyncStub], Awaitable[_T]],
-    *,
-    preferred: Callable[[rendezvous_grpc.RendezvousServiceAsyncStub], Awaitable[_T]] | None = None,
-) -> _T:
-    """Call a rendezvous service, within `timeout` seconds.
-
-    Args:
-        endpoint: Its address, or those of several replicas, separated by commas.
-        security: How connections to it are secured.
-        timeout: Seconds for all attempts together.
-        request: Makes the calls; again at another replica after a lost connection.
-        preferred: Tried first, for a part of the time: a request with a better reply that is not always available.
-
-    Raises:
-        SettingError: The service is unreachable, or refused; one line.
-    """
-    return _call(RENDEZVOUS, endpoint, security, timeout, request, preferred=preferred)
-
-
-def call_timer(
-    endpoint: str,
-    security: ClientSecurity,
-    timeout: float,
-    request: Callable[[timer_grpc.TimerServiceAsyncStub], Awaitable[_T]],
-) -> _T:
-    """Call a timer service, within `timeout` seconds.
-
-    Raises:
-        SettingError: The service is unreachable, or refused; one line.
-    """
-    return _call(TIMER, endpoint, security, timeout, request)
-
-
-def call_agent(
-    endpoint: str,
-    security: ClientSecurity,
-    timeout: float,
-    request: Callable[[supervisor_grpc.SupervisorServiceAsyncStub], Awaitable[_T]],
-) -> _T:
-    """Call an agent, within `timeout` seconds.
-
-    Raises:
-        SettingError: The agent is unreachable, or refused; one line.
-    """
-    return _call(SUPERVISOR, endpoint, security, timeout, request)
-
-
-def other_version(endpoint: str, security: ClientSecurity) -> str:
+def other_version(target: CallTarget) -> str:
     """Return one line about a rendezvous service that has another version than this command; empty: it has not.
 
     Also empty if the service does not reply within `_PREFERRED` seconds.
@@ -122,22 +71,33 @@ def other_version(endpoint: str, security: ClientSecurity) -> str:
 
     server = QueriedService(RENDEZVOUS.name, RENDEZVOUS.flag, server_grpc.ServerServiceStub)
     with suppress(SettingError):
-        found = _call(server, endpoint, security, _PREFERRED, version)
+        found = call(server, replace(target, timeout=_PREFERRED), version)
         if found != f"version {VERSION}":
             return f"the rendezvous service has {found}, and this command version {VERSION}"
     return ""
 
 
-def _call(
+def call(
     service: QueriedService[_Stub],
-    endpoint: str,
-    security: ClientSecurity,
-    timeout: float,
+    target: CallTarget,
     request: Callable[[_Stub], Awaitable[_T]],
     *,
     preferred: Callable[[_Stub], Awaitable[_T]] | None = None,
 ) -> _T:
-    async def call() -> _T:
+    """Call a service, within the timeout of `target`.
+
+    Args:
+        service: The kind of service.
+        target: Its address.
+        request: Makes the calls; again at another replica after a lost connection.
+        preferred: Tried first, for a part of the time: a request with a better reply that is not always available.
+
+    Raises:
+        SettingError: The service is unreachable, or refused; one line.
+    """
+    endpoint, security, timeout = target.endpoint, target.security, target.timeout
+
+    async def attempt() -> _T:
         async with AsyncExitStack() as stack:
             if service.name == RENDEZVOUS.name:
                 client = await stack.enter_async_context(ReplicaClient(endpoint, security))
@@ -154,9 +114,9 @@ def _call(
             except TimeoutError:
                 raise SettingError(f"no {service.name} answered at {endpoint} within {timeout:g} s") from None
             except ServiceError as error:
-                raise refusal(endpoint, security, error, service) from None
+                raise refusal(target, error, service) from None
 
-    return run(call())
+    return run(attempt())
 
 
 class _NoServiceAnswered(Exception):
@@ -177,10 +137,10 @@ async def _call_most_complete(
 
 
 def refusal(
-    endpoint: str, security: ClientSecurity, error: ServiceError, service: QueriedService[_Stub] | None = None
+    target: CallTarget, error: ServiceError, service: QueriedService[Any] = RENDEZVOUS
 ) -> SettingError:
-    """Return one line about a failed call, with advice. `service` None: the rendezvous service."""
-    name, flag = (service.name, service.flag) if service is not None else (RENDEZVOUS.name, RENDEZVOUS.flag)
+    """Return one line about a failed call, with advice."""
+    name, flag, endpoint = service.name, service.flag, target.endpoint
     # Reasons set by gRPC or by our client, not by a service.
     if error.reason in (grpc.StatusCode.UNAVAILABLE.name, "NO_CONNECTION", "NO_ANSWER"):
         if endpoint.startswith("unix:") and "No such file" in error.message:
@@ -188,7 +148,7 @@ def refusal(
                 f"no {name} of this user runs on this host (it would be at {endpoint}; another session may have "
                 f"another folder, see RALLYPOINT_RUNTIME_DIR): start it, or give {flag}"
             )
-        advice = tls_advice(error.message, security) or f"check {flag}"
+        advice = tls_advice(error.message, target.security) or f"check {flag}"
         return SettingError(f"no {name} answers at {endpoint}: {error.message}; {advice}")
     if error.reason == grpc.StatusCode.UNIMPLEMENTED.name:
         return SettingError(f"the server at {endpoint} is not a {name} ({error.message}); check {flag}")

@@ -13,6 +13,7 @@ import click
 from rallypoint.rpc.text import printable
 
 if TYPE_CHECKING:
+    from google.protobuf.message import Message
     from rich.console import Console
 
 # Characters; longer than any of our sentences.
@@ -30,6 +31,13 @@ def plain_console() -> Console:
     if not console.is_terminal:
         console.width = _LONGEST_LINE
     return console
+
+
+def json_fields(message: Message) -> dict[str, Any]:
+    """Return the fields of a message for `--json`, also those that are not set."""
+    from google.protobuf.json_format import MessageToDict  # noqa: PLC0415 (slow, and not for --help)
+
+    return MessageToDict(message, always_print_fields_with_no_presence=True)
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], own_line: Sequence[str] = ()) -> None:

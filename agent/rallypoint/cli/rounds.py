@@ -15,7 +15,7 @@ from rallypoint.cli.values import RunId, limit_option, service_options
 from rallypoint.rendezvous.core.state import explain_parts
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rpc.durations import to_seconds
-from rallypoint.rpc.endpoint import ClientSecurity
+from rallypoint.rpc.endpoint import CallTarget
 
 if TYPE_CHECKING:
     pass
@@ -29,9 +29,7 @@ _ALL = 1_000_000
 @limit_option(100, _ALL, "Show at most the last N rounds.")
 @click.option("--json", "as_json", is_flag=True, help="Print the rounds as JSON.")
 @service_options
-def rounds(
-    *, run_id: str, limit: int, as_json: bool, rdzv_endpoint: str, timeout: float, security: ClientSecurity
-) -> None:
+def rounds(*, run_id: str, limit: int, as_json: bool, service: CallTarget) -> None:
     """Show the rounds of RUN_ID: their nodes, how long each ran, and why it ended.
 
     JOIN is the time that nodes took to join, CONFIRM the time to stop their old workers, and GAP the time without
@@ -40,13 +38,11 @@ def rounds(
     restarts that counted against the run's budget when the round had ended.
     """
     from rallypoint.cli.event_stream import last_events  # noqa: PLC0415 (gRPC is not for --help)
-    from rallypoint.cli.operator import call_rendezvous  # noqa: PLC0415
+    from rallypoint.cli.operator import RENDEZVOUS, call  # noqa: PLC0415
     from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb  # noqa: PLC0415
 
     wanted = pb.EventFilter(kinds=KINDS)
-    events, _ = call_rendezvous(
-        rdzv_endpoint, security, timeout, lambda stub: last_events(stub, run_id, wanted, _ALL)
-    )
+    events, _ = call(RENDEZVOUS, service, lambda stub: last_events(stub, run_id, wanted, _ALL))
     history = rounds_of(events)
     older = max(0, len(history.rounds) - limit)
     del history.rounds[:older]

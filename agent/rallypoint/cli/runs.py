@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import click
 
-from rallypoint.cli.output import plain_console, show_moment
+from rallypoint.cli.output import json_fields, plain_console, show_moment
 from rallypoint.cli.values import NodeId, RunId, Text, service_options
 from rallypoint.rpc.durations import to_seconds
-from rallypoint.rpc.endpoint import ClientSecurity, SettingError
+from rallypoint.rpc.endpoint import CallTarget, SettingError
 from rallypoint.rpc.text import printable
 
 if TYPE_CHECKING:
@@ -25,19 +25,19 @@ if TYPE_CHECKING:
 @click.argument("run_id", type=RunId())
 @click.option("--reason", type=Text(), default="", help="Reason, shown on the run's hosts.")
 @service_options
-def close(run_id: str, rdzv_endpoint: str, reason: str, timeout: float, security: ClientSecurity) -> None:
+def close(run_id: str, service: CallTarget, reason: str) -> None:
     """End RUN_ID: all its hosts stop their workers and leave.
 
     A host that joins it afterwards opens it again, unless the run has --rdzv-conf reopen=never.
     """
-    from rallypoint.cli.operator import call_rendezvous  # noqa: PLC0415 (gRPC is not for --help)
+    from rallypoint.cli.operator import RENDEZVOUS, call  # noqa: PLC0415 (gRPC is not for --help)
     from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb  # noqa: PLC0415
 
     wanted = pb.GetRunRequest(run_id=run_id)
-    found = call_rendezvous(rdzv_endpoint, security, timeout, lambda stub: stub.GetRun(wanted))
+    found = call(RENDEZVOUS, service, lambda stub: stub.GetRun(wanted))
     # A request that is repeated, or late, must not close the run again if it was reopened since.
     request = pb.CloseRunRequest(run_id=run_id, reason=reason, incarnation=found.run.incarnation)
-    response = call_rendezvous(rdzv_endpoint, security, timeout, lambda stub: stub.CloseRun(request))
+    response = call(RENDEZVOUS, service, lambda stub: stub.CloseRun(request))
     outcome = pb.Outcome.Name(response.run_end.outcome).removeprefix("OUTCOME_")
     click.echo(f"run {run_id} is closed: {outcome}, {response.run_end.detail}")
 
@@ -48,7 +48,7 @@ def close(run_id: str, rdzv_endpoint: str, reason: str, timeout: float, security
 @click.command()
 @click.argument("run_id", type=RunId())
 @service_options
-def delete(run_id: str, rdzv_endpoint: str, timeout: float, security: ClientSecurity) -> None:
+def delete(run_id: str, service: CallTarget) -> None:
     """Forget RUN_ID, which must have no nodes: its events and its store are deleted, and its name is free.
 
     Without this, the service forgets a run two hours after its last node.
@@ -56,12 +56,12 @@ def delete(run_id: str, rdzv_endpoint: str, timeout: float, security: ClientSecu
     from grpc import StatusCode  # noqa: PLC0415 (gRPC is not for --help)
     from grpc.aio import AioRpcError  # noqa: PLC0415
 
-    from rallypoint.cli.operator import call_rendezvous  # noqa: PLC0415
+    from rallypoint.cli.operator import RENDEZVOUS, call  # noqa: PLC0415
     from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb  # noqa: PLC0415
 
     # With its incarnation, the request may be sent again if a replica does not reply.
     present = pb.GetRunRequest(run_id=run_id)
-    found = call_rendezvous(rdzv_endpoint, security, timeout, lambda stub: stub.GetRun(present))
+    found = call(RENDEZVOUS, service, lambda stub: stub.GetRun(present))
     request = pb.DeleteRunRequest(run_id=run_id, incarnation=found.run.incarnation)
 
     async def delete_once(stub: RendezvousServiceAsyncStub) -> None:
@@ -71,7 +71,7 @@ def delete(run_id: str, rdzv_endpoint: str, timeout: float, security: ClientSecu
             if error.code() is not StatusCode.NOT_FOUND:  # an earlier attempt has deleted it
                 raise
 
-    call_rendezvous(rdzv_endpoint, security, timeout, delete_once)
+    call(RENDEZVOUS, service, delete_once)
     click.echo(f"run {run_id} is deleted: its name is free")
 
 
@@ -82,16 +82,16 @@ def delete(run_id: str, rdzv_endpoint: str, timeout: float, security: ClientSecu
 @click.argument("run_id", type=RunId())
 @click.option("--reason", type=Text(), default="", help="Reason, shown on the run's hosts and in its events.")
 @service_options
-def restart(run_id: str, rdzv_endpoint: str, reason: str, timeout: float, security: ClientSecurity) -> None:
+def restart(run_id: str, service: CallTarget, reason: str) -> None:
     """Restart all workers of RUN_ID, and let in newcomers that were held back. --max-restarts is not used up."""
-    from rallypoint.cli.operator import call_rendezvous  # noqa: PLC0415 (gRPC is not for --help)
+    from rallypoint.cli.operator import RENDEZVOUS, call  # noqa: PLC0415 (gRPC is not for --help)
     from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb  # noqa: PLC0415
 
     # With its round, the request may be sent again if a replica does not reply.
     present = pb.GetRunRequest(run_id=run_id)
-    found = call_rendezvous(rdzv_endpoint, security, timeout, lambda stub: stub.GetRun(present))
+    found = call(RENDEZVOUS, service, lambda stub: stub.GetRun(present))
     request = pb.RestartRunRequest(run_id=run_id, reason=reason, round=found.run.round)
-    response = call_rendezvous(rdzv_endpoint, security, timeout, lambda stub: stub.RestartRun(request))
+    response = call(RENDEZVOUS, service, lambda stub: stub.RestartRun(request))
     if response.ended_round:
         click.echo(f"run {run_id}: round {response.ended_round} ended, all workers restart")
     elif response.hurried:
@@ -114,23 +114,14 @@ def restart(run_id: str, rdzv_endpoint: str, reason: str, timeout: float, securi
 @click.option("--readmit", is_flag=True, help="Let an evicted node join again.")
 @service_options
 def evict(
-    *,
-    run_id: str,
-    node: str,
-    host: bool,
-    rdzv_endpoint: str,
-    reason: str,
-    force: bool,
-    readmit: bool,
-    timeout: float,
-    security: ClientSecurity,
+    *, run_id: str, node: str, host: bool, service: CallTarget, reason: str, force: bool, readmit: bool
 ) -> None:
     """Remove NODE from RUN_ID and refuse it from now on; the other nodes continue without it.
 
     An agent that is started again has another name, unless it was started with --node-id: --host keeps the host out.
     `rallypoint status RUN_ID` shows the names of present and evicted nodes.
     """
-    from rallypoint.cli.operator import all_nodes, call_rendezvous  # noqa: PLC0415 (gRPC is not for --help)
+    from rallypoint.cli.operator import RENDEZVOUS, all_nodes, call  # noqa: PLC0415 (gRPC is not for --help)
     from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb  # noqa: PLC0415
 
     # Names of a host's agents begin with the host's name, unless --node-id is given. The first name refuses newcomers.
@@ -150,7 +141,7 @@ def evict(
                 await stub.EvictNode(pb.EvictNodeRequest(run_id=run_id, node_id=name, reason=reason))
         return found
 
-    found = call_rendezvous(rdzv_endpoint, security, timeout, change)
+    found = call(RENDEZVOUS, service, change)
     what = f"{'host' if host else 'node'} {node}"
     if found is None:
         known = (
@@ -182,22 +173,18 @@ def evict(
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the answer as JSON.")
 @service_options
-def replicas(
-    *, run_id: str, rdzv_endpoint: str, as_json: bool, timeout: float, security: ClientSecurity
-) -> None:
+def replicas(*, run_id: str, service: CallTarget, as_json: bool) -> None:
     """Show the replicas of the rendezvous service, and how many shards of the runs each of them owns.
 
     The table is the view of the replying replica (state "answers"). LEAVING: it hands its shards over, to stop.
     """
-    from google.protobuf.json_format import MessageToDict  # noqa: PLC0415 (slow, and not for --help)
-
-    from rallypoint.cli.operator import call_rendezvous  # noqa: PLC0415
+    from rallypoint.cli.operator import RENDEZVOUS, call  # noqa: PLC0415
     from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb  # noqa: PLC0415
 
     request = pb.ListReplicasRequest(run_id=run_id)
-    answer = call_rendezvous(rdzv_endpoint, security, timeout, lambda stub: stub.ListReplicas(request))
+    answer = call(RENDEZVOUS, service, lambda stub: stub.ListReplicas(request))
     if as_json:
-        click.echo(json.dumps(MessageToDict(answer, always_print_fields_with_no_presence=True), indent=2))
+        click.echo(json.dumps(json_fields(answer), indent=2))
     else:
         _print(answer, run_id)
 

@@ -5,16 +5,17 @@ from __future__ import annotations
 import json
 import time
 from contextlib import suppress
+from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from rallypoint.cli.output import plain_console, print_table, show_moment, show_span
+from rallypoint.cli.output import json_fields, plain_console, print_table, show_moment, show_span
 from rallypoint.cli.values import RunId, Text, service_options
 from rallypoint.rpc.durations import to_seconds
-from rallypoint.rpc.endpoint import ClientSecurity, SettingError
+from rallypoint.rpc.endpoint import CallTarget, SettingError
 from rallypoint.rpc.runtime_folder import found_socket, is_served, run_socket, secret_beside
 from rallypoint.rpc.text import printable
 from rallypoint.serving.options import Setting
@@ -42,69 +43,56 @@ _MOST_NAMES = 20
     "on this host, if there is one.",
 )
 @partial(service_options, each=True)
-def status(
-    *,
-    run_id: str | None,
-    rdzv_endpoint: str,
-    timer_endpoint: str,
-    as_json: bool,
-    timeout: float,
-    security: ClientSecurity,
-) -> None:
+def status(*, run_id: str | None, service: CallTarget, timer_endpoint: str, as_json: bool) -> None:
     """Show all runs, or RUN_ID with its nodes, and with its slowest worker if its timer service is known."""
-    from google.protobuf.json_format import MessageToDict  # noqa: PLC0415 (slow, and not for --help)
-
-    from rallypoint.cli.operator import all_runs, call_rendezvous, other_version, whole_run  # noqa: PLC0415
+    from rallypoint.cli.operator import RENDEZVOUS, all_runs, call, other_version, whole_run  # noqa: PLC0415
     from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb  # noqa: PLC0415
 
     if run_id is not None and not timer_endpoint:
         timer_endpoint = run_socket("timer", run_id) or run_socket("timer", "") or ""
+    timer = replace(service, endpoint=timer_endpoint)
     response: pb.GetRunResponse | pb.ListRunsResponse
     if run_id is None:
-        response = call_rendezvous(rdzv_endpoint, security, timeout, all_runs)
+        response = call(RENDEZVOUS, service, all_runs)
     else:
-        response = call_rendezvous(
-            rdzv_endpoint,
-            security,
-            timeout,
+        response = call(
+            RENDEZVOUS,
+            service,
             partial(whole_run, run_id),
             preferred=partial(whole_run, run_id, owner_only=True),
         )
     if as_json:
-        fields = MessageToDict(response, always_print_fields_with_no_presence=True)
+        fields = json_fields(response)
         fields.pop("nextPageToken", None)  # all pages are included
         if run_id is not None and timer_endpoint:
-            fields |= _progress_fields(run_id, timer_endpoint, security, timeout)
+            fields |= _progress_fields(run_id, timer)
         click.echo(json.dumps(fields, indent=2))
     elif isinstance(response, pb.GetRunResponse):
         _print_run(response.run, connections_known=not response.durable_only)
-        _print_times(response.run, rdzv_endpoint, security, timeout)
-        _print_log_folder(response.run.run_id, timeout)
+        _print_times(response.run, service)
+        _print_log_folder(response.run.run_id, service.timeout)
         if response.durable_only:
             _print_owner_away(response.owner_address)
         if timer_endpoint:
-            _print_progress(response.run.run_id, timer_endpoint, security, timeout)
+            _print_progress(response.run.run_id, timer)
     else:
         _print_runs(list(response.runs))
-    if line := other_version(rdzv_endpoint, security):
+    if line := other_version(service):
         click.echo(printable(line), err=True)
 
 
-def _progress_fields(run_id: str, endpoint: str, security: ClientSecurity, timeout: float) -> dict[str, Any]:
-    from google.protobuf.json_format import MessageToDict  # noqa: PLC0415
-
+def _progress_fields(run_id: str, timer: CallTarget) -> dict[str, Any]:
     try:
-        answer = _request_progress(run_id, endpoint, security, timeout)
+        answer = _request_progress(run_id, timer)
     except SettingError as error:
         return {"progress": None, "progressError": str(error)}
-    return {"progress": MessageToDict(answer, always_print_fields_with_no_presence=True)}
+    return {"progress": json_fields(answer)}
 
 
-def _print_progress(run_id: str, endpoint: str, security: ClientSecurity, timeout: float) -> None:
-
+def _print_progress(run_id: str, timer: CallTarget) -> None:
     console = plain_console()
     try:
-        answer = _request_progress(run_id, endpoint, security, timeout)
+        answer = _request_progress(run_id, timer)
     except SettingError as error:
         # The run is worth showing without its progress.
         console.print(f"progress of the workers is unknown: {error}")
@@ -117,14 +105,12 @@ def _print_progress(run_id: str, endpoint: str, security: ClientSecurity, timeou
         console.print(stall_line(answer.stalled))
 
 
-def _request_progress(
-    run_id: str, endpoint: str, security: ClientSecurity, timeout: float
-) -> timer_pb.GetProgressResponse:
-    from rallypoint.cli.operator import call_timer  # noqa: PLC0415
+def _request_progress(run_id: str, timer: CallTarget) -> timer_pb.GetProgressResponse:
+    from rallypoint.cli.operator import TIMER, call  # noqa: PLC0415
     from rallypoint.timer.v1 import timer_service_pb2 as timer_pb  # noqa: PLC0415
 
     request = timer_pb.GetProgressRequest(run_id=run_id, page_size=1)
-    return call_timer(endpoint, security, timeout, lambda stub: stub.GetProgress(request))
+    return call(TIMER, timer, lambda stub: stub.GetProgress(request))
 
 
 def _print_runs(runs: list[pb.Run]) -> None:
@@ -189,17 +175,15 @@ def _print_run(run: pb.Run, *, connections_known: bool) -> None:
         console.print(f"nor those of {len(unguarded) - _MOST_NAMES} other nodes")
 
 
-def _print_times(run: pb.Run, endpoint: str, security: ClientSecurity, timeout: float) -> None:
+def _print_times(run: pb.Run, service: CallTarget) -> None:
     """Print since when the run is in its phase, and since when it exists; nothing if its events are gone."""
     from rallypoint.cli.event_stream import last_events  # noqa: PLC0415
-    from rallypoint.cli.operator import call_rendezvous  # noqa: PLC0415
+    from rallypoint.cli.operator import RENDEZVOUS, call  # noqa: PLC0415
     from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb  # noqa: PLC0415
 
     def last(*kinds: pb.EventKind.ValueType) -> str:
         wanted = pb.EventFilter(kinds=kinds)
-        events, _ = call_rendezvous(
-            endpoint, security, timeout, lambda stub: last_events(stub, run.run_id, wanted, 1)
-        )
+        events, _ = call(RENDEZVOUS, service, lambda stub: last_events(stub, run.run_id, wanted, 1))
         if not events:
             return ""
         begun = to_seconds(events[0].time)
@@ -218,13 +202,14 @@ def _print_times(run: pb.Run, endpoint: str, security: ClientSecurity, timeout: 
 def _print_log_folder(run_id: str, timeout: float) -> None:
     """Print the folder of the run's logs on this host, if an agent of the run is here."""
     from rallypoint.agent.v1 import supervisor_service_pb2 as pb  # noqa: PLC0415
-    from rallypoint.cli.operator import call_agent  # noqa: PLC0415
+    from rallypoint.cli.operator import SUPERVISOR, call  # noqa: PLC0415
 
     request = pb.GetJobRequest(run_id=run_id)
     with suppress(SettingError):  # it has no such job, or no agent is here
         agent = found_socket("agent", run_id)
         if is_served(agent):
-            job = call_agent(agent, secret_beside(agent), timeout, lambda stub: stub.GetJob(request)).job
+            target = CallTarget(agent, secret_beside(agent), timeout)
+            job = call(SUPERVISOR, target, lambda stub: stub.GetJob(request)).job
             plain_console().print(
                 f"logs of this host: {job.log_dir} (`rallypoint logs {run_id}` prints them)"
             )

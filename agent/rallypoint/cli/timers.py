@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
-from rallypoint.cli.output import plain_console, show_span
+from rallypoint.cli.output import json_fields, plain_console, show_span
 from rallypoint.cli.values import RunId, Text, limit_option, timer_service_options
 from rallypoint.rpc.durations import to_seconds
-from rallypoint.rpc.endpoint import ClientSecurity
+from rallypoint.rpc.endpoint import CallTarget
 from rallypoint.rpc.text import printable
 
 if TYPE_CHECKING:
@@ -29,37 +29,24 @@ if TYPE_CHECKING:
 @click.option("--json", "as_json", is_flag=True, help="Print the timers as JSON.")
 @timer_service_options
 def timers(
-    *,
-    run_id: str | None,
-    node: str,
-    expired: bool,
-    limit: int,
-    as_json: bool,
-    timer_endpoint: str,
-    timeout: float,
-    security: ClientSecurity,
+    *, run_id: str | None, node: str, expired: bool, limit: int, as_json: bool, service: CallTarget
 ) -> None:
     """Show the timers of RUN_ID, or of all runs: expired ones (marked !), then those that expire soonest.
 
     OFFERED: expired, and sent to its agent (OFFERS times) without a reply yet. UNCLAIMED: expired, and no agent is
     connected. LEARNING: can't expire, because its timeout is still being learned (`rallypoint scopes`).
     """
-    from google.protobuf.json_format import MessageToDict  # noqa: PLC0415 (slow, and not for --help)
+    from rallypoint.cli.operator import TIMER, call, most_urgent  # noqa: PLC0415
 
-    from rallypoint.cli.operator import call_timer, most_urgent  # noqa: PLC0415
-
-    found, left_out = call_timer(
-        timer_endpoint,
-        security,
-        timeout,
-        lambda stub: most_urgent(run_id or "", node, limit, expired_only=expired, stub=stub),
+    found, left_out = call(
+        TIMER, service, lambda stub: most_urgent(run_id or "", node, limit, expired_only=expired, stub=stub)
     )
     if left_out:
         click.echo(
             "(more timers are left out; --limit shows more, RUN_ID, --node and --expired fewer)", err=True
         )
     if as_json:
-        fields = [MessageToDict(each, always_print_fields_with_no_presence=True) for each in found]
+        fields = [json_fields(each) for each in found]
         click.echo(json.dumps({"timers": fields}, indent=2))
     elif found:
         plain_console().print(_timer_table(found, with_runs=run_id is None))
@@ -109,14 +96,7 @@ def _timer_table(timers: Sequence[pb.Timer], *, with_runs: bool) -> Table:
 @click.option("--json", "as_json", is_flag=True, help="Print the answer as JSON.")
 @timer_service_options
 def scopes(
-    *,
-    run_id: str | None,
-    forgotten: Sequence[str],
-    forget_all: bool,
-    as_json: bool,
-    timer_endpoint: str,
-    timeout: float,
-    security: ClientSecurity,
+    *, run_id: str | None, forgotten: Sequence[str], forget_all: bool, as_json: bool, service: CallTarget
 ) -> None:
     """Show the timeouts that RUN_ID, or every run, has learned for its scopes with `expires(after="auto")`.
 
@@ -126,14 +106,14 @@ def scopes(
     """
     if forgotten or forget_all:
         _check_forgetting(run_id, forgotten, forget_all)
-        counts = _forget(run_id or "", forgotten or [""], timer_endpoint, security, timeout)
+        counts = _forget(run_id or "", forgotten or [""], service)
         if as_json:
             click.echo(json.dumps({"forgotten": sum(counts.values())}, indent=2))
         else:
             for scope, count in counts.items():
                 click.echo(_describe_scope(run_id or "", scope, count))
         return
-    _show(run_id or "", as_json, timer_endpoint, security, timeout)
+    _show(run_id or "", as_json, service)
 
 
 def _check_forgetting(run_id: str | None, forgotten: Sequence[str], forget_all: bool) -> None:
@@ -147,11 +127,9 @@ def _check_forgetting(run_id: str | None, forgotten: Sequence[str], forget_all: 
         raise click.UsageError("--forget needs the name of a scope; --forget-all forgets all of the run")
 
 
-def _forget(
-    run_id: str, scopes: Sequence[str], endpoint: str, security: ClientSecurity, timeout: float
-) -> dict[str, int]:
+def _forget(run_id: str, scopes: Sequence[str], service: CallTarget) -> dict[str, int]:
     """Return how many scopes were forgotten for each name; "" means all scopes of the run."""
-    from rallypoint.cli.operator import call_timer  # noqa: PLC0415 (gRPC is not for --help)
+    from rallypoint.cli.operator import TIMER, call  # noqa: PLC0415 (gRPC is not for --help)
     from rallypoint.timer.v1 import timer_service_pb2 as pb  # noqa: PLC0415
     from rallypoint.timer.v1 import timer_service_pb2_grpc as pb_grpc  # noqa: PLC0415
 
@@ -161,7 +139,7 @@ def _forget(
             for scope in dict.fromkeys(scopes)
         }
 
-    return call_timer(endpoint, security, timeout, forget)
+    return call(TIMER, service, forget)
 
 
 def _describe_scope(run_id: str, scope: str, count: int) -> str:
@@ -174,14 +152,12 @@ def _describe_scope(run_id: str, scope: str, count: int) -> str:
     return f"run {run_id} has forgotten {count} scope{plural} and learns again"
 
 
-def _show(run_id: str, as_json: bool, endpoint: str, security: ClientSecurity, timeout: float) -> None:
-    from google.protobuf.json_format import MessageToDict  # noqa: PLC0415 (slow, and not for --help)
+def _show(run_id: str, as_json: bool, service: CallTarget) -> None:
+    from rallypoint.cli.operator import TIMER, all_scopes, call  # noqa: PLC0415
 
-    from rallypoint.cli.operator import all_scopes, call_timer  # noqa: PLC0415
-
-    answer = call_timer(endpoint, security, timeout, partial(all_scopes, run_id))
+    answer = call(TIMER, service, partial(all_scopes, run_id))
     if as_json:
-        fields: dict[str, Any] = MessageToDict(answer, always_print_fields_with_no_presence=True)
+        fields = json_fields(answer)
         del fields["nextPageToken"]  # all pages are included
         click.echo(json.dumps(fields, indent=2))
     elif answer.scopes:
@@ -220,24 +196,19 @@ def _print(answer: pb.ListScopesResponse, *, with_runs: bool) -> None:
 @limit_option(10, 1_000, "Show at most the N slowest workers.")
 @click.option("--json", "as_json", is_flag=True, help="Print the answer as JSON.")
 @timer_service_options
-def progress(
-    *, run_id: str, limit: int, as_json: bool, timer_endpoint: str, timeout: float, security: ClientSecurity
-) -> None:
+def progress(*, run_id: str, limit: int, as_json: bool, service: CallTarget) -> None:
     """Show the progress of the workers of RUN_ID, as they report it with `progress(step)`: the slowest first.
 
     BEHIND is how many steps the worker is behind the fastest; SINCE is how long it has been at its step.
     """
-    from google.protobuf.json_format import MessageToDict  # noqa: PLC0415 (slow, and not for --help)
-
-    from rallypoint.cli.operator import call_timer  # noqa: PLC0415 (gRPC is not for --help)
+    from rallypoint.cli.operator import TIMER, call  # noqa: PLC0415 (gRPC is not for --help)
     from rallypoint.cli.status import progress_lines  # noqa: PLC0415
     from rallypoint.timer.v1 import timer_service_pb2 as pb  # noqa: PLC0415
 
     request = pb.GetProgressRequest(run_id=run_id, page_size=limit)
-    answer = call_timer(timer_endpoint, security, timeout, lambda stub: stub.GetProgress(request))
+    answer = call(TIMER, service, lambda stub: stub.GetProgress(request))
     if as_json:
-        fields = MessageToDict(answer, always_print_fields_with_no_presence=True)
-        click.echo(json.dumps(fields, indent=2))
+        click.echo(json.dumps(json_fields(answer), indent=2))
         return
     console = plain_console()
     if not answer.workers:

@@ -6,7 +6,7 @@ import functools
 import os
 import shlex
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import click
@@ -15,7 +15,7 @@ from click.shell_completion import CompletionItem
 from rallypoint.agent.job.options import parse_signal
 from rallypoint.launcher.backends import is_etcd_url
 from rallypoint.rendezvous.core.state import MOST_NODES, MOST_WORKERS_PER_NODE
-from rallypoint.rpc.endpoint import ClientSecurity
+from rallypoint.rpc.endpoint import CallTarget
 from rallypoint.rpc.runtime_folder import SeveralRuns, found_socket, is_served, secret_beside
 from rallypoint.serving.options import Seconds, Setting, client_options
 
@@ -137,13 +137,13 @@ def _completions(ctx: click.Context, incomplete: str, run_id: str) -> list[Compl
 
     @click.command()
     @service_options
-    def names(rdzv_endpoint: str, timeout: float, security: ClientSecurity) -> list[str]:
-        from rallypoint.cli.operator import all_nodes, all_runs, call_rendezvous  # noqa: PLC0415 (gRPC)
+    def names(service: CallTarget) -> list[str]:
+        from rallypoint.cli.operator import RENDEZVOUS, all_nodes, all_runs, call  # noqa: PLC0415 (gRPC)
 
         if run_id:
-            nodes = call_rendezvous(rdzv_endpoint, security, timeout, lambda stub: all_nodes(run_id, stub))
+            nodes = call(RENDEZVOUS, service, lambda stub: all_nodes(run_id, stub))
             return [node.node_id for node in nodes]
-        runs = call_rendezvous(rdzv_endpoint, security, timeout, all_runs).runs
+        runs = call(RENDEZVOUS, service, all_runs).runs
         return [run.run_id for run in runs]
 
     flags = ["--timeout", str(_COMPLETION_TIMEOUT)]
@@ -262,7 +262,7 @@ def refuse_etcd_url(endpoint: str) -> None:
 
 
 def service_options(command: _Command, *, each: bool = False) -> _Command:
-    """Add the options `rdzv_endpoint`, `timeout` in seconds, and `security`, a ClientSecurity."""
+    """Add the options of a call to a rendezvous service; the command gets them as `service`, a CallTarget."""
     return _endpoint_option(
         "--rdzv-endpoint",
         "rendezvous",
@@ -274,14 +274,14 @@ def service_options(command: _Command, *, each: bool = False) -> _Command:
 
 
 def timer_service_options(command: _Command) -> _Command:
-    """Add the options `timer_endpoint`, `timeout` in seconds, and `security`, a ClientSecurity."""
+    """Add the options of a call to a timer service; the command gets them as `service`, a CallTarget."""
     return _endpoint_option(
         "--timer-endpoint", "timer", Text(), "HOST:PORT", "Address of the timer service."
     )(command)
 
 
 def agent_options(command: _Command, *, each: bool = False) -> _Command:
-    """Add the options of a call to an agent: `agent`, `timeout` in seconds, and `security`, a ClientSecurity."""
+    """Add the options of a call to an agent; the command gets them as `service`, a CallTarget."""
     option = _endpoint_option("--agent", "agent", Text(), "HOST:PORT", "Address of the agent.", each=each)
     return option(command)
 
@@ -307,17 +307,18 @@ def _endpoint_option(
     def decorate(command: _Command) -> _Command:
         @functools.wraps(command)
         def call(**arguments: Any) -> Any:
-            if arguments[name] is not None:
-                return command(**arguments)
+            endpoint, security, timeout = (arguments.pop(each) for each in (name, "security", "timeout"))
+            if endpoint is not None:
+                return command(**arguments, service=CallTarget(endpoint, security, timeout))
             try:
-                endpoints = [_found(role, arguments.get("run_id") or "", arguments)]
+                endpoints = [_found(role, arguments.get("run_id") or "", timeout)]
             except SeveralRuns as several:
                 if not each or arguments["as_json"] or several.role != role:
                     raise
                 endpoints = several.endpoints
             for endpoint in endpoints:
-                security = arguments["security"] or secret_beside(endpoint)
-                result = command(**{**arguments, name: endpoint, "security": security})
+                service = CallTarget(endpoint, security or secret_beside(endpoint), timeout)
+                result = command(**arguments, service=service)
             return result
 
         return option(timeout_option(client_options(cast(_Command, call))))
@@ -325,17 +326,16 @@ def _endpoint_option(
     return decorate
 
 
-def _found(role: str, run_id: str, arguments: Mapping[str, Any]) -> str:
+def _found(role: str, run_id: str, timeout: float) -> str:
     """Return the address of the service of this user on this host; or else the one that the run's agent here uses."""
     endpoint = found_socket(role, run_id)
     if role != "rendezvous" or is_served(endpoint) or not is_served(agent := found_socket("agent", run_id)):
         return endpoint
     from rallypoint.agent.v1 import supervisor_service_pb2 as pb  # noqa: PLC0415 (gRPC is not for --help)
-    from rallypoint.cli.operator import call_agent  # noqa: PLC0415
+    from rallypoint.cli.operator import SUPERVISOR, call  # noqa: PLC0415
 
-    request, security = pb.GetJobRequest(run_id=run_id), secret_beside(agent)
-    job = call_agent(agent, security, arguments["timeout"], lambda stub: stub.GetJob(request)).job
-    return job.rendezvous_endpoint
+    request, target = pb.GetJobRequest(run_id=run_id), CallTarget(agent, secret_beside(agent), timeout)
+    return call(SUPERVISOR, target, lambda stub: stub.GetJob(request)).job.rendezvous_endpoint
 
 
 def timeout_option(command: _Command) -> _Command:

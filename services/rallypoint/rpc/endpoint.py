@@ -179,6 +179,21 @@ ClientSecurity: TypeAlias = ClientTLS | RunSecret | Plaintext | None
 address takes the secret of this user, and any other address is refused."""
 
 
+@dataclass(frozen=True, slots=True)
+class CallTarget:
+    """The service that a command calls.
+
+    Attributes:
+        endpoint: Its address, or those of several replicas, separated by commas.
+        security: How connections to it are secured.
+        timeout: Seconds for a call, retries included.
+    """
+
+    endpoint: str
+    security: ClientSecurity
+    timeout: float
+
+
 _EXPECTED = "expected host:port, [ipv6]:port or unix:/path"
 _LABEL = r"(?!-)[A-Za-z0-9_-]{1,63}(?<!-)"
 _NAME = re.compile(rf"{_LABEL}(\.{_LABEL})*\.?")
