@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import functools
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import click
 
@@ -20,10 +18,8 @@ from rallypoint.rendezvous.cluster.replica import Replicas
 from rallypoint.rendezvous.cluster.service import replicated_services
 from rallypoint.rpc.endpoint import ServerOptions, SettingError, parse_endpoint
 from rallypoint.rpc.logs import get_logger
-from rallypoint.serving.options import Seconds, Setting
+from rallypoint.serving.options import Command, Seconds, Setting, command_with
 from rallypoint.serving.server import Server
-
-_Command = TypeVar("_Command", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,20 +46,6 @@ class ReplicaFlags:
 def is_etcd(journal: str) -> bool:
     """Return True if a `--journal` value names an etcd, well-formed or not."""
     return journal.partition(":")[0] in ETCD_SCHEMES
-
-
-def replica_options(command: _Command) -> _Command:
-    """Add the flags of a replica to a command, which gets them as the argument `replica`, a ReplicaFlags."""
-
-    @functools.wraps(command)
-    def call(**arguments: Any) -> Any:
-        flags = ReplicaFlags(*(arguments.pop(name) for name in ("advertise", "replica_name", "lease_ttl")))
-        return command(replica=flags, **arguments)
-
-    decorated: Callable[..., Any] = call
-    for flag in reversed(_FLAGS):
-        decorated = flag(decorated)
-    return cast(_Command, decorated)
 
 
 _FLAGS = (
@@ -95,6 +77,16 @@ _FLAGS = (
         "sooner, but a shorter pause of the machine, or election of etcd, counts as death.",
     ),
 )
+
+
+def replica_options(command: Command) -> Command:
+    """Add the flags of a replica to a command, which gets them as the argument `replica`, a ReplicaFlags."""
+
+    def take(arguments: dict[str, Any]) -> None:
+        flags = (arguments.pop(name) for name in ("advertise", "replica_name", "lease_ttl"))
+        arguments["replica"] = ReplicaFlags(*flags)
+
+    return command_with(_FLAGS, take)(command)
 
 
 # ---- The server: `serve rendezvous --journal etcd://…`.

@@ -201,42 +201,6 @@ class SignalList(click.ParamType[tuple[int, ...]]):
         return tuple(numbers)
 
 
-# ---- Flags for limits of a service: a count, bytes, or seconds; never zero, never unlimited.
-
-
-Flag = Callable[[Callable[..., Any]], Callable[..., Any]]
-"""A decorator that adds one option to a click command."""
-
-# Beyond any machine, in any unit: such a value is a typing error.
-_MOST = 10**12
-_LONGEST = 366 * 24 * 3600.0
-
-
-class _Whole(click.IntRange):
-    """A whole number within bounds."""
-
-    name = "whole number"
-
-
-def count(name: str, default: int, help_: str, most: int = _MOST) -> Flag:
-    """Return a flag for a number of things; at least one."""
-    return click.option(name, cls=Setting, type=_Whole(1, most), default=default, metavar="N", help=help_)
-
-
-def size(name: str, default: int, help_: str) -> Flag:
-    """Return a flag for a number of bytes; at least one."""
-    return click.option(
-        name, cls=Setting, type=_Whole(1, _MOST), default=default, metavar="BYTES", help=help_
-    )
-
-
-def seconds(name: str, default: float, help_: str, least: float = 1.0) -> Flag:
-    """Return a flag for a duration: from `least` seconds to a year."""
-    return click.option(
-        name, cls=Setting, type=Seconds(least, _LONGEST), default=default, metavar="SECONDS", help=help_
-    )
-
-
 # ---- Options of the commands that call a service.
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])

@@ -201,7 +201,7 @@ def server_options(
                 tls, options.run_secret, insecure=options.insecure, token=token
             )
 
-    return _command_with(flags, take)
+    return command_with(flags, take)
 
 
 def client_options(command: Command) -> Command:
@@ -249,7 +249,7 @@ def client_options(command: Command) -> Command:
         token = arguments.pop("token_file")
         arguments["security"] = client_security(tls, secret, insecure=arguments.pop("insecure"), token=token)
 
-    return _command_with(flags, take)(command)
+    return command_with(flags, take)(command)
 
 
 def access_options(command: Command) -> Command:
@@ -257,7 +257,7 @@ def access_options(command: Command) -> Command:
 
     The command gets them as the keyword argument `access`, an AccessFiles.
     """
-    return _command_with(_ACCESS, _take_access)(command)
+    return command_with(_ACCESS, _take_access)(command)
 
 
 def _take_access(arguments: dict[str, Any]) -> None:
@@ -337,7 +337,7 @@ _TOKEN_FILE = _setting(
 )
 
 
-def _command_with(
+def command_with(
     flags: Iterable[Flag], take: Callable[[dict[str, Any]], None]
 ) -> Callable[[Command], Command]:
     """Return a decorator that adds flags to a command; `take` converts their values into its arguments."""
