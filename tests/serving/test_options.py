@@ -10,9 +10,16 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
-from rallypoint.rpc.endpoint import AccessFiles, Plaintext, RunSecret, ServiceStartError
+from rallypoint.rpc.endpoint import (
+    AccessFiles,
+    ClientTLS,
+    Plaintext,
+    RunSecret,
+    ServerOptions,
+    ServiceStartError,
+)
 from rallypoint.rpc.runtime_folder import role_socket
-from rallypoint.serving.options import ClientTLS, ServerOptions, Setting, client_options, server_options
+from rallypoint.serving.options import Setting, client_options, server_options
 
 Run = Callable[..., Result]
 

@@ -7,7 +7,6 @@ import re
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from types import TracebackType
 
 from rallypoint.etcd.cluster import EtcdChannel, Members
 from rallypoint.etcd.endpoint import EtcdAddress
@@ -108,7 +107,7 @@ async def _read(members: Members, request: kv_pb2.RangeRequest) -> Snapshot:
         page.limit = sizes.keys
         try:
             # A member can return its own data without a leader.
-            response = await members.call_repeatedly(
+            response = await members.request(
                 "/etcdserverpb.KV/Range",
                 page,
                 kv_pb2.RangeResponse,
@@ -161,9 +160,7 @@ class EtcdClient:
     async def __aenter__(self) -> EtcdClient:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_error: object) -> None:
         await self.close()
 
     async def get(
@@ -207,7 +204,8 @@ class EtcdClient:
             EtcdRefused: Nothing was done.
         """
         path = "/etcdserverpb.KV/Txn"
-        return from_txn(await self.members.call_once(path, to_txn(txn), kv_pb2.TxnResponse, timeout=timeout))
+        answer = kv_pb2.TxnResponse
+        return from_txn(await self.members.request(path, to_txn(txn), answer, timeout=timeout, once=True))
 
     async def grant(self, ttl: int) -> tuple[int, float]:
         """Create a lease. If the reply is lost, the lease expires by itself.
@@ -224,7 +222,7 @@ class EtcdClient:
         """
         request = lease_pb2.LeaseGrantRequest(ttl=ttl)
         path = "/etcdserverpb.Lease/LeaseGrant"
-        response = await self.members.call_repeatedly(path, request, lease_pb2.LeaseGrantResponse)
+        response = await self.members.request(path, request, lease_pb2.LeaseGrantResponse)
         if response.error:
             raise EtcdRefused(Reason.INVALID, response.error)
         return response.id, float(response.ttl)
@@ -257,9 +255,7 @@ class EtcdClient:
         request = kv_pb2.RangeRequest(key=f"{self.address.prefix}/".encode(), count_only=True)
         path, answer = "/etcdserverpb.KV/Range", kv_pb2.RangeResponse
         if at is None:
-            return (
-                await self.members.call_repeatedly(path, request, answer, timeout=timeout)
-            ).header.raft_term
+            return (await self.members.request(path, request, answer, timeout=timeout)).header.raft_term
         seconds = self.members.request_timeout if timeout is None else timeout
         return (await self.members.call(at, path, request, answer, timeout=seconds)).header.raft_term
 
@@ -276,7 +272,7 @@ class EtcdClient:
         request = lease_pb2.LeaseRevokeRequest(id=lease)
         path = "/etcdserverpb.Lease/LeaseRevoke"
         try:
-            await self.members.call_repeatedly(path, request, lease_pb2.LeaseRevokeResponse, timeout=timeout)
+            await self.members.request(path, request, lease_pb2.LeaseRevokeResponse, timeout=timeout)
         except EtcdRefused as error:
             if error.reason is not Reason.LEASE_NOT_FOUND:
                 raise
@@ -307,7 +303,7 @@ class EtcdClient:
         """
         request = kv_pb2.CompactionRequest(revision=revision)
         with suppress(Compacted):
-            await self.members.call_repeatedly("/etcdserverpb.KV/Compact", request, kv_pb2.CompactionResponse)
+            await self.members.request("/etcdserverpb.KV/Compact", request, kv_pb2.CompactionResponse)
 
     async def versions(self) -> dict[str, str]:
         """Return the version of each member that replies, by its endpoint; empty if the user has no right to it."""

@@ -325,7 +325,7 @@ class Members:
         if self.current is failed:
             self._current = (self._current + 1) % len(self.connections)
 
-    async def call_repeatedly(
+    async def request(
         self,
         path: str,
         request: Message,
@@ -333,8 +333,9 @@ class Members:
         *,
         timeout: float | None = None,
         leader: bool = True,
+        once: bool = False,
     ) -> _Answer:
-        """Call a method that may be repeated, until a member replies.
+        """Call a method, and again until a member replies.
 
         Args:
             path: Path of the method.
@@ -342,9 +343,10 @@ class Members:
             answer: Type of its response.
             timeout: Seconds, instead of the client's.
             leader: True if a member that has no leader must refuse.
+            once: True for a method that may not be repeated: send it once, to a member that is connected.
 
         Raises:
-            EtcdUnavailable: No member replied in time.
+            EtcdUnavailable: No member replied in time. With `once`, the outcome is unknown, unless `unsent` is set.
             EtcdError: etcd refused it.
         """
         attempts = MemberAttempts(self, self.request_timeout if timeout is None else timeout)
@@ -356,25 +358,7 @@ class Members:
                     connection, path, request, answer, timeout=attempts.timeout(), leader=leader
                 )
             except EtcdUnavailable as error:
-                await attempts.failed(connection, error)
-
-    async def call_once(
-        self, path: str, request: Message, answer: type[_Answer], *, timeout: float | None = None
-    ) -> _Answer:
-        """Send a request once, to a member that is connected.
-
-        Raises:
-            EtcdUnavailable: The outcome is unknown, unless `unsent` is set.
-            EtcdError: etcd refused it.
-        """
-        attempts = MemberAttempts(self, self.request_timeout if timeout is None else timeout)
-        while True:
-            connection = self.current
-            try:
-                await connection.ready(attempts.timeout())
-                return await self.call(connection, path, request, answer, timeout=attempts.timeout())
-            except EtcdUnavailable as error:
-                if not error.unsent:
+                if once and not error.unsent:
                     self.move_on(connection)
                     raise
                 await attempts.failed(connection, error)

@@ -351,23 +351,8 @@ def _wrap(calls: CallInterceptor, method: str, handler: Handler) -> Handler:
     if handler.request_streaming:
         before, on_stream = partial(calls.metered, method), checked
     encode_ = handler.response_serializer or _unchanged
-    if not handler.response_streaming:
-        return make(_single(calls, method, behaviour, before, encode_), on_stream, None)
-    watches = not handler.request_streaming
-    if inspect.isasyncgenfunction(behaviour):
-        return make(_generator(calls, method, behaviour, before, encode_, watches=watches), on_stream, None)
-    return make(
-        _writer(calls, method, behaviour, before, watches=watches), on_stream, _unless_encoded(encode_)
-    )
+    watches = handler.response_streaming and not handler.request_streaming
 
-
-def _single(
-    calls: CallInterceptor,
-    method: str,
-    behaviour: Callable[[Any, Any], Awaitable[Any]],
-    before: Callable[[Any], Any],
-    encode_: Callable[[Any], Any],
-) -> Callable[[Any, Any], Awaitable[Any]]:
     async def answer_once(request: Any, context: Any) -> Any:
         with _HandledCall(calls, method, context) as call:
             call.admit(request)
@@ -378,18 +363,6 @@ def _single(
                 return encode_(answer)
         return b""
 
-    return answer_once
-
-
-def _generator(
-    calls: CallInterceptor,
-    method: str,
-    behaviour: Callable[[Any, Any], Any],
-    before: Callable[[Any], Any],
-    encode_: Callable[[Any], Any],
-    *,
-    watches: bool,
-) -> Callable[[Any, Any], AsyncIterator[Any]]:
     async def answer_with_each(request: Any, context: Any) -> AsyncIterator[Any]:
         with _HandledCall(calls, method, context, watches=watches) as call:
             call.admit(request)
@@ -397,23 +370,16 @@ def _generator(
                 async for answer in answers:
                     yield encode_(answer)
 
-    return answer_with_each
-
-
-def _writer(
-    calls: CallInterceptor,
-    method: str,
-    behaviour: Callable[[Any, Any], Awaitable[None]],
-    before: Callable[[Any], Any],
-    *,
-    watches: bool,
-) -> Callable[[Any, Any], Awaitable[None]]:
     async def let_it_write(request: Any, context: Any) -> None:
         with _HandledCall(calls, method, context, watches=watches) as call:
             call.admit(request)
             await behaviour(call.permitted(before(request)), context)
 
-    return let_it_write
+    if not handler.response_streaming:
+        return make(answer_once, on_stream, None)
+    if inspect.isasyncgenfunction(behaviour):
+        return make(answer_with_each, on_stream, None)
+    return make(let_it_write, on_stream, _unless_encoded(encode_))
 
 
 def _unless_encoded(encode_: Callable[[Any], Any]) -> Callable[[Any], Any]:

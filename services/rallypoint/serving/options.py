@@ -27,17 +27,6 @@ from rallypoint.rpc.endpoint import (
 from rallypoint.rpc.runtime_folder import role_socket
 from rallypoint.serving.config_file import read_client_config, read_config
 
-__all__ = [
-    "ClientTLS",
-    "Finite",
-    "Seconds",
-    "ServerOptions",
-    "Setting",
-    "access_options",
-    "client_options",
-    "server_options",
-]
-
 Command = TypeVar("Command", bound=Callable[..., Any])
 Flag = Callable[[Callable[..., Any]], Callable[..., Any]]
 

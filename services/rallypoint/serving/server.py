@@ -185,10 +185,6 @@ class Registration:
     """The limits of the service."""
 
 
-def _know_nothing(_error: Exception) -> ServiceError | None:
-    return None
-
-
 class _HealthServicer(health.aio.HealthServicer):  # type: ignore[misc]
     """Health with List, which grpcio-health-checking 1.85 declares and does not serve; older ones do not declare it."""
 
@@ -218,7 +214,7 @@ class Server:
         options: ServerOptions,
         *,
         services: Sequence[Registration],
-        translate: Translate = _know_nothing,
+        translate: Translate = lambda _error: None,
         ready: bool = True,
         instance: str = INSTANCE,
     ) -> None:

@@ -13,7 +13,6 @@ import os
 import time
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, ClassVar, Self
 
 from rallypoint.agent.spawner import spawner as program
@@ -309,9 +308,7 @@ class Spawner:
         self.attach()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_error: object) -> None:
         await self.close()
 
     def attach(self) -> None:
