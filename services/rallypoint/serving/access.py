@@ -10,7 +10,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache
-from typing import Any, TypeAlias
+from typing import Any
 
 import grpc
 from google.protobuf.message import Message
@@ -18,14 +18,12 @@ from google.protobuf.message import Message
 from rallypoint.rpc.durations import is_repeated
 from rallypoint.rpc.errors import ServiceError, invalid
 from rallypoint.serving.audit import Audit
-from rallypoint.serving.flow import client_of
+from rallypoint.serving.flow import Context, client_of
 from rallypoint.serving.policy import ALL_RUNS, EVERY_ROLE, OPERATORS, Policy, Rights, Role
 from rallypoint.serving.tokens import InvalidToken, TokenKeys
 
 # Messages within one message that are searched for runs: more than any service takes.
 _MOST_ENTRIES = 10_000
-
-_Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +51,12 @@ class Caller:
 _caller: ContextVar[Caller | None] = ContextVar("caller", default=None)
 
 
-def caller_of(context: _Context) -> Caller:
+def caller_of(context: Context) -> Caller:
     """Return the client of a call to a method for operators."""
     return _caller.get() or Caller("", context.peer())
 
 
-def _certified_name(context: _Context) -> str:
+def _certified_name(context: Context) -> str:
     """Return the SPIFFE ID in the client's certificate, else its first DNS name, else its common name.
 
     The common name does not count beside alternative names: who signs a certificate for those may not check it.
@@ -108,7 +106,7 @@ class Access:
         self._audit = audit
         self._certificates = certificates
 
-    def begin(self, method: str, context: _Context) -> Permit | None:
+    def begin(self, method: str, context: Context) -> Permit | None:
         """Return the permit of a call that begins; None: it may go on, with any messages."""
         roles = self._roles.get(method)
         if self._policy is None and self._tokens is None and roles != OPERATORS:
@@ -208,7 +206,7 @@ class Permit:
         return ServiceError(code, reason, problem)
 
 
-def _bearer(context: _Context) -> str:
+def _bearer(context: Context) -> str:
     """Return the token that a client sent with a call; empty: it sent none."""
     for key, value in context.invocation_metadata() or ():
         if key == "authorization" and isinstance(value, str):

@@ -9,13 +9,16 @@ from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 from urllib.parse import unquote
 from weakref import WeakKeyDictionary
 
 import grpc
 
 from rallypoint.rpc.errors import ServiceError
+
+Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
+"""What a servicer gets with a request: the connection, the deadline, the metadata."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -379,7 +382,7 @@ class Subscriber:
 
     __slots__ = ("_context", "_greeted", "_timeout")
 
-    def __init__(self, context: grpc.aio.ServicerContext[Any, Any], timeout: float = WRITE_TIMEOUT) -> None:
+    def __init__(self, context: Context, timeout: float = WRITE_TIMEOUT) -> None:
         """Begin; nothing is sent yet.
 
         Args:

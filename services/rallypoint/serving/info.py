@@ -8,7 +8,6 @@ import socket
 from enum import StrEnum
 from typing import Any, TypeVar
 
-import grpc
 from google.protobuf.message import Message
 
 from rallypoint.rpc.channel import MAX_MESSAGE_BYTES
@@ -16,7 +15,7 @@ from rallypoint.rpc.durations import to_duration
 from rallypoint.rpc.endpoint import ServerOptions
 from rallypoint.server.v1 import server_service_pb2 as pb
 from rallypoint.server.v1 import server_service_pb2_grpc as rpc
-from rallypoint.serving.flow import FIRST_MESSAGE_TIMEOUT, WRITE_TIMEOUT
+from rallypoint.serving.flow import FIRST_MESSAGE_TIMEOUT, WRITE_TIMEOUT, Context
 
 VERSION = "0.1.0"
 """Version of the package, which pyproject.toml takes from here. To read it from the installed package's metadata would
@@ -98,6 +97,6 @@ class ServerServicer(rpc.ServerServiceServicer):
         self._info = info
 
     async def GetServerInfo(
-        self, request: pb.GetServerInfoRequest, context: grpc.aio.ServicerContext[Any, Any]
+        self, request: pb.GetServerInfoRequest, context: Context
     ) -> pb.GetServerInfoResponse:
         return self._info

@@ -6,7 +6,7 @@ import resource
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from functools import partial
-from typing import Any, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 import grpc
 
@@ -22,7 +22,7 @@ from rallypoint.rpc.errors import ServiceError, invalid
 from rallypoint.rpc.text import one_line
 from rallypoint.server.v1 import server_service_pb2 as server_pb
 from rallypoint.serving.access import caller_of
-from rallypoint.serving.flow import WRITE_TIMEOUT, Subscriber
+from rallypoint.serving.flow import WRITE_TIMEOUT, Context, Subscriber
 from rallypoint.serving.info import Capability
 from rallypoint.serving.policy import OPERATORS, READERS, Rights
 from rallypoint.serving.requests import NAME_BYTES, items_before, page_size, page_token, reason, seconds, text
@@ -39,7 +39,6 @@ _JOBS_PER_PAGE = 100
 _WORKERS_PER_PAGE = 1_000
 
 _Item = TypeVar("_Item")
-_Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 # Launches a job, or raises ServiceError.
 Launch: TypeAlias = Callable[[pb.LaunchJobRequest], Awaitable[pb.LaunchJobResponse]]
 
@@ -90,18 +89,18 @@ class SupervisorServicer(pb_grpc.SupervisorServiceServicer):
         self._streams = self._files = 0
         self._meter = UsageMeter()
 
-    async def GetJob(self, request: pb.GetJobRequest, context: _Context) -> pb.GetJobResponse:
+    async def GetJob(self, request: pb.GetJobRequest, context: Context) -> pb.GetJobResponse:
         """Return a job with its workers."""
         return pb.GetJobResponse(job=job_message(self._jobs.find(_run_id(request.run_id))))
 
-    async def ListJobs(self, request: pb.ListJobsRequest, context: _Context) -> pb.ListJobsResponse:
+    async def ListJobs(self, request: pb.ListJobsRequest, context: Context) -> pb.ListJobsResponse:
         """Return the running and ended jobs, without their workers, a page at a time."""
         jobs, more = _page(request, self._jobs.latest_first, _JOBS_PER_PAGE)
         return pb.ListJobsResponse(
             jobs=[job_message(taken, whole=False) for taken in jobs], next_page_token=more
         )
 
-    async def WatchJob(self, request: pb.WatchJobRequest, context: _Context) -> None:  # type: ignore[override]
+    async def WatchJob(self, request: pb.WatchJobRequest, context: Context) -> None:  # type: ignore[override]
         """Send a job's state after each change; a slow client gets only the latest one."""
         taken = self._jobs.find(_run_id(request.run_id))
         sent: pb.Job | None = None
@@ -117,7 +116,7 @@ class SupervisorServicer(pb_grpc.SupervisorServiceServicer):
                     return
                 await changed.wait()
 
-    async def ListWorkers(self, request: pb.ListWorkersRequest, context: _Context) -> pb.ListWorkersResponse:
+    async def ListWorkers(self, request: pb.ListWorkersRequest, context: Context) -> pb.ListWorkersResponse:
         """Return a job's workers, with their use of the host, a page at a time."""
         job = self._jobs.find(_run_id(request.run_id)).job
         workers, more = _page(request, job.workers, _WORKERS_PER_PAGE)
@@ -131,7 +130,7 @@ class SupervisorServicer(pb_grpc.SupervisorServiceServicer):
             next_page_token=more,
         )
 
-    async def StreamLogs(self, request: pb.StreamLogsRequest, context: _Context) -> None:  # type: ignore[override]
+    async def StreamLogs(self, request: pb.StreamLogsRequest, context: Context) -> None:  # type: ignore[override]
         """Stream the output of workers."""
         job = self._jobs.find(_run_id(request.run_id)).job
         workers = len(set(request.ranks)) or job.config.local_world_size
@@ -142,7 +141,7 @@ class SupervisorServicer(pb_grpc.SupervisorServiceServicer):
                 async for piece in pieces:
                     await reader.send(piece)
 
-    async def StopJob(self, request: pb.StopJobRequest, context: _Context) -> pb.StopJobResponse:
+    async def StopJob(self, request: pb.StopJobRequest, context: Context) -> pb.StopJobResponse:
         """Leave the run in good order, or at once."""
         why = reason(request.reason)
         job = self._jobs.find(_run_id(request.run_id)).job
@@ -151,7 +150,7 @@ class SupervisorServicer(pb_grpc.SupervisorServiceServicer):
         return pb.StopJobResponse()
 
     async def RestartWorkers(
-        self, request: pb.RestartWorkersRequest, context: _Context
+        self, request: pb.RestartWorkersRequest, context: Context
     ) -> pb.RestartWorkersResponse:
         """Restart all workers of the run."""
         why, operator = reason(request.reason), one_line(str(caller_of(context)), NAME_BYTES)
@@ -159,7 +158,7 @@ class SupervisorServicer(pb_grpc.SupervisorServiceServicer):
         expected = request.round if request.HasField("round") else None
         return pb.RestartWorkersResponse(ended_round=await restart_workers(job, why, operator, expected))
 
-    async def ReapWorker(self, request: pb.ReapWorkerRequest, context: _Context) -> pb.ReapWorkerResponse:
+    async def ReapWorker(self, request: pb.ReapWorkerRequest, context: Context) -> pb.ReapWorkerResponse:
         """Kill a worker and its descendants."""
         why = reason(request.reason)
         job = self._jobs.find(_run_id(request.run_id)).job
@@ -168,7 +167,7 @@ class SupervisorServicer(pb_grpc.SupervisorServiceServicer):
         pid, evidence_file = await reap_worker(job, request.rank, why, request.pid)
         return pb.ReapWorkerResponse(pid=pid, evidence_file=evidence_file)
 
-    async def DumpStacks(self, request: pb.DumpStacksRequest, context: _Context) -> pb.DumpStacksResponse:
+    async def DumpStacks(self, request: pb.DumpStacksRequest, context: Context) -> pb.DumpStacksResponse:
         """Return the stacks of workers."""
         job = self._jobs.find(_run_id(request.run_id)).job
         return pb.DumpStacksResponse(
@@ -183,7 +182,7 @@ class SupervisorServicer(pb_grpc.SupervisorServiceServicer):
             ]
         )
 
-    async def Drain(self, request: pb.DrainRequest, context: _Context) -> pb.DrainResponse:
+    async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainResponse:
         """Drain this host: its jobs leave their runs once their workers are done or have saved their state."""
         why = reason(request.reason)
         grace = seconds("grace", request.grace, MOST_SECONDS) if request.HasField("grace") else None
@@ -197,7 +196,7 @@ class SupervisorServicer(pb_grpc.SupervisorServiceServicer):
             job.drain(grace, why)
         return pb.DrainResponse(run_ids=[job.config.run_id for job in jobs])
 
-    async def LaunchJob(self, request: pb.LaunchJobRequest, context: _Context) -> pb.LaunchJobResponse:
+    async def LaunchJob(self, request: pb.LaunchJobRequest, context: Context) -> pb.LaunchJobResponse:
         """Launch a job."""
         if self._launch is None:
             raise ServiceError(

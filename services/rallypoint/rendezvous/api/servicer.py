@@ -8,8 +8,6 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, TypeVar
 
-import grpc
-
 from rallypoint.rendezvous.api.event_pages import EventServicer
 from rallypoint.rendezvous.api.requests import NodesPage, RunsPage, join_command, start_report, worker_failure
 from rallypoint.rendezvous.base.cooperative import LatestValue
@@ -28,6 +26,7 @@ from rallypoint.serving.access import Caller, caller_of
 from rallypoint.serving.flow import (
     FIRST_MESSAGE_TIMEOUT,
     WRITE_TIMEOUT,
+    Context,
     ServerDraining,
     Subscriber,
     Turns,
@@ -71,9 +70,7 @@ class RendezvousServicer(pb_grpc.RendezvousServiceServicer):
 
     # The stubs expect a handler that yields; one that writes can limit every write by a timeout.
     async def Join(  # type: ignore[override]
-        self,
-        request_iterator: AsyncIterator[pb.JoinRequest],
-        context: grpc.aio.ServicerContext[pb.JoinRequest, pb.JoinResponse],
+        self, request_iterator: AsyncIterator[pb.JoinRequest], context: Context
     ) -> None:
         """Serve one node's stream; see the contract."""
         node = Subscriber(context, self._write_timeout)
@@ -158,11 +155,7 @@ class RendezvousServicer(pb_grpc.RendezvousServiceServicer):
             assert ending is not None, "there is no limit before"
             raise ending from None
 
-    async def GetRun(
-        self,
-        request: pb.GetRunRequest,
-        context: grpc.aio.ServicerContext[pb.GetRunRequest, pb.GetRunResponse],
-    ) -> pb.GetRunResponse:
+    async def GetRun(self, request: pb.GetRunRequest, context: Context) -> pb.GetRunResponse:
         """Return a run with its first nodes."""
         name("run_id", request.run_id)
         most = NODES_PER_MESSAGE
@@ -173,11 +166,7 @@ class RendezvousServicer(pb_grpc.RendezvousServiceServicer):
             request, lambda state, now: pb.GetRunResponse(run=run_message(state, most, now))
         )
 
-    async def ListNodes(
-        self,
-        request: pb.ListNodesRequest,
-        context: grpc.aio.ServicerContext[pb.ListNodesRequest, pb.ListNodesResponse],
-    ) -> pb.ListNodesResponse:
+    async def ListNodes(self, request: pb.ListNodesRequest, context: Context) -> pb.ListNodesResponse:
         """Return the nodes of a run, a page at a time."""
         name("run_id", request.run_id)
         page = NodesPage(request)
@@ -201,19 +190,13 @@ class RendezvousServicer(pb_grpc.RendezvousServiceServicer):
             response.durable_only, response.owner_address = True, not_owner.owner or ""
         return response
 
-    async def ListRuns(
-        self,
-        request: pb.ListRunsRequest,
-        context: grpc.aio.ServicerContext[pb.ListRunsRequest, pb.ListRunsResponse],
-    ) -> pb.ListRunsResponse:
+    async def ListRuns(self, request: pb.ListRunsRequest, context: Context) -> pb.ListRunsResponse:
         """Return all runs, a page at a time."""
         page = RunsPage(request)
         return await page.read([reader.runs for reader in await self._locator.readers()])
 
     async def WatchRun(  # type: ignore[override]
-        self,
-        request: pb.WatchRunRequest,
-        context: grpc.aio.ServicerContext[pb.WatchRunRequest, pb.WatchRunResponse],
+        self, request: pb.WatchRunRequest, context: Context
     ) -> None:
         """Send a run's states as they come."""
         self._check_not_draining()
@@ -229,11 +212,7 @@ class RendezvousServicer(pb_grpc.RendezvousServiceServicer):
         finally:
             engine.unwatch(request.run_id, states)
 
-    async def CloseRun(
-        self,
-        request: pb.CloseRunRequest,
-        context: grpc.aio.ServicerContext[pb.CloseRunRequest, pb.CloseRunResponse],
-    ) -> pb.CloseRunResponse:
+    async def CloseRun(self, request: pb.CloseRunRequest, context: Context) -> pb.CloseRunResponse:
         """End a run."""
         with EveryField() as check:
             check(name, "run_id", request.run_id)
@@ -243,11 +222,7 @@ class RendezvousServicer(pb_grpc.RendezvousServiceServicer):
         run_end = await engine.close_run(request.run_id, why, _operator(context), request.incarnation)
         return pb.CloseRunResponse(run_end=run_end)
 
-    async def DeleteRun(
-        self,
-        request: pb.DeleteRunRequest,
-        context: grpc.aio.ServicerContext[pb.DeleteRunRequest, pb.DeleteRunResponse],
-    ) -> pb.DeleteRunResponse:
+    async def DeleteRun(self, request: pb.DeleteRunRequest, context: Context) -> pb.DeleteRunResponse:
         """Forget a run that has no nodes."""
         with EveryField() as check:
             check(name, "run_id", request.run_id)
@@ -256,11 +231,7 @@ class RendezvousServicer(pb_grpc.RendezvousServiceServicer):
         await engine.delete_run(request.run_id, _operator(context), request.incarnation)
         return pb.DeleteRunResponse()
 
-    async def RestartRun(
-        self,
-        request: pb.RestartRunRequest,
-        context: grpc.aio.ServicerContext[pb.RestartRunRequest, pb.RestartRunResponse],
-    ) -> pb.RestartRunResponse:
+    async def RestartRun(self, request: pb.RestartRunRequest, context: Context) -> pb.RestartRunResponse:
         """Restart all workers of a run."""
         with EveryField() as check:
             check(name, "run_id", request.run_id)
@@ -274,11 +245,7 @@ class RendezvousServicer(pb_grpc.RendezvousServiceServicer):
         taken = any(isinstance(fact, facts.RestartRequested) for fact in happened)
         return pb.RestartRunResponse(ended_round=ended[0] if ended else 0, hurried=taken and not ended)
 
-    async def EvictNode(
-        self,
-        request: pb.EvictNodeRequest,
-        context: grpc.aio.ServicerContext[pb.EvictNodeRequest, pb.EvictNodeResponse],
-    ) -> pb.EvictNodeResponse:
+    async def EvictNode(self, request: pb.EvictNodeRequest, context: Context) -> pb.EvictNodeResponse:
         """Take a node out of a run and keep it out."""
         with EveryField() as check:
             check(name, "run_id", request.run_id)
@@ -291,11 +258,7 @@ class RendezvousServicer(pb_grpc.RendezvousServiceServicer):
             was_in=any(isinstance(fact, facts.NodeEvicted) and fact.lease > 0 for fact in happened)
         )
 
-    async def ReadmitNode(
-        self,
-        request: pb.ReadmitNodeRequest,
-        context: grpc.aio.ServicerContext[pb.ReadmitNodeRequest, pb.ReadmitNodeResponse],
-    ) -> pb.ReadmitNodeResponse:
+    async def ReadmitNode(self, request: pb.ReadmitNodeRequest, context: Context) -> pb.ReadmitNodeResponse:
         """Let an evicted node join again."""
         with EveryField() as check:
             check(name, "run_id", request.run_id)
@@ -306,11 +269,7 @@ class RendezvousServicer(pb_grpc.RendezvousServiceServicer):
         return pb.ReadmitNodeResponse(was_evicted=bool(happened))
 
     async def _operate(
-        self,
-        run_id: str,
-        command: commands.Command,
-        context: grpc.aio.ServicerContext[Any, Any],
-        on_behalf_of: str = "",
+        self, run_id: str, command: commands.Command, context: Context, on_behalf_of: str = ""
     ) -> Sequence[facts.Fact]:
         """Execute the command of an operator; return its facts."""
         actor = _operator(context)
@@ -318,26 +277,18 @@ class RendezvousServicer(pb_grpc.RendezvousServiceServicer):
             actor = replace(actor, name=f"{on_behalf_of} through {actor.name or actor.peer}")
         return await self._locator.writer(run_id).engine.execute(run_id, command, actor)
 
-    async def ListEvents(
-        self,
-        request: pb.ListEventsRequest,
-        context: grpc.aio.ServicerContext[pb.ListEventsRequest, pb.ListEventsResponse],
-    ) -> pb.ListEventsResponse:
+    async def ListEvents(self, request: pb.ListEventsRequest, context: Context) -> pb.ListEventsResponse:
         """Return the past events of a run, a page at a time."""
         return await self._events.list(request)
 
     async def WatchEvents(  # type: ignore[override]
-        self,
-        request: pb.WatchEventsRequest,
-        context: grpc.aio.ServicerContext[pb.WatchEventsRequest, pb.WatchEventsResponse],
+        self, request: pb.WatchEventsRequest, context: Context
     ) -> None:
         """Send the events of a run as they come."""
         await self._events.watch(request, Subscriber(context, self._write_timeout))
 
     async def ListReplicas(
-        self,
-        request: pb.ListReplicasRequest,
-        context: grpc.aio.ServicerContext[pb.ListReplicasRequest, pb.ListReplicasResponse],
+        self, request: pb.ListReplicasRequest, context: Context
     ) -> pb.ListReplicasResponse:
         """Return the replicas and their shards."""
         if request.run_id:
@@ -354,7 +305,7 @@ class RendezvousServicer(pb_grpc.RendezvousServiceServicer):
             slot.end(Draining())
 
 
-def _operator(context: grpc.aio.ServicerContext[Any, Any]) -> Actor:
+def _operator(context: Context) -> Actor:
     caller = caller_of(context)
     return Actor(ActorKind.OPERATOR, caller.name, caller.peer)
 

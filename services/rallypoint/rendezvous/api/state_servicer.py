@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import suppress
-from typing import Any, TypeAlias
 from weakref import WeakValueDictionary
-
-import grpc.aio
 
 from rallypoint.rendezvous.base.limits import MAX_VALUE_BYTES, Limits
 from rallypoint.rendezvous.shard.locator import RunLocator
@@ -17,7 +14,7 @@ from rallypoint.rendezvous.v1 import state_service_pb2 as pb
 from rallypoint.rendezvous.v1 import state_service_pb2_grpc as rpc
 from rallypoint.server.v1 import server_service_pb2 as server_pb
 from rallypoint.serving.access import caller_of
-from rallypoint.serving.flow import WRITE_TIMEOUT, Subscriber, Turns
+from rallypoint.serving.flow import WRITE_TIMEOUT, Context, Subscriber, Turns
 from rallypoint.serving.info import limits_of
 from rallypoint.serving.policy import NODES
 from rallypoint.serving.requests import name
@@ -27,8 +24,6 @@ SERVICE_NAME = "rallypoint.rendezvous.v1.StateService"
 
 # Seconds in which a client whose set lost can set again before the next one; and the longest wait for that.
 _TURN, _LONGEST_WAIT = 0.05, 1.0
-
-_Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 
 
 def fenced_registration(
@@ -66,14 +61,14 @@ class StateServicer(rpc.StateServiceServicer):
         self._turns: WeakValueDictionary[str, Turns] = WeakValueDictionary()
         self._in_turn: dict[str, tuple[Turns, asyncio.TimerHandle]] = {}
 
-    async def GetState(self, request: pb.GetStateRequest, context: _Context) -> pb.GetStateResponse:
+    async def GetState(self, request: pb.GetStateRequest, context: Context) -> pb.GetStateResponse:
         name("run_id", request.run_id)
         if request.after_turns:
             await self._all_turns(request.run_id)
         states = (await self._locator.reader(request.run_id)).states
         return pb.GetStateResponse(current=_message(states.get(request.run_id)))
 
-    async def SetState(self, request: pb.SetStateRequest, context: _Context) -> pb.SetStateResponse:
+    async def SetState(self, request: pb.SetStateRequest, context: Context) -> pb.SetStateResponse:
         change = set_state(request, caller_of(context).client)
         states = self._locator.writer(request.run_id).states
         outcome = await states.set(change)
@@ -111,7 +106,7 @@ class StateServicer(rpc.StateServiceServicer):
             turn[0].give_back()
 
     # The stubs expect a handler that yields; one that writes can limit every write by a timeout.
-    async def WatchState(self, request: pb.WatchStateRequest, context: _Context) -> None:  # type: ignore[override]
+    async def WatchState(self, request: pb.WatchStateRequest, context: Context) -> None:  # type: ignore[override]
         name("run_id", request.run_id)
         token = request.token if request.HasField("token") else None
         states = self._locator.shard(request.run_id).states

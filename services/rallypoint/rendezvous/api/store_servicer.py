@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any, TypeAlias, TypedDict
-
-import grpc.aio
+from typing import TypedDict
 
 from rallypoint.rendezvous.base.entries import Operation, Writer
 from rallypoint.rendezvous.base.limits import (
@@ -35,14 +33,13 @@ from rallypoint.rendezvous.store.writes import Add, Append, CompareSet, DeleteKe
 from rallypoint.rendezvous.v1 import store_service_pb2 as pb
 from rallypoint.rendezvous.v1 import store_service_pb2_grpc as rpc
 from rallypoint.server.v1 import server_service_pb2 as server_pb
+from rallypoint.serving.flow import Context
 from rallypoint.serving.info import limits_of
 from rallypoint.serving.policy import NODES
 from rallypoint.serving.requests import page_token
 from rallypoint.serving.server import Registration
 
 SERVICE_NAME = "rallypoint.rendezvous.v1.StoreService"
-
-_Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 
 
 def store_registration(locator: RunLocator, limits: StoreLimits | None = None) -> Registration:
@@ -78,7 +75,7 @@ class StoreServicer(rpc.StoreServiceServicer):
     def __init__(self, locator: RunLocator) -> None:
         self._locator = locator
 
-    async def Set(self, request: pb.SetRequest, context: _Context) -> pb.SetResponse:
+    async def Set(self, request: pb.SetRequest, context: Context) -> pb.SetResponse:
         addressed = _addressed(request)
         check_key(request.key)
         check_value("value", [request.value])
@@ -86,7 +83,7 @@ class StoreServicer(rpc.StoreServiceServicer):
         await self._store(request).write(request.run_id, write)
         return pb.SetResponse()
 
-    async def Get(self, request: pb.GetRequest, context: _Context) -> pb.GetResponse:
+    async def Get(self, request: pb.GetRequest, context: Context) -> pb.GetResponse:
         check_space(request.run_id, request.round)
         check_key(request.key)
         timeout = wait_seconds(request.timeout)
@@ -94,20 +91,20 @@ class StoreServicer(rpc.StoreServiceServicer):
         value = await store.get(request.run_id, request.round, request.key, timeout)
         return pb.GetResponse(value=value, value_text=_text(value))
 
-    async def Add(self, request: pb.AddRequest, context: _Context) -> pb.AddResponse:
+    async def Add(self, request: pb.AddRequest, context: Context) -> pb.AddResponse:
         addressed = _addressed(request)
         check_key(request.key)
         write = Add(key=request.key, amount=request.amount, **addressed)
         return pb.AddResponse(value=await self._store(request).write(request.run_id, write))
 
-    async def Append(self, request: pb.AppendRequest, context: _Context) -> pb.AppendResponse:
+    async def Append(self, request: pb.AppendRequest, context: Context) -> pb.AppendResponse:
         addressed = _addressed(request)
         check_key(request.key)
         check_value("value", [request.value])
         write = Append(key=request.key, value=request.value, **addressed)
         return pb.AppendResponse(length=await self._store(request).write(request.run_id, write))
 
-    async def CompareSet(self, request: pb.CompareSetRequest, context: _Context) -> pb.CompareSetResponse:
+    async def CompareSet(self, request: pb.CompareSetRequest, context: Context) -> pb.CompareSetResponse:
         addressed = _addressed(request)
         check_key(request.key)
         check_value("desired", [request.expected, request.desired], besides="expected")
@@ -117,13 +114,13 @@ class StoreServicer(rpc.StoreServiceServicer):
             swapped=comparison.swapped, exists=comparison.value is not None, value=comparison.value or b""
         )
 
-    async def MultiSet(self, request: pb.MultiSetRequest, context: _Context) -> pb.MultiSetResponse:
+    async def MultiSet(self, request: pb.MultiSetRequest, context: Context) -> pb.MultiSetResponse:
         addressed = _addressed(request)
         write = MultiSet(entries=check_entries(request.entries), **addressed)
         await self._store(request).write(request.run_id, write)
         return pb.MultiSetResponse()
 
-    async def MultiGet(self, request: pb.MultiGetRequest, context: _Context) -> pb.MultiGetResponse:
+    async def MultiGet(self, request: pb.MultiGetRequest, context: Context) -> pb.MultiGetResponse:
         check_space(request.run_id, request.round)
         check_keys(request.keys)
         timeout = wait_seconds(request.timeout)
@@ -131,7 +128,7 @@ class StoreServicer(rpc.StoreServiceServicer):
         values = await store.multi_get(request.run_id, request.round, request.keys, timeout)
         return pb.MultiGetResponse(values=values)
 
-    async def Wait(self, request: pb.WaitRequest, context: _Context) -> pb.WaitResponse:
+    async def Wait(self, request: pb.WaitRequest, context: Context) -> pb.WaitResponse:
         check_space(request.run_id, request.round)
         keys = check_keys(request.keys)
         timeout = wait_seconds(request.timeout)
@@ -139,19 +136,19 @@ class StoreServicer(rpc.StoreServiceServicer):
         await store.wait(request.run_id, request.round, keys, timeout)
         return pb.WaitResponse()
 
-    async def Check(self, request: pb.CheckRequest, context: _Context) -> pb.CheckResponse:
+    async def Check(self, request: pb.CheckRequest, context: Context) -> pb.CheckResponse:
         check_space(request.run_id, request.round)
         keys = check_keys(request.keys)
         store = await self._reader(request)
         return pb.CheckResponse(present=store.check(request.run_id, request.round, keys))
 
-    async def Delete(self, request: pb.DeleteRequest, context: _Context) -> pb.DeleteResponse:
+    async def Delete(self, request: pb.DeleteRequest, context: Context) -> pb.DeleteResponse:
         addressed = _addressed(request)
         check_key(request.key)
         write = DeleteKey(key=request.key, **addressed)
         return pb.DeleteResponse(deleted=await self._store(request).write(request.run_id, write))
 
-    async def ListKeys(self, request: pb.ListKeysRequest, context: _Context) -> pb.ListKeysResponse:
+    async def ListKeys(self, request: pb.ListKeysRequest, context: Context) -> pb.ListKeysResponse:
         check_space(request.run_id, request.round)
         after, count = page(request)
         # One key more than requested shows that there is a next page.

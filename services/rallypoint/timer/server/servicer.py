@@ -7,14 +7,11 @@ import re
 from collections.abc import AsyncIterator, Iterable
 from functools import partial
 from itertools import islice
-from typing import Any
-
-import grpc
 
 from rallypoint.rpc.durations import checked_seconds, to_duration
 from rallypoint.rpc.text import clip
 from rallypoint.serving.access import caller_of
-from rallypoint.serving.flow import FIRST_MESSAGE_TIMEOUT, ServerDraining, UnopenedStreams
+from rallypoint.serving.flow import FIRST_MESSAGE_TIMEOUT, Context, ServerDraining, UnopenedStreams
 from rallypoint.serving.requests import (
     EveryField,
     count,
@@ -178,8 +175,6 @@ _MAX_WORKERS = 1000
 _DEFAULT_WORKERS = 10
 _STATES: dict[int, TimerState] = {number: state for state, number in outbox.STATES.items()}
 
-_Context = grpc.aio.ServicerContext[Any, Any]
-
 
 class TimerServicer(pb_grpc.TimerServiceServicer):
     """Serves a watchdog."""
@@ -195,7 +190,7 @@ class TimerServicer(pb_grpc.TimerServiceServicer):
         self._watchdog.drain()
 
     async def Supervise(
-        self, request_iterator: AsyncIterator[pb.SuperviseRequest], context: _Context
+        self, request_iterator: AsyncIterator[pb.SuperviseRequest], context: Context
     ) -> AsyncIterator[pb.SuperviseResponse]:
         """See timer_service.proto."""
         try:
@@ -219,7 +214,7 @@ class TimerServicer(pb_grpc.TimerServiceServicer):
             await asyncio.wait({reading})
 
     async def BatchUpdateTimers(
-        self, request: pb.BatchUpdateTimersRequest, context: _Context
+        self, request: pb.BatchUpdateTimersRequest, context: Context
     ) -> pb.BatchUpdateTimersResponse:
         """See timer_service.proto."""
         self._refuse_if_draining()
@@ -261,7 +256,7 @@ class TimerServicer(pb_grpc.TimerServiceServicer):
         return None
 
     async def AcquireTimer(
-        self, request: pb.AcquireTimerRequest, context: _Context
+        self, request: pb.AcquireTimerRequest, context: Context
     ) -> pb.AcquireTimerResponse:
         """See timer_service.proto."""
         self._refuse_if_draining()
@@ -280,7 +275,7 @@ class TimerServicer(pb_grpc.TimerServiceServicer):
         return pb.AcquireTimerResponse(subscribed=self._is_subscribed(request))
 
     async def ReleaseTimer(
-        self, request: pb.ReleaseTimerRequest, context: _Context
+        self, request: pb.ReleaseTimerRequest, context: Context
     ) -> pb.ReleaseTimerResponse:
         """See timer_service.proto."""
         released = self._table.release(
@@ -289,7 +284,7 @@ class TimerServicer(pb_grpc.TimerServiceServicer):
         self._watchdog.arm()
         return pb.ReleaseTimerResponse(released=released)
 
-    async def ClearTimers(self, request: pb.ClearTimersRequest, context: _Context) -> pb.ClearTimersResponse:
+    async def ClearTimers(self, request: pb.ClearTimersRequest, context: Context) -> pb.ClearTimersResponse:
         """See timer_service.proto."""
         cleared = self._watchdog.clear_worker(
             request.run_id, request.node_id, request.worker_id, _lease(request), request.token
@@ -297,7 +292,7 @@ class TimerServicer(pb_grpc.TimerServiceServicer):
         self._watchdog.arm()
         return pb.ClearTimersResponse(cleared=cleared)
 
-    async def ListTimers(self, request: pb.ListTimersRequest, context: _Context) -> pb.ListTimersResponse:
+    async def ListTimers(self, request: pb.ListTimersRequest, context: Context) -> pb.ListTimersResponse:
         """See timer_service.proto."""
         size, beyond = page_size(request.page_size, MAX_PAGE, MAX_PAGE), None
         if request.page_token:
@@ -309,7 +304,7 @@ class TimerServicer(pb_grpc.TimerServiceServicer):
         more = page_token(request, *page[-2].name) if len(page) > size else ""
         return pb.ListTimersResponse(timers=map(outbox.timer, page[:size]), next_page_token=more)
 
-    async def ListScopes(self, request: pb.ListScopesRequest, context: _Context) -> pb.ListScopesResponse:
+    async def ListScopes(self, request: pb.ListScopesRequest, context: Context) -> pb.ListScopesResponse:
         """See timer_service.proto."""
         size, beyond = page_size(request.page_size, MAX_PAGE, MAX_PAGE), None
         if request.page_token:
@@ -327,14 +322,14 @@ class TimerServicer(pb_grpc.TimerServiceServicer):
         )
 
     async def ForgetScopes(
-        self, request: pb.ForgetScopesRequest, context: _Context
+        self, request: pb.ForgetScopesRequest, context: Context
     ) -> pb.ForgetScopesResponse:
         """See timer_service.proto."""
         forgotten = self._watchdog.forget_scopes(request.run_id, request.scope)
         self._watchdog.arm()
         return pb.ForgetScopesResponse(forgotten=forgotten)
 
-    async def GetProgress(self, request: pb.GetProgressRequest, context: _Context) -> pb.GetProgressResponse:
+    async def GetProgress(self, request: pb.GetProgressRequest, context: Context) -> pb.GetProgressResponse:
         """See timer_service.proto."""
         check_name("run_id", request.run_id)
         size = page_size(request.page_size, _DEFAULT_WORKERS, _MAX_WORKERS)
