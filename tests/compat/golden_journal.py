@@ -34,7 +34,8 @@ from rallypoint.rendezvous.v1 import state_service_pb2_grpc as state_grpc
 from rallypoint.rendezvous.v1 import store_service_pb2 as store_pb
 from rallypoint.rendezvous.v1 import store_service_pb2_grpc as store_grpc
 from rallypoint.rpc.channel import open_channel
-from rallypoint.serving.server import Server, ServerOptions
+from rallypoint.rpc.endpoint import ServerOptions
+from rallypoint.serving.server import Server
 from rendezvous.engine_fixtures import NO_PAUSES, writer_of
 from support.waiting import PATIENCE
 

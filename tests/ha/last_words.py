@@ -9,7 +9,7 @@ from ha.history import Fact, History
 from rallypoint.etcd.client import EtcdClient
 from rallypoint.etcd.endpoint import parse_address
 from rallypoint.rendezvous.cluster.keys import Keys
-from rallypoint.rendezvous.journal.etcd.journal import read_space
+from rallypoint.rendezvous.journal.etcd.reading import read_space
 
 
 async def read_facts(cluster: Cluster, history: History, runs: Collection[str]) -> int:

@@ -24,7 +24,7 @@ from rallypoint.launcher.run_lease import SEAT_TTL, run_lease
 from rallypoint.rendezvous.cluster import shard_manager as hosting
 from rallypoint.rendezvous.cluster.keys import Keys
 from rallypoint.rendezvous.cluster.view import ReplicaRegistration
-from rallypoint.rendezvous.journal.etcd.journal import Owner
+from rallypoint.rendezvous.journal.etcd.keys import Owner
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
 from rallypoint.rendezvous.v1 import state_service_pb2 as state_pb

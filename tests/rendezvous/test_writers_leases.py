@@ -29,8 +29,9 @@ from rallypoint.rendezvous.v1 import (
 from rallypoint.rendezvous.v1.state_service_pb2 import SetStateRequest
 from rallypoint.rendezvous.v1.store_service_pb2 import SetRequest, StoreWriter
 from rallypoint.rpc.channel import open_channel
+from rallypoint.rpc.endpoint import ServerOptions
 from rallypoint.rpc.errors import decode
-from rallypoint.serving.server import Server, ServerOptions
+from rallypoint.serving.server import Server
 from rendezvous.engine_fixtures import RUN, Stage, begun, idle, staged
 from rendezvous.store.store_fakes import TestJournal
 from support.waiting import PATIENCE

@@ -8,9 +8,8 @@ from typing import Any
 import grpc
 import pytest
 
-from rallypoint.rpc.endpoint import ClientSecurity, ClientTLS, Plaintext, RunSecret
+from rallypoint.rpc.endpoint import ClientSecurity, ClientTLS, Plaintext, RunSecret, ServerOptions
 from rallypoint.rpc.errors import tls_advice
-from rallypoint.serving.server import ServerOptions
 from support.waiting import PATIENCE
 
 # The fixtures' Certificates, by its fields: ca, server, server_key, client, client_key.

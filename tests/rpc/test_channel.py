@@ -12,8 +12,8 @@ import grpc
 import pytest
 
 from rallypoint.rpc.channel import CLIENT_ARGUMENTS, open_channel
-from rallypoint.rpc.endpoint import EndpointError
-from rallypoint.serving.server import SERVER_ARGUMENTS, ServerOptions
+from rallypoint.rpc.endpoint import EndpointError, ServerOptions
+from rallypoint.serving.server import SERVER_ARGUMENTS
 from support.waiting import PATIENCE
 
 Start = Callable[..., Any]

@@ -25,7 +25,8 @@ import asyncio, sys
 import rallypoint.serving, grpc
 from rallypoint.rpc import loop
 from rallypoint.rpc.logs import configure_logs, get_logger
-from rallypoint.serving.server import Registration, Server, ServerOptions
+from rallypoint.rpc.endpoint import ServerOptions
+from rallypoint.serving.server import Registration, Server
 
 async def wait(request, context):
     yield b"in"

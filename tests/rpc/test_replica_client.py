@@ -12,10 +12,9 @@ import pytest
 
 from rallypoint.rpc import replica_client
 from rallypoint.rpc.calls import RetryingCalls
-from rallypoint.rpc.endpoint import ClientTLS, Plaintext
+from rallypoint.rpc.endpoint import ClientTLS, Plaintext, ServerOptions
 from rallypoint.rpc.pace import Pace
 from rallypoint.rpc.replica_client import ReplicaClient
-from rallypoint.serving.server import ServerOptions
 from serving.fleet import Replica, Serve, Tiny, mute, refusing
 from support.waiting import PATIENCE, until
 

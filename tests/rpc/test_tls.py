@@ -15,9 +15,17 @@ import grpc
 import pytest
 
 from rallypoint.rpc.channel import open_channel
-from rallypoint.rpc.endpoint import ClientTLS, FileNames, Plaintext, RunSecret, parse_endpoint
+from rallypoint.rpc.endpoint import (
+    ClientTLS,
+    FileNames,
+    Plaintext,
+    RunSecret,
+    ServerOptions,
+    ServiceStartError,
+    parse_endpoint,
+)
 from rallypoint.rpc.tls import TLSFileError, transport
-from rallypoint.serving.server import Server, ServerOptions, ServiceStartError
+from rallypoint.serving.server import Server
 from support.waiting import PATIENCE, until
 
 # The fixtures' Certificates, by its fields: ca, server, server_key, client, client_key.

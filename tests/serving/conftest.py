@@ -15,9 +15,9 @@ import grpc
 import pytest
 
 from rallypoint.rpc.channel import open_channel
-from rallypoint.rpc.endpoint import ClientTLS
+from rallypoint.rpc.endpoint import ClientTLS, ServerOptions
 from rallypoint.rpc.errors import ServiceError
-from rallypoint.serving.server import Registration, Server, ServerOptions
+from rallypoint.serving.server import Registration, Server
 
 SERVICE = "tiny.v1.TinyService"
 

@@ -11,10 +11,11 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
 
+from rallypoint.rpc.endpoint import ServerOptions
 from rallypoint.rpc.errors import ServiceError, decode
 from rallypoint.serving.flow import Rate, Turns
 from rallypoint.serving.interceptor import CallInterceptor
-from rallypoint.serving.server import Registration, Server, ServerOptions
+from rallypoint.serving.server import Registration, Server
 from support.waiting import PATIENCE
 
 SERVICE = "tiny.v1.TinyService"

@@ -19,17 +19,10 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc  # type: ignore[import-untyped]
 
-from rallypoint.rpc.endpoint import Endpoint, PortInUseError
+from rallypoint.rpc.endpoint import Endpoint, PortInUseError, ServerOptions, ServiceStartError
 from rallypoint.rpc.errors import decode
 from rallypoint.serving import server as server_module
-from rallypoint.serving.server import (
-    Registration,
-    Server,
-    ServerOptions,
-    ServiceStartError,
-    check_free,
-    raise_open_files,
-)
+from rallypoint.serving.server import Registration, Server, check_free, raise_open_files
 from support.log_events import log_events
 from support.waiting import PATIENCE, until
 

@@ -9,7 +9,8 @@ import grpc
 import pytest
 
 from rallypoint.rpc.channel import open_channel
-from rallypoint.serving.server import Server, ServerOptions
+from rallypoint.rpc.endpoint import ServerOptions
+from rallypoint.serving.server import Server
 from rallypoint.timer.core.values import TimerSettings
 from rallypoint.timer.server.service import registration_of, translate
 from rallypoint.timer.server.watchdog import Watchdog

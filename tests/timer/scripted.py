@@ -10,7 +10,8 @@ from typing import Any
 import grpc
 
 from rallypoint.rpc.channel import open_channel
-from rallypoint.serving.server import Registration, Server, ServerOptions
+from rallypoint.rpc.endpoint import ServerOptions
+from rallypoint.serving.server import Registration, Server
 from rallypoint.timer.v1 import timer_service_pb2 as pb
 
 SERVICE = "rallypoint.timer.v1.TimerService"

@@ -21,8 +21,7 @@ from rallypoint.etcd.session import Session
 from rallypoint.etcd.values import CreateRevision, KeyValue, Operation, Put, Txn, TxnResult, prefix_end
 from rallypoint.rendezvous.base.errors import NotOwner
 from rallypoint.rendezvous.cluster.keys import Keys
-from rallypoint.rendezvous.journal.etcd.journal import Owner
-from rallypoint.rendezvous.journal.etcd.keys import HIGH_WATER
+from rallypoint.rendezvous.journal.etcd.keys import HIGH_WATER, Owner
 from rallypoint.rendezvous.shard.reader import RunReader
 from rallypoint.rendezvous.shard.shard import Shard
 from rallypoint.rpc.endpoint import RunSecret, SettingError

@@ -59,10 +59,11 @@ from rallypoint.agent.sockets.tcp_store import TCPStorePort
 from rallypoint.agent.sockets.worker_sockets import roomy_folder
 from rallypoint.agent.spawner.spawner import PR_SET_PDEATHSIG, prctl
 from rallypoint.launcher.backends import split_conf
+from rallypoint.rendezvous.base.entries import Writer
 from rallypoint.rendezvous.client import RendezvousUnreachable
 from rallypoint.rendezvous.core.state import FailureKind, Phase, RunSettings
 from rallypoint.rendezvous.state.client import FencedStateClient
-from rallypoint.rendezvous.store.client import StoreClient, Writer
+from rallypoint.rendezvous.store.client import StoreClient
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
 from rallypoint.rpc.calls import RetryingCalls

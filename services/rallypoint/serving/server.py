@@ -125,8 +125,6 @@ def _check_socket_free(endpoint: Endpoint, path: str) -> None:
     raise ServiceStartError(f"{endpoint} is in use: choose another --host, or stop what listens there")
 
 
-__all__ = ["SERVER_ARGUMENTS", "Registration", "Server", "ServerOptions", "ServiceStartError"]
-
 log = get_logger(__name__)
 
 SERVER_ARGUMENTS: tuple[tuple[str, int], ...] = (

@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from rallypoint.agent.hangs.hung_worker import HungWorker
-from rallypoint.agent.sockets.timers import TimerLimits, TimerSocket, TimerSocketError
+from rallypoint.agent.sockets.timer_tables import TimerLimits
+from rallypoint.agent.sockets.timers import TimerSocket, TimerSocketError
 from rallypoint.timer.client.client import ExpiredTimer
 from rallypoint.timer.worker import wire
 from rallypoint.worker.store import PREFIX

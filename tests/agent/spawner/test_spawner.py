@@ -22,7 +22,9 @@ WORKERS = 2
 
 AGENT = """
 import asyncio, json, os, sys
-from rallypoint.agent.workers.processes import Spawner, WorkerProcesses, WorkerSpec
+from rallypoint.agent.spawner.client import Spawner
+from rallypoint.agent.spawner.protocol import WorkerSpec
+from rallypoint.agent.workers.processes import WorkerProcesses
 
 def say(**what):
     print(json.dumps(what), flush=True)

@@ -19,7 +19,8 @@ import pytest
 
 from rallypoint.agent.config.job import JobConfig, Peer
 from rallypoint.agent.core.core import Assignment, NodeUnhealthy
-from rallypoint.agent.events.publisher import JobEvents, JobIdentity
+from rallypoint.agent.events.publisher import JobEvents
+from rallypoint.agent.events.recorder import JobIdentity
 from rallypoint.agent.failures import analysis
 from rallypoint.agent.failures.analysis import EarlierFailure, FirstFailure
 from rallypoint.agent.failures.failure import COULD_NOT_START, WorkerFailure

@@ -12,14 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from rallypoint.agent.workers.processes import (
-    Spawner,
-    SpawnError,
-    StopReport,
-    WorkerExit,
-    WorkerProcesses,
-    WorkerSpec,
-)
+from rallypoint.agent.spawner.client import Spawner
+from rallypoint.agent.spawner.protocol import SpawnError, WorkerExit, WorkerSpec
+from rallypoint.agent.workers.processes import StopReport, WorkerProcesses
 from support.processes import all_there, fresh_marker, gone, living, stubborn
 from support.waiting import PATIENCE, until
 

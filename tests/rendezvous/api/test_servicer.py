@@ -24,8 +24,9 @@ from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
 from rallypoint.rpc.channel import open_channel
 from rallypoint.rpc.durations import to_seconds
+from rallypoint.rpc.endpoint import ServerOptions
 from rallypoint.rpc.errors import ServiceError, decode
-from rallypoint.serving.server import Registration, Server, ServerOptions
+from rallypoint.serving.server import Registration, Server
 from rendezvous.engine_fixtures import RUN, Stage, staged
 from rendezvous.locators import home_of
 from support.waiting import PATIENCE

@@ -12,9 +12,10 @@ from rallypoint.rendezvous.journal.journal import MemoryJournal
 from rallypoint.rendezvous.v1 import state_service_pb2 as pb
 from rallypoint.rendezvous.v1 import state_service_pb2_grpc as pb_grpc
 from rallypoint.rpc.channel import open_channel
+from rallypoint.rpc.endpoint import ServerOptions
 from rallypoint.rpc.errors import decode
 from rallypoint.serving.flow import Rate
-from rallypoint.serving.server import Server, ServerOptions
+from rallypoint.serving.server import Server
 from support.waiting import PATIENCE
 
 

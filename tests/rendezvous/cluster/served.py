@@ -23,8 +23,9 @@ from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
 from rallypoint.rendezvous.v1 import state_service_pb2 as state_pb
 from rallypoint.rendezvous.v1 import state_service_pb2_grpc as state_grpc
 from rallypoint.rpc.channel import open_channel
+from rallypoint.rpc.endpoint import ServerOptions
 from rallypoint.rpc.errors import ServiceError, decode
-from rallypoint.serving.server import Server, ServerOptions
+from rallypoint.serving.server import Server
 from support.waiting import PATIENCE, until
 
 _T = TypeVar("_T")

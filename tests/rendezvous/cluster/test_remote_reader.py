@@ -16,7 +16,8 @@ from rallypoint.rendezvous.base.entries import StoreChange
 from rallypoint.rendezvous.base.errors import EtcdAway, NotOwner
 from rallypoint.rendezvous.cluster.keys import Keys
 from rallypoint.rendezvous.cluster.lookup import RemoteReader
-from rallypoint.rendezvous.journal.etcd.journal import EtcdJournal, JournalLocation, Owner
+from rallypoint.rendezvous.journal.etcd.journal import EtcdJournal
+from rallypoint.rendezvous.journal.etcd.keys import JournalLocation, Owner
 from rallypoint.rendezvous.journal.journal import Recovered
 from rendezvous.turn_counter import TickingClock
 from support.etcd_server import NEEDS_ETCD

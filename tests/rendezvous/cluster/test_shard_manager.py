@@ -20,7 +20,7 @@ from rallypoint.rendezvous.cluster.ownership import (
 )
 from rallypoint.rendezvous.cluster.shard_manager import OpenShard, ReleaseShard, ShardManager
 from rallypoint.rendezvous.cluster.view import Cluster, ReplicaRegistration
-from rallypoint.rendezvous.journal.etcd.journal import Owner
+from rallypoint.rendezvous.journal.etcd.keys import Owner
 from rallypoint.rendezvous.journal.journal import JournalError, MemoryJournal
 from rallypoint.rendezvous.shard.shard import Shard, open_shard
 from rallypoint.rpc.loop import Notifier

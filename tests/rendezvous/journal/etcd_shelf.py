@@ -13,14 +13,10 @@ from rallypoint.etcd.endpoint import parse_address
 from rallypoint.etcd.errors import EtcdUnavailable
 from rallypoint.etcd.session import Session
 from rallypoint.etcd.values import CreateRevision, Delete, Put, Txn, TxnResult, prefix_end
-from rallypoint.rendezvous.journal.etcd.journal import (
-    CommitPool,
-    EtcdJournal,
-    JournalLocation,
-    Owner,
-    SpaceRead,
-    read_space,
-)
+from rallypoint.rendezvous.journal.etcd.journal import EtcdJournal
+from rallypoint.rendezvous.journal.etcd.keys import JournalLocation, Owner
+from rallypoint.rendezvous.journal.etcd.pool import CommitPool
+from rallypoint.rendezvous.journal.etcd.reading import SpaceRead, read_space
 from rallypoint.rpc.pace import Pace
 
 TTL = 60.0

@@ -22,8 +22,9 @@ from rallypoint.rendezvous.v1 import state_service_pb2_grpc as state_grpc
 from rallypoint.rendezvous.v1 import store_service_pb2 as store_pb
 from rallypoint.rendezvous.v1 import store_service_pb2_grpc as store_grpc
 from rallypoint.rpc.channel import open_channel
+from rallypoint.rpc.endpoint import ServerOptions
 from rallypoint.rpc.errors import ServiceError, decode
-from rallypoint.serving.server import Server, ServerOptions
+from rallypoint.serving.server import Server
 from rendezvous.shard.test_read_only import reading
 from rendezvous.shard_fixtures import OWNER, Scene, ShardJournal, elsewhere, opened
 from support.waiting import PATIENCE

@@ -13,7 +13,8 @@ from rallypoint.rendezvous.api.state_servicer import fenced_registration
 from rallypoint.rendezvous.journal.sqlite import SqliteJournal
 from rallypoint.rendezvous.state.core import SPACE
 from rallypoint.rendezvous.state.service import FencedStateService
-from rallypoint.serving.server import Server, ServerOptions
+from rallypoint.rpc.endpoint import ServerOptions
+from rallypoint.serving.server import Server
 from rendezvous.locators import home_of
 from rendezvous.store.store_fakes import Rounds
 

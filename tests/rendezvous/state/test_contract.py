@@ -18,7 +18,8 @@ from rallypoint.rendezvous.journal.sqlite import SqliteJournal
 from rallypoint.rendezvous.state.client import FencedStateClient
 from rallypoint.rendezvous.state.core import SPACE, FencedState, SetOutcome
 from rallypoint.rendezvous.state.service import FencedStateService
-from rallypoint.serving.server import Server, ServerOptions
+from rallypoint.rpc.endpoint import ServerOptions
+from rallypoint.serving.server import Server
 from rendezvous.locators import home_of
 from rendezvous.state.state_fakes import RUN, channel_to
 from rendezvous.store.store_fakes import Rounds

@@ -16,8 +16,9 @@ from rallypoint.rendezvous.base.limits import StoreLimits
 from rallypoint.rendezvous.store.client import StoreClient
 from rallypoint.rendezvous.store.service import StoreService
 from rallypoint.rpc.channel import open_channel
+from rallypoint.rpc.endpoint import ServerOptions
 from rallypoint.rpc.replica_client import Where
-from rallypoint.serving.server import Server, ServerOptions
+from rallypoint.serving.server import Server
 from rendezvous.locators import home_of
 
 if TYPE_CHECKING:

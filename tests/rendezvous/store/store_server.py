@@ -10,7 +10,8 @@ from rallypoint.rendezvous.api.errors import translate
 from rallypoint.rendezvous.api.store_servicer import store_registration
 from rallypoint.rendezvous.journal.sqlite import SqliteJournal
 from rallypoint.rendezvous.store.service import StoreService
-from rallypoint.serving.server import Server, ServerOptions
+from rallypoint.rpc.endpoint import ServerOptions
+from rallypoint.serving.server import Server
 from rendezvous.locators import home_of
 from rendezvous.store.store_fakes import Rounds
 

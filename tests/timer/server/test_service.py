@@ -12,8 +12,9 @@ import pytest
 
 from rallypoint.rpc.channel import open_channel
 from rallypoint.rpc.durations import to_duration
+from rallypoint.rpc.endpoint import ServerOptions
 from rallypoint.rpc.errors import decode
-from rallypoint.serving.server import Server, ServerOptions
+from rallypoint.serving.server import Server
 from rallypoint.timer.server.service import timer_service, translate
 from rallypoint.timer.v1 import timer_service_pb2 as pb
 from rallypoint.timer.v1 import timer_service_pb2_grpc as pb_grpc

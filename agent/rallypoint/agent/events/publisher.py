@@ -10,12 +10,10 @@ from typing import TYPE_CHECKING, Any
 from rallypoint.agent.core import core
 from rallypoint.agent.events.handlers import EventDelivery, EventSink, open_event_log
 from rallypoint.agent.events.recorder import (
-    PARTS,
     AgentEvent,
     EventRecorder,
     GroupState,
     JobIdentity,
-    Source,
     Timestamp,
     restart_line,
 )
@@ -26,7 +24,6 @@ from rallypoint.rpc.logs import get_logger
 if TYPE_CHECKING:
     from rallypoint.worker.metrics import Measurement
 
-__all__ = ["PARTS", "AgentEvent", "EventSink", "GroupState", "JobEvents", "JobIdentity", "Source"]
 
 # Seconds that sinks get for the last events of a job. A local file needs none; a slower sink loses the last events.
 _LAST_EVENTS = 2.0

@@ -15,7 +15,8 @@ from pathlib import Path
 from rallypoint.agent.addresses import MasterPort
 from rallypoint.agent.config.job import JobConfig
 from rallypoint.agent.core import core
-from rallypoint.agent.events.publisher import JobEvents, JobIdentity
+from rallypoint.agent.events.publisher import JobEvents
+from rallypoint.agent.events.recorder import JobIdentity
 from rallypoint.agent.failures.analysis import EarlierFailure, FirstFailure
 from rallypoint.agent.failures.failure import WorkerFailure, signal_name
 from rallypoint.agent.health.monitor import HostMonitor, MaintenanceAnnounced

@@ -33,15 +33,6 @@ from rallypoint.timer.client.client import ExpiredTimer
 from rallypoint.timer.worker import wire
 from rallypoint.worker.store import PREFIX
 
-__all__ = [
-    "HostWorkers",
-    "MessageFrames",
-    "TimerLimits",
-    "TimerSocket",
-    "TimerSocketError",
-    "receive_message",
-]
-
 log = get_logger(__name__)
 
 # Connections queued until they are accepted. All workers of a host start at once, data loaders included.

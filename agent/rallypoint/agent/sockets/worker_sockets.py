@@ -12,10 +12,12 @@ from typing import Self
 from rallypoint.agent.config.job import JobConfig
 from rallypoint.agent.sockets.store import StoreSocket, StoreSocketError
 from rallypoint.agent.sockets.tcp_store import HOST, TCPStorePort
-from rallypoint.agent.sockets.timers import HostWorkers, TimerSocket
+from rallypoint.agent.sockets.timer_tables import HostWorkers
+from rallypoint.agent.sockets.timers import TimerSocket
 from rallypoint.agent.sockets.watchdog import HostWatchdog
+from rallypoint.rendezvous.base.entries import Writer
 from rallypoint.rendezvous.client import HeldLease
-from rallypoint.rendezvous.store.client import StoreClient, Writer
+from rallypoint.rendezvous.store.client import StoreClient
 from rallypoint.rpc.channel import open_channel
 from rallypoint.rpc.endpoint import SettingError
 from rallypoint.rpc.replica_client import Where

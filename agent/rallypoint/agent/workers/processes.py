@@ -14,20 +14,6 @@ from typing import Protocol
 from rallypoint.agent.spawner.client import START_TIMEOUT, SWEEP_TIMEOUT, Spawner, WorkerProcess
 from rallypoint.agent.spawner.protocol import KillResult, SpawnError, WorkerExit, WorkerSpec
 
-__all__ = [
-    "DRAIN_TIMEOUT",
-    "STOP_TIMEOUT",
-    "KillResult",
-    "OutputCopy",
-    "SpawnError",
-    "Spawner",
-    "StopReport",
-    "WorkerExit",
-    "WorkerProcess",
-    "WorkerProcesses",
-    "WorkerSpec",
-]
-
 STOP_TIMEOUT = 30.0
 """Seconds from the first stop signal to SIGKILL; torchrun's default. Long enough for a checkpoint; a longer timeout
 delays every restart in which a worker ignores the signal."""

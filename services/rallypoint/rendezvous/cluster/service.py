@@ -19,7 +19,9 @@ from rallypoint.rendezvous.base.errors import NotOwner
 from rallypoint.rendezvous.base.limits import Limits, SharedTotals, on_etcd
 from rallypoint.rendezvous.cluster.lookup import RemoteReader, ReplicatedLocator, list_replicas
 from rallypoint.rendezvous.cluster.replica import OnReady, Replica, Replicas, ignore_ready
-from rallypoint.rendezvous.journal.etcd.journal import CommitPool, EtcdJournal, JournalLocation
+from rallypoint.rendezvous.journal.etcd.journal import EtcdJournal
+from rallypoint.rendezvous.journal.etcd.keys import JournalLocation
+from rallypoint.rendezvous.journal.etcd.pool import CommitPool
 from rallypoint.rendezvous.journal.journal import Recovered
 from rallypoint.rendezvous.shard.reader import ReadOnlyRuns, RunReader
 from rallypoint.rendezvous.shard.shard import LEAST_TERM_AFTER_TAKEOVER, Shard, open_shard

@@ -74,8 +74,6 @@ class ClientSettings:
     lag: LagSettings = field(default_factory=lambda: LagSettings(tolerance=0.25))
 
 
-__all__ = ["ClientSettings", "ExpiredTimer", "NodeTimers", "OnExpired", "OnForgotten"]
-
 log = get_logger(__name__)
 
 # Most actions of one message; the service accepts twice as many.

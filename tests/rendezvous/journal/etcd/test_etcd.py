@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from rallypoint.etcd.session import Session
-from rallypoint.rendezvous.journal.etcd.journal import CommitPool, EtcdJournal, OwnershipLost
-from rallypoint.rendezvous.journal.journal import Entry, JournalError
+from rallypoint.rendezvous.journal.etcd.journal import EtcdJournal
+from rallypoint.rendezvous.journal.etcd.pool import CommitPool
+from rallypoint.rendezvous.journal.journal import Entry, JournalError, OwnershipLost
 from rallypoint.rpc.pace import Pace
 from rendezvous.journal.entries import change, record
 from rendezvous.journal.etcd_shelf import TTL, EtcdShelf, Fate, etcd_shelf

@@ -10,8 +10,8 @@ import pytest
 from rallypoint.etcd.client import EtcdClient
 from rallypoint.etcd.session import Session
 from rallypoint.etcd.values import Txn
-from rallypoint.rendezvous.journal.etcd.journal import OwnedElsewhere, OwnershipLost
-from rallypoint.rendezvous.journal.journal import JournalError
+from rallypoint.rendezvous.journal.etcd.keys import OwnedElsewhere
+from rallypoint.rendezvous.journal.journal import JournalError, OwnershipLost
 from rendezvous.journal.entries import change, record
 from rendezvous.journal.etcd_shelf import TTL, EtcdShelf, Fate, has_fence
 from support.etcd_server import NEEDS_ETCD

@@ -11,9 +11,8 @@ import pytest
 from rallypoint.etcd.client import EtcdClient
 from rallypoint.etcd.session import Session
 from rallypoint.etcd.values import CreateRevision, Get, KeyValue, ModRevision, Put, Txn, TxnResult
-from rallypoint.rendezvous.journal.etcd.journal import CommitPool, OwnershipLost
-from rallypoint.rendezvous.journal.etcd.pool import merged, split
-from rallypoint.rendezvous.journal.journal import JournalError
+from rallypoint.rendezvous.journal.etcd.pool import CommitPool, merged, split
+from rallypoint.rendezvous.journal.journal import JournalError, OwnershipLost
 from rallypoint.rpc.pace import Pace
 from rendezvous.journal.entries import change, record
 from rendezvous.journal.etcd_shelf import TTL, EtcdShelf, Fate, etcd_shelf

@@ -10,8 +10,9 @@ import pytest
 
 from rallypoint.etcd.client import EtcdClient
 from rallypoint.etcd.errors import EtcdRefused
-from rallypoint.rendezvous.journal.etcd.journal import CommitPool, EtcdJournal, OwnershipLost
-from rallypoint.rendezvous.journal.journal import Entry
+from rallypoint.rendezvous.journal.etcd.journal import EtcdJournal
+from rallypoint.rendezvous.journal.etcd.pool import CommitPool
+from rallypoint.rendezvous.journal.journal import Entry, OwnershipLost
 from rendezvous.journal.etcd_shelf import EtcdShelf, Fate, LossyClient
 from rendezvous.journal.model import Model, plain, random_call
 from support.etcd_server import NEEDS_ETCD

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rallypoint.journal.v1.etcd_pb2 import EtcdHead
-from rallypoint.rendezvous.journal.etcd.journal import head_revision
-from rallypoint.rendezvous.journal.etcd.reading import interpret, read_pairs
+from rallypoint.rendezvous.journal.etcd.reading import head_revision, interpret, read_pairs
 from rallypoint.rendezvous.journal.journal import Checkpoint, HighWater, JournalError, Recovered
 from rendezvous.journal.entries import change, checkpoint, record
 from rendezvous.journal.etcd_shelf import EtcdShelf

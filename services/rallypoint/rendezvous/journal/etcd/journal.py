@@ -23,29 +23,11 @@ from rallypoint.rendezvous.journal.etcd.commit import (
     plan,
 )
 from rallypoint.rendezvous.journal.etcd.fence import Fence, unusable
-from rallypoint.rendezvous.journal.etcd.keys import JournalLocation, OwnedElsewhere, Owner
+from rallypoint.rendezvous.journal.etcd.keys import JournalLocation, Owner
 from rallypoint.rendezvous.journal.etcd.pool import CommitPool
-from rallypoint.rendezvous.journal.etcd.reading import (
-    VERSION,
-    SpaceRead,
-    head_revision,
-    read_owned,
-    read_space,
-)
+from rallypoint.rendezvous.journal.etcd.reading import VERSION, read_owned
 from rallypoint.rendezvous.journal.journal import Entry, JournalError, OwnershipLost, Recovered
 from rallypoint.rpc.pace import Pace
-
-__all__ = [
-    "CommitPool",
-    "EtcdJournal",
-    "JournalLocation",
-    "OwnedElsewhere",
-    "Owner",
-    "OwnershipLost",
-    "SpaceRead",
-    "head_revision",
-    "read_space",
-]
 
 # Seconds that closing waits for the commit in flight. After that its callers get an error: the outcome is unknown.
 _FLUSH = 5.0
