@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import logging
 import os
 import re
 import shutil
@@ -199,16 +198,11 @@ def _run(plan: LaunchPlan, log_level: str, log_format: str) -> int:
         raise SettingError(str(error)) from None
     # No loaded object can be freed yet, and searching for garbage takes a tenth of the import time.
     gc.disable()
-    from rallypoint.launcher.launch import launch, print_summary  # noqa: PLC0415
-    from rallypoint.rpc.logs import configure_logs  # noqa: PLC0415
+    from rallypoint.launcher.launch import configure_job_logs, launch, print_summary  # noqa: PLC0415
     from rallypoint.rpc.loop import run as run_loop  # noqa: PLC0415
 
     gc.enable()
-    configure_logs(log_level, log_format)
-    if log_level == "info":
-        # Of the services embedded in this process, users of the agent need only warnings and errors.
-        for service in ("rallypoint.rendezvous", "rallypoint.serving", "rallypoint.timer"):
-            logging.getLogger(service).setLevel(logging.WARNING)
+    configure_job_logs(log_level, log_format)
     result = run_loop(launch(plan, spawner))
     print_summary(result)
     if result.exit_code != 0:

@@ -20,7 +20,6 @@ from rallypoint.launcher.services import (
     own_addresses,
     rendezvous_server,
 )
-from rallypoint.launcher.signals import signalled
 from rallypoint.rendezvous.api.service import SERVICE_NAME
 from rallypoint.rendezvous.core.commands import RunNotFound
 from rallypoint.rendezvous.core.state import Phase
@@ -37,7 +36,7 @@ from rallypoint.rpc.endpoint import (
     parse_endpoint,
 )
 from rallypoint.rpc.logs import get_logger
-from rallypoint.rpc.loop import cancel_all
+from rallypoint.rpc.loop import cancel_all, signalled
 from rallypoint.rpc.text import one_line
 from rallypoint.serving.requests import SENTENCE_BYTES
 

@@ -9,7 +9,7 @@ import math
 import os
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -41,7 +41,6 @@ from rallypoint.launcher.plan import (
     Replicated,
 )
 from rallypoint.launcher.services import calls_to_end, embedded_rendezvous, embedded_timer, listening
-from rallypoint.launcher.signals import run_until_signalled
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
 from rallypoint.rpc.calls import call_any
@@ -55,6 +54,7 @@ from rallypoint.rpc.endpoint import (
 )
 from rallypoint.rpc.errors import ServiceError
 from rallypoint.rpc.logs import configure_logs, get_logger, logs_are_json
+from rallypoint.rpc.loop import handling_signals
 from rallypoint.rpc.loop import run as run_loop
 from rallypoint.rpc.replica_client import ReplicaClient
 from rallypoint.rpc.runtime_folder import new_run_socket
@@ -103,6 +103,27 @@ _log = get_logger("rallypoint.run")
 # Seconds after which nodes give up on a lost service inside another host's agent. An agent that its orchestrator
 # restarts is back within this time; if the job is lost, a longer time keeps its workers waiting for one another.
 _LOST_TIMEOUT = 60.0
+
+
+_USERS = (signal.SIGUSR1, signal.SIGUSR2)
+
+
+async def run_until_signalled(job: Job, signals: Sequence[int]) -> JobResult:
+    """Run a job to its end; a first signal makes it leave its run, a second one leave at once.
+
+    SIGUSR1 and SIGUSR2 are passed to the workers, unless they are among `signals`.
+
+    Args:
+        job: Not started yet.
+        signals: The signals to handle, until this returns. Empty: the caller handles signals.
+    """
+
+    def leave(number: signal.Signals) -> None:
+        job.request_stop(f"got {number.name}", number)
+
+    passed_on = [number for number in _USERS if signals and number not in signals]
+    with handling_signals(signals, leave), handling_signals(passed_on, job.pass_on):
+        return await job.run()
 
 
 async def launch(
@@ -177,7 +198,7 @@ async def _rendezvous(plan: LaunchPlan, conf: RendezvousConf, stack: AsyncExitSt
             )
         )
         return _LaunchedRendezvous(replica.peer, own, host=replica)
-    _check_endpoints("--rdzv-endpoint", service.endpoint)
+    _check_endpoint("--rdzv-endpoint", service.endpoint, parse_endpoints)
     if isinstance(service, ExternalService):
         return _LaunchedRendezvous(Peer(service.endpoint, plan.security), await address(service.endpoint))
     from rallypoint.launcher.embedded_service import rendezvous_at  # noqa: PLC0415
@@ -195,9 +216,10 @@ async def _rendezvous(plan: LaunchPlan, conf: RendezvousConf, stack: AsyncExitSt
 async def _config(
     plan: LaunchPlan, conf: RendezvousConf, launched: _LaunchedRendezvous, stack: AsyncExitStack
 ) -> JobConfig:
-    _check_endpoint("--timer-endpoint", plan.timer_endpoint)
-    timer = Peer(plan.timer_endpoint, plan.security)
-    if not plan.timer_endpoint:
+    if plan.timer_endpoint:
+        _check_endpoint("--timer-endpoint", plan.timer_endpoint, parse_endpoint)
+        timer = Peer(plan.timer_endpoint, plan.security)
+    else:
         timer = Peer(await stack.enter_async_context(embedded_timer(plan.run_id)))
     config = JobConfig(
         run_id=plan.run_id,
@@ -259,17 +281,9 @@ async def _with_metrics(address: str, config: JobConfig, stack: AsyncExitStack) 
     return dataclasses.replace(config, event_sinks=(*config.event_sinks, sink))
 
 
-def _check_endpoints(flag: str, endpoints: str) -> None:
+def _check_endpoint(flag: str, endpoint: str, parse: Callable[[str], object]) -> None:
     try:
-        parse_endpoints(endpoints)
-    except EndpointError as error:
-        raise SettingError(f"{flag}: {error}") from None
-
-
-def _check_endpoint(flag: str, endpoint: str) -> None:
-    try:
-        if endpoint:
-            parse_endpoint(endpoint)
+        parse(endpoint)
     except EndpointError as error:
         raise SettingError(f"{flag}: {error}") from None
 
@@ -335,17 +349,22 @@ def print_summary(result: JobResult) -> None:
         _log.error(event, detail=result.detail)
 
 
+def configure_job_logs(level: str, format: str) -> None:
+    """Configure the log of a process that runs a job; see `configure_logs`."""
+    configure_logs(level, format)
+    if level == "info":
+        # Of the services embedded in this process, users of the agent need only warnings and errors.
+        for service in ("rallypoint.rendezvous", "rallypoint.serving", "rallypoint.timer"):
+            logging.getLogger(service).setLevel(logging.WARNING)
+
+
 def run_requested_job(request: LaunchRequest, spawner: Spawner) -> LaunchOutcome:
     """Run the job to its end, and close the spawner.
 
     Raises:
         SettingError: The job can't be started as requested; one line.
     """
-    configure_logs(request.log_level, "human")
-    if request.log_level == "info":
-        # Of the services embedded in this process, users need only warnings and errors.
-        for service in ("rallypoint.rendezvous", "rallypoint.serving", "rallypoint.timer"):
-            logging.getLogger(service).setLevel(logging.WARNING)
+    configure_job_logs(request.log_level, "human")
     jobs: list[Job] = []
     result = run_loop(launch(request.plan, spawner, jobs.append))
     return LaunchOutcome(

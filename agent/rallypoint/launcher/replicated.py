@@ -264,7 +264,7 @@ async def replicated_rendezvous(
         await server.start()
         stack.push_async_callback(server.stop)
         following = asyncio.create_task(locator.follow(client))
-        stack.push_async_callback(_cancel, following)
+        stack.push_async_callback(cancel_all, [following])
         replica = OwnReplica(etcd, run_id, address, security, Peer(endpoint, security), access=access)
         replica.begin(client)
         stack.push_async_callback(replica.end)
@@ -313,8 +313,3 @@ def _warn(error: Exception) -> None:
 def _fail(failed: asyncio.Future[None], error: BaseException) -> None:
     if not failed.done():
         failed.set_exception(error)
-
-
-async def _cancel(task: asyncio.Task[None]) -> None:
-    task.cancel()
-    await asyncio.wait({task})

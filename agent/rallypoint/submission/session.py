@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from rallypoint.rpc.calls import call_any
 from rallypoint.rpc.channel import open_channel
 from rallypoint.rpc.endpoint import ClientSecurity
 from rallypoint.rpc.errors import ServiceError
-from rallypoint.rpc.loop import cancel_all
+from rallypoint.rpc.loop import cancel_all, handling_signals
 from rallypoint.rpc.replica_client import ReplicaClient
 from rallypoint.submission.following import Followed, RemoteAgent, labels
 from rallypoint.submission.launching import launch_everywhere
@@ -124,7 +124,7 @@ class SubmissionSession:
             for endpoint, label in zip(endpoints, labels(endpoints), strict=True):
                 channel = await stack.enter_async_context(open_channel(endpoint, self._submission.security))
                 self._agents.append(RemoteAgent(endpoint, label, pb_grpc.SupervisorServiceStub(channel)))
-            stack.enter_context(self._handling_signals())
+            stack.enter_context(handling_signals(_SIGNALS, self._received))
             launches = await self._launch()
             if launches is None:
                 return 128 + self._signals[0]
@@ -273,17 +273,6 @@ class SubmissionSession:
         if not run.HasField("run_end"):
             return None
         return run.run_end.outcome == rendezvous_pb.OUTCOME_SUCCEEDED
-
-    @contextmanager
-    def _handling_signals(self) -> Iterator[None]:
-        loop = asyncio.get_running_loop()
-        nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-        with ExitStack() as stack:
-            for number in _SIGNALS:
-                if number != signal.SIGHUP or not nohup:
-                    loop.add_signal_handler(number, self._received, number)
-                    stack.callback(loop.remove_signal_handler, number)
-            yield
 
     def _received(self, number: signal.Signals) -> None:
         now = asyncio.get_running_loop().time()

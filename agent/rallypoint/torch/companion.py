@@ -44,6 +44,7 @@ from base64 import b64decode, b64encode
 from collections.abc import Mapping
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -59,11 +60,10 @@ from rallypoint.agent.sockets.tcp_store import TCPStorePort
 from rallypoint.agent.sockets.worker_sockets import roomy_folder
 from rallypoint.agent.spawner.spawner import PR_SET_PDEATHSIG, prctl
 from rallypoint.launcher.backends import split_conf
-from rallypoint.rendezvous.base.entries import Writer
 from rallypoint.rendezvous.client import RendezvousUnreachable
 from rallypoint.rendezvous.core.state import FailureKind, Phase, RunSettings
 from rallypoint.rendezvous.state.client import FencedStateClient
-from rallypoint.rendezvous.store.client import StoreClient
+from rallypoint.rendezvous.store.client import StoreClient, Writer
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
 from rallypoint.rpc.calls import RetryingCalls
@@ -113,11 +113,16 @@ class _LastFailure:
 _Queued: TypeAlias = core.Event | _HandlerRequest | _HandlerGone | _LastFailure | BaseException
 
 
+def _send(writer: asyncio.StreamWriter, kind: str, **fields: object) -> None:
+    """Send a message to the handler."""
+    writer.write(json.dumps({"is": kind, **fields}).encode() + b"\n")
+
+
 class _Companion:
     """The node of one torchrun, from its start to its end."""
 
     def __init__(self, writer: asyncio.StreamWriter) -> None:
-        self._writer = writer
+        self._send = partial(_send, writer)
         self._events: asyncio.Queue[_Queued] = asyncio.Queue()
         self._background = Background(self._events.put_nowait)
         self._state = core.AgentState()
@@ -179,9 +184,6 @@ class _Companion:
         while line := await _next_line(reader):
             self._events.put_nowait(_HandlerRequest(json.loads(line)))
         self._events.put_nowait(_HandlerGone())
-
-    def _send(self, kind: str, **fields: object) -> None:
-        self._writer.write(json.dumps({"is": kind, **fields}).encode() + b"\n")
 
     async def _take(self, event: _Queued) -> bool:
         """Handle an event; return True at the end."""
@@ -387,10 +389,7 @@ async def _serve_state(
     start: Mapping[str, Any], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
 ) -> None:
     """Reply to calls, one after the other: with `state` and `token` in base64, or with `ended` if a call failed."""
-
-    def send(kind: str, **fields: object) -> None:
-        writer.write(json.dumps({"is": kind, **fields}).encode() + b"\n")
-
+    send = partial(_send, writer)
     given: dict[str, str] = dict(start["conf"])
     try:
         security = security_of(given)
@@ -437,7 +436,7 @@ class _StoreNode:
     """
 
     def __init__(self, writer: asyncio.StreamWriter) -> None:
-        self._writer = writer
+        self._send = partial(_send, writer)
         self._events: asyncio.Queue[core.Event | BaseException | None] = asyncio.Queue()
         self._background = Background(self._events.put_nowait)
         self._confirmed = 0
@@ -492,9 +491,6 @@ class _StoreNode:
     async def _until_closed(self, reader: asyncio.StreamReader) -> None:
         await _next_line(reader)
         self._events.put_nowait(None)
-
-    def _send(self, kind: str, **fields: object) -> None:
-        self._writer.write(json.dumps({"is": kind, **fields}).encode() + b"\n")
 
 
 # ---- The process.

@@ -1,11 +1,12 @@
-"""The event loop of every process that uses gRPC, notifications on it, and a clock that advances while the machine is
-suspended."""
+"""The event loop of every process that uses gRPC, signals and notifications on it, and a clock that advances while the
+machine is suspended."""
 
 from __future__ import annotations
 
 import asyncio
+import signal
 import time
-from collections.abc import Callable, Coroutine, Iterable, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -45,6 +46,31 @@ async def cancel_all(tasks: Iterable[asyncio.Future[Any]]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@contextmanager
+def handling_signals(signals: Sequence[int], take: Callable[[signal.Signals], None]) -> Iterator[None]:
+    """Call `take` with each received signal, as long as the context lasts."""
+    loop = asyncio.get_running_loop()
+    # Under nohup, a closed terminal must not stop the job. (SIGINT, which a shell ignores for background programs, is
+    # handled nevertheless: it is sent to an agent on purpose.)
+    nohup = signal.SIGHUP in signals and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    numbers = [signal.Signals(number) for number in signals if number != signal.SIGHUP or not nohup]
+    for number in numbers:
+        loop.add_signal_handler(number, take, number)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            loop.remove_signal_handler(number)
+
+
+@contextmanager
+def signalled(signals: Sequence[int]) -> Iterator[asyncio.Queue[signal.Signals]]:
+    """Yield a queue of received signals, as long as the context lasts."""
+    received: asyncio.Queue[signal.Signals] = asyncio.Queue()
+    with handling_signals(signals, received.put_nowait):
+        yield received
 
 
 class Notifier:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
 
 def clip(text: str, most_bytes: int, mark: str = "") -> str:
     """Return the beginning of a text: whole characters, in at most `most_bytes` bytes of UTF-8.
@@ -39,3 +44,11 @@ def whole_number(text: str, least: int, most: int) -> int | None:
     """Return the decimal number in a text; None if it is none from `least` to `most`. `int` refuses 5,000 digits."""
     number = int(text) if text.isascii() and text.isdigit() and len(text) <= 19 else -1
     return number if 0 <= least <= number <= most else None
+
+
+def text_in(path: Path) -> str:
+    """Return the text of a file, without the white space around it; "" if it can't be read."""
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""

@@ -18,7 +18,7 @@ import grpc
 from rallypoint.rpc.errors import ServiceError
 
 Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
-"""What a servicer gets with a request: the connection, the deadline, the metadata."""
+"""The context of a request: its connection, deadline and metadata."""
 
 
 @dataclass(frozen=True, slots=True)

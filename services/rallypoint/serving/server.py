@@ -12,8 +12,8 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
@@ -39,6 +39,7 @@ from rallypoint.rpc.endpoint import (
 )
 from rallypoint.rpc.errors import ServiceError
 from rallypoint.rpc.logs import get_logger, leave_out_ends_of_streams
+from rallypoint.rpc.loop import signalled
 from rallypoint.rpc.tls import server_credentials, transport
 from rallypoint.server.v1.server_service_pb2 import ServerLimits
 from rallypoint.server.v1.server_service_pb2_grpc import add_ServerServiceServicer_to_server
@@ -363,7 +364,7 @@ class Server:
         Raises:
             ServiceStartError: see `start`.
         """
-        with _signals() as received:
+        with signalled((signal.SIGTERM, signal.SIGINT)) as received:
             if self._server is None:
                 await self.start()
             if after_start is not None:
@@ -591,21 +592,6 @@ async def _call_on_drain(on_drain: Callable[[], Awaitable[None]]) -> None:
         await on_drain()
     except Exception:
         log.exception("a service failed to drain")
-
-
-@contextmanager
-def _signals() -> Iterator[asyncio.Queue[signal.Signals]]:
-    """Receive SIGTERM and SIGINT while the context lasts."""
-    loop = asyncio.get_running_loop()
-    received: asyncio.Queue[signal.Signals] = asyncio.Queue()
-    handled = (signal.SIGTERM, signal.SIGINT)
-    for each in handled:
-        loop.add_signal_handler(each, received.put_nowait, each)
-    try:
-        yield received
-    finally:
-        for each in handled:
-            loop.remove_signal_handler(each)
 
 
 async def _first(received: asyncio.Queue[signal.Signals], other: asyncio.Task[None]) -> str | None:

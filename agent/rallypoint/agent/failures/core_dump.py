@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rallypoint.agent.spawner.protocol import WorkerExit
+from rallypoint.rpc.text import text_in
 
 _PATTERN = Path("/proc/sys/kernel/core_pattern")
 _ADDS_PID = Path("/proc/sys/kernel/core_uses_pid")
@@ -58,14 +59,14 @@ def find_core_dump(
     """
     if exit_.signal not in _DUMPING:
         return None
-    pattern = _read(_PATTERN)
+    pattern = text_in(_PATTERN)
     limit = rlimits["core"][0] if "core" in rlimits else resource.getrlimit(resource.RLIMIT_CORE)[0]
     return judge(
         pattern,
         exit_,
         cwd=cwd,
         limit=limit,
-        adds_pid=_read(_ADDS_PID) == "1",
+        adds_pid=text_in(_ADDS_PID) == "1",
         newest=lambda wildcard: _newest(wildcard, started),
     )
 
@@ -128,10 +129,3 @@ def _newest(wildcard: str, since: float) -> str:
             continue
     # One second of tolerance: the time of a file may come from a coarser clock.
     return max((each for each in found if each[0] >= since - 1.0), default=(0.0, ""))[1]
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""

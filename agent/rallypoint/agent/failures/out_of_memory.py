@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rallypoint.agent.spawner.protocol import WorkerExit
+from rallypoint.rpc.text import text_in
 
 # ---- The kernel log's records about the OOM killer.
 
@@ -188,18 +189,12 @@ def _read_old(folder: Path, name: str) -> MemoryGroup | None:
 
 
 def _counts(path: Path) -> dict[str, int]:
-    try:
-        pairs = [line.split() for line in path.read_text().splitlines()]
-    except OSError:
-        return {}
+    pairs = [line.split() for line in text_in(path).splitlines()]
     return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and pair[1].isdecimal()}
 
 
 def _number(path: Path) -> int | None:
-    try:
-        text = path.read_text().strip()
-    except OSError:
-        return None
+    text = text_in(path)
     return int(text) if text.isdecimal() else None
 
 

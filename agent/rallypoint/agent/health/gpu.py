@@ -9,6 +9,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from rallypoint.rpc.text import text_in
+
 # ---- NVML, NVIDIA's library for information about GPUs: its Python binding, and sessions with the driver.
 
 
@@ -143,7 +145,9 @@ def count_xpus(environment: Mapping[str, str], root: Path = Path("/")) -> int:
         environment: Of the workers; ZE_AFFINITY_MASK may hide some.
         root: Folder with /sys.
     """
-    nodes = [node for node in root.glob("sys/class/drm/renderD*") if _text(node / "device/vendor") == _INTEL]
+    nodes = [
+        node for node in root.glob("sys/class/drm/renderD*") if text_in(node / "device/vendor") == _INTEL
+    ]
     return _visible(environment.get("ZE_AFFINITY_MASK"), len(nodes))
 
 
@@ -162,7 +166,7 @@ def _count_by_nvml() -> int | None:
 
 def _count_amd(root: Path) -> int:
     """Number of GPUs by AMD's driver: its list also has processors, which have no SIMD unit."""
-    properties = (_text(node / "properties") for node in root.glob("sys/class/kfd/kfd/topology/nodes/*"))
+    properties = (text_in(node / "properties") for node in root.glob("sys/class/kfd/kfd/topology/nodes/*"))
     return sum(1 for text in properties if re.search(r"^simd_count [1-9]", text, re.MULTILINE))
 
 
@@ -183,10 +187,3 @@ def _visible(text: str | None, installed: int) -> int:
         seen.add(name)
     most = 1 if text.startswith("MIG-") else installed
     return min(len(seen), most)
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""

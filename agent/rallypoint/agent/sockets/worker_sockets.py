@@ -15,9 +15,8 @@ from rallypoint.agent.sockets.tcp_store import HOST, TCPStorePort
 from rallypoint.agent.sockets.timer_tables import HostWorkers
 from rallypoint.agent.sockets.timers import TimerSocket
 from rallypoint.agent.sockets.watchdog import HostWatchdog
-from rallypoint.rendezvous.base.entries import Writer
 from rallypoint.rendezvous.client import HeldLease
-from rallypoint.rendezvous.store.client import StoreClient
+from rallypoint.rendezvous.store.client import StoreClient, Writer
 from rallypoint.rpc.channel import open_channel
 from rallypoint.rpc.endpoint import SettingError
 from rallypoint.rpc.replica_client import Where

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Literal, TypeAlias, get_args
 
 from rallypoint.agent.spawner.protocol import ranges
+from rallypoint.rpc.text import text_in
 
 Binding: TypeAlias = Literal["node", "socket", "exclusive", "core-complex"]
 BINDINGS: tuple[Binding, ...] = get_args(Binding)
@@ -153,9 +154,9 @@ def read_topology(environment: Mapping[str, str], root: Path = Path("/")) -> Top
         NumaError: CUDA_VISIBLE_DEVICES names a GPU that this host does not have.
     """
     system = root / "sys/devices/system"
-    online = parse_ranges(_text(system / "cpu/online"))
+    online = parse_ranges(text_in(system / "cpu/online"))
     nodes = {
-        int(folder.name.removeprefix("node")): parse_ranges(_text(folder / "cpulist"))
+        int(folder.name.removeprefix("node")): parse_ranges(text_in(folder / "cpulist"))
         for folder in system.glob("node/node[0-9]*")
     }
     if not any(nodes.values()):  # a kernel without NUMA
@@ -168,7 +169,7 @@ def read_topology(environment: Mapping[str, str], root: Path = Path("/")) -> Top
         nodes=nodes,
         packages={cpu: _number(folders[cpu] / "topology/physical_package_id") for cpu in cpus},
         cores={
-            cpu: parse_ranges(_text(folders[cpu] / "topology/thread_siblings_list")) or alone[cpu]
+            cpu: parse_ranges(text_in(folders[cpu] / "topology/thread_siblings_list")) or alone[cpu]
             for cpu in cpus
         },
         # Virtual machines often show no caches.
@@ -191,8 +192,8 @@ def _sharing_largest_cache(folder: Path) -> Cpus:
     best, sharing = -1, frozenset[int]()
     for cache in folder.glob("cache/index[0-9]*"):
         level = _number(cache / "level")
-        if _text(cache / "type").strip() in ("Unified", "Data") and level > best:
-            best, sharing = level, parse_ranges(_text(cache / "shared_cpu_list"))
+        if text_in(cache / "type") in ("Unified", "Data") and level > best:
+            best, sharing = level, parse_ranges(text_in(cache / "shared_cpu_list"))
     return sharing
 
 
@@ -217,7 +218,7 @@ def _find_gpu(name: str, installed: list[Path]) -> Path:
     if name.isdecimal() and int(name) < len(installed):
         return installed[int(name)]
     for folder in installed:
-        for line in _text(folder / "information").splitlines():
+        for line in text_in(folder / "information").splitlines():
             key, _, value = line.partition(":")
             if key.strip() == "GPU UUID" and not name.isdecimal() and value.strip().startswith(name):
                 return folder
@@ -227,15 +228,8 @@ def _find_gpu(name: str, installed: list[Path]) -> Path:
     )
 
 
-def _text(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""
-
-
 def _number(path: Path) -> int:
     try:
-        return int(_text(path))
+        return int(text_in(path))
     except ValueError:
         return 0

@@ -5,6 +5,8 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
+from rallypoint.rpc.text import text_in
+
 # All signals that a program can block through its C library. The library reserves the lowest two or three real-time
 # signals for itself; it blocks those too, with all others, while it forks or makes a thread.
 _BLOCKABLE = sum(
@@ -59,8 +61,5 @@ def _blocks(thread: Path, bit: int) -> bool:
 
 
 def _status(folder: Path) -> dict[str, str]:
-    try:
-        lines = folder.joinpath("status").read_text().splitlines()
-    except OSError:
-        return {}
+    lines = text_in(folder / "status").splitlines()
     return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}

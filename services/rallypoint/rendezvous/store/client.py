@@ -25,6 +25,8 @@ from rallypoint.rpc.durations import set_seconds
 from rallypoint.rpc.pace import Pace
 from rallypoint.rpc.replica_client import Where, replica_client
 
+__all__ = ["StoreClient", "Writer"]
+
 # Seconds; long enough to restart a service by hand, and the default of torch's stores.
 DEFAULT_TIMEOUT = 300.0
 # Seconds between the end of a wait and the end of its call: time for the service to name the missing keys.
