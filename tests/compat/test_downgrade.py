@@ -15,7 +15,7 @@ from compat.golden_journal import RUN, Served, differences
 from house.source import ROOT
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1 import store_service_pb2 as store_pb
-from rallypoint.rpc.errors import decode
+from support.refusals import refusal
 from support.waiting import PATIENCE
 
 AGAIN_FAILED = "failed twice"
@@ -150,9 +150,7 @@ async def test_a_reopened_run_goes_on_at_the_release_and_back(tmp_path: Path, re
         assert (update.assignment.round, update.restart_count) == (round_, 0)
         assert _differences(before, await service.contents()) == []
         assert await running.add(round_) == 2
-        with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await Node(service, AGAIN_FAILED).join()
-        assert decode(refused.value).reason == "RUN_CLOSED"
+        assert (await refusal(Node(service, AGAIN_FAILED).join())).reason == "RUN_CLOSED"
         await running.succeed(round_)
         found = await service.contents()
 

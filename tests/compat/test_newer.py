@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import grpc
-import pytest
 from google.protobuf.message import Message
 
 from compat import golden_journal, release
@@ -22,7 +21,7 @@ from rallypoint.rendezvous.journal.sqlite import SqliteJournal
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1 import store_service_pb2 as store_pb
 from rallypoint.rpc.channel import open_channel
-from rallypoint.rpc.errors import decode
+from support.refusals import refusal
 from support.waiting import PATIENCE
 
 UNKNOWN = b"\x82\x7d\x03new"
@@ -74,9 +73,7 @@ async def test_a_service_refuses_a_choice_that_it_does_not_know(tmp_path: Path) 
     async with golden_journal.served(MemoryJournal(), f"unix:{tmp_path}/socket") as service:
         stream = service.runs.Join(timeout=PATIENCE)
         await stream.write(pb.JoinRequest(join=join(rank_policy=99)))
-        with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await stream.read()
-        error = decode(refused.value)
+        error = await refusal(stream.read())
         assert (error.reason, [field for field, _ in error.field_violations]) == (
             "INVALID_ARGUMENT",
             ["settings.rank_policy"],

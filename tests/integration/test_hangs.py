@@ -11,17 +11,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import grpc
 import pytest
 
 from integration.scene import RUN, Scene, scene
 from programs import Deaths
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rpc.channel import open_channel
-from rallypoint.rpc.errors import decode
 from rallypoint.timer.v1 import timer_service_pb2 as timer_pb
 from rallypoint.timer.v1 import timer_service_pb2_grpc as timer_grpc
 from support.marks import slow
+from support.refusals import refusal
 from support.waiting import PATIENCE
 
 pytestmark = pytest.mark.integration
@@ -189,9 +188,9 @@ async def test_a_stranger_sets_no_timer_of_a_worker(tmp_path: Path, monkeypatch:
                 request.lease = lease or 0
                 if lease is None:
                     request.ClearField("lease")
-                with pytest.raises(grpc.aio.AioRpcError) as error:
-                    await stub.AcquireTimer(request, timeout=PATIENCE)
-                assert decode(error.value).reason == "LEASE_NOT_PROVEN"
+                assert (
+                    await refusal(stub.AcquireTimer(request, timeout=PATIENCE))
+                ).reason == "LEASE_NOT_PROVEN"
         job = await stage.cluster.get_job("a")
         assert said["pid"] in {worker.pid for worker in job.workers}
         run = await stage.cluster.get_run(RUN)

@@ -15,6 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-un
 from cli.cli_process import RALLYPOINT, clean_environment
 from rallypoint.rpc.channel import open_channel
 from support.mortal import mortal
+from support.refusals import refusal
 
 # gRPC's own patience, which our keep-alive is to be shorter than: 60 s beside the 10 s until it asks.
 TOO_LATE = 50.0
@@ -43,6 +44,4 @@ async def test_a_stream_to_a_paused_server_ends(server: tuple[subprocess.Popen[s
         stream = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
         await stream.read()
         process.send_signal(signal.SIGSTOP)
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await asyncio.wait_for(stream.read(), TOO_LATE)
-    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert (await refusal(asyncio.wait_for(stream.read(), TOO_LATE))).code is grpc.StatusCode.UNAVAILABLE

@@ -37,6 +37,7 @@ from serving.conftest import make_certificates
 from support.etcd_server import EtcdCluster
 from support.log_events import log_events
 from support.ports import free_port
+from support.refusals import refusal
 from support.server_info import info_at
 from support.waiting import PATIENCE
 
@@ -92,9 +93,7 @@ class Member:
 
     async def sent_to(self) -> str:
         """Where it is told to go on, when the run goes elsewhere."""
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await asyncio.wait_for(self.reading, PATIENCE)
-        error = decode(caught.value)
+        error = await refusal(asyncio.wait_for(self.reading, PATIENCE))
         assert error.reason == "NOT_OWNER"
         return error.metadata["owner_address"]
 
@@ -405,9 +404,9 @@ async def assert_refused(endpoint: str, security: ClientSecurity) -> None:
     """Fail if a client gets an answer there."""
     async with open_channel(endpoint, security) as channel:
         stub = pb_grpc.RendezvousServiceStub(channel)
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await stub.GetRun(pb.GetRunRequest(run_id=RUN), timeout=PATIENCE)
-    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert (
+            await refusal(stub.GetRun(pb.GetRunRequest(run_id=RUN), timeout=PATIENCE))
+        ).code is grpc.StatusCode.UNAVAILABLE
 
 
 async def test_serving_with_tls_needs_a_certificate(place: EtcdAddress) -> None:

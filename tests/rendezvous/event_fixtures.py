@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
 
 import grpc
 import grpc.aio
-import pytest
 
 from rallypoint.rendezvous.api.errors import translate
 from rallypoint.rendezvous.api.servicer import RendezvousServicer
@@ -133,13 +132,6 @@ async def serving_events() -> AsyncIterator[Served]:
         served = Served(stage, server, servicer)
         yield served
         await served.close()
-
-
-async def refused(call: Awaitable[object]) -> ServiceError:
-    """The error that a call ends with."""
-    with pytest.raises(grpc.aio.AioRpcError) as error:
-        await call
-    return decode(error.value)
 
 
 def kinds(events: list[pb.Event]) -> list[str]:

@@ -15,10 +15,9 @@ from google.protobuf.duration_pb2 import Duration
 from rallypoint.rendezvous import client
 from rallypoint.rendezvous.api.errors import translate
 from rallypoint.rendezvous.api.service import SERVICE_NAME, rendezvous_services
-from rallypoint.rendezvous.base.entries import Writer
 from rallypoint.rendezvous.client import Admitted, Event, Membership, RendezvousUnreachable
 from rallypoint.rendezvous.journal.sqlite import SqliteJournal
-from rallypoint.rendezvous.store.client import StoreClient
+from rallypoint.rendezvous.store.client import StoreClient, Writer
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
 from rallypoint.rpc import replica_client

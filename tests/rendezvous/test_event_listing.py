@@ -18,7 +18,8 @@ from rallypoint.rendezvous.journal.journal import Record
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rpc.errors import ServiceError
 from rendezvous.engine_fixtures import RUN
-from rendezvous.event_fixtures import BEGINNING, Served, kinds, refused, revisions, serving_events
+from rendezvous.event_fixtures import BEGINNING, Served, kinds, revisions, serving_events
+from support.refusals import refusal
 from support.waiting import PATIENCE
 
 Code = grpc.StatusCode
@@ -108,7 +109,7 @@ async def test_a_bad_request_for_a_page_names_its_field(
 ) -> None:
     """INVALID_ARGUMENT, with a BadRequest."""
     request = pb.ListEventsRequest(**{"run_id": RUN, **request_})
-    error = await refused(served.stub().ListEvents(request, timeout=PATIENCE))
+    error = await refusal(served.stub().ListEvents(request, timeout=PATIENCE))
     assert (error.code, [each for each, _ in error.field_violations]) == (Code.INVALID_ARGUMENT, [field])
 
 
@@ -121,7 +122,7 @@ async def test_a_page_that_is_gone_is_told(served: Served) -> None:
         pb.ListEventsRequest(run_id=RUN, page_token=token),
         pb.ListEventsRequest(run_id=RUN, page_token=down, newest_first=True),
     ):
-        error = await refused(served.stub().ListEvents(request, timeout=PATIENCE))
+        error = await refusal(served.stub().ListEvents(request, timeout=PATIENCE))
         assert (error.code, error.reason) == (Code.OUT_OF_RANGE, "EVENTS_COMPACTED")
         assert error.metadata == {"run_id": RUN, "oldest_revision": str(served.latest() - 199)}
     response = await served.list()
@@ -135,7 +136,7 @@ async def test_a_run_that_is_not_there_has_no_events(served: Served, method: str
 
     async def ask(run_id: str) -> ServiceError:
         call: Any = getattr(stub, method)(getattr(pb, f"{method}Request")(run_id=run_id), timeout=PATIENCE)
-        return await refused(call if method == "ListEvents" else call.read())
+        return await refusal(call if method == "ListEvents" else call.read())
 
     assert (await ask("nowhere")).reason == "RUN_NOT_FOUND"
     served.stage.journal.hold()

@@ -14,6 +14,7 @@ import pytest
 from rallypoint.rpc.channel import CLIENT_ARGUMENTS, open_channel
 from rallypoint.rpc.endpoint import EndpointError, ServerOptions
 from rallypoint.serving.server import SERVER_ARGUMENTS
+from support.refusals import refusal
 from support.waiting import PATIENCE
 
 Start = Callable[..., Any]
@@ -75,9 +76,7 @@ async def test_a_restarted_server_is_found_again(serve: Start, connect: Start) -
     call = connect(server).unary_unary(METHOD)
     assert await call(b"one", timeout=PATIENCE) == b"one"
     await server.stop()
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await call(b"two", timeout=PATIENCE)
-    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert (await refusal(call(b"two", timeout=PATIENCE))).code is grpc.StatusCode.UNAVAILABLE
     port = int(server.address.rpartition(":")[2])
     await serve(HANDLERS, options=dataclasses.replace(ServerOptions(), port=port))
     assert await call(b"three", timeout=PATIENCE, wait_for_ready=True) == b"three"
@@ -96,9 +95,7 @@ async def test_a_goodbye_instead_of_a_welcome_ends_the_call() -> None:
     host, port = listener.sockets[0].getsockname()
     async with listener, open_channel(f"{host}:{port}") as channel:
         call: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(METHOD)
-        with pytest.raises(grpc.aio.AioRpcError) as ended:
-            await call(b"", timeout=20)
-        assert ended.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert (await refusal(call(b"", timeout=20))).code is grpc.StatusCode.UNAVAILABLE
 
 
 async def test_two_channels_share_no_connection(serve: Start, connect: Start) -> None:
@@ -120,9 +117,9 @@ async def test_a_message_past_the_limit_is_refused_as_such(serve: Start, connect
     server = await serve({**HANDLERS, "Much": grpc.unary_unary_rpc_method_handler(much)})
     channel = connect(server)
     for method, request in ((METHOD, bytes(5 * 1024 * 1024)), ("/tiny.v1.TinyService/Much", b"")):
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await channel.unary_unary(method)(request, timeout=PATIENCE)
-        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert (
+            await refusal(channel.unary_unary(method)(request, timeout=PATIENCE))
+        ).code is grpc.StatusCode.RESOURCE_EXHAUSTED
     nearly = bytes(4 * 1024 * 1024 - 1024)
     assert await channel.unary_unary(METHOD)(nearly, timeout=PATIENCE) == nearly
 

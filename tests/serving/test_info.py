@@ -18,12 +18,12 @@ import pytest
 from house.source import ROOT
 from rallypoint.rpc.durations import to_seconds
 from rallypoint.rpc.endpoint import AccessFiles, ServerOptions
-from rallypoint.rpc.errors import decode
 from rallypoint.server.v1 import server_service_pb2 as pb
 from rallypoint.serving.info import PROTOCOL_VERSION, SERVICE_NAME, VERSION, Capability, limits_of
 from rallypoint.serving.server import Registration, Server
 from serving.conftest import SERVICE, tiny
 from support.log_events import log_events
+from support.refusals import refusal
 from support.server_info import info_at, server_info
 
 Start = Callable[..., Awaitable[Server]]
@@ -116,9 +116,7 @@ async def test_the_rate_in_the_description_is_enforced(serve: Start, connect: Co
     burst = (await server_info(channel)).limits.calls.request_burst
     for _ in range(burst - 1):
         await server_info(channel)
-    with pytest.raises(grpc.aio.AioRpcError) as refused:
-        await server_info(channel)
-    assert decode(refused.value).reason == "TOO_MANY_REQUESTS"
+    assert (await refusal(server_info(channel))).reason == "TOO_MANY_REQUESTS"
 
 
 def test_a_field_of_limits_has_a_value_or_is_an_error() -> None:

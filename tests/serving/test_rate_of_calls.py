@@ -16,6 +16,7 @@ from rallypoint.rpc.errors import ServiceError, decode
 from rallypoint.serving.flow import Rate, Turns
 from rallypoint.serving.interceptor import CallInterceptor
 from rallypoint.serving.server import Registration, Server
+from support.refusals import refusal
 from support.waiting import PATIENCE
 
 SERVICE = "tiny.v1.TinyService"
@@ -56,13 +57,6 @@ async def echo_each(requests: AsyncIterator[bytes], context: Any) -> AsyncIterat
     """Answers each message with itself."""
     async for request in requests:
         yield request
-
-
-async def refusal(awaitable: Any) -> ServiceError:
-    """The error that a call ends with."""
-    with pytest.raises(grpc.aio.AioRpcError) as failed:
-        await awaitable
-    return decode(failed.value)
 
 
 async def test_calls_past_the_rate_are_refused_until_it_is_time() -> None:

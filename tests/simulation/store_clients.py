@@ -11,9 +11,8 @@ import random
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from rallypoint.rendezvous.base.entries import Writer
 from rallypoint.rendezvous.state.client import FencedStateClient
-from rallypoint.rendezvous.store.client import StoreClient
+from rallypoint.rendezvous.store.client import StoreClient, Writer
 from rallypoint.rpc.errors import ServiceError
 from rallypoint.rpc.pace import Pace
 from simulation.clockwork import Process

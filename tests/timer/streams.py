@@ -5,10 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import grpc
-import pytest
 
 from rallypoint.rpc.durations import to_duration
-from rallypoint.rpc.errors import ServiceError, decode
 from rallypoint.timer.v1 import timer_service_pb2 as pb
 
 from .conftest import Service
@@ -64,9 +62,3 @@ class Stream:
         """Reads on, to the end."""
         while await self.next() is not None:
             pass
-
-
-async def error_of(awaited: Any) -> ServiceError:
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await awaited
-    return decode(caught.value)

@@ -10,9 +10,8 @@ from typing import Any
 
 import grpc
 
-from rallypoint.rendezvous.base.entries import Writer
 from rallypoint.rendezvous.state.client import FencedStateClient
-from rallypoint.rendezvous.store.client import StoreClient
+from rallypoint.rendezvous.store.client import StoreClient, Writer
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rpc.errors import ServiceError
 from torture.tormented_node import RUN, Place, TormentedNode

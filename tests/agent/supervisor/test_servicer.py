@@ -21,8 +21,8 @@ from rallypoint.agent.v1 import supervisor_service_pb2 as pb
 from rallypoint.agent.v1 import supervisor_service_pb2_grpc as pb_grpc
 from rallypoint.rpc.channel import open_channel
 from rallypoint.rpc.endpoint import ServerOptions
-from rallypoint.rpc.errors import ServiceError, decode
 from rallypoint.serving.server import Server
+from support.refusals import refusal
 from support.waiting import PATIENCE, until
 
 
@@ -48,13 +48,6 @@ async def agent() -> AsyncIterator[Agent]:
     """An agent that ends with the test."""
     async with AsyncExitStack() as stack:
         yield Agent(stack)
-
-
-async def refusal(call: Awaitable[Any]) -> ServiceError:
-    """The error that a call is answered with."""
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await call
-    return decode(caught.value)
 
 
 async def next_state(states: Any) -> pb.Job:

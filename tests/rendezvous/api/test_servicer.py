@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from functools import partial
 from typing import Any
 
@@ -29,6 +29,7 @@ from rallypoint.rpc.errors import ServiceError, decode
 from rallypoint.serving.server import Registration, Server
 from rendezvous.engine_fixtures import RUN, Stage, staged
 from rendezvous.locators import home_of
+from support.refusals import refusal
 from support.waiting import PATIENCE
 
 Code = grpc.StatusCode
@@ -176,13 +177,6 @@ def good_join(node_id: str = "a", run_id: str = RUN, **more: Any) -> pb.JoinRun:
 
 def report_of(round_: int = 1, **parts: Duration) -> pb.ReportStart:
     return pb.ReportStart(round=round_, parts=pb.RecoveryParts(**parts))
-
-
-async def refused(call: Awaitable[object]) -> ServiceError:
-    """The error that a call ends with."""
-    with pytest.raises(grpc.aio.AioRpcError) as error:
-        await call
-    return decode(error.value)
 
 
 def field_of(error: ServiceError | None) -> str:
@@ -333,7 +327,7 @@ async def test_a_restart_that_an_agent_asks_for_has_the_name_of_its_operator(ser
     events = (await stub.ListEvents(pb.ListEventsRequest(run_id=RUN))).events
     (actor,) = (event.actor for event in events if event.kind == pb.EVENT_KIND_RESTART_REQUESTED)
     assert (actor.kind, actor.name) == (pb.ACTOR_KIND_OPERATOR, f"alice through {actor.peer}")
-    error = await refused(stub.RestartRun(pb.RestartRunRequest(run_id=RUN, on_behalf_of="x" * 257)))
+    error = await refusal(stub.RestartRun(pb.RestartRunRequest(run_id=RUN, on_behalf_of="x" * 257)))
     assert field_of(error) == "on_behalf_of"
 
 
@@ -343,9 +337,9 @@ async def test_what_an_operator_expects_is_checked(served: Served) -> None:
     stub = served.stub()
     round_ = (await served.run()).round
     assert (await stub.RestartRun(pb.RestartRunRequest(run_id=RUN, round=round_))).ended_round == round_
-    error = await refused(stub.RestartRun(pb.RestartRunRequest(run_id=RUN, round=round_)))
+    error = await refusal(stub.RestartRun(pb.RestartRunRequest(run_id=RUN, round=round_)))
     assert (error.reason, error.metadata["current_round"]) == ("ROUND_OVER", str(round_ + 1))
-    error = await refused(stub.EvictNode(pb.EvictNodeRequest(run_id=RUN, node_id="a", lease=10**6)))
+    error = await refusal(stub.EvictNode(pb.EvictNodeRequest(run_id=RUN, node_id="a", lease=10**6)))
     assert (error.reason, error.metadata["node_id"]) == ("LEASE_LOST", "a")
     (node,) = (
         await stub.ListNodes(pb.ListNodesRequest(run_id=RUN, filter=pb.NodeFilter(node_ids=["a"])))
@@ -432,7 +426,7 @@ async def test_a_broken_journal_ends_every_call_as_unavailable(served: Served) -
     """Come back: the service starts again."""
     a = await served.join("a")
     served.stage.journal.break_()
-    error = await refused(served.stub().CloseRun(pb.CloseRunRequest(run_id=RUN)))
+    error = await refusal(served.stub().CloseRun(pb.CloseRunRequest(run_id=RUN)))
     assert (error.code, error.reason) == (Code.UNAVAILABLE, "JOURNAL_BROKEN")
     ended = await a.ended()
     assert ended is not None
@@ -601,7 +595,7 @@ async def test_garbage_is_refused(served: Served) -> None:
     """Bytes that are no message."""
     call: Any = served.channel().stream_stream(f"/{SERVICE}/Join")(timeout=PATIENCE)
     await call.write(b"\xff\xff\xff")
-    error = await refused(call.read())
+    error = await refusal(call.read())
     assert (error.code, error.reason) == (Code.INVALID_ARGUMENT, "MALFORMED_MESSAGE")
 
 
@@ -649,7 +643,7 @@ async def test_a_run_that_waits_says_for_how_long(served: Served) -> None:
     assert await waiting(most_nodes=1) == (None, 23.0, 1)
     assert await waiting(most_nodes=0) == (None, 23.0, 0)
     assert (
-        await refused(stub.GetRun(pb.GetRunRequest(run_id=RUN, most_nodes=-1)))
+        await refusal(stub.GetRun(pb.GetRunRequest(run_id=RUN, most_nodes=-1)))
     ).reason == "INVALID_ARGUMENT"
     await served.join("x", run_id="another")
     assert not any(run.HasField("join_time_left") for run in (await stub.ListRuns(pb.ListRunsRequest())).runs)
@@ -665,14 +659,14 @@ async def test_a_run_that_is_not_there_is_not_found(served: Served, method: str)
         answer = getattr(stub, method)(request(run_id=run_id), timeout=PATIENCE)
         await (answer.read() if method == "WatchRun" else answer)
 
-    error = await refused(call("nowhere"))
+    error = await refusal(call("nowhere"))
     assert (error.code, error.reason, error.metadata) == (
         Code.NOT_FOUND,
         "RUN_NOT_FOUND",
         {"run_id": "nowhere"},
     )
     for bad in ("", "x" * 257, "a\tb"):
-        assert field_of(await refused(call(bad))) == "run_id"
+        assert field_of(await refusal(call(bad))) == "run_id"
 
 
 async def test_closing_a_run_tells_everybody(served: Served) -> None:
@@ -691,7 +685,7 @@ async def test_closing_a_run_tells_everybody(served: Served) -> None:
     assert last.run.run_end == end
     assert await watching.read() is grpc.aio.EOF
     assert (await stub.CloseRun(pb.CloseRunRequest(run_id=RUN, reason="again"))).run_end == end
-    error = await refused(stub.CloseRun(pb.CloseRunRequest(run_id=RUN, reason="x" * 1025)))
+    error = await refusal(stub.CloseRun(pb.CloseRunRequest(run_id=RUN, reason="x" * 1025)))
     assert field_of(error) == "reason"
 
 
@@ -699,7 +693,7 @@ async def test_deleting_a_run_frees_its_name(served: Served) -> None:
     """Not while it has nodes."""
     nodes = await served.running("a", "b")
     stub = served.stub()
-    error = await refused(stub.DeleteRun(pb.DeleteRunRequest(run_id=RUN)))
+    error = await refusal(stub.DeleteRun(pb.DeleteRunRequest(run_id=RUN)))
     assert (error.code, error.reason) == (Code.FAILED_PRECONDITION, "RUN_IN_USE")
     assert error.metadata == {"run_id": RUN, "nodes": "2"}
     await stub.CloseRun(pb.CloseRunRequest(run_id=RUN))
@@ -707,10 +701,10 @@ async def test_deleting_a_run_frees_its_name(served: Served) -> None:
         await node.until(pb.PHASE_CLOSED)
         assert await node.ended() is None
     incarnation = (await served.run()).incarnation
-    error = await refused(stub.DeleteRun(pb.DeleteRunRequest(run_id=RUN, incarnation="another")))
+    error = await refusal(stub.DeleteRun(pb.DeleteRunRequest(run_id=RUN, incarnation="another")))
     assert error.reason == "RUN_NOT_FOUND"
     await stub.DeleteRun(pb.DeleteRunRequest(run_id=RUN, incarnation=incarnation))
-    error = await refused(stub.GetRun(pb.GetRunRequest(run_id=RUN)))
+    error = await refusal(stub.GetRun(pb.GetRunRequest(run_id=RUN)))
     assert error.code is Code.NOT_FOUND
     assert (await served.join("a")).lease.number > nodes[0].lease.number
 
@@ -825,7 +819,7 @@ async def test_a_watcher_resumes_where_it_was(served: Served) -> None:
     assert newer.run.revision > seen.run.revision
     assert newer.run.node_count == 2
     ahead = stub.WatchRun(pb.WatchRunRequest(run_id=RUN, after_revision=999), timeout=PATIENCE)
-    error = await refused(ahead.read())
+    error = await refusal(ahead.read())
     assert (error.code, error.reason) == (Code.OUT_OF_RANGE, "REVISION_AHEAD")
 
 
@@ -872,7 +866,7 @@ async def test_a_watcher_that_never_reads_is_ended(served: Served, monkeypatch: 
         await served.stage.leave(member)
         await asyncio.sleep(0.02)
     await served.until(lambda run: not watchers)
-    error = await refused(read_to_the_end(stuck))
+    error = await refusal(read_to_the_end(stuck))
     assert (error.code, error.reason) == (Code.UNAVAILABLE, "SUBSCRIBER_TOO_SLOW")
     assert (await stub.GetRun(pb.GetRunRequest(run_id=RUN), timeout=PATIENCE)).run.node_count > 0
 
@@ -896,10 +890,10 @@ async def test_a_draining_server_says_so_and_ends_every_stream(served: Served) -
         ended = await node.ended()
         assert ended is not None, "a client takes OK for the end of its membership"
         assert (ended.code, ended.reason) == (Code.UNAVAILABLE, "DRAINING")
-    error = await refused(watching.read())
+    error = await refusal(watching.read())
     assert (error.code, error.reason) == (Code.UNAVAILABLE, "DRAINING")
     # One that arrives as the server closes is cancelled by gRPC itself: to clients the two mean the same.
-    error = await refused(late.ListRuns(pb.ListRunsRequest(), timeout=PATIENCE))
+    error = await refusal(late.ListRuns(pb.ListRunsRequest(), timeout=PATIENCE))
     assert error.code in {Code.UNAVAILABLE, Code.CANCELLED}
     await draining
     run = await served.stage.later(100)
@@ -933,7 +927,7 @@ async def test_a_stream_that_says_nothing_holds_up_no_draining_server(served: Se
     silent = stub.Join(timeout=PATIENCE)
     await stub.ListRuns(pb.ListRunsRequest())  # comes after it
     draining = asyncio.create_task(served.server.drain(PATIENCE))
-    error = await refused(silent.read())
+    error = await refusal(silent.read())
     assert (error.code, error.reason) == (Code.UNAVAILABLE, "DRAINING")
     await draining
 

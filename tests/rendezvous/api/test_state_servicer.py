@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,10 @@ from rallypoint.rendezvous.state.service import FencedStateService
 from rallypoint.rendezvous.v1 import state_service_pb2 as pb
 from rallypoint.rendezvous.v1 import state_service_pb2_grpc as rpc
 from rallypoint.rendezvous.v1.store_service_pb2 import StoreOperation, StoreWriter
-from rallypoint.rpc.errors import ServiceError, decode
+from rallypoint.rpc.errors import decode
 from rallypoint.serving.server import Server
 from rendezvous.state.state_fakes import RUN, TestJournal, channel_to, open_states, serving
+from support.refusals import refusal
 from support.waiting import PATIENCE
 
 Code = grpc.StatusCode
@@ -55,13 +56,6 @@ async def served(tmp_path: Path) -> AsyncIterator[Served]:
     path = f"{tmp_path}/state.sock"
     async with serving(states, path) as server, channel_to(path) as channel:
         yield Served(rpc.StateServiceStub(channel), server, states, journal)
-
-
-async def refused(call: Awaitable[object]) -> ServiceError:
-    """Return the error that a call ends with."""
-    with pytest.raises(grpc.aio.AioRpcError) as error:
-        await call
-    return decode(error.value)
 
 
 async def test_every_row_of_the_table(served: Served) -> None:
@@ -155,12 +149,12 @@ async def test_malformed_requests_name_the_field(served: Served) -> None:
         ({"writer": StoreWriter(node_id="node", lease=-1)}, "writer.lease"),
     ]
     for fields, field in requests:
-        error = await refused(served.stub.SetState(pb.SetStateRequest(**{"run_id": RUN, **fields})))
+        error = await refusal(served.stub.SetState(pb.SetStateRequest(**{"run_id": RUN, **fields})))
         assert (error.code, error.reason) == (Code.INVALID_ARGUMENT, "INVALID_ARGUMENT")
         assert [name for name, _ in error.field_violations] == [field]
-    assert (await refused(served.stub.GetState(pb.GetStateRequest()))).code is Code.INVALID_ARGUMENT
+    assert (await refusal(served.stub.GetState(pb.GetStateRequest()))).code is Code.INVALID_ARGUMENT
     watching = served.stub.WatchState(pb.WatchStateRequest())
-    assert (await refused(watching.read())).code is Code.INVALID_ARGUMENT
+    assert (await refusal(watching.read())).code is Code.INVALID_ARGUMENT
     assert not served.journal.commits
 
 
@@ -177,7 +171,7 @@ async def test_who_writes_for_a_node_must_hold_its_lease(
 ) -> None:
     """A node that was superseded and doesn't know it yet changes nothing, even with the right token."""
     writer = StoreWriter(node_id="node", lease=lease)
-    error = await refused(served.stub.SetState(pb.SetStateRequest(run_id=run_id, writer=writer)))
+    error = await refusal(served.stub.SetState(pb.SetStateRequest(run_id=run_id, writer=writer)))
     assert (error.code, error.reason) == (code, reason)
     assert not (await served.stub.GetState(pb.GetStateRequest(run_id=run_id))).HasField("current")
     allowed = StoreWriter(node_id="node", lease=2)
@@ -187,13 +181,13 @@ async def test_who_writes_for_a_node_must_hold_its_lease(
 async def test_limits_say_when_to_come_back(served: Served) -> None:
     for number in range(3):
         await served.stub.SetState(pb.SetStateRequest(run_id=f"{number}"))
-    error = await refused(served.stub.SetState(pb.SetStateRequest(run_id="3")))
+    error = await refusal(served.stub.SetState(pb.SetStateRequest(run_id="3")))
     assert (error.code, error.reason) == (Code.RESOURCE_EXHAUSTED, "TOO_MANY_STATES")
     assert error.metadata == {"limit": "3"}
     assert error.retry_after
     watching = served.stub.WatchState(pb.WatchStateRequest(run_id=RUN))
     await watching.read()
-    error = await refused(served.stub.WatchState(pb.WatchStateRequest(run_id=RUN)).read())
+    error = await refusal(served.stub.WatchState(pb.WatchStateRequest(run_id=RUN)).read())
     assert (error.code, error.reason) == (Code.RESOURCE_EXHAUSTED, "TOO_MANY_WATCHERS")
     assert error.retry_after
     watching.cancel()
@@ -245,7 +239,7 @@ async def test_a_watcher_that_reads_nothing_is_ended(tmp_path: Path) -> None:
         while states.watcher_count:
             request = pb.SetStateRequest(run_id=RUN, state=b"x" * MAX_VALUE_BYTES, token=token)
             token = (await stub.SetState(request)).current.token
-        error = await refused(read_to_the_end(watching))
+        error = await refusal(read_to_the_end(watching))
         assert (error.code, error.reason) == (Code.UNAVAILABLE, "SUBSCRIBER_TOO_SLOW")
 
 
@@ -253,7 +247,7 @@ async def test_a_drain_ends_watches_with_its_reason(served: Served) -> None:
     watching = served.stub.WatchState(pb.WatchStateRequest(run_id=RUN))
     await watching.read()
     drained = asyncio.create_task(served.server.drain(30.0))
-    error = await refused(watching.read())
+    error = await refusal(watching.read())
     assert (error.code, error.reason) == (Code.UNAVAILABLE, "DRAINING")
     assert error.retry_after is not None
     await drained

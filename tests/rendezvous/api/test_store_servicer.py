@@ -19,10 +19,10 @@ from rallypoint.rendezvous.core.state import Outcome
 from rallypoint.rendezvous.store.service import StoreService
 from rallypoint.rendezvous.v1 import store_service_pb2 as pb
 from rallypoint.rendezvous.v1 import store_service_pb2_grpc as rpc
-from rallypoint.rpc.errors import ServiceError, decode
 from rallypoint.serving.requests import page_token
 from rallypoint.serving.server import Server
 from rendezvous.store.store_fakes import RUN, Rounds, TestJournal, channel_to, serving
+from support.refusals import refusal
 from support.waiting import PATIENCE
 
 Code = grpc.StatusCode
@@ -50,13 +50,6 @@ async def served(tmp_path: Path) -> AsyncIterator[Served]:
     path = f"{tmp_path}/store.sock"
     async with serving(store, path) as server, channel_to(path) as channel:
         yield Served(rpc.StoreServiceStub(channel), server, store, journal, rounds)
-
-
-async def refused(call: Awaitable[object]) -> ServiceError:
-    """Return the error that a call ends with."""
-    with pytest.raises(grpc.aio.AioRpcError) as error:
-        await call
-    return decode(error.value)
 
 
 async def test_every_call_does_what_the_contract_says(served: Served) -> None:
@@ -162,7 +155,7 @@ async def test_the_largest_value_and_one_byte_more(served: Served, name: str) ->
     with the field and the limit, and changes nothing."""
     field, send = LARGEST[name]
     served.rounds.of[PLACE["run_id"]] = PLACE["round"]
-    error = await refused(send(served.stub, VALUE + b"x"))
+    error = await refusal(send(served.stub, VALUE + b"x"))
     assert (error.code, error.reason) == (Code.INVALID_ARGUMENT, "INVALID_ARGUMENT")
     assert error.field_violations[0][0] == field
     assert "4,177,921 bytes; at most 4,177,920 fit" in error.message
@@ -186,12 +179,12 @@ async def test_the_most_that_can_be_set_at_once_can_be_read_at_once(served: Serv
     answer = await served.stub.MultiGet(pb.MultiGetRequest(**SPACE, keys=keys))
     assert list(answer.values) == values
     entries[0].value += b"x"
-    error = await refused(served.stub.MultiSet(pb.MultiSetRequest(**PLACE, entries=entries)))
+    error = await refusal(served.stub.MultiSet(pb.MultiSetRequest(**PLACE, entries=entries)))
     assert (error.code, error.field_violations[0][0]) == (Code.INVALID_ARGUMENT, "entries")
     assert "at most 4,186,112 fit, split it over several requests" in error.message
     large = pb.SetRequest(**SPACE, writer=WRITER, key="large", value=VALUE)
     await served.stub.Set(large)
-    error = await refused(served.stub.MultiGet(pb.MultiGetRequest(**SPACE, keys=[*keys[:9_999], "large"])))
+    error = await refusal(served.stub.MultiGet(pb.MultiGetRequest(**SPACE, keys=[*keys[:9_999], "large"])))
     assert (error.code, error.reason) == (Code.RESOURCE_EXHAUSTED, "ANSWER_TOO_LARGE")
     assert error.metadata == {"limit_bytes": "4186112", "fitting": "9999"}
     assert "ask for fewer keys at once: the first 9,999 fit" in error.message
@@ -199,7 +192,7 @@ async def test_the_most_that_can_be_set_at_once_can_be_read_at_once(served: Serv
 
 async def test_append_past_the_largest_value_is_refused(served: Served) -> None:
     await served.stub.Set(pb.SetRequest(**WRITING, key="k", value=VALUE))
-    error = await refused(served.stub.Append(pb.AppendRequest(**WRITING, key="k", value=b"x")))
+    error = await refusal(served.stub.Append(pb.AppendRequest(**WRITING, key="k", value=b"x")))
     assert (error.code, error.reason) == (Code.FAILED_PRECONDITION, "VALUE_TOO_LARGE")
     assert error.metadata == {"limit_bytes": "4177920"}
 
@@ -219,20 +212,20 @@ def writes(stub: rpc.StoreServiceAsyncStub, place: dict[str, Any]) -> list[Await
 async def test_every_write_is_fenced_by_its_lease(served: Served) -> None:
     """Each of them, with the reason of the one who knows."""
     asked: list[tuple[str, str, int]] = []
-    refusal: Refused = LeaseLost(RUN, "node", 7, None)
+    lease_error: Refused = LeaseLost(RUN, "node", 7, None)
 
     def check_lease(run_id: str, node_id: str, lease: int, token: bytes) -> None:
         asked.append((run_id, node_id, lease))
-        raise refusal
+        raise lease_error
 
     served.rounds.check = check_lease
     for call in writes(served.stub, WRITING):
-        error = await refused(call)
+        error = await refusal(call)
         assert (error.code, error.reason) == (Code.FAILED_PRECONDITION, "LEASE_LOST")
         assert error.metadata == {"run_id": RUN, "node_id": "node", "lease": "7"}
     assert asked == [(RUN, "node", 7)] * 6
-    refusal = RunIsClosed(RUN, Outcome.SUCCEEDED, "all done")
-    error = await refused(served.stub.Set(pb.SetRequest(**WRITING, key="k")))
+    lease_error = RunIsClosed(RUN, Outcome.SUCCEEDED, "all done")
+    error = await refusal(served.stub.Set(pb.SetRequest(**WRITING, key="k")))
     assert (error.code, error.reason) == (Code.FAILED_PRECONDITION, "RUN_CLOSED")
     assert error.metadata == {"run_id": RUN, "outcome": "SUCCEEDED"}
     assert not served.journal.commits
@@ -244,7 +237,7 @@ async def test_no_write_goes_without_a_lease(served: Served) -> None:
     wire = pb.DESCRIPTOR.services_by_name["StoreService"].methods
     assert len(calls) == sum("writer" in method.input_type.fields_by_name for method in wire)
     for call in calls:
-        error = await refused(call)
+        error = await refusal(call)
         assert (error.code, error.reason) == (Code.INVALID_ARGUMENT, "INVALID_ARGUMENT")
         assert error.field_violations[0][0] == "writer"
         assert "the lease and the token that Join sent" in error.message
@@ -262,7 +255,7 @@ async def test_who_waits_in_a_run_that_is_forgotten_is_told(served: Served) -> N
     served.journal.drop_run(RUN)
     del served.rounds.of[RUN]
     served.store.forget_run(RUN)
-    error = await refused(waiting)
+    error = await refusal(waiting)
     assert (error.code, error.reason) == (Code.NOT_FOUND, "RUN_NOT_FOUND")
 
 
@@ -283,19 +276,19 @@ async def test_refusals_carry_their_reason(served: Served) -> None:
         (stub.ListKeys(pb.ListKeysRequest(run_id=RUN, round=-1)), Code.INVALID_ARGUMENT, "INVALID_ARGUMENT"),
     ]
     for call, code, reason in malformed:
-        error = await refused(call)
+        error = await refusal(call)
         assert (error.code, error.reason) == (code, reason)
     await stub.Set(pb.SetRequest(**WRITING, key="text", value=b"text"))
-    error = await refused(stub.Add(pb.AddRequest(**WRITING, key="text", amount=1)))
+    error = await refusal(stub.Add(pb.AddRequest(**WRITING, key="text", amount=1)))
     assert (error.code, error.reason) == (Code.FAILED_PRECONDITION, "NOT_AN_INTEGER")
     for key in "ab":
         await stub.Set(pb.SetRequest(**WRITING, key=key, value=b"x" * MAX_VALUE_BYTES))
-    error = await refused(stub.Set(pb.SetRequest(**WRITING, key="c", value=b"x" * MAX_VALUE_BYTES)))
+    error = await refusal(stub.Set(pb.SetRequest(**WRITING, key="c", value=b"x" * MAX_VALUE_BYTES)))
     assert (error.code, error.reason) == (Code.RESOURCE_EXHAUSTED, "RUN_STORE_FULL")
     assert error.retry_after is None
     await stub.Delete(pb.DeleteRequest(**WRITING, key="a"))
     entries = [pb.StoreEntry(key=f"{number}") for number in range(10_000)]
-    error = await refused(stub.MultiSet(pb.MultiSetRequest(**WRITING, entries=entries)))
+    error = await refusal(stub.MultiSet(pb.MultiSetRequest(**WRITING, entries=entries)))
     assert (error.code, error.reason) == (Code.RESOURCE_EXHAUSTED, "TOO_MANY_KEYS")
     assert (error.metadata, error.retry_after) == ({"limit_keys": "10001"}, None)
 
@@ -303,11 +296,11 @@ async def test_refusals_carry_their_reason(served: Served) -> None:
 async def test_missing_keys_are_named(served: Served) -> None:
     await served.stub.Set(pb.SetRequest(**WRITING, key="there"))
     request = pb.WaitRequest(run_id=RUN, keys=["there", "one", "two"], timeout=Duration(nanos=1_000_000))
-    error = await refused(served.stub.Wait(request))
+    error = await refusal(served.stub.Wait(request))
     assert error.reason == "KEY_WAIT_TIMED_OUT"
     assert error.metadata == {"missing_count": "2", "missing": '["one","two"]'}
     many = [f"{number}" + "ä" * 500 for number in range(2_000)]
-    error = await refused(served.stub.Wait(pb.WaitRequest(run_id=RUN, keys=many)))
+    error = await refusal(served.stub.Wait(pb.WaitRequest(run_id=RUN, keys=many)))
     assert error.metadata["missing_count"] == "2000"
 
 
@@ -320,10 +313,10 @@ async def test_who_waits_in_a_round_that_ends_is_told(served: Served) -> None:
     )  # so the wait has arrived, or is next
     served.rounds.of[RUN] = 2
     served.store.forget_rounds_before(RUN, 2)
-    error = await refused(waiting)
+    error = await refusal(waiting)
     assert (error.code, error.reason) == (Code.FAILED_PRECONDITION, "ROUND_OVER")
     assert error.metadata == {"round": "1", "current_round": "2"}
-    error = await refused(served.stub.Set(pb.SetRequest(**WRITING, key="k", writer_round=1)))
+    error = await refusal(served.stub.Set(pb.SetRequest(**WRITING, key="k", writer_round=1)))
     assert error.reason == "ROUND_OVER"
 
 
@@ -331,7 +324,7 @@ async def test_draining_ends_waits_as_unavailable(served: Served) -> None:
     waiting = asyncio.ensure_future(served.stub.Get(pb.GetRequest(run_id=RUN, key="k", timeout=LONG)))
     await served.stub.Set(pb.SetRequest(**WRITING, key="other"))
     await served.server.drain(30.0)
-    error = await refused(waiting)
+    error = await refusal(waiting)
     assert (error.code, error.reason) == (Code.UNAVAILABLE, "DRAINING")
 
 

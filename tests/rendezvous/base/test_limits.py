@@ -13,9 +13,9 @@ from rallypoint.rendezvous.v1 import state_service_pb2 as pb
 from rallypoint.rendezvous.v1 import state_service_pb2_grpc as pb_grpc
 from rallypoint.rpc.channel import open_channel
 from rallypoint.rpc.endpoint import ServerOptions
-from rallypoint.rpc.errors import decode
 from rallypoint.serving.flow import Rate
 from rallypoint.serving.server import Server
+from support.refusals import refusal
 from support.waiting import PATIENCE
 
 
@@ -38,9 +38,9 @@ async def test_the_limits_of_states_hold() -> None:
         async with open_channel(server.address) as channel:
             stub = pb_grpc.StateServiceStub(channel)
             assert (await stub.SetState(pb.SetStateRequest(run_id="a"), timeout=PATIENCE)).has_set
-            with pytest.raises(grpc.aio.AioRpcError) as refused:
-                await stub.SetState(pb.SetStateRequest(run_id="b"), timeout=PATIENCE)
-            assert decode(refused.value).reason == "TOO_MANY_STATES"
+            assert (
+                await refusal(stub.SetState(pb.SetStateRequest(run_id="b"), timeout=PATIENCE))
+            ).reason == "TOO_MANY_STATES"
             now[0] += 61.0
             # Decided with the state that has just expired still there, and then without it.
             with pytest.raises(grpc.aio.AioRpcError):

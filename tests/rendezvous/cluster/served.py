@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 import grpc.aio
-import pytest
 
 from rallypoint.etcd.endpoint import EtcdAddress
 from rallypoint.rendezvous.api.errors import translate
@@ -24,7 +23,7 @@ from rallypoint.rendezvous.v1 import state_service_pb2 as state_pb
 from rallypoint.rendezvous.v1 import state_service_pb2_grpc as state_grpc
 from rallypoint.rpc.channel import open_channel
 from rallypoint.rpc.endpoint import ServerOptions
-from rallypoint.rpc.errors import ServiceError, decode
+from rallypoint.rpc.errors import decode
 from rallypoint.serving.server import Server
 from support.waiting import PATIENCE, until
 
@@ -171,10 +170,3 @@ async def insisting(call: Callable[[], Awaitable[_T]]) -> _T:
             if not moving or time.monotonic() - began > PATIENCE:
                 raise
         await asyncio.sleep(error.retry_after or 0.02)
-
-
-async def refusal(call: grpc.aio.UnaryUnaryCall[object, object] | object) -> ServiceError:
-    """With what a call is refused; fails if it isn't."""
-    with pytest.raises(grpc.aio.AioRpcError) as refused:
-        await call  # type: ignore[misc]
-    return decode(refused.value)

@@ -7,9 +7,10 @@ import asyncio
 from cli.cli_process import RALLYPOINT
 from rallypoint.etcd.endpoint import EtcdAddress
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
-from rendezvous.cluster.served import refusal, run_in, served, shared_out
+from rendezvous.cluster.served import run_in, served, shared_out
 from support.etcd_server import NEEDS_ETCD
 from support.mortal import mortal
+from support.refusals import refusal
 from support.waiting import PATIENCE
 
 pytestmark = NEEDS_ETCD

@@ -19,8 +19,9 @@ from rallypoint.etcd.errors import EtcdRefused, Reason
 from rallypoint.etcd.values import Delete, Put, Txn
 from rallypoint.rendezvous.base.errors import EtcdFull
 from rallypoint.rendezvous.cluster.keys import Keys
-from rendezvous.cluster.served import SHARDS, Served, refusal, run_in, served, shared_out
+from rendezvous.cluster.served import SHARDS, Served, run_in, served, shared_out
 from support.etcd_server import NEEDS_ETCD, EtcdCluster, etcd_cluster
+from support.refusals import refusal
 from support.waiting import PATIENCE, until
 
 pytestmark = [

@@ -25,9 +25,10 @@ from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1 import state_service_pb2 as state_pb
 from rallypoint.rpc.endpoint import SettingError, parse_endpoint
 from rallypoint.rpc.errors import decode
-from rendezvous.cluster.served import SHARDS, Served, insisting, refusal, run_in, served, shared_out
+from rendezvous.cluster.served import SHARDS, Served, insisting, run_in, served, shared_out
 from rendezvous.cut_proxy import CutProxy
 from support.etcd_server import NEEDS_ETCD
+from support.refusals import refusal
 from support.waiting import PATIENCE, until
 
 pytestmark = NEEDS_ETCD

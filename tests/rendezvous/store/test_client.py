@@ -11,11 +11,10 @@ from typing import Any
 import grpc
 import pytest
 
-from rallypoint.rendezvous.base.entries import Writer
 from rallypoint.rendezvous.base.errors import NotOwner
 from rallypoint.rendezvous.base.limits import MAX_VALUE_BYTES, StoreLimits
 from rallypoint.rendezvous.core.commands import LeaseLost
-from rallypoint.rendezvous.store.client import OperationSlots, StoreClient
+from rallypoint.rendezvous.store.client import OperationSlots, StoreClient, Writer
 from rallypoint.rendezvous.store.service import StoreService
 from rallypoint.rendezvous.store.writes import Comparison
 from rallypoint.rpc.errors import ServiceError

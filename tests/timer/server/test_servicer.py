@@ -15,10 +15,11 @@ from rallypoint.timer.core.values import TimerState
 from rallypoint.timer.server.servicer import MAX_ACTIONS
 from rallypoint.timer.v1 import timer_service_pb2 as pb
 from support.marks import slow
+from support.refusals import refusal
 from support.waiting import until
 from timer.conftest import Service
 from timer.random_messages import random_message
-from timer.streams import Stream, acquire, act, error_of, subscribe
+from timer.streams import Stream, acquire, act, subscribe
 
 pytestmark = pytest.mark.integration
 
@@ -52,20 +53,20 @@ async def test_single_calls_are_refused_with_reasons(quick: Service) -> None:
     after = to_duration(60)
 
     def acquired(**changes: Any) -> Any:
-        return error_of(stub.AcquireTimer(pb.AcquireTimerRequest(**{**timer, "after": after, **changes})))
+        return refusal(stub.AcquireTimer(pb.AcquireTimerRequest(**{**timer, "after": after, **changes})))
 
     assert (await acquired(scope="")).field_violations[0][0] == "scope"
     for worker_id in ("", "rank0", "0@", "x" * 300):
         assert (await acquired(worker_id=worker_id)).field_violations[0][0] == "worker_id"
     assert (await acquired(after=None)).field_violations[0][0] == "after"
     assert (await acquired(after=Duration(seconds=10**18))).field_violations[0][0] == "after"
-    every = await error_of(stub.AcquireTimer(pb.AcquireTimerRequest(after=Duration(seconds=10**18))))
+    every = await refusal(stub.AcquireTimer(pb.AcquireTimerRequest(after=Duration(seconds=10**18))))
     names = [name for name, _ in every.field_violations]
     assert names == ["run_id", "node_id", "worker_id", "scope", "after"]
     await stub.AcquireTimer(pb.AcquireTimerRequest(**timer, after=after, lease=5))
     lost = await acquired(lease=4)
     assert (lost.code, lost.reason) == (grpc.StatusCode.FAILED_PRECONDITION, "LEASE_LOST")
-    lost = await error_of(stub.ReleaseTimer(pb.ReleaseTimerRequest(**timer, lease=4)))
+    lost = await refusal(stub.ReleaseTimer(pb.ReleaseTimerRequest(**timer, lease=4)))
     assert lost.reason == "LEASE_LOST"
     for scope in "tu":
         await stub.AcquireTimer(pb.AcquireTimerRequest(**{**timer, "scope": scope}, after=after))
@@ -73,7 +74,7 @@ async def test_single_calls_are_refused_with_reasons(quick: Service) -> None:
     assert (full.code, full.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "TOO_MANY_TIMERS")
     assert full.retry_after
     for request in (pb.ListTimersRequest(page_size=-1), pb.ListTimersRequest(page_token="x")):  # noqa: S106
-        assert (await error_of(stub.ListTimers(request))).reason == "INVALID_ARGUMENT"
+        assert (await refusal(stub.ListTimers(request))).reason == "INVALID_ARGUMENT"
 
 
 async def test_pages_put_together_are_the_whole(service: Service) -> None:
@@ -191,7 +192,7 @@ async def test_a_malformed_call_takes_none_of_its_actions(
     actions = [first, *changes.pop("actions", [])]
     field = field.replace("1", "2")
     request = pb.BatchUpdateTimersRequest(**{"run_id": "run", "node_id": "a", "actions": actions, **changes})
-    error = await error_of(service.stub().BatchUpdateTimers(request))
+    error = await refusal(service.stub().BatchUpdateTimers(request))
     assert (error.reason, error.field_violations[0][0]) == ("INVALID_ARGUMENT", field)
     assert len(service.watchdog.table) == 0
 
@@ -208,7 +209,7 @@ async def test_a_superseded_caller_registers_and_clears_nothing(service: Service
         stub.BatchUpdateTimers(pb.BatchUpdateTimersRequest(**older, actions=actions)),
         stub.ClearTimers(pb.ClearTimersRequest(**older, worker_id="0@1")),
     ):
-        assert (await error_of(call)).reason == "LEASE_LOST"
+        assert (await refusal(call)).reason == "LEASE_LOST"
     newer = pb.ClearTimersRequest(run_id="run", node_id="a", lease=5, worker_id="0@1")
     assert (await stub.ClearTimers(newer)).cleared == 1
     assert (await stub.ClearTimers(newer)).cleared == 0
@@ -247,7 +248,7 @@ async def test_timers_are_listed_by_state(service: Service) -> None:
     assert not learning.HasField("after")
     assert not learning.HasField("remaining")
     for wrong in (pb.TIMER_STATE_UNSPECIFIED, 17):
-        refused = await error_of(stub.ListTimers(pb.ListTimersRequest(states=[wrong])))  # type: ignore[list-item]
+        refused = await refusal(stub.ListTimers(pb.ListTimersRequest(states=[wrong])))  # type: ignore[list-item]
         assert refused.field_violations[0][0] == "states"
 
 
@@ -327,6 +328,6 @@ async def test_progress_of_a_run(service: Service) -> None:
 )
 async def test_a_malformed_field_is_named(service: Service, field: str, method: str, request_: Any) -> None:
     """INVALID_ARGUMENT, whatever the state."""
-    error = await error_of(getattr(service.stub(), method)(request_))
+    error = await refusal(getattr(service.stub(), method)(request_))
     assert (error.code, error.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_ARGUMENT")
     assert [violation[0] for violation in error.field_violations] == [field]

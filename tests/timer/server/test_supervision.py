@@ -15,10 +15,11 @@ from rallypoint.timer.core.values import TimerSettings
 from rallypoint.timer.server.servicer import MAX_ACTIONS
 from rallypoint.timer.v1 import timer_service_pb2 as pb
 from support.marks import slow
+from support.refusals import refusal
 from support.waiting import PATIENCE, until
 from timer.conftest import Service
 from timer.random_messages import random_message
-from timer.streams import Stream, acquire, act, error_of, subscribe
+from timer.streams import Stream, acquire, act, subscribe
 
 pytestmark = pytest.mark.integration
 
@@ -83,15 +84,15 @@ async def test_a_newer_stream_ends_the_older_one(service: Service) -> None:
     await first.next()
     await second.send(subscribe(lease=1))
     await second.next()
-    replaced = await error_of(first.next())
+    replaced = await refusal(first.next())
     assert (replaced.code, replaced.reason) == (grpc.StatusCode.ABORTED, "STREAM_REPLACED")
     await third.send(subscribe(lease=2))
     await third.next()
-    lost = await error_of(second.next())
+    lost = await refusal(second.next())
     assert (lost.code, lost.reason) == (grpc.StatusCode.FAILED_PRECONDITION, "LEASE_LOST")
     assert lost.metadata["superseded_by"] == "2"
     await fourth.send(subscribe(lease=1))
-    assert (await error_of(fourth.next())).reason == "LEASE_LOST"
+    assert (await refusal(fourth.next())).reason == "LEASE_LOST"
 
 
 async def test_an_acquire_that_is_refused_is_told_and_the_stream_goes_on(quick: Service) -> None:
@@ -161,7 +162,7 @@ async def test_a_stream_that_breaks_the_protocol_ends(
     stream = Stream(service)
     for actions in requests:
         await stream.send(*actions)
-    error = await error_of(stream.rest())
+    error = await refusal(stream.rest())
     assert error.reason == "INVALID_ARGUMENT"
     assert [violation[0] for violation in error.field_violations] == [field]
 
@@ -181,9 +182,7 @@ async def test_draining_is_told_and_ends_the_stream(service: Service) -> None:
     await stream.next()
     await service.server.drain(5.0)
     assert isinstance(await stream.next(), pb.Draining)
-    with pytest.raises(grpc.aio.AioRpcError) as ended:
-        await stream.next()
-    error = decode(ended.value)
+    error = await refusal(stream.next())
     assert (error.code, error.reason) == (grpc.StatusCode.UNAVAILABLE, "DRAINING")
 
 
