@@ -11,7 +11,6 @@ from contextlib import AsyncExitStack
 import pytest
 
 from etcd.patient import FIRST, put
-from etcd.relay import relay_to
 from rallypoint.etcd.client import EtcdClient
 from rallypoint.etcd.cluster import EtcdChannel
 from rallypoint.etcd.endpoint import parse_address
@@ -20,6 +19,7 @@ from rallypoint.etcd.values import Put, Txn
 from rallypoint.rpc.loop import boot_time
 from rallypoint.rpc.pace import Pace
 from support.etcd_server import EtcdCluster
+from support.link import Link
 from support.waiting import PATIENCE, until
 
 
@@ -121,15 +121,15 @@ async def test_time_is_counted_from_the_sending(
     connect: Callable[..., EtcdClient], shared_etcd: EtcdCluster
 ) -> None:
     """An answer that took long, to the first request or to a keep-alive, says nothing about what has been since."""
-    async with relay_to(shared_etcd.endpoints) as relay:
-        client = connect(f"etcd://{relay.endpoint}?attempt-timeout=60&request-timeout=60")
+    async with Link(shared_etcd.endpoints) as relay:
+        client = connect(f"etcd://{relay.address}?attempt-timeout=60&request-timeout=60")
         await client.get(b"a")
         clock, gate = Clock(), Gate()
-        relay.cut()
+        relay.part()
         opening = asyncio.create_task(Session.open(client, 600, clock=clock, pace=Pace(sleep=Gate().sleep)))
         await asyncio.sleep(0.3)
         clock.ahead = 400
-        relay.mend()
+        relay.heal()
         late = await opening
         assert late.held()
         clock.ahead = 580
@@ -138,11 +138,11 @@ async def test_time_is_counted_from_the_sending(
         session = await Session.open(client, 600, clock=clock, pace=Pace(sleep=gate.sleep))
         await until(lambda: gate.sleeping == 1, "the pause before the first keep-alive")
         clock.ahead = 980
-        relay.cut()
+        relay.part()
         gate.let_through()
         await asyncio.sleep(0.3)
         clock.ahead = 1140
-        relay.mend()
+        relay.heal()
         await until(lambda: gate.sleeping == 2, "the pause after the keep-alive")
         clock.ahead = 1480
         assert session.held()
@@ -156,10 +156,10 @@ async def test_a_session_is_lost_before_its_keys_are(
     connect: Callable[..., EtcdClient], shared_etcd: EtcdCluster, client: EtcdClient
 ) -> None:
     """Cut off from etcd without a word: whenever its key is gone, it does not think that it holds it."""
-    async with relay_to(shared_etcd.endpoints) as relay:
-        session = await Session.open(connect(f"etcd://{relay.endpoint}"), 5)
+    async with Link(shared_etcd.endpoints) as relay:
+        session = await Session.open(connect(f"etcd://{relay.address}"), 5)
         await leased_key(client, session, b"/session/cut")
-        relay.cut()
+        relay.part()
         began = time.monotonic()
         while await is_there(client, b"/session/cut"):
             assert time.monotonic() - began < PATIENCE
@@ -222,11 +222,11 @@ async def test_a_session_survives_many_members_that_hang(
 ) -> None:
     """Though none of them says no: nobody has to wait for one after the other."""
     async with AsyncExitStack() as stack:
-        relays = [await stack.enter_async_context(relay_to(shared_etcd.endpoints)) for _ in range(5)]
-        client = connect(f"etcd://{','.join(relay.endpoint for relay in relays)}", pace=FIRST)
+        relays = [await stack.enter_async_context(Link(shared_etcd.endpoints)) for _ in range(5)]
+        client = connect(f"etcd://{','.join(relay.address for relay in relays)}", pace=FIRST)
         session = await Session.open(client, 15)
         for relay in relays[:-1]:
-            relay.cut()
+            relay.part()
         began = time.monotonic()
         while time.monotonic() - began < 17:
             session.check()
@@ -247,10 +247,10 @@ async def test_a_session_asks_no_other_member_than_the_one_that_prolonged_it(
     shared_etcd: EtcdCluster,
 ) -> None:
     """That one is known to be there; the one which everybody else asks from now on may hang."""
-    async with relay_to(shared_etcd.endpoints) as relay:
-        url = f"etcd://{shared_etcd.endpoints},{relay.endpoint}?attempt-timeout=60&request-timeout=60"
+    async with Link(shared_etcd.endpoints) as relay:
+        url = f"etcd://{shared_etcd.endpoints},{relay.address}?attempt-timeout=60&request-timeout=60"
         async with MovedOnMeanwhile(parse_address(url, {}), pace=FIRST) as client:
-            relay.cut()
+            relay.part()
             session = await Session.open(client, 6)
             began = time.monotonic()
             while time.monotonic() - began < 8:

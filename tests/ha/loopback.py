@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ha.link import Link
 from ha.network import AGENTS
+from support.link import Link
 
 
 class Loopback:

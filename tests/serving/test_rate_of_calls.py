@@ -16,21 +16,12 @@ from rallypoint.rpc.errors import ServiceError, decode
 from rallypoint.serving.flow import Rate, Turns
 from rallypoint.serving.interceptor import CallInterceptor
 from rallypoint.serving.server import Registration, Server
+from support.clock import Clock
 from support.refusals import refusal
 from support.waiting import PATIENCE
 
 SERVICE = "tiny.v1.TinyService"
 METHOD = f"/{SERVICE}/Do"
-
-
-class Clock:
-    """Time as the test has it."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @asynccontextmanager

@@ -15,16 +15,7 @@ from rallypoint.timer.core.values import TimerSettings
 from rallypoint.timer.server.service import registration_of, translate
 from rallypoint.timer.server.watchdog import Watchdog
 from rallypoint.timer.v1 import timer_service_pb2_grpc as pb_grpc
-
-
-class Clock:
-    """Monotonic seconds, in the test's hand."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
+from support.clock import Clock
 
 
 class Service:

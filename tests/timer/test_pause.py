@@ -16,9 +16,10 @@ import pytest
 from rallypoint.rpc.durations import to_duration, to_seconds
 from rallypoint.timer.client.client import ClientSettings, ExpiredTimer, NodeTimers
 from rallypoint.timer.v1 import timer_service_pb2 as pb
+from support.clock import Clock
 from support.waiting import until
 
-from .conftest import Clock, Service
+from .conftest import Service
 from .scripted import Scripted, listen, serving
 
 pytestmark = pytest.mark.integration

@@ -30,24 +30,13 @@ from rallypoint.agent.sockets.timers import TimerSocket
 from rallypoint.timer.client.client import ExpiredTimer
 from rallypoint.timer.worker import wire
 from rallypoint.timer.worker.table import SIZE, SLOTS, TableWriter
+from support.clock import Clock
 from support.host_workers import HostWorkers
 from support.remembered_timers import RememberedTimers
 from support.waiting import until
 
 ADD_SEALS, SHRINK, GROW = 1033, 0x2, 0x4
 MILLISECOND = 1_000_000
-
-
-class Clock:
-    """Monotonic seconds, in the test's hand."""
-
-    def __init__(self) -> None:
-        """Some moment."""
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        """What it shows."""
-        return self.now
 
 
 def memory(size: int = SIZE, seals: int = SHRINK | GROW) -> int:

@@ -18,20 +18,11 @@ from rallypoint.rpc.endpoint import ServerOptions
 from rallypoint.serving.server import Server
 from rendezvous.locators import home_of
 from rendezvous.store.store_fakes import RUN, Rounds, TestJournal, channel_to
+from support.clock import Clock
 
 __all__ = ["RUN", "Clock", "TestJournal", "asked", "channel_to", "open_states", "served", "serving"]
 
 _draw = random.Random(2026)
-
-
-class Clock:
-    """Time stands still until the test moves it."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def asked(state: bytes, token: bytes | None = None, run_id: str = RUN, **rest: Any) -> SetState:

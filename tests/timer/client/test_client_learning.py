@@ -14,8 +14,9 @@ from rallypoint.rpc.durations import to_duration
 from rallypoint.timer.client.client import ClientSettings, ExpiredTimer, NodeTimers
 from rallypoint.timer.core.values import TimerSettings
 from rallypoint.timer.v1 import timer_service_pb2 as pb
+from support.clock import Clock
 from support.waiting import until
-from timer.conftest import Clock, Service
+from timer.conftest import Service
 from timer.scripted import Scripted, listen, serving
 
 pytestmark = pytest.mark.integration

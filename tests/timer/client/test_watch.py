@@ -9,8 +9,8 @@ import pytest
 
 from rallypoint.rpc.clock import LagSettings
 from rallypoint.timer.client.pacing import Watch
+from support.clock import Clock
 from support.waiting import until
-from timer.conftest import Clock
 
 LAG = LagSettings(tolerance=0.1, pulse=0.25, settle=1.0)
 

@@ -10,8 +10,8 @@ from rallypoint.timer.core.progress import Stall
 from rallypoint.timer.core.values import Learned, Subscription, SubscriptionReplaced, TimerName, TimerSettings
 from rallypoint.timer.server.outbox import MOST_LEARNED, Outbox, OutboxBatch
 from rallypoint.timer.server.watchdog import Watchdog
+from support.clock import Clock
 from support.waiting import until
-from timer.conftest import Clock
 
 NAME = TimerName("run", "a", "0@1", "s")
 

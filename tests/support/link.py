@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from typing import Self
 
 # What is passed on at a time over a slow link, so that its pace is even. Bytes.
 _PIECE = 4096
@@ -30,6 +31,13 @@ class Link:
         self._whole.set()
         self._server: asyncio.Server
         self._tasks: set[asyncio.Task[None]] = set()
+
+    async def __aenter__(self) -> Self:
+        await self.open("127.0.0.1")
+        return self
+
+    async def __aexit__(self, *_error: object) -> None:
+        await self.close()
 
     async def open(self, host: str) -> None:
         """Listen at an address, at a free port."""
