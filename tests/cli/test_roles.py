@@ -21,6 +21,7 @@ from rallypoint.rendezvous.v1 import state_service_pb2_grpc as state_grpc
 from rallypoint.rpc.channel import open_channel
 from rallypoint.rpc.endpoint import ServerOptions, SettingError
 from rallypoint.serving.server import Server
+from support.joining import join_request
 from support.waiting import PATIENCE
 
 
@@ -56,10 +57,7 @@ async def test_a_service_whose_journal_breaks_ends_with_the_reason(
     async with open_channel(server.address) as channel:
         call = pb_grpc.RendezvousServiceStub(channel).Join()
         settings = pb.RunSettings(min_nodes=1, max_nodes=1)
-        join = pb.JoinRun(
-            run_id="r", node_id="n", settings=settings, address="a", local_world_size=1, role="d"
-        )
-        await call.write(pb.JoinRequest(join=join))
+        await call.write(join_request("r", settings=settings))
         with pytest.raises(SettingError, match="the disk is full"):
             await asyncio.wait_for(serving, PATIENCE)
         call.cancel()

@@ -6,13 +6,13 @@ import asyncio
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import grpc.aio
 import pytest
 from click.testing import CliRunner
 
 from cli.cli_process import rallypoint, refusal, service
+from cli.serving import Serving
 from rallypoint.cli import serve as serve_module
 from rallypoint.cli.main import main
 from rallypoint.rendezvous.base.limits import Limits, RendezvousLimits, StateLimits, StoreLimits
@@ -24,6 +24,7 @@ from rallypoint.rpc.channel import open_channel
 from rallypoint.rpc.endpoint import ServerOptions
 from rallypoint.rpc.errors import decode
 from rallypoint.rpc.runtime_folder import role_socket
+from support.joining import join_request
 from support.waiting import PATIENCE
 
 KEEPING_NOTHING = {"rendezvous": ("--journal", "memory"), "timer": ("--learned", "none")}
@@ -172,30 +173,17 @@ LIMITS = {
 
 
 @pytest.fixture
-def chosen(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[ServerOptions, Limits]]:
-    """Runs `serve rendezvous` up to where it would serve; returns what it would serve with."""
-
-    def choose(*flags: str, **environment: str) -> tuple[ServerOptions, Limits]:
-        taken: list[tuple[ServerOptions, Limits]] = []
-
-        async def role(options: ServerOptions, _journal: str, limits: Limits) -> None:
-            taken.append((options, limits))
-
-        monkeypatch.setattr(serve_module, "configure_logs", lambda *_: None)
-        monkeypatch.setattr(serve_module, "serve_rendezvous_role", role)
-        result = CliRunner().invoke(main, ["serve", "rendezvous", *flags], env=environment)
-        assert result.exit_code == 0, result.stderr
-        return taken[0]
-
-    return choose
+def chosen(monkeypatch: pytest.MonkeyPatch) -> Serving:
+    return Serving("rendezvous", monkeypatch)
 
 
-def test_without_flags_the_limits_are_those_of_the_parts(chosen: Callable[..., Any]) -> None:
+def test_without_flags_the_limits_are_those_of_the_parts(chosen: Serving) -> None:
     """Said once, where they are explained."""
-    assert chosen() == (ServerOptions(host=role_socket("rendezvous"), port=29400), Limits())
+    options, _, limits = chosen()
+    assert (options, limits) == (ServerOptions(host=role_socket("rendezvous"), port=29400), Limits())
 
 
-def test_every_limit_can_be_set(chosen: Callable[..., Any], tmp_path: Path) -> None:
+def test_every_limit_can_be_set(chosen: Serving, tmp_path: Path) -> None:
     """By flag, in the environment, in a file; each reaches the limit that it is named for."""
     expected = Limits(
         RendezvousLimits(
@@ -224,19 +212,12 @@ def test_every_limit_can_be_set(chosen: Callable[..., Any], tmp_path: Path) -> N
         ),
         28.5,
     )
-    assert chosen(*(str(part) for flag in LIMITS.items() for part in flag))[1] == expected
-    names = {flag: flag.removeprefix("--").replace("-", "_") for flag in LIMITS}
-    environment = {f"RALLYPOINT_{names[flag].upper()}": str(value) for flag, value in LIMITS.items()}
-    assert chosen(**environment)[1] == expected
-    file = tmp_path / "rallypoint.toml"
-    lines = [f"{names[flag]} = {value}" for flag, value in LIMITS.items()]
-    file.write_text("\n".join(["[serve.rendezvous]", *lines]))
-    assert chosen("--config", str(file))[1] == expected
+    assert [limits for *_, limits in chosen.in_each_way(LIMITS, tmp_path / "config.toml")] == [expected] * 3
 
 
-def test_the_rate_of_requests_can_be_set(chosen: Callable[..., Any]) -> None:
+def test_the_rate_of_requests_can_be_set(chosen: Serving) -> None:
     """Of every role, since every server has clients."""
-    options, _ = chosen("--request-rate", "0", "--request-burst", "7", "--request-byte-rate", "0")
+    options, *_ = chosen("--request-rate", "0", "--request-burst", "7", "--request-byte-rate", "0")
     assert (options.request_rate, options.request_burst, options.request_byte_rate) == (0.0, 7, 0)
 
 
@@ -270,9 +251,7 @@ async def test_limits_hold_on_the_wire() -> None:
 async def join_refused(stub: pb_grpc.RendezvousServiceAsyncStub, run_id: str) -> str | None:
     """The reason for which a node is refused; None: it got its lease."""
     call = stub.Join(timeout=PATIENCE)
-    join = pb.JoinRun(run_id=run_id, node_id="n", address="n", local_world_size=1)
-    join.settings.min_nodes = join.settings.max_nodes = 1
-    await call.write(pb.JoinRequest(join=join))
+    await call.write(join_request(run_id))
     try:
         response = await call.read()
     except grpc.aio.AioRpcError as error:

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
 from cli.cli_process import rallypoint, refusal, service
-from rallypoint.cli import serve as serve_module
+from cli.serving import Serving
 from rallypoint.cli.main import main
 from rallypoint.rpc.channel import open_channel
 from rallypoint.rpc.durations import to_duration
-from rallypoint.rpc.endpoint import ServerOptions
 from rallypoint.timer.core.values import TimerSettings
 from rallypoint.timer.v1 import timer_service_pb2 as pb
 from rallypoint.timer.v1 import timer_service_pb2_grpc as pb_grpc
@@ -50,51 +48,28 @@ EXPECTED = TimerSettings(
     max_learned_runs=22,
 )
 
-Chosen = Callable[..., tuple[TimerSettings, Path | None]]
-
 
 @pytest.fixture
-def chosen(monkeypatch: pytest.MonkeyPatch) -> Chosen:
-    """Runs `serve timer` up to where it would serve; returns what it would serve with."""
-
-    def choose(*flags: str, **environment: str) -> tuple[TimerSettings, Path | None]:
-        taken: list[tuple[TimerSettings, Path | None]] = []
-
-        async def role(_options: ServerOptions, settings: TimerSettings, learned: Path | None) -> None:
-            taken.append((settings, learned))
-
-        monkeypatch.setattr(serve_module, "configure_logs", lambda *_: None)
-        monkeypatch.setattr(serve_module, "serve_timer_role", role)
-        result = CliRunner().invoke(main, ["serve", "timer", *flags], env=environment)
-        assert result.exit_code == 0, result.stderr
-        return taken[0]
-
-    return choose
+def chosen(monkeypatch: pytest.MonkeyPatch) -> Serving:
+    return Serving("timer", monkeypatch)
 
 
-def test_without_flags_the_settings_are_those_of_the_service(chosen: Chosen) -> None:
+def test_without_flags_the_settings_are_those_of_the_service(chosen: Serving) -> None:
     """Said once, where they are explained; and what is learned is kept."""
-    assert chosen() == (TimerSettings(), Path("var/timer-learned.json"))
+    assert chosen()[1:] == (TimerSettings(), Path("var/timer-learned.json"))
 
 
-def test_every_setting_can_be_set(chosen: Chosen, tmp_path: Path) -> None:
+def test_every_setting_can_be_set(chosen: Serving, tmp_path: Path) -> None:
     """By flag, in the environment, in a file; each reaches the setting that it is named for."""
-    assert chosen(*(str(part) for flag in SETTINGS.items() for part in flag))[0] == EXPECTED
-    names = {flag: flag.removeprefix("--").replace("-", "_") for flag in SETTINGS}
-    environment = {f"RALLYPOINT_{names[flag].upper()}": str(value) for flag, value in SETTINGS.items()}
-    assert chosen(**environment)[0] == EXPECTED
-    file = tmp_path / "rallypoint.toml"
-    file.write_text(
-        "\n".join(["[serve.timer]", *(f"{names[flag]} = {value}" for flag, value in SETTINGS.items())])
-    )
-    assert chosen("--config", str(file))[0] == EXPECTED
+    given = chosen.in_each_way(SETTINGS, tmp_path / "config.toml")
+    assert [settings for _, settings, _ in given] == [EXPECTED] * 3
 
 
-def test_where_it_is_kept_and_whether_runs_are_reported_can_be_turned_off(chosen: Chosen) -> None:
+def test_where_it_is_kept_and_whether_runs_are_reported_can_be_turned_off(chosen: Serving) -> None:
     """By a word, and by a zero."""
-    settings, learned = chosen("--learned", "none", "--stall-after", "0")
+    _, settings, learned = chosen("--learned", "none", "--stall-after", "0")
     assert (settings.stall_after, learned) == (None, None)
-    assert chosen("--learned", "/a/b.json")[1] == Path("/a/b.json")
+    assert chosen("--learned", "/a/b.json")[2] == Path("/a/b.json")
 
 
 @pytest.mark.parametrize("flag", SETTINGS)

@@ -28,6 +28,7 @@ from rallypoint.rendezvous.v1 import store_service_pb2_grpc as store_grpc
 from rallypoint.rpc.endpoint import Plaintext
 from rallypoint.rpc.errors import decode
 from rallypoint.rpc.replica_client import ReplicaClient
+from support.joining import join_request
 
 pytestmark = [pytest.mark.slow, pytest.mark.integration]
 
@@ -174,15 +175,8 @@ class Writes:
         self._sent.append(asyncio.ensure_future(_answer(call)))
 
     async def _join(self) -> Any:
-        join = pb.JoinRun(
-            run_id=RUN,
-            node_id=self._name,
-            settings=steady(NODES),
-            address="nowhere.internal",
-            local_world_size=2,
-        )
         stream = self._rendezvous.Join(timeout=PATIENCE)
-        await stream.write(pb.JoinRequest(join=join))
+        await stream.write(join_request(RUN, self._name, steady(NODES), local_world_size=2))
         return await stream.read()
 
 

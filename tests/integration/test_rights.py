@@ -53,6 +53,7 @@ from rallypoint.serving.tokens import Token, issue, key_id
 from rallypoint.timer.server.service import timer_registration
 from rallypoint.timer.server.service import translate as translate_timer
 from serving.conftest import Certificates, client_certificate, make_certificates
+from support.joining import join_request
 from support.server_info import server_info
 from support.waiting import PATIENCE
 
@@ -378,11 +379,8 @@ async def test_every_event_has_its_actor_and_the_audit_log_every_action(scene: S
     """The node with its address, the operator with the name in its certificate or token, or the service."""
     async with scene.channel("node") as channel:
         settings = rendezvous_pb.RunSettings(min_nodes=1, max_nodes=1)
-        join = rendezvous_pb.JoinRun(
-            run_id=OWN, node_id="n", settings=settings, local_world_size=1, address="a", role="w"
-        )
         joined = rendezvous_grpc.RendezvousServiceStub(channel).Join()
-        await joined.write(rendezvous_pb.JoinRequest(join=join))
+        await joined.write(join_request(OWN, settings=settings))
         await joined.read()
     async with scene.channel("operator") as channel:
         stub = rendezvous_grpc.RendezvousServiceStub(channel)
@@ -420,12 +418,9 @@ async def test_a_node_is_superseded_only_by_its_own_kind(scene: Scene) -> None:
             settings = rendezvous_pb.RunSettings(min_nodes=1, max_nodes=1)
             for patience in (settings.keep_alive_interval, settings.disconnect_grace):
                 patience.FromSeconds(600)
-            join = rendezvous_pb.JoinRun(
-                run_id=OWN, node_id="n", settings=settings, local_world_size=1, address="a", role="w"
-            )
             joined = rendezvous_grpc.RendezvousServiceStub(channel).Join()
             try:
-                await joined.write(rendezvous_pb.JoinRequest(join=join))
+                await joined.write(join_request(OWN, settings=settings))
                 await joined.read()
             except grpc.aio.AioRpcError as error:
                 return decode(error)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -13,6 +11,7 @@ from rallypoint.etcd.endpoint import EtcdAddress
 from rallypoint.launcher.backends import RequestedRendezvous, is_etcd_url, resolve_rendezvous
 from rallypoint.launcher.plan import Embedded, ExternalService, Hosted, Replicated
 from rallypoint.rpc.endpoint import Endpoint, SettingError
+from support.processes import modules_after
 
 FIXED = {"nodes": (2, 2)}
 
@@ -190,12 +189,8 @@ def test_what_is_meant_as_a_url(endpoint: str, meant: bool) -> None:
 
 def test_only_a_job_with_etcd_loads_what_that_needs() -> None:
     """Every module that `rallypoint run` loads delays the start of every job."""
-    program = (
-        "import rallypoint.cli.run, rallypoint.launcher.launch, sys; "
-        "print([name for name in sys.modules if 'etcd' in name or name.startswith('rallypoint.launcher.rep')])"
-    )
-    loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert loaded.stdout.strip() == "[]"
+    loaded = modules_after("import rallypoint.cli.run, rallypoint.launcher.launch")
+    assert not [name for name in loaded if "etcd" in name or name.startswith("rallypoint.launcher.rep")]
 
 
 def test_a_plan_with_etcd_goes_to_another_process() -> None:

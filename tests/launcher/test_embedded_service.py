@@ -27,6 +27,7 @@ from rallypoint.rpc.endpoint import AccessFiles, ClientSecurity, ClientTLS, Plai
 from rallypoint.serving.policy import Role
 from rallypoint.serving.tokens import Token, issue
 from serving.conftest import make_certificates
+from support.joining import join_request
 from support.ports import free_port
 from support.waiting import PATIENCE, until
 
@@ -72,10 +73,7 @@ async def member(
     async with open_channel(endpoint, security) as channel:
         call = pb_grpc.RendezvousServiceStub(channel).Join()
         settings = pb.RunSettings(min_nodes=1, max_nodes=2)
-        join = pb.JoinRun(
-            run_id=RUN, node_id=node_id, settings=settings, address="a", local_world_size=1, role="d"
-        )
-        await call.write(pb.JoinRequest(join=join))
+        await call.write(join_request(RUN, node_id, settings))
         updates: asyncio.Queue[pb.NodeUpdate] = asyncio.Queue()
         joined = asyncio.Event()
 

@@ -35,6 +35,7 @@ from rallypoint.rpc.errors import decode
 from rallypoint.rpc.pace import Pace
 from serving.conftest import make_certificates
 from support.etcd_server import EtcdCluster
+from support.joining import join_request
 from support.log_events import log_events
 from support.ports import free_port
 from support.refusals import refusal
@@ -102,14 +103,11 @@ async def join(
     stub: pb_grpc.RendezvousServiceAsyncStub, node_id: str, settings: pb.RunSettings
 ) -> tuple[Any, pb.JoinResponse]:
     """Join the run, as soon as its owner serves it: the stream, and its first message."""
-    request = pb.JoinRun(
-        run_id=RUN, node_id=node_id, settings=settings, address="a", local_world_size=1, role="d"
-    )
     async with asyncio.timeout(PATIENCE):
         while True:
             call: Any = stub.Join()
             try:
-                await call.write(pb.JoinRequest(join=request))
+                await call.write(join_request(RUN, node_id, settings))
                 first = await call.read()
                 assert isinstance(first, pb.JoinResponse), "the stream ended without a word"
                 return call, first

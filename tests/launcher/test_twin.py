@@ -15,6 +15,7 @@ from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
 from rallypoint.rpc.channel import open_channel
 from rallypoint.rpc.endpoint import SettingError
+from support.joining import join_request
 from support.waiting import PATIENCE
 
 
@@ -29,15 +30,7 @@ async def test_the_second_of_two_is_refused() -> None:
         stub = pb_grpc.RendezvousServiceStub(channel)
         await refuse_duplicate(node(endpoint))
         first = stub.Join()
-        join = pb.JoinRun(
-            run_id=CONFIG.run_id,
-            node_id="rank1",
-            settings=CONFIG.settings,
-            address="10.0.0.2",
-            local_world_size=1,
-            role="d",
-        )
-        await first.write(pb.JoinRequest(join=join))
+        await first.write(join_request(CONFIG.run_id, "rank1", CONFIG.settings, address="10.0.0.2"))
         await first.read()
         with pytest.raises(
             SettingError, match=r"the node rank1 is in run 'run-7' already, on 10\.0\.0\.2: give every"

@@ -13,16 +13,10 @@ from rallypoint.rendezvous.client import Admitted, Event, Membership, Rendezvous
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rpc.channel import open_channel
 from rallypoint.rpc.endpoint import ServerOptions
+from support.joining import join_request
 from support.waiting import PATIENCE
 
-JOIN = pb.JoinRun(
-    run_id="r",
-    node_id="n",
-    settings=pb.RunSettings(min_nodes=1, max_nodes=2),
-    address="a",
-    local_world_size=1,
-    role="d",
-)
+JOIN = join_request("r", settings=pb.RunSettings(min_nodes=1, max_nodes=2)).join
 
 
 class Node:

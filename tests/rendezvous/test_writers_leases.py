@@ -34,6 +34,7 @@ from rallypoint.rpc.errors import decode
 from rallypoint.serving.server import Server
 from rendezvous.engine_fixtures import RUN, Stage, begun, idle, staged
 from rendezvous.store.store_fakes import TestJournal
+from support.joining import join_request
 from support.waiting import PATIENCE
 
 
@@ -113,15 +114,8 @@ async def test_store_and_states_ask_the_engine() -> None:
             states: state_service_pb2_grpc.StateServiceAsyncStub = state_service_pb2_grpc.StateServiceStub(
                 channel
             )
-            join = pb.JoinRun(
-                run_id=RUN,
-                node_id="a",
-                address="a.example",
-                local_world_size=1,
-                settings=pb.RunSettings(min_nodes=2, max_nodes=2),
-            )
             stream = rendezvous.Join(timeout=PATIENCE)
-            await stream.write(pb.JoinRequest(join=join))
+            await stream.write(join_request(RUN, "a", pb.RunSettings(min_nodes=2, max_nodes=2)))
             admission = await stream.read()
             assert isinstance(admission, pb.JoinResponse)
             writer = StoreWriter(node_id="a", lease=admission.lease.number, token=admission.lease.token)

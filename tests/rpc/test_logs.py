@@ -7,8 +7,6 @@ import io
 import json
 import logging
 import re
-import subprocess
-import sys
 import warnings
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
@@ -19,6 +17,7 @@ import pytest
 from rallypoint.rpc.logs import configure_logs, get_logger
 from rallypoint.serving.server import Server
 from serving.conftest import SERVICE
+from support.processes import modules_after
 from support.waiting import PATIENCE
 
 pytestmark = pytest.mark.usefixtures("logging_restored")
@@ -224,9 +223,5 @@ def test_without_set_up_events_read_well_in_any_logging(caplog: pytest.LogCaptur
 
 
 def test_modules_that_a_command_line_loads_first_are_light() -> None:
-    program = (
-        "import sys, rallypoint.rpc.logs, rallypoint.serving.options\n"
-        "print([name for name in ('grpc', 'asyncio', 'rich') if name in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    loaded = modules_after("import rallypoint.rpc.logs, rallypoint.serving.options")
+    assert loaded.isdisjoint({"grpc", "asyncio", "rich"})

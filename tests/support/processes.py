@@ -5,12 +5,21 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import subprocess
 import sys
 import uuid
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from rallypoint.agent.spawner.spawner import watch_forks
+
+
+def modules_after(statements: str) -> set[str]:
+    """The names of the modules that a new Python has loaded after some statements."""
+    program = f"{statements}\nimport sys; print(*sys.modules)"
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    return set(ran.stdout.split())
+
 
 STUBBORN = """
 import os, signal, sys, time

@@ -20,6 +20,7 @@ from google.protobuf.json_format import Parse
 from cli.cli_process import clean_environment, rallypoint
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from support.ports import free_port
+from support.processes import modules_after
 from support.waiting import PATIENCE, wait_until
 from torch_client.torchrun_job import is_alive
 from torture.mortal_server import MortalServer
@@ -457,13 +458,12 @@ def test_a_killed_agent_takes_the_process_of_its_node_along(server: MortalServer
 
 def test_every_torchrun_loads_little(api: Any) -> None:
     """Every torchrun loads the plug-in, whatever its backend: it costs no import but its own."""
-    program = (
-        "import sys, torch.distributed.elastic.rendezvous as rendezvous; "
-        "assert 'rallypoint' in rendezvous.rendezvous_handler_registry._registry; "
-        "print(sorted(name for name in sys.modules if name.split('.')[0] in ('rallypoint', 'grpc', 'google')))"
+    loaded = modules_after(
+        "import torch.distributed.elastic.rendezvous as rendezvous; "
+        "assert 'rallypoint' in rendezvous.rendezvous_handler_registry._registry"
     )
-    loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert loaded.stdout.strip() == "['rallypoint', 'rallypoint.torch']"
+    ours = {name for name in loaded if name.partition(".")[0] in ("rallypoint", "grpc", "google")}
+    assert ours == {"rallypoint", "rallypoint.torch"}
 
 
 def children() -> set[int]:

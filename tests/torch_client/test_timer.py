@@ -14,6 +14,8 @@ from typing import Any, ClassVar
 
 import pytest
 
+from support.processes import modules_after
+
 TREES = [Path(__file__).parents[2] / tree for tree in ("services", "agent")]
 
 
@@ -29,13 +31,9 @@ def test_torch_is_imported_by_its_own_package_only() -> None:
     without = {"__init__.py", "companion.py", "lightning.py", "settings.py", "transformers.py"}
     assert modules | without == {path.name for path in (TREES[1] / "rallypoint/torch").glob("*.py")}
     assert len(modules) == len(importers)
-    program = (
-        "import sys, rallypoint.torch, rallypoint.cli.main, rallypoint.launcher.launch; "
-        "import rallypoint.timer, rallypoint.worker; "
-        "print([name for name in sys.modules if name.split('.')[0] == 'torch'])"
-    )
-    loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert loaded.stdout.strip() == "[]"
+    others = "rallypoint.torch, rallypoint.cli.main, rallypoint.launcher.launch"
+    loaded = modules_after(f"import {others}, rallypoint.timer, rallypoint.worker")
+    assert not [name for name in loaded if name.partition(".")[0] == "torch"]
 
 
 def _names_torch(node: ast.AST) -> bool:

@@ -13,6 +13,7 @@ from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
 from rallypoint.rpc.channel import open_channel
 from rallypoint.rpc.errors import decode
+from support.joining import join_request
 from torture.tormented_node import PLAINTEXT, RUN
 
 _HEARTBEAT = 1.0  # seconds
@@ -162,14 +163,7 @@ class Spare(Subscriber):
             resume.token = self._token
             await self._call.write(pb.JoinRequest(resume=resume))
         else:
-            join = pb.JoinRun(
-                run_id=RUN,
-                node_id=self._name,
-                settings=self._settings,
-                address=self._name,
-                local_world_size=1,
-            )
-            await self._call.write(pb.JoinRequest(join=join))
+            await self._call.write(join_request(RUN, self._name, self._settings))
         self._silent = False
         self._heart = asyncio.create_task(self._beat(self._call))
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import grpc.aio
 
@@ -25,6 +25,7 @@ from rallypoint.rpc.channel import open_channel
 from rallypoint.rpc.endpoint import ServerOptions
 from rallypoint.rpc.errors import decode
 from rallypoint.serving.server import Server
+from support.joining import join_request
 from support.waiting import PATIENCE, until
 
 _T = TypeVar("_T")
@@ -170,3 +171,13 @@ async def insisting(call: Callable[[], Awaitable[_T]]) -> _T:
             if not moving or time.monotonic() - began > PATIENCE:
                 raise
         await asyncio.sleep(error.retry_after or 0.02)
+
+
+async def joined(replica: Served, run_id: str) -> Any:
+    """The open stream of a run's only node, with its lease read."""
+    stream = replica.rendezvous.Join(timeout=PATIENCE)
+    await stream.write(join_request(run_id))
+    first = await stream.read()
+    assert isinstance(first, pb.JoinResponse)
+    assert first.HasField("lease")
+    return stream

@@ -25,7 +25,7 @@ from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1 import state_service_pb2 as state_pb
 from rallypoint.rpc.endpoint import SettingError, parse_endpoint
 from rallypoint.rpc.errors import decode
-from rendezvous.cluster.served import SHARDS, Served, insisting, run_in, served, shared_out
+from rendezvous.cluster.served import SHARDS, insisting, joined, run_in, served, shared_out
 from rendezvous.cut_proxy import CutProxy
 from support.etcd_server import NEEDS_ETCD
 from support.refusals import refusal
@@ -126,7 +126,7 @@ async def test_a_run_that_can_not_be_taken_over_is_stopped_and_its_shard_is_not(
 
     async with served(address, "a", shards=1) as a:
         await until(lambda: a.serving == {0}, "a to serve")
-        calls = [await _joined(a, run_id) for run_id in ("broken", "whole")]
+        calls = [await joined(a, run_id) for run_id in ("broken", "whole")]
         monkeypatch.setattr(recovery, "_fold", trip)
         async with served(address, "b", shards=1) as b:
             await until(lambda: b.services.replica.cluster is not None, "b to be there")
@@ -139,18 +139,6 @@ async def test_a_run_that_can_not_be_taken_over_is_stopped_and_its_shard_is_not(
             await b.set_state("whole", b"goes on")
         for call in calls:
             call.cancel()
-
-
-async def _joined(replica: Served, run_id: str) -> Any:
-    """The open stream of a run's only node."""
-    settings = pb.RunSettings(min_nodes=1, max_nodes=1)
-    join = pb.JoinRun(
-        run_id=run_id, node_id="n", settings=settings, address="a", local_world_size=1, role="d"
-    )
-    stream = replica.rendezvous.Join(timeout=PATIENCE)
-    await stream.write(pb.JoinRequest(join=join))
-    await stream.read()
-    return stream
 
 
 async def test_what_was_decided_stays_when_a_replica_goes_in_order(address: EtcdAddress) -> None:

@@ -11,13 +11,12 @@ import pytest
 from rallypoint.etcd.endpoint import EtcdAddress
 from rallypoint.rendezvous.cluster import rebalance_log
 from rallypoint.rendezvous.cluster.ownership import MoveSettings
-from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rpc.endpoint import parse_endpoint
-from rendezvous.cluster.served import SHARDS, Served, run_in, served, shared_out
+from rendezvous.cluster.served import SHARDS, Served, joined, run_in, served, shared_out
 from rendezvous.cut_proxy import CutProxy
 from support.etcd_server import NEEDS_ETCD
 from support.log_events import log_events
-from support.waiting import PATIENCE, until
+from support.waiting import until
 
 pytestmark = NEEDS_ETCD
 
@@ -56,27 +55,13 @@ def told(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> _
     return _Told(caplog)
 
 
-async def _joined(replica: Served, run_id: str) -> None:
-    """Have a run in it, whose only node goes on at once."""
-    settings = pb.RunSettings(min_nodes=1, max_nodes=1)
-    join = pb.JoinRun(
-        run_id=run_id, node_id="n", settings=settings, address="a", local_world_size=1, role="d"
-    )
-    stream = replica.rendezvous.Join(timeout=PATIENCE)
-    await stream.write(pb.JoinRequest(join=join))
-    first = await stream.read()
-    assert isinstance(first, pb.JoinResponse)
-    assert first.HasField("lease")
-    stream.cancel()
-
-
 async def test_a_takeover_is_one_line(address: EtcdAddress, told: _Told) -> None:
     """Of the first to come as of who takes over from one that vanished: how many, with how many runs, and whose."""
     async with served(address, "a", moves=_STAYING) as a:
         fields = await told.once("took free shards")
         assert (fields["shards"], fields["runs"]) == (SHARDS, 0)
         for shard in range(2):
-            await _joined(a, run_in(shard))
+            (await joined(a, run_in(shard))).cancel()
         async with served(address, "b") as b:
             await until(lambda: "b" in _live(a), "a to know of b")
             await until(lambda: len(b.known_owners) == SHARDS, "b to know whose the shards are")

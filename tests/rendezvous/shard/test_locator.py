@@ -27,6 +27,7 @@ from rallypoint.rpc.errors import ServiceError, decode
 from rallypoint.serving.server import Server
 from rendezvous.shard.test_read_only import reading
 from rendezvous.shard_fixtures import OWNER, Scene, ShardJournal, elsewhere, opened
+from support.joining import join_request
 from support.waiting import PATIENCE
 
 SETTINGS = pb.RunSettings(min_nodes=1, max_nodes=2)
@@ -75,18 +76,7 @@ class Served:
     async def join(self, run_id: str, node_id: str = "a") -> tuple[Any, pb.Lease]:
         """A node's stream, and its lease."""
         call = self.runs.Join(timeout=PATIENCE)
-        await call.write(
-            pb.JoinRequest(
-                join=pb.JoinRun(
-                    run_id=run_id,
-                    node_id=node_id,
-                    settings=SETTINGS,
-                    address=f"{node_id}.cluster",
-                    local_world_size=1,
-                    role="trainer",
-                )
-            )
-        )
+        await call.write(join_request(run_id, node_id, SETTINGS))
         response = await call.read()
         return call, response.lease
 
