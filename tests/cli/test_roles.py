@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections.abc import Sequence
+from typing import Any
 
 import grpc.aio
 import pytest
@@ -22,6 +23,7 @@ from rallypoint.rpc.channel import open_channel
 from rallypoint.rpc.endpoint import ServerOptions, SettingError
 from rallypoint.serving.server import Server
 from support.joining import join_request
+from support.replacing import instead_of
 from support.waiting import PATIENCE
 
 
@@ -37,13 +39,12 @@ class FullDisk(MemoryJournal):
 def servers(monkeypatch: pytest.MonkeyPatch) -> asyncio.Queue[Server]:
     """The servers that were started."""
     servers: asyncio.Queue[Server] = asyncio.Queue()
-    start = Server.start
 
-    async def note(server: Server) -> None:
+    @instead_of(monkeypatch, Server, "start")
+    async def note(start: Any, server: Server) -> None:
         await start(server)
         servers.put_nowait(server)
 
-    monkeypatch.setattr(Server, "start", note)
     return servers
 
 

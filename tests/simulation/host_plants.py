@@ -11,6 +11,7 @@ from rallypoint.rendezvous.core import apply, failures, newcomers
 from rallypoint.rendezvous.core.state import RunState
 from rallypoint.rendezvous.runs.engine import RendezvousEngine
 from simulation.plants import Plant, give_no_time_after_a_pause
+from support.replacing import instead_of
 
 
 def hold_no_failure_for_a_broken_stream(patch: pytest.MonkeyPatch) -> None:
@@ -25,27 +26,23 @@ def attribute_no_failure_to_a_loss(patch: pytest.MonkeyPatch) -> None:
 
 def end_a_run_while_participants_are_silent(patch: pytest.MonkeyPatch) -> None:
     """A run fails, or a node is taken out, before the other participants have shown that they are alive."""
-    is_settled = failures.is_settled
 
-    def hasty(state: RunState, now: float) -> bool:
+    @instead_of(patch, failures, "is_settled")
+    def hasty(is_settled: Any, state: RunState, now: float) -> Any:
         silent, state.silent = state.silent, set()
         try:
             return is_settled(state, now)
         finally:
             state.silent = silent
 
-    patch.setattr(failures, "is_settled", hasty)
-
 
 def overlook_broken_streams(patch: pytest.MonkeyPatch) -> None:
     """A node whose stream broke is taken for one that is there, for as long as its lease lasts."""
-    disconnect = apply.disconnect
 
-    def careless(state: RunState, node_id: str, now: float) -> None:
+    @instead_of(patch, apply, "disconnect")
+    def careless(disconnect: Any, state: RunState, node_id: str, now: float) -> None:
         disconnect(state, node_id, now)
         state.disconnected.discard(node_id)
-
-    patch.setattr(apply, "disconnect", careless)
 
 
 def give_up_for_a_late_first_message(patch: pytest.MonkeyPatch) -> None:
@@ -55,12 +52,10 @@ def give_up_for_a_late_first_message(patch: pytest.MonkeyPatch) -> None:
 
 def keep_leases_by_the_wall_clock(patch: pytest.MonkeyPatch) -> None:
     """Deadlines go by a clock that people and daemons set."""
-    init = RendezvousEngine.__init__
 
-    def naive(self: RendezvousEngine, *args: Any, **settings: Any) -> None:
+    @instead_of(patch, RendezvousEngine, "__init__")
+    def naive(init: Any, self: RendezvousEngine, *args: Any, **settings: Any) -> None:
         init(self, *args, **{**settings, "clock": settings["wall_clock"]})
-
-    patch.setattr(RendezvousEngine, "__init__", naive)
 
 
 def let_every_newcomer_in(patch: pytest.MonkeyPatch) -> None:

@@ -27,6 +27,7 @@ from rallypoint.rendezvous.store.service import StoreService
 from rallypoint.rpc.clock import WatchClock
 from rallypoint.rpc.errors import ServiceError, invalid
 from rallypoint.serving.flow import UnopenedStreams
+from support.replacing import instead_of
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 
@@ -69,13 +70,11 @@ def take_a_failed_commit_for_durable(patch: pytest.MonkeyPatch) -> None:
 
 
 def _append_with(patch: pytest.MonkeyPatch, wrong: Callable[..., Any], of: type[Any] = CommitLoop) -> None:
-    begin = CommitLoop.__init__
 
-    def wrongly(self: CommitLoop[Any], journal: Any, *args: Any, **more: Any) -> None:
+    @instead_of(patch, CommitLoop, "__init__")
+    def wrongly(begin: Any, self: CommitLoop[Any], journal: Any, *args: Any, **more: Any) -> None:
         planted = SimpleNamespace(append=partial(wrong, journal.append))
         begin(self, planted if isinstance(self, of) else journal, *args, **more)
-
-    patch.setattr(CommitLoop, "__init__", wrongly)
 
 
 def forget_round_numbers_in_a_crash(patch: pytest.MonkeyPatch) -> None:
@@ -105,26 +104,22 @@ def reuse_the_number_of_a_burnt_round(patch: pytest.MonkeyPatch) -> None:
         state.round -= burnt
 
     ended = apply._apply.registry[facts.RoundEnded]
-    dispatch = apply._apply
 
-    def applied(fact: object, state: RunState, now: float) -> None:
+    @instead_of(patch, apply, "_apply")
+    def applied(dispatch: Any, fact: object, state: RunState, now: float) -> None:
         (thrifty if isinstance(fact, facts.RoundEnded) else dispatch)(fact, state, now)  # type: ignore[arg-type]
-
-    patch.setattr(apply, "_apply", applied)
 
 
 def reopen_over_nodes_that_are_there(patch: pytest.MonkeyPatch) -> None:
     """A closed run is opened again at once, though nodes of it still stop their workers."""
-    reopen = decide._reopen
 
-    def rash(command: Any, state: RunState) -> list[facts.Fact]:
+    @instead_of(patch, decide, "_reopen")
+    def rash(reopen: Any, command: Any, state: RunState) -> Any:
         lingering, state.lingering = state.lingering, {}
         try:
             return reopen(command, state)
         finally:
             state.lingering = lingering
-
-    patch.setattr(decide, "_reopen", rash)
 
 
 def count_rounds_from_the_beginning_when_reopened(patch: pytest.MonkeyPatch) -> None:
@@ -161,13 +156,11 @@ def keep_the_store_when_reopened(patch: pytest.MonkeyPatch) -> None:
 
 def forget_who_lingers_in_a_crash(patch: pytest.MonkeyPatch) -> None:
     """A service that starts again takes all nodes of a closed run for gone."""
-    restart = apply.restart_leases
 
-    def forgetful(state: RunState, now: float, *least: float) -> None:
+    @instead_of(patch, apply, "restart_leases")
+    def forgetful(restart: Any, state: RunState, now: float, *least: float) -> None:
         state.lingering.clear()
         restart(state, now, *least)
-
-    patch.setattr(apply, "restart_leases", forgetful)
 
 
 def forget_the_confirm_phase(patch: pytest.MonkeyPatch) -> None:
@@ -208,15 +201,13 @@ def forget_that_a_start_is_recorded(patch: pytest.MonkeyPatch) -> None:
 def give_no_new_term_to_leases(patch: pytest.MonkeyPatch) -> None:
     """A service that starts again takes it amiss that it heard nothing while it was away."""
 
-    def strict(state: RunState, now: float, *least: float) -> None:
+    @instead_of(patch, apply, "restart_leases")
+    def strict(restart: Any, state: RunState, now: float, *least: float) -> None:
         restart(state, now, *least)
         state.lease_queue = []
         for node in state.nodes.values():
             node.lease_deadline = now + 0.3
             apply.enqueue(state, node)
-
-    restart = apply.restart_leases
-    patch.setattr(apply, "restart_leases", strict)
 
 
 def forgive_no_pause(patch: pytest.MonkeyPatch) -> None:
@@ -236,24 +227,20 @@ def never_lose_a_node(patch: pytest.MonkeyPatch) -> None:
 
 def let_an_old_stream_end_the_new(patch: pytest.MonkeyPatch) -> None:
     """A stream that ends takes the node's membership with it, though a newer stream took its place."""
-    disconnect = RendezvousEngine.disconnect
 
-    def rash(self: RendezvousEngine, member: Member) -> None:
+    @instead_of(patch, RendezvousEngine, "disconnect")
+    def rash(disconnect: Any, self: RendezvousEngine, member: Member) -> None:
         run = self._runs.get(member.run_id)
         disconnect(self, run.members.get(member.node_id, member) if run is not None else member)
-
-    patch.setattr(RendezvousEngine, "disconnect", rash)
 
 
 def keep_the_oldest_state(patch: pytest.MonkeyPatch) -> None:
     """A subscriber that is slow gets the state that it waited for, and none of those since."""
-    put = LatestValue.put
 
-    def polite(self: LatestValue[Any], value: Any) -> None:
+    @instead_of(patch, LatestValue, "put")
+    def polite(put: Any, self: LatestValue[Any], value: Any) -> None:
         if self._value is None:
             put(self, value)
-
-    patch.setattr(LatestValue, "put", polite)
 
 
 def tell_no_node_that_its_round_ended(patch: pytest.MonkeyPatch) -> None:
@@ -264,14 +251,12 @@ def tell_no_node_that_its_round_ended(patch: pytest.MonkeyPatch) -> None:
 
 def say_nothing_twice(patch: pytest.MonkeyPatch) -> None:
     """What was said on a stream that broke is not said again on the next."""
-    live = Membership._live
 
-    async def forgetful(self: Membership, *args: Any) -> None:
+    @instead_of(patch, Membership, "_live")
+    async def forgetful(live: Any, self: Membership, *args: Any) -> None:
         self._latest = self._success = None
         self._failures.clear()
         await live(self, *args)
-
-    patch.setattr(Membership, "_live", forgetful)
 
 
 def keep_the_seat_of_a_superseded_lease(patch: pytest.MonkeyPatch) -> None:
@@ -285,12 +270,10 @@ def keep_the_seat_of_a_superseded_lease(patch: pytest.MonkeyPatch) -> None:
             lost(fact, state, now)
 
     lost = apply._apply.registry[facts.NodeLost]
-    dispatch = apply._apply
 
-    def applied(fact: object, state: RunState, now: float) -> None:
+    @instead_of(patch, apply, "_apply")
+    def applied(dispatch: Any, fact: object, state: RunState, now: float) -> None:
         (careless if isinstance(fact, facts.NodeLost) else dispatch)(fact, state, now)  # type: ignore[arg-type]
-
-    patch.setattr(apply, "_apply", applied)
 
 
 def one_token_for_all_rounds(patch: pytest.MonkeyPatch) -> None:
@@ -301,30 +284,26 @@ def one_token_for_all_rounds(patch: pytest.MonkeyPatch) -> None:
         state.fencing_token = 1
 
     frozen = apply._apply.registry[facts.RoundFrozen]
-    dispatch = apply._apply
 
-    def applied(fact: object, state: RunState, now: float) -> None:
+    @instead_of(patch, apply, "_apply")
+    def applied(dispatch: Any, fact: object, state: RunState, now: float) -> None:
         (constant if isinstance(fact, facts.RoundFrozen) else dispatch)(fact, state, now)  # type: ignore[arg-type]
-
-    patch.setattr(apply, "_apply", applied)
 
 
 def open_the_store_to_every_round(patch: pytest.MonkeyPatch) -> None:
     """The store goes on taking writes of the first round."""
-    keep = HostedRun.keep_writable_round
 
-    def lax(self: HostedRun) -> None:
+    @instead_of(patch, HostedRun, "keep_writable_round")
+    def lax(keep: Any, self: HostedRun) -> None:
         keep(self)
         self.writable_round = min(self.writable_round or 0, 1)
-
-    patch.setattr(HostedRun, "keep_writable_round", lax)
 
 
 def confirm_while_workers_stop(patch: pytest.MonkeyPatch) -> None:
     """An agent confirms a round as soon as it hears of it."""
-    next_step = agent_core._next_step
 
-    def hasty(state: agent_core.AgentState) -> Any:
+    @instead_of(patch, agent_core, "_next_step")
+    def hasty(next_step: Any, state: agent_core.AgentState) -> Any:
         step = next_step(state)
         seat = state.assignment
         waits = step is None and seat is not None and state.phase is agent_core.Phase.FROZEN
@@ -332,18 +311,14 @@ def confirm_while_workers_stop(patch: pytest.MonkeyPatch) -> None:
             return replace(state, confirmed=seat.round), agent_core.SendConfirm(seat.round)
         return step
 
-    patch.setattr(agent_core, "_next_step", hasty)
-
 
 def blame_the_last_report(patch: pytest.MonkeyPatch) -> None:
     """Whoever reports last is taken for who failed first."""
-    take = failures.take
 
-    def hasty(*args: Any, **more: Any) -> facts.WorkerFailed | None:
+    @instead_of(patch, failures, "take")
+    def hasty(take: Any, *args: Any, **more: Any) -> facts.WorkerFailed | None:
         fact = take(*args, **more)
         return None if fact is None else replace(fact, earliest=True)
-
-    patch.setattr(failures, "take", hasty)
 
 
 def end_a_run_at_once(patch: pytest.MonkeyPatch) -> None:
@@ -353,13 +328,11 @@ def end_a_run_at_once(patch: pytest.MonkeyPatch) -> None:
 
 def restart_what_cant_be_mended(patch: pytest.MonkeyPatch) -> None:
     """What a worker says of its failure is not listened to."""
-    fold = apply._apply
 
-    def deaf(fact: object, state: RunState, now: float) -> None:
+    @instead_of(patch, apply, "_apply")
+    def deaf(fold: Any, fact: object, state: RunState, now: float) -> None:
         fold(fact, state, now)
         state.permanent_failure = None
-
-    patch.setattr(apply, "_apply", deaf)
 
 
 def let_a_node_fail_for_ever(patch: pytest.MonkeyPatch) -> None:
@@ -386,27 +359,23 @@ def count_restarts_for_ever(patch: pytest.MonkeyPatch) -> None:
 
 def keep_workers_of_a_lost_lease(patch: pytest.MonkeyPatch) -> None:
     """An agent whose lease ended lets its workers run on, and takes them for those of its next round."""
-    note = agent_core._note
 
-    def calm(state: agent_core.AgentState, event: agent_core.Event) -> Any:
+    @instead_of(patch, agent_core, "_note")
+    def calm(note: Any, state: agent_core.AgentState, event: agent_core.Event) -> Any:
         if isinstance(event, agent_core.LeaseEnded):
             return replace(state, workers=agent_core.Workers.ABSENT, confirmed=0, started=0), []
         return note(state, event)
 
-    patch.setattr(agent_core, "_note", calm)
-
 
 def refuse_a_late_first_message(patch: pytest.MonkeyPatch) -> None:
     """A stream whose first message comes late is refused as malformed."""
-    first = UnopenedStreams.first
 
-    async def strict(self: UnopenedStreams, requests: Any) -> Any:
+    @instead_of(patch, UnopenedStreams, "first")
+    async def strict(first: Any, self: UnopenedStreams, requests: Any) -> Any:
         try:
             return await first(self, requests)
         except ServiceError:
             raise invalid("message", "expected join or resume") from None
-
-    patch.setattr(UnopenedStreams, "first", strict)
 
 
 def give_no_time_after_a_pause(patch: pytest.MonkeyPatch) -> None:

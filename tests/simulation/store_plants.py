@@ -18,6 +18,7 @@ from rallypoint.rendezvous.state.service import FencedStateService
 from rallypoint.rendezvous.store import core, writes
 from rallypoint.rendezvous.store.store import RunStore
 from simulation.plants import publish_before_commit
+from support.replacing import instead_of
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 
@@ -39,35 +40,29 @@ def carry_out_every_repetition(patch: pytest.MonkeyPatch) -> None:
 
 def forget_operations_in_a_crash(patch: pytest.MonkeyPatch) -> None:
     """A store that starts again has its values, and doesn't know who wrote them."""
-    restoring = shard._restoring
 
-    def careless(recovered: Recovered, *args: Any) -> Any:
+    @instead_of(patch, shard, "_restoring")
+    def careless(restoring: Any, recovered: Recovered, *args: Any) -> Any:
         kept = [entry for entry in recovered.store_entries if not entry.key.startswith(RESERVED)]
         return restoring(replace(recovered, store_entries=kept), *args)
-
-    patch.setattr(shard, "_restoring", careless)
 
 
 def lose_a_value_in_a_crash(patch: pytest.MonkeyPatch) -> None:
     """A recovery leaves out the value that was written last."""
-    restoring = shard._restoring
 
-    def careless(recovered: Recovered, *args: Any) -> Any:
+    @instead_of(patch, shard, "_restoring")
+    def careless(restoring: Any, recovered: Recovered, *args: Any) -> Any:
         kept = [entry for entry in recovered.store_entries if entry.round != SPACE]
         rest = [entry for entry in recovered.store_entries if entry.round == SPACE]
         return restoring(replace(recovered, store_entries=[*kept[:-1], *rest]), *args)
 
-    patch.setattr(shard, "_restoring", careless)
-
 
 def take_writes_of_every_round(patch: pytest.MonkeyPatch) -> None:
     """The store doesn't look at the round that a writer is of, once there is one."""
-    check = core.RunSpaces.check_round
 
-    def lax(self: core.RunSpaces, round: int, current_round: int) -> None:
+    @instead_of(patch, core.RunSpaces, "check_round")
+    def lax(check: Any, self: core.RunSpaces, round: int, current_round: int) -> None:
         check(self, round, max(round, 1) if round < current_round else current_round)
-
-    patch.setattr(core.RunSpaces, "check_round", lax)
 
 
 def judge_writes_by_durable_rounds(patch: pytest.MonkeyPatch) -> None:
@@ -82,13 +77,11 @@ def take_writes_under_every_lease(patch: pytest.MonkeyPatch) -> None:
 
 def set_a_state_whatever_its_token(patch: pytest.MonkeyPatch) -> None:
     """Whoever sets a fenced state succeeds."""
-    decide = states.StatesDraft.set
 
-    def lax(self: states.StatesDraft, request: states.SetState, nonce: bytes) -> states.SetOutcome:
+    @instead_of(patch, states.StatesDraft, "set")
+    def lax(decide: Any, self: states.StatesDraft, request: states.SetState, nonce: bytes) -> Any:
         held = self.held(request.run_id)
         return decide(self, replace(request, token=None if held is None else held.current.token), nonce)
-
-    patch.setattr(states.StatesDraft, "set", lax)
 
 
 def one_token_for_two_states(patch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from rallypoint.worker import record
 from rallypoint.worker.record import write_error_file
 from rallypoint.worker.unrecoverable import UNRECOVERABLE
 from support.processes import modules_after
+from support.replacing import instead_of
 
 
 @pytest.fixture
@@ -160,14 +161,13 @@ def test_a_reader_never_sees_half_a_file(error_file: Path, monkeypatch: pytest.M
     """The file appears complete: until it is renamed into place, what was there stays."""
     error_file.write_text("old")
     seen: list[str] = []
-    replace = os.replace
 
-    def spy(source: str, target: str) -> None:
+    @instead_of(monkeypatch, os, "replace")
+    def spy(replace: Any, source: str, target: str) -> None:
         json.loads(Path(source).read_text())
         seen.append(error_file.read_text())
         replace(source, target)
 
-    monkeypatch.setattr(os, "replace", spy)
     with pytest.raises(ZeroDivisionError):
         divide(1)
     assert seen == ["old"]

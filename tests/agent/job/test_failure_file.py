@@ -17,6 +17,7 @@ from rallypoint.agent.job.failure_file import SCHEMA, failure_document, write_fa
 from rallypoint.agent.job.result import FAILED, PERMANENT, REFUSED, UNFIT, JobResult
 from rallypoint.rendezvous.core.state import FailureKind
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
+from support.replacing import instead_of
 
 CONFIG = JobConfig(
     run_id="run-1",
@@ -138,14 +139,13 @@ def test_a_reader_never_sees_half_of_it(tmp_path: Path, monkeypatch: pytest.Monk
     """It appears complete."""
     path = tmp_path / "failure.json"
     replaced: list[str] = []
-    replace_file = os.replace
 
-    def spy(source: str, target: Path) -> None:
+    @instead_of(monkeypatch, os, "replace")
+    def spy(replace_file: Any, source: str, target: Path) -> None:
         replaced.append(json.loads(Path(source).read_text())["detail"])
         assert not path.exists()
         replace_file(source, target)
 
-    monkeypatch.setattr(os, "replace", spy)
     write_failure_files(document(JobResult(FAILED, "it failed")), [path])
     assert replaced == ["it failed"]
 

@@ -26,7 +26,6 @@ from rallypoint.agent.job.result import FAILED, REFUSED, SUCCEEDED, UNFIT, JobRe
 from rallypoint.agent.logs.streams import LogError, Redirect, Streams
 from rallypoint.agent.spawner.client import Spawner
 from rallypoint.agent.workers.group import WorkerGroup
-from rallypoint.agent.workers.processes import StopReport
 from rallypoint.launcher.services import embedded_rendezvous, embedded_timer
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
@@ -34,6 +33,7 @@ from rallypoint.rpc import channel
 from rallypoint.rpc.channel import open_channel
 from rallypoint.rpc.endpoint import ClientTLS, SettingError
 from support.processes import fresh_marker, gone, living
+from support.replacing import instead_of
 from support.waiting import PATIENCE, until
 
 RUN = "run-1"
@@ -461,12 +461,11 @@ async def test_one_request_that_arrives_twice_is_one(bench: Bench) -> None:
 @pytest.fixture
 def survivor(monkeypatch: pytest.MonkeyPatch) -> int:
     """A process that every stop reports as left: nothing that SIGKILL doesn't end can be had on any machine."""
-    stop = WorkerGroup.stop
 
-    async def stop_in_vain(group: WorkerGroup, number: int, timeout: float) -> StopReport:
+    @instead_of(monkeypatch, WorkerGroup, "stop")
+    async def stop_in_vain(stop: Any, group: WorkerGroup, number: int, timeout: float) -> Any:
         return replace(await stop(group, number, timeout), left=(os.getpid(),))
 
-    monkeypatch.setattr(WorkerGroup, "stop", stop_in_vain)
     monkeypatch.setattr(reaper, "SLOW_DEATH", 0.05)
     monkeypatch.setattr(reaper, "LOOK_TIMEOUT", PATIENCE)
     return os.getpid()
@@ -507,14 +506,12 @@ async def test_without_a_place_for_temporary_files_nothing_is_joined(
 ) -> None:
     """One line says what to do."""
 
-    make = tempfile.TemporaryDirectory
-
-    def refuse(prefix: str, **more: Any) -> tempfile.TemporaryDirectory[str]:
+    @instead_of(monkeypatch, tempfile, "TemporaryDirectory")
+    def refuse(make: Any, prefix: str, **more: Any) -> Any:
         if prefix == "rallypoint_stacks_":
             raise OSError(28, "No space left on device")
         return make(prefix=prefix, **more)
 
-    monkeypatch.setattr(tempfile, "TemporaryDirectory", refuse)
     with pytest.raises(
         SettingError, match=r"can't make a temporary folder: .*No space left.*; set TMPDIR to another"
     ):

@@ -7,6 +7,7 @@ import os
 from collections.abc import AsyncIterator
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -17,6 +18,7 @@ from rallypoint.agent.logs.files import rotated_name
 from rallypoint.agent.logs.follower import Follower, cut
 from rallypoint.agent.logs.lines import LineFilter
 from rallypoint.agent.logs.watch import FileWatch
+from support.replacing import instead_of
 from support.waiting import until
 
 
@@ -123,14 +125,13 @@ async def test_no_event_is_needed_while_nobody_writes(
 ) -> None:
     """An idle follower sleeps: it doesn't look at its file until the kernel says that it has grown."""
     looks = 0
-    pread = os.pread
 
-    def counted(fd: int, size: int, offset: int) -> bytes:
+    @instead_of(monkeypatch, os, "pread")
+    def counted(pread: Any, fd: int, size: int, offset: int) -> Any:
         nonlocal looks
         looks += 1
         return pread(fd, size, offset)
 
-    monkeypatch.setattr(os, "pread", counted)
     monkeypatch.setattr(module, "GATHER", 0.0)
     monkeypatch.setattr(module, "FALLBACK_INTERVAL", 0.0)
     output = Collected()
@@ -148,16 +149,15 @@ async def test_what_is_written_during_a_look_is_not_missed(
     log: Path, watch: FileWatch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A write just after the read that found nothing still wakes the follower."""
-    pread = os.pread
     news = iter([b"one\n", b"two\n"])
 
-    def late(fd: int, size: int, offset: int) -> bytes:
+    @instead_of(monkeypatch, os, "pread")
+    def late(pread: Any, fd: int, size: int, offset: int) -> Any:
         data = pread(fd, size, offset)
         if not data:
             append(log, next(news, b""))
         return data
 
-    monkeypatch.setattr(os, "pread", late)
     output = Collected()
     follower = follow(log, output, watch)
     await until(lambda: output.text == b"one\ntwo\n", "both lines")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from rallypoint.agent.logs import files as module
 from rallypoint.agent.logs.files import LogFile, Piece, read_end, rotated_files, rotated_name
+from support.replacing import instead_of
 
 
 @pytest.fixture
@@ -102,16 +104,15 @@ def test_a_rotation_while_a_reader_looks_does_not_mislead_it(
 ) -> None:
     """It would take the new file for the first one."""
     append(log, b"first ")
-    listed = module.rotated_files
 
-    def overtaken(path: Path) -> list[module.Segment]:
+    @instead_of(monkeypatch, module, "rotated_files")
+    def overtaken(listed: Any, path: Path) -> Any:
         found = listed(path)
         if not found:
             rotate(log, 0)
             append(log, b"second")
         return found
 
-    monkeypatch.setattr(module, "rotated_files", overtaken)
     with LogFile(log) as file:
         assert file.extent() == (0, 12)
         assert read_all(file) == b"first second"

@@ -46,6 +46,7 @@ from simulation.plants import (
     restart_what_cant_be_mended,
 )
 from support.marks import slow
+from support.replacing import instead_of
 
 BLOCKS = 20
 QUICK_BLOCKS = 5  # the others are for make test-slow
@@ -118,17 +119,15 @@ def test_histories_reach_every_corner() -> None:
 
 def reuse_round_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that starts again counts its rounds from the beginning."""
-    recover = History.recover
 
     # The first to notice would be the comparison of the state before and after the crash.
     monkeypatch.setattr(History, "_durable_view", lambda self: None)
 
-    def forgetful(self: History) -> RunState:
+    @instead_of(monkeypatch, History, "recover")
+    def forgetful(recover: Any, self: History) -> Any:
         state = recover(self)
         state.round = state.round if state.seats else 0
         return state
-
-    monkeypatch.setattr(History, "recover", forgetful)
 
 
 def give_two_nodes_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,15 +165,13 @@ def take_reports_of_any_round(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def tell_before_commit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nodes are told at once, and what they were told becomes durable later."""
-    take_note = History._take_note
 
-    def rash(self: History, happened: list[facts.Fact]) -> None:
+    @instead_of(monkeypatch, History, "_take_note")
+    def rash(take_note: Any, self: History, happened: list[facts.Fact]) -> None:
         take_note(self, happened)
         if any(isinstance(fact, facts.RoundFrozen) for fact in happened):
             for agent in list(self.server.members.values()):
                 self._tell(agent)
-
-    monkeypatch.setattr(History, "_take_note", rash)
 
 
 def tell_no_node_that_its_round_ended(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,16 +181,14 @@ def tell_no_node_that_its_round_ended(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def forget_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that starts again grants the whole budget of restarts again."""
-    recover = History.recover
 
     monkeypatch.setattr(History, "_durable_view", lambda self: None)
 
-    def generous(self: History) -> RunState:
+    @instead_of(monkeypatch, History, "recover")
+    def generous(recover: Any, self: History) -> Any:
         state = recover(self)
         state.restart_count = 0
         return state
-
-    monkeypatch.setattr(History, "recover", generous)
 
 
 def keep_expired_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,9 +203,9 @@ def never_end_the_last_call(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def let_evicted_nodes_in(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who was taken out may join again at once."""
-    whole = decide.decide
 
-    def lenient(state: RunState, command: commands.Command, now: float) -> list[facts.Fact]:
+    @instead_of(monkeypatch, decide, "decide")
+    def lenient(whole: Any, state: RunState, command: commands.Command, now: float) -> Any:
         if not isinstance(command, commands.Join):
             return whole(state, command, now)
         evicted, state.evicted = state.evicted, {}
@@ -218,8 +213,6 @@ def let_evicted_nodes_in(monkeypatch: pytest.MonkeyPatch) -> None:
             return whole(state, command, now)
         finally:
             state.evicted = evicted
-
-    monkeypatch.setattr(decide, "decide", lenient)
 
 
 def pass_the_exit_barrier_early(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,17 +239,15 @@ def forget_who_was_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def let_no_newcomer_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every newcomer ends the round at once, whatever the policy."""
-    whole = newcomers.next_scale_up
 
-    def hasty(state: RunState) -> float | None:
+    @instead_of(monkeypatch, newcomers, "next_scale_up")
+    def hasty(whole: Any, state: RunState) -> Any:
         settings = state.settings
         state.settings = replace(settings, scale_up_policy=ScaleUpPolicy.IMMEDIATE)
         try:
             return whole(state)
         finally:
             state.settings = settings
-
-    monkeypatch.setattr(newcomers, "next_scale_up", hasty)
 
 
 def take_finished_work_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -288,25 +279,21 @@ def give_an_expired_run_its_rounds_again(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def restart_without_saying_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """An operator's restart is counted as a failure of a worker."""
-    whole = decide._end_of_breached_round
 
-    def strict(state: RunState, breach: RoundEnd, now: float) -> facts.Fact | None:
+    @instead_of(monkeypatch, decide, "_end_of_breached_round")
+    def strict(whole: Any, state: RunState, breach: RoundEnd, now: float) -> Any:
         if breach.cause is RoundEndCause.RESTART_REQUESTED:
             return facts.RoundEnded(breach, state.restart_count + 1)
         return whole(state, breach, now)
 
-    monkeypatch.setattr(decide, "_end_of_breached_round", strict)
-
 
 def take_the_last_report_for_the_first_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever reports last is blamed."""
-    whole = failures.take
 
-    def hasty(*args: Any, **more: Any) -> facts.WorkerFailed | None:
+    @instead_of(monkeypatch, failures, "take")
+    def hasty(whole: Any, *args: Any, **more: Any) -> facts.WorkerFailed | None:
         fact = whole(*args, **more)
         return None if fact is None else replace(fact, earliest=True)
-
-    monkeypatch.setattr(failures, "take", hasty)
 
 
 def take_absurd_ages_at_their_word(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from rallypoint.rendezvous.journal.sqlite import SqliteJournal
 from rendezvous.journal.entries import record
 from rendezvous.journal.files import append, child, fill, killed, recover, refused, reopen
 from support.marks import slow
+from support.replacing import instead_of
 from support.waiting import PATIENCE
 
 
@@ -65,16 +66,15 @@ async def test_only_its_user_can_read_it(path: Path, monkeypatch: pytest.MonkeyP
     """Nor its log, from before SQLite opens it; what others could read is narrowed."""
     private = {path.name + end: 0o600 for end in ("", "-wal", ".lock")}
     found: list[int] = []
-    connect = sqlite3.connect
 
     def modes() -> dict[str, int]:
         return {each.name: stat.S_IMODE(each.stat().st_mode) for each in path.parent.iterdir()}
 
-    def look(*given: Any, **more: Any) -> Any:
+    @instead_of(monkeypatch, sqlite3, "connect")
+    def look(connect: Any, *given: Any, **more: Any) -> Any:
         found.append(modes()[path.name])
         return connect(*given, **more)
 
-    monkeypatch.setattr(sqlite3, "connect", look)
     umask = os.umask(0)
     try:
         for _ in range(2):

@@ -12,6 +12,7 @@ import os
 import random
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,6 +21,7 @@ from rallypoint.rendezvous.journal.journal import JournalError
 from rallypoint.rendezvous.journal.sqlite import JournalFile, LockFile
 from rendezvous.journal.faulty_disk import FaultyDisk, sqlite_library, under_sqlite
 from rendezvous.journal.model import Model, plain, random_call
+from support.replacing import instead_of
 
 HISTORIES, BLOCKS = int(os.environ.get("RALLYPOINT_JOURNAL_HISTORIES", "60")), 3
 STEPS = 12
@@ -162,49 +164,41 @@ def play(seeds: range, folder: Path) -> None:
 
 def believe_the_log_without_sync(patch: pytest.MonkeyPatch) -> None:
     """Commits don't wait for the disk."""
-    connect = JournalFile._connect
 
-    def hasty(self: JournalFile, version: int | None) -> object:
+    @instead_of(patch, JournalFile, "_connect")
+    def hasty(connect: Any, self: JournalFile, version: int | None) -> object:
         connection = connect(self, version)
         connection.execute("PRAGMA synchronous = OFF")
         return connection
 
-    patch.setattr(JournalFile, "_connect", hasty)
-
 
 def sync_now_and_then(patch: pytest.MonkeyPatch) -> None:
     """Commits wait for the disk when the log is carried over only."""
-    connect = JournalFile._connect
 
-    def hasty(self: JournalFile, version: int | None) -> object:
+    @instead_of(patch, JournalFile, "_connect")
+    def hasty(connect: Any, self: JournalFile, version: int | None) -> object:
         connection = connect(self, version)
         connection.execute("PRAGMA synchronous = NORMAL")
         return connection
 
-    patch.setattr(JournalFile, "_connect", hasty)
-
 
 def acknowledge_what_failed(patch: pytest.MonkeyPatch) -> None:
     """A commit that failed is taken for one that was made."""
-    commit = JournalFile.commit
 
-    def calm(self: JournalFile, calls: object) -> None:
+    @instead_of(patch, JournalFile, "commit")
+    def calm(commit: Any, self: JournalFile, calls: object) -> None:
         with contextlib.suppress(JournalError):
-            commit(self, calls)  # type: ignore[arg-type]
-
-    patch.setattr(JournalFile, "commit", calm)
+            commit(self, calls)
 
 
 def commit_entry_by_entry(patch: pytest.MonkeyPatch) -> None:
     """The entries of a call become durable one after the other."""
-    commit = JournalFile.commit
 
-    def piecemeal(self: JournalFile, calls: list[list[object]]) -> None:
+    @instead_of(patch, JournalFile, "commit")
+    def piecemeal(commit: Any, self: JournalFile, calls: list[list[object]]) -> None:
         for entries in calls:
             for entry in entries:
-                commit(self, [[entry]])  # type: ignore[list-item]
-
-    patch.setattr(JournalFile, "commit", piecemeal)
+                commit(self, [[entry]])
 
 
 def believe_what_the_kernel_shows(patch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ import sqlite3
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,6 +25,7 @@ from rallypoint.rendezvous.journal.sqlite_rows import (
 )
 from rendezvous.journal.entries import change, checkpoint, forgotten, record
 from rendezvous.journal.files import append, killed, recover, reopen
+from support.replacing import instead_of
 
 
 async def count(journal: SqliteJournal, table: str) -> int:
@@ -186,13 +188,12 @@ async def shrunk(path: Path) -> tuple[int, int]:
 async def test_the_file_shrinks_when_much_was_deleted(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By itself, in bounded steps, to what is kept and a tenth, and 4 MiB; it grows again, and loses nothing."""
     steps: list[int] = []
-    begin = FreePages.begin
 
-    def counted(pages: FreePages, connection: sqlite3.Connection) -> int:
+    @instead_of(monkeypatch, FreePages, "begin")
+    def counted(begin: Any, pages: FreePages, connection: sqlite3.Connection) -> int:
         steps.append(begin(pages, connection))
         return steps[-1]
 
-    monkeypatch.setattr(FreePages, "begin", counted)
     kept = sum(len(value.value or b"") for value in VALUES[:200])
     for _ in range(2):
         full, size = await shrunk(path)

@@ -15,19 +15,18 @@ from rallypoint.rendezvous.journal.etcd.journal import EtcdJournal
 from rallypoint.rendezvous.journal.etcd.pool import CommitPool
 from rallypoint.rendezvous.journal.journal import Entry
 from simulation.plants import give_no_new_term_to_leases, tell_before_commit
+from support.replacing import instead_of
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 
 
 def _without(patch: pytest.MonkeyPatch, kind: type) -> None:
-    transact = CommitPool.transact
 
-    async def lax(self: CommitPool, txn: Txn) -> Any:
+    @instead_of(patch, CommitPool, "transact")
+    async def lax(transact: Any, self: CommitPool, txn: Txn) -> Any:
         return await transact(
             self, replace(txn, when=[each for each in txn.when if not isinstance(each, kind)])
         )
-
-    patch.setattr(CommitPool, "transact", lax)
 
 
 def commit_whoever_owns_the_shard(patch: pytest.MonkeyPatch) -> None:
@@ -42,13 +41,11 @@ def commit_whatever_came_before(patch: pytest.MonkeyPatch) -> None:
 
 def acknowledge_before_commit(patch: pytest.MonkeyPatch) -> None:
     """What is appended is taken for durable as soon as it is on its way."""
-    append = EtcdJournal.append
 
-    async def rash(self: EtcdJournal, entries: Sequence[Entry]) -> None:
+    @instead_of(patch, EtcdJournal, "append")
+    async def rash(append: Any, self: EtcdJournal, entries: Sequence[Entry]) -> None:
         sending = asyncio.ensure_future(append(self, entries))
         sending.add_done_callback(lambda done: done.cancelled() or done.exception())
-
-    patch.setattr(EtcdJournal, "append", rash)
 
 
 def believe_in_a_lease_for_ever(patch: pytest.MonkeyPatch) -> None:

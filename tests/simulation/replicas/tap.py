@@ -20,6 +20,7 @@ from rallypoint.rendezvous.journal.etcd.keys import HEAD
 from rallypoint.rendezvous.journal.journal import Entry
 from rendezvous.core.ledger import Violation, require
 from simulation.replicas.etcd_model import Commit
+from support.replacing import instead_of
 
 
 class Given(list[Entry]):
@@ -62,10 +63,10 @@ class Tap:
 
 def tapped(patch: pytest.MonkeyPatch, tap: Tap) -> None:
     """Have the journals of all replicas tell a tap of what they send."""
-    append = journal.EtcdJournal.append
     commit, write = journal.EtcdJournal._commit, journal.EtcdJournal._write
 
-    async def appending(self: Any, entries: Sequence[Entry]) -> None:
+    @instead_of(patch, journal.EtcdJournal, "append")
+    async def appending(append: Any, self: Any, entries: Sequence[Entry]) -> None:
         given = Given(entries)
         given.at = tap.now()
         await append(self, given)
@@ -92,6 +93,5 @@ def tapped(patch: pytest.MonkeyPatch, tap: Tap) -> None:
         finally:
             fence._draw = draw
 
-    patch.setattr(journal.EtcdJournal, "append", appending)
     patch.setattr(journal.EtcdJournal, "_commit", committing)
     patch.setattr(journal.EtcdJournal, "_write", writing)

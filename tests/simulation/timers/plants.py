@@ -21,6 +21,7 @@ from rallypoint.timer.core.countdown import Countdown
 from rallypoint.timer.core.learning import Scope, ScopeBook
 from rallypoint.timer.core.nodes import TimerNode
 from rallypoint.timer.core.values import Subscription, TimerSettings
+from support.replacing import instead_of
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 
@@ -38,14 +39,12 @@ def forget_to_register_again(patch: pytest.MonkeyPatch) -> None:
 def send_no_elapsed(patch: pytest.MonkeyPatch) -> None:
     """A timer that is told again begins anew."""
 
-    def fresh(self: TimerMirror, *args: Any) -> list[Change]:
+    @instead_of(patch, TimerMirror, "take")
+    def fresh(take: Any, self: TimerMirror, *args: Any) -> list[Change]:
         return [
             replace(change, elapsed=0.0) if isinstance(change, Start) else change
             for change in take(self, *args)
         ]
-
-    take = TimerMirror.take
-    patch.setattr(TimerMirror, "take", fresh)
 
 
 def measure_elapsed_before_connecting(patch: pytest.MonkeyPatch) -> None:
@@ -80,38 +79,32 @@ def judge_without_a_look(patch: pytest.MonkeyPatch) -> None:
 def judge_two_at_once(patch: pytest.MonkeyPatch) -> None:
     """Two timers of a worker that run out have it reaped twice."""
 
-    async def eager(self: TimerSocket, expired: ExpiredTimer) -> bool | None:
+    @instead_of(patch, TimerSocket, "_judge")
+    async def eager(judge: Any, self: TimerSocket, expired: ExpiredTimer) -> Any:
         self._judging.clear()
         return await judge(self, expired)
-
-    judge = TimerSocket._judge
-    patch.setattr(TimerSocket, "_judge", eager)
 
 
 def acknowledge_before_it_is_dealt_with(patch: pytest.MonkeyPatch) -> None:
     """An expiry counts as dealt with as soon as it has come, whatever becomes of the reaping."""
 
-    async def rash(self: NodeTimers, expired: ExpiredTimer) -> None:
+    @instead_of(patch, NodeTimers, "_handle")
+    async def rash(handle: Any, self: NodeTimers, expired: ExpiredTimer) -> None:
         key = (expired.worker_id, expired.scope, expired.sequence)
         self._mirror.settle(*key, self._handling[key])
         self._batching.note()
         await handle(self, expired)
 
-    handle = NodeTimers._handle
-    patch.setattr(NodeTimers, "_handle", rash)
-
 
 def take_a_failed_reaping_for_done(patch: pytest.MonkeyPatch) -> None:
     """A reaper that could not is not asked again."""
 
-    def begin(self: NodeTimers, on_expired: Any, *args: Any) -> None:
+    @instead_of(patch, NodeTimers, "start")
+    def begin(start: Any, self: NodeTimers, on_expired: Any, *args: Any) -> None:
         async def done(expired: ExpiredTimer) -> None:
             await on_expired(expired)
 
         start(self, done, *args)
-
-    start = NodeTimers.start
-    patch.setattr(NodeTimers, "start", begin)
 
 
 def forgive_no_pause(patch: pytest.MonkeyPatch) -> None:
@@ -127,11 +120,9 @@ def obey_though_our_host_was_paused(patch: pytest.MonkeyPatch) -> None:
 def tell_an_expiry_once(patch: pytest.MonkeyPatch) -> None:
     """An expiry that is not acknowledged is not told again."""
 
-    def once(self: TimerTable, now: float, settings: TimerSettings) -> None:
+    @instead_of(patch, TimerTable, "__init__")
+    def once(begin: Any, self: TimerTable, now: float, settings: TimerSettings) -> None:
         begin(self, now, replace(settings, reoffer_interval=1e9))
-
-    begin = TimerTable.__init__
-    patch.setattr(TimerTable, "__init__", once)
 
 
 def keep_expiries_from_a_new_stream(patch: pytest.MonkeyPatch) -> None:
@@ -146,11 +137,10 @@ def keep_expiries_from_a_new_stream(patch: pytest.MonkeyPatch) -> None:
 def drop_what_was_registered(patch: pytest.MonkeyPatch) -> None:
     """The end of a registration ends all timers of the node."""
 
-    def thorough(self: TimerTable, subscription: Subscription) -> None:
+    @instead_of(patch, TimerTable, "registered")
+    def thorough(registered: Any, self: TimerTable, subscription: Subscription) -> None:
         registered(self, replace(subscription, number=subscription.number + 1))
 
-    registered = TimerTable.registered
-    patch.setattr(TimerTable, "registered", thorough)
     patch.setattr(
         "rallypoint.timer.core.nodes.Nodes.subscribed",
         lambda self, subscription: self.get(subscription.run_id, subscription.node_id),
@@ -173,11 +163,9 @@ def keep_the_deadline_of_a_replaced_timer(patch: pytest.MonkeyPatch) -> None:
 def skip_the_last_look(patch: pytest.MonkeyPatch) -> None:
     """An agent does not look at a table after the moment until which its worker need not ring."""
 
-    def hasty(self: OpenTable) -> bool:
+    @instead_of(patch, OpenTable, "poll")
+    def hasty(attend: Any, self: OpenTable) -> bool:
         return self._tables.clock() <= self._until and attend(self)
-
-    attend = OpenTable.poll
-    patch.setattr(OpenTable, "poll", hasty)
 
 
 def count_a_table_again_after_a_reconnect(patch: pytest.MonkeyPatch) -> None:
@@ -188,14 +176,12 @@ def count_a_table_again_after_a_reconnect(patch: pytest.MonkeyPatch) -> None:
 def tell_completions_again_on_a_new_stream(patch: pytest.MonkeyPatch) -> None:
     """Completions that were told are told again, in case they were lost."""
 
-    def careful(self: TimerMirror) -> None:
+    @instead_of(patch, TimerMirror, "restart")
+    def careful(restart: Any, self: TimerMirror) -> None:
         restart(self)
         for scope, seen in self._seen.items():
             seen.count += 1
             self._to_count[scope] = None
-
-    restart = TimerMirror.restart
-    patch.setattr(TimerMirror, "restart", careful)
 
 
 def add_what_agents_bring_back(patch: pytest.MonkeyPatch) -> None:
@@ -206,24 +192,20 @@ def add_what_agents_bring_back(patch: pytest.MonkeyPatch) -> None:
 def ignore_the_warm_up(patch: pytest.MonkeyPatch) -> None:
     """One completion is enough to judge by."""
 
-    def rash(self: ScopeBook[Any], settings: TimerSettings) -> None:
+    @instead_of(patch, ScopeBook, "__init__")
+    def rash(begin: Any, self: ScopeBook[Any], settings: TimerSettings) -> None:
         begin(self, replace(settings, learn_warm_up=1))
-
-    begin = ScopeBook.__init__
-    patch.setattr(ScopeBook, "__init__", rash)
 
 
 def go_by_what_was_learned_first(patch: pytest.MonkeyPatch) -> None:
     """A longer completion makes nobody more patient."""
 
-    def stubborn(self: ScopeBook[Any], scope: Scope[Any], *args: Any) -> Scope[Any] | None:
+    @instead_of(patch, ScopeBook, "_raise")
+    def stubborn(grow: Any, self: ScopeBook[Any], scope: Scope[Any], *args: Any) -> Any:
         before = scope.after
         ripe = grow(self, scope, *args)
         scope.after = before if before is not None else scope.after
         return ripe
-
-    grow = ScopeBook._raise
-    patch.setattr(ScopeBook, "_raise", stubborn)
 
 
 def compare_leases_of_all_lives(patch: pytest.MonkeyPatch) -> None:
@@ -234,26 +216,22 @@ def compare_leases_of_all_lives(patch: pytest.MonkeyPatch) -> None:
 def give_up_when_refused(patch: pytest.MonkeyPatch) -> None:
     """An agent takes a refusal for the last word, and no other lease for a reason to try again."""
 
-    async def rest(self: NodeTimers, seconds: float) -> bool:
+    @instead_of(patch, NodeTimers, "_rest")
+    async def rest(wait: Any, self: NodeTimers, seconds: float) -> Any:
         if self.trouble.startswith(("FAILED_PRECONDITION", "ABORTED")):
             await asyncio.get_running_loop().create_future()
         return await wait(self, seconds)
-
-    wait = NodeTimers._rest
-    patch.setattr(NodeTimers, "_rest", rest)
 
 
 def refuse_a_late_first_message(patch: pytest.MonkeyPatch) -> None:
     """A first message that does not come in time is a mistake of the client's."""
 
-    async def strict(self: UnopenedStreams, requests: Any) -> Any:
+    @instead_of(patch, UnopenedStreams, "first")
+    async def strict(first: Any, self: UnopenedStreams, requests: Any) -> Any:
         try:
             return await first(self, requests)
         except (TimeoutError, ServiceError):
             raise invalid("actions", "must come in time") from None
-
-    first = UnopenedStreams.first
-    patch.setattr(UnopenedStreams, "first", strict)
 
 
 def look_as_seldom_as_ever_after_a_pause(patch: pytest.MonkeyPatch) -> None:

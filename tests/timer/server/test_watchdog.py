@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -11,6 +12,7 @@ from rallypoint.timer.core.values import Learned, Subscription, SubscriptionRepl
 from rallypoint.timer.server.outbox import MOST_LEARNED, Outbox, OutboxBatch
 from rallypoint.timer.server.watchdog import Watchdog
 from support.clock import Clock
+from support.replacing import instead_of
 from support.waiting import until
 
 NAME = TimerName("run", "a", "0@1", "s")
@@ -77,16 +79,15 @@ async def test_a_failure_does_not_stop_the_clock(monkeypatch: pytest.MonkeyPatch
     """A bug that strikes once costs one wake-up, not the watchdog."""
     watchdog = Watchdog()
     _, mailbox = watchdog.subscribe("run", "a", 0)
-    advance = watchdog.table.advance
     failed: list[dict[str, object]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: failed.append(context))
 
-    def fail_once(now: float, due: float) -> object:
+    @instead_of(monkeypatch, watchdog.table, "advance")
+    def fail_once(advance: Any, now: float, due: float) -> object:
         if not failed:
             raise RuntimeError("bug")
         return advance(now, due)
 
-    monkeypatch.setattr(watchdog.table, "advance", fail_once)
     watchdog.table.acquire(NAME, 0.001, watchdog.now())
     watchdog.arm()
     assert await mailbox.take() is not None

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,6 +17,7 @@ from rallypoint.timer.worker import connection as uplink
 from rallypoint.timer.worker import wire
 from rallypoint.timer.worker.connection import AgentConnection, AgentSocket
 from rallypoint.timer.worker.table import SLOTS, TableWriter
+from support.replacing import instead_of
 from support.timer_agent import Agent, Connection
 from support.waiting import PATIENCE
 
@@ -279,10 +281,10 @@ def test_a_ring_during_a_ring_is_not_lost(agent: Agent, monkeypatch: pytest.Monk
     up = AgentConnection(agent.path, 1.0)
     acquire(up)
     connection = agent.welcome()
-    send = AgentSocket.send
     more = iter([True, False])
 
-    def send_and_write(self: AgentSocket, message: bytes, descriptor: int = -1) -> None:
+    @instead_of(monkeypatch, AgentSocket, "send")
+    def send_and_write(send: Any, self: AgentSocket, message: bytes, descriptor: int = -1) -> None:
         send(self, message, descriptor)
         if next(more, False):
             # The agent is quick, so that the message of just now does not stand for what follows it.
@@ -292,7 +294,6 @@ def test_a_ring_during_a_ring_is_not_lost(agent: Agent, monkeypatch: pytest.Monk
             other.start()
             other.join()
 
-    monkeypatch.setattr(AgentSocket, "send", send_and_write)
     acquire(up, b"another")
     assert connection.waiting() == [wire.Look()]
     assert connection.scopes() == ["another", "later", "s"]
