@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from etcd.patient import FIRST, put
-from rallypoint.etcd.client import EtcdClient
+from rallypoint.etcd.client import EtcdClient, statuses
 from rallypoint.etcd.errors import EtcdRefused, Reason
 from rallypoint.etcd.session import Session
 from rallypoint.etcd.values import Put, Txn, prefix_end
@@ -80,7 +80,7 @@ async def test_a_user_may_do_what_its_role_says(
     assert refused.value.reason is Reason.PERMISSION_DENIED
     assert await refusal(connect(guarded.url), PREFIX + b"a") is Reason.UNAUTHENTICATED
     assert await refusal(connect(of_me(guarded, "wrong")), PREFIX + b"a") is Reason.UNAUTHENTICATED
-    assert list(await me.versions()) == [guarded.endpoints]
+    assert list(await statuses(me)) == [guarded.endpoints]
 
 
 @pytest.mark.slow

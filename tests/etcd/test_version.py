@@ -13,6 +13,7 @@ from rallypoint.etcd.client import (
     advice,
     check_versions,
     parse_version,
+    statuses,
 )
 from rallypoint.etcd.errors import EtcdRefused, EtcdUnavailable, Reason
 from support.etcd_server import PATIENT, EtcdCluster
@@ -28,17 +29,17 @@ def status(
 async def test_every_member_is_asked(connect: Callable[..., EtcdClient], trio: EtcdCluster) -> None:
     """Those that don't answer are left out, unless none does."""
     client = connect(f"{trio.url}?{PATIENT}")
-    versions = await client.versions()
-    assert set(versions) == set(trio.endpoints.split(","))
-    (version,) = set(versions.values())
+    members = await statuses(client)
+    assert set(members) == set(trio.endpoints.split(","))
+    (version,) = {member.version for member in members.values()}
     numbers = parse_version(version)
     assert numbers is not None
     lines = await check_versions(client)
     assert len(lines) == (3 if numbers < RECOMMENDED else 0)
     trio.members[0].kill()
-    assert set(await client.versions()) == set(trio.endpoints.split(",")[1:])
+    assert set(await statuses(client)) == set(trio.endpoints.split(",")[1:])
     with pytest.raises(EtcdUnavailable):
-        await connect(f"etcd://127.0.0.1:{free_port()}").versions()
+        await statuses(connect(f"etcd://127.0.0.1:{free_port()}"))
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from rallypoint.rendezvous.base.cooperative import finish
 from rallypoint.rendezvous.base.entries import StoreChange, Writer
 from rallypoint.rendezvous.base.limits import RendezvousLimits
 from rallypoint.rendezvous.core import commands
@@ -126,7 +127,7 @@ class Stage:
             self.journal, clock=lambda: self.now, wall_clock=lambda: self.wall, limits=limits, lag=lag
         )
         self.engine.data = [self]
-        self.engine.recover(self.journal.kept())
+        finish(self.engine.recovering(self.journal.kept()))
 
     def forget_rounds_before(self, run_id: str, round: int) -> None:
         self.ended_rounds.append((run_id, round))

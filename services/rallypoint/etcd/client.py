@@ -305,11 +305,6 @@ class EtcdClient:
         with suppress(Compacted):
             await self.members.request("/etcdserverpb.KV/Compact", request, kv_pb2.CompactionResponse)
 
-    async def versions(self) -> dict[str, str]:
-        """Return the version of each member that replies, by its endpoint; empty if the user has no right to it."""
-
-        return {where: status.version for where, status in (await statuses(self)).items()}
-
     async def close(self) -> None:
         """End every call, watch and connection."""
         await self.members.close()

@@ -236,7 +236,7 @@ async def test_a_watcher_that_reads_nothing_is_ended(tmp_path: Path) -> None:
         watching = stub.WatchState(pb.WatchStateRequest(run_id=RUN))
         await watching.initial_metadata()
         token: bytes | None = None
-        while states.watcher_count:
+        while list(states.streams()):
             request = pb.SetStateRequest(run_id=RUN, state=b"x" * MAX_VALUE_BYTES, token=token)
             token = (await stub.SetState(request)).current.token
         error = await refusal(read_to_the_end(watching))

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from rallypoint.rendezvous.base.cooperative import LatestValue, Work, finish
+from rallypoint.rendezvous.base.cooperative import LatestValue, Work
 from rallypoint.rendezvous.base.entries import RunData
 from rallypoint.rendezvous.base.errors import Refusal, RunBroken, of_unknown_outcome
 from rallypoint.rendezvous.base.limits import KeptEvents, LimitReached, Quota, RendezvousLimits, SharedTotals
@@ -179,10 +179,10 @@ class DurableRuns(CommitLoop[RunRequest[Any]]):
         lag: LagSettings | None = None,
         high_water: bool = False,
     ) -> None:
-        """Set up; call `recover` or `recovering`, then `serve`.
+        """Set up; call `recovering`, then `serve`.
 
         Args:
-            journal: Opened already; its content goes to `recover`.
+            journal: Opened already; its content goes to `recovering`.
             clock: Monotonic seconds.
             wall_clock: Unix seconds, for the records that people read.
             draw: Returns so many random bytes, for the secrets of leases.
@@ -218,10 +218,6 @@ class DurableRuns(CommitLoop[RunRequest[Any]]):
         # Runs that an unexpected error stopped, and its kind. Their state in memory can't be trusted any more.
         self._broken: dict[str, str] = {}
         self._schedule = Schedule()
-
-    def recover(self, recovered: Recovered, least_lease: float = LEAST_TERM_AFTER_RESTART) -> None:
-        """Do `recovering` at once: blocks the event loop for some 30 us per record."""
-        finish(self.recovering(recovered, least_lease))
 
     def recovering(self, recovered: Recovered, least_lease: float = LEAST_TERM_AFTER_RESTART) -> Work[None]:
         """Restore the runs of a journal, as cooperative work. Every lease and every deadline gets a full new term.

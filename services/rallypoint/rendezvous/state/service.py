@@ -124,11 +124,6 @@ class FencedStateService(CommitLoop[_PendingSet], RunData):
         self._count.add(len(self._states))
         self._bytes.add(self._states.used_bytes)
 
-    @property
-    def watcher_count(self) -> int:
-        """Number of open watches."""
-        return self._watching.own
-
     def streams(self) -> Iterator[tuple[str, LatestValue[StateView]]]:
         """Return all watches, each with the name of its run."""
         return ((run_id, slot) for run_id, slots in self._watchers.items() for slot in slots)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from rallypoint.etcd.values import Delete, Put, prefix_end
 from rallypoint.journal.v1.etcd_pb2 import EtcdCheckpoint, EtcdRecordPack, EtcdStagedOperation, EtcdStagedPart
@@ -31,6 +32,8 @@ from rallypoint.rendezvous.journal.journal import (
     Record,
     Span,
 )
+
+_Item = TypeVar("_Item")
 
 # Upper bound of a record's size in a pack besides its own bytes.
 _RECORD_OVERHEAD = 6
@@ -202,16 +205,23 @@ class Packing:
 
 
 def _packs(records: Sequence[Record]) -> Iterator[Sequence[Record]]:
-    """Cut consecutive records into packs that fit under one key; a record that does not fit is alone in its pack."""
+    """Cut consecutive records into packs that fit under one key."""
+    return _cut(records, lambda record: len(record.content) + _RECORD_OVERHEAD, PART_BYTES, len(records))
+
+
+def _cut(
+    items: Sequence[_Item], size_of: Callable[[_Item], int], most_bytes: int, most: int
+) -> Iterator[Sequence[_Item]]:
+    """Cut items into pieces of at most so many bytes and items; an item that has more bytes is alone in its piece."""
     begin, size = 0, 0
-    for index, record in enumerate(records):
-        added = len(record.content) + _RECORD_OVERHEAD
-        if size + added > PART_BYTES and index > begin:
-            yield records[begin:index]
+    for index, item in enumerate(items):
+        added = size_of(item)
+        if index > begin and (size + added > most_bytes or index - begin == most):
+            yield items[begin:index]
             begin, size = index, 0
         size += added
-    if begin < len(records):
-        yield records[begin:]
+    if begin < len(items):
+        yield items[begin:]
 
 
 # ---- Steps of a commit: one transaction, or several if it is too large for one. Pure.
@@ -249,10 +259,10 @@ class CommitStep:
 
 def plan(changes: Sequence[Change]) -> list[CommitStep]:
     """Return the steps of a commit."""
-    batches = list(_cut(changes, MOST_CHANGES))
+    batches = list(_cut(changes, _size, MOST_BYTES, MOST_CHANGES))
     if len(batches) <= 1:
         return [CommitStep(changes)]
-    parts = [_encode(part) for part in _cut(changes, len(changes))]
+    parts = [_encode(part) for part in _cut(changes, _size, MOST_BYTES, len(changes))]
     steps = [
         CommitStep([Put(staged_key(index), part)], durable=False) for index, part in enumerate(parts[:-1])
     ]
@@ -263,7 +273,7 @@ def plan(changes: Sequence[Change]) -> list[CommitStep]:
 
 def finish(changes: Sequence[Change], staged_parts: int) -> list[CommitStep]:
     """Return the steps that write a staged commit to its own keys."""
-    batches = list(_cut(changes, MOST_CHANGES)) or [[]]
+    batches = list(_cut(changes, _size, MOST_BYTES, MOST_CHANGES)) or [[]]
     steps = [CommitStep(batch, staged_parts=staged_parts) for batch in batches[:-1]]
     return [*steps, CommitStep([*batches[-1], CLEAR_STAGING])]
 
@@ -314,19 +324,6 @@ def cost(entries: Sequence[Entry]) -> Cost:
         changes += len(content) // PART_BYTES
         size += len(content) + len(entry.run_id) + 2 * _OVERHEAD
     return Cost(changes + len(with_records), size)
-
-
-def _cut(changes: Sequence[Change], most: int) -> Iterator[Sequence[Change]]:
-    """Cut changes into pieces of at most so many changes, and of the bytes of a transaction."""
-    begin, size = 0, 0
-    for index, change in enumerate(changes):
-        added = _size(change)
-        if index > begin and (size + added > MOST_BYTES or index - begin == most):
-            yield changes[begin:index]
-            begin, size = index, 0
-        size += added
-    if begin < len(changes):
-        yield changes[begin:]
 
 
 def _size(change: Change) -> int:
