@@ -68,8 +68,8 @@ def test_events_match_every_field_that_is_set(filter_: pb.EventFilter, matching:
         ("kinds", {"kinds": [1, 99]}, "no event kind 99"),
         ("kinds", {"kinds": [-1]}, "no event kind -1"),
         ("kinds", {"kinds": [1] * 1001}, "at most 1000 entries"),
-        ("rounds", {"rounds": [0]}, "no round 0"),
-        ("rounds", {"rounds": [-(2**31)]}, "no round -2147483648"),
+        ("rounds", {"rounds": [0]}, "must be at least 1, not 0"),
+        ("rounds", {"rounds": [-(2**31)]}, "must be at least 1, not -2147483648"),
         ("rounds", {"rounds": [1] * 1001}, "at most 1000 entries"),
         ("since", {"since": at(2), "until": at(1)}, "must not be after filter.until"),
         ("since", {"since": at(1, 2), "until": at(1, 1)}, "must not be after filter.until"),
@@ -86,3 +86,11 @@ def test_a_filter_that_makes_no_sense_is_refused(field: str, given: dict[str, An
     ((named, description),) = error.value.field_violations
     assert named == f"filter.{field}"
     assert complaint in description
+
+
+def test_every_bad_field_of_a_filter_is_named() -> None:
+    wrong = pb.EventFilter(node_ids=["", "a"], kinds=[99], rounds=[0], until=at(1, -1))
+    with pytest.raises(ServiceError) as error:
+        parse_filter(wrong)
+    fields = [field for field, _ in error.value.field_violations]
+    assert fields == ["filter.node_ids", "filter.kinds", "filter.rounds", "filter.until"]

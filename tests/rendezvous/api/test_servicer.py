@@ -30,7 +30,7 @@ from rallypoint.serving.server import Registration, Server
 from rendezvous.engine_fixtures import RUN, Stage, staged
 from rendezvous.locators import home_of
 from support.refusals import refusal
-from support.waiting import PATIENCE
+from support.waiting import PATIENCE, until
 
 Code = grpc.StatusCode
 SERVICE = "rallypoint.rendezvous.v1.RendezvousService"
@@ -791,11 +791,10 @@ async def test_a_join_that_waits_may_go_away(served: Served) -> None:
     b = served.stream()
     await b.say(join=good_join("b", stays_until_gone=True))
     assert (await b.hear()).HasField("waiting")
-    b.call.cancel()
     run = served.stage.engine._runs[RUN]
-    async with asyncio.timeout(PATIENCE):
-        while run.waiting:  # noqa: ASYNC110 (a stream that is cancelled is no fact)
-            await asyncio.sleep(0.01)
+    await until(lambda: bool(run.waiting), "the join to wait: it is told first")
+    b.call.cancel()
+    await until(lambda: not run.waiting, "the end of its wait")
     await a.say(leave=pb.LeaveRun(reason="no worker is left"))
     assert await a.ended() is None
     assert (await served.run()).phase == pb.PHASE_CLOSED

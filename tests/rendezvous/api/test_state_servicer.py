@@ -141,7 +141,7 @@ async def test_malformed_requests_name_the_field(served: Served) -> None:
         ({"run_id": "r" * 257}, "run_id"),
         ({"run_id": "a\nb"}, "run_id"),
         ({"state": b"x" * (MAX_VALUE_BYTES + 1)}, "state"),
-        ({"operation": StoreOperation()}, "operation.client_id"),
+        ({"operation": StoreOperation(sequence=1)}, "operation.client_id"),
         ({"operation": StoreOperation(client_id="c", slot=65_536, sequence=1)}, "operation.slot"),
         ({"operation": StoreOperation(client_id="c")}, "operation.sequence"),
         ({"writer": StoreWriter(lease=1)}, "writer.node_id"),
@@ -152,6 +152,9 @@ async def test_malformed_requests_name_the_field(served: Served) -> None:
         error = await refusal(served.stub.SetState(pb.SetStateRequest(**{"run_id": RUN, **fields})))
         assert (error.code, error.reason) == (Code.INVALID_ARGUMENT, "INVALID_ARGUMENT")
         assert [name for name, _ in error.field_violations] == [field]
+    all_bad = pb.SetStateRequest(operation=StoreOperation(), writer=StoreWriter())
+    named = [name for name, _ in (await refusal(served.stub.SetState(all_bad))).field_violations]
+    assert " ".join(named) == "run_id operation.client_id operation.sequence writer.node_id writer.lease"
     assert (await refusal(served.stub.GetState(pb.GetStateRequest()))).code is Code.INVALID_ARGUMENT
     watching = served.stub.WatchState(pb.WatchStateRequest())
     assert (await refusal(watching.read())).code is Code.INVALID_ARGUMENT

@@ -149,6 +149,21 @@ LARGEST: dict[str, tuple[str, Send]] = {
 }
 
 
+@pytest.mark.parametrize(
+    ("methods", "fields"),
+    [
+        ("Set Add Append CompareSet Delete", "run_id writer key"),
+        ("MultiSet", "run_id writer entries"),
+        ("Get", "run_id key"),
+        ("MultiGet Wait Check", "run_id keys"),
+    ],
+)
+async def test_every_bad_field_of_a_request_is_named(served: Served, methods: str, fields: str) -> None:
+    for method in methods.split():
+        error = await refusal(getattr(served.stub, method)(getattr(pb, f"{method}Request")()))
+        assert " ".join(field for field, _ in error.field_violations) == fields
+
+
 @pytest.mark.parametrize("name", LARGEST)
 async def test_the_largest_value_and_one_byte_more(served: Served, name: str) -> None:
     """Goes both ways, through every write and every read, under the longest of names; a byte more is refused

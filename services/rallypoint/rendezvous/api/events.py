@@ -18,7 +18,7 @@ from rallypoint.rendezvous.runs.run import api_messages
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rpc.durations import set_seconds
 from rallypoint.rpc.errors import invalid
-from rallypoint.serving.requests import name
+from rallypoint.serving.requests import EveryField, count, name
 
 # The least age of a failure that is shown, seconds: a smaller one is the delay of the report.
 _LEAST_SHOWN_AGE = 1.0
@@ -239,21 +239,25 @@ def parse_filter(message: pb.EventFilter) -> EventFilter:
         ("rounds", message.rounds),
     ):
         check_entries(field, values)
-    for node_id in message.node_ids:
-        name("filter.node_ids", node_id)
-    for kind in message.kinds:
-        if kind == pb.EVENT_KIND_UNSPECIFIED or kind not in pb.EventKind.values():
-            raise invalid("filter.kinds", f"there is no event kind {kind}")
-    for round_ in message.rounds:
-        if round_ < 1:
-            raise invalid("filter.rounds", f"rounds are numbered from 1; there is no round {round_}")
-    since = _time("since", message.since) if message.HasField("since") else None
-    until = _time("until", message.until) if message.HasField("until") else None
+    with EveryField() as check:
+        for node_id in message.node_ids:
+            check(name, "filter.node_ids", node_id)
+        for kind in message.kinds:
+            check(_check_kind, kind)
+        for round_ in message.rounds:
+            check(count, "filter.rounds", round_, 1)
+        since = check(_time, "since", message.since) if message.HasField("since") else None
+        until = check(_time, "until", message.until) if message.HasField("until") else None
     if since is not None and until is not None and since > until:
         raise invalid("filter.since", "must not be after filter.until")
     return EventFilter(
         frozenset(message.node_ids), frozenset(message.kinds), frozenset(message.rounds), since, until
     )
+
+
+def _check_kind(kind: int) -> None:
+    if kind == pb.EVENT_KIND_UNSPECIFIED or kind not in pb.EventKind.values():
+        raise invalid("filter.kinds", f"there is no event kind {kind}")
 
 
 def _time(field: str, stamp: Timestamp) -> _Time:

@@ -299,11 +299,11 @@ class NodesPage:
             ServiceError: INVALID_ARGUMENT, naming the field.
         """
         self._size = page_size(request.page_size, NODES_PER_MESSAGE, NODES_PER_MESSAGE)
-        self._first = items_before(request)
-        self._request = request
-        wanted = request.filter
-        check_entries("node_ids", wanted.node_ids)
-        check_entries("states", wanted.states)
+        self._request, wanted = request, request.filter
+        with EveryField() as check:
+            self._first = check(items_before, request) or 0
+            check(check_entries, "node_ids", wanted.node_ids)
+            check(check_entries, "states", wanted.states)
         self._node_ids, self._states = frozenset(wanted.node_ids), frozenset(wanted.states)
         self._connected = wanted.connected if wanted.HasField("connected") else None
 

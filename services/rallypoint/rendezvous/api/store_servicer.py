@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from functools import partial
 from typing import TypedDict
 
 from rallypoint.rendezvous.base.entries import Operation, Writer
@@ -32,11 +34,12 @@ from rallypoint.rendezvous.store.service import StoreService
 from rallypoint.rendezvous.store.writes import Add, Append, CompareSet, DeleteKey, MultiSet, Set
 from rallypoint.rendezvous.v1 import store_service_pb2 as pb
 from rallypoint.rendezvous.v1 import store_service_pb2_grpc as rpc
+from rallypoint.rpc.durations import to_seconds
 from rallypoint.server.v1 import server_service_pb2 as server_pb
 from rallypoint.serving.flow import Context
 from rallypoint.serving.info import limits_of
 from rallypoint.serving.policy import NODES
-from rallypoint.serving.requests import page_token
+from rallypoint.serving.requests import EveryField, page_token
 from rallypoint.serving.server import Registration
 
 SERVICE_NAME = "rallypoint.rendezvous.v1.StoreService"
@@ -76,38 +79,31 @@ class StoreServicer(rpc.StoreServiceServicer):
         self._locator = locator
 
     async def Set(self, request: pb.SetRequest, context: Context) -> pb.SetResponse:
-        addressed = _addressed(request)
-        check_key(request.key)
-        check_value("value", [request.value])
+        addressed = _addressed(request, partial(check_value, "value", [request.value]))
         write = Set(key=request.key, value=request.value, **addressed)
         await self._store(request).write(request.run_id, write)
         return pb.SetResponse()
 
     async def Get(self, request: pb.GetRequest, context: Context) -> pb.GetResponse:
-        check_space(request.run_id, request.round)
-        check_key(request.key)
-        timeout = wait_seconds(request.timeout)
+        _check_read(request, partial(check_key, request.key))
+        timeout = to_seconds(request.timeout)
         store = await self._reader(request)
         value = await store.get(request.run_id, request.round, request.key, timeout)
         return pb.GetResponse(value=value, value_text=_text(value))
 
     async def Add(self, request: pb.AddRequest, context: Context) -> pb.AddResponse:
         addressed = _addressed(request)
-        check_key(request.key)
         write = Add(key=request.key, amount=request.amount, **addressed)
         return pb.AddResponse(value=await self._store(request).write(request.run_id, write))
 
     async def Append(self, request: pb.AppendRequest, context: Context) -> pb.AppendResponse:
-        addressed = _addressed(request)
-        check_key(request.key)
-        check_value("value", [request.value])
+        addressed = _addressed(request, partial(check_value, "value", [request.value]))
         write = Append(key=request.key, value=request.value, **addressed)
         return pb.AppendResponse(length=await self._store(request).write(request.run_id, write))
 
     async def CompareSet(self, request: pb.CompareSetRequest, context: Context) -> pb.CompareSetResponse:
-        addressed = _addressed(request)
-        check_key(request.key)
-        check_value("desired", [request.expected, request.desired], besides="expected")
+        values = [request.expected, request.desired]
+        addressed = _addressed(request, partial(check_value, "desired", values, besides="expected"))
         write = CompareSet(key=request.key, expected=request.expected, desired=request.desired, **addressed)
         comparison = await self._store(request).write(request.run_id, write)
         return pb.CompareSetResponse(
@@ -115,41 +111,38 @@ class StoreServicer(rpc.StoreServiceServicer):
         )
 
     async def MultiSet(self, request: pb.MultiSetRequest, context: Context) -> pb.MultiSetResponse:
-        addressed = _addressed(request)
-        write = MultiSet(entries=check_entries(request.entries), **addressed)
+        addressed = _addressed(request, partial(check_entries, request.entries))
+        write = MultiSet(entries={entry.key: entry.value for entry in request.entries}, **addressed)
         await self._store(request).write(request.run_id, write)
         return pb.MultiSetResponse()
 
     async def MultiGet(self, request: pb.MultiGetRequest, context: Context) -> pb.MultiGetResponse:
-        check_space(request.run_id, request.round)
-        check_keys(request.keys)
-        timeout = wait_seconds(request.timeout)
+        _check_read(request, partial(check_keys, request.keys))
+        timeout = to_seconds(request.timeout)
         store = await self._reader(request)
         values = await store.multi_get(request.run_id, request.round, request.keys, timeout)
         return pb.MultiGetResponse(values=values)
 
     async def Wait(self, request: pb.WaitRequest, context: Context) -> pb.WaitResponse:
-        check_space(request.run_id, request.round)
-        keys = check_keys(request.keys)
-        timeout = wait_seconds(request.timeout)
+        _check_read(request, partial(check_keys, request.keys))
+        keys, timeout = list(dict.fromkeys(request.keys)), to_seconds(request.timeout)
         store = await self._reader(request)
         await store.wait(request.run_id, request.round, keys, timeout)
         return pb.WaitResponse()
 
     async def Check(self, request: pb.CheckRequest, context: Context) -> pb.CheckResponse:
-        check_space(request.run_id, request.round)
-        keys = check_keys(request.keys)
+        _check_read(request, partial(check_keys, request.keys))
         store = await self._reader(request)
+        keys = list(dict.fromkeys(request.keys))
         return pb.CheckResponse(present=store.check(request.run_id, request.round, keys))
 
     async def Delete(self, request: pb.DeleteRequest, context: Context) -> pb.DeleteResponse:
         addressed = _addressed(request)
-        check_key(request.key)
         write = DeleteKey(key=request.key, **addressed)
         return pb.DeleteResponse(deleted=await self._store(request).write(request.run_id, write))
 
     async def ListKeys(self, request: pb.ListKeysRequest, context: Context) -> pb.ListKeysResponse:
-        check_space(request.run_id, request.round)
+        _check_read(request)
         after, count = page(request)
         # One key more than requested shows that there is a next page.
         store = await self._reader(request)
@@ -190,11 +183,29 @@ class _Addressed(TypedDict):
     operation: Operation | None
 
 
-def _addressed(request: WriteRequest) -> _Addressed:
-    check_space(request.run_id, request.round, request.writer_round)
+def _addressed(request: WriteRequest, *checks: Callable[[], object]) -> _Addressed:
+    """Check a write; return the fields that all writes share."""
+    with EveryField() as check:
+        check(check_space, request.run_id, request.round, request.writer_round)
+        writer, operation = check(writer_of, request), check(operation_of, request)
+        if not isinstance(request, pb.MultiSetRequest):
+            check(check_key, request.key)
+        for each in checks:
+            check(each)
+    assert writer is not None
     return {
         "round": request.round,
         "writer_round": request.writer_round,
-        "writer": writer_of(request),
-        "operation": operation_of(request),
+        "writer": writer,
+        "operation": operation,
     }
+
+
+def _check_read(request: ReadRequest, *checks: Callable[[], object]) -> None:
+    """Check a read."""
+    with EveryField() as check:
+        check(check_space, request.run_id, request.round)
+        if not isinstance(request, pb.CheckRequest | pb.ListKeysRequest):
+            check(wait_seconds, request.timeout)
+        for each in checks:
+            check(each)

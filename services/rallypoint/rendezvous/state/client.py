@@ -15,7 +15,7 @@ from rallypoint.rpc.calls import RetryingCalls
 from rallypoint.rpc.errors import invalid
 from rallypoint.rpc.pace import Pace
 from rallypoint.rpc.replica_client import Where, replica_client
-from rallypoint.serving.requests import name
+from rallypoint.serving.requests import EveryField, name
 
 # ---- Requests of the fenced state: check them and extract their fields.
 
@@ -31,14 +31,17 @@ def check_state(state: bytes) -> None:
 
 def set_state(request: pb.SetStateRequest, client: str = "") -> SetState:
     """Return the decoded request of a client. Raises ServiceError (INVALID_ARGUMENT)."""
-    name("run_id", request.run_id)
-    check_state(request.state)
+    with EveryField() as check:
+        check(name, "run_id", request.run_id)
+        check(check_state, request.state)
+        operation, writer = check(operation_of, request), check(named_writer, request)
+    token = request.token if request.HasField("token") else None
     return SetState(
         run_id=request.run_id,
         state=request.state,
-        token=request.token if request.HasField("token") else None,
-        operation=operation_of(request),
-        writer=named_writer(request),
+        token=token,
+        operation=operation,
+        writer=writer,
         client=client,
     )
 

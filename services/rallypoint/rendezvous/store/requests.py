@@ -23,7 +23,7 @@ from rallypoint.rendezvous.base.limits import (
 from rallypoint.rendezvous.v1 import state_service_pb2 as state_pb
 from rallypoint.rendezvous.v1 import store_service_pb2 as pb
 from rallypoint.rpc.errors import invalid
-from rallypoint.serving.requests import count, name, page_position, page_size, seconds
+from rallypoint.serving.requests import EveryField, count, name, page_position, page_size, seconds
 
 DEFAULT_PAGE_SIZE = 1_000
 # Seconds; longer than any useful wait in one call, and short enough that no timer overflows.
@@ -47,9 +47,10 @@ _CLIENT_ID = re.compile(r"[!-.0-~]{1,64}")
 
 def check_space(run_id: str, round: int, writer_round: int = 0) -> None:
     """Check the fields that name the space of a request and the round of its writer."""
-    name("run_id", run_id)
-    count("round", round, 0)
-    count("writer_round", writer_round, 0)
+    with EveryField() as check:
+        check(name, "run_id", run_id)
+        check(count, "round", round, 0)
+        check(count, "writer_round", writer_round, 0)
 
 
 def check_key(key: str, field: str = "key") -> None:
@@ -143,9 +144,9 @@ def named_writer(request: WriteRequest | state_pb.SetStateRequest) -> Writer | N
     if not request.HasField("writer"):
         return None
     writer = request.writer
-    name("writer.node_id", writer.node_id)
-    if writer.lease < 1:
-        raise invalid("writer.lease", f"is {writer.lease}; expected the lease of the node, at least 1")
+    with EveryField() as check:
+        check(name, "writer.node_id", writer.node_id)
+        check(count, "writer.lease", writer.lease, 1)
     return Writer(writer.node_id, writer.lease, writer.token)
 
 
@@ -154,10 +155,13 @@ def operation_of(request: WriteRequest | state_pb.SetStateRequest) -> Operation 
     if not request.HasField("operation"):
         return None
     operation = request.operation
-    if not _CLIENT_ID.fullmatch(operation.client_id):
-        raise invalid("operation.client_id", 'expected 1 to 64 printable ASCII characters without "/"')
-    if operation.slot > MAX_SLOT:
-        raise invalid("operation.slot", f"is {operation.slot}; expected at most {MAX_SLOT}")
-    if operation.sequence < 1:
-        raise invalid("operation.sequence", f"is {operation.sequence}; expected at least 1")
+    with EveryField() as check:
+        check(_check_client_id, operation.client_id)
+        check(count, "operation.slot", operation.slot, 0, MAX_SLOT)
+        check(count, "operation.sequence", operation.sequence, 1)
     return Operation(operation.client_id, operation.slot, operation.sequence)
+
+
+def _check_client_id(client_id: str) -> None:
+    if not _CLIENT_ID.fullmatch(client_id):
+        raise invalid("operation.client_id", 'expected 1 to 64 printable ASCII characters without "/"')
