@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import re
 import shutil
 import subprocess
@@ -12,10 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from rallypoint.agent.hangs.hung_worker import HungWorker
-from rallypoint.agent.sockets.timers import TimerSocket
-from support.host_workers import HostWorkers
-from support.remembered_timers import RememberedTimers
+from support.timer_host import TimerHost, answer, asked, finished
 from support.waiting import until
 
 COMPILER = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
@@ -89,50 +85,27 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "worker"
 
 
-class Host(HostWorkers):
+class Host(TimerHost):
     """An agent's socket, and a worker written in C."""
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(base_rank=3)
-        self.path = path
-        self.timers = RememberedTimers()
-        self.worker: asyncio.subprocess.Process
-        self.socket = TimerSocket(path, self.timers, self)
-
-    async def reap(self, hang: HungWorker) -> bool | None:
-        raise AssertionError(f"{hang} has not expired")
+    worker: asyncio.subprocess.Process
 
     async def say(self, *lines: str) -> None:
         """Has the worker do something, and waits until it has done it."""
-        assert self.worker.stdin is not None
-        assert self.worker.stdout is not None
         for line in lines:
-            self.worker.stdin.write(f"{line}\n".encode())
-            assert await self.worker.stdout.readline() == b"done\n", line
-
-    async def shows(self, *scopes: str) -> None:
-        """Waits until the agent knows of these timers and no others."""
-        await until(lambda: self.timers.scopes() == sorted(scopes))
+            await answer(self.worker, line)
+            assert await asked(self.worker) == "done", line
 
 
 @pytest.fixture
 async def host(tmp_path: Path, program: Path) -> AsyncIterator[Host]:
-    host = Host(tmp_path / "s")
-    await host.socket.start()
-    host.worker = await asyncio.create_subprocess_exec(
-        program,
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        env={**os.environ, "RALLYPOINT_TIMER_SOCKET": str(host.path)},
-    )
-    host.pids[host.worker.pid] = "0@1"
-    host.socket.introduce()
-    yield host
-    assert host.worker.stdin is not None
-    host.worker.stdin.close()
-    assert await host.worker.wait() == 0
-    await host.shows()
-    await host.socket.stop()
+    host = Host(tmp_path / "s", base_rank=3)
+    async with host.listening():
+        host.worker = await host.run(program)
+        yield host
+        await finished(host.worker)
+        await host.shows()
+    assert host.expired == []
 
 
 async def test_timers_are_told_with_messages(host: Host) -> None:

@@ -21,12 +21,12 @@ from typing import Any
 import pytest
 
 from rallypoint.agent.sockets.timer_tables import LONGEST, Holders, TimerLimits
-from rallypoint.agent.sockets.timers import TimerSocket
 from rallypoint.agent.sockets.torch_timers import MalformedRequest, TimerFifo, TimerRequest, parse
 from rallypoint.agent.spawner.spawner import descendants
 from rallypoint.timer.worker.wire import NO_SIGNAL
 from support.host_workers import HostWorkers
 from support.remembered_timers import RememberedTimers
+from support.timer_host import TimerHost
 from support.waiting import until
 
 WALL = 1_700_000_000.0
@@ -338,24 +338,21 @@ async def test_processes_with_timers_are_bounded(host: Host, monkeypatch: pytest
     await child.wait()
 
 
-class Agent(HostWorkers):
+class Agent(TimerHost):
     """A whole timer socket with a pipe beside it."""
 
     def __init__(self, folder: Path) -> None:
         """It has no worker yet."""
-        super().__init__()
         self.pipe = folder / "torch"
-        self.timers = RememberedTimers()
-        self.socket = TimerSocket(folder / "s", self.timers, self, fifos=[self.pipe])
+        super().__init__(folder / "s", fifos=[self.pipe])
 
 
 @pytest.fixture
 async def agent(tmp_path: Path) -> AsyncIterator[Agent]:
     """An agent that listens."""
     agent = Agent(tmp_path)
-    await agent.socket.start()
-    yield agent
-    await agent.socket.stop()
+    async with agent.listening():
+        yield agent
     assert os.listdir(tmp_path) == []
 
 

@@ -6,75 +6,37 @@ import asyncio
 import os
 import signal
 import socket
-import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from rallypoint.agent.hangs.hung_worker import HungWorker
 from rallypoint.agent.sockets.timer_tables import TimerLimits
-from rallypoint.agent.sockets.timers import TimerSocket, TimerSocketError
+from rallypoint.agent.sockets.timers import TimerSocketError
 from rallypoint.timer.client.client import ExpiredTimer
 from rallypoint.timer.worker import wire
 from rallypoint.worker.store import PREFIX
-from support.host_workers import HostWorkers
-from support.remembered_timers import RememberedTimers
+from support.timer_host import TimerHost, answer, asked, finished
 
 pytestmark = pytest.mark.integration
 
 
-class Host(HostWorkers):
-    """A timer socket, the workers of which are the processes that `start` started."""
+class Host(TimerHost):
+    """One that reaps as a test wants it, with a socket of the other form too."""
 
     def __init__(self, path: Path, limits: TimerLimits | None = None) -> None:
-        super().__init__(base_rank=40)
-        self.timers = RememberedTimers()
-        self.path = path
-        self.processes: list[asyncio.subprocess.Process] = []
-        self.reaper: Callable[[str], Awaitable[bool | None]] | None = None
         self.stream_path = path.with_name("stream")
-        self.socket = TimerSocket(path, self.timers, self, stream_path=self.stream_path, limits=limits)
+        super().__init__(path, 40, stream_path=self.stream_path, limits=limits)
+        self.reaper: Callable[[str], Awaitable[bool | None]] | None = None
 
     async def reap(self, hang: HungWorker) -> bool | None:
         self.expired.append(hang)
         return await self.reaper(hang.worker_id) if self.reaper else None
 
-    async def start(self, script: str, worker_id: str = "0@1") -> asyncio.subprocess.Process:
-        """Runs a script that has `expires`; each `ask()` of it waits for a line of the test's `answer`."""
-        prelude = (
-            "import os, sys, threading, time, asyncio\n"
-            "from rallypoint.timer import configure, expires\n"
-            "def ask(text='ready'):\n"
-            "    print(text, flush=True)\n"
-            "    return sys.stdin.readline()\n"
-        )
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-W",
-            "error",
-            "-c",
-            prelude + script,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            env={**os.environ, "RALLYPOINT_TIMER_SOCKET": str(self.path)},
-        )
-        self.pids[process.pid] = worker_id
-        self.socket.introduce()
-        self.processes.append(process)
-        return process
-
-    def connect(self) -> socket.socket:
-        """This process as a worker, in the raw."""
-        self.pids[os.getpid()] = "0@1"
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        connection.connect(str(self.path))
-        return connection
-
     def connect_stream(self) -> socket.socket:
-        """The same, with the SOCK_STREAM form."""
+        """As `connect`, with the SOCK_STREAM form."""
         self.pids[os.getpid()] = "0@1"
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         connection.connect(str(self.stream_path))
@@ -89,35 +51,11 @@ def encode_prefix(size: int, body: int = 0) -> bytes:
     return PREFIX.pack(size, body)
 
 
-async def asked(process: asyncio.subprocess.Process) -> str:
-    assert process.stdout is not None
-    return (await process.stdout.readline()).decode().strip()
-
-
-async def answer(process: asyncio.subprocess.Process) -> None:
-    assert process.stdin is not None
-    process.stdin.write(b"\n")
-    await process.stdin.drain()
-
-
-async def finished(process: asyncio.subprocess.Process) -> str:
-    assert process.stdout is not None
-    rest = (await process.stdout.read()).decode()
-    assert await process.wait() == 0
-    return rest
-
-
 @pytest.fixture
 async def host(tmp_path: Path) -> AsyncIterator[Host]:
     host = Host(tmp_path / "s")
-    await host.socket.start()
-    yield host
-    for process in host.processes:
-        with suppress(ProcessLookupError):
-            process.send_signal(signal.SIGCONT)
-            process.kill()
-        await process.communicate()
-    await host.socket.stop()
+    async with host.listening():
+        yield host
 
 
 async def test_a_block_is_known_while_it_lasts(host: Host) -> None:
@@ -174,59 +112,6 @@ async def test_equal_scopes_are_timers_of_their_own(host: Host) -> None:
     await answer(worker)
     await finished(worker)
     await host.timers.until(lambda: host.timers.scopes() == [])
-
-
-async def test_forks_inside_a_block_neither_lose_nor_double_its_timer(host: Host) -> None:
-    """As data loaders do, 200 times: children inherit an open block, guard blocks of their own, leave both."""
-    worker = await host.start(
-        "with expires(60, 'parent'):\n"
-        "    for number in range(200):\n"
-        "        pid = os.fork()\n"
-        "        if pid == 0:\n"
-        "            with expires(60, 'child'):\n"
-        "                pass\n"
-        "            if number % 20: os._exit(0)\n"
-        "            break\n"
-        "        assert os.waitpid(pid, 0)[1] == 0\n"
-        "        if number == 100:\n"
-        "            ask('half')\n"
-        "    else:\n"
-        "        ask('all')\n"
-    )
-    for expected in ("half", "all"):
-        assert await asked(worker) == expected
-        await host.timers.until(lambda: host.timers.scopes() == ["parent"])
-        await answer(worker)
-    assert await finished(worker) == ""
-    await host.timers.until(lambda: host.timers.scopes() == [])
-    assert host.timers.acquired.count(("0@1", "parent")) == 1
-    # Of a child that is gone before its connection is taken, the agent learns nothing, and needs nothing.
-    assert len(host.timers.acquired) > 2
-
-
-async def test_a_child_that_hangs_is_its_workers_fault(host: Host) -> None:
-    """A descendant is guarded by itself, under its worker's name, and survives its parent's connection."""
-    worker = await host.start(
-        "reading, writing = os.pipe()\n"
-        "if os.fork() == 0:\n"
-        "    os.close(writing)\n"
-        "    with expires(60, 'child'):\n"
-        "        os.read(reading, 1)\n"
-        "    os._exit(0)\n"
-        "with expires(60, 'parent'):\n"
-        "    ask()\n"
-        "ask()\n"
-        "os.close(writing)\n"
-        "os.wait()\n"
-    )
-    await asked(worker)
-    await host.timers.until(lambda: host.timers.scopes() == ["child", "parent"])
-    await answer(worker)
-    await asked(worker)
-    await host.timers.until(lambda: host.timers.scopes() == ["child"])
-    await answer(worker)
-    await host.timers.until(lambda: host.timers.scopes() == [])
-    await finished(worker)
 
 
 async def test_the_end_of_a_process_ends_its_timers(host: Host) -> None:

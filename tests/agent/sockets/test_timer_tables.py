@@ -26,13 +26,12 @@ from rallypoint.agent.sockets.timer_tables import (
     Tables,
     TimerLimits,
 )
-from rallypoint.agent.sockets.timers import TimerSocket
 from rallypoint.timer.client.client import ExpiredTimer
 from rallypoint.timer.worker import wire
 from rallypoint.timer.worker.table import SIZE, SLOTS, TableWriter
 from support.clock import Clock
-from support.host_workers import HostWorkers
 from support.remembered_timers import RememberedTimers
+from support.timer_host import TimerHost
 from support.waiting import until
 
 ADD_SEALS, SHRINK, GROW = 1033, 0x2, 0x4
@@ -336,34 +335,16 @@ async def test_what_is_no_table_is_refused(host: Host) -> None:
     os.close(writing)
 
 
-class Agent(HostWorkers):
-    """A timer socket, of which this process is the only worker."""
-
-    def __init__(self, path: Path) -> None:
-        """It reaps nobody."""
-        super().__init__({os.getpid(): "0@1"}, base_rank=4)
-        self.timers = RememberedTimers()
-        self.path = str(path)
-        self.socket = TimerSocket(path, self.timers, self)
-
-    def connect(self) -> socket.socket:
-        """Another connection of the worker."""
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        connection.connect(self.path)
-        return connection
-
-
 @pytest.fixture
-async def agent(tmp_path: Path) -> AsyncIterator[Agent]:
+async def agent(tmp_path: Path) -> AsyncIterator[TimerHost]:
     """An agent that listens."""
-    agent = Agent(tmp_path / "s")
-    await agent.socket.start()
-    yield agent
-    await agent.socket.stop()
+    agent = TimerHost(tmp_path / "s", base_rank=4)
+    async with agent.listening():
+        yield agent
 
 
 @pytest.mark.integration
-async def test_a_table_comes_with_a_message(agent: Agent, process: Process) -> None:
+async def test_a_table_comes_with_a_message(agent: TimerHost, process: Process) -> None:
     """Its timers stand beside those of messages, and end with the connection; a second one takes its place."""
     other = Process()
     process.acquire(b"s", since=time.monotonic())
@@ -379,7 +360,7 @@ async def test_a_table_comes_with_a_message(agent: Agent, process: Process) -> N
 
 
 @pytest.mark.integration
-async def test_a_ring_is_heard(agent: Agent, process: Process) -> None:
+async def test_a_ring_is_heard(agent: TimerHost, process: Process) -> None:
     """Of a process that wrote when nobody looked any more."""
     with agent.connect() as connection:
         socket.send_fds(connection, [wire.TABLE], [process.descriptor])
@@ -393,7 +374,7 @@ async def test_a_ring_is_heard(agent: Agent, process: Process) -> None:
 
 
 @pytest.mark.integration
-async def test_the_table_has_the_last_word(agent: Agent, process: Process) -> None:
+async def test_the_table_has_the_last_word(agent: TimerHost, process: Process) -> None:
     """Before a worker is judged its table is looked at, rung for or not."""
     slot = process.acquire(b"s", since=time.monotonic())
     with agent.connect() as connection:
@@ -411,7 +392,7 @@ async def test_the_table_has_the_last_word(agent: Agent, process: Process) -> No
 
 @pytest.mark.integration
 async def test_nobody_is_judged_unseen(
-    agent: Agent, process: Process, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    agent: TimerHost, process: Process, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """If the table can't be looked at, whatever the reason: the service is to tell the expiry again."""
     process.acquire(b"s", since=time.monotonic())
@@ -436,7 +417,7 @@ def open_memory() -> int:
 @pytest.mark.integration
 @pytest.mark.parametrize("descriptors", [0, 2])
 async def test_a_table_without_its_memory_ends_the_connection(
-    agent: Agent, process: Process, descriptors: int, caplog: pytest.LogCaptureFixture
+    agent: TimerHost, process: Process, descriptors: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     """So does one that can't be read; the log says why, and no descriptor is left open."""
     before = open_memory()
@@ -452,7 +433,7 @@ async def test_a_table_without_its_memory_ends_the_connection(
 
 
 @pytest.mark.integration
-async def test_no_descriptor_outlives_a_connection(agent: Agent, process: Process) -> None:
+async def test_no_descriptor_outlives_a_connection(agent: TimerHost, process: Process) -> None:
     """Whatever was sent on it."""
     unsafe = memory(seals=0)
     before = open_memory()
@@ -475,7 +456,7 @@ async def ended(connection: socket.socket) -> None:
 
 
 @pytest.mark.integration
-async def test_an_expiry_of_a_cleared_worker_accuses_nobody(agent: Agent, process: Process) -> None:
+async def test_an_expiry_of_a_cleared_worker_accuses_nobody(agent: TimerHost, process: Process) -> None:
     """Its table is closed, and may be gone."""
     process.acquire(b"s", since=time.monotonic())
     with agent.connect() as connection:
