@@ -22,7 +22,6 @@ from rallypoint.rendezvous.shard.shard import Shard, open_shard
 from rallypoint.rendezvous.store.writes import CompareSet, DeleteKey, Set, Write
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rendezvous.engine_fixtures import writer_of
-from rendezvous.journal.conftest import etcd as etcd  # noqa: PLC0414 - a fixture
 from rendezvous.journal.etcd_shelf import etcd_shelf
 from rendezvous.shard_fixtures import RUN, begun, elsewhere, idle, opened, refusal_of
 from support.etcd_server import NEEDS_ETCD

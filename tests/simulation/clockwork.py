@@ -16,7 +16,7 @@ import random
 from asyncio import events
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
 from rallypoint.serving import flow
 
@@ -68,32 +68,26 @@ class Handle:
         return self.callback is None
 
 
-class _Future(asyncio.Future[Any]):
-    """A future whose place in a set doesn't depend on its address in memory: the product goes through such sets."""
-
-    def __new__(cls, *_: Any, **__: Any) -> _Future:
-        future = super().__new__(cls)
-        future.number = next(_NUMBERS)
-        return future
+class _Numbered:
+    """Has a place in a set that doesn't depend on its address in memory: the product goes through such sets."""
 
     number: int
+
+    def __new__(cls, *_: Any, **__: Any) -> Self:
+        numbered = super().__new__(cls)
+        numbered.number = next(_NUMBERS)
+        return numbered
 
     def __hash__(self) -> int:
         return self.number
 
 
-class _Task(asyncio.Task[Any]):
-    """As `_Future`."""
+class _Future(_Numbered, asyncio.Future[Any]):
+    """One of the simulated loop."""
 
-    def __new__(cls, *_: Any, **__: Any) -> _Task:
-        task = super().__new__(cls)
-        task.number = next(_NUMBERS)
-        return task
 
-    number: int
-
-    def __hash__(self) -> int:
-        return self.number
+class _Task(_Numbered, asyncio.Task[Any]):
+    """One of the simulated loop."""
 
 
 class Clockwork:

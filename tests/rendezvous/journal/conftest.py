@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
 from rallypoint.rendezvous.journal.sqlite import SqliteJournal
 from rendezvous.journal.etcd_shelf import EtcdShelf, etcd_shelf
-from support.etcd_server import ETCD, EtcdCluster, etcd_cluster
+from support.etcd_server import EtcdCluster
 
 
 @pytest.fixture
@@ -27,15 +27,6 @@ async def journal(path: Path) -> AsyncIterator[SqliteJournal]:
     await opened.open()
     yield opened
     await opened.close()
-
-
-@pytest.fixture(scope="session")
-def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdCluster]:
-    """One member for all tests that do it no harm."""
-    if ETCD is None:
-        pytest.skip("needs the etcd command (apt install etcd-server)")
-    with etcd_cluster(tmp_path_factory.mktemp("etcd")) as cluster:
-        yield cluster
 
 
 @pytest.fixture
