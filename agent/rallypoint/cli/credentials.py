@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import re
 import shlex
@@ -16,7 +15,7 @@ import click
 
 from rallypoint.cli.main import LazyGroup
 from rallypoint.cli.values import Text
-from rallypoint.rpc.endpoint import Endpoint, EndpointError, SettingError, listening_endpoint
+from rallypoint.rpc.endpoint import Endpoint, EndpointError, SettingError, ip_address, listening_endpoint
 from rallypoint.rpc.text import printable
 from rallypoint.serving.options import Finite, SettingRefused
 from rallypoint.serving.policy import Role
@@ -59,7 +58,7 @@ class _Host(click.ParamType[str]):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         """Check the value."""
         host = _host(str(value))
-        address = None if host is None else _address(host)
+        address = None if host is None else ip_address(host)
         # With digits at its end it is no name (RFC 1123), but a mistyped address.
         if host is None or (address is None and host.rpartition(".")[2].isdigit()):
             self.fail(f"{value!r} is no host name and no address (give no port)", param, ctx)
@@ -77,7 +76,7 @@ class _ClientName(click.ParamType[str]):
         """Check the value."""
         name = str(value)
         valid = _SPIFFE_ID.fullmatch(name) if name.startswith(_SPIFFE) else _host(name) == name
-        if not valid or _address(name) is not None:
+        if not valid or ip_address(name) is not None:
             self.fail(
                 f"{name!r} is no name for a client; expected one as in alice, alice.example.org or "
                 f"{_SPIFFE}example.org/alice",
@@ -98,13 +97,6 @@ def _host(text: str) -> str | None:
     except EndpointError:
         return None
     return None if endpoint.path is not None or "%" in endpoint.host else endpoint.host.removesuffix(".")
-
-
-def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    try:
-        return ipaddress.ip_address(host)
-    except ValueError:
-        return None
 
 
 def _stem(client: str) -> str:
@@ -193,7 +185,7 @@ def _trial_files(
     def general_name(name: str) -> x509.GeneralName:
         if name.startswith(_SPIFFE):
             return x509.UniformResourceIdentifier(name)
-        address = _address(name)
+        address = ip_address(name)
         return x509.DNSName(name) if address is None else x509.IPAddress(address)
 
     authority = Authority("rallypoint trial authority", new_key(), first, last)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import json
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeAlias, TypeVar
@@ -23,7 +22,7 @@ from rallypoint.etcd.errors import (
 )
 from rallypoint.etcd.v1 import auth_pb2, maintenance_pb2
 from rallypoint.rpc.channel import CLIENT_ARGUMENTS
-from rallypoint.rpc.endpoint import Endpoint
+from rallypoint.rpc.endpoint import Endpoint, ip_address
 from rallypoint.rpc.pace import Pace
 
 Metadata: TypeAlias = Sequence[tuple[str, str]]
@@ -121,7 +120,7 @@ class EtcdChannel:
         return ""
 
     def _open(self) -> grpc.aio.Channel:
-        options = _ARGUMENTS if _is_address(self._endpoint.host) else (*_ARGUMENTS, *_OF_A_NAME)
+        options = (*_ARGUMENTS, *_OF_A_NAME) if ip_address(self._endpoint.host) is None else _ARGUMENTS
         if self._shown is None:
             return grpc.aio.insecure_channel(self._endpoint.target, options=options)
         return grpc.aio.secure_channel(self._endpoint.target, self._shown, options=options)
@@ -144,11 +143,7 @@ class EtcdChannel:
             EtcdUnavailable: The outcome is unknown.
             EtcdError: It is refused.
         """
-        call = self._calls.get(path)
-        if call is None:
-            call = self._calls[path] = self._channel.unary_unary(
-                path, request_serializer=_serialize, response_deserializer=answer.FromString
-            )
+        call = self._method(self._channel.unary_unary, path, answer)
         try:
             return await self.outcome(call(request, timeout=timeout, metadata=metadata))
         except grpc.aio.UsageError:
@@ -160,15 +155,18 @@ class EtcdChannel:
         Raises:
             ClientClosed: The client was closed.
         """
-        call = self._calls.get(path)
-        if call is None:
-            call = self._calls[path] = self._channel.stream_stream(
-                path, request_serializer=_serialize, response_deserializer=answer.FromString
-            )
+        call = self._method(self._channel.stream_stream, path, answer)
         try:
             return call(metadata=metadata)
         except grpc.aio.UsageError:
             raise ClientClosed from None
+
+    def _method(self, form: Callable[..., Any], path: str, answer: type[Message]) -> Callable[..., Any]:
+        if path not in self._calls:
+            self._calls[path] = form(
+                path, request_serializer=_serialize, response_deserializer=answer.FromString
+            )
+        return self._calls[path]
 
     async def outcome(self, doing: Awaitable[_T]) -> _T:
         """Return the result of an operation of a call.
@@ -195,14 +193,6 @@ class EtcdChannel:
         if self._change is not None:
             self._change.cancel()
         await self._channel.close()
-
-
-def _is_address(host: str) -> bool:
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True
 
 
 def _serialize(message: Message) -> bytes:

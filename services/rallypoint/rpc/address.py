@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import socket
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from rallypoint.rpc.endpoint import Endpoint, Endpoints
+from rallypoint.rpc.endpoint import Endpoint, Endpoints, ip_address
 
 RESOLVE_TIMEOUT = 5.0
 """Timeout of the name service, seconds; a resolver's own timeout is several times longer."""
@@ -64,13 +63,7 @@ async def listed_addresses(endpoints: Endpoints, resolve: Resolve = addresses_of
 
 def has_name(endpoint: Endpoint) -> bool:
     """True if an endpoint has a host name, which may resolve to several addresses, and to others later."""
-    if endpoint.path is not None:
-        return False
-    try:
-        ipaddress.ip_address(endpoint.host)
-    except ValueError:
-        return True
-    return False
+    return endpoint.path is None and ip_address(endpoint.host) is None
 
 
 async def _addresses(endpoint: Endpoint, resolve: Resolve) -> list[Address]:

@@ -223,21 +223,24 @@ class Endpoint:
         """Return it for gRPC, with an explicit scheme, so that an address is never resolved as a name."""
         if self.path is not None:
             return f"unix:{self.path}"
-        try:
-            version = ipaddress.ip_address(self.host).version
-        except ValueError:
-            return f"dns:///{self}"
-        return f"ipv{version}:{self}".replace("%", "%25")
+        ip = ip_address(self.host)
+        return f"dns:///{self}" if ip is None else f"ipv{ip.version}:{self}".replace("%", "%25")
 
     @property
     def loopback(self) -> bool:
         """True if only this machine can reach it: 127.0.0.0/8, ::1, localhost, a Unix socket."""
         if self.path is not None or self.host.lower() == "localhost":
             return True
-        try:
-            return ipaddress.ip_address(self.host).is_loopback
-        except ValueError:
-            return False
+        ip = ip_address(self.host)
+        return ip is not None and ip.is_loopback
+
+
+def ip_address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """Return a host as an address; None: it is a name."""
+    try:
+        return ipaddress.ip_address(host)
+    except ValueError:
+        return None
 
 
 def without_password(text: str) -> str:
