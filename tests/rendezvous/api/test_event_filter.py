@@ -89,8 +89,8 @@ def test_a_filter_that_makes_no_sense_is_refused(field: str, given: dict[str, An
 
 
 def test_every_bad_field_of_a_filter_is_named() -> None:
-    wrong = pb.EventFilter(node_ids=["", "a"], kinds=[99], rounds=[0], until=at(1, -1))
+    bad: dict[str, Any] = {"node_ids": ["", "a"], "kinds": [99], "rounds": [0], "until": at(1, -1)}
     with pytest.raises(ServiceError) as error:
-        parse_filter(wrong)
+        parse_filter(pb.EventFilter(**bad))
     fields = [field for field, _ in error.value.field_violations]
     assert fields == ["filter.node_ids", "filter.kinds", "filter.rounds", "filter.until"]
