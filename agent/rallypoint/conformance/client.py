@@ -42,7 +42,7 @@ def parse_command(option: str, command: str, placeholders: Sequence[str]) -> lis
         raise SettingError(f"{option}: {command!r} can't be split into words: {error}") from None
     if not words:
         raise SettingError(f"{option} COMMAND is missing: the command line of the program under test")
-    text = command.replace("{addresses}", "{address}")  # one of them will do
+    text = command.replace("{addresses}", "{address}")  # either will do
     missing = [f"{{{name}}}" for name in placeholders if f"{{{name}}}" not in text]
     if missing:
         raise SettingError(

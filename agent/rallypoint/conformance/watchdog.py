@@ -97,9 +97,10 @@ async def watchdog_returns(scene: Scene) -> None:
         scene.check("R61", ages[1] >= ages[0] + HOLD / 2, "an elapsed time that has grown", seen)
 
 
-def _expire(watch: Stream, timer: pb.Acquire, expiry_id: int, sequence: int | None = None) -> None:
-    expired = pb.Expired(expiry_id=expiry_id, worker_id=timer.worker_id, scope=timer.scope)
-    expired.sequence = timer.sequence if sequence is None else sequence
+def _expire(watch: Stream, timer: pb.Acquire, expiry_id: int) -> None:
+    expired = pb.Expired(
+        expiry_id=expiry_id, worker_id=timer.worker_id, scope=timer.scope, sequence=timer.sequence
+    )
     set_seconds(expired.after, _TIMEOUT)
     watch.send(pb.SuperviseResponse(events=[pb.SuperviseEvent(expired=expired)]))
 
@@ -130,10 +131,8 @@ async def expired_timer(scene: Scene) -> None:
 @scenario("R63")
 async def foreign_timer(scene: Scene) -> None:
     """A timer of AcquireTimer expires, which the agent does not know."""
-    _, watch, workers, timers = await _guarded(scene)
-    foreign = pb.Acquire(worker_id="0@1", scope="of another program")
-    assert timers
-    _expire(watch, foreign, 8)
+    _, watch, workers, _ = await _guarded(scene)
+    _expire(watch, pb.Acquire(worker_id="0@1", scope="of another program"), 8)
     await _acknowledged(scene, "R63", watch, 8)
     alive = rank_0(workers).alive
     scene.check("R63", not alive, "a dead worker after `expired` with sequence 0", "it is alive")
