@@ -102,6 +102,14 @@ async def test_a_worker_is_named_by_its_rank_and_its_process(agent: Agent) -> No
     stub = await agent.serve(FakeJob(group=worker_group(), state=state, workers=[running(0)]))
     error = await refusal(stub.ReapWorker(pb.ReapWorkerRequest()))
     assert error.field_violations[0][0] == "rank"
+    bad = {"reason": "a\nb", "run_id": "x" * 257}
+    for call, fields in (
+        (stub.ReapWorker(pb.ReapWorkerRequest(**bad)), "reason run_id rank"),  # type: ignore[arg-type]
+        (stub.StopJob(pb.StopJobRequest(**bad)), "reason run_id"),  # type: ignore[arg-type]
+        (stub.Drain(pb.DrainRequest(**bad, grace={"seconds": -1})), "reason run_id grace"),  # type: ignore[arg-type]
+    ):
+        refused = await refusal(call)
+        assert " ".join(field for field, _ in refused.field_violations) == fields
     error = await refusal(stub.ReapWorker(pb.ReapWorkerRequest(rank=running(0).rank, pid=10**6)))
     assert (error.reason, error.metadata) == ("WORKER_REPLACED", {"pid": str(running(0).pid)})
 

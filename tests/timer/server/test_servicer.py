@@ -63,6 +63,12 @@ async def test_single_calls_are_refused_with_reasons(quick: Service) -> None:
     every = await refusal(stub.AcquireTimer(pb.AcquireTimerRequest(after=Duration(seconds=10**18))))
     names = [name for name, _ in every.field_violations]
     assert names == ["run_id", "node_id", "worker_id", "scope", "after"]
+    for call, fields in (
+        (stub.ReleaseTimer(pb.ReleaseTimerRequest()), "run_id node_id worker_id scope"),
+        (stub.ClearTimers(pb.ClearTimersRequest()), "run_id node_id worker_id"),
+        (stub.BatchUpdateTimers(pb.BatchUpdateTimersRequest(lease=-1)), "run_id node_id lease"),
+    ):
+        assert " ".join(field for field, _ in (await refusal(call)).field_violations) == fields
     await stub.AcquireTimer(pb.AcquireTimerRequest(**timer, after=after, lease=5))
     lost = await acquired(lease=4)
     assert (lost.code, lost.reason) == (grpc.StatusCode.FAILED_PRECONDITION, "LEASE_LOST")

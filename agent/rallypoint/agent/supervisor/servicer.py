@@ -18,6 +18,7 @@ from rallypoint.agent.supervisor.operator_actions import dump_stacks, reap_worke
 from rallypoint.agent.v1 import supervisor_service_pb2 as pb
 from rallypoint.agent.v1 import supervisor_service_pb2_grpc as pb_grpc
 from rallypoint.agent.workers.usage import UsageMeter
+from rallypoint.rpc.durations import to_seconds
 from rallypoint.rpc.errors import ServiceError, invalid
 from rallypoint.rpc.text import one_line
 from rallypoint.server.v1 import server_service_pb2 as server_pb
@@ -25,7 +26,16 @@ from rallypoint.serving.access import caller_of
 from rallypoint.serving.flow import WRITE_TIMEOUT, Context, Subscriber
 from rallypoint.serving.info import Capability
 from rallypoint.serving.policy import OPERATORS, READERS, Rights
-from rallypoint.serving.requests import NAME_BYTES, items_before, page_size, page_token, reason, seconds, text
+from rallypoint.serving.requests import (
+    NAME_BYTES,
+    EveryField,
+    items_before,
+    page_size,
+    page_token,
+    reason,
+    seconds,
+    text,
+)
 from rallypoint.serving.server import Registration
 
 SERVICE_NAME = "rallypoint.agent.v1.SupervisorService"
@@ -143,8 +153,8 @@ class SupervisorServicer(pb_grpc.SupervisorServiceServicer):
 
     async def StopJob(self, request: pb.StopJobRequest, context: Context) -> pb.StopJobResponse:
         """Leave the run in good order, or at once."""
-        why = reason(request.reason)
-        job = self._jobs.find(_run_id(request.run_id)).job
+        why, run_id = _why_and_run(request)
+        job = self._jobs.find(run_id).job
         if request.now or not job.stopping:
             job.request_stop(f"stopped through SupervisorService: {why}", at_once=request.now)
         return pb.StopJobResponse()
@@ -153,17 +163,15 @@ class SupervisorServicer(pb_grpc.SupervisorServiceServicer):
         self, request: pb.RestartWorkersRequest, context: Context
     ) -> pb.RestartWorkersResponse:
         """Restart all workers of the run."""
-        why, operator = reason(request.reason), one_line(str(caller_of(context)), NAME_BYTES)
-        job = self._jobs.find(_run_id(request.run_id)).job
+        (why, run_id), operator = _why_and_run(request), one_line(str(caller_of(context)), NAME_BYTES)
+        job = self._jobs.find(run_id).job
         expected = request.round if request.HasField("round") else None
         return pb.RestartWorkersResponse(ended_round=await restart_workers(job, why, operator, expected))
 
     async def ReapWorker(self, request: pb.ReapWorkerRequest, context: Context) -> pb.ReapWorkerResponse:
         """Kill a worker and its descendants."""
-        why = reason(request.reason)
-        job = self._jobs.find(_run_id(request.run_id)).job
-        if not request.HasField("rank"):
-            raise invalid("rank", "must be set")
+        why, run_id = _why_and_run(request)
+        job = self._jobs.find(run_id).job
         pid, evidence_file = await reap_worker(job, request.rank, why, request.pid)
         return pb.ReapWorkerResponse(pid=pid, evidence_file=evidence_file)
 
@@ -184,14 +192,12 @@ class SupervisorServicer(pb_grpc.SupervisorServiceServicer):
 
     async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainResponse:
         """Drain this host: its jobs leave their runs once their workers are done or have saved their state."""
-        why = reason(request.reason)
-        grace = seconds("grace", request.grace, MOST_SECONDS) if request.HasField("grace") else None
-        if request.all_jobs and request.run_id:
-            raise invalid("run_id", "must be empty with all_jobs")
+        why, run_id = _why_and_run(request)
+        grace = to_seconds(request.grace) if request.HasField("grace") else None
         if request.all_jobs:
             jobs = [job for job in self._jobs.running if not job.stopping]
         else:
-            jobs = [_is_running(self._jobs.find(_run_id(request.run_id)).job)]
+            jobs = [_is_running(self._jobs.find(run_id).job)]
         for job in jobs:
             job.drain(grace, why)
         return pb.DrainResponse(run_ids=[job.config.run_id for job in jobs])
@@ -253,6 +259,26 @@ def _page(
 def _run_id(value: str) -> str:
     text("run_id", value, NAME_BYTES)
     return value
+
+
+def _why_and_run(
+    request: pb.StopJobRequest | pb.RestartWorkersRequest | pb.ReapWorkerRequest | pb.DrainRequest,
+) -> tuple[str, str]:
+    """Check a request about a job; return its reason, and the run that it names."""
+    with EveryField() as check:
+        why = check(reason, request.reason) or ""
+        check(_run_id, request.run_id)
+        if isinstance(request, pb.ReapWorkerRequest) and not request.HasField("rank"):
+            check(_refuse, "rank", "must be set")
+        if isinstance(request, pb.DrainRequest):
+            check(seconds, "grace", request.grace, MOST_SECONDS)
+            if request.all_jobs and request.run_id:
+                check(_refuse, "run_id", "must be empty with all_jobs")
+    return why, request.run_id
+
+
+def _refuse(field: str, description: str) -> None:
+    raise invalid(field, description)
 
 
 def _is_running(job: Job) -> Job:

@@ -8,6 +8,8 @@ from collections.abc import AsyncIterator, Iterable
 from functools import partial
 from itertools import islice
 
+from google.protobuf.message import Message
+
 from rallypoint.rpc.durations import checked_seconds, to_duration
 from rallypoint.rpc.text import clip
 from rallypoint.serving.access import caller_of
@@ -23,6 +25,7 @@ from rallypoint.serving.requests import (
 )
 from rallypoint.timer.core.values import (
     MAX_AFTER,
+    MAX_NAME_BYTES,
     MAX_SCOPE_BYTES,
     InvalidField,
     Subscription,
@@ -218,10 +221,10 @@ class TimerServicer(pb_grpc.TimerServiceServicer):
     ) -> pb.BatchUpdateTimersResponse:
         """See timer_service.proto."""
         self._refuse_if_draining()
-        check_number(len(request.actions))
-        check_name("run_id", request.run_id)
-        check_name("node_id", request.node_id)
-        count("lease", request.lease, 0)
+        with EveryField() as check:
+            check(check_number, len(request.actions))
+            _check_names(check, request, "run_id", "node_id")
+            check(count, "lease", request.lease, 0)
         for index, action in enumerate(request.actions):
             if action.WhichOneof("action") is None:
                 raise InvalidField(f"actions[{index}]", "must be one of acquire, release and clear")
@@ -261,10 +264,9 @@ class TimerServicer(pb_grpc.TimerServiceServicer):
         """See timer_service.proto."""
         self._refuse_if_draining()
         with EveryField() as check:
-            check(check_name, "run_id", request.run_id)
-            check(check_name, "node_id", request.node_id)
+            _check_names(check, request, "run_id", "node_id")
             check(_check_worker_id, request.worker_id)
-            check(check_name, "scope", request.scope, MAX_SCOPE_BYTES)
+            _check_names(check, request, "scope")
             after = check(_seconds, request.after, "after") or 0.0
         try:
             self._table.acquire(
@@ -278,6 +280,8 @@ class TimerServicer(pb_grpc.TimerServiceServicer):
         self, request: pb.ReleaseTimerRequest, context: Context
     ) -> pb.ReleaseTimerResponse:
         """See timer_service.proto."""
+        with EveryField() as check:
+            _check_names(check, request, "run_id", "node_id", "worker_id", "scope")
         released = self._table.release(
             _name(request), self._watchdog.now(), lease=_lease(request), token=request.token
         )
@@ -286,6 +290,8 @@ class TimerServicer(pb_grpc.TimerServiceServicer):
 
     async def ClearTimers(self, request: pb.ClearTimersRequest, context: Context) -> pb.ClearTimersResponse:
         """See timer_service.proto."""
+        with EveryField() as check:
+            _check_names(check, request, "run_id", "node_id", "worker_id")
         cleared = self._watchdog.clear_worker(
             request.run_id, request.node_id, request.worker_id, _lease(request), request.token
         )
@@ -359,6 +365,16 @@ def _check_worker_id(worker_id: str) -> None:
     check_name("worker_id", worker_id)
     if not _WORKER_ID.fullmatch(worker_id):
         raise InvalidField("worker_id", f"must be LOCAL_RANK@ROUND, as in 0@3, not {clip(worker_id, 64)!r}")
+
+
+def _check_names(check: EveryField, request: Message, *fields: str) -> None:
+    for field in fields:
+        check(
+            check_name,
+            field,
+            getattr(request, field),
+            MAX_SCOPE_BYTES if field == "scope" else MAX_NAME_BYTES,
+        )
 
 
 def _name(request: pb.AcquireTimerRequest | pb.ReleaseTimerRequest) -> TimerName:
