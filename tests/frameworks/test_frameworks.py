@@ -35,10 +35,14 @@ def test_a_program_runs_as_under_torchrun(tmp_path: Path, program: str) -> None:
     """Each knows its rank and the world, and all end with one loss, so they have trained together."""
     pytest.importorskip(PACKAGES[program])
     arguments = [tmp_path] if program == "with_transformers.py" else []
-    flags = ("--standalone", "--nproc-per-node", "2", "--log-dir", tmp_path / "logs")
+    flags = ("--standalone", "--nproc-per-node", "2", "--max-restarts", "1", "--log-dir", tmp_path / "logs")
     result = rallypoint("run", *flags, PROGRAMS / program, *arguments, timeout=500)
     assert result.returncode == 0, result.stderr
-    ends = re.findall(r"rank (\d) of (\d) ends with (\S+)", result.stdout)
+    # Torch sometimes aborts a worker that exits; no other failure is a reason to start the workers again.
+    assert result.stderr.count("worker failed") <= result.stderr.count("terminate called without"), (
+        result.stderr
+    )
+    ends = set(re.findall(r"rank (\d) of (\d) ends with (\S+)", result.stdout))
     assert sorted(end[:2] for end in ends) == [("0", "2"), ("1", "2")], result.stdout
     assert len({loss for _, _, loss in ends}) == 1
 

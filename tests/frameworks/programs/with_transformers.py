@@ -49,5 +49,5 @@ trainer = Trainer(model=Model(), args=arguments, train_dataset=Numbers(), callba
 trainer.train()
 weight = trainer.model.layer.weight.sum().item()
 print(f"rank {arguments.process_index} of {arguments.world_size} ends with {weight:.6f}", flush=True)
-# The Trainer leaves the process group to its script. Without this, gloo sometimes aborts a worker that exits.
+# The Trainer leaves the process group to its script. Without this, gloo more often aborts a worker that exits.
 torch.distributed.destroy_process_group()
