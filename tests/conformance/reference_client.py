@@ -713,7 +713,7 @@ class Watchdog:
             self.bound = min(2 * self.bound, _LONGEST_OF_WATCHDOG)
 
     def alert(self) -> None:
-        """Say that nobody guards the worker."""
+        """Report that no watchdog guards the worker."""
         if self.node.bug != "hides-trouble":
             self.trouble = "no timer service"
 
@@ -755,7 +755,7 @@ class Watchdog:
                 sender.cancel()
 
     def guarded(self) -> None:
-        """Begin anew with short pauses."""
+        """Use short pauses again."""
         self.bound, self.trouble = _FIRST, ""
         if self.alarm is not None:
             self.alarm.cancel()

@@ -102,6 +102,9 @@ async def train(
         if (found := re.search(r"held-out accuracy .* · loss (\S+)$", line.text))
     ]
     # Torch sometimes aborts a worker that exits: then the workers are started again, and print the last line again.
+    errors = stage.folder.glob(f"logs/{name}_*/attempt_*/*/stderr.log")
+    aborts = sum("terminate called without" in path.read_text() for path in errors)
+    assert len(printed) <= 1 + aborts
     (loss,) = set(printed)
     return Outcome(*history_of(record), float(loss), recovery)
 

@@ -45,7 +45,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.integration, pytest.mark.timeout(DUR
 
 @dataclass
 class Person:
-    """Somebody who asks for something again and again, and the reasons that the calls had, by how they ended."""
+    """A caller that repeats actions, and the reasons in its calls, by how they ended."""
 
     name: str
     answered: set[str] = field(default_factory=set)
@@ -53,7 +53,7 @@ class Person:
     unknown: set[str] = field(default_factory=set)
 
     async def act(self, server: QuickServer, files: Certificates, draw: random.Random, over: float) -> None:
-        """Restart the run, or take a node out and let it in again, which nobody then runs."""
+        """Restart the run, or evict a node that does not exist, again and again."""
         security = client_certificate(files, f"URI:{self.name}")
         async with open_channel(server.endpoint, security) as channel:
             stub, number = pb_grpc.RendezvousServiceStub(channel), 0

@@ -792,7 +792,7 @@ async def test_a_join_that_waits_may_go_away(served: Served) -> None:
     await b.say(join=good_join("b", stays_until_gone=True))
     assert (await b.hear()).HasField("waiting")
     run = served.stage.engine._runs[RUN]
-    await until(lambda: bool(run.waiting), "the join to wait: it is told first")
+    await until(lambda: bool(run.waiting), "the join to wait, after its first message")
     b.call.cancel()
     await until(lambda: not run.waiting, "the end of its wait")
     await a.say(leave=pb.LeaveRun(reason="no worker is left"))
