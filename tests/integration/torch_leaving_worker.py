@@ -48,6 +48,8 @@ while True:
         break
     if flags[0].item():
         save(step)
+        say("saved", step=step, told=should_checkpoint())
         dist.barrier()
-        say("saved", step=step, told=checkpoint_saved())
+        # The host leaves once its ranks have reported; from then on each rank may be stopped at any moment.
+        checkpoint_saved()
 dist.destroy_process_group()
