@@ -56,6 +56,7 @@ BUGS = {
     "keeps-the-port": "R16",
     "no-failure-report": "R17",
     "failure-without-age": "R17",
+    "reports-a-taken-port-in-doubt": "R73",
     "leaves-after-success": "R18",
     "done-after-success": "R19",
     "fails-at-exit-barrier": "R20",
@@ -113,6 +114,9 @@ BUGS = {
     "watchdog-storm": "R67",
     "hides-trouble": "R68",
     "message-for-each-change": "R69",
+    "no-watchdog-after-refusal": "R70",
+    "repeats-refused-timers": "R71",
+    "remembers-forgotten-scopes": "R72",
 }
 """Each bug, and the rule that it breaks."""
 
@@ -592,6 +596,8 @@ class Node:
             failure = pb.WorkerFailure(
                 round=self.round, rank=0, local_rank=0, exit_code=code, pid=process.pid
             )
+            if self.bug == "reports-a-taken-port-in-doubt":
+                failure.kind = pb.FAILURE_KIND_PORT_TAKEN
             self.failure = failure, time.monotonic()
             self.report()
         self.changed.set()
@@ -702,6 +708,12 @@ class Watchdog:
             with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
                 try:
                     await self.one_stream()
+                except grpc.aio.AioRpcError as error:
+                    if (
+                        self.node.bug == "no-watchdog-after-refusal"
+                        and error.code() is grpc.StatusCode.PERMISSION_DENIED
+                    ):
+                        return
                 except asyncio.CancelledError:  # of the call, for a new lease; or of this task
                     if not self.renewed:
                         raise
@@ -751,6 +763,11 @@ class Watchdog:
                             self.guarded()
                         elif event.HasField("expired"):
                             self.tasks.append(asyncio.create_task(self.expired(event.expired)))
+                        elif event.HasField("refused") and self.node.bug == "repeats-refused-timers":
+                            for timer in self.timers.values():
+                                self.changes.put_nowait(timer.acquire())
+                        elif event.HasField("learned") and self.node.bug != "remembers-forgotten-scopes":
+                            self.changes.put_nowait(timer_pb.SuperviseAction(learned=event.learned))
             finally:
                 sender.cancel()
 

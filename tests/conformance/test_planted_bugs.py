@@ -28,7 +28,7 @@ _IDLE = {
     "start-once", "keeps-workers-as-spare", "keeps-workers-in-joinable", "keeps-workers-without-lease",
     "never-starts", "no-depart", "no-failure-report", "no-jitter", "no-sigkill", "repeats-invalid-join",
     "success-once", "confirm-once", "hides-trouble", "no-clear", "subscribes-with-old-lease",
-    "waits-for-a-silent-replica",
+    "waits-for-a-silent-replica", "no-watchdog-after-refusal", "remembers-forgotten-scopes",
 }  # fmt: skip
 _OVER_TLS = {"R50"}
 

@@ -15,7 +15,7 @@ import click
 from rallypoint.agent.config.rlimits import in_words
 from rallypoint.agent.config.settings import MOST_SECONDS
 from rallypoint.cli.main import LazyGroup
-from rallypoint.cli.output import json_fields, plain_console, print_table, show_moment, show_span
+from rallypoint.cli.output import json_fields, print_table, show_moment, show_span
 from rallypoint.cli.values import RunId, Text, agent_options, service_options
 from rallypoint.rpc.durations import set_seconds, to_seconds
 from rallypoint.rpc.endpoint import CallTarget, SettingError
@@ -23,8 +23,6 @@ from rallypoint.rpc.text import printable
 from rallypoint.serving.options import Seconds
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from rallypoint.agent.v1 import supervisor_service_pb2 as pb
     from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as rendezvous_pb
 
@@ -147,18 +145,15 @@ def workers(*, run_id: str, service: CallTarget, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(json_fields(response), indent=2))
     elif response.workers:
-        plain_console().print(_worker_table(response))
+        _print_workers(response)
     else:
         click.echo("no workers")
 
 
-def _worker_table(response: pb.ListWorkersResponse) -> Table:
-    from rich.table import Table  # noqa: PLC0415
-
+def _print_workers(response: pb.ListWorkersResponse) -> None:
     from rallypoint.agent.v1 import supervisor_service_pb2 as pb  # noqa: PLC0415
 
-    columns = ("local", "pid", "state", "cpu", "cpu time", "memory", "processes", "threads", "step", "ago")
-    table = Table("rank", *columns, box=None)
+    rows = []
     for worker in response.workers:
         state = pb.WorkerState.Name(worker.state).removeprefix("WORKER_STATE_")
         used = ("-",) * 5
@@ -175,15 +170,22 @@ def _worker_table(response: pb.ListWorkersResponse) -> Table:
         if worker.HasField("progress"):
             latest = worker.progress
             progress = (str(latest.step), show_span(to_seconds(latest.idle)))
-        table.add_row(
-            str(worker.rank),
-            str(worker.local_rank),
-            str(worker.pid),
-            f"{state} ({worker.exit_code})" if worker.state == pb.WORKER_STATE_FAILED else state,
-            *used,
-            *progress,
-        )
-    return table
+        state = f"{state} ({worker.exit_code})" if worker.state == pb.WORKER_STATE_FAILED else state
+        rows.append((str(worker.rank), str(worker.local_rank), str(worker.pid), state, *used, *progress))
+    columns = (
+        "rank",
+        "local",
+        "pid",
+        "state",
+        "cpu",
+        "cpu time",
+        "memory",
+        "processes",
+        "threads",
+        "step",
+        "ago",
+    )
+    print_table(columns, rows, own_line=("processes", "threads", "cpu time", "step", "ago"))
 
 
 # ---- `rallypoint agent stacks`: current stacks of workers.

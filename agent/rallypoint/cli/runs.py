@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from rallypoint.cli.output import json_fields, plain_console, show_moment
+from rallypoint.cli.output import json_fields, plain_console, print_table, show_moment
 from rallypoint.cli.values import NodeId, RunId, Text, service_options
 from rallypoint.rpc.durations import to_seconds
 from rallypoint.rpc.endpoint import CallTarget, SettingError
@@ -190,21 +190,16 @@ def replicas(*, run_id: str, service: CallTarget, as_json: bool) -> None:
 
 
 def _print(answer: pb.ListReplicasResponse, run_id: str) -> None:
-    from rich.table import Table  # noqa: PLC0415
-
-    table = Table("replica", "address", "shards", "since", "state", box=None)
+    rows = []
     for replica in answer.replicas:
         state = ["LEAVING"] if replica.leaving else []
         state += ["answers"] if replica.name == answer.answered_by else []
-        table.add_row(
-            printable(replica.name),
-            printable(replica.address) or "-",
-            str(replica.shards),
-            show_moment(to_seconds(replica.since)) if replica.HasField("since") else "-",
-            ", ".join(state) or "-",
+        since = show_moment(to_seconds(replica.since)) if replica.HasField("since") else "-"
+        rows.append(
+            (replica.name, replica.address or "-", str(replica.shards), since, ", ".join(state) or "-")
         )
+    print_table(("replica", "address", "shards", "since", "state"), rows, own_line=("address", "since"))
     console = plain_console()
-    console.print(table)
     if answer.free_shards:
         console.print(
             f"{answer.free_shards} of {answer.shards} shards have no owner at present: their runs wait"

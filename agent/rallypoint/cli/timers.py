@@ -9,15 +9,12 @@ from typing import TYPE_CHECKING
 
 import click
 
-from rallypoint.cli.output import json_fields, plain_console, show_span
+from rallypoint.cli.output import json_fields, plain_console, print_table, show_span
 from rallypoint.cli.values import RunId, Text, limit_option, timer_service_options
 from rallypoint.rpc.durations import to_seconds
 from rallypoint.rpc.endpoint import CallTarget
-from rallypoint.rpc.text import printable
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from rallypoint.timer.v1 import timer_service_pb2 as pb
 
 
@@ -49,34 +46,35 @@ def timers(
         fields = [json_fields(each) for each in found]
         click.echo(json.dumps({"timers": fields}, indent=2))
     elif found:
-        plain_console().print(_timer_table(found, with_runs=run_id is None))
+        _print_timers(found, with_runs=run_id is None)
     else:
         click.echo("no expired timers" if expired else "no timers")
 
 
-def _timer_table(timers: Sequence[pb.Timer], *, with_runs: bool) -> Table:
-    from rich.table import Table  # noqa: PLC0415
-
+def _print_timers(timers: Sequence[pb.Timer], *, with_runs: bool) -> None:
     from rallypoint.cli.operator import RAN_OUT  # noqa: PLC0415
     from rallypoint.timer.v1 import timer_service_pb2 as pb  # noqa: PLC0415
 
-    columns = ("node", "worker", "scope", "after", "remaining", "state", "offers")
-    table = Table("", *(["run"] if with_runs else []), *columns, box=None)
+    rows = []
     for each in timers:
         learning = each.state == pb.TIMER_STATE_LEARNING
         after = "learning" if learning else show_span(to_seconds(each.after))
-        table.add_row(
-            "!" if each.state in RAN_OUT else "",
-            *([printable(each.run_id)] if with_runs else []),
-            printable(each.node_id),
-            printable(each.worker_id),
-            printable(each.scope),
-            f"{after} (learned)" if each.learned_as and not learning else after,
-            "-" if learning else show_span(to_seconds(each.remaining)),
-            pb.TimerState.Name(each.state).removeprefix("TIMER_STATE_"),
-            str(each.offers or "-"),
+        rows.append(
+            (
+                "!" if each.state in RAN_OUT else "",
+                *([each.run_id] if with_runs else []),
+                each.node_id,
+                each.worker_id,
+                each.scope,
+                f"{after} (learned)" if each.learned_as and not learning else after,
+                "-" if learning else show_span(to_seconds(each.remaining)),
+                pb.TimerState.Name(each.state).removeprefix("TIMER_STATE_"),
+                str(each.offers or "-"),
+            )
         )
-    return table
+    runs = ["run"] if with_runs else []
+    columns = ("", *runs, "node", "worker", "scope", "after", "remaining", "state", "offers")
+    print_table(columns, rows, own_line=["offers", "scope", "node", *runs])
 
 
 # ---- `rallypoint scopes`: learned timeouts of scopes, and forgetting them.
@@ -167,23 +165,23 @@ def _show(run_id: str, as_json: bool, service: CallTarget) -> None:
 
 
 def _print(answer: pb.ListScopesResponse, *, with_runs: bool) -> None:
-    from rich.table import Table  # noqa: PLC0415
-
-    table = Table(*(["run"] if with_runs else []), "scope", "seen", "longest", "timeout", "timers", box=None)
-    for each in answer.scopes:
-        known = each.HasField("after")
-        table.add_row(
-            *([printable(each.run_id)] if with_runs else []),
-            printable(each.scope),
+    rows = [
+        (
+            *([each.run_id] if with_runs else []),
+            each.scope,
             str(each.count),
             show_span(to_seconds(each.longest)) if each.count else "-",
-            show_span(to_seconds(each.after)) if known else f"{each.count} of {answer.warm_up} seen",
+            show_span(to_seconds(each.after))
+            if each.HasField("after")
+            else f"{each.count} of {answer.warm_up} seen",
             str(each.timers),
         )
-    console = plain_console()
-    console.print(table)
+        for each in answer.scopes
+    ]
+    runs = ["run"] if with_runs else []
+    print_table((*runs, "scope", "seen", "longest", "timeout", "timers"), rows, own_line=["scope", *runs])
     least = show_span(to_seconds(answer.least))
-    console.print(
+    plain_console().print(
         f"a timeout is {answer.factor:g} times the longest, at least {least}, after {answer.warm_up} completions"
     )
 
@@ -216,20 +214,15 @@ def progress(*, run_id: str, limit: int, as_json: bool, service: CallTarget) -> 
         return
     for line in progress_lines(run_id, answer):
         console.print(line)
-    console.print(_worker_table(answer))
-
-
-def _worker_table(answer: pb.GetProgressResponse) -> Table:
-    from rich.table import Table  # noqa: PLC0415
-
-    table = Table("rank", "node", "worker", "step", "behind", "since", box=None)
-    for each in answer.slowest:
-        table.add_row(
+    rows = [
+        (
             str(each.rank),
-            printable(each.node_id),
-            printable(each.worker_id),
+            each.node_id,
+            each.worker_id,
             str(each.step),
             str(answer.highest_step - each.step),
             show_span(to_seconds(each.idle)),
         )
-    return table
+        for each in answer.slowest
+    ]
+    print_table(("rank", "node", "worker", "step", "behind", "since"), rows, own_line=("node",))

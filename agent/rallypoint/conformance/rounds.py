@@ -271,6 +271,16 @@ async def worker_fails(scene: Scene) -> None:
     scene.check("R17", code == -signal.SIGKILL, "exit_code -9 after SIGKILL", f"exit_code {code}")
 
 
+@scenario("R73")
+async def port_not_taken(scene: Scene) -> None:
+    """A worker fails as if its port was taken, but no program has it."""
+    scene.client.plan(prints="OSError: [Errno 98] Address already in use\n")
+    stream, workers = await scene.running()
+    rank_0(workers).end(1)
+    taken = (await failed(scene, stream, 1)).kind == pb.FAILURE_KIND_PORT_TAKEN
+    scene.check("R73", not taken, "an ordinary failure", "FAILURE_KIND_PORT_TAKEN")
+
+
 def rank_0(workers: list[StartedWorker]) -> StartedWorker:
     """Return the worker with LOCAL_RANK 0."""
     return next(each for each in workers if each.environment.get("LOCAL_RANK") == "0")

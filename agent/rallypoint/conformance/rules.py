@@ -30,6 +30,7 @@ RULES: dict[str, str] = {
     "R15": "workers that are stopped get SIGTERM first; those that ignore it get SIGKILL",
     "R16": "master_port of `confirm` is a free TCP port, which the workers can bind",
     "R17": "each failed worker is reported, with round, rank, local_rank, exit_code, age",
+    "R73": "FAILURE_KIND_PORT_TAKEN is only a failure for which another program has the port",
     "R18": "success is reported once all workers have ended with 0; the stream stays open until CLOSED",
     "R19": "workers that have succeeded are started again if the round forms again",
     "R20": "after exit_barrier_passed the node leaves in good order, with exit code 0, or waits for CLOSED",
@@ -85,6 +86,9 @@ RULES: dict[str, str] = {
     "R67": "streams are opened with back-off, also after LEASE_LOST and STREAM_REPLACED: at most 40 in 8 s",
     "R68": "`watchdog_trouble` is set once there has been no stream for 5 s, and is empty when there is one again",
     "R69": "changes are gathered: at most 40 messages in 2 s",
+    "R70": "after any end of the stream, for whichever reason, the node subscribes again; workers run on",
+    "R71": "a refused timer ends neither the stream nor its worker, and is not sent again",
+    "R72": "`learned` with count 0 is answered with the same message",
 }
 
 WORKER_RULES: dict[str, str] = {

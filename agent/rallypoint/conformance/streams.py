@@ -173,15 +173,21 @@ async def draining(scene: Scene) -> None:
     await _broken(scene, "R34", stream, workers, drained)
 
 
+async def _resumed(scene: Scene, stream: Stream, rule: str = "R24", expected: str = "`resume`") -> Stream:
+    """Break a stream; return the next one, with its lease."""
+    stream.send(plain(StatusCode.UNAVAILABLE))
+    stream = await scene.resumed(rule, expected)
+    scene.again(stream)
+    return stream
+
+
 @scenario("R26")
 async def failure_repeated(scene: Scene) -> None:
     """The stream breaks after the report of a failure."""
     stream, workers = await scene.running()
     rank_0(workers).end(3)
     first = await failed(scene, stream, 3)
-    stream.send(plain(StatusCode.UNAVAILABLE))
-    stream = await scene.resumed("R24")
-    scene.again(stream)
+    stream = await _resumed(scene, stream)
     scene.update(stream, FINAL, 1, revision=scene.revision)
     expected = "the failure once more"
     again = (await scene.message("R26", stream, "worker_failed", expected, round_=1)).worker_failed
@@ -191,18 +197,20 @@ async def failure_repeated(scene: Scene) -> None:
     scene.check("R26", same and ages[1] > ages[0], "the same failure, with an age that has grown", seen)
 
 
+async def _started(scene: Scene, stream: Stream) -> None:
+    await scene.service.changed.until(lambda: bool(stream.of("started")) or stream.over, 2 * HOLD)
+    if not stream.of("started"):
+        raise NotOffered("the client does not report the start of a round")
+
+
 @scenario("R51")
 async def start_repeated(scene: Scene) -> None:
     """The stream breaks after the report of the start, which a client may leave out."""
     stream, _ = await scene.running()
-    await scene.service.changed.until(lambda: bool(stream.of("started")) or stream.over, 2 * HOLD)
-    if not stream.of("started"):
-        raise NotOffered("the client does not report the start of a round")
+    await _started(scene, stream)
     first = (await scene.message("R51", stream, "started")).started
     scene.check("R51", first.round == 1, "`started` of round 1", f"of round {first.round}")
-    stream.send(plain(StatusCode.UNAVAILABLE))
-    stream = await scene.resumed("R24")
-    scene.again(stream)
+    stream = await _resumed(scene, stream)
     scene.update(stream, FINAL, 1, revision=scene.revision)
     again = (await scene.message("R51", stream, "started", "the start once more", round_=1)).started
     ages = to_seconds(first.age), to_seconds(again.age)
@@ -213,15 +221,11 @@ async def start_repeated(scene: Scene) -> None:
 async def start_recorded(scene: Scene) -> None:
     """The service has recorded the start when the stream breaks."""
     stream, workers = await scene.running()
-    await scene.service.changed.until(lambda: bool(stream.of("started")) or stream.over, 2 * HOLD)
-    if not stream.of("started"):
-        raise NotOffered("the client does not report the start of a round")
+    await _started(scene, stream)
     scene.update(stream, FINAL, 1, start_recorded=True)
     rank_0(workers).end(3)
     await failed(scene, stream, 3)
-    stream.send(plain(StatusCode.UNAVAILABLE))
-    stream = await scene.resumed("R24")
-    scene.again(stream)
+    stream = await _resumed(scene, stream)
     await scene.message("R26", stream, "worker_failed", "the failure once more", round_=1)
     await scene.hold("R58", lambda: not stream.of("started"), "no `started` after `start_recorded`")
 
@@ -235,9 +239,7 @@ async def order_after_resume(scene: Scene) -> None:
     end = pb.RoundEnd(round=1, detail="scripted")
     scene.update(stream, FROZEN, 2, last_round_end=end)
     await scene.confirmed(stream, 2)
-    stream.send(plain(StatusCode.UNAVAILABLE))
-    stream = await scene.resumed("R24")
-    scene.again(stream)
+    stream = await _resumed(scene, stream)
     scene.update(stream, FROZEN, 2, revision=scene.revision, last_round_end=end)
     await scene.message("R26", stream, "worker_failed", "the failure once more", round_=1)
     await scene.message("R28", stream, "confirm", "the confirmation once more", round_=2)
@@ -251,9 +253,7 @@ async def success_repeated(scene: Scene) -> None:
     """The stream breaks after the report of success."""
     stream, _ = await scene.running()
     await succeed(scene, stream)
-    stream.send(plain(StatusCode.UNAVAILABLE))
-    stream = await scene.resumed("R24")
-    scene.again(stream)
+    stream = await _resumed(scene, stream)
     scene.update(stream, FINAL, 1, revision=scene.revision)
     await scene.message("R27", stream, "succeeded", "the success once more", round_=1)
 
@@ -265,16 +265,12 @@ async def confirmation_repeated(scene: Scene) -> None:
     scene.grant(stream)
     scene.update(stream, FROZEN, 1)
     await scene.confirmed(stream, 1)
-    stream.send(plain(StatusCode.UNAVAILABLE))
-    stream = await scene.resumed("R24")
-    scene.again(stream)
+    stream = await _resumed(scene, stream)
     scene.update(stream, FROZEN, 1, revision=scene.revision)
     await scene.confirmed(stream, 1, "R28")
     scene.client.terminate()
     await scene.message("R22", stream, "leave")
-    stream.send(plain(StatusCode.UNAVAILABLE))
-    stream = await scene.resumed("R28", "a stream that resumes, for the `leave` that may be lost")
-    scene.again(stream)
+    stream = await _resumed(scene, stream, "R28", "a stream that resumes, for the `leave` that may be lost")
     scene.update(stream, JOINABLE, revision=scene.revision)
     await scene.message("R28", stream, "leave", "`leave` once more")
     let_go(scene, stream)

@@ -20,6 +20,16 @@ _TIMEOUT, _SHORT = 600.0, 2.0  # of the workers' timers, seconds
 _STORM, _MOST_STREAMS = 8.0, 40  # seconds for which each stream is refused, and streams in that time
 _TURNS, _MOST_MESSAGES = 200, 40  # a worker ends its timer and starts it again, 100 times a second
 _LEASE_LOST = error(StatusCode.FAILED_PRECONDITION, "LEASE_LOST")
+ENDS = {
+    StatusCode.UNAVAILABLE: ("DRAINING", "TAKEOVER_UNCONFIRMED", "FIRST_MESSAGE_LATE", "UNEXPECTED_ERROR"),
+    StatusCode.RESOURCE_EXHAUSTED: ("TOO_MANY_TIMERS", "TOO_MANY_REQUESTS"),
+    StatusCode.INVALID_ARGUMENT: ("INVALID_ARGUMENT", "MALFORMED_MESSAGE"),
+    StatusCode.PERMISSION_DENIED: ("LEASE_NOT_PROVEN", "NOT_PERMITTED"),
+    StatusCode.UNAUTHENTICATED: ("NOT_IDENTIFIED",),
+    StatusCode.FAILED_PRECONDITION: ("LEASE_LOST",),
+    StatusCode.ABORTED: ("STREAM_REPLACED",),
+}
+"""The reasons of the service, by code."""
 
 
 async def _guarded(
@@ -102,7 +112,11 @@ def _expire(watch: Stream, timer: pb.Acquire, expiry_id: int) -> None:
         expiry_id=expiry_id, worker_id=timer.worker_id, scope=timer.scope, sequence=timer.sequence
     )
     set_seconds(expired.after, _TIMEOUT)
-    watch.send(pb.SuperviseResponse(events=[pb.SuperviseEvent(expired=expired)]))
+    watch.send(_event(expired=expired))
+
+
+def _event(**event: Any) -> pb.SuperviseResponse:
+    return pb.SuperviseResponse(events=[pb.SuperviseEvent(**event)])
 
 
 async def _acknowledged(scene: Scene, rule: str, watch: Stream, expiry_id: int) -> None:
@@ -203,3 +217,35 @@ async def watchdog_away(scene: Scene) -> None:
     await scene.watch("R67", "another stream of the watchdog")
     await scene.until("R68", lambda: not trouble(), "heartbeats without `watchdog_trouble`")
     scene.check("R63", all(each.alive for each in workers), "workers run on without a watchdog", "one ended")
+
+
+@scenario("R70")
+async def watchdog_refused(scene: Scene) -> None:
+    """The timer service announces its end, and then ends a stream with each of its reasons."""
+    _, watch, workers, _ = await _guarded(scene)
+    watch.send(_event(draining=pb.Draining()))
+    for code, reason in [(code, reason) for code, reasons in ENDS.items() for reason in reasons]:
+        watch.send(error(code, reason))
+        watch = await scene.watch("R70", f"another stream of the watchdog after {reason}")
+        _check_subscribe(scene, watch, "R70")
+        alive = all(each.alive for each in workers)
+        scene.check("R70", alive, f"workers run on after {reason}", "one has ended")
+
+
+@scenario("R71", "R72")
+async def refused_timer(scene: Scene) -> None:
+    """A timer is refused; then its scope is to be forgotten, as an operator has it with ForgetScopes."""
+    _, watch, workers, timers = await _guarded(scene)
+    timer = timers["0@1"]
+    refused = pb.Refused(worker_id=timer.worker_id, scope=timer.scope, sequence=timer.sequence)
+    refused.reason = refused.message = "TOO_MANY_TIMERS"
+    count = len(watch.messages)
+    watch.send(_event(refused=refused))
+    quiet = "the stream and the workers go on, and the timer is not sent again"
+    await scene.hold(
+        "R71", lambda: not watch.over and workers[0].alive and len(watch.messages) == count, quiet
+    )
+    watch.send(_event(learned=pb.Learned(scope=timer.scope)))
+    learned = (await scene.message("R72", watch, "learned", "`learned` in reply")).learned
+    seen = f"{learned.scope} {learned.count}"
+    scene.check("R72", seen == f"{timer.scope} 0", f"{timer.scope} with count 0", seen)

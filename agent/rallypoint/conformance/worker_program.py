@@ -3,7 +3,7 @@
 It imports the standard library alone. Files beside it control it and record its life:
 
 - `plan.json`: `stubborn`, it ignores SIGTERM; `slow`, seconds from SIGTERM to its end; `child`, it has a child process;
-  `timer`, seconds of a timer that it holds
+  `timer`, seconds of a timer that it holds; `prints`, its last line on stderr
 - `PID.json`: its environment, written when it has begun; `bound` is true if it could bind the master port
 - `PID.term`: it got SIGTERM
 - `PID.end`: the exit code with which it shall end
@@ -99,6 +99,7 @@ def main() -> int:
                 timer.start()
                 time.sleep(_POLL / 2)
         time.sleep(_POLL)
+    sys.stderr.write(plan.get("prints", ""))
     return int(order.read_text()) if order.exists() else 128 + signal.SIGTERM
 
 

@@ -105,21 +105,24 @@ async def strange_keys(scene: WorkerScene) -> None:
     await scene.result("S09", f"ok\t{_STRANGE}")
 
 
+_KINDS = (
+    ("S13", "timeout", "DEADLINE_EXCEEDED", "KEY_WAIT_TIMED_OUT"),
+    ("S14", "round-over", "FAILED_PRECONDITION", "ROUND_OVER LEASE_LOST"),
+    ("S15", "unavailable", "UNAVAILABLE", "STORE_UNAVAILABLE AGENT_FAILED JOURNAL_FAILED OF_TOMORROW"),
+    ("S15", "refused", "INVALID_ARGUMENT", "MALFORMED_CALL OPERATION_REUSED"),
+    ("S15", "refused", "RESOURCE_EXHAUSTED", "ANSWER_TOO_LARGE RUN_STORE_FULL STORES_FULL STORE_BUSY"),
+    ("S15", "refused", "RESOURCE_EXHAUSTED", "TOO_MANY_KEYS TOO_MANY_WAITERS"),
+    ("S15", "refused", "FAILED_PRECONDITION", "INTEGER_OVERFLOW NOT_AN_INTEGER ROUND_NOT_BEGUN"),
+    ("S15", "refused", "FAILED_PRECONDITION", "OPERATION_SUPERSEDED VALUE_TOO_LARGE OF_TOMORROW"),
+)
+ERRORS = [(rule, code, reason, kind) for rule, kind, code, all_ in _KINDS for reason in all_.split()]
+"""Each error with its rule, its code, and the kind that a program sees."""
+
+
 @worker_scenario("S13", "S14", "S15", "S10", "S16")
 async def errors(scene: WorkerScene) -> None:
-    """Each error of the page, and some that a newer agent may send."""
-    refused = "FAILED_PRECONDITION"
-    for rule, code, reason, expected in (
-        ("S13", "DEADLINE_EXCEEDED", "KEY_WAIT_TIMED_OUT", "timeout"),
-        ("S14", refused, "ROUND_OVER", "round-over"),
-        ("S14", refused, "LEASE_LOST", "round-over"),
-        ("S15", "UNAVAILABLE", "STORE_UNAVAILABLE", "unavailable"),
-        ("S15", "UNAVAILABLE", "AGENT_FAILED", "unavailable"),
-        ("S15", "UNAVAILABLE", "OF_TOMORROW", "unavailable"),
-        ("S15", "INVALID_ARGUMENT", "MALFORMED_CALL", "refused"),
-        ("S15", "RESOURCE_EXHAUSTED", "RUN_STORE_FULL", "refused"),
-        ("S15", refused, "OF_TOMORROW", "refused"),
-    ):
+    """Each error of the store and of the agent, and some that a newer one may send."""
+    for rule, code, reason, expected in ERRORS:
         call = await scene.call("S10", "get", "key", 1)
         scene.check(
             "S10", call.connection == 1, "one connection, also after errors", f"connection {call.connection}"
@@ -128,7 +131,12 @@ async def errors(scene: WorkerScene) -> None:
         call.fail(code, reason, **more)
         await scene.result(rule, f"error\t{expected}")
     call = await scene.call("S16", "get", "key", 1)
-    error = {"of_tomorrow": {"code": "OK"}, "code": refused, "message": 'a "b" {', "reason": "ROUND_OVER"}
+    error = {
+        "of_tomorrow": {"code": "OK"},
+        "code": "FAILED_PRECONDITION",
+        "message": 'a "b" {',
+        "reason": "ROUND_OVER",
+    }
     call.reply({"of_tomorrow": [{"last": True}], "error": {**error, "details": [None, 1.5e3, "]"]}})
     await scene.result("S16", "error\tround-over")
     call = await scene.call("S16", "add", "key", 1)

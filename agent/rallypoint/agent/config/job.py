@@ -8,7 +8,7 @@ import secrets
 import signal
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from rallypoint.agent.config.settings import (
@@ -161,19 +161,7 @@ class JobConfig:
     @property
     def output(self) -> OutputOptions:
         """Options for the output of its workers."""
-        return OutputOptions(
-            role=self.role,
-            redirects=self.redirects,
-            tee=self.tee,
-            local_ranks_filter=self.local_ranks_filter,
-            duplicate_stdout_filters=self.duplicate_stdout_filters,
-            duplicate_stderr_filters=self.duplicate_stderr_filters,
-            line_prefix=self.line_prefix,
-            log_max_bytes=self.log_max_bytes,
-            log_keep_files=self.log_keep_files,
-            input_rank=self.input_rank,
-            tty=self.tty,
-        )
+        return OutputOptions(**{each.name: getattr(self, each.name) for each in fields(OutputOptions)})
 
 
 def new_node_id() -> str:

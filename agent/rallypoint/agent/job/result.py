@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
 
 import grpc
 
@@ -26,37 +26,23 @@ def phase_value(phase: pb.Phase.ValueType) -> Phase:
 
 def assignment_value(message: pb.Assignment) -> Assignment:
     """The node's ranks in a round."""
-    return Assignment(
-        round=message.round,
-        group_rank=message.group_rank,
-        group_world_size=message.group_world_size,
-        base_rank=message.base_rank,
-        world_size=message.world_size,
-        base_role_rank=message.base_role_rank,
-        role_world_size=message.role_world_size,
-        master_address=message.master_address,
-        master_port=message.master_port,
-        fencing_token=message.fencing_token,
-    )
+    return Assignment(**{each.name: getattr(message, each.name) for each in fields(Assignment)})
+
+
+_SAME_FIELDS = (
+    *("local_rank", "rank", "role", "host", "pid", "exit_code", "message", "traceback", "log_file"),
+    *("permanent", "core_file"),
+)
+
+
+def _same_fields(failure: WorkerFailure | pb.WorkerFailure) -> dict[str, Any]:
+    return {name: getattr(failure, name) for name in _SAME_FIELDS}
 
 
 def failure_message(failure: WorkerFailure, round_: int, now: float) -> pb.WorkerFailure:
     """The protocol message of a failure in a round; the server adds the node. `now`: in monotonic seconds."""
-    message = pb.WorkerFailure(
-        round=round_,
-        rank=failure.rank,
-        local_rank=failure.local_rank,
-        role=failure.role,
-        host=failure.host,
-        pid=failure.pid,
-        exit_code=failure.exit_code,
-        message=failure.message,
-        traceback=failure.traceback,
-        log_file=failure.log_file,
-        kind=pb.FailureKind.ValueType(failure.kind),
-        permanent=failure.permanent,
-        core_file=failure.core_file,
-    )
+    kind = pb.FailureKind.ValueType(failure.kind)
+    message = pb.WorkerFailure(round=round_, kind=kind, **_same_fields(failure))
     if failure.at is not None:
         set_seconds(message.age, max(0.0, now - failure.at))
     set_seconds(message.time, failure.time)
@@ -65,22 +51,9 @@ def failure_message(failure: WorkerFailure, round_: int, now: float) -> pb.Worke
 
 def failure_value(message: pb.WorkerFailure) -> WorkerFailure:
     """The failure in a message of the run; it may have been on any host."""
-    return WorkerFailure(
-        local_rank=message.local_rank,
-        rank=message.rank,
-        role=message.role,
-        host=message.host,
-        pid=message.pid,
-        exit_code=message.exit_code,
-        time=to_seconds(message.time),
-        message=message.message,
-        traceback=message.traceback,
-        log_file=message.log_file,
-        kind=FailureKind(message.kind) if message.kind in map(int, FailureKind) else FailureKind.UNKNOWN,
-        permanent=message.permanent,
-        core_file=message.core_file,
-        node=message.node_id,
-    )
+    kind = FailureKind(message.kind) if message.kind in map(int, FailureKind) else FailureKind.UNKNOWN
+    time = to_seconds(message.time)
+    return WorkerFailure(time=time, kind=kind, node=message.node_id, **_same_fields(message))
 
 
 # Exit codes of a job, beside 128 + N for a job that was stopped by signal N.
