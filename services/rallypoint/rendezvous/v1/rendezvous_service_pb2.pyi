@@ -620,8 +620,7 @@ Global___ActorKind: _TypeAlias = ActorKind  # noqa: Y015
 @_typing.final
 class RunSettings(_message.Message):
     """RunSettings are the same for all nodes of a run. The first node that joins sets them; a node that joins with
-    other settings is refused with SETTINGS_DIFFER. A field that is not set counts as its default. Durations are at most 25
-    days, and more than 0 unless their comment describes 0.
+    other settings is refused with SETTINGS_DIFFER. A field that is not set counts as its default.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -648,12 +647,12 @@ class RunSettings(_message.Message):
     max_nodes: _builtins.int
     """Most nodes that a round may have; min_nodes to 100,000. Further nodes wait as spares."""
     max_restarts: _builtins.int
-    """How many times failing workers may be restarted, over the whole run. Changes of membership do not count. At most
-    10,000 with a restart_window or max_restarts_per_node, else 1,000,000.
+    """How many times failing workers may be restarted, over the whole run; default 0. Changes of membership do not count.
+    At most 10,000 with a restart_window or max_restarts_per_node, else 1,000,000.
     """
     keep_alive_max_attempt: _builtins.int
-    """How many heartbeats in a row may be missing before the node is lost, 1 to 1,000. Default 3. Times keep_alive_interval, at most an
-    hour.
+    """How many heartbeats in a row may be missing before the node is lost, 1 to 1,000. Default 3. See
+    keep_alive_interval.
     """
     scale_up_policy: Global___ScaleUpPolicy.ValueType
     """Effect of a newcomer on a running round. Default IMMEDIATE."""
@@ -668,43 +667,47 @@ class RunSettings(_message.Message):
     """Which ends of the run allow a later join to open it again; the setting of the run that ended decides. Default FAILED."""
     @_builtins.property
     def join_timeout(self) -> _duration_pb2.Duration:
-        """How long a node waits for min_nodes before it is refused. Default 600 s."""
+        """How long a node waits for min_nodes before it is refused. Default 600 s; more than 0, at most 25 days."""
 
     @_builtins.property
     def last_call_timeout(self) -> _duration_pb2.Duration:
-        """How long a round with at least min_nodes waits for more. Default 30 s; 0: not at all."""
+        """How long a round with at least min_nodes waits for more. Default 30 s; 0: not at all; at most 25 days."""
 
     @_builtins.property
     def confirm_timeout(self) -> _duration_pb2.Duration:
-        """How long a participant may take to stop its old workers and confirm a round. Default 60 s."""
+        """How long a participant may take to stop its old workers and confirm a round. Default 60 s; more than 0, at most 25
+        days.
+        """
 
     @_builtins.property
     def keep_alive_interval(self) -> _duration_pb2.Duration:
-        """Interval of a node's heartbeats. Default 5 s."""
+        """Interval of a node's heartbeats. Default 5 s; more than 0, and times keep_alive_max_attempt at most an hour."""
 
     @_builtins.property
     def disconnect_grace(self) -> _duration_pb2.Duration:
-        """How long a node whose stream broke may take to resume. Default 2 s; 0: it is lost at once."""
+        """How long a node whose stream broke may take to resume. Default 2 s; 0: it is lost at once; at most 25 days."""
 
     @_builtins.property
     def exit_barrier_timeout(self) -> _duration_pb2.Duration:
-        """How long the first participant that succeeded waits for the others before it may leave. Default 300 s."""
+        """How long the first participant that succeeded waits for the others before it may leave. Default 300 s; more than 0,
+        at most 25 days.
+        """
 
     @_builtins.property
     def scale_up_delay(self) -> _duration_pb2.Duration:
-        """How long newcomers are collected under the policy DELAYED. Default 30 s; 0: not at all."""
+        """How long newcomers are collected under the policy DELAYED. Default 30 s; 0: not at all; at most 25 days."""
 
     @_builtins.property
     def restart_window(self) -> _duration_pb2.Duration:
         """Age from which restarts for a failure, and failures of one node, no longer count against max_restarts and
-        max_restarts_per_node. Default 0: they count for ever. restart_count continues to count all.
+        max_restarts_per_node. Default 0: they count for ever; at most 25 days. restart_count continues to count all.
         """
 
     @_builtins.property
     def restart_backoff(self) -> _duration_pb2.Duration:
         """Upper limit of the back-off between restarts. The first restart is immediate, and so is a restart after a round
         that ran for a while; rounds that fail soon after they began are delayed longer each time, up to this limit.
-        Default 30 s; 0: no back-off.
+        Default 30 s; 0: no back-off; at most 25 days.
         """
 
     def __init__(
@@ -829,13 +832,15 @@ class JoinRun(_message.Message):
     STAYS_UNTIL_GONE_FIELD_NUMBER: _builtins.int
     FORMER_INCARNATION_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
-    """Name of the run, chosen by its user; at most 256 bytes."""
+    """Name of the run, chosen by its user; 1 to 256 bytes."""
     node_id: _builtins.str
-    """Name of the node, unique in the run; at most 256 bytes. It may be the same after a restart of the agent only
-    if no two agents can ever use it at the same time.
+    """Name of the node, unique in the run; 1 to 256 bytes. It may be the same after a restart of the agent only if no two
+    agents can ever use it at the same time.
     """
     address: _builtins.str
-    """Address at which the other nodes reach this one, at most 256 bytes; becomes MASTER_ADDR when the node has group rank 0."""
+    """Address at which the other nodes reach this one, 1 to 256 bytes; becomes MASTER_ADDR when the node has group rank
+    0.
+    """
     local_world_size: _builtins.int
     """Workers that the node runs; 1 to 16,384."""
     role: _builtins.str
@@ -898,15 +903,15 @@ class ResumeRun(_message.Message):
     TOKEN_FIELD_NUMBER: _builtins.int
     STAYS_UNTIL_GONE_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
-    """Name of the run."""
+    """Name of the run; 1 to 256 bytes."""
     node_id: _builtins.str
-    """Name of the node."""
+    """Name of the node; 1 to 256 bytes."""
     lease: _builtins.int
     """The lease that the node holds."""
     after_revision: _builtins.int
-    """The last revision that the node received."""
+    """The last revision that the node received; not more than the run's present one, else REVISION_AHEAD."""
     token: _builtins.bytes
-    """Lease.token."""
+    """Lease.token: 16 bytes, or none."""
     stays_until_gone: _builtins.bool
     """As in JoinRun."""
     def __init__(
@@ -1013,11 +1018,11 @@ class WorkerFailure(_message.Message):
     local_rank: _builtins.int
     """Local rank of the worker on its node."""
     role: _builtins.str
-    """Its role; at most 256 bytes, as the host name. Longer texts of this message are cut."""
+    """Its role; at most 256 bytes. Longer texts of this message are cut, and control characters replaced."""
     node_id: _builtins.str
-    """Its node; filled in by the server."""
+    """Its node; filled in by the server: any text of a client is replaced."""
     host: _builtins.str
-    """Host name, from the agent."""
+    """Host name, from the agent; at most 256 bytes."""
     pid: _builtins.int
     """Process id on that host."""
     exit_code: _builtins.int
@@ -1036,13 +1041,16 @@ class WorkerFailure(_message.Message):
     """Path of its core dump on the host, if known; at most 4,096 bytes."""
     @_builtins.property
     def time(self) -> _timestamp_pb2.Timestamp:
-        """When it ended, by the host's clock. For people: no decision depends on it."""
+        """When it ended, by the host's clock. For people: no decision depends on it. From 1970 to year 9999, else it is
+        dropped.
+        """
 
     @_builtins.property
     def age(self) -> _duration_pb2.Duration:
         """Time from the failure until this message was sent, by the host's monotonic clock. The server finds the first
         failure of a run by it, because wall clocks of different hosts are never compared. It has grown when the report is
-        repeated. An age from before the start of the round counts as the start; a negative one counts as 0.
+        repeated. An age from before the start of the round counts as the start; a negative one counts as 0, and more than
+        25 days as 25 days.
         """
 
     def __init__(
@@ -1104,8 +1112,9 @@ class ReportStart(_message.Message):
 
     @_builtins.property
     def age(self) -> _duration_pb2.Duration:
-        """Time from the start of the last worker until this message was sent, by the host's monotonic clock. It has grown when the
-        report is repeated. An age from before the start of the round counts as the start; a negative one counts as 0.
+        """Time from the start of the last worker until this message was sent, by the host's monotonic clock. It has grown
+        when the report is repeated. An age from before the start of the round counts as the start; a negative one counts
+        as 0, and more than 25 days as 25 days.
         """
 
     def __init__(
@@ -1125,8 +1134,8 @@ Global___ReportStart: _TypeAlias = ReportStart  # noqa: Y015
 
 @_typing.final
 class RecoveryParts(_message.Message):
-    """RecoveryParts is the time that each part of a recovery took on one node, by the monotonic clock of its host. At most 25
-    days each; absent: 0. A part that runs several times, because a round ended before its workers started, counts as the sum.
+    """RecoveryParts is the time that each part of a recovery took on one node, by the monotonic clock of its host.
+    Absent: 0. A part that runs several times, because a round ended before its workers started, counts as the sum.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -1138,23 +1147,25 @@ class RecoveryParts(_message.Message):
     STARTED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def detected(self) -> _duration_pb2.Duration:
-        """From the death of a worker of this node until its agent acted on it."""
+        """From the death of a worker of this node until its agent acted on it; at most 25 days."""
 
     @_builtins.property
     def told(self) -> _duration_pb2.Duration:
-        """From there until the agent received the end of the round; workers are stopped meanwhile."""
+        """From there until the agent received the end of the round; workers are stopped meanwhile; at most 25 days."""
 
     @_builtins.property
     def stopped(self) -> _duration_pb2.Duration:
-        """Stopping the workers of the former round: its last process is gone."""
+        """Stopping the workers of the former round: its last process is gone; at most 25 days."""
 
     @_builtins.property
     def reformed(self) -> _duration_pb2.Duration:
-        """From there until the round was FINAL: other nodes stop their workers, join, or are missing; back-off; health checks."""
+        """From there until the round was FINAL: other nodes stop their workers, join, or are missing; back-off; health
+        checks; at most 25 days.
+        """
 
     @_builtins.property
     def started(self) -> _duration_pb2.Duration:
-        """Starting the workers of the round: all programs run."""
+        """Starting the workers of the round: all programs run; at most 25 days."""
 
     def __init__(
         self,
@@ -1620,14 +1631,14 @@ class GetRunRequest(_message.Message):
     OWNER_ONLY_FIELD_NUMBER: _builtins.int
     MOST_NODES_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
-    """Name of the run."""
+    """Name of the run; 1 to 256 bytes."""
     owner_only: _builtins.bool
     """Only the owner of the run may reply, because only it knows the connected nodes: other replicas refuse with
     NOT_OWNER. Without it any replica replies.
     """
     most_nodes: _builtins.int
-    """Most nodes in Run.nodes, which always has the first ones; at most 2,000. Not set: 2,000. Older servers
-    ignore it.
+    """Most nodes in Run.nodes, which always has the first ones; at most 2,000: more counts as 2,000, 0 as none. Not set:
+    2,000. Older servers ignore it.
     """
     def __init__(
         self,
@@ -1693,11 +1704,11 @@ class NodeFilter(_message.Message):
     """True: with a stream open; false: without. Not set: either."""
     @_builtins.property
     def node_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """With one of these names."""
+        """With one of these names; at most 1,000."""
 
     @_builtins.property
     def states(self) -> _containers.RepeatedScalarFieldContainer[Global___NodeState.ValueType]:
-        """In one of these states."""
+        """In one of these states; at most 1,000 entries."""
 
     def __init__(
         self,
@@ -1728,7 +1739,7 @@ class ListNodesRequest(_message.Message):
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     OWNER_ONLY_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
-    """Name of the run."""
+    """Name of the run; 1 to 256 bytes."""
     page_size: _builtins.int
     """Most nodes to return: 2,000 by default, and at most. A page may have fewer and not be the last: its size is limited."""
     page_token: _builtins.str
@@ -1861,7 +1872,7 @@ class WatchRunRequest(_message.Message):
     RUN_ID_FIELD_NUMBER: _builtins.int
     AFTER_REVISION_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
-    """Name of the run."""
+    """Name of the run; 1 to 256 bytes."""
     after_revision: _builtins.int
     """Last revision received; 0: none, the present state is sent at once."""
     def __init__(
@@ -1912,12 +1923,13 @@ class CloseRunRequest(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
-    """Name of the run."""
+    """Name of the run; 1 to 256 bytes."""
     reason: _builtins.str
     """Why, for people; at most 1,024 bytes."""
     incarnation: _builtins.str
-    """Close only this incarnation of the run (Run.incarnation): if it has ended and the run was reopened, nothing changes, and
-    the response has its end; refused with RUN_NOT_FOUND if the service does not know it. Empty: the present one.
+    """Close only this incarnation of the run (Run.incarnation; at most 256 bytes): if it has ended and the run was
+    reopened, nothing changes, and the response has its end; refused with RUN_NOT_FOUND if the service does not know
+    it. Empty: the present one.
     """
     def __init__(
         self,
@@ -1967,10 +1979,10 @@ class DeleteRunRequest(_message.Message):
     RUN_ID_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
-    """Name of the run."""
+    """Name of the run; 1 to 256 bytes."""
     incarnation: _builtins.str
-    """Delete only this incarnation of the run (Run.incarnation), and refuse with RUN_NOT_FOUND otherwise: with it, the
-    request may be repeated. Empty: the present one.
+    """Delete only this incarnation of the run (Run.incarnation; at most 256 bytes), and refuse with RUN_NOT_FOUND
+    otherwise: with it, the request may be repeated. Empty: the present one.
     """
     def __init__(
         self,
@@ -2229,7 +2241,7 @@ class RestartRunRequest(_message.Message):
     ON_BEHALF_OF_FIELD_NUMBER: _builtins.int
     ROUND_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
-    """Name of the run."""
+    """Name of the run; 1 to 256 bytes."""
     reason: _builtins.str
     """Why, for people; at most 1,024 bytes."""
     on_behalf_of: _builtins.str
@@ -2295,10 +2307,10 @@ class EvictNodeRequest(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     LEASE_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
-    """Name of the run."""
+    """Name of the run; 1 to 256 bytes."""
     node_id: _builtins.str
-    """Name of the node. One that ends with * refuses from now on all newcomers whose names begin with the rest, and removes
-    no other node; older servers refuse that name only.
+    """Name of the node; 1 to 256 bytes. One that ends with * refuses from now on all newcomers whose names begin with the
+    rest, and removes no other node; older servers refuse that name only.
     """
     reason: _builtins.str
     """Why, for people; at most 1,024 bytes."""
@@ -2356,9 +2368,9 @@ class ReadmitNodeRequest(_message.Message):
     NODE_ID_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
-    """Name of the run."""
+    """Name of the run; 1 to 256 bytes."""
     node_id: _builtins.str
-    """Name of the node."""
+    """Name of the node; 1 to 256 bytes."""
     reason: _builtins.str
     """Why, for people; at most 1,024 bytes."""
     def __init__(
@@ -2587,19 +2599,19 @@ class EventFilter(_message.Message):
     UNTIL_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def node_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """About one of these nodes (node_id of the event)."""
+        """About one of these nodes (node_id of the event); at most 1,000, of 1 to 256 bytes each."""
 
     @_builtins.property
     def kinds(self) -> _containers.RepeatedScalarFieldContainer[Global___EventKind.ValueType]:
-        """Of one of these kinds."""
+        """Of one of these kinds; at most 1,000 entries."""
 
     @_builtins.property
     def rounds(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """About one of these rounds (round of the event); at least 1."""
+        """About one of these rounds (round of the event); at least 1 each, at most 1,000 of them."""
 
     @_builtins.property
     def since(self) -> _timestamp_pb2.Timestamp:
-        """Not before this time, by the server's wall clock."""
+        """Not before this time, by the server's wall clock; not after `until`."""
 
     @_builtins.property
     def until(self) -> _timestamp_pb2.Timestamp:
@@ -2634,7 +2646,7 @@ class ListEventsRequest(_message.Message):
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     NEWEST_FIRST_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
-    """Name of the run."""
+    """Name of the run; 1 to 256 bytes."""
     page_size: _builtins.int
     """Most events to return: 1,000 by default, at most 10,000. A page may have fewer, even none, and not be the last: it is cut
     before it becomes too large, or when the server has searched enough events for one call.
@@ -2708,9 +2720,9 @@ class WatchEventsRequest(_message.Message):
     AFTER_REVISION_FIELD_NUMBER: _builtins.int
     FILTER_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
-    """Name of the run."""
+    """Name of the run; 1 to 256 bytes."""
     after_revision: _builtins.int
-    """The last revision received: the event after it comes first. 0: from the oldest event that is kept."""
+    """The last revision received: the event after it comes first. At least 0; 0: from the oldest event that is kept."""
     @_builtins.property
     def filter(self) -> Global___EventFilter:
         """Events to send; absent: all."""
@@ -2768,7 +2780,7 @@ class ListReplicasRequest(_message.Message):
 
     RUN_ID_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
-    """Also return the owner of this run, even if there is no run of this name; empty: of no run."""
+    """Also return the owner of this run, even if there is no run of this name; at most 256 bytes; empty: of no run."""
     def __init__(
         self,
         *,

@@ -179,7 +179,7 @@ class GetStateRequest(_message.Message):
     RUN_ID_FIELD_NUMBER: _builtins.int
     AFTER_TURNS_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
-    """Name of the run."""
+    """Name of the run; 1 to 256 bytes."""
     after_turns: _builtins.bool
     """Reply when no client has a turn, or waits for one; after a second at the latest. For a client of many, whose own set has
     succeeded: one call shows it the states of all of them.
@@ -234,11 +234,11 @@ class SetStateRequest(_message.Message):
     OPERATION_FIELD_NUMBER: _builtins.int
     WRITER_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
-    """Name of the run."""
+    """Name of the run; 1 to 256 bytes."""
     state: _builtins.bytes
-    """The state; may be empty."""
+    """The state; at most 4,177,920 bytes; may be empty."""
     token: _builtins.bytes
-    """The token of the state to replace; absent: set only if no state is there."""
+    """The token of the state to replace; of any length, see above; absent: set only if no state is there."""
     @_builtins.property
     def operation(self) -> _store_service_pb2.StoreOperation:
         """Names the request, so that repeating it is harmless; slots count per run. Absent: a repetition is a new
@@ -307,9 +307,9 @@ class WatchStateRequest(_message.Message):
     RUN_ID_FIELD_NUMBER: _builtins.int
     TOKEN_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
-    """Name of the run."""
+    """Name of the run; 1 to 256 bytes."""
     token: _builtins.bytes
-    """The token of the last state that the watcher received; absent: it received none."""
+    """The token of the last state that the watcher received; of any length; absent: it received none."""
     def __init__(
         self,
         *,

@@ -245,7 +245,7 @@ class StoreWriter(_message.Message):
     lease: _builtins.int
     """The lease that RendezvousService.Join sent; at least 1."""
     token: _builtins.bytes
-    """The token that it sent with the lease."""
+    """The token that it sent with the lease: 16 bytes, or none."""
     def __init__(
         self,
         *,
@@ -275,13 +275,13 @@ class SetRequest(_message.Message):
     OPERATION_FIELD_NUMBER: _builtins.int
     WRITER_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
-    """Name of the run; at most 256 bytes."""
+    """Name of the run; 1 to 256 bytes."""
     round: _builtins.int
     """Space: 0 for the run's own, otherwise that of a round."""
     key: _builtins.str
-    """The key."""
+    """The key; 1 to 1,024 bytes."""
     value: _builtins.bytes
-    """The value; may be empty."""
+    """The value; at most 4,177,920 bytes; may be empty."""
     writer_round: _builtins.int
     """The writer's round; 0: none, and this check is left out."""
     @_builtins.property
@@ -339,11 +339,11 @@ class GetRequest(_message.Message):
     KEY_FIELD_NUMBER: _builtins.int
     TIMEOUT_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
-    """Name of the run; at most 256 bytes."""
+    """Name of the run; 1 to 256 bytes."""
     round: _builtins.int
     """Space: 0 for the run's own, otherwise that of a round."""
     key: _builtins.str
-    """The key."""
+    """The key; 1 to 1,024 bytes."""
     @_builtins.property
     def timeout(self) -> _duration_pb2.Duration:
         """How long to wait for the key; absent or 0: not at all. At most 24 h."""
@@ -406,11 +406,11 @@ class AddRequest(_message.Message):
     OPERATION_FIELD_NUMBER: _builtins.int
     WRITER_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
-    """Name of the run; at most 256 bytes."""
+    """Name of the run; 1 to 256 bytes."""
     round: _builtins.int
     """Space: 0 for the run's own, otherwise that of a round."""
     key: _builtins.str
-    """The key."""
+    """The key; 1 to 1,024 bytes."""
     amount: _builtins.int
     """The number to add; may be negative or 0."""
     writer_round: _builtins.int
@@ -478,13 +478,13 @@ class AppendRequest(_message.Message):
     OPERATION_FIELD_NUMBER: _builtins.int
     WRITER_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
-    """Name of the run; at most 256 bytes."""
+    """Name of the run; 1 to 256 bytes."""
     round: _builtins.int
     """Space: 0 for the run's own, otherwise that of a round."""
     key: _builtins.str
-    """The key."""
+    """The key; 1 to 1,024 bytes."""
     value: _builtins.bytes
-    """The bytes to append; may be empty."""
+    """The bytes to append; at most 4,177,920 bytes, and so has the result; may be empty."""
     writer_round: _builtins.int
     """The writer's round; 0: none, and this check is left out."""
     @_builtins.property
@@ -551,15 +551,15 @@ class CompareSetRequest(_message.Message):
     OPERATION_FIELD_NUMBER: _builtins.int
     WRITER_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
-    """Name of the run; at most 256 bytes."""
+    """Name of the run; 1 to 256 bytes."""
     round: _builtins.int
     """Space: 0 for the run's own, otherwise that of a round."""
     key: _builtins.str
-    """The key."""
+    """The key; 1 to 1,024 bytes."""
     expected: _builtins.bytes
-    """The expected value; empty: the key may also be absent."""
+    """The expected value; with `desired`, at most 4,177,920 bytes; empty: the key may also be absent."""
     desired: _builtins.bytes
-    """The value to set it to."""
+    """The value to set it to; at most 4,177,920 bytes, see `expected`."""
     writer_round: _builtins.int
     """The writer's round; 0: none, and this check is left out."""
     @_builtins.property
@@ -629,9 +629,9 @@ class StoreEntry(_message.Message):
     KEY_FIELD_NUMBER: _builtins.int
     VALUE_FIELD_NUMBER: _builtins.int
     key: _builtins.str
-    """The key."""
+    """The key; 1 to 1,024 bytes."""
     value: _builtins.bytes
-    """The value; may be empty."""
+    """The value; at most 4,177,920 bytes; may be empty."""
     def __init__(
         self,
         *,
@@ -659,14 +659,16 @@ class MultiSetRequest(_message.Message):
     OPERATION_FIELD_NUMBER: _builtins.int
     WRITER_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
-    """Name of the run; at most 256 bytes."""
+    """Name of the run; 1 to 256 bytes."""
     round: _builtins.int
     """Space: 0 for the run's own, otherwise that of a round."""
     writer_round: _builtins.int
     """The writer's round; 0: none, and this check is left out."""
     @_builtins.property
     def entries(self) -> _containers.RepeatedCompositeFieldContainer[Global___StoreEntry]:
-        """The keys and their values; at least one, at most 10,000. If a key occurs twice, the last value counts."""
+        """The keys and their values; at least one, at most 10,000, of 4,186,112 bytes together (see the service). If a key
+        occurs twice, the last value counts.
+        """
 
     @_builtins.property
     def operation(self) -> Global___StoreOperation:
@@ -722,12 +724,12 @@ class MultiGetRequest(_message.Message):
     KEYS_FIELD_NUMBER: _builtins.int
     TIMEOUT_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
-    """Name of the run; at most 256 bytes."""
+    """Name of the run; 1 to 256 bytes."""
     round: _builtins.int
     """Space: 0 for the run's own, otherwise that of a round."""
     @_builtins.property
     def keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """The keys; at least one, at most 10,000."""
+        """The keys; at least one, at most 10,000, of 1 to 1,024 bytes each and 4,186,112 together (see the service)."""
 
     @_builtins.property
     def timeout(self) -> _duration_pb2.Duration:
@@ -784,12 +786,12 @@ class WaitRequest(_message.Message):
     KEYS_FIELD_NUMBER: _builtins.int
     TIMEOUT_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
-    """Name of the run; at most 256 bytes."""
+    """Name of the run; 1 to 256 bytes."""
     round: _builtins.int
     """Space: 0 for the run's own, otherwise that of a round."""
     @_builtins.property
     def keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """The keys; at least one, at most 10,000."""
+        """The keys; at least one, at most 10,000, of 1 to 1,024 bytes each and 4,186,112 together (see the service)."""
 
     @_builtins.property
     def timeout(self) -> _duration_pb2.Duration:
@@ -838,12 +840,12 @@ class CheckRequest(_message.Message):
     ROUND_FIELD_NUMBER: _builtins.int
     KEYS_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
-    """Name of the run; at most 256 bytes."""
+    """Name of the run; 1 to 256 bytes."""
     round: _builtins.int
     """Space: 0 for the run's own, otherwise that of a round."""
     @_builtins.property
     def keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """The keys; at least one, at most 10,000."""
+        """The keys; at least one, at most 10,000, of 1 to 1,024 bytes each and 4,186,112 together (see the service)."""
 
     def __init__(
         self,
@@ -895,11 +897,11 @@ class DeleteRequest(_message.Message):
     OPERATION_FIELD_NUMBER: _builtins.int
     WRITER_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
-    """Name of the run; at most 256 bytes."""
+    """Name of the run; 1 to 256 bytes."""
     round: _builtins.int
     """Space: 0 for the run's own, otherwise that of a round."""
     key: _builtins.str
-    """The key."""
+    """The key; 1 to 1,024 bytes."""
     writer_round: _builtins.int
     """The writer's round; 0: none, and this check is left out."""
     @_builtins.property
@@ -962,11 +964,11 @@ class ListKeysRequest(_message.Message):
     PAGE_SIZE_FIELD_NUMBER: _builtins.int
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
-    """Name of the run; at most 256 bytes."""
+    """Name of the run; 1 to 256 bytes."""
     round: _builtins.int
     """Space: 0 for the run's own, otherwise that of a round."""
     prefix: _builtins.str
-    """Prefix of the keys; empty: all keys."""
+    """Prefix of the keys; any text, since a longer one than a key matches none; empty: all keys."""
     page_size: _builtins.int
     """Most keys to return: 1,000 by default, at most 2,000."""
     page_token: _builtins.str
