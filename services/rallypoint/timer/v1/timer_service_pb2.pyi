@@ -256,12 +256,12 @@ class Subscribe(_message.Message):
     LEASE_AGE_FIELD_NUMBER: _builtins.int
     TOKEN_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
-    """Name of the run."""
+    """Name of the run; 1 to 256 bytes."""
     node_id: _builtins.str
-    """Name of the node."""
+    """Name of the node; 1 to 256 bytes."""
     lease: _builtins.int
-    """The node's lease from the rendezvous service; grows over the life of a run. A lease older than another of the
-    same incarnation that the service has seen is refused with LEASE_LOST. Zero: no lease, the oldest of all.
+    """The node's lease from the rendezvous service; grows over the life of a run. A lease older than another of the same
+    incarnation that the service has seen is refused with LEASE_LOST. Not negative; zero: no lease, the oldest of all.
     """
     incarnation: _builtins.str
     """Incarnation of the run to which the lease belongs (Lease.incarnation of the rendezvous service); at most 256 bytes.
@@ -278,13 +278,15 @@ class Subscribe(_message.Message):
     """
     @_builtins.property
     def stall_after(self) -> _duration_pb2.Duration:
-        """Report the run when none of its workers advanced for this long; zero: never. Not set: the service's own
-        `stall_after`. The newest subscriber of the run sets it.
+        """Report the run when none of its workers advanced for this long; zero: never; at most ten years. Not set: the
+        service's own `stall_after`. The newest subscriber of the run sets it.
         """
 
     @_builtins.property
     def lease_age(self) -> _duration_pb2.Duration:
-        """How long the node has held the lease; of two incarnations, the younger lease is the newer one. Not set: zero."""
+        """How long the node has held the lease; of two incarnations, the younger lease is the newer one. At least zero, at
+        most ten years; not set: zero.
+        """
 
     def __init__(
         self,
@@ -318,9 +320,9 @@ class Acquire(_message.Message):
     SEQUENCE_FIELD_NUMBER: _builtins.int
     LEARNED_AS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
-    """Name of the worker: LOCAL_RANK@ROUND."""
+    """Name of the worker: LOCAL_RANK@ROUND; 1 to 256 bytes."""
     scope: _builtins.str
-    """Name of the worker's current activity; shown to people, for example "train.py#120"."""
+    """Name of the worker's current activity, 1 to 512 bytes; shown to people, for example "train.py#120"."""
     sequence: _builtins.int
     """Number of this acquisition at the client; more than zero, and a different one for each acquisition. Expired
     contains it. An acquire with the number that the timer has already changes nothing.
@@ -331,11 +333,11 @@ class Acquire(_message.Message):
     """
     @_builtins.property
     def after(self) -> _duration_pb2.Duration:
-        """Duration until the timer expires; not set if `learned_as` is."""
+        """Duration until the timer expires; more than zero, at most ten years; not set if `learned_as` is."""
 
     @_builtins.property
     def elapsed(self) -> _duration_pb2.Duration:
-        """Part of it that has passed already; at least zero, may be more than `after`. Not set: zero."""
+        """Part of it that has passed already; at least zero, at most ten years, may be more than `after`. Not set: zero."""
 
     def __init__(
         self,
@@ -364,9 +366,9 @@ class Release(_message.Message):
     WORKER_ID_FIELD_NUMBER: _builtins.int
     SCOPE_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
-    """Name of the worker."""
+    """Name of the worker; 1 to 256 bytes."""
     scope: _builtins.str
-    """Scope of the timer."""
+    """Scope of the timer; 1 to 512 bytes."""
     def __init__(
         self,
         *,
@@ -393,12 +395,12 @@ class Observe(_message.Message):
     COUNT_FIELD_NUMBER: _builtins.int
     LONGEST_FIELD_NUMBER: _builtins.int
     scope: _builtins.str
-    """Acquire.learned_as."""
+    """Acquire.learned_as: 1 to 512 bytes."""
     count: _builtins.int
     """Completions since the last Observe of this scope; at least 1."""
     @_builtins.property
     def longest(self) -> _duration_pb2.Duration:
-        """The longest duration that this agent ever saw, including earlier ones; at least zero."""
+        """The longest duration that this agent ever saw, including earlier ones; at least zero, at most ten years."""
 
     def __init__(
         self,
@@ -425,14 +427,14 @@ class Learned(_message.Message):
     COUNT_FIELD_NUMBER: _builtins.int
     LONGEST_FIELD_NUMBER: _builtins.int
     scope: _builtins.str
-    """Acquire.learned_as."""
+    """Acquire.learned_as: 1 to 512 bytes."""
     count: _builtins.int
     """Completions seen. Zero, from the service: ForgetScopes was called; the agent forgets the scope as well, and
     replies with the same message. Until then the service ignores the agent's reports on the scope as old.
     """
     @_builtins.property
     def longest(self) -> _duration_pb2.Duration:
-        """The longest of them."""
+        """The longest of them; at least zero, at most ten years."""
 
     def __init__(
         self,
@@ -453,7 +455,8 @@ Global___Learned: _TypeAlias = Learned  # noqa: Y015
 class Progress(_message.Message):
     """Progress reports the step of a worker. The worker advances when the step differs from the previous one. Only the
     latest report of a worker counts. It is kept for half a minute after its node's stream has ended if others of the run
-    continue, and for an hour if none does.
+    continue, and for an hour if none does. The service keeps the progress of at most 100,000 workers of a run, and of
+    1,000,000 in all.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -463,14 +466,14 @@ class Progress(_message.Message):
     STEP_FIELD_NUMBER: _builtins.int
     ELAPSED_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
-    """Name of the worker."""
+    """Name of the worker; 1 to 256 bytes."""
     rank: _builtins.int
-    """Its global rank."""
+    """Its global rank; not negative."""
     step: _builtins.int
     """The step, in the worker's own count."""
     @_builtins.property
     def elapsed(self) -> _duration_pb2.Duration:
-        """Time since the worker reached it."""
+        """Time since the worker reached it; at least zero, at most ten years."""
 
     def __init__(
         self,
@@ -505,7 +508,7 @@ class ClearWorker(_message.Message):
 
     WORKER_ID_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
-    """Name of the worker."""
+    """Name of the worker; 1 to 256 bytes."""
     def __init__(
         self,
         *,
@@ -876,22 +879,26 @@ class AcquireTimerRequest(_message.Message):
     LEASE_FIELD_NUMBER: _builtins.int
     TOKEN_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
-    """Name of the run."""
+    """Name of the run; 1 to 256 bytes."""
     node_id: _builtins.str
-    """Name of the node whose agent is to reap the worker."""
+    """Name of the node whose agent is to reap the worker; 1 to 256 bytes."""
     worker_id: _builtins.str
-    """Name of the worker, from its agent: LOCAL_RANK@ROUND, as in "0@3" for the worker with local rank 0 in round 3."""
+    """Name of the worker, from its agent: LOCAL_RANK@ROUND, as in "0@3" for the worker with local rank 0 in round 3; at
+    most 20 bytes: 9 digits, @, 10 digits.
+    """
     scope: _builtins.str
-    """Name of the worker's current activity."""
+    """Name of the worker's current activity; 1 to 512 bytes."""
     lease: _builtins.int
-    """The node's lease, from callers that act for the node; refused with LEASE_LOST if a newer one is known.
-    Not set: the caller does not act for the node.
+    """The node's lease, from callers that act for the node; refused with LEASE_LOST if a newer one is known. Not
+    negative; not set: the caller does not act for the node.
     """
     token: _builtins.bytes
-    """Subscribe.token of the node's agent. Not needed while the service knows no agent of the node with a token."""
+    """Subscribe.token of the node's agent, at most 64 bytes. Not needed while the service knows no agent of the node with
+    a token.
+    """
     @_builtins.property
     def after(self) -> _duration_pb2.Duration:
-        """Duration until the timer expires."""
+        """Duration until the timer expires; more than zero, at most ten years."""
 
     def __init__(
         self,
@@ -951,17 +958,17 @@ class ReleaseTimerRequest(_message.Message):
     LEASE_FIELD_NUMBER: _builtins.int
     TOKEN_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
-    """Name of the run."""
+    """Name of the run; 1 to 256 bytes."""
     node_id: _builtins.str
-    """Name of the node."""
+    """Name of the node; 1 to 256 bytes."""
     worker_id: _builtins.str
-    """Name of the worker."""
+    """Name of the worker; 1 to 256 bytes."""
     scope: _builtins.str
-    """Scope of the timer."""
+    """Scope of the timer; 1 to 512 bytes."""
     lease: _builtins.int
     """As in AcquireTimerRequest."""
     token: _builtins.bytes
-    """As in AcquireTimerRequest."""
+    """As in AcquireTimerRequest; at most 64 bytes."""
     def __init__(
         self,
         *,
@@ -1016,13 +1023,13 @@ class BatchUpdateTimersRequest(_message.Message):
     ACTIONS_FIELD_NUMBER: _builtins.int
     TOKEN_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
-    """Name of the run."""
+    """Name of the run; 1 to 256 bytes."""
     node_id: _builtins.str
-    """Name of the node whose agent is to reap the workers."""
+    """Name of the node whose agent is to reap the workers; 1 to 256 bytes."""
     lease: _builtins.int
     """As in AcquireTimerRequest."""
     token: _builtins.bytes
-    """As in AcquireTimerRequest."""
+    """As in AcquireTimerRequest; at most 64 bytes."""
     @_builtins.property
     def actions(self) -> _containers.RepeatedCompositeFieldContainer[Global___TimerAction]:
         """The actions, in order; at most 1,000."""
@@ -1057,7 +1064,9 @@ class TimerAction(_message.Message):
     CLEAR_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def acquire(self) -> Global___Acquire:
-        """Start a timer; `sequence` and `learned_as` stay unset, they are for agents."""
+        """Start a timer, with a worker_id as in AcquireTimerRequest; `sequence` and `learned_as` stay unset: they are for
+        agents.
+        """
 
     @_builtins.property
     def release(self) -> Global___Release:
@@ -1124,15 +1133,15 @@ class ClearTimersRequest(_message.Message):
     LEASE_FIELD_NUMBER: _builtins.int
     TOKEN_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
-    """Name of the run."""
+    """Name of the run; 1 to 256 bytes."""
     node_id: _builtins.str
-    """Name of the node."""
+    """Name of the node; 1 to 256 bytes."""
     worker_id: _builtins.str
-    """Name of the worker."""
+    """Name of the worker; 1 to 256 bytes."""
     lease: _builtins.int
     """As in AcquireTimerRequest."""
     token: _builtins.bytes
-    """As in AcquireTimerRequest."""
+    """As in AcquireTimerRequest; at most 64 bytes."""
     def __init__(
         self,
         *,
@@ -1186,16 +1195,16 @@ class ListTimersRequest(_message.Message):
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     STATES_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
-    """Only this run's; empty: every run's."""
+    """Only this run's; any text; empty: every run's."""
     node_id: _builtins.str
-    """Only this node's; empty: every node's."""
+    """Only this node's; any text; empty: every node's."""
     page_size: _builtins.int
     """Most timers to return: 1,000 by default, and at most."""
     page_token: _builtins.str
     """The next_page_token of the previous page, for the same run_id, node_id and states."""
     @_builtins.property
     def states(self) -> _containers.RepeatedScalarFieldContainer[Global___TimerState.ValueType]:
-        """Only timers in one of these states; empty: in any. OFFERED and UNCLAIMED are expired."""
+        """Only timers in one of these states; any number of entries; empty: all. OFFERED and UNCLAIMED are expired."""
 
     def __init__(
         self,
@@ -1310,7 +1319,7 @@ class ListScopesRequest(_message.Message):
     PAGE_SIZE_FIELD_NUMBER: _builtins.int
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
-    """Only this run's; empty: every run's."""
+    """Only this run's; any text; empty: every run's."""
     page_size: _builtins.int
     """Most scopes to return: 1,000 by default, and at most."""
     page_token: _builtins.str
@@ -1429,9 +1438,9 @@ class ForgetScopesRequest(_message.Message):
     RUN_ID_FIELD_NUMBER: _builtins.int
     SCOPE_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
-    """Name of the run."""
+    """Name of the run; 1 to 256 bytes."""
     scope: _builtins.str
-    """Name of the scope; empty: all scopes of the run."""
+    """Name of the scope, at most 512 bytes; empty: all scopes of the run."""
     def __init__(
         self,
         *,
@@ -1478,7 +1487,7 @@ class GetProgressRequest(_message.Message):
     PAGE_SIZE_FIELD_NUMBER: _builtins.int
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
-    """Name of the run."""
+    """Name of the run; 1 to 256 bytes."""
     page_size: _builtins.int
     """Most workers to return: 10 by default, at most 1,000."""
     page_token: _builtins.str
