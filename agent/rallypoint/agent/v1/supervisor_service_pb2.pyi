@@ -479,7 +479,7 @@ class GetJobRequest(_message.Message):
 
     RUN_ID_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
-    """Name of its run; see the service."""
+    """Name of its run, at most 256 bytes; see the service."""
     def __init__(
         self,
         *,
@@ -579,7 +579,7 @@ class WatchJobRequest(_message.Message):
 
     RUN_ID_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
-    """Name of its run; see the service."""
+    """Name of its run, at most 256 bytes; see the service."""
     def __init__(
         self,
         *,
@@ -627,7 +627,7 @@ class ListWorkersRequest(_message.Message):
     PAGE_SIZE_FIELD_NUMBER: _builtins.int
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
-    """Name of its run; see the service."""
+    """Name of its run, at most 256 bytes; see the service."""
     page_size: _builtins.int
     """Most workers to return: 1,000 by default, and at most."""
     page_token: _builtins.str
@@ -696,7 +696,7 @@ class LogCursor(_message.Message):
     attempt: _builtins.int
     """Number of the attempt, as in the folder `attempt_<n>`: the starts of workers on this host, counted from 0."""
     offset: _builtins.int
-    """Bytes of this output before the position."""
+    """Bytes of this output before the position; at least 0."""
     def __init__(
         self,
         *,
@@ -733,22 +733,24 @@ class StreamLogsRequest(_message.Message):
     TAIL_BYTES_FIELD_NUMBER: _builtins.int
     CURSORS_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
-    """Name of the run; see the service."""
+    """Name of the run, at most 256 bytes; see the service."""
     stream: Global___LogStream.ValueType
     """Which stream."""
     follow: _builtins.bool
     """Continue with new output until the job has ended."""
     tail_bytes: _builtins.int
     """Only this many of the last bytes of each stream of the latest attempt, beginning at the start of a line if one
-    starts there; 0: all that is kept, of all attempts.
+    starts there; at least 0; 0: all that is kept, of all attempts.
     """
     @_builtins.property
     def ranks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Global ranks, as in the latest round; empty: all workers of this host."""
+        """Global ranks, as in the latest round; any number of entries; empty: all workers of this host."""
 
     @_builtins.property
     def cursors(self) -> _containers.RepeatedCompositeFieldContainer[Global___LogCursor]:
-        """Begin at the end of an earlier stream of logs: its latest cursors. The others begin as tail_bytes defines."""
+        """Begin at the end of an earlier stream of logs: its latest cursors; any number of entries, the last one of an output
+        counts. The others begin as tail_bytes defines.
+        """
 
     def __init__(
         self,
@@ -820,7 +822,7 @@ class StopJobRequest(_message.Message):
     reason: _builtins.str
     """Why, for people; at most 1,024 bytes."""
     run_id: _builtins.str
-    """Name of the run; see the service."""
+    """Name of the run, at most 256 bytes; see the service."""
     now: _builtins.bool
     """Kill the workers at once instead of terminating them first."""
     def __init__(
@@ -865,7 +867,7 @@ class RestartWorkersRequest(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     ROUND_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
-    """Name of the run; see the service."""
+    """Name of the run, at most 256 bytes; see the service."""
     reason: _builtins.str
     """Why, for people; at most 1,024 bytes."""
     round: _builtins.int
@@ -922,7 +924,7 @@ class ReapWorkerRequest(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     PID_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
-    """Name of the run; see the service."""
+    """Name of the run, at most 256 bytes; see the service."""
     rank: _builtins.int
     """Its global rank; required."""
     reason: _builtins.str
@@ -984,10 +986,10 @@ class DumpStacksRequest(_message.Message):
     RUN_ID_FIELD_NUMBER: _builtins.int
     RANKS_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
-    """Name of the run; see the service."""
+    """Name of the run, at most 256 bytes; see the service."""
     @_builtins.property
     def ranks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Global ranks; empty: all workers of this host."""
+        """Global ranks; any number of entries; empty: all workers of this host."""
 
     def __init__(
         self,
@@ -1081,14 +1083,14 @@ class DrainRequest(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     ALL_JOBS_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
-    """Name of the run; see the service. Empty, with `all_jobs`."""
+    """Name of the run, at most 256 bytes; see the service. Empty, with `all_jobs`."""
     reason: _builtins.str
     """Why, for people; at most 1,024 bytes. Workers can read it."""
     all_jobs: _builtins.bool
     """Every job of this agent, also if there is none."""
     @_builtins.property
     def grace(self) -> _duration_pb2.Duration:
-        """How long workers may take; unset: the job's own setting."""
+        """How long workers may take; at most 25 days; unset: the job's own setting."""
 
     def __init__(
         self,
@@ -1230,101 +1232,108 @@ class JobSpec(_message.Message):
     MASTER_ADDR_FIELD_NUMBER: _builtins.int
     MASTER_PORT_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
-    """Name of the run."""
+    """Name of the run; 1 to 256 bytes."""
     node_id: _builtins.str
-    """Name of this node in it; unset: made of the host's name."""
+    """Name of this node in it; at most 256 bytes; unset: made of the host's name."""
     rendezvous_endpoint: _builtins.str
     """Address of the rendezvous service, as host:port, or those of its replicas, separated by commas; a name may have
     several addresses; at most 4,096 bytes. Unset: the service that every daemon has at its own address, for the first
     host of a job that names no other.
     """
     timer_endpoint: _builtins.str
-    """Address of the timer service; unset: the agent watches timers itself."""
+    """Address of the timer service, as host:port or unix:/path, with a host of at most 253 bytes or a path of at most
+    107; unset: the agent watches timers itself.
+    """
     min_nodes: _builtins.int
-    """Fewest nodes of a round; unset: 1."""
+    """Fewest nodes of a round; 1 to 100,000; unset: 1."""
     max_nodes: _builtins.int
-    """Most nodes of a round; unset: min_nodes."""
+    """Most nodes of a round; min_nodes to 100,000; unset: min_nodes."""
     max_restarts: _builtins.int
-    """How many times failing workers may be restarted, over the whole run."""
+    """How many times failing workers may be restarted, over the whole run; limits as in RunSettings.max_restarts."""
     local_world_size: _builtins.int
-    """Workers on this host; unset: 1."""
+    """Workers on this host; 1 to 16,384; unset: 1."""
     role: _builtins.str
-    """Role of the workers; unset: "default"."""
+    """Role of the workers; at most 256 bytes; unset: "default"."""
     working_directory: _builtins.str
-    """Working directory; unset: the agent's."""
+    """Working directory; at most 4,096 bytes; unset: the agent's."""
     log_dir: _builtins.str
-    """Folder for logs on this host; unset: a new temporary one."""
+    """Folder for logs on this host; at most 4,096 bytes; unset: a new temporary one."""
     topology: _builtins.str
-    """Location of this host, from the outermost level to the innermost, as in "hall2/rack7"."""
+    """Location of this host, from the outermost level to the innermost, as in "hall2/rack7"; at most 256 bytes."""
     stop_signal: _builtins.str
-    """First signal to workers that are stopped, by name; unset: SIGTERM."""
+    """First signal to workers that are stopped, by name; any but SIGKILL and SIGSTOP; unset: SIGTERM."""
     warn_signal: _builtins.str
-    """Signal to workers when the host is drained, beside the notice in a file; unset: none."""
+    """Signal to workers when the host is drained, beside the notice in a file; any as for stop_signal; unset: none."""
     require_watchdog: _builtins.bool
     """Start workers only while a watchdog supervises them, and leave the run when none has for watchdog_timeout."""
     log_max_size: _builtins.int
-    """Size in bytes at which a log file is rotated; 0: never."""
+    """Size in bytes at which a log file is rotated; at least 4,096; 0: never."""
     log_keep_files: _builtins.int
-    """Rotated files of one stream to keep, beside the one that is written; unset: 5."""
+    """Rotated files of one stream to keep, beside the one that is written; 1 to 1,000,000; unset: 5."""
     keep_attempts: _builtins.int
-    """Attempts whose logs are kept, the latest; 0: all."""
+    """Attempts whose logs are kept, the latest; at most 1,000,000; 0: all."""
     virtual_local_rank: _builtins.bool
     """Give every worker LOCAL_RANK 0 and one visible device."""
     numa_binding: _builtins.str
-    """Processors of each worker: "node", "socket", "exclusive" or "core-complex"; unset: any."""
+    """Processors of each worker: any of "node", "socket", "exclusive" and
+    "core-complex"; unset: any processor.
+    """
     master_addr: _builtins.str
-    """MASTER_ADDR of every round; unset: the address of the node with group rank 0."""
+    """MASTER_ADDR of every round; any text; unset: the address of the node with group rank 0."""
     master_port: _builtins.int
-    """MASTER_PORT of every round; 0: a free port of that node."""
+    """MASTER_PORT of every round; at most 65,535; 0: a free port of that node."""
     @_builtins.property
     def rendezvous_settings(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
-        """Further settings of the rendezvous, as in `--rdzv-conf`."""
+        """Further settings of the rendezvous, as in `--rdzv-conf`: any of its names, with the limits of RunSettings."""
 
     @_builtins.property
     def command(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Program and arguments, as passed to exec. `${local_rank}` in an argument is replaced, and the program
-        `${python}` is the Python that the agent runs on.
+        """Program and arguments, as passed to exec; at least the program, and any number of arguments, without NUL
+        characters. `${local_rank}` in an argument is replaced, and the program `${python}` is the Python that the agent
+        runs on.
         """
 
     @_builtins.property
     def environment(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
-        """Environment of the workers, over the agent's own."""
+        """Environment of the workers, over the agent's own; any number of variables, without NUL characters."""
 
     @_builtins.property
     def shutdown_timeout(self) -> _duration_pb2.Duration:
-        """How long workers may take to stop before they are killed; unset: 30 s."""
+        """How long workers may take to stop before they are killed; at most 25 days; unset: 30 s."""
 
     @_builtins.property
     def options(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
-        """Flags of `rallypoint run` that have no field here, by their names without dashes, as in
-        {"tee": "3", "rlimit": "nofile=65536"}.
+        """Flags of `rallypoint run` that have no field here, any of them, by their names without dashes, as in {"tee": "3",
+        "rlimit": "nofile=65536"}.
         """
 
     @_builtins.property
     def drain_timeout(self) -> _duration_pb2.Duration:
-        """How long workers get to finish or to save their state when the host is drained; unset: 90 s."""
+        """How long workers get to finish or to save their state when the host is drained; at most 25 days; unset: 90 s."""
 
     @_builtins.property
     def stall_after(self) -> _duration_pb2.Duration:
-        """Report the run as stalled when none of its workers advances for this long; zero: never; unset: the setting of the
-        timer service.
+        """Report the run as stalled when none of its workers advances for this long; zero: never; at most 25 days; unset: the
+        setting of the timer service.
         """
 
     @_builtins.property
     def watchdog_timeout(self) -> _duration_pb2.Duration:
-        """How long a job that requires a watchdog runs without one; unset: 30 s."""
+        """How long a job that requires a watchdog runs without one; at most 25 days; unset: 30 s."""
 
     @_builtins.property
     def evidence_timeout(self) -> _duration_pb2.Duration:
-        """Limit for the diagnosis of a hung worker before it is killed; zero: no diagnosis; unset: 2 s."""
+        """Limit for the diagnosis of a hung worker before it is killed; zero: no diagnosis; at most 25 days; unset: 2 s."""
 
     @_builtins.property
     def health_checks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Checks that must pass before the host confirms a round, as in "disk:2%", "memory:1GiB", "gpu", "command:/opt/check"."""
+        """Checks that must pass before the host confirms a round, any number of them, as in "disk:2%", "memory:1GiB", "gpu",
+        "command:/opt/check".
+        """
 
     @_builtins.property
     def health_timeout(self) -> _duration_pb2.Duration:
-        """Limit for all of them together; unset: 10 s."""
+        """Limit for all of them together; at most 25 days; unset: 10 s."""
 
     def __init__(
         self,

@@ -15,8 +15,8 @@ class SupervisorServiceStub(object):
     Pages. A list takes the page_size that is wanted (0: the default; more than the maximum: the maximum) and the
     next_page_token of the page before. Tokens are opaque, and only for the same request with another page_size.
 
-    Sizes: run_id, node_id, role, topology and launch_id have at most 256 bytes of UTF-8, without control characters; paths and
-    addresses 4,096, a reason 1,024; a message 4 MiB.
+    Sizes: run_id, node_id, role, topology and launch_id have at most 256 bytes of UTF-8, without control characters;
+    working_directory, log_dir and rendezvous_endpoint 4,096, a reason 1,024; a message 4 MiB.
 
     Errors: every error carries a google.rpc.ErrorInfo with domain "rallypoint"; its reason is a name of SupervisorReason without
     the prefix. "Retry later" there means: after RetryInfo.retry_delay.
@@ -95,8 +95,8 @@ class SupervisorServiceServicer(object):
     Pages. A list takes the page_size that is wanted (0: the default; more than the maximum: the maximum) and the
     next_page_token of the page before. Tokens are opaque, and only for the same request with another page_size.
 
-    Sizes: run_id, node_id, role, topology and launch_id have at most 256 bytes of UTF-8, without control characters; paths and
-    addresses 4,096, a reason 1,024; a message 4 MiB.
+    Sizes: run_id, node_id, role, topology and launch_id have at most 256 bytes of UTF-8, without control characters;
+    working_directory, log_dir and rendezvous_endpoint 4,096, a reason 1,024; a message 4 MiB.
 
     Errors: every error carries a google.rpc.ErrorInfo with domain "rallypoint"; its reason is a name of SupervisorReason without
     the prefix. "Retry later" there means: after RetryInfo.retry_delay.
@@ -265,8 +265,8 @@ class SupervisorService(object):
     Pages. A list takes the page_size that is wanted (0: the default; more than the maximum: the maximum) and the
     next_page_token of the page before. Tokens are opaque, and only for the same request with another page_size.
 
-    Sizes: run_id, node_id, role, topology and launch_id have at most 256 bytes of UTF-8, without control characters; paths and
-    addresses 4,096, a reason 1,024; a message 4 MiB.
+    Sizes: run_id, node_id, role, topology and launch_id have at most 256 bytes of UTF-8, without control characters;
+    working_directory, log_dir and rendezvous_endpoint 4,096, a reason 1,024; a message 4 MiB.
 
     Errors: every error carries a google.rpc.ErrorInfo with domain "rallypoint"; its reason is a name of SupervisorReason without
     the prefix. "Retry later" there means: after RetryInfo.retry_delay.
