@@ -10,7 +10,7 @@ import pytest
 
 from agent.fake_job import FakeJob, as_job, ended, running, worker_group
 from rallypoint.agent.core.core import AgentState, Workers
-from rallypoint.agent.supervisor.operator_actions import dump_stacks, restart_workers
+from rallypoint.agent.supervisor.operator_actions import dump_stacks, restart_workers, workers_of
 from rallypoint.rpc.errors import ServiceError
 
 RUNNING = AgentState(workers=Workers.RUNNING, started=3)
@@ -63,3 +63,18 @@ async def test_without_a_rendezvous_service_nothing_is_restarted() -> None:
     ) as caught:
         await restart_workers(as_job(job), "a whim", "alice")
     assert caught.value.reason == "NO_RENDEZVOUS"
+
+
+class RanksOfAStranger(tuple[int, ...]):
+    """A field that may have millions of entries."""
+
+    __slots__ = ()
+
+    def __contains__(self, rank: object) -> bool:
+        raise AssertionError("searched once for each worker")
+
+
+def test_ranks_of_a_request_are_read_once() -> None:
+    job = FakeJob(workers=[running(0), running(1)], state=RUNNING, config=SimpleNamespace(run_id="run-1"))
+    rank = job.workers[1].rank
+    assert workers_of(as_job(job), RanksOfAStranger([rank] * 3)) == [job.workers[1]]

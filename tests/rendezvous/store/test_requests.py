@@ -151,3 +151,10 @@ def test_operations_are_whole_or_absent() -> None:
     ]:
         with pytest.raises(ServiceError, match=rf"operation\.{field}"):
             requests.operation_of(pb.DeleteRequest(operation=broken))
+
+
+def test_a_long_token_takes_no_memory_while_its_write_waits() -> None:
+    writer = pb.StoreWriter(node_id="a", lease=1, token=bytes(1_000_000))
+    named = requests.named_writer(pb.SetRequest(run_id="r", key="k", writer=writer))
+    assert named is not None
+    assert len(named.token) <= 64

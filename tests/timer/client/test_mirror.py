@@ -18,6 +18,7 @@ from rallypoint.timer.client.mirror import (
     Start,
     StepReport,
     TimerMirror,
+    action_of,
 )
 from rallypoint.timer.core.core import TimerTable
 from rallypoint.timer.core.values import Expiry, Subscription
@@ -379,3 +380,9 @@ def test_how_far_a_worker_is_can_be_asked() -> None:
     assert ledger.progress_of("w", 15.0) == (7, 5.0)
     ledger.clear("w")
     assert ledger.progress_of("w", 15.0) is None
+
+
+def test_a_step_past_the_messages_integers_is_reported_as_the_largest() -> None:
+    """A worker's step has 64 bits without a sign; it must not end the stream of all workers of its host."""
+    action = action_of(StepReport("w", 3, 2**64 - 1, 0.0))
+    assert action.progress.step == 2**63 - 1

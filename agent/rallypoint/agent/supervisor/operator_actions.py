@@ -144,7 +144,8 @@ def workers_of(job: Job, ranks: Sequence[int]) -> list[Worker]:
         ServiceError: NO_WORKER.
     """
     by_rank = {worker.rank: worker for worker in job.workers}
-    for rank in ranks:
+    wanted = set(ranks)  # a message may repeat a rank a million times
+    for rank in wanted:
         if rank not in by_rank:
             here = ", ".join(map(str, sorted(by_rank)))
             raise ServiceError(
@@ -154,7 +155,7 @@ def workers_of(job: Job, ranks: Sequence[int]) -> list[Worker]:
                 + (f"; it has {here}" if here else ", nor any other"),
                 metadata={"ranks": json_list(sorted(by_rank))},
             )
-    return [worker for worker in job.workers if not ranks or worker.rank in ranks]
+    return [worker for worker in job.workers if not wanted or worker.rank in wanted]
 
 
 def _not_taken(endpoint: str, why: str) -> ServiceError:

@@ -147,7 +147,8 @@ def named_writer(request: WriteRequest | state_pb.SetStateRequest) -> Writer | N
     with EveryField() as check:
         check(name, "writer.node_id", writer.node_id)
         check(count, "writer.lease", writer.lease, 1)
-    return Writer(writer.node_id, writer.lease, writer.token)
+    # No lease has a longer token: the rest would only take memory while the write waits.
+    return Writer(writer.node_id, writer.lease, writer.token[:64])
 
 
 def operation_of(request: WriteRequest | state_pb.SetStateRequest) -> Operation | None:

@@ -334,6 +334,7 @@ def _first(waiting: dict[Key, None]) -> Key:
 # ---- Conversion to the messages of the timer service.
 
 
+_MOST_STEP = 2**63 - 1  # of the message; a worker's has 64 bits without a sign
 _MOST_COUNT = 2**32 - 1  # of a uint32
 
 
@@ -359,7 +360,10 @@ def action_of(change: Change) -> pb.SuperviseAction:
             elapsed = to_duration(change.elapsed)
             return pb.SuperviseAction(
                 progress=pb.Progress(
-                    worker_id=change.worker_id, rank=change.rank, step=change.step, elapsed=elapsed
+                    worker_id=change.worker_id,
+                    rank=change.rank,
+                    step=min(change.step, _MOST_STEP),
+                    elapsed=elapsed,
                 )
             )
 
