@@ -115,7 +115,7 @@ _KINDS = (
     ("S15", "refused", "FAILED_PRECONDITION", "INTEGER_OVERFLOW NOT_AN_INTEGER ROUND_NOT_BEGUN"),
     ("S15", "refused", "FAILED_PRECONDITION", "OPERATION_SUPERSEDED VALUE_TOO_LARGE OF_TOMORROW"),
 )
-ERRORS = [(rule, code, reason, kind) for rule, kind, code, all_ in _KINDS for reason in all_.split()]
+ERRORS = [(rule, code, reason, kind) for rule, kind, code, reasons in _KINDS for reason in reasons.split()]
 """Each error with its rule, its code, and the kind that a program sees."""
 
 

@@ -1275,9 +1275,7 @@ class JobSpec(_message.Message):
     virtual_local_rank: _builtins.bool
     """Give every worker LOCAL_RANK 0 and one visible device."""
     numa_binding: _builtins.str
-    """Processors of each worker: any of "node", "socket", "exclusive" and
-    "core-complex"; unset: any processor.
-    """
+    """Processors of each worker: any of "node", "socket", "exclusive" and "core-complex"; unset: any processor."""
     master_addr: _builtins.str
     """MASTER_ADDR of every round; any text; unset: the address of the node with group rank 0."""
     master_port: _builtins.int
