@@ -41,7 +41,7 @@ protos: $(VENV)/.ready $(GENERATOR)/.ready ## generate the Python code of protos
 	PATH=$(GENERATOR_PATH):$$PATH .ci/generate-protos agent agent
 
 .PHONY: stubs
-stubs: $(VENV)/.ready ## clients of protos/ in other languages, in build/stubs; compiles C++, C#, Go, Java, TypeScript
+stubs: $(VENV)/.ready ## clients of protos/ in other languages, in build/stubs; compiles C++, C#, Go, Java, Rust, TypeScript
 	.ci/make-stubs
 
 .PHONY: run demo
