@@ -8,7 +8,7 @@ import pytest
 
 from cli.cli_process import rallypoint, refusal, service
 from cli.test_run import Understood, script, understood
-from rallypoint.launcher.plan import Embedded, ExternalService
+from rallypoint.launcher.plan import Embedded, ExternalService, Hosted
 
 __all__ = ["script", "understood"]
 
@@ -123,10 +123,16 @@ def test_a_job_of_one_host_is_the_same_with_an_address_for_all_commands(
         ({"RALLYPOINT_RDZV_ENDPOINT": "127.0.0.1:1"}, "RALLYPOINT_RDZV_ENDPOINT is not used"),
         (away, "rdzv-endpoint of the context is not used"),
     ):
-        plan = understood.of(script, environment=environment)
-        assert (plan.service, plan.timer_endpoint) == (Embedded(), "")
-        (notice,) = plan.notices
-        assert notice.startswith(origin)
+        for flags, service in (
+            ([], Embedded()),
+            (["--nnodes=1"], Embedded()),
+            (["--nnodes=2", "--node-rank=0", "--master-addr=head"], Hosted("head:29501", here=True)),
+        ):
+            plan = understood.of(*flags, script, environment=environment)
+            assert (plan.service, plan.timer_endpoint) == (service, "")
+            (notice,) = plan.notices
+            assert notice.startswith(origin)
+        assert origin.split()[0] in refusal(rallypoint("run", "--nnodes=2", script, environment=environment))
         for more in (["--rdzv-id=x"], ["--nnodes=1", "--rdzv-id=x"]):
             plan = understood.of(*more, script, environment=environment)
             assert plan.service == ExternalService("127.0.0.1:1")

@@ -44,6 +44,10 @@ def replicated(prefix: str) -> Replicated:
             {"backend": "static", "endpoint": "head:7000", "master_port": 9000, **FIXED},
             Hosted("head:7000", here=True),
         ),
+        (
+            {"conf": {"is_host": "1"}, "node_rank": 0, **FIXED},
+            Hosted("127.0.0.1:29501", here=True, away=True),
+        ),
         ({"backend": "static"}, Embedded()),
         ({"master_port": 7000}, Embedded()),
         ({"master_address": "head"}, Embedded()),
@@ -51,7 +55,10 @@ def replicated(prefix: str) -> Replicated:
         ({"backend": "c10d", "endpoint": "head", **FIXED}, Hosted("head:29400")),
         ({"backend": "c10d", "endpoint": "[fd00::1]", "nodes": (1, 2)}, Hosted("[fd00::1]:29400")),
         ({"backend": "c10d", "endpoint": "[fd00::1]:5", "nodes": (1, 2)}, Hosted("[fd00::1]:5")),
-        ({"backend": "c10d", "conf": {"is_host": "True"}, **FIXED}, Hosted("localhost:29400", here=True)),
+        (
+            {"backend": "c10d", "conf": {"is_host": "True"}, **FIXED},
+            Hosted("localhost:29400", here=True, away=True),
+        ),
         ({"backend": "c10d", "conf": {"is_host": "0"}, **FIXED}, Hosted("localhost:29400", here=False)),
         ({"backend": "c10d", "endpoint": "localhost:0"}, Embedded()),
         # An etcd, however it is named; the last part of the prefix is the run.

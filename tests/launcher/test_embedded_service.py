@@ -9,6 +9,7 @@ import socket
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
@@ -127,6 +128,22 @@ async def test_two_that_must_serve_at_one_place_are_told(port: int) -> None:
         with pytest.raises(SettingError, match="another agent does; only one host may have --node-rank 0"):
             async with rendezvous_at(place, None, AccessFiles()):
                 pass
+
+
+async def test_node_rank_0_at_another_hosts_address_is_refused(
+    port: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody would find it there. A name without an address may get one later, as a pod's own does."""
+    monkeypatch.setattr(embedded_service, "_ANSWER", 0.3)
+    secret = RunSecret("a" * 32)
+    stranger = Hosted(f"192.0.2.7:{port}", here=True)
+    with pytest.raises(SettingError, match=r"192\.0\.2\.7 is no address of this host.*--node-rank 0"):
+        async with rendezvous_at(stranger, secret, AccessFiles()):
+            pass
+    for place in (replace(stranger, away=True), Hosted(f"no-such-host.invalid:{port}", here=True)):
+        async with rendezvous_at(place, secret, AccessFiles()) as host:
+            assert host is not None
+    assert caplog.text.count("others join only if that address leads here") == 2
 
 
 async def test_a_port_that_is_a_strangers_is_told(stranger: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,8 +26,7 @@ def test_static_waits_as_long_as_torchs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("backend", "key"),
-    [("c10d", "timeout"), ("rallypoint", "timeout"), ("rallypoint", "is_host"), ("static", "is_host")],
+    ("backend", "key"), [("c10d", "timeout"), ("rallypoint", "timeout"), ("rallypoint", "is_host")]
 )
 def test_a_key_of_another_backend_is_told(backend: str, key: str) -> None:
     """With whose it is, or what to say instead."""
@@ -42,7 +41,9 @@ def test_a_key_of_another_backend_is_told(backend: str, key: str) -> None:
 )
 def test_whether_this_host_serves_can_be_said(text: str, host: bool) -> None:
     """In all the words that torch takes."""
-    assert split_conf({"is_host": text}, "c10d") == (TorchConf({}, is_host=host), ())
+    for backend in ("c10d", "static"):
+        conf, notices = split_conf({"is_host": text}, backend)
+        assert (conf.is_host, notices) == (host, ())
 
 
 @pytest.mark.parametrize(

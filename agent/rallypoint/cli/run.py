@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ from rallypoint.launcher.backends import (
     RequestedRendezvous,
     ResolvedRendezvous,
     is_etcd_url,
+    is_static,
     resolve_rendezvous,
 )
 from rallypoint.launcher.plan import Hosted, LaunchPlan, Replicated
@@ -112,33 +114,34 @@ def _plan(command: tuple[str, ...], flags: dict[str, Any], notices: list[str]) -
 
 def _resolve_rendezvous(flags: dict[str, Any], notices: list[str]) -> ResolvedRendezvous:
     source = click.get_current_context().get_parameter_source
-    nodes_given = source("nnodes") is not ParameterSource.DEFAULT
-    endpoint = flags["rdzv_endpoint"]
-    # A variable or a context may be set for all commands; `rallypoint run train.py` is a job of this host all the same.
-    named = flags["rdzv_id"] or flags["rdzv_backend"] or nodes_given or is_etcd_url(endpoint)
+    requested = RequestedRendezvous(
+        backend=flags["rdzv_backend"],
+        endpoint=flags["rdzv_endpoint"],
+        run_id=flags["rdzv_id"],
+        conf=flags["rdzv_conf"],
+        nodes=flags["nnodes"],
+        nodes_given=source("nnodes") is not ParameterSource.DEFAULT,
+        standalone=flags["standalone"],
+        node_rank=flags["node_rank"],
+        master_address=flags["master_addr"],
+        master_port=flags["master_port"],
+    )
+    # A variable or a context may be set for all commands; `rallypoint run train.py` is a job of this host all the same,
+    # and one with the flags of the static backend has an address of its own.
+    endpoint = requested.endpoint
+    named = requested.run_id or requested.backend or is_etcd_url(endpoint)
     if endpoint and not named and source("rdzv_endpoint") is not ParameterSource.COMMANDLINE:
-        endpoint = ""
+        requested = replace(requested, endpoint="")
         variable = source("rdzv_endpoint") is ParameterSource.ENVIRONMENT
         origin = "RALLYPOINT_RDZV_ENDPOINT" if variable else "rdzv-endpoint of the context"
-        notices.append(
-            f"{origin} is not used: a job of this host alone has its own service; give --rdzv-id for a run there"
-        )
+        if requested.nodes[1] > 1 and not is_static(requested):
+            raise SettingError(
+                f"which run is this? {origin} names the service {endpoint}; give --rdzv-id NAME for a run there"
+            )
+        notices.append(f"{origin} is not used: this job has its own service; give --rdzv-id for a run there")
         if source("timer_endpoint") is ParameterSource.DEFAULT_MAP:
             flags["timer_endpoint"] = ""
-    return resolve_rendezvous(
-        RequestedRendezvous(
-            backend=flags["rdzv_backend"],
-            endpoint=endpoint,
-            run_id=flags["rdzv_id"],
-            conf=flags["rdzv_conf"],
-            nodes=flags["nnodes"],
-            nodes_given=nodes_given,
-            standalone=flags["standalone"],
-            node_rank=flags["node_rank"],
-            master_address=flags["master_addr"],
-            master_port=flags["master_port"],
-        )
-    )
+    return resolve_rendezvous(requested)
 
 
 def _job_options(flags: Mapping[str, Any]) -> dict[str, Any]:

@@ -64,10 +64,12 @@ def split_conf(pairs: Mapping[str, str], backend: str) -> tuple[TorchConf, tuple
         if settings.pop(key, None) is not None:
             notices.append(f"--rdzv-conf: {key} has no meaning here: {reason}")
     if (text := settings.pop("is_host", None)) is not None:
-        if backend == "c10d":
+        if backend in ("c10d", "static"):
             is_host = _truth("is_host", text)
         else:
-            notices.append("--rdzv-conf: is_host has no meaning here: it belongs to --rdzv-backend c10d")
+            notices.append(
+                "--rdzv-conf: is_host has no meaning here: it belongs to --rdzv-backend c10d and static"
+            )
     if (text := settings.pop("timeout", None)) is not None:
         if backend == "static":
             static_timeout = text
@@ -173,7 +175,7 @@ def resolve_rendezvous(flags: RequestedRendezvous) -> ResolvedRendezvous:
         return _alone(flags, _overruled(flags))
     if backend in ("etcd", "etcd-v2") or is_etcd_url(flags.endpoint):
         return _etcd(flags)
-    if _is_static(flags):
+    if is_static(flags):
         return _static(flags)
     if backend == "c10d":
         return _c10d(flags)
@@ -188,7 +190,7 @@ def is_etcd_url(endpoint: str) -> bool:
     return bool(mark) and scheme in ETCD_SCHEMES
 
 
-def _is_static(flags: RequestedRendezvous) -> bool:
+def is_static(flags: RequestedRendezvous) -> bool:
     """Return True if torchrun would use its default backend: it is named, or implied by flags that only it has."""
     given = (flags.node_rank, flags.master_address, flags.master_port)
     if flags.backend is not None:
@@ -239,7 +241,8 @@ def _c10d(flags: RequestedRendezvous) -> ResolvedRendezvous:
             f"--rdzv-endpoint: {flags.endpoint!r} has port 0, which no other host can find; give a port"
         )
     # A job of one host meets no other host.
-    place = Hosted(_endpoint(host, port), conf.is_host) if flags.nodes[1] > 1 else Embedded()
+    hosted = Hosted(_endpoint(host, port), conf.is_host, away=bool(conf.is_host))
+    place = hosted if flags.nodes[1] > 1 else Embedded()
     return ResolvedRendezvous(service=place, run_id=run_id, conf=conf.settings, notices=notices)
 
 
@@ -291,6 +294,8 @@ def _static(flags: RequestedRendezvous) -> ResolvedRendezvous:
         raise SettingError(
             "--rdzv-conf: rank_policy contradicts the static backend: --node-rank sets the ranks"
         )
+    if conf.is_host not in (None, rank == 0):
+        notices += ("--rdzv-conf: is_host has no meaning here: with the static backend, node rank 0 serves",)
     named = flags.master_address is not None or flags.master_port is not None
     master = (flags.master_address or MASTER_ADDRESS, flags.master_port or MASTER_PORT)
     place = master[0], master[1] + 1
@@ -308,7 +313,7 @@ def _static(flags: RequestedRendezvous) -> ResolvedRendezvous:
             "choose a lower one, or give another address with --rdzv-endpoint"
         )
     return ResolvedRendezvous(
-        service=Hosted(_endpoint(*place), rank == 0) if most > 1 else Embedded(),
+        service=Hosted(_endpoint(*place), rank == 0, away=bool(conf.is_host)) if most > 1 else Embedded(),
         run_id=flags.run_id or NO_RUN_ID,
         node_id=f"rank{rank}",
         conf=conf.settings,

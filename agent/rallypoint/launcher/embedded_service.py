@@ -19,6 +19,7 @@ from rallypoint.launcher.services import (
     listening_host,
     own_addresses,
     rendezvous_server,
+    resolves,
 )
 from rallypoint.rendezvous.api.service import SERVICE_NAME
 from rallypoint.rendezvous.core.commands import RunNotFound
@@ -111,8 +112,13 @@ async def rendezvous_at(
         if not ours and await answers_calls(hosted.endpoint, security):
             # The address may lead here in a way that this host does not know, but not while another agent replies.
             raise SettingError(f"can't serve rendezvous at {hosted.endpoint}: {_TWO_HOSTS}")
+        if not ours and not hosted.away and await resolves(endpoint.host):
+            raise SettingError(
+                f"can't serve rendezvous at {hosted.endpoint}: {endpoint.host} is no address of this host, which has "
+                "--node-rank 0, the default; give --rdzv-conf is_host=true if that address leads here"
+            )
         if not ours:
-            warning = f"{endpoint.host} is no address of this host, which has node rank 0 or is_host=true"
+            warning = f"{endpoint.host} is no address of this host, which serves rendezvous"
             _log.warning(f"{warning}: others join only if that address leads here")
         try:
             host = await listening_host(endpoint)

@@ -42,10 +42,12 @@ class Hosted:
     Attributes:
         endpoint: Its address for the other hosts.
         here: True if this agent serves; None: it does if the endpoint is an address of this host and is free.
+        away: True if the endpoint may be another host's address that leads here.
     """
 
     endpoint: str
     here: bool | None = None
+    away: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -87,11 +87,20 @@ async def listening_host(endpoint: Endpoint) -> str:
 
 async def own_addresses(host: str) -> list[str]:
     """Return the addresses of a name at which this machine can listen."""
+    found = await _addresses(host)
+    return [str(address[0]) for family, _, _, _, address in found if _can_bind(family, address)]
+
+
+async def resolves(host: str) -> bool:
+    """Return True if a name has an address, or is one. A pod's own name has none at first."""
+    return bool(await _addresses(host))
+
+
+async def _addresses(host: str) -> list[tuple[int, int, int, str, tuple[object, ...]]]:
     try:
-        found = await asyncio.get_running_loop().getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+        return list(await asyncio.get_running_loop().getaddrinfo(host, 0, type=socket.SOCK_STREAM))
     except OSError:
         return []  # the connection to it fails with a better error
-    return [str(address[0]) for family, _, _, _, address in found if _can_bind(family, address)]
 
 
 def _can_bind(family: int, address: tuple[object, ...]) -> bool:
