@@ -99,14 +99,25 @@ def test_no_temporary_file_can_be_written(tmp_path: Path) -> None:
     assert "No usable temporary directory found" in told
 
 
-@pytest.mark.parametrize("inodes", range(1, 9))
+FILL = "! head -c 1M /dev/zero > filled 2> /dev/null"
+
+
+@pytest.mark.parametrize("inodes", range(9))
 def test_a_full_disk(inodes: int, tmp_path: Path) -> None:
-    """Whatever can't be made there: the folder of the logs, sockets, or a file of a worker."""
-    full = mounted(
-        f"mount -t tmpfs -o size=64k,nr_inodes={inodes} none {tmp_path}",
-        *(str(RALLYPOINT), "run", "--standalone", "--log-level", "error", "--log-dir", str(tmp_path)),
-        *("--no-python", "true"),
-    )
+    """Whatever can't be made there: the folder of the logs, sockets, a file of a worker, or (0) a line in one."""
+    fill = f"mount -t tmpfs -o size=64k,nr_inodes={inodes} none {tmp_path}"
+    fill += "" if inodes else f" && cd {tmp_path} && {FILL}"
+    command = [
+        "run",
+        "--standalone",
+        "--log-level",
+        "error",
+        "--log-dir",
+        str(tmp_path),
+        "--no-python",
+        "true",
+    ]
+    full = mounted(fill, str(RALLYPOINT), *command)
     ended = run(full, tmp_path, TMPDIR=str(tmp_path))
     assert "Traceback" not in ended.stderr
     assert ended.returncode in (2, 3)
@@ -118,8 +129,7 @@ def test_a_full_disk(inodes: int, tmp_path: Path) -> None:
 
 def test_a_full_disk_of_a_service(tmp_path: Path) -> None:
     """It can't keep a journal."""
-    fill = "! head -c 1M /dev/zero > filled 2> /dev/null"
-    filled = f"mount -t tmpfs -o size=64k none {tmp_path} && cd {tmp_path} && {fill}"
+    filled = f"mount -t tmpfs -o size=64k none {tmp_path} && cd {tmp_path} && {FILL}"
     told = refusal(run(mounted(filled, str(RALLYPOINT), *COMMANDS["serve"]), tmp_path))
     assert told.startswith("can't open the journal j.db: database or disk is full")
 

@@ -36,6 +36,7 @@ FILTERED_STDERR_FILE = "filtered_stderr.log"
 RANKS_FOLDER = "ranks"
 
 _LONGEST_RUN_ID = 64  # characters of it in a directory name, which may have 255 bytes
+_PROBE, _BLOCK = ".probe", 4096  # file name, bytes
 _UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
 
 # A folder among the temporary files: its name, and the file in it that the agent of its job holds locked.
@@ -141,6 +142,9 @@ class LogDirectory:
             log_dir.mkdir(parents=True, exist_ok=True)
             # Absolute: workers may run in another directory.
             path = Path(tempfile.mkdtemp(prefix=f"{safe_name(run_id)}_", dir=log_dir.absolute()))
+            # A full disk has room for folders and empty files: workers would fail at their first line.
+            (path / _PROBE).write_bytes(bytes(_BLOCK))
+            (path / _PROBE).unlink()
             directory = cls(path, keep_attempts)
             directory._lock = lock
             return directory
