@@ -123,13 +123,13 @@ def test_a_job_of_one_host_is_the_same_with_an_address_for_all_commands(
         ({"RALLYPOINT_RDZV_ENDPOINT": "127.0.0.1:1"}, "RALLYPOINT_RDZV_ENDPOINT is not used"),
         (away, "rdzv-endpoint of the context is not used"),
     ):
-        for flags, service in (
+        for flags, place in (
             ([], Embedded()),
             (["--nnodes=1"], Embedded()),
             (["--nnodes=2", "--node-rank=0", "--master-addr=head"], Hosted("head:29501", here=True)),
         ):
             plan = understood.of(*flags, script, environment=environment)
-            assert (plan.service, plan.timer_endpoint) == (service, "")
+            assert (plan.service, plan.timer_endpoint) == (place, "")
             (notice,) = plan.notices
             assert notice.startswith(origin)
         assert origin.split()[0] in refusal(rallypoint("run", "--nnodes=2", script, environment=environment))

@@ -214,6 +214,7 @@ async def test_clients_that_go_are_no_errors_where_the_program_has_logs_of_its_o
     failed_write = type("ExecuteBatchError", (grpc.aio.InternalError,), {})
     error = failed_write("Failed grpc_call_start_batch: 8")
     logging.getLogger("grpc._cython.cygrpc").error("a bug", exc_info=error)
+    logging.getLogger("asyncio").error("Exception in callback PollerCompletionQueue._handle_events()")
     assert [each.message for each in caplog.records if each.levelno >= logging.ERROR] == ["a bug"]
 
 

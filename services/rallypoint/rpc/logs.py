@@ -247,13 +247,14 @@ def _worth_showing(record: logging.LogRecord) -> bool:
     return True
 
 
-def leave_out_ends_of_streams() -> None:
-    """Keep the ends of streams out of gRPC's log, also if this process does not configure its logs itself.
+def filter_grpc_logs() -> None:
+    """Keep what is not `_worth_showing` out of the log, also if this process does not configure its logs itself.
 
     A program that embeds one of our servers, through the launcher's API or torchrun, has its own handlers, or none:
     then Python writes errors to stderr. Every server and client of gRPC calls it; more than once is harmless.
     """
-    logging.getLogger("grpc._cython.cygrpc").addFilter(_worth_showing)
+    for name in ("grpc._cython.cygrpc", "asyncio"):
+        logging.getLogger(name).addFilter(_worth_showing)
 
 
 def is_end_of_stream(error: BaseException) -> bool:

@@ -38,7 +38,7 @@ from rallypoint.rpc.endpoint import (
     listening_endpoint,
 )
 from rallypoint.rpc.errors import ServiceError
-from rallypoint.rpc.logs import get_logger, leave_out_ends_of_streams
+from rallypoint.rpc.logs import filter_grpc_logs, get_logger
 from rallypoint.rpc.loop import signalled
 from rallypoint.rpc.tls import server_credentials, transport
 from rallypoint.server.v1.server_service_pb2 import ServerLimits
@@ -292,7 +292,7 @@ class Server:
         set_seconds(self._info.started, time.time())
         _tune_interpreter()
         raise_open_files()
-        leave_out_ends_of_streams()
+        filter_grpc_logs()
         most = ("grpc.max_allowed_incoming_connections", _most_connections())
         server = grpc.aio.server(interceptors=[self._calls], options=[*SERVER_ARGUMENTS, most])
         try:
