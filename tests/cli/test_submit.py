@@ -12,6 +12,7 @@ from click.testing import CliRunner
 from cli.cli_process import rallypoint, refusal
 from rallypoint.agent.v1 import supervisor_service_pb2 as pb
 from rallypoint.cli.main import main
+from rallypoint.rpc import logs
 from rallypoint.submission import session
 from rallypoint.submission.session import Submission
 from support.marks import slow
@@ -21,6 +22,7 @@ class NeverRun:
     """In the place of a session: notes what it would carry out."""
 
     submissions: list[Submission]
+    failure_report = ""
     launches: tuple[pb.LaunchJobResponse, ...] = (
         pb.LaunchJobResponse(node_id="node-a", rendezvous_endpoint="a:1"),
         pb.LaunchJobResponse(node_id="node-b", rendezvous_endpoint="a:1"),
@@ -40,6 +42,7 @@ def submissions(monkeypatch: pytest.MonkeyPatch) -> list[Submission]:
     """What would have been submitted."""
     NeverRun.submissions = []
     monkeypatch.setattr(session, "SubmissionSession", NeverRun)
+    monkeypatch.setattr(logs, "configure_logs", lambda *_: None)  # those of the tests' process
     return NeverRun.submissions
 
 

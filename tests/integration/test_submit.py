@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import shutil
 import time
 from collections.abc import Iterator
@@ -33,7 +35,7 @@ def test_a_job_runs_on_all_hosts_and_its_output_is_told_apart(two_hosts: Cluster
     assert sorted(submitted.printed.splitlines()) == sorted(
         f"[{ranks[rank]} {rank}]: rank {rank} of 4 in {tmp_path} with a b" for rank in range(4)
     )
-    assert "run run-7 is launched on" in submitted.said
+    assert re.search(r"^\d\d:\d\d:\d\d run run-7 is launched on", submitted.said, re.MULTILINE)
     assert "round 1 runs: 4 workers" in submitted.said
 
 
@@ -48,11 +50,19 @@ def test_restarts_are_told_and_the_job_goes_on(two_hosts: Cluster) -> None:
 
 
 @pytest.mark.slow
-def test_a_job_that_fails_has_the_exit_code_of_run_and_its_report(two_hosts: Cluster) -> None:
-    """On whichever host it was."""
-    submitted = two_hosts.submit("fail")
+@pytest.mark.parametrize("log_format", ["auto", "human"])
+def test_a_job_that_fails_has_the_exit_code_of_run_and_its_report(
+    log_format: str, two_hosts: Cluster
+) -> None:
+    """On whichever host it was; for programs, as a field of the last line."""
+    submitted = two_hosts.submit("fail", flags=("--log-format", log_format))
     assert submitted.ended() == 1, submitted.said
-    report = submitted.said.partition("The failure that ended the run:")[2]
+    report = submitted.said
+    if log_format == "auto":
+        end = json.loads(report.splitlines()[-1])
+        assert (end["event"], end["exit_code"]) == ("job ended", 1)
+        report = end["report"]
+    report = report.partition("The failure that ended the run:")[2]
     assert "ValueError: it will never be good" in report
 
 

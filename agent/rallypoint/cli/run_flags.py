@@ -383,7 +383,7 @@ _LOGS = flags(
         "--log-format",
         type=click.Choice(["auto", "human", "json"]),
         default="human",
-        help="Format of the agent's log and report; auto: human on a terminal, one JSON object a line otherwise.",
+        help="Format of the log and of a failure's report; auto: human on a terminal, else a JSON object a line.",
     ),
 )
 _SUPERVISION = flags(

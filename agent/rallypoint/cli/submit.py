@@ -42,16 +42,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 _NOT_HERE = frozenset(
     {"standalone", "rdzv_backend", "node_rank", "master_addr", "local_addr", "node_id", "topology"}
     | {"start_method", "logs_specs", "monitor_interval", "signals_to_handle", "supervisor_address"}
-    | {
-        "metrics_address",
-        "tty",
-        "log_level",
-        "log_format",
-        "nnodes",
-        "nproc_per_node",
-        "use_env",
-        "print_completion",
-    }
+    | {"metrics_address", "tty", "log_level", "nnodes", "nproc_per_node", "use_env", "print_completion"}
 )
 
 # Options that only the hosts can check: they name programs there.
@@ -191,12 +182,15 @@ def submit(**given: Any) -> None:
         raise click.UsageError("--json would be mixed with the output of the workers; add --detach")
     submission = _submission(given)
     from rallypoint.agent.logs.follower import OutputThread  # noqa: PLC0415 (gRPC is not for --help)
+    from rallypoint.rpc.logs import configure_logs, get_logger, logs_are_json  # noqa: PLC0415
     from rallypoint.rpc.loop import run as run_loop  # noqa: PLC0415
     from rallypoint.submission.launching import NotLaunched  # noqa: PLC0415
     from rallypoint.submission.session import SubmissionSession  # noqa: PLC0415
 
     outputs = {1: OutputThread(1), 2: OutputThread(2)}
-    session = SubmissionSession(submission, outputs, lambda line: click.echo(line, err=True))
+    configure_logs("info", given["log_format"])
+    log = get_logger("rallypoint.submit")
+    session = SubmissionSession(submission, outputs, lambda line: log.info(line, sentence=line))
 
     async def carry_out() -> int:
         try:
@@ -209,6 +203,10 @@ def submit(**given: Any) -> None:
         exit_code = run_loop(carry_out())
     except NotLaunched as error:
         raise SettingError(str(error)) from None
+    if logs_are_json() and not submission.detach:
+        log.info("job ended", exit_code=exit_code, report=session.failure_report)
+    elif session.failure_report:
+        click.echo(session.failure_report, err=True)
     if submission.detach and not exit_code:
         click.echo(
             _launched(submission, session.launches) if given["as_json"] else submission.launch.spec.run_id

@@ -88,6 +88,7 @@ class SubmissionSession:
 
     Attributes:
         launches: The agents' replies to the launch; empty before all have accepted the job.
+        failure_report: Which failure ended the run, for people; empty: none, or not known yet.
     """
 
     def __init__(
@@ -101,6 +102,7 @@ class SubmissionSession:
             report_line: Called with each line about the job itself.
         """
         self.launches: Sequence[pb.LaunchJobResponse] = ()
+        self.failure_report = ""
         self._submission = submission
         # Sources of output: an agent, and the rank of a worker there.
         self._lines: Lines[tuple[Followed, int]] = Lines(outputs)
@@ -250,7 +252,7 @@ class SubmissionSession:
             for each in self._followed
         ]
         if reports and not self._signals:
-            self._report_line(f"The failure that ended the run:\n{reports[0]}")
+            self.failure_report = f"The failure that ended the run:\n{reports[0]}"
         if self._signals:
             return 128 + self._signals[0]
         succeeded = None
