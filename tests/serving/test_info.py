@@ -14,6 +14,7 @@ from typing import Any
 
 import grpc
 import pytest
+from google.protobuf.json_format import MessageToDict
 
 from house.source import ROOT
 from rallypoint.rpc.durations import to_seconds
@@ -90,7 +91,9 @@ async def test_the_ready_line_has_the_same_values(
         "transport": info.transport,
         "version": info.version,
         "protocol_version": info.protocol_version,
+        "instance": info.instance,
         "capabilities": [*info.capabilities],
+        "limits": MessageToDict(info.limits, preserving_proto_field_name=True),
     }
     assert ready["capabilities"] == ["reflection"]
 

@@ -23,6 +23,7 @@ from google.protobuf import descriptor_pool
 from google.protobuf.descriptor import Descriptor, FileDescriptor
 from google.protobuf.descriptor_pb2 import DescriptorProto, FileDescriptorProto
 from google.protobuf.descriptor_pool import DescriptorPool
+from google.protobuf.json_format import MessageToDict
 from google.rpc import error_details_pb2  # type: ignore[import-untyped]
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
 from grpc_reflection.v1alpha import reflection, reflection_pb2  # type: ignore[import-untyped]
@@ -306,14 +307,18 @@ class Server:
             raise
         self._server = server
         self._endpoint = endpoint if endpoint.path is not None else Endpoint(endpoint.host, port)
+        names = ", ".join(name.rpartition(".")[2] for name in self._info.services)
         log.info(
             "ready",
+            sentence=f"ready at {self.address} ({self._info.transport}), version {self._info.version}: {names}",
             services=[*self._info.services],
             address=self.address,
             transport=self._info.transport,
             version=self._info.version,
             protocol_version=self._info.protocol_version,
+            instance=self._info.instance,
             capabilities=[*self._info.capabilities],
+            limits=MessageToDict(self._info.limits, preserving_proto_field_name=True),
         )
 
     async def _register(self, server: grpc.aio.Server) -> None:
