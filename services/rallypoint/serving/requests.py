@@ -20,6 +20,7 @@ _T = TypeVar("_T")
 NAME_BYTES = 256
 SENTENCE_BYTES = 1024
 PATH_BYTES = 4096
+_LEASE_TOKEN_BYTES = 64
 # No token of ours is longer: four names, each character escaped.
 _TOKEN_LENGTH = 16 * 1024
 
@@ -61,11 +62,11 @@ def name(field: str, value: str) -> None:
     """
     if not value:
         raise invalid(field, "must not be empty")
-    text(field, value, NAME_BYTES)
+    text(field, value)
 
 
-def text(field: str, value: str, most_bytes: int) -> None:
-    """Check a text that is shown in logs and on terminals.
+def text(field: str, value: str, most_bytes: int = NAME_BYTES) -> None:
+    """Check a text that is shown in logs and on terminals; it may be empty.
 
     Raises:
         ServiceError: INVALID_ARGUMENT, naming the field.
@@ -74,6 +75,16 @@ def text(field: str, value: str, most_bytes: int) -> None:
         raise invalid(field, f"must have at most {most_bytes} bytes, not {len(value.encode())}")
     if not value.isprintable():
         raise invalid(field, "must not have control characters")
+
+
+def token(field: str, value: bytes) -> None:
+    """Check the token of a lease: at most 64 bytes. Leases have 16; agents send the timer service a digest of 32.
+
+    Raises:
+        ServiceError: INVALID_ARGUMENT, naming the field.
+    """
+    if len(value) > _LEASE_TOKEN_BYTES:
+        raise invalid(field, f"must have at most {_LEASE_TOKEN_BYTES} bytes, not {len(value)}")
 
 
 def reason(value: str, field: str = "reason") -> str:

@@ -493,6 +493,7 @@ async def test_a_stream_without_a_word_is_refused(served: Served, monkeypatch: p
         ),
         ("run_id", {"resume": pb.ResumeRun(node_id="a", lease=1)}),
         ("node_id", {"resume": pb.ResumeRun(run_id=RUN, lease=1)}),
+        ("token", {"resume": pb.ResumeRun(run_id=RUN, node_id="a", lease=1, token=bytes(65))}),
     ],
 )
 async def test_a_bad_field_of_the_first_message_is_named(

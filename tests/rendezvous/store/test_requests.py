@@ -110,6 +110,7 @@ def test_writers_are_whole() -> None:
         ("node_id", pb.StoreWriter(node_id="n" * 257, lease=1)),
         ("lease", pb.StoreWriter(node_id="n")),
         ("lease", pb.StoreWriter(node_id="n", lease=-1)),
+        ("token", pb.StoreWriter(node_id="n", lease=1, token=bytes(65))),
     ]:
         with pytest.raises(ServiceError, match=rf"writer\.{field}"):
             requests.writer_of(pb.AppendRequest(writer=broken))
@@ -151,10 +152,3 @@ def test_operations_are_whole_or_absent() -> None:
     ]:
         with pytest.raises(ServiceError, match=rf"operation\.{field}"):
             requests.operation_of(pb.DeleteRequest(operation=broken))
-
-
-def test_a_long_token_takes_no_memory_while_its_write_waits() -> None:
-    writer = pb.StoreWriter(node_id="a", lease=1, token=bytes(1_000_000))
-    named = requests.named_writer(pb.SetRequest(run_id="r", key="k", writer=writer))
-    assert named is not None
-    assert len(named.token) <= 64

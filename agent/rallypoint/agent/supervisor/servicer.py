@@ -210,7 +210,7 @@ class SupervisorServicer(pb_grpc.SupervisorServiceServicer):
                 "NOT_A_DAEMON",
                 "this agent runs only the job it was started for; `rallypoint serve agent` accepts jobs",
             )
-        text("launch_id", request.launch_id, NAME_BYTES)
+        text("launch_id", request.launch_id)
         return await self._launch(request)
 
     @contextmanager
@@ -257,7 +257,7 @@ def _page(
 
 
 def _run_id(value: str) -> str:
-    text("run_id", value, NAME_BYTES)
+    text("run_id", value)
     return value
 
 

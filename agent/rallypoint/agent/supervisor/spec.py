@@ -28,7 +28,7 @@ from rallypoint.rendezvous.core.state import MOST_NODES, MOST_RESTARTS, MOST_WOR
 from rallypoint.rpc.durations import is_repeated
 from rallypoint.rpc.endpoint import ClientSecurity, SettingError, parse_endpoint
 from rallypoint.rpc.errors import invalid
-from rallypoint.serving.requests import NAME_BYTES, PATH_BYTES, EveryField, count, name, seconds, text
+from rallypoint.serving.requests import PATH_BYTES, EveryField, count, name, seconds, text
 
 AGENTS_PYTHON = "${python}"
 """Program of a command that stands for the agent's own Python: a client on another host can't know its path."""
@@ -115,9 +115,9 @@ def _own_cwd() -> Path:
 def _check(spec: pb.JobSpec) -> None:
     with EveryField() as check:
         check(name, "spec.run_id", spec.run_id)
-        check(text, "spec.node_id", spec.node_id, NAME_BYTES)
-        check(text, "spec.role", spec.role, NAME_BYTES)
-        check(text, "spec.topology", spec.topology, NAME_BYTES)
+        check(text, "spec.node_id", spec.node_id)
+        check(text, "spec.role", spec.role)
+        check(text, "spec.topology", spec.topology)
         check(text, "spec.working_directory", spec.working_directory, PATH_BYTES)
         check(text, "spec.log_dir", spec.log_dir, PATH_BYTES)
         # A list of jobs contains it: a hundred of them must fit into a message.

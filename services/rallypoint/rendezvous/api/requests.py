@@ -76,10 +76,10 @@ def join_command(request: pb.JoinRun, caller: Caller) -> commands.Join:
         check(name, "run_id", request.run_id)
         check(name, "node_id", request.node_id)
         check(_address, request.address)
-        check(text, "supervisor_address", request.supervisor_address, NAME_BYTES)
-        check(text, "role", request.role, NAME_BYTES)
-        check(text, "topology", request.topology, NAME_BYTES)
-        check(text, "former_incarnation", request.former_incarnation, NAME_BYTES)
+        check(text, "supervisor_address", request.supervisor_address)
+        check(text, "role", request.role)
+        check(text, "topology", request.topology)
+        check(text, "former_incarnation", request.former_incarnation)
         check(count, "local_world_size", request.local_world_size, 1, MOST_WORKERS_PER_NODE)
         settings = check(_settings_of, request.settings)
     assert settings is not None, "otherwise the context has raised"
@@ -98,7 +98,7 @@ def join_command(request: pb.JoinRun, caller: Caller) -> commands.Join:
 
 
 def _address(value: str) -> None:
-    text("address", value, NAME_BYTES)
+    text("address", value)
     if not value:
         raise invalid("address", "must not be empty: it is how the other nodes reach this one")
 

@@ -32,7 +32,7 @@ from rallypoint.serving.flow import (
     Turns,
     UnopenedStreams,
 )
-from rallypoint.serving.requests import NAME_BYTES, SENTENCE_BYTES, EveryField, count, name, reason, text
+from rallypoint.serving.requests import SENTENCE_BYTES, EveryField, count, name, reason, text, token
 
 _MOST_PORT = 65_535
 
@@ -119,6 +119,7 @@ class RendezvousServicer(pb_grpc.RendezvousServiceServicer):
                 with EveryField() as check:
                     check(name, "run_id", resume.run_id)
                     check(name, "node_id", resume.node_id)
+                    check(token, "token", resume.token)
                 engine = self._locator.shard(resume.run_id).engine
                 member = await engine.resume(
                     resume.run_id,
@@ -216,7 +217,7 @@ class RendezvousServicer(pb_grpc.RendezvousServiceServicer):
         """End a run."""
         with EveryField() as check:
             check(name, "run_id", request.run_id)
-            check(text, "incarnation", request.incarnation, NAME_BYTES)
+            check(text, "incarnation", request.incarnation)
             check(reason, request.reason)
         engine, why = self._locator.writer(request.run_id).engine, reason(request.reason)
         run_end = await engine.close_run(request.run_id, why, _operator(context), request.incarnation)
@@ -226,7 +227,7 @@ class RendezvousServicer(pb_grpc.RendezvousServiceServicer):
         """Forget a run that has no nodes."""
         with EveryField() as check:
             check(name, "run_id", request.run_id)
-            check(text, "incarnation", request.incarnation, NAME_BYTES)
+            check(text, "incarnation", request.incarnation)
         engine = self._locator.writer(request.run_id).engine
         await engine.delete_run(request.run_id, _operator(context), request.incarnation)
         return pb.DeleteRunResponse()
@@ -235,7 +236,7 @@ class RendezvousServicer(pb_grpc.RendezvousServiceServicer):
         """Restart all workers of a run."""
         with EveryField() as check:
             check(name, "run_id", request.run_id)
-            check(text, "on_behalf_of", request.on_behalf_of, NAME_BYTES)
+            check(text, "on_behalf_of", request.on_behalf_of)
             check(reason, request.reason)
         command = commands.Restart(
             reason(request.reason), request.round if request.HasField("round") else None

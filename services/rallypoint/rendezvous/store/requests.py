@@ -23,7 +23,7 @@ from rallypoint.rendezvous.base.limits import (
 from rallypoint.rendezvous.v1 import state_service_pb2 as state_pb
 from rallypoint.rendezvous.v1 import store_service_pb2 as pb
 from rallypoint.rpc.errors import invalid
-from rallypoint.serving.requests import EveryField, count, name, page_position, page_size, seconds
+from rallypoint.serving.requests import EveryField, count, name, page_position, page_size, seconds, token
 
 DEFAULT_PAGE_SIZE = 1_000
 # Seconds; longer than any useful wait in one call, and short enough that no timer overflows.
@@ -147,8 +147,8 @@ def named_writer(request: WriteRequest | state_pb.SetStateRequest) -> Writer | N
     with EveryField() as check:
         check(name, "writer.node_id", writer.node_id)
         check(count, "writer.lease", writer.lease, 1)
-    # No lease has a longer token: the rest would only take memory while the write waits.
-    return Writer(writer.node_id, writer.lease, writer.token[:64])
+        check(token, "writer.token", writer.token)
+    return Writer(writer.node_id, writer.lease, writer.token)
 
 
 def operation_of(request: WriteRequest | state_pb.SetStateRequest) -> Operation | None:

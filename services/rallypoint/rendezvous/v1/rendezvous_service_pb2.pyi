@@ -911,7 +911,7 @@ class ResumeRun(_message.Message):
     after_revision: _builtins.int
     """The last revision that the node received; not more than the run's present one, else REVISION_AHEAD."""
     token: _builtins.bytes
-    """Lease.token: 16 bytes, or none."""
+    """Lease.token: at most 64 bytes; empty: the lease has none."""
     stays_until_gone: _builtins.bool
     """As in JoinRun."""
     def __init__(

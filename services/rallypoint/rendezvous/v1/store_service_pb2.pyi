@@ -245,7 +245,7 @@ class StoreWriter(_message.Message):
     lease: _builtins.int
     """The lease that RendezvousService.Join sent; at least 1."""
     token: _builtins.bytes
-    """The token that it sent with the lease: 16 bytes, or none."""
+    """The token that it sent with the lease: at most 64 bytes; empty: the lease has none."""
     def __init__(
         self,
         *,
