@@ -60,13 +60,14 @@ async def test_single_calls_are_refused_with_reasons(quick: Service) -> None:
         assert (await acquired(worker_id=worker_id)).field_violations[0][0] == "worker_id"
     assert (await acquired(after=None)).field_violations[0][0] == "after"
     assert (await acquired(after=Duration(seconds=10**18))).field_violations[0][0] == "after"
-    every = await refusal(stub.AcquireTimer(pb.AcquireTimerRequest(after=Duration(seconds=10**18))))
-    names = [name for name, _ in every.field_violations]
-    assert names == ["run_id", "node_id", "worker_id", "scope", "after"]
+    bad: dict[str, Any] = {"token": bytes(65)}
+    acquire_ = pb.AcquireTimerRequest(after=Duration(seconds=10**18), **bad)
     for call, fields in (
-        (stub.ReleaseTimer(pb.ReleaseTimerRequest()), "run_id node_id worker_id scope"),
-        (stub.ClearTimers(pb.ClearTimersRequest()), "run_id node_id worker_id"),
-        (stub.BatchUpdateTimers(pb.BatchUpdateTimersRequest(lease=-1)), "run_id node_id lease"),
+        (stub.AcquireTimer(acquire_), "run_id node_id worker_id scope token after"),
+        (stub.ReleaseTimer(pb.ReleaseTimerRequest(**bad)), "run_id node_id worker_id scope token"),
+        (stub.ClearTimers(pb.ClearTimersRequest(**bad)), "run_id node_id worker_id token"),
+        (stub.BatchUpdateTimers(pb.BatchUpdateTimersRequest(lease=-1, **bad)), "run_id node_id token lease"),
+        (stub.ForgetScopes(pb.ForgetScopesRequest(scope="x" * 513)), "run_id scope"),
     ):
         assert " ".join(field for field, _ in (await refusal(call)).field_violations) == fields
     await stub.AcquireTimer(pb.AcquireTimerRequest(**timer, after=after, lease=5))
@@ -253,8 +254,8 @@ async def test_timers_are_listed_by_state(service: Service) -> None:
     assert (learning.scope, learning.learned_as) == ("learning", "step")
     assert not learning.HasField("after")
     assert not learning.HasField("remaining")
-    for wrong in (pb.TIMER_STATE_UNSPECIFIED, 17):
-        refused = await refusal(stub.ListTimers(pb.ListTimersRequest(states=[wrong])))  # type: ignore[list-item]
+    for wrong in ([pb.TIMER_STATE_UNSPECIFIED], [17], [pb.TIMER_STATE_COUNTING] * 5):
+        refused = await refusal(stub.ListTimers(pb.ListTimersRequest(states=wrong)))  # type: ignore[arg-type]
         assert refused.field_violations[0][0] == "states"
 
 

@@ -23,6 +23,9 @@ from timer.streams import Stream, acquire, act, subscribe
 
 pytestmark = pytest.mark.integration
 
+ALL_BAD = pb.Subscribe(lease=-1, incarnation="x" * 257, lease_age=Duration(seconds=-1), token=bytes(65))
+ALL_BAD.stall_after.CopyFrom(Duration(seconds=1, nanos=-1))
+
 
 async def test_an_expiry_is_pushed_and_pushed_again_until_acknowledged(quick: Service) -> None:
     """Under one id; once acknowledged, what comes next is the next timer."""
@@ -95,7 +98,7 @@ async def test_a_newer_stream_ends_the_older_one(service: Service) -> None:
     assert (await refusal(fourth.next())).reason == "LEASE_LOST"
 
 
-async def test_an_acquire_that_is_refused_is_told_and_the_stream_goes_on(quick: Service) -> None:
+async def test_an_action_that_is_refused_is_told_and_the_stream_goes_on(quick: Service) -> None:
     """Each with its reason."""
     stream = Stream(quick)
     await stream.send(
@@ -105,11 +108,16 @@ async def test_an_acquire_that_is_refused_is_told_and_the_stream_goes_on(quick: 
         acquire("s", 1, 0),
         acquire("s", 1, 3, elapsed=-1),
         act(acquire=pb.Acquire(worker_id="w", scope="s", after=Duration(seconds=1, nanos=-1), sequence=4)),
+        act(release=pb.Release(worker_id="", scope="s")),
+        act(release=pb.Release(worker_id="w", scope="x" * 513)),
+        act(clear=pb.ClearWorker(worker_id="x" * 257)),
         *(acquire(f"s{number}", 0.3, 10 + number) for number in range(4)),
     )
     assert isinstance(await stream.next(), pb.Subscribed)
-    refused = [await stream.next() for _ in range(6)]
-    assert [each.reason for each in refused] == ["INVALID_ARGUMENT"] * 5 + ["TOO_MANY_TIMERS"]
+    refused = [await stream.next() for _ in range(9)]
+    assert [each.reason for each in refused] == ["INVALID_ARGUMENT"] * 8 + ["TOO_MANY_TIMERS"]
+    fields = [(each.sequence, each.message.partition(":")[0]) for each in refused[5:8]]
+    assert fields == [(0, "worker_id"), (0, "scope"), (0, "worker_id")]
     assert refused[1].message == "after: must be more than zero and at most ten years"
     assert (await stream.next()).scope == "s0"
 
@@ -123,7 +131,7 @@ async def test_an_acquire_that_is_refused_is_told_and_the_stream_goes_on(quick: 
         ("lease", [[subscribe(lease=-1)]]),
         ("stall_after", [[subscribe(stall_after=-1)]]),
         ("stall_after", [[subscribe(stall_after=4e8)]]),
-        ("stall_after", [[act(subscribe=pb.Subscribe(stall_after=Duration(seconds=1, nanos=-1)))]]),
+        ("run_id node_id token incarnation lease stall_after lease_age", [[act(subscribe=ALL_BAD)]]),
         ("actions", [[subscribe(), subscribe()]]),
         ("actions", [[subscribe()], [subscribe()]]),
         ("actions", [[subscribe(), *[act(registered=pb.Registered())] * MAX_ACTIONS]]),
@@ -164,7 +172,7 @@ async def test_a_stream_that_breaks_the_protocol_ends(
         await stream.send(*actions)
     error = await refusal(stream.rest())
     assert error.reason == "INVALID_ARGUMENT"
-    assert [violation[0] for violation in error.field_violations] == [field]
+    assert [violation[0] for violation in error.field_violations] == field.split()
 
 
 async def test_an_action_of_a_newer_client_is_ignored(service: Service) -> None:

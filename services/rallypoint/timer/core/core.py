@@ -10,7 +10,6 @@ from rallypoint.timer.core.nodes import Nodes, Timer
 from rallypoint.timer.core.values import (
     MAX_AFTER,
     MAX_SCOPE_BYTES,
-    MAX_TOKEN_BYTES,
     RAN_OUT,
     Advance,
     InvalidField,
@@ -76,8 +75,6 @@ class TimerTable:
             TooMany: too many nodes.
         """
         check_seconds("lease_age", lease_age)
-        if len(token) > MAX_TOKEN_BYTES:
-            raise InvalidField("token", f"has {len(token)} bytes; at most {MAX_TOKEN_BYTES} are permitted")
         former = self._nodes.get(run_id, node_id)
         if former is not None:
             former.check_agent(lease, incarnation, token, identity)

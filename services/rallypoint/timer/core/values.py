@@ -270,7 +270,6 @@ MAX_AFTER = 315_360_000.0
 MAX_NAME_BYTES = 256
 # Twice the limit of a worker's scope: the agent may append a suffix to make equal scopes distinct.
 MAX_SCOPE_BYTES = 512
-MAX_TOKEN_BYTES = 64
 
 
 def check_name(field: str, value: str, limit: int = MAX_NAME_BYTES) -> None:

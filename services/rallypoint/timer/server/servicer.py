@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Sequence
 from functools import partial
 from itertools import islice
 
@@ -22,6 +22,7 @@ from rallypoint.serving.requests import (
     page_size,
     page_token,
     seconds,
+    token,
 )
 from rallypoint.timer.core.values import (
     MAX_AFTER,
@@ -64,6 +65,13 @@ class Supervision:
         if not first.actions or first.actions[0].WhichOneof("action") != "subscribe":
             raise InvalidField("actions", "the first action of a stream must be subscribe")
         wanted = first.actions[0].subscribe
+        with EveryField() as check:
+            _check_fields(
+                check, wanted, "run_id", "node_id", "token", *["incarnation"] * bool(wanted.incarnation)
+            )
+            check(count, "lease", wanted.lease, 0)
+            stall_after = check(seconds, "stall_after", wanted.stall_after, MAX_AFTER)
+            lease_age = check(seconds, "lease_age", wanted.lease_age, MAX_AFTER) or 0.0
         self._watchdog = watchdog
         self._table = watchdog.table
         self._first = first
@@ -74,9 +82,9 @@ class Supervision:
             wanted.run_id,
             wanted.node_id,
             wanted.lease,
-            _stall_after(wanted),
+            stall_after if wanted.HasField("stall_after") else None,
             incarnation=wanted.incarnation,
-            lease_age=_seconds(wanted.lease_age, "lease_age"),
+            lease_age=lease_age,
             token=wanted.token,
             identity=identity,
         )
@@ -102,10 +110,8 @@ class Supervision:
     def _act(self, action: pb.SuperviseAction) -> None:
         subscription = self.subscription
         match action.WhichOneof("action"):
-            case "acquire":
-                self._register(action.acquire)
-            case "release":
-                self._table.end(subscription, action.release.worker_id, action.release.scope)
+            case "acquire" | "release" | "clear":
+                self._change(action)
             case "observe":
                 observe = action.observe
                 longest = _seconds(observe.longest, "longest")
@@ -114,8 +120,6 @@ class Supervision:
                 self._report_progress(action.progress)
             case "acknowledge":
                 self._table.acknowledge(subscription, action.acknowledge.expiry_id)
-            case "clear":
-                self._watchdog.clear(subscription, action.clear.worker_id)
             case "learned":
                 self._learn(action.learned)
             case "registered":
@@ -127,20 +131,33 @@ class Supervision:
                 # An action of a newer client: this version has no such feature.
                 return
 
-    def _register(self, acquire: pb.Acquire) -> None:
+    def _change(self, action: pb.SuperviseAction) -> None:
+        """Start or end timers. A refusal does not end the stream, which guards all workers of the node."""
         try:
-            self._table.register(
-                self.subscription,
-                acquire.worker_id,
-                acquire.scope,
-                _seconds(acquire.after, "after"),
-                self._watchdog.now(),
-                sequence=acquire.sequence,
-                elapsed=_seconds(acquire.elapsed, "elapsed"),
-                learned_as=acquire.learned_as,
-            )
+            match action.WhichOneof("action"):
+                case "acquire":
+                    self._register(action.acquire)
+                case "release":
+                    check_name("worker_id", action.release.worker_id)
+                    check_name("scope", action.release.scope, MAX_SCOPE_BYTES)
+                    self._table.end(self.subscription, action.release.worker_id, action.release.scope)
+                case _:
+                    check_name("worker_id", action.clear.worker_id)
+                    self._watchdog.clear(self.subscription, action.clear.worker_id)
         except (InvalidField, TooMany) as error:
-            self.outbox.refuse(Refusal(acquire.worker_id, acquire.scope, acquire.sequence, error))
+            self.outbox.refuse(_refusal(action, error))
+
+    def _register(self, acquire: pb.Acquire) -> None:
+        self._table.register(
+            self.subscription,
+            acquire.worker_id,
+            acquire.scope,
+            _seconds(acquire.after, "after"),
+            self._watchdog.now(),
+            sequence=acquire.sequence,
+            elapsed=_seconds(acquire.elapsed, "elapsed"),
+            learned_as=acquire.learned_as,
+        )
 
     def _report_progress(self, progress: pb.Progress) -> None:
         self._watchdog.report_progress(
@@ -161,16 +178,17 @@ class Supervision:
         self._watchdog.learn(self.subscription, learned.scope, learned.count, longest)
 
 
+def _refusal(action: pb.SuperviseAction | pb.TimerAction, error: InvalidField | TooMany) -> Refusal:
+    """Return the refusal of an action that has one of the three set; the fields of the others are empty."""
+    acquire, release = action.acquire, action.release
+    worker_id = acquire.worker_id or release.worker_id or action.clear.worker_id
+    return Refusal(worker_id, acquire.scope or release.scope, acquire.sequence, error)
+
+
 def check_number(actions: int) -> None:
     """Check that a message has at most MAX_ACTIONS actions."""
     if actions > MAX_ACTIONS:
         raise InvalidField("actions", f"at most {MAX_ACTIONS:,} in one message")
-
-
-def _stall_after(wanted: pb.Subscribe) -> float | None:
-    if not wanted.HasField("stall_after"):
-        return None
-    return seconds("stall_after", wanted.stall_after, MAX_AFTER)
 
 
 MAX_PAGE = 1000
@@ -223,7 +241,7 @@ class TimerServicer(pb_grpc.TimerServiceServicer):
         self._refuse_if_draining()
         with EveryField() as check:
             check(check_number, len(request.actions))
-            _check_names(check, request, "run_id", "node_id")
+            _check_fields(check, request, "run_id", "node_id", "token")
             check(count, "lease", request.lease, 0)
         for index, action in enumerate(request.actions):
             if action.WhichOneof("action") is None:
@@ -253,9 +271,7 @@ class TimerServicer(pb_grpc.TimerServiceServicer):
                 case _:
                     self._watchdog.clear_worker(run_id, node_id, action.clear.worker_id, lease, request.token)
         except (InvalidField, TooMany) as error:
-            # Each action has one of the three set; the fields of the others are empty.
-            worker_id = acquire.worker_id or release.worker_id or action.clear.worker_id
-            return Refusal(worker_id, acquire.scope or release.scope, acquire.sequence, error)
+            return _refusal(action, error)
         return None
 
     async def AcquireTimer(
@@ -264,9 +280,9 @@ class TimerServicer(pb_grpc.TimerServiceServicer):
         """See timer_service.proto."""
         self._refuse_if_draining()
         with EveryField() as check:
-            _check_names(check, request, "run_id", "node_id")
+            _check_fields(check, request, "run_id", "node_id")
             check(_check_worker_id, request.worker_id)
-            _check_names(check, request, "scope")
+            _check_fields(check, request, "scope", "token")
             after = check(_seconds, request.after, "after") or 0.0
         try:
             self._table.acquire(
@@ -281,7 +297,7 @@ class TimerServicer(pb_grpc.TimerServiceServicer):
     ) -> pb.ReleaseTimerResponse:
         """See timer_service.proto."""
         with EveryField() as check:
-            _check_names(check, request, "run_id", "node_id", "worker_id", "scope")
+            _check_fields(check, request, "run_id", "node_id", "worker_id", "scope", "token")
         released = self._table.release(
             _name(request), self._watchdog.now(), lease=_lease(request), token=request.token
         )
@@ -291,7 +307,7 @@ class TimerServicer(pb_grpc.TimerServiceServicer):
     async def ClearTimers(self, request: pb.ClearTimersRequest, context: Context) -> pb.ClearTimersResponse:
         """See timer_service.proto."""
         with EveryField() as check:
-            _check_names(check, request, "run_id", "node_id", "worker_id")
+            _check_fields(check, request, "run_id", "node_id", "worker_id", "token")
         cleared = self._watchdog.clear_worker(
             request.run_id, request.node_id, request.worker_id, _lease(request), request.token
         )
@@ -331,6 +347,8 @@ class TimerServicer(pb_grpc.TimerServiceServicer):
         self, request: pb.ForgetScopesRequest, context: Context
     ) -> pb.ForgetScopesResponse:
         """See timer_service.proto."""
+        with EveryField() as check:
+            _check_fields(check, request, "run_id", *["scope"] * bool(request.scope))
         forgotten = self._watchdog.forget_scopes(request.run_id, request.scope)
         self._watchdog.arm()
         return pb.ForgetScopesResponse(forgotten=forgotten)
@@ -367,14 +385,13 @@ def _check_worker_id(worker_id: str) -> None:
         raise InvalidField("worker_id", f"must be LOCAL_RANK@ROUND, as in 0@3, not {clip(worker_id, 64)!r}")
 
 
-def _check_names(check: EveryField, request: Message, *fields: str) -> None:
+def _check_fields(check: EveryField, request: Message, *fields: str) -> None:
     for field in fields:
-        check(
-            check_name,
-            field,
-            getattr(request, field),
-            MAX_SCOPE_BYTES if field == "scope" else MAX_NAME_BYTES,
-        )
+        value = getattr(request, field)
+        if field == "token":
+            check(token, field, value)
+        else:
+            check(check_name, field, value, MAX_SCOPE_BYTES if field == "scope" else MAX_NAME_BYTES)
 
 
 def _name(request: pb.AcquireTimerRequest | pb.ReleaseTimerRequest) -> TimerName:
@@ -397,8 +414,7 @@ def _refuse_agent_requests(acquire: pb.Acquire) -> None:
         raise InvalidField("learned_as", "is for agents only and must not be set here")
 
 
-def _states(wanted: Iterable[int]) -> frozenset[TimerState]:
-    numbers = set(wanted)
-    if not numbers <= _STATES.keys():
-        raise InvalidField("states", "must be COUNTING, OFFERED, UNCLAIMED or LEARNING")
-    return frozenset(_STATES[number] for number in numbers)
+def _states(wanted: Sequence[int]) -> frozenset[TimerState]:
+    if len(wanted) > len(_STATES) or not set(wanted) <= _STATES.keys():
+        raise InvalidField("states", "must be some of COUNTING, OFFERED, UNCLAIMED and LEARNING, once each")
+    return frozenset(_STATES[number] for number in wanted)

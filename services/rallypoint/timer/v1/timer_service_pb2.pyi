@@ -723,7 +723,9 @@ Global___Expired: _TypeAlias = Expired  # noqa: Y015
 
 @_typing.final
 class Refused(_message.Message):
-    """Refused reports that an acquire was refused: the worker is not supervised by this timer. The stream continues."""
+    """Refused reports that an acquire was refused: the worker is not supervised by this timer. Or, without `sequence`, that
+    a release or a clear had a name that no timer can have. The stream continues.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -737,7 +739,7 @@ class Refused(_message.Message):
     scope: _builtins.str
     """Scope of the timer, as it was sent."""
     sequence: _builtins.int
-    """Acquire.sequence."""
+    """Acquire.sequence; zero: a release or a clear."""
     reason: _builtins.str
     """Why, for programs: one of the service's reasons, for example "TOO_MANY_TIMERS"."""
     message: _builtins.str
@@ -1204,7 +1206,7 @@ class ListTimersRequest(_message.Message):
     """The next_page_token of the previous page, for the same run_id, node_id and states."""
     @_builtins.property
     def states(self) -> _containers.RepeatedScalarFieldContainer[Global___TimerState.ValueType]:
-        """Only timers in one of these states; any number of entries; empty: all. OFFERED and UNCLAIMED are expired."""
+        """Only timers in one of these states; at most 4 entries; empty: all. OFFERED and UNCLAIMED are expired."""
 
     def __init__(
         self,
