@@ -194,10 +194,17 @@ def test_nodes_that_match_a_filter_are_listed(filter_: dict[str, Any], names: li
         assert found == names
 
 
-def test_a_filter_with_too_many_names_is_refused() -> None:
-    """Each takes a comparison for each node."""
-    wanted = pb.NodeFilter(node_ids=["a"] * 1_001)
-    with pytest.raises(ServiceError, match=r"filter\.node_ids: must have at most 1000 entries"):
+@pytest.mark.parametrize(
+    ("names", "told"),
+    [
+        (["a"] * 1_001, "must have at most 1000 entries"),
+        (["a", "x" * 257], "must have at most 256 bytes, not 257"),
+        ([""], "must not be empty"),
+    ],
+)
+def test_a_filter_with_names_that_no_node_has_or_too_many_is_refused(names: list[str], told: str) -> None:
+    wanted = pb.NodeFilter(node_ids=names)
+    with pytest.raises(ServiceError, match=rf"filter\.node_ids: {told}"):
         NodesPage(pb.ListNodesRequest(filter=wanted))
 
 

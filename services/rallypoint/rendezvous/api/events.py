@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sized
+from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -217,14 +217,20 @@ class EventFilter:
         )
 
 
-def check_entries(field: str, values: Sized) -> None:
-    """Check the length of a list of a filter.
+def check_entries(
+    field: str, values: Collection[Any], check_entry: Callable[[str, Any], None] | None = None
+) -> None:
+    """Check the length of a list of a filter, and each entry.
 
     Raises:
         ServiceError: INVALID_ARGUMENT, naming the field.
     """
     if len(values) > _MOST_ENTRIES:
-        raise invalid(f"filter.{field}", f"must have at most {_MOST_ENTRIES} entries, not {len(values)}")
+        raise invalid(field, f"must have at most {_MOST_ENTRIES} entries, not {len(values)}")
+    with EveryField() as check:
+        for value in values:
+            if check_entry is not None:
+                check(check_entry, field, value)
 
 
 def parse_filter(message: pb.EventFilter) -> EventFilter:
@@ -233,19 +239,10 @@ def parse_filter(message: pb.EventFilter) -> EventFilter:
     Raises:
         ServiceError: INVALID_ARGUMENT, naming the field.
     """
-    for field, values in (
-        ("node_ids", message.node_ids),
-        ("kinds", message.kinds),
-        ("rounds", message.rounds),
-    ):
-        check_entries(field, values)
     with EveryField() as check:
-        for node_id in message.node_ids:
-            check(name, "filter.node_ids", node_id)
-        for kind in message.kinds:
-            check(_check_kind, kind)
-        for round_ in message.rounds:
-            check(count, "filter.rounds", round_, 1)
+        check(check_entries, "filter.node_ids", message.node_ids, name)
+        check(check_entries, "filter.kinds", message.kinds, _check_kind)
+        check(check_entries, "filter.rounds", message.rounds, functools.partial(count, least=1))
         since = check(_time, "since", message.since) if message.HasField("since") else None
         until = check(_time, "until", message.until) if message.HasField("until") else None
     if since is not None and until is not None and since > until:
@@ -255,9 +252,9 @@ def parse_filter(message: pb.EventFilter) -> EventFilter:
     )
 
 
-def _check_kind(kind: int) -> None:
+def _check_kind(field: str, kind: int) -> None:
     if kind == pb.EVENT_KIND_UNSPECIFIED or kind not in pb.EventKind.values():
-        raise invalid("filter.kinds", f"there is no event kind {kind}")
+        raise invalid(field, f"there is no event kind {kind}")
 
 
 def _time(field: str, stamp: Timestamp) -> _Time:

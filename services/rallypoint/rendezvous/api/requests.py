@@ -302,8 +302,8 @@ class NodesPage:
         self._request, wanted = request, request.filter
         with EveryField() as check:
             self._first = check(items_before, request) or 0
-            check(check_entries, "node_ids", wanted.node_ids)
-            check(check_entries, "states", wanted.states)
+            check(check_entries, "filter.node_ids", wanted.node_ids, name)
+            check(check_entries, "filter.states", wanted.states)
         self._node_ids, self._states = frozenset(wanted.node_ids), frozenset(wanted.states)
         self._connected = wanted.connected if wanted.HasField("connected") else None
 

@@ -1704,7 +1704,7 @@ class NodeFilter(_message.Message):
     """True: with a stream open; false: without. Not set: either."""
     @_builtins.property
     def node_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """With one of these names; at most 1,000."""
+        """With one of these names; at most 1,000, of 1 to 256 bytes each."""
 
     @_builtins.property
     def states(self) -> _containers.RepeatedScalarFieldContainer[Global___NodeState.ValueType]:
