@@ -53,6 +53,10 @@ class EveryField:
             self._found += violations
             return None
 
+    def refuse(self, field: str, description: str) -> None:
+        """Add a bad field that the caller has found."""
+        self._found.append((field, description))
+
 
 def name(field: str, value: str) -> None:
     """Check a name: not empty, at most 256 bytes, no control characters.

@@ -78,10 +78,10 @@ async def text(job: FakeJob, **fields: Any) -> bytes:
 
 
 async def refused(job: FakeJob, **fields: Any) -> str:
-    """The field for which a request is refused."""
+    """The fields for which a request is refused."""
     with pytest.raises(ServiceError) as caught:
         await pieces(job, **fields)
-    return caught.value.field_violations[0][0]
+    return " ".join(field for field, _ in caught.value.field_violations)
 
 
 async def test_all_that_is_there_comes_by_worker_and_stream(job: LoggingJob) -> None:
@@ -259,6 +259,12 @@ async def test_who_follows_hears_all_of_it_over_restarts_and_rotation(
         ({"cursors": [pb.LogCursor(local_rank=0)]}, "cursors[0].stream"),
         ({"cursors": [pb.LogCursor(stream=OUT, attempt=1)]}, "cursors[0].attempt"),
         ({"cursors": [pb.LogCursor(stream=OUT, offset=-1)]}, "cursors[0].offset"),
+        ({"cursors": [pb.LogCursor(stream=OUT)] * 5}, "cursors"),
+        (
+            {"stream": 7, "tail_bytes": -1, "cursors": [pb.LogCursor(local_rank=2, offset=-1)] * 2},
+            "tail_bytes stream cursors[0].local_rank cursors[0].stream cursors[0].offset"
+            " cursors[1].local_rank cursors[1].stream cursors[1].offset",
+        ),
     ],
 )
 async def test_a_request_that_makes_no_sense_is_refused(

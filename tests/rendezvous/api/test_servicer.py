@@ -35,6 +35,8 @@ from support.waiting import PATIENCE, until
 Code = grpc.StatusCode
 SERVICE = "rallypoint.rendezvous.v1.RendezvousService"
 SETTINGS = pb.RunSettings(min_nodes=2, max_nodes=2, max_restarts=3)
+CONTRADICTIONS = pb.RunSettings(min_nodes=2, max_nodes=1, max_restarts=10_001, max_restarts_per_node=10_002)
+CONTRADICTIONS.keep_alive_interval.CopyFrom(Duration(seconds=1_201))
 
 
 class NodeStream:
@@ -488,6 +490,14 @@ async def test_a_stream_without_a_word_is_refused(served: Served, monkeypatch: p
                     settings=pb.RunSettings(min_nodes=1, max_nodes=2, last_call_timeout=Duration(seconds=-1)),
                     supervisor_address="a" * 257,
                     role="a\nb",
+                )
+            },
+        ),
+        (
+            "settings.max_nodes settings.keep_alive_interval settings.max_restarts_per_node settings.max_restarts",
+            {
+                "join": pb.JoinRun(
+                    run_id=RUN, node_id="a", address="a", local_world_size=1, settings=CONTRADICTIONS
                 )
             },
         ),

@@ -18,7 +18,7 @@ from rallypoint.agent.logs.watch import FALLBACK_INTERVAL, FileWatch
 from rallypoint.agent.supervisor.operator_actions import workers_of
 from rallypoint.agent.v1 import supervisor_service_pb2 as pb
 from rallypoint.rpc.errors import ServiceError, invalid
-from rallypoint.serving.requests import count
+from rallypoint.serving.requests import EveryField, count
 
 PIECE_BYTES = 256 * 1024
 """Most bytes of a message. Several streams take turns, a piece each."""
@@ -195,14 +195,15 @@ async def _grown(wake: asyncio.Event, readers: Sequence[_StreamReader], *, all_w
 
 
 def _readers(job: Job, request: pb.StreamLogsRequest) -> list[_StreamReader]:
-    count("tail_bytes", request.tail_bytes, 0)
-    if request.stream not in (pb.LOG_STREAM_UNSPECIFIED, *LOG_STREAMS):
-        raise invalid("stream", f"there is no stream {request.stream}")
+    with EveryField() as check:
+        check(count, "tail_bytes", request.tail_bytes, 0)
+        if request.stream not in (pb.LOG_STREAM_UNSPECIFIED, *LOG_STREAMS):
+            check.refuse("stream", f"there is no stream {request.stream}")
+        places = check(_positions, job, request) or {}
     streams = [request.stream] if request.stream else list(LOG_STREAMS)
     local_ranks = list(range(job.config.local_world_size))
     if request.ranks:
         local_ranks = [worker.local_rank for worker in workers_of(job, request.ranks)]
-    places = _positions(job, request)
     return [
         _StreamReader(job, local_rank, stream, places.get((local_rank, stream)), request.tail_bytes)
         for local_rank in local_ranks
@@ -211,17 +212,23 @@ def _readers(job: Job, request: pb.StreamLogsRequest) -> list[_StreamReader]:
 
 
 def _positions(job: Job, request: pb.StreamLogsRequest) -> dict[tuple[int, pb.LogStream.ValueType], _Place]:
+    outputs = len(LOG_STREAMS) * job.config.local_world_size
+    if len(request.cursors) > outputs:
+        raise invalid(
+            "cursors", f"must have at most {outputs} entries, one for each output, not {len(request.cursors)}"
+        )
     places = {}
-    for index, cursor in enumerate(request.cursors):
-        field = f"cursors[{index}]"
-        if not 0 <= cursor.local_rank < job.config.local_world_size:
-            raise invalid(f"{field}.local_rank", f"there is no worker {cursor.local_rank} on this host")
-        if cursor.stream not in LOG_STREAMS:
-            raise invalid(f"{field}.stream", "must be standard output or standard error")
-        if cursor.attempt not in job.base_ranks:
-            raise invalid(f"{field}.attempt", f"there was no attempt {cursor.attempt}")
-        count(f"{field}.offset", cursor.offset, 0)
-        places[cursor.local_rank, cursor.stream] = cursor.attempt, cursor.offset
+    with EveryField() as check:
+        for index, cursor in enumerate(request.cursors):
+            field = f"cursors[{index}]"
+            if not 0 <= cursor.local_rank < job.config.local_world_size:
+                check.refuse(f"{field}.local_rank", f"there is no worker {cursor.local_rank} on this host")
+            if cursor.stream not in LOG_STREAMS:
+                check.refuse(f"{field}.stream", "must be standard output or standard error")
+            if cursor.attempt not in job.base_ranks:
+                check.refuse(f"{field}.attempt", f"there was no attempt {cursor.attempt}")
+            check(count, f"{field}.offset", cursor.offset, 0)
+            places[cursor.local_rank, cursor.stream] = cursor.attempt, cursor.offset
     return places
 
 

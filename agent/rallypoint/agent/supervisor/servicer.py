@@ -19,7 +19,7 @@ from rallypoint.agent.v1 import supervisor_service_pb2 as pb
 from rallypoint.agent.v1 import supervisor_service_pb2_grpc as pb_grpc
 from rallypoint.agent.workers.usage import UsageMeter
 from rallypoint.rpc.durations import to_seconds
-from rallypoint.rpc.errors import ServiceError, invalid
+from rallypoint.rpc.errors import ServiceError
 from rallypoint.rpc.text import one_line
 from rallypoint.server.v1 import server_service_pb2 as server_pb
 from rallypoint.serving.access import caller_of
@@ -269,16 +269,12 @@ def _why_and_run(
         why = check(reason, request.reason) or ""
         check(_run_id, request.run_id)
         if isinstance(request, pb.ReapWorkerRequest) and not request.HasField("rank"):
-            check(_refuse, "rank", "must be set")
+            check.refuse("rank", "must be set")
         if isinstance(request, pb.DrainRequest):
             check(seconds, "grace", request.grace, MOST_SECONDS)
             if request.all_jobs and request.run_id:
-                check(_refuse, "run_id", "must be empty with all_jobs")
+                check.refuse("run_id", "must be empty with all_jobs")
     return why, request.run_id
-
-
-def _refuse(field: str, description: str) -> None:
-    raise invalid(field, description)
 
 
 def _is_running(job: Job) -> Job:

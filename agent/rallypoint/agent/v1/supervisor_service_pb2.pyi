@@ -748,8 +748,8 @@ class StreamLogsRequest(_message.Message):
 
     @_builtins.property
     def cursors(self) -> _containers.RepeatedCompositeFieldContainer[Global___LogCursor]:
-        """Begin at the end of an earlier stream of logs: its latest cursors; any number of entries, the last one of an output
-        counts. The others begin as tail_bytes defines.
+        """Begin at the end of an earlier stream of logs: its latest cursors; at most 2 for each worker of this host, the last
+        one of an output counts. The others begin as tail_bytes defines.
         """
 
     def __init__(

@@ -123,28 +123,29 @@ def run_settings(message: pb.RunSettings) -> RunSettings:
     with EveryField() as check:
         values = {field.name: check(_setting, message, field) for field in fields(RunSettings)}
     settings = RunSettings(**values)  # type: ignore[arg-type]
-    if settings.max_nodes < settings.min_nodes:
-        raise invalid(
-            "settings.max_nodes",
-            f"must be at least min_nodes ({settings.min_nodes}), not {settings.max_nodes}",
-        )
-    if settings.time_to_live > LONGEST_LEASE:
-        raise invalid(
-            "settings.keep_alive_interval",
-            f"times keep_alive_max_attempt ({settings.keep_alive_max_attempt}) is the life of a lease, at most "
-            f"{LONGEST_LEASE:g} s, not {settings.time_to_live:g}",
-        )
     of_run, of_node = settings.max_restarts, settings.max_restarts_per_node
-    if of_node > of_run:
-        raise invalid(
-            "settings.max_restarts_per_node",
-            f"must be at most max_restarts ({of_run}), past which the run ends, not {of_node}",
-        )
-    if of_run > MOST_RESTARTS_KEPT and (settings.restart_window or of_node):
-        raise invalid(
-            "settings.max_restarts",
-            f"must be at most {MOST_RESTARTS_KEPT} with a restart_window or max_restarts_per_node, not {of_run}",
-        )
+    with EveryField() as check:
+        if settings.max_nodes < settings.min_nodes:
+            check.refuse(
+                "settings.max_nodes",
+                f"must be at least min_nodes ({settings.min_nodes}), not {settings.max_nodes}",
+            )
+        if settings.time_to_live > LONGEST_LEASE:
+            check.refuse(
+                "settings.keep_alive_interval",
+                f"times keep_alive_max_attempt ({settings.keep_alive_max_attempt}) is the life of a lease, at most "
+                f"{LONGEST_LEASE:g} s, not {settings.time_to_live:g}",
+            )
+        if of_node > of_run:
+            check.refuse(
+                "settings.max_restarts_per_node",
+                f"must be at most max_restarts ({of_run}), past which the run ends, not {of_node}",
+            )
+        if of_run > MOST_RESTARTS_KEPT and (settings.restart_window or of_node):
+            check.refuse(
+                "settings.max_restarts",
+                f"must be at most {MOST_RESTARTS_KEPT} with a restart_window or max_restarts_per_node, not {of_run}",
+            )
     return settings
 
 
