@@ -39,6 +39,8 @@ def test_an_endpoint_has_one_unmistakable_target(text: str, target: str) -> None
         ("a" * 64 + ":1", "no valid host"),
         ("a.b" * 85 + ":1", "no valid host"),
         ("[localhost]:29400", "no IPv6 address"),
+        ("[fe80::1%" + "x" * 300 + "]:29400", "no IPv6 address"),
+        ("[fe80::1%a\nb]:29400", "no IPv6 address"),
         ("localhost:", "port ''"),
         ("localhost:0", "port '0'"),
         ("localhost:65536", "port '65536'"),

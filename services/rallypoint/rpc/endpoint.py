@@ -318,10 +318,11 @@ def _socket(text: str) -> Endpoint:
 def _host(host: str, text: str) -> str:
     if host.startswith("["):
         address = host.removeprefix("[").removesuffix("]")
-        try:
-            return str(ipaddress.IPv6Address(address))
-        except ValueError:
-            raise EndpointError(f"endpoint {text!r} has no IPv6 address between its brackets") from None
+        # The zone, after a %, is any text for ip_address.
+        found = ip_address(address) if len(address) <= 253 and address.isprintable() else None
+        if not isinstance(found, ipaddress.IPv6Address):
+            raise EndpointError(f"endpoint {text!r} has no IPv6 address between its brackets")
+        return str(found)
     if len(host) > 253 or not _NAME.fullmatch(host):
         raise EndpointError(f"endpoint {text!r} has no valid host name or address, {_EXPECTED}")
     return host

@@ -236,6 +236,7 @@ async def test_who_hurries_a_daemon_has_its_workers_killed(tmp_path: Path) -> No
         ({"health_checks": ["memory:1MiB", "luck"]}, "spec.health_checks", "luck"),
         ({"log_max_size": 5}, "spec.log_max_size", "is too small for a log file"),
         ({"log_keep_files": -1}, "spec.log_keep_files", "is not a whole number"),
+        ({"master_addr": "a\nb"}, "spec.master_addr", "is no name of a host and no address"),
         ({"master_port": 70_000}, "spec.master_port", "is not a port"),
         ({"numa_binding": "moon"}, "spec.numa_binding", "is none of node"),
         ({"launch_id": "x" * 257}, "launch_id", "at most 256 bytes"),

@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 from rallypoint.agent.config.settings import MOST_SECONDS
 from rallypoint.agent.logs.lines import check_line_prefix
 from rallypoint.agent.logs.streams import LEAST_ROTATED, LogError, Redirect
-from rallypoint.rpc.endpoint import SettingError
+from rallypoint.rpc.endpoint import Endpoint, SettingError, parse_endpoint
 from rallypoint.rpc.text import whole_number
 
 Value: TypeAlias = "str | bool | int | float | Path | Sequence[str]"
@@ -173,6 +173,14 @@ def _store(given: _ParserInput) -> str:
 def _some_text(given: _ParserInput) -> str:
     if not given.text:
         raise given.error("is empty")
+    return given.text
+
+
+def _host(given: _ParserInput) -> str:
+    try:
+        parse_endpoint(str(Endpoint(given.text, 1)))
+    except SettingError:
+        raise given.error("is no name of a host and no address") from None
     return given.text
 
 
@@ -355,7 +363,7 @@ OPTIONS: Mapping[str, Option] = {
     "watchdog-timeout": Option("watchdog_timeout", _seconds),
     "stall-after": Option("stall_after", _seconds),
     "virtual-local-rank": Option("virtual_local_rank", _flag, flag=True),
-    "master-addr": Option("master_address", _some_text),
+    "master-addr": Option("master_address", _host),
     "master-port": Option("master_port", _port),
     "store": Option("store", _store),
     "numa-binding": Option("numa_binding", _numa_binding),

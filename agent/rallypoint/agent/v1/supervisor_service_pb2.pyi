@@ -1277,7 +1277,9 @@ class JobSpec(_message.Message):
     numa_binding: _builtins.str
     """Processors of each worker: any of "node", "socket", "exclusive" and "core-complex"; unset: any processor."""
     master_addr: _builtins.str
-    """MASTER_ADDR of every round; any text; unset: the address of the node with group rank 0."""
+    """MASTER_ADDR of every round: a name of a host of at most 253 bytes, or an address; unset: the address of the node with
+    group rank 0.
+    """
     master_port: _builtins.int
     """MASTER_PORT of every round; at most 65,535; 0: a free port of that node."""
     @_builtins.property
