@@ -17,7 +17,7 @@ from rallypoint.agent.workers.usage import Usage
 
 def told(job: FakeJob, launch_id: str = "") -> pb.Job:
     """The job, as it is told."""
-    return job_message(TakenJob(as_job(job), pb.LaunchJobRequest(launch_id=launch_id)))
+    return job_message(TakenJob(as_job(job), launch_id))
 
 
 def test_a_job_is_told_with_its_workers() -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 import pytest
+from google.protobuf.message import Message
 
 from agent.fake_job import FakeJob, as_job, config
 from rallypoint.agent.job.result import JobResult
@@ -64,5 +67,7 @@ def test_the_last_jobs_that_ended_are_remembered_and_all_that_run() -> None:
     taken = jobs.launched("launch-5")
     assert taken is not None
     assert taken.run_id == "run-5"
+    # Not their requests, of up to 4 MiB each.
+    assert not any(isinstance(getattr(taken, each.name), Message) for each in fields(taken))
     assert jobs.launched("") is None
     assert [each.config.run_id for each in jobs.running] == ["early-bird"]

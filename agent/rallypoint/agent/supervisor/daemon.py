@@ -17,7 +17,7 @@ from rallypoint.agent.job.result import FAILED, REFUSED, JobResult
 from rallypoint.agent.logs.streams import LogError
 from rallypoint.agent.spawner.client import Spawner
 from rallypoint.agent.spawner.protocol import SpawnError
-from rallypoint.agent.supervisor.jobs import Jobs, TakenJob
+from rallypoint.agent.supervisor.jobs import Jobs, TakenJob, launch_digest
 from rallypoint.agent.supervisor.servicer import supervisor_registration
 from rallypoint.agent.supervisor.spec import HostSettings, job_config
 from rallypoint.agent.v1 import supervisor_service_pb2 as pb
@@ -116,7 +116,7 @@ class Daemon:
     def _launched(self, request: pb.LaunchJobRequest) -> TakenJob | None:
         """The job that an earlier attempt of this request has launched; None if there is none."""
         former = self.jobs.launched(request.launch_id)
-        if former is not None and former.launch != request:
+        if former is not None and former.digest != launch_digest(request):
             raise ServiceError(
                 grpc.StatusCode.FAILED_PRECONDITION,
                 "LAUNCH_ID_REUSED",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 
 import grpc
@@ -26,11 +27,13 @@ class TakenJob:
 
     Attributes:
         job: the job.
-        launch: the request that launched it; None: it was not launched by a request.
+        launch_id: the launch_id of the request that launched it; empty: it had none, or no request launched the job.
+        digest: the `launch_digest` of that request.
     """
 
     job: Job
-    launch: pb.LaunchJobRequest | None = None
+    launch_id: str = ""
+    digest: bytes = b""
 
     @property
     def run_id(self) -> str:
@@ -38,14 +41,14 @@ class TakenJob:
         return self.job.config.run_id
 
     @property
-    def launch_id(self) -> str:
-        """The launch_id of its request; empty: none."""
-        return self.launch.launch_id if self.launch is not None else ""
-
-    @property
     def running(self) -> bool:
         """True if it has not ended."""
         return self.job.result is None
+
+
+def launch_digest(request: pb.LaunchJobRequest) -> bytes:
+    """Return the digest of a request, which may have 4 MiB and is compared with the next one of its launch_id."""
+    return hashlib.sha256(request.SerializeToString(deterministic=True)).digest()
 
 
 class Jobs:
@@ -57,7 +60,8 @@ class Jobs:
 
     def add(self, job: Job, launch: pb.LaunchJobRequest | None = None) -> None:
         """Add a job; beyond MOST_ENDED, remove the ended jobs that are oldest."""
-        self._taken.append(TakenJob(job, launch))
+        launch = launch or pb.LaunchJobRequest()
+        self._taken.append(TakenJob(job, launch.launch_id, launch_digest(launch)))
         ended = [taken for taken in self._taken if not taken.running]
         for forgotten in ended[:-MOST_ENDED]:
             self._taken.remove(forgotten)
