@@ -218,6 +218,7 @@ async def test_who_hurries_a_daemon_has_its_workers_killed(tmp_path: Path) -> No
         ({"min_nodes": 3, "max_nodes": 2}, "spec.max_nodes", "must be at least min_nodes (3)"),
         ({"min_nodes": -1}, "spec.max_nodes", "both from 1 to 100000"),
         ({"rendezvous_settings": {"join": "1"}}, "spec.rendezvous_settings", "'join' is not a setting"),
+        ({"rendezvous_settings": {"join_timeout": "soon"}}, "spec.rendezvous_settings", "is not a number"),
         ({"rendezvous_endpoint": "here"}, "spec.rendezvous_endpoint", "has no port"),
         ({"rendezvous_endpoint": ""}, "spec.rendezvous_endpoint", "must not be empty"),
         ({"rendezvous_endpoint": "127.0.0.1:1," * 400}, "spec.rendezvous_endpoint", "at most 4096 bytes"),
