@@ -21,12 +21,11 @@ _VARIABLE = (
     (re.compile(r"-{3,}"), "---"),
 )
 # Lines that a slow machine shows, and a fast one does not; one that depends on the sockets that other hosts have left,
-# whose folder is the same here; lines that are broken in another place where a node's name is longer.
+# whose folder is the same here.
 _OPTIONAL = re.compile(
     r"still there: rank|^N warning paused forgiven="
     r"|^N last call:|^N waiting for nodes:|^Traceback|^WARNING: Location|running again"
     r"|no worker reports progress|^logs of this host|^slowest: host"
-    r"|^ended because: NODE_LOST|^(?:for )?N s \(N missed"
 )
 
 

@@ -19,8 +19,11 @@ WIDTH, HEIGHT = 80, 24
 # Seconds, of one command; an installation takes the longest.
 PATIENCE = 600.0
 
-# A host has its own name, its own table of names, and its own folder of sockets. Paths in the output are short.
+# A host has its own name, its own table of names, and its own folder of sockets. Paths in the output are short. Process
+# ids have five digits on every machine: names of nodes contain them, and a shorter name changes the layout of a table.
+_LAST_PID = "/proc/sys/kernel/ns_last_pid"
 _HOST = """\
+echo 9999 >{last_pid}
 hostname {name}
 mount --bind {folder}/hosts /etc/hosts
 mount --bind {folder}/demo /srv && cd /srv
@@ -34,6 +37,8 @@ def why_not() -> str:
     """Return the reason why this machine has no such terminals; "": it has."""
     if lacking := missing("tmux", "git", "openssl"):
         return f"the transcript needs {', '.join(lacking)}"
+    if not Path(_LAST_PID).exists():
+        return f"the transcript needs {_LAST_PID}: Linux with CONFIG_CHECKPOINT_RESTORE"
     return why_no_namespaces()
 
 
@@ -129,10 +134,9 @@ class Hosts:
         self._number += 1
         window = f"{host}-{self._number}"
         script = self._folder / f"{host}.sh"
-        script.write_text(_HOST.format(name=host, folder=self._folder))
-        command = self._network.command(
-            AGENTS if online else host, "unshare", "--uts", "--mount", "bash", str(script)
-        )
+        script.write_text(_HOST.format(name=host, folder=self._folder, last_pid=_LAST_PID))
+        apart = ("unshare", "--uts", "--mount-proc", "--pid", "--fork", "--kill-child")
+        command = self._network.command(AGENTS if online else host, *apart, "bash", str(script))
         environment = clean_environment(PIP_DISABLE_PIP_VERSION_CHECK="1", HOME=str(self._folder))
         for name in ("VIRTUAL_ENV", "TMUX"):
             environment.pop(name, None)
