@@ -11,7 +11,8 @@ from first_hour.page import PAGE, differences, normalized
 from first_hour.scenes import play
 from first_hour.terminals import why_not
 
-README = Path(__file__).parents[2] / "README.md"
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.slow
@@ -40,12 +41,20 @@ def test_output_is_compared_without_what_differs_each_time() -> None:
 
 def test_the_readme_shows_output_of_the_page() -> None:
     """Its ten lines of output are those of the crash with a restart."""
-    (block,) = re.findall(
-        r"^```console\n(\$ pip install[^`]*?crash\.py.*?)^```$",
-        README.read_text(encoding="utf-8"),
-        re.M | re.S,
-    )
+    (block,) = re.findall(r"^```console\n(\$ pip install[^`]*?crash\.py.*?)^```$", README, re.M | re.S)
     page = {normalized(line) for line in PAGE.read_text(encoding="utf-8").splitlines()}
     output = [line for line in block.splitlines() if not line.startswith("$")]
     assert len(output) > 5
     assert [line for line in output if normalized(line) not in page] == []
+
+
+def test_the_readme_shows_the_scripts_of_its_commands() -> None:
+    """Or they exist, or are the reader's own. Those shown are the page's, so that their output is tested."""
+    shown = dict(re.findall(r"^`(\w+\.py)`[^`]*\n\n(```python\n.*?^```$)", README, re.M | re.S))
+    page = PAGE.read_text(encoding="utf-8")
+    assert [name for name, script in shown.items() if script not in page] == []
+    commands = re.findall(r"^```console\n(.*?)^```$", README, re.M | re.S)
+    named = {name for command in commands for name in re.findall(r"[\w/.-]+\.py\b", command)}
+    unknown = {Path(name).name for name in named if not (ROOT / name).exists()} - shown.keys()
+    assert unknown == {"train.py"}
+    assert "`train.py` stands for your own script" in README
