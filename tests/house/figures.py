@@ -218,7 +218,7 @@ def test_lines() -> Figure:
 
 RULES = (
     Rule("hand-written product files", files, 304, 220),
-    Rule("product lines", lines, 65_010, 43_500),
+    Rule("product lines", lines, 65_020, 43_500),
     Rule("product code lines", code_lines, 42_600, 28_500),
     Rule("median file, lines (at least)", median_file, 218, 200, at_least=True),
     Rule("files under 60 lines", small_files, 12, 12),

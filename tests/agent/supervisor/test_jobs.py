@@ -9,7 +9,7 @@ from google.protobuf.message import Message
 
 from agent.fake_job import FakeJob, as_job, config
 from rallypoint.agent.job.result import JobResult
-from rallypoint.agent.supervisor.jobs import MOST_ENDED, Jobs
+from rallypoint.agent.supervisor.jobs import MOST_ENDED, MOST_ENDED_BYTES, Jobs
 from rallypoint.agent.v1 import supervisor_service_pb2 as pb
 from rallypoint.rpc.errors import ServiceError
 
@@ -71,3 +71,7 @@ def test_the_last_jobs_that_ended_are_remembered_and_all_that_run() -> None:
     assert not any(isinstance(getattr(taken, each.name), Message) for each in fields(taken))
     assert jobs.launched("") is None
     assert [each.config.run_id for each in jobs.running] == ["early-bird"]
+    large = pb.LaunchJobRequest(spec=pb.JobSpec(command=["x" * (MOST_ENDED_BYTES // 2)]))
+    for number in range(3):
+        jobs.add(as_job(job(f"large-{number}", over=True)), large)
+    assert [taken.run_id for taken in jobs.latest_first] == ["large-2", "early-bird"]

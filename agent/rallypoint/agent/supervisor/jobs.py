@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from itertools import accumulate
 
 import grpc
 
@@ -19,6 +20,8 @@ from rallypoint.rpc.text import clip
 
 MOST_ENDED = 100
 """Ended jobs that are kept, for callers that request the result of their job late. Each takes some 50 KB."""
+MOST_ENDED_BYTES = 64 * 1024 * 1024
+"""Their requests together: a job keeps its command and environment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +32,13 @@ class TakenJob:
         job: the job.
         launch_id: the launch_id of the request that launched it; empty: it had none, or no request launched the job.
         digest: the `launch_digest` of that request.
+        request_bytes: the size of that request.
     """
 
     job: Job
     launch_id: str = ""
     digest: bytes = b""
+    request_bytes: int = 0
 
     @property
     def run_id(self) -> str:
@@ -59,12 +64,14 @@ class Jobs:
         self._taken = [TakenJob(job) for job in jobs]
 
     def add(self, job: Job, launch: pb.LaunchJobRequest | None = None) -> None:
-        """Add a job; beyond MOST_ENDED, remove the ended jobs that are oldest."""
+        """Add a job; beyond MOST_ENDED or MOST_ENDED_BYTES, remove the ended jobs that are oldest."""
         launch = launch or pb.LaunchJobRequest()
-        self._taken.append(TakenJob(job, launch.launch_id, launch_digest(launch)))
-        ended = [taken for taken in self._taken if not taken.running]
-        for forgotten in ended[:-MOST_ENDED]:
-            self._taken.remove(forgotten)
+        self._taken.append(TakenJob(job, launch.launch_id, launch_digest(launch), launch.ByteSize()))
+        ended = [taken for taken in self.latest_first if not taken.running]
+        sizes = accumulate(taken.request_bytes for taken in ended)
+        for number, (taken, size) in enumerate(zip(ended, sizes, strict=True)):
+            if number >= MOST_ENDED or size > MOST_ENDED_BYTES:
+                self._taken.remove(taken)
 
     @property
     def running(self) -> list[Job]:
