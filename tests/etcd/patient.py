@@ -7,6 +7,7 @@ import time
 
 from rallypoint.etcd.client import EtcdClient
 from rallypoint.etcd.errors import EtcdUnavailable
+from rallypoint.etcd.v1 import kv_pb2
 from rallypoint.etcd.values import Put, Txn
 from rallypoint.rpc.pace import Pace
 from support.waiting import PATIENCE
@@ -26,3 +27,9 @@ async def put(client: EtcdClient, key: bytes, value: bytes = b"") -> None:
             if time.monotonic() - began > PATIENCE:
                 raise
             await asyncio.sleep(0.05)
+
+
+async def compact(client: EtcdClient, revision: int) -> None:
+    """Delete the history before a revision."""
+    request = kv_pb2.CompactionRequest(revision=revision)
+    await client.members.request("/etcdserverpb.KV/Compact", request, kv_pb2.CompactionResponse)

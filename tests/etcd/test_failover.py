@@ -129,7 +129,7 @@ async def test_without_any_member_the_wait_is_bounded(
 async def test_a_member_without_a_leader_refuses_at_once(
     connect: Callable[..., EtcdClient], trio: EtcdCluster
 ) -> None:
-    """Instead of holding each call for its whole time; what it has, it still tells whoever wants no more."""
+    """Instead of holding each call for its whole time."""
     client = connect(trio.url + "?attempt-timeout=30&request-timeout=2", pace=FIRST)
     await put(client, b"a")
     for member in trio.members[1:]:
@@ -142,7 +142,6 @@ async def test_a_member_without_a_leader_refuses_at_once(
             if "can't connect" in str(error) or "no leader" in str(error):
                 break
         assert time.monotonic() - began < PATIENCE
-    assert (await client.get(b"a", serializable=True)).pairs
     for member in trio.members[1:]:
         member.start()
     await put(client, b"b")

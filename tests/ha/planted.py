@@ -146,14 +146,14 @@ def hold_writes(file: Path) -> None:
     held = Held(file)
     transact = EtcdClient.transact
 
-    async def late(self: EtcdClient, txn: Txn, *, timeout: float | None = None) -> Any:
+    async def late(self: EtcdClient, txn: Txn) -> Any:
         if held.mode == "hold" and any(
             isinstance(each, Put) and b"/shards/" in each.key for each in txn.then
         ):
-            held.hold(lambda: transact(self, txn, timeout=timeout))
+            held.hold(lambda: transact(self, txn))
             await asyncio.sleep(_SILENCE)
             raise EtcdUnavailable("no answer came")
-        return await transact(self, txn, timeout=timeout)
+        return await transact(self, txn)
 
     EtcdClient.transact = late  # type: ignore[method-assign]
 

@@ -84,13 +84,13 @@ class LeasedClient(EtcdClient):
         self._marks = Keys(address.prefix).space(0) + HIGH_WATER
         self._lasting_lease = 0
 
-    async def transact(self, txn: Txn, *, timeout: float | None = None) -> TxnResult:
+    async def transact(self, txn: Txn) -> TxnResult:
         """As EtcdClient."""
         if not self._lasting_lease and any(_begins(each.key, self._marks) for each in txn.then):
             self._lasting_lease = await self._have_lasting_lease()
         leased = on_lease(txn, self.lease, self._marks, self._lasting_lease)
         try:
-            return await super().transact(leased, timeout=timeout)
+            return await super().transact(leased)
         except EtcdRefused as error:
             if error.reason is Reason.LEASE_NOT_FOUND:
                 self._lasting_lease = 0  # the missing lease may be this one: the next owner gets another

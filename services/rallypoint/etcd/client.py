@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 
 from rallypoint.etcd.cluster import EtcdChannel, Members
@@ -82,7 +81,7 @@ async def read_pages(members: Members, request: kv_pb2.RangeRequest) -> Snapshot
     The whole read has no time limit, because its size has none; the time without any page has one.
 
     Raises:
-        Compacted: The requested revision is compacted.
+        Compacted: etcd compacts each revision while it is read.
         EtcdUnavailable: No member replied in time, not even with a single key.
         EtcdRefused: etcd refused the request.
     """
@@ -92,7 +91,7 @@ async def read_pages(members: Members, request: kv_pb2.RangeRequest) -> Snapshot
             return await _read(members, request)
         except Compacted:
             reads += 1
-            if request.revision or reads == _MOST_READS:
+            if reads == _MOST_READS:
                 raise
 
 
@@ -106,13 +105,11 @@ async def _read(members: Members, request: kv_pb2.RangeRequest) -> Snapshot:
     while True:
         page.limit = sizes.keys
         try:
-            # A member can return its own data without a leader.
             response = await members.request(
                 "/etcdserverpb.KV/Range",
                 page,
                 kv_pb2.RangeResponse,
                 timeout=alone if page.limit == 1 else members.attempt_timeout,
-                leader=not page.serializable,
             )
         except (EtcdRefused, EtcdUnavailable) as error:
             if page.limit == 1 or not _may_be_for_its_size(error):
@@ -140,22 +137,18 @@ def _may_be_for_its_size(error: EtcdRefused | EtcdUnavailable) -> bool:
 class EtcdClient:
     """Calls any member of the cluster that replies. An async context manager; close it when done."""
 
-    def __init__(
-        self, address: EtcdAddress, *, pace: Pace | None = None, request_timeout: float | None = None
-    ) -> None:
+    def __init__(self, address: EtcdAddress, *, pace: Pace | None = None) -> None:
         """Create a client; it connects when first used.
 
         Args:
             address: The cluster.
             pace: Clock, sleep and randomness.
-            request_timeout: Seconds for a request over all members, instead of the address's.
 
         Raises:
             TLSFileError: A TLS file is missing, unusable or does not match.
         """
         self.address = address
-        timeout = address.request_timeout if request_timeout is None else request_timeout
-        self.members = Members(address, pace or Pace(), timeout)
+        self.members = Members(address, pace or Pace())
 
     async def __aenter__(self) -> EtcdClient:
         return self
@@ -163,40 +156,24 @@ class EtcdClient:
     async def __aexit__(self, *_error: object) -> None:
         await self.close()
 
-    async def get(
-        self,
-        key: bytes,
-        end: bytes = b"",
-        *,
-        revision: int = 0,
-        keys_only: bool = False,
-        serializable: bool = False,
-    ) -> Snapshot:
-        """Read a key, or all from it up to, and excluding, `end`, at one revision, in as many pages as needed.
+    async def get(self, key: bytes, end: bytes = b"", *, keys_only: bool = False) -> Snapshot:
+        """Read a key, or all from it up to, and excluding, `end`, at one revision, the newest; linearizably.
 
         Args:
             key: The key, or the first.
             end: End of the range, exclusive (`prefix_end`); empty: the key alone.
-            revision: Revision to read at; 0: the newest, linearizably.
             keys_only: Leave the values out.
-            serializable: Read the member's own data, which may be old, but costs no round among members.
 
         Raises:
-            Compacted: `revision` is compacted.
+            Compacted: etcd compacts each revision while it is read.
             EtcdUnavailable: No member replied in time.
             EtcdRefused: etcd refused it, for example because the user may not read there.
         """
-        request = kv_pb2.RangeRequest(
-            key=key, range_end=end, revision=revision, keys_only=keys_only, serializable=serializable
-        )
+        request = kv_pb2.RangeRequest(key=key, range_end=end, keys_only=keys_only)
         return await read_pages(self.members, request)
 
-    async def transact(self, txn: Txn, *, timeout: float | None = None) -> TxnResult:
+    async def transact(self, txn: Txn) -> TxnResult:
         """Send a transaction, once.
-
-        Args:
-            txn: The transaction.
-            timeout: Seconds, instead of the client's.
 
         Raises:
             EtcdUnavailable: The outcome is unknown, unless `unsent` is set: it may have been done, or be done later.
@@ -205,7 +182,7 @@ class EtcdClient:
         """
         path = "/etcdserverpb.KV/Txn"
         answer = kv_pb2.TxnResponse
-        return from_txn(await self.members.request(path, to_txn(txn), answer, timeout=timeout, once=True))
+        return from_txn(await self.members.request(path, to_txn(txn), answer, once=True))
 
     async def grant(self, ttl: int) -> tuple[int, float]:
         """Create a lease. If the reply is lost, the lease expires by itself.
@@ -286,24 +263,13 @@ class EtcdClient:
         Args:
             key: The key, or the first.
             end: End of the range, exclusive; empty: the key alone.
-            revision: The first revision to return: `snapshot.revision + 1` after a `get`. 0: from now on.
+            revision: The first revision to return: `snapshot.revision + 1` after a `get`.
 
         Raises:
             Compacted: Changes that are still needed were compacted: read everything again, and watch from there.
             EtcdRefused: etcd refused it, for example because the user may not read there.
         """
         return watch(self.members, key, end, revision)
-
-    async def compact(self, revision: int) -> None:
-        """Delete the history before a revision, for all users of the cluster. A compacted revision is no error.
-
-        Raises:
-            EtcdUnavailable: No member replied in time.
-            EtcdRefused: etcd refused it, for example because the user may not do it.
-        """
-        request = kv_pb2.CompactionRequest(revision=revision)
-        with suppress(Compacted):
-            await self.members.request("/etcdserverpb.KV/Compact", request, kv_pb2.CompactionResponse)
 
     async def close(self) -> None:
         """End every call, watch and connection."""

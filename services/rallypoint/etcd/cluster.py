@@ -285,13 +285,12 @@ _REQUIRE_LEADER = ("hasleader", "true")
 class Members:
     """Connections to all members. One of them is called until it fails; then all callers use the next."""
 
-    def __init__(self, address: EtcdAddress, pace: Pace, request_timeout: float) -> None:
+    def __init__(self, address: EtcdAddress, pace: Pace) -> None:
         """Create the connections; they connect when first used.
 
         Args:
             address: The members.
             pace: Clock, sleep and randomness.
-            request_timeout: Seconds for a request over all of them.
 
         Raises:
             TLSFileError: a TLS file is missing, unusable or does not match.
@@ -299,8 +298,8 @@ class Members:
         credentials = Credentials(address.tls)
         self.connections = [EtcdChannel(endpoint, credentials) for endpoint in address.endpoints]
         self.pace = pace
-        self.request_timeout = request_timeout
-        self.attempt_timeout = min(request_timeout, address.attempt_timeout)
+        self.request_timeout = address.request_timeout
+        self.attempt_timeout = min(address.request_timeout, address.attempt_timeout)
         self.tokens = Tokens(address.user, address.password)
         # Not all clients of a cluster begin with its first member.
         self._current = int(pace.draw() * len(self.connections)) % len(self.connections)
@@ -322,7 +321,6 @@ class Members:
         answer: type[_Answer],
         *,
         timeout: float | None = None,
-        leader: bool = True,
         once: bool = False,
     ) -> _Answer:
         """Call a method, and again until a member replies.
@@ -332,7 +330,6 @@ class Members:
             request: Its argument.
             answer: Type of its response.
             timeout: Seconds, instead of the client's.
-            leader: True if a member that has no leader must refuse.
             once: True for a method that may not be repeated: send it once, to a member that is connected.
 
         Raises:
@@ -344,9 +341,7 @@ class Members:
             connection = self.current
             try:
                 await connection.ready(attempts.timeout())
-                return await self.call(
-                    connection, path, request, answer, timeout=attempts.timeout(), leader=leader
-                )
+                return await self.call(connection, path, request, answer, timeout=attempts.timeout())
             except EtcdUnavailable as error:
                 if once and not error.unsent:
                     self.move_on(connection)

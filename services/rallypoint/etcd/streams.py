@@ -80,7 +80,7 @@ class Position:
     """The progress of a watch, and the changes that may be returned."""
 
     def __init__(self, revision: int) -> None:
-        """`revision`: the first whose changes are returned; 0: the next when the watch begins."""
+        """`revision`: the first whose changes are returned."""
         self.next_revision = revision
         self._held: list[Change] = []
 
@@ -95,7 +95,10 @@ class Position:
         returned, it would have to be returned twice.
         """
         if not response.events:
-            self._progress(response)
+            if not response.created and response.watch_id >= 0:
+                # All changes up to there were sent, so that their compaction does not matter. The reply to our own
+                # request (-1) means the same, but servers before 3.5.8 send it before the last changes.
+                self.next_revision = max(self.next_revision, response.header.revision + 1)
             return []
         changes = self._held + from_events(response.events)
         self._held = []
@@ -106,16 +109,6 @@ class Position:
         if changes:
             self.next_revision = changes[-1].revision + 1
         return changes
-
-    def _progress(self, response: watch_pb2.WatchResponse) -> None:
-        revision = response.header.revision
-        if response.created:
-            if self.next_revision == 0:
-                self.next_revision = revision + 1
-        elif response.watch_id >= 0:
-            # All changes up to there were sent, so that their compaction does not matter. The reply to our own
-            # request (-1) means the same, but servers before 3.5.8 send it before the last changes.
-            self.next_revision = max(self.next_revision, revision + 1)
 
 
 async def watch(

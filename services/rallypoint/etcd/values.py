@@ -84,11 +84,9 @@ class Delete:
 
 @dataclass(frozen=True, slots=True)
 class Get:
-    """Reads a key, or the keys from it up to, and excluding, `end`; at most `limit` of them if that is not 0."""
+    """Reads a key."""
 
     key: bytes
-    end: bytes = b""
-    limit: int = 0
     keys_only: bool = False
 
 
@@ -190,7 +188,5 @@ def _to_operation(operation: Operation) -> kv_pb2.RequestOp:
     if isinstance(operation, Delete):
         delete = kv_pb2.DeleteRangeRequest(key=operation.key, range_end=operation.end)
         return kv_pb2.RequestOp(request_delete_range=delete)
-    get = kv_pb2.RangeRequest(
-        key=operation.key, range_end=operation.end, limit=operation.limit, keys_only=operation.keys_only
-    )
+    get = kv_pb2.RangeRequest(key=operation.key, keys_only=operation.keys_only)
     return kv_pb2.RequestOp(request_range=get)

@@ -13,6 +13,7 @@ from pathlib import Path
 import grpc
 import pytest
 
+from etcd.patient import compact
 from rallypoint.etcd.client import EtcdClient
 from rallypoint.etcd.endpoint import parse_address
 from rallypoint.etcd.errors import EtcdRefused, Reason
@@ -53,7 +54,7 @@ class Filled:
     async def make_room(self) -> None:
         """As the docs tell an operator to."""
         await self.client.transact(Txn([], [Delete(_FILLING, _FILLING[:-1] + b"0")]))
-        await self.client.compact((await self.client.get(b"/nothing")).revision)
+        await compact(self.client, (await self.client.get(b"/nothing")).revision)
         for command in (["defrag"], ["alarm", "disarm"]):
             await asyncio.to_thread(self._etcdctl, *command)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import pytest
@@ -227,7 +228,7 @@ async def test_waiting_for_other_work_of_the_process_is_no_reason_to_refuse(
 
 async def test_without_etcd_nothing_is_told(address: EtcdAddress) -> None:
     """Not even what was read a moment ago: it may be old by now."""
-    async with EtcdClient(address, request_timeout=3.0) as client:
+    async with EtcdClient(replace(address, request_timeout=3.0)) as client:
         readers = Readers(client, address.prefix)
         assert await readers.values(0) == []
         await client.close()

@@ -61,7 +61,7 @@ class LossyClient(EtcdClient):
         """Decide on the fates of what is sent from now on."""
         self.fate, self._count, self.sent = fate, 0, []
 
-    async def transact(self, txn: Txn, *, timeout: float | None = None) -> TxnResult:
+    async def transact(self, txn: Txn) -> TxnResult:
         """As the client's, but for what becomes of it."""
         fate = self.fate(self._count)
         self._count += 1
@@ -71,7 +71,7 @@ class LossyClient(EtcdClient):
             raise Killed
         if fate is Fate.REQUEST_LOST:
             raise EtcdUnavailable("lost")
-        result = await super().transact(txn, timeout=timeout)
+        result = await super().transact(txn)
         if self.hold is not None:
             self.done.set()
             await self.hold.wait()
