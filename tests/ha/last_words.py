@@ -8,8 +8,9 @@ from ha.cluster import Cluster
 from ha.history import Fact, History
 from rallypoint.etcd.client import EtcdClient
 from rallypoint.etcd.endpoint import parse_address
+from rallypoint.rendezvous.base.cooperative import finish
 from rallypoint.rendezvous.cluster.keys import Keys
-from rallypoint.rendezvous.journal.etcd.reading import read_space
+from rallypoint.rendezvous.journal.etcd.reading import interpret, read_pairs
 
 
 async def read_facts(cluster: Cluster, history: History, runs: Collection[str]) -> int:
@@ -22,7 +23,7 @@ async def read_facts(cluster: Cluster, history: History, runs: Collection[str]) 
     async with EtcdClient(parse_address(f"etcd://{','.join(cluster.etcd.endpoints)}/ha")) as client:
         for run_id in runs:
             space = Keys("/ha").space(await cluster.shard(run_id))
-            for record in (await read_space(client, space)).recovered.records:
+            for record in finish(interpret(space, await read_pairs(client, space))).recovered.records:
                 if record.run_id == run_id:
                     history.add(Fact(run_id, record.revision, record.content.hex()))
                     count += 1

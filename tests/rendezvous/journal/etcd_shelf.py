@@ -13,10 +13,11 @@ from rallypoint.etcd.endpoint import parse_address
 from rallypoint.etcd.errors import EtcdUnavailable
 from rallypoint.etcd.session import Session
 from rallypoint.etcd.values import CreateRevision, Delete, Put, Txn, TxnResult, prefix_end
+from rallypoint.rendezvous.base.cooperative import finish
 from rallypoint.rendezvous.journal.etcd.journal import EtcdJournal
 from rallypoint.rendezvous.journal.etcd.keys import JournalLocation, Owner
 from rallypoint.rendezvous.journal.etcd.pool import CommitPool
-from rallypoint.rendezvous.journal.etcd.reading import SpaceRead, read_space
+from rallypoint.rendezvous.journal.etcd.reading import JournalSpace, interpret, read_pairs
 from rallypoint.rpc.pace import Pace
 
 TTL = 60.0
@@ -121,9 +122,9 @@ class EtcdShelf:
         await journal.open()
         return journal
 
-    async def read(self) -> SpaceRead:
+    async def read(self) -> JournalSpace:
         """What is there, as another replica reads it."""
-        return await read_space(self.client, self.place.space)
+        return finish(interpret(self.place.space, await read_pairs(self.client, self.place.space)))
 
     async def snapshot(self) -> dict[bytes, tuple[bytes, int]]:
         """All keys of the journal and their values, and when they were written."""

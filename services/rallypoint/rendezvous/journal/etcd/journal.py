@@ -25,7 +25,7 @@ from rallypoint.rendezvous.journal.etcd.commit import (
 from rallypoint.rendezvous.journal.etcd.fence import Fence, unusable
 from rallypoint.rendezvous.journal.etcd.keys import JournalLocation, Owner
 from rallypoint.rendezvous.journal.etcd.pool import CommitPool
-from rallypoint.rendezvous.journal.etcd.reading import VERSION, read_owned
+from rallypoint.rendezvous.journal.etcd.reading import VERSION, interpret, read_pairs
 from rallypoint.rendezvous.journal.journal import Entry, JournalError, OwnershipLost, Recovered
 from rallypoint.rpc.pace import Pace
 
@@ -98,7 +98,9 @@ class EtcdJournal:
         try:
             await self._fence.claim(self._owner)
             # Read after the claim: a commit of a previous owner is in it, or will never take effect.
-            space = await read_owned(self._client, self._location.space, self._runner)
+            prefix = self._location.space
+            pairs = await read_pairs(self._client, prefix)
+            space = await self._runner.carry_out(interpret(prefix, pairs))
             self._contents, self._head = space.contents, space.head
             self._fence.head_revision = space.head_revision
             if space.unfinished:

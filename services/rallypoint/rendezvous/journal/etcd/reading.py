@@ -10,7 +10,7 @@ from google.protobuf.message import DecodeError
 from rallypoint.etcd.client import EtcdClient
 from rallypoint.etcd.values import KeyValue, Put, prefix_end
 from rallypoint.journal.v1.etcd_pb2 import EtcdCheckpoint, EtcdHead, EtcdRecordPack
-from rallypoint.rendezvous.base.cooperative import CooperativeRunner, Work, finish
+from rallypoint.rendezvous.base.cooperative import Work
 from rallypoint.rendezvous.base.entries import StoreChange
 from rallypoint.rendezvous.journal.etcd.commit import Change, SpaceContents, unstage
 from rallypoint.rendezvous.journal.etcd.keys import (
@@ -40,28 +40,15 @@ VERSION = 1
 """Version of the layout of a space's keys."""
 
 
-@dataclass(frozen=True, slots=True)
-class SpaceRead:
-    """A journal as read by a process that doesn't own it.
+@dataclass(slots=True)
+class JournalSpace:
+    """A journal as read.
 
     Attributes:
         recovered: Its contents, all of them durable.
-        head_revision: Changes with every commit; 0: there never was one.
-    """
-
-    recovered: Recovered
-    head_revision: int
-
-
-@dataclass(slots=True)
-class JournalSpace:
-    """A journal as read by its owner.
-
-    Attributes:
-        recovered: Its contents.
         contents: The state that the next commit needs.
         head: The present head; a new one, if there is none.
-        head_revision: Its mod_revision; 0: there is none.
+        head_revision: Its mod_revision, which changes with every commit; 0: there is none.
         unfinished: Changes of a durable commit that are not yet written to their own keys.
         abandoned: True if there are staged parts of no commit.
     """
@@ -74,35 +61,13 @@ class JournalSpace:
     abandoned: bool = False
 
 
-async def read_space(client: EtcdClient, space: bytes) -> SpaceRead:
-    """Return the contents of a journal, linearizably: with every commit acknowledged before this call.
-
-    For occasional reads: parsing blocks the event loop until it is done.
-
-    Args:
-        client: Client of the etcd.
-        space: Prefix of the journal's keys.
-
-    Raises:
-        JournalError: It is damaged, or of a newer version.
-        EtcdError: It can't be read.
-    """
-    found = finish(interpret(space, await read_pairs(client, space)))
-    return SpaceRead(found.recovered, found.head_revision)
-
-
-async def read_owned(client: EtcdClient, space: bytes, runner: CooperativeRunner) -> JournalSpace:
-    """Return the same for its owner; parsed cooperatively, so that the event loop keeps running."""
-    return await runner.carry_out(interpret(space, await read_pairs(client, space)))
-
-
 async def read_pairs(client: EtcdClient, space: bytes) -> Sequence[KeyValue]:
     """Return the keys of a space in order, linearizably, as of one revision; raise EtcdError if that fails."""
     return (await client.get(space, prefix_end(space))).pairs
 
 
 async def head_revision(client: EtcdClient, space: bytes) -> int:
-    """Return the present `SpaceRead.head_revision`, unchanged without a commit; raise EtcdError if that fails."""
+    """Return the present `JournalSpace.head_revision`, unchanged without a commit; raise EtcdError if that fails."""
     snapshot = await client.get(space + HEAD, keys_only=True)
     return snapshot.pairs[0].mod_revision if snapshot.pairs else 0
 
