@@ -3,39 +3,47 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Hashable
 
 import pytest
 
 from rallypoint.rendezvous.cluster import rebalance_log
-from rallypoint.rendezvous.cluster.rebalance_log import RebalanceBatch, RebalanceBatches
+from rallypoint.rendezvous.cluster.ownership import MoveReason
+from rallypoint.rendezvous.cluster.rebalance_log import (
+    ClaimedShards,
+    RebalanceBatch,
+    RebalanceLog,
+    ReleasedShards,
+)
 from support.waiting import PATIENCE
+
+CAME = ClaimedShards(None, MoveReason.PREFERRED)
+WENT = ReleasedShards(None, MoveReason.DRAIN, declined=False)
 
 
 async def test_a_wave_is_told_of_once_when_it_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
     """With what it was in all; what is not alike is another wave."""
     monkeypatch.setattr(rebalance_log, "QUIET", 0.05)
     monkeypatch.setattr(rebalance_log, "LONGEST", 3600.0)
-    told: asyncio.Queue[tuple[Hashable, RebalanceBatch]] = asyncio.Queue()
-    both = RebalanceBatches(lambda alike, batch: told.put_nowait((alike, batch)))
+    told: asyncio.Queue[tuple[object, RebalanceBatch]] = asyncio.Queue()
+    both = RebalanceLog(lambda alike, batch: told.put_nowait((alike, batch)))
     for number in range(64):
-        both.add("came", runs=2, seconds=number / 100)
-    both.add("went", runs=5)
+        both.add(CAME, runs=2, seconds=number / 100)
+    both.add(WENT, runs=5, seconds=0.0)
     assert told.empty()
     async with asyncio.timeout(PATIENCE):
-        assert await told.get() == ("came", RebalanceBatch(64, 128, 0.63))
-        assert await told.get() == ("went", RebalanceBatch(1, 5, 0.0))
-    both.add("came", runs=1)
+        assert await told.get() == (CAME, RebalanceBatch(64, 128, 0.63))
+        assert await told.get() == (WENT, RebalanceBatch(1, 5, 0.0))
+    both.add(CAME, runs=1, seconds=0.0)
     async with asyncio.timeout(PATIENCE):
-        assert await told.get() == ("came", RebalanceBatch(1, 1, 0.0))
+        assert await told.get() == (CAME, RebalanceBatch(1, 1, 0.0))
 
 
 async def test_a_wave_without_end_is_told_of_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rebalance_log, "QUIET", 3600.0)
     monkeypatch.setattr(rebalance_log, "LONGEST", 0.05)
     told: asyncio.Queue[RebalanceBatch] = asyncio.Queue()
-    endless = RebalanceBatches(lambda alike, batch: told.put_nowait(batch))
-    endless.add("came", runs=1)
+    endless = RebalanceLog(lambda alike, batch: told.put_nowait(batch))
+    endless.add(CAME, runs=1, seconds=0.0)
     async with asyncio.timeout(PATIENCE):
         assert await told.get() == RebalanceBatch(1, 1, 0.0)
 
@@ -43,8 +51,8 @@ async def test_a_wave_without_end_is_told_of_all_the_same(monkeypatch: pytest.Mo
 async def test_what_was_not_told_yet_is_told_at_the_end() -> None:
     """Once."""
     told: list[RebalanceBatch] = []
-    ended = RebalanceBatches(lambda alike, batch: told.append(batch))
-    ended.add("came", runs=1)
+    ended = RebalanceLog(lambda alike, batch: told.append(batch))
+    ended.add(CAME, runs=1, seconds=0.0)
     ended.end()
     ended.end()
     assert told == [RebalanceBatch(1, 1, 0.0)]

@@ -19,7 +19,7 @@ from rallypoint.rendezvous.cluster.ownership import (
     ReplicaState,
     declined_until,
 )
-from rallypoint.rendezvous.cluster.rebalance_log import RebalanceLog
+from rallypoint.rendezvous.cluster.rebalance_log import ClaimedShards, RebalanceLog, ReleasedShards
 from rallypoint.rendezvous.cluster.view import Cluster
 from rallypoint.rendezvous.journal.etcd.keys import OwnedElsewhere, Owner
 from rallypoint.rendezvous.journal.journal import JournalError
@@ -241,7 +241,8 @@ class ShardManager:
             self.drop_lost_shards()
             _log.debug("shard claimed", shard=number, why=claim.why.value)
             before, seconds = self._cluster.before.get(number), self._clock() - free_since
-            self._rebalance_log.claimed(before, claim.why, shard.engine.run_count, seconds)
+            moved = ClaimedShards(before, claim.why)
+            self._rebalance_log.add(moved, runs=shard.engine.run_count, seconds=seconds)
             if (early := self._broken_early.pop(number, None)) is not None:
                 self._broke(number, early)
         finally:
@@ -291,7 +292,8 @@ class ShardManager:
             )
             if not self.finished:
                 declined = owner is None and move.to is not None and self._others()
-                self._rebalance_log.released(owner, move.why, runs, self._clock() - began, declined=declined)
+                moved = ReleasedShards(owner, move.why, declined)
+                self._rebalance_log.add(moved, runs=runs, seconds=self._clock() - began)
             if owner is None or owner.replica != move.to:
                 times = self._declined[number].times + 1 if number in self._declined else 1
                 self._declined[number] = _Trouble(times, declined_until(times, self._clock(), self._moves))
