@@ -140,9 +140,6 @@ class RemoteReader:
             NotOwner: It is large, changes all the time, and has an owner to be used instead.
             JournalError: Its contents can't be read by this version.
         """
-        return await self._read_shard(shard)
-
-    async def _read_shard(self, shard: int) -> RunReader:
         read = self._reads.get(shard)
         if read is None:
             read = self._reads[shard] = SharedRead(partial(self._read, shard))
@@ -175,7 +172,7 @@ class RemoteReader:
             async with room:
                 # No await between the mark and joining the read: the shared read takes the mark as it begins.
                 self._not_refused.add(shard)
-                found[shard] = await self._read_shard(shard)
+                found[shard] = await self.reader(shard)
 
         await asyncio.gather(*(read(shard) for shard in wanted if shard not in found))
         return found

@@ -69,7 +69,6 @@ class MoveReason(Enum):
     NOT_CLAIMED = "the preferred replicas did not claim it in time"
     BALANCE = "another replica is preferred"
     DRAIN = "this replica drains"
-    STRAY = "owned, but not served"
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +124,6 @@ class DeleteOwnerKey:
     """Delete our owner key of a shard that we don't serve."""
 
     shard: int
-    why: MoveReason = MoveReason.STRAY
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,20 +146,10 @@ def decide(standing: ReplicaState, now: float, moves: MoveSettings) -> Decision:
     if standing.draining:
         actions += _drain(standing, moves)
         return Decision(actions, None)
-    order = _Order(standing.live)
-    actions += _claims(standing, now, moves, order, later)
-    actions += _balance(standing, now, moves, order, later)
+    live = frozenset(standing.live)
+    actions += _claims(standing, now, moves, live, later)
+    actions += _balance(standing, now, moves, live, later)
     return Decision(actions, min(later, default=None))
-
-
-class _Order:
-    """The preferences among the live replicas."""
-
-    def __init__(self, live: Collection[str]) -> None:
-        self._live = frozenset(live)
-
-    def of(self, shard: int) -> Sequence[str]:
-        return _preference(shard, self._live)
 
 
 @lru_cache(maxsize=16_384)
@@ -171,16 +159,16 @@ def _preference(shard: int, live: frozenset[str]) -> Sequence[str]:
 
 
 def _claims(
-    standing: ReplicaState, now: float, moves: MoveSettings, order: _Order, later: list[float]
+    standing: ReplicaState, now: float, moves: MoveSettings, live: frozenset[str], later: list[float]
 ) -> Sequence[Claim]:
     claims: list[Claim] = []
-    if standing.name not in standing.live:
+    if standing.name not in live:
         return claims  # this replica is not registered yet
     room = moves.claims - len(standing.claiming)
     for shard in sorted(standing.free):
         if shard in standing.serving or shard in standing.claiming or shard in standing.leaving:
             continue
-        turn = order.of(shard).index(standing.name)
+        turn = _preference(shard, live).index(standing.name)
         # `live` may have changed after the shard became free: the replicas before us have had their time only since
         # then.
         begin = standing.free[shard] if turn == 0 else max(standing.free[shard], standing.live_since)
@@ -193,12 +181,12 @@ def _claims(
 
 
 def _balance(
-    standing: ReplicaState, now: float, moves: MoveSettings, order: _Order, later: list[float]
+    standing: ReplicaState, now: float, moves: MoveSettings, live: frozenset[str], later: list[float]
 ) -> Sequence[HandOver]:
     hand_overs: list[HandOver] = []
     room = moves.balancing - len(standing.leaving)
     for shard in sorted({*standing.serving} - {*standing.leaving}):
-        preferred = order.of(shard)[0] if standing.live else standing.name
+        preferred = _preference(shard, live)[0] if live else standing.name
         if preferred == standing.name:
             continue
         due = max(standing.live_since + moves.settle, standing.declined.get(shard, now))
