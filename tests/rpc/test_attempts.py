@@ -9,6 +9,7 @@ from rallypoint.rpc.backoff import FIRST_BACKOFF, LONGEST_BACKOFF
 from rallypoint.rpc.calls import Attempts
 from rallypoint.rpc.errors import ServiceError
 from rallypoint.rpc.pace import Pace
+from rallypoint.rpc.replica_client import ReplicaClient
 
 
 class Timeline:
@@ -24,7 +25,7 @@ class Timeline:
 
     def attempts(self, timeout: float, draw: float = 0.5) -> Attempts:
         pace = Pace(clock=lambda: self.now, sleep=self.sleep, draw=lambda: draw)
-        return Attempts(pace, timeout, "store")
+        return Attempts(pace, timeout, "store", ReplicaClient("unix:/nowhere"))
 
 
 def gone(retry_after: float | None = None) -> ServiceError:

@@ -13,7 +13,6 @@ from rallypoint.rpc.errors import GONE, MOVED, UNHEARD, ServiceError, decode
 from rallypoint.rpc.logs import get_logger
 from rallypoint.rpc.pace import Pace
 from rallypoint.rpc.replica_client import ReplicaClient, ReplicaConnection
-from rallypoint.rpc.selector import ReplicaSearch
 
 _LOG_AFTER = 10.0  # seconds without a reply after which the client logs the reason
 
@@ -26,17 +25,17 @@ _log = get_logger(__name__)
 class Attempts:
     """The attempts at one call."""
 
-    def __init__(self, pace: Pace, timeout: float, service: str, client: ReplicaClient | None = None) -> None:
+    def __init__(self, pace: Pace, timeout: float, service: str, client: ReplicaClient) -> None:
         """Begin.
 
         Args:
             pace: Clock, sleep and randomness.
             timeout: Seconds from now in which attempts are made.
             service: Name of the service, one word: "store" gives the reason STORE_UNAVAILABLE at the end.
-            client: Client of the service's replicas; None: one fixed address.
+            client: Client of the service's replicas.
         """
         self._replicas = client
-        self._search: ReplicaSearch | None = client.search() if client is not None else None
+        self._search = client.search()
         self._pace = pace
         self._timeout = timeout
         self._service = service
@@ -54,8 +53,6 @@ class Attempts:
         Raises:
             ServiceError: There is no connection; see ReplicaClient.connect.
         """
-        assert self._replicas is not None, "attempts without a replica client"
-        assert self._search is not None
         return await self._replicas.connect(self._search, self.remaining())
 
     async def failed(self, error: ServiceError) -> None:
@@ -68,11 +65,10 @@ class Attempts:
             raise error
         if error.code is not grpc.StatusCode.DEADLINE_EXCEEDED:
             self._last = error.message
-        if self._search is not None and self._search.at_once and self.remaining() > 0:
+        if self._search.at_once and self.remaining() > 0:
             return
         pause = (error.retry_after or 0.0) + self._backoff.next()
-        if self._replicas is not None and self._search is not None:
-            self._replicas.rest(self._search)
+        self._replicas.rest(self._search)
         await self._pace.sleep(min(pause, self.remaining()))
         if self.remaining() <= 0:
             raise ServiceError(
@@ -111,10 +107,6 @@ class RetryingCalls(Generic[_Stub]):
         self._pace = pace
         self._outage_logged = False
 
-    def attempts(self, timeout: float) -> Attempts:
-        """Return the attempts of an operation that begins now; `timeout` in seconds."""
-        return Attempts(self._pace, timeout, self._service, self._replicas)
-
     async def call(
         self,
         pick: Callable[[_Stub], Callable[..., Awaitable[_Response]]],
@@ -137,7 +129,7 @@ class RetryingCalls(Generic[_Stub]):
             ServiceError: See Attempts.failed.
         """
         began = self._pace.clock()
-        attempts = self.attempts(timeout)
+        attempts = Attempts(self._pace, timeout, self._service, self._replicas)
         while True:
             before_attempt()
             try:
