@@ -11,6 +11,7 @@ from typing import Any
 
 from rallypoint.rendezvous.api.errors import translate
 from rallypoint.rendezvous.api.state_servicer import fenced_registration
+from rallypoint.rendezvous.base.cooperative import finish
 from rallypoint.rendezvous.base.limits import StateLimits
 from rallypoint.rendezvous.state.core import SetState
 from rallypoint.rendezvous.state.service import FencedStateService
@@ -39,15 +40,16 @@ def open_states(
     ttl: float = 3600.0,
 ) -> FencedStateService:
     """A service over what the journal holds, as after a restart."""
-    return FencedStateService(
+    states = FencedStateService(
         journal,
         Rounds(check=check_lease),
-        journal.entries(),
         clock=clock or Clock(),
         draw=_draw.randbytes,
         limits=limits,
         ttl=ttl,
     )
+    finish(states.restoring(journal.entries()))
+    return states
 
 
 @asynccontextmanager

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from rallypoint.rendezvous.api.errors import translate
 from rallypoint.rendezvous.api.state_servicer import fenced_registration
+from rallypoint.rendezvous.base.cooperative import finish
 from rallypoint.rendezvous.journal.sqlite import SqliteJournal
 from rallypoint.rendezvous.state.core import SPACE
 from rallypoint.rendezvous.state.service import FencedStateService
@@ -23,7 +24,8 @@ async def serve(journal_path: str, endpoint: str) -> None:
     journal = SqliteJournal(Path(journal_path))
     recovered = await journal.open()
     entries = [entry for entry in recovered.store_entries if entry.round == SPACE]
-    states = FencedStateService(journal, Rounds(), entries, clock=time.monotonic, draw=secrets.token_bytes)
+    states = FencedStateService(journal, Rounds(), clock=time.monotonic, draw=secrets.token_bytes)
+    finish(states.restoring(entries))
     serving = asyncio.create_task(states.serve())
     server = Server(
         ServerOptions(host=endpoint), services=[fenced_registration(home_of(states))], translate=translate

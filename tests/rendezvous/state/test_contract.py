@@ -13,6 +13,7 @@ import pytest
 
 from rallypoint.rendezvous.api.errors import translate
 from rallypoint.rendezvous.api.state_servicer import fenced_registration
+from rallypoint.rendezvous.base.cooperative import finish
 from rallypoint.rendezvous.journal.journal import Journal, MemoryJournal
 from rallypoint.rendezvous.journal.sqlite import SqliteJournal
 from rallypoint.rendezvous.state.client import FencedStateClient
@@ -35,7 +36,8 @@ async def backend_of(journal: Journal, path: str) -> AsyncIterator[FencedStateCl
     """A client of a service over a journal, from its opening to its closing."""
     recovered = await journal.open()
     entries = [entry for entry in recovered.store_entries if entry.round == SPACE]
-    states = FencedStateService(journal, Rounds(), entries, clock=time.monotonic, draw=secrets.token_bytes)
+    states = FencedStateService(journal, Rounds(), clock=time.monotonic, draw=secrets.token_bytes)
+    finish(states.restoring(entries))
     serving = asyncio.create_task(states.serve())
     server = Server(
         ServerOptions(host=f"unix:{path}"),

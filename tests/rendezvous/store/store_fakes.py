@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rallypoint.agent.sockets.store import StoreSocket
 from rallypoint.rendezvous.api.errors import translate
 from rallypoint.rendezvous.api.store_servicer import store_registration
+from rallypoint.rendezvous.base.cooperative import finish
 from rallypoint.rendezvous.base.entries import StoreChange, Writer
 from rallypoint.rendezvous.base.limits import StoreLimits
 from rallypoint.rendezvous.store.client import StoreClient
@@ -127,7 +128,10 @@ def open_store(
     journal: TestJournal, rounds: Rounds | None = None, limits: StoreLimits | None = None
 ) -> StoreService:
     """A service over what the journal holds, as after a restart."""
-    return StoreService(journal, rounds or Rounds(), journal.entries(), limits=limits)
+    store = StoreService(journal, rounds or Rounds(), limits=limits)
+    finish(store.restoring(journal.entries()))
+    store.begin()
+    return store
 
 
 @asynccontextmanager

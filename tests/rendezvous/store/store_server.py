@@ -8,6 +8,7 @@ from pathlib import Path
 
 from rallypoint.rendezvous.api.errors import translate
 from rallypoint.rendezvous.api.store_servicer import store_registration
+from rallypoint.rendezvous.base.cooperative import finish
 from rallypoint.rendezvous.journal.sqlite import SqliteJournal
 from rallypoint.rendezvous.store.service import StoreService
 from rallypoint.rpc.endpoint import ServerOptions
@@ -19,7 +20,9 @@ from rendezvous.store.store_fakes import Rounds
 async def serve(journal_path: str, endpoint: str) -> None:
     journal = SqliteJournal(Path(journal_path))
     recovered = await journal.open()
-    store = StoreService(journal, Rounds(), recovered.store_entries)
+    store = StoreService(journal, Rounds())
+    finish(store.restoring(recovered.store_entries))
+    store.begin()
     server = Server(
         ServerOptions(host=endpoint), services=[store_registration(home_of(store))], translate=translate
     )

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from rallypoint.rendezvous.base.cooperative import LatestValue, Work, finish
+from rallypoint.rendezvous.base.cooperative import LatestValue, Work
 from rallypoint.rendezvous.base.entries import (
     LEASE_REFUSALS,
     RunData,
@@ -66,7 +66,6 @@ class FencedStateService(CommitLoop[_PendingSet], RunData):
         self,
         journal: StoreJournal,
         admission: WriteAdmission,
-        entries: Iterable[StoreChange] = (),
         *,
         clock: Callable[[], float],
         draw: Callable[[int], bytes],
@@ -75,21 +74,17 @@ class FencedStateService(CommitLoop[_PendingSet], RunData):
         totals: SharedTotals | None = None,
         ttl: float = STATE_TTL,
     ) -> None:
-        """Build the states from their journal's entries, at once; `serve` makes the service work.
+        """Build a service without states; see `restoring`. `serve` makes it work.
 
         Args:
             journal: Makes states durable.
             admission: Refuses a set that names a writer whose node doesn't hold its lease.
-            entries: The journal's entries in the space `core.SPACE`. If there may be many, see `restoring`.
             clock: Monotonic seconds.
             draw: Returns so many random bytes, never the same ones twice: fencing depends on it.
             check_owned: Raises NotOwner once the states may be another process's.
             limits: Bounds of the service.
             totals: Totals shared by all shards of the service; None: there is one shard.
             ttl: Seconds that a state is kept without a read, a set or a watch.
-
-        Raises:
-            JournalError: An entry can't be read by this version.
         """
         totals = totals or SharedTotals()
         super().__init__(journal, check_owned, queued_bytes=totals.state_queued_bytes)
@@ -104,12 +99,14 @@ class FencedStateService(CommitLoop[_PendingSet], RunData):
         self._count, self._bytes = Quota(totals.states), Quota(totals.state_bytes)
         self._watching = Quota(totals.state_watchers)
         self._forgotten: set[str] = set()
-        finish(self.restoring(entries))
 
     def restoring(self, entries: Iterable[StoreChange]) -> Work[None]:
         """Build the states from their journal's entries, in small steps. Every state gets its full time to live again.
 
         Must end before the first request. The states are added to the totals only at its end.
+
+        Args:
+            entries: The journal's entries in the space `core.SPACE`.
 
         Raises:
             JournalError: An entry can't be read by this version.

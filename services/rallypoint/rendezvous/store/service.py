@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TypeVar
 
-from rallypoint.rendezvous.base.cooperative import Work, finish
+from rallypoint.rendezvous.base.cooperative import Work
 from rallypoint.rendezvous.base.entries import (
     LEASE_REFUSALS,
     RunData,
@@ -38,26 +38,21 @@ class StoreService(RunData):
         self,
         journal: StoreJournal,
         admission: WriteAdmission,
-        entries: Iterable[StoreChange] = (),
         *,
         limits: StoreLimits | None = None,
         totals: SharedTotals | None = None,
         check_owned: CheckOwned = always_owned,
         on_journal_failure: Callable[[Exception], None] = lambda error: None,
     ) -> None:
-        """Build the store from its journal's entries, at once; to be called in the event loop that serves it.
+        """Build an empty store; see `restoring`. To be called in the event loop that serves it.
 
         Args:
             journal: Makes writes durable.
             admission: The rounds and leases by which requests are judged.
-            entries: The journal's entries; see `begin`. If there may be many, see `restoring`.
             limits: Bounds of each run, and of all together.
             totals: The counters that all shards of the process share; None: there is no other shard.
             check_owned: Raises NotOwner once the runs may be another process's.
             on_journal_failure: Called with the journal's error: it accepts no more, so the process must start again.
-
-        Raises:
-            JournalError: An entry can't be read by this version.
         """
         self._admission = admission
         self._check_owned = check_owned
@@ -72,11 +67,13 @@ class StoreService(RunData):
         )
         self._runs: dict[str, RunStore] = {}
         self._closed: Refusal | None = None
-        finish(self.restoring(entries))
-        self.begin()
 
     def restoring(self, entries: Iterable[StoreChange]) -> Work[None]:
-        """Build the store in small steps; call `begin` before the first request. Raises JournalError as `__init__`."""
+        """Build the store from its journal's entries, in small steps; call `begin` before the first request.
+
+        Raises:
+            JournalError: An entry can't be read by this version.
+        """
         by_run: dict[str, list[StoreChange]] = {}
         for entry in entries:
             by_run.setdefault(entry.run_id, []).append(entry)
