@@ -501,8 +501,7 @@ async def test_streams_have_the_same_checks_and_limits(tmp_path: Path) -> None:
 
 async def test_a_path_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     """In one line, before any worker is started."""
-    for path, says in ((tmp_path / ("x" * 100), "at most 107"), (tmp_path / "no" / "s", "No such file")):
-        host = Host(path)
-        with pytest.raises(TimerSocketError, match=says) as caught:
-            await host.socket.start()
-        assert "\n" not in str(caught.value)
+    host = Host(tmp_path / "no" / "s")
+    with pytest.raises(TimerSocketError, match="No such file") as caught:
+        await host.socket.start()
+    assert "\n" not in str(caught.value)

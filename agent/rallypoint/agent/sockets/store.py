@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import os
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,8 +23,6 @@ T = TypeVar("T")
 
 _log = get_logger("rallypoint.agent.store_socket")
 
-# sun_path of Linux has 108 bytes, the final NUL included.
-_LONGEST_PATH = 107
 # Connections that the kernel queues until they are accepted: the workers of a host connect at the same moment.
 _BACKLOG = 1024
 
@@ -60,13 +57,8 @@ class StoreSocket:
         """Listen.
 
         Raises:
-            StoreSocketError: The path is too long or can't be used.
+            StoreSocketError: The path can't be used.
         """
-        if (size := len(os.fsencode(self._path))) > _LONGEST_PATH:
-            raise StoreSocketError(
-                f"the store socket's path {self._path} has {size} bytes, a socket has at most {_LONGEST_PATH}; "
-                "use a shorter folder"
-            )
         loop = asyncio.get_running_loop()
         try:
             self._server = await loop.create_unix_server(

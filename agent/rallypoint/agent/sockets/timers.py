@@ -37,8 +37,6 @@ log = get_logger(__name__)
 
 # Connections queued until they are accepted. All workers of a host start at once, data loaders included.
 _BACKLOG = 1024
-# sun_path of Linux has 108 bytes, the final NUL included.
-_LONGEST_PATH = 107
 # Messages read from one connection before the others are served.
 _TURN = 64
 # Seconds without reading after a connection was read. A worker that enters a scope every 100 us would otherwise wake
@@ -166,14 +164,8 @@ class TimerSocket:
         """Listen for workers, and start the client of the timer service.
 
         Raises:
-            TimerSocketError: the path is too long or can't be used.
+            TimerSocketError: the path can't be used.
         """
-        for path in self._paths:
-            if (size := len(os.fsencode(path))) > _LONGEST_PATH:
-                raise TimerSocketError(
-                    f"the timer socket's path {path} has {size} bytes, a socket has at most {_LONGEST_PATH}; "
-                    "use a shorter folder"
-                )
         try:
             for path, kind in self._paths.items():
                 self._listen(path, kind)

@@ -18,12 +18,12 @@ from rallypoint.agent.sockets.watchdog import HostWatchdog
 from rallypoint.rendezvous.client import HeldLease
 from rallypoint.rendezvous.store.client import StoreClient, Writer
 from rallypoint.rpc.channel import open_channel
-from rallypoint.rpc.endpoint import SettingError
+from rallypoint.rpc.endpoint import LONGEST_SOCKET_PATH, SettingError
 from rallypoint.rpc.replica_client import Where
 from rallypoint.timer.client.client import NodeTimers
 
-# A socket's path has 107 bytes at most: the folder for temporary files, the sockets' folder and the socket's name.
-_LONGEST_FOLDER = 107 - len("/rallypoint_sockets_12345678/timer_stream")
+# The folder for temporary files, then the sockets' folder and the longest name of a socket.
+_LONGEST_FOLDER = LONGEST_SOCKET_PATH - len("/rallypoint_sockets_12345678/timer_stream")
 
 
 class WorkerSockets:
