@@ -99,14 +99,7 @@ Play: TypeAlias = Callable[[Any], Awaitable[None]]
 
 @dataclass(frozen=True)
 class Scenario:
-    """A script.
-
-    Attributes:
-        name: Its name.
-        summary: Its course, in one sentence.
-        rules: The rules that it is there for.
-        play: Plays it.
-    """
+    """A script; `rules`: those that it is there for."""
 
     name: str
     summary: str

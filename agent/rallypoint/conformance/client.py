@@ -26,12 +26,7 @@ PLANTED_SECRET = "RALLYPOINT_TLS_CONFORMANCE"  # noqa: S105 (a name)
 
 
 def parse_command(option: str, command: str, placeholders: Sequence[str]) -> list[str]:
-    """Split a command line, and check it.
-
-    Args:
-        option: The option that has it.
-        command: The command line.
-        placeholders: The names that must be in it, in braces.
+    """Split a command line, and check it; `placeholders`: the names that must be in it, in braces.
 
     Raises:
         SettingError: It is not usable; one line that names the mistake.
@@ -55,14 +50,7 @@ def parse_command(option: str, command: str, placeholders: Sequence[str]) -> lis
 
 @dataclass(frozen=True)
 class StartedWorker:
-    """A worker process that has begun.
-
-    Attributes:
-        pid: Its process id.
-        environment: Its environment.
-        child: True for the child process of a worker.
-        bound: Whether it could bind the master port; None: it did not have to.
-    """
+    """A worker process that has begun; `bound`: True if it could bind the master port; None: it did not have to."""
 
     pid: int
     folder: Path = field(repr=False)

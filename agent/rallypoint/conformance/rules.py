@@ -152,16 +152,7 @@ class Findings:
 
 @dataclass(frozen=True)
 class RuleResult:
-    """The result of one rule.
-
-    Attributes:
-        rule: Its id.
-        status: PASS: all checks held; FAIL: one did not; SKIPPED: none took place.
-        scenario: The scenario in which it was broken.
-        expected: The expectation.
-        seen: The observation.
-        reason: The reason to skip it.
-    """
+    """The result of one rule. PASS: all checks held; FAIL: one did not; SKIPPED: none took place."""
 
     rule: str
     status: Literal["PASS", "FAIL", "SKIPPED"]

@@ -37,14 +37,7 @@ class ObservedTimer:
 
 
 class ObservedConnection:
-    """One connection to a timer socket.
-
-    Attributes:
-        messages: All messages so far.
-        mistakes: The violations of the protocol so far, by rule.
-        table: The worker's table.
-        over: True once the worker has closed it.
-    """
+    """One connection to a timer socket; `mistakes`: the violations of the protocol so far, by rule."""
 
     def __init__(self, connected: socket.socket, changed: Notifier) -> None:
         connected.setblocking(False)

@@ -23,11 +23,7 @@ ROUND = 7
 
 
 class WorkerScene(Checks):
-    """A scenario that is played.
-
-    Attributes:
-        sockets: The agent's sockets.
-    """
+    """A scenario that is played."""
 
     def __init__(self, sockets: ScriptedSockets, client: TestedProcess, timeout: float) -> None:
         """`timeout`: seconds to wait for each expected action of the worker."""

@@ -12,11 +12,7 @@ from rallypoint.agent.failures.failure import WorkerFailure
 
 @cache
 def torch_error(error: type[Any]) -> type[Any]:
-    """Return a subclass of an error that is torch's ChildFailedError too.
-
-    Args:
-        error: An exception with `failures` in our form.
-    """
+    """Return a subclass of an error that is torch's ChildFailedError too."""
 
     class ChildFailedError(error, errors.ChildFailedError):  # type: ignore[misc]  # torch has no types here
         """A job that did not succeed: torch's ChildFailedError, with the attributes of WorkersFailedError."""

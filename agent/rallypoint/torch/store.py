@@ -101,9 +101,6 @@ class RoundStore(Store):  # type: ignore[misc]  # torch has no types here
 
         Args:
             path: The socket of the companion.
-            round_: The round.
-            rank: This node's rank in it.
-            world_size: Its nodes.
             on_exit_barrier: Called when the agent waits for the others at the end, and all workers here succeeded.
         """
         super().__init__()

@@ -140,10 +140,6 @@ class EtcdClient:
     def __init__(self, address: EtcdAddress, *, pace: Pace | None = None) -> None:
         """Create a client; it connects when first used.
 
-        Args:
-            address: The cluster.
-            pace: Clock, sleep and randomness.
-
         Raises:
             TLSFileError: A TLS file is missing, unusable or does not match.
         """

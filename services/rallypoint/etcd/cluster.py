@@ -288,10 +288,6 @@ class Members:
     def __init__(self, address: EtcdAddress, pace: Pace) -> None:
         """Create the connections; they connect when first used.
 
-        Args:
-            address: The members.
-            pace: Clock, sleep and randomness.
-
         Raises:
             TLSFileError: a TLS file is missing, unusable or does not match.
         """
@@ -326,9 +322,6 @@ class Members:
         """Call a method, and again until a member replies.
 
         Args:
-            path: Path of the method.
-            request: Its argument.
-            answer: Type of its response.
             timeout: Seconds, instead of the client's.
             once: True for a method that may not be repeated: send it once, to a member that is connected.
 

@@ -36,15 +36,7 @@ _NO_ALIASES: Mapping[str, str] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """Parts of a URL, all still quoted.
-
-    Attributes:
-        scheme: The text before the `://`.
-        userinfo: The text before the @; empty: none.
-        hosts: Separated by commas.
-        path: With its slash; empty: there is none.
-        query: The text after the `?`.
-    """
+    """Parts of a URL, all still quoted; an absent one is empty. The path has its slash, commas separate the hosts."""
 
     scheme: str
     userinfo: str

@@ -61,11 +61,7 @@ REMEDIES: Mapping[Reason, str] = {
 
 
 class EtcdRefused(EtcdError):
-    """etcd refuses a request, and would refuse it again. Nothing was done.
-
-    Attributes:
-        reason: The reason.
-    """
+    """etcd refuses a request, and would refuse it again. Nothing was done."""
 
     def __init__(self, reason: Reason, message: str) -> None:
         super().__init__(message)
@@ -146,8 +142,6 @@ def error_for(code: grpc.StatusCode, text: str, where: str) -> EtcdError:
     Args:
         code: Of the status; any code that is not a refusal means a broken connection, or a server in
             trouble.
-        text: Of the status.
-        where: The endpoint, for people.
     """
     said = text.lower()
     message = f"{where}: {text or code.name}"

@@ -80,7 +80,6 @@ class Session:
         """Create a lease and begin to keep it alive.
 
         Args:
-            client: The client of the cluster.
             ttl: Seconds that the lease outlives this process; etcd rounds up, and has a minimum from its elections.
             clock: Seconds, also counting while the machine is suspended.
             pace: Sleep and randomness between keep-alives.

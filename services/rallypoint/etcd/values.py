@@ -110,7 +110,6 @@ class TxnResult:
     """The result of a transaction.
 
     Attributes:
-        succeeded: True if the conditions held.
         revision: Revision of the store after it; the mod_revision of the keys that it wrote.
         found: The keys that each `Get` of the branch found, in order.
     """

@@ -52,10 +52,6 @@ async def listed_addresses(endpoints: Endpoints, resolve: Resolve = addresses_of
     """Return the addresses of all endpoints, in their order, without duplicates.
 
     A name that cannot be resolved is returned as it is: gRPC resolves it again and reports the error.
-
-    Args:
-        endpoints: The endpoints.
-        resolve: Resolves one name; limited to RESOLVE_TIMEOUT.
     """
     found = await asyncio.gather(*(_addresses(endpoint, resolve) for endpoint in endpoints.endpoints))
     return list(dict.fromkeys(address for addresses in found for address in addresses))

@@ -29,10 +29,8 @@ class Attempts:
         """Begin.
 
         Args:
-            pace: Clock, sleep and randomness.
             timeout: Seconds from now in which attempts are made.
             service: Name of the service, one word: "store" gives the reason STORE_UNAVAILABLE at the end.
-            client: Client of the service's replicas.
         """
         self._replicas = client
         self._search = client.search()
@@ -96,10 +94,7 @@ class RetryingCalls(Generic[_Stub]):
         """Set up.
 
         Args:
-            client: Client of the service's replicas.
-            stub: Creates the service's stub.
             service: Name of the service, one word: "store" gives the reason STORE_UNAVAILABLE at the end.
-            pace: Clock, sleep and randomness.
         """
         self._replicas = client
         self._stub = stub
@@ -120,7 +115,6 @@ class RetryingCalls(Generic[_Stub]):
 
         Args:
             pick: Returns the method of a stub.
-            request: The request.
             timeout: Seconds for all attempts.
             before_attempt: Called before each attempt.
             waits: The service may take its time; otherwise the next replica is called after a timeout.
@@ -192,10 +186,7 @@ async def call_any(
     """Call each replica until one replies; wait for a run that has no owner yet. Limit it with a timeout.
 
     Args:
-        client: Client of the service's replicas.
-        stub: Creates the service's stub.
         operation: Makes the calls; from the first one again if a replica was lost, so it must be safe to repeat.
-        pace: Clock, sleep and randomness.
 
     Raises:
         ServiceError: Every replica refused or could not be reached; the error of the last replica that replied.

@@ -75,8 +75,6 @@ def channel_at(
     """Open a channel, as `open_channel`.
 
     Args:
-        endpoint: the endpoint to connect to.
-        credentials: the client's credentials.
         name: the host name that resolved to `endpoint`, which must be in the server's certificate; None: the host of
             `endpoint`.
     """

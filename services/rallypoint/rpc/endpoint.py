@@ -185,7 +185,6 @@ class CallTarget:
 
     Attributes:
         endpoint: Its address, or those of several replicas, separated by commas.
-        security: How connections to it are secured.
         timeout: Seconds for a call, retries included.
     """
 

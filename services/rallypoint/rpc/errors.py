@@ -212,10 +212,6 @@ _OTHER_USER = (
 def tls_advice(message: str, security: ClientSecurity) -> str | None:
     """Return the change to make if a failed connection looks like a problem of how it is secured.
 
-    Args:
-        message: gRPC's text for the failure.
-        security: how the client secures its connections.
-
     Returns:
         Half a sentence about the server; None if the message is about something else.
     """

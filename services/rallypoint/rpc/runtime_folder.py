@@ -140,7 +140,6 @@ def new_run_socket(role: str, run_id: str, secret: RunSecret | None = None) -> I
     """Yield a free endpoint for a service inside an agent of a run, and remove its file at the end.
 
     Args:
-        role: The role of the service.
         run_id: Name of the run; empty: of several runs.
         secret: A secret of the run, for clients that are redirected to another host; see `secret_beside`.
 

@@ -142,9 +142,7 @@ class Permit:
         """Permit nothing yet.
 
         Args:
-            audit: The audit log.
             method: The method, as gRPC names it.
-            caller: Its client.
             roles: The roles that may call it.
             runs: Patterns of the runs for which the client has one of them; or the reason why its name is not known.
         """

@@ -42,12 +42,7 @@ class Bucket:
     __slots__ = ("_at", "_burst", "_level", "_per_second")
 
     def __init__(self, rate: Rate, now: float) -> None:
-        """Begin with an unused rate.
-
-        Args:
-            rate: the limit.
-            now: monotonic seconds.
-        """
+        """Begin with an unused rate; `now`: monotonic seconds."""
         self._per_second = rate.per_second
         self._burst = rate.burst
         self._level = 0.0
@@ -383,12 +378,7 @@ class Subscriber:
     __slots__ = ("_context", "_greeted", "_timeout")
 
     def __init__(self, context: Context, timeout: float = WRITE_TIMEOUT) -> None:
-        """Begin; nothing is sent yet.
-
-        Args:
-            context: The stream's context.
-            timeout: Seconds for each message.
-        """
+        """Begin; nothing is sent yet. `timeout`: seconds for each message."""
         self._context = context
         self._timeout = timeout
         self._greeted = False

@@ -45,10 +45,6 @@ async def serve_metrics(text: str, registry: CollectorRegistry) -> AsyncIterator
 
     In plaintext, to every client that can reach the address; the metrics are read-only.
 
-    Args:
-        text: The address; see `parse_metrics_address`.
-        registry: The metrics.
-
     Raises:
         EndpointError: The address is not valid.
         ServiceStartError: The server cannot listen there; one line.

@@ -38,7 +38,6 @@ class Token:
     """The content of a token.
 
     Attributes:
-        name: The client's name.
         roles: Its roles; those that this version does not know are left out.
         runs: Patterns of the runs for which it has them, as in a policy.
         expires: Unix seconds.

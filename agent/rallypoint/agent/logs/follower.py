@@ -65,9 +65,6 @@ class Follower:
         """Set up for an existing file; nothing is read before `start`.
 
         Args:
-            path: the file.
-            output: the destination.
-            watch: calls back when the file has grown.
             prefix: put before each line.
             chunk: most bytes to read at once.
             gather: see GATHER.

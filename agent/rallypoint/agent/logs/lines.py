@@ -38,14 +38,7 @@ def check_line_prefix(template: str, option: str) -> str:
 
 
 def line_prefix(template: str | None, *, role: str, local_rank: int, rank: int) -> bytes:
-    """Return the prefix of one worker's lines.
-
-    Args:
-        template: see `check_line_prefix`; None: torchrun's, `[<role><local rank>]:`.
-        role: of the workers.
-        local_rank: of the worker, on its host.
-        rank: of the worker, in the round.
-    """
+    """Return the prefix of one worker's lines; without a template torchrun's, `[<role><local rank>]:`."""
     if template is None:
         template = "[${role_name}${local_rank}]:"
     host = socket.gethostname()

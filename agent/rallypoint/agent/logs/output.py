@@ -212,10 +212,6 @@ def console_copies(streams: Iterable[_WorkerStream], options: OutputOptions) -> 
 
     A stream both redirected and teed is teed. (Unlike torchrun, the files have every stream anyway: the report of a
     failure needs them.)
-
-    Args:
-        streams: of the workers whose output it may show.
-        options: their `redirects` and `tee` select the streams.
     """
     copies: list[ConsoleCopy] = []
     for source in streams:
@@ -230,11 +226,6 @@ def filtered_streams(streams: Iterable[_WorkerStream], stream: Streams, tee: Red
     """Select the streams for a filtered file: the teed ones, as torchrun does; if none is teed, all.
 
     (torchrun makes an empty file then.)
-
-    Args:
-        streams: of the workers whose output the console may show.
-        stream: the file's.
-        tee: the teed streams.
     """
     candidates = [source for source in streams if source.stream is stream]
     teed = [source for source in candidates if stream in tee.of(source.local_rank)]

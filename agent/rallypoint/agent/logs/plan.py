@@ -73,7 +73,6 @@ class ConsoleCopy:
     """One stream of one worker that the agent's console shows.
 
     Attributes:
-        path: the file to follow.
         stream: the destination: STDOUT or STDERR.
         prefix: put before each line; empty for a verbatim copy.
         live: a person types and watches: every byte is shown at once.
@@ -168,7 +167,6 @@ class LogDirectory:
         """Make the directories and empty files of the next start of the group.
 
         Args:
-            local_ranks: of the workers to be started.
             base_rank: global rank of local rank 0.
             one_file: local rank of the worker whose two streams are one; stderr.log stays empty.
 

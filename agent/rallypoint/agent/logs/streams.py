@@ -27,12 +27,7 @@ class Streams(enum.IntFlag):
 
 @dataclass(frozen=True, slots=True)
 class Redirect:
-    """Streams by worker: the value of `-r/--redirects` or `-t/--tee`.
-
-    Attributes:
-        default: for workers not in `by_local_rank`.
-        by_local_rank: for single workers.
-    """
+    """Streams by worker: the value of `-r/--redirects` or `-t/--tee`."""
 
     default: Streams = Streams.NONE
     by_local_rank: Mapping[int, Streams] = field(default_factory=dict)

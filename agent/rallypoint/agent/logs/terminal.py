@@ -66,11 +66,7 @@ def environment_of_viewed(
 ) -> dict[str, str]:
     """Return variables for a worker whose standard output is a file that a terminal shows: it may use colour.
 
-    Args:
-        options: Of the job.
-        local_rank: Of the worker.
-        rank: Its global rank.
-        given: Its environment; a variable in it stays as it is.
+    A variable that is `given` stays as it is.
     """
     ranks, teed = options.local_ranks_filter, Streams.STDOUT in options.tee.of(local_rank)
     hidden = Streams.STDOUT in options.redirects.of(local_rank) and not teed
@@ -138,11 +134,7 @@ class Terminal:
         self._output: OutputThread
 
     def begin(self, log: Path) -> None:
-        """Connect the next worker, which is about to start. Raises OSError.
-
-        Args:
-            log: File, or pipe, that gets the output.
-        """
+        """Connect the next worker, which is about to start, and its log, a file or a pipe. Raises OSError."""
         self._log_file = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
         self._output = OutputThread(self._log_file)
         termios.tcsetattr(self._slave, termios.TCSANOW, self._initial)

@@ -274,7 +274,6 @@ class Holders:
         """Set up without holders.
 
         Args:
-            timers: gets their changes.
             rank_of: global rank of a worker; None if there is no such worker.
             limits: see TimerLimits.
             clock: CLOCK_MONOTONIC, in seconds.

@@ -131,9 +131,6 @@ class TimerFifo:
 
         Args:
             path: of the pipe; the worker gets it as TORCHELASTIC_TIMER_FILE.
-            holders: gets the timers.
-            workers: the workers of this host.
-            local_rank: of the worker.
             wall_clock: the clock that torch's client uses.
         """
         self._path = path

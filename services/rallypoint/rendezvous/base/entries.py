@@ -119,13 +119,7 @@ class RunData(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Writer:
-    """The node for which a write is done.
-
-    Attributes:
-        node_id: Name of the node.
-        lease: Its right to act.
-        token: The secret that came with it.
-    """
+    """The node for which a write is done, its right to act, and the secret that came with that."""
 
     node_id: str
     lease: int
@@ -205,11 +199,6 @@ class OperationRecord:
 
 def is_repetition(operation: Operation, fingerprint: Callable[[], int], record: OperationRecord) -> bool:
     """Return True if a request was carried out before, so that its reply is in the slot's record.
-
-    Args:
-        operation: The client's name for the request.
-        fingerprint: Computes the request's checksum.
-        record: The record of the operation's slot.
 
     Raises:
         OperationSuperseded: The slot has gone on.

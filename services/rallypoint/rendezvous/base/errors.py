@@ -105,12 +105,7 @@ class RunBroken(commands.Refused):
 
 @dataclass(eq=False)
 class OutcomeUnknown(commands.Refused):
-    """The run moved to another replica while the request was under way: it may have taken effect, or not.
-
-    Attributes:
-        run_id: The run.
-        owner: As that of `NotOwner`.
-    """
+    """The run moved to another replica while the request was under way: it may have taken effect, or not."""
 
     run_id: str
     owner: str | None = None

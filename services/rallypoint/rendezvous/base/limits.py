@@ -66,12 +66,7 @@ class EventHistory(Protocol):
 
 @dataclass(slots=True)
 class KeptEvents:
-    """A group of histories with a common limit.
-
-    Attributes:
-        bytes: Bytes of all of them.
-        histories: The histories.
-    """
+    """A group of histories with a common limit, and the bytes of all of them."""
 
     bytes: int = 0
     histories: WeakSet[EventHistory] = field(default_factory=WeakSet)

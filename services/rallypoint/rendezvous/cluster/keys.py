@@ -90,8 +90,6 @@ async def agreed_shards(client: EtcdClient, keys: Keys, wanted: int | None) -> i
     """Return the number of shards of a prefix. The first caller decides it; later callers get that number.
 
     Args:
-        client: Client of the etcd.
-        keys: Keys of the prefix.
         wanted: The expected number; None: the present number, or the default for a new prefix.
 
     Raises:

@@ -236,8 +236,6 @@ class ReplicatedLocator:
         """Locate runs for `replica`.
 
         Args:
-            replica: This replica.
-            remote: Reads the shards of other replicas.
             full: Returns the reason why etcd accepts no writes; empty if it does.
         """
         self._replica = replica

@@ -41,8 +41,6 @@ class ReplicatedServices:
     """The gRPC services of a replica, and the replica behind them.
 
     Attributes:
-        registrations: For the server.
-        locator: Finds the shard of a run.
         replica: Once begun, it serves its share of the shards.
     """
 
@@ -58,7 +56,6 @@ class ReplicatedServices:
 
         Args:
             name: Name of this replica.
-            address: Its address for clients.
             on_failure: Called with a SettingError if it can't serve and a retry would not help.
         """
         self._serving = asyncio.create_task(self.replica.serve(name, address, time.time()))

@@ -86,10 +86,6 @@ class ShardManager:
         """Serve nothing yet.
 
         Args:
-            cluster: The known state of all replicas.
-            me: This replica.
-            open_shard: Claims a shard.
-            release: Deletes an owner key.
             changes: Notified of every change of the served shards, and by the caller of changes of the cluster.
             moves: Speed of moving shards.
             clock: Monotonic seconds.

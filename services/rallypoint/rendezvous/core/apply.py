@@ -172,8 +172,6 @@ def apply(state: RunState, fact: facts.Fact, now: float, when: float | None = No
     count the time in which it could not see the nodes.
 
     Args:
-        state: The run.
-        fact: The fact.
         now: Seconds of the server's monotonic clock.
         when: When it happened, by the same clock, if not now: a replay must not count restarts of long ago as recent.
     """

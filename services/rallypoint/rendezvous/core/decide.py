@@ -39,8 +39,6 @@ def decide(state: RunState, command: commands.Command, now: float) -> list[facts
     """Return the facts by which a command changes a run, to be applied in order; none if nothing changes.
 
     Args:
-        state: The run.
-        command: The command.
         now: Seconds of the server's monotonic clock.
 
     Raises:

@@ -12,15 +12,10 @@ from rallypoint.rendezvous.core.state import Node, RankPolicy, Seat
 def assign_seats(
     nodes: Sequence[Node], former_ranks: Mapping[str, int], policy: RankPolicy = RankPolicy.STABLE
 ) -> tuple[Seat, ...]:
-    """Give every node its ranks.
+    """Give every node its ranks; `former_ranks`: group rank by node_id in the round before.
 
     Worker ranks follow the group ranks, and role ranks count the workers of one role in the same order, as in
     torchelastic.
-
-    Args:
-        nodes: The participants.
-        former_ranks: Group rank by node_id in the round before.
-        policy: The order of the nodes.
 
     Returns:
         The rank assignments, by group rank 0 … n-1.

@@ -195,7 +195,6 @@ def take_high_water(state: RunState, to_wall: float = 0.0) -> RunSnapshot:
     A run that was never closed may go on after the service has lost it: its workers run, and its nodes come back.
 
     Args:
-        state: The run.
         to_wall: See `take_snapshot`.
     """
     numbers = take_tombstone(state)
@@ -237,7 +236,6 @@ def restore(snapshot: RunSnapshot, now: float, to_wall: float = 0.0) -> RunState
     counted as new, every restart of the server would prolong the time for which they count.
 
     Args:
-        snapshot: The snapshot.
         now: Seconds of the server's monotonic clock.
         to_wall: See `take_snapshot`; the present offset.
     """

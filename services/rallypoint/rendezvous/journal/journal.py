@@ -14,7 +14,6 @@ class Record:
     """One fact of one run.
 
     Attributes:
-        run_id: Name of the run.
         revision: Number of the fact in its run; one more than that of the record before it.
         content: A JournalRecord, encoded.
     """
@@ -31,7 +30,6 @@ class Checkpoint:
     It replaces the run's previous checkpoint. A run whose first record is above revision 1 begins with one.
 
     Attributes:
-        run_id: Name of the run.
         revision: Revision of the last record in it.
         content: A RunSnapshot, encoded.
         keep_from: Records of earlier revisions are dropped; at most `revision` + 1. Records that are kept although the
@@ -49,7 +47,6 @@ class Forgotten:
     """Drop all records and store entries of a run; this takes the place of its checkpoint.
 
     Attributes:
-        run_id: Name of the run.
         revision: Revision of its last record: if the run comes again, its revisions continue from here.
         content: A RunSnapshot, encoded; the part that must outlive the run, so that no number is given out twice.
     """
@@ -67,7 +64,6 @@ class HighWater:
     as a checkpoint without records, as `Forgotten` is. Other journals never receive one.
 
     Attributes:
-        run_id: Name of the run.
         revision: Revision of its last record: the revisions continue from here.
         content: A RunSnapshot, encoded: numbers and used budgets, so that none ever decreases.
     """
@@ -83,9 +79,6 @@ class Dropped:
 
     No effect if the run has store entries, or had some since the journal was opened. The deletion may take a while:
     entries still present when the journal is opened are recovered as usual, and must be dropped again.
-
-    Attributes:
-        run_id: Name of a run without records.
     """
 
     run_id: str

@@ -46,8 +46,6 @@ class RendezvousEngine(DurableRuns, WriteAdmission):
         """Give a node a lease; it may reopen a closed run.
 
         Args:
-            run_id: Name of the run.
-            command: The request of the node.
             peer: Its address, for the event log.
             stays: See Member.
 
@@ -207,11 +205,6 @@ class RendezvousEngine(DurableRuns, WriteAdmission):
         self, run_id: str, command: commands.Command, actor: Actor = SERVICE
     ) -> Sequence[facts.Fact]:
         """Carry out a command; returns its facts once they are durable and published.
-
-        Args:
-            run_id: The run.
-            command: The command.
-            actor: The caller, for the event log.
 
         Raises:
             Refused: The command was not accepted.

@@ -63,8 +63,6 @@ def recover_runs(
     """Restore every run of a journal, as cooperative work. A run that cannot be restored is set aside.
 
     Args:
-        recovered: The content of the journal.
-        new_history: Makes the history of a run.
         now: Seconds of the server's monotonic clock.
         to_wall: Offset from that clock to its wall clock (unix time), seconds.
         least_lease: Least remaining time of a lease from now on, seconds.

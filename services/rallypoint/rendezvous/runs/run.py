@@ -184,7 +184,6 @@ def run_message(state: RunState, most_nodes: int | None = None, now: float | Non
     """Return a run with its first nodes, see `nodes_in_order`.
 
     Args:
-        state: The run.
         most_nodes: None: all of them.
         now: Present time by the clock of its deadlines, seconds; None: these belong to another process.
     """

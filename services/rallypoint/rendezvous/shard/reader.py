@@ -108,11 +108,6 @@ class ReadOnlyRuns:
     It returns the same as their owner at the moment when the journal was read, except for volatile state: the connected
     nodes. Nothing changes here, no lease expires, and no task runs. A request that would have to wait is refused with
     the address of the owner.
-
-    Attributes:
-        runs: The runs.
-        store: Their keys and values.
-        states: Their fenced states.
     """
 
     def __init__(self, runs: RunsReader, store: StoreReader, states: StateReader) -> None:
@@ -135,11 +130,9 @@ class ReadOnlyRuns:
         """Restore from the content of a journal, as cooperative work.
 
         Args:
-            recovered: The content of the journal.
             not_owner: Makes the NotOwner refusal of requests that only the owner of a run can serve.
             clock: Monotonic seconds.
             wall_clock: Unix seconds.
-            limits: Limits of the kept events.
             use_state: Called with the run before each read of its state; may raise NotOwner instead.
 
         Raises:

@@ -39,11 +39,6 @@ class Shard:
 
     It ends in one of two ways. In good order: `retire`, then `end_streams` once the new owner of its runs is known.
     Or because ownership was lost: `halt` or `drop`. It cannot be used again.
-
-    Attributes:
-        engine: The runs.
-        store: Their keys and values.
-        states: Their fenced states.
     """
 
     def __init__(

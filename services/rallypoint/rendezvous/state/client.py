@@ -68,9 +68,7 @@ class FencedStateClient:
 
         Args:
             where: A ReplicaClient, or a channel, to the service; the caller closes it.
-            run_id: Name of the run.
             client_id: A name that no other client, also none of an earlier process, has; by default random.
-            pace: Clock and delays.
 
         Raises:
             ServiceError: INVALID_ARGUMENT: the run can't have that name.

@@ -68,12 +68,7 @@ _LAYOUT = b"\x01"
 
 @dataclass(frozen=True, slots=True)
 class FencedState:
-    """A state and its token.
-
-    Attributes:
-        state: Opaque bytes.
-        token: Its fencing token.
-    """
+    """A state and its token."""
 
     state: bytes
     token: bytes
@@ -212,9 +207,7 @@ class StateCreators:
         """Raise TooManyStates or StatesFull if the creator of a state has no room for that many bytes of it.
 
         Args:
-            run_id: The state's run.
             client: Its creator, if it is new; "": it is not, or the client is unknown.
-            used_bytes: Its size.
         """
         is_new = run_id not in self._states
         owner, before = self._states.get(run_id, (client, 0))
@@ -256,8 +249,6 @@ class StatesDraft:
         """Begin with no changes.
 
         Args:
-            states: The present states.
-            limits: Bounds of the service.
             creators: The clients that have created states; changed with each decision.
             other_states: Number of states in other shards of the service.
             other_bytes: Bytes of these.

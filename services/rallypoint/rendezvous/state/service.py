@@ -40,11 +40,7 @@ _log = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class StateView:
-    """The state sent to a watcher.
-
-    Attributes:
-        current: The state; None: there is none.
-    """
+    """The state sent to a watcher; None: there is none."""
 
     current: FencedState | None
 

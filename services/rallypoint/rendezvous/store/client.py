@@ -92,10 +92,8 @@ class StoreClient:
 
         Args:
             where: A ReplicaClient, or a channel, to the service; the caller closes it.
-            run_id: Name of the run.
             writer: Returns the node that writes, and its lease; called once for each write. Reads need none.
             client_id: A name that no other client, also none of an earlier process, has; by default random.
-            pace: Clock and delays.
         """
         self._run_id = run_id
         self._slots = OperationSlots(client_id or secrets.token_hex(16))

@@ -74,11 +74,7 @@ class Write(ABC, Generic[T_co]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyWrite(Write[T_co]):
-    """A write to one key.
-
-    Attributes:
-        key: The key.
-    """
+    """A write to one key."""
 
     key: str
 
@@ -215,11 +211,7 @@ class DeleteKey(KeyWrite[bool]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MultiSet(Write[None]):
-    """Store several values, all or none.
-
-    Attributes:
-        entries: Values by key; at least one.
-    """
+    """Store several values, at least one: all or none."""
 
     kind = "MultiSet"
 

@@ -273,12 +273,7 @@ MAX_SCOPE_BYTES = 512
 
 
 def check_name(field: str, value: str, limit: int = MAX_NAME_BYTES) -> None:
-    """Check that a name is neither empty nor too long.
-
-    Args:
-        field: The field of the value, for the error.
-        value: The name.
-        limit: Most bytes of UTF-8.
+    """Check that a name is neither empty nor longer than `limit` bytes of UTF-8.
 
     Raises:
         InvalidField: The name is empty or too long.

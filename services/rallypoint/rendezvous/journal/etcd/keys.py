@@ -234,11 +234,7 @@ class Owner:
 
 
 class OwnedElsewhere(JournalError):
-    """The journal can't be opened: another process owns it.
-
-    Attributes:
-        owner: The owner.
-    """
+    """The journal can't be opened: another process owns it."""
 
     def __init__(self, where: str, owner: Owner) -> None:
         super().__init__(
