@@ -21,7 +21,7 @@ from rallypoint.rendezvous.cluster.view import Cluster
 from rallypoint.rendezvous.journal.etcd.keys import HEAD
 from rallypoint.rendezvous.journal.etcd.reading import head_revision, interpret, read_pairs
 from rallypoint.rendezvous.journal.journal import Recovered
-from rallypoint.rendezvous.shard.reader import RunReader
+from rallypoint.rendezvous.shard.reader import ReadOnlyRuns, RunReader
 from rallypoint.rendezvous.shard.shard import Shard
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rpc.durations import set_seconds
@@ -88,7 +88,7 @@ _LONGEST_REST = 10.0
 @dataclass(slots=True)
 class _Kept:
     revision: int
-    reader: RunReader
+    reader: ReadOnlyRuns
     bytes: int
     rest_until: float
 
@@ -100,7 +100,7 @@ class RemoteReader:
         self,
         client: EtcdClient,
         keys: Keys,
-        build: Callable[[int, Recovered], Work[RunReader]],
+        build: Callable[[int, Recovered], Work[ReadOnlyRuns]],
         *,
         refuse: Callable[[int], None],
         clock: Callable[[], float],
@@ -126,13 +126,13 @@ class RemoteReader:
         self._runner = runner or CooperativeRunner()
         self._most_bytes = most_bytes
         self._kept: OrderedDict[int, _Kept] = OrderedDict()
-        self._reads: dict[int, SharedRead[RunReader]] = {}
+        self._reads: dict[int, SharedRead[ReadOnlyRuns]] = {}
         # Shards whose next read must not be refused, however long it takes: a caller of `readers` shares it.
         self._not_refused: set[int] = set()
         self._heads: SharedRead[Mapping[int, int]] = SharedRead(self._read_heads)
         self._shards = 0
 
-    async def reader(self, shard: int) -> RunReader:
+    async def reader(self, shard: int) -> ReadOnlyRuns:
         """Return a reader of the present state of a shard.
 
         Raises:
@@ -148,7 +148,7 @@ class RemoteReader:
         except EtcdError as error:
             raise EtcdAway from error
 
-    async def readers(self, wanted: Collection[int], shards: int) -> dict[int, RunReader]:
+    async def readers(self, wanted: Collection[int], shards: int) -> dict[int, ReadOnlyRuns]:
         """Return readers of several of all `shards` shards: with one request, if most did not change.
 
         The caller is never redirected to an owner: that one would redirect it for the shards of others, and so on.
@@ -188,7 +188,7 @@ class RemoteReader:
                 found[shard] = pairs[0].mod_revision if pairs else 0
         return found
 
-    async def _read(self, shard: int) -> RunReader:
+    async def _read(self, shard: int) -> ReadOnlyRuns:
         may_refuse = shard not in self._not_refused
         self._not_refused.discard(shard)
         space = self._keys.space(shard)

@@ -23,7 +23,7 @@ from rallypoint.rendezvous.journal.etcd.journal import EtcdJournal
 from rallypoint.rendezvous.journal.etcd.keys import JournalLocation
 from rallypoint.rendezvous.journal.etcd.pool import CommitPool
 from rallypoint.rendezvous.journal.journal import Recovered
-from rallypoint.rendezvous.shard.reader import ReadOnlyRuns, RunReader
+from rallypoint.rendezvous.shard.reader import ReadOnlyRuns
 from rallypoint.rendezvous.shard.shard import LEAST_TERM_AFTER_TAKEOVER, Shard, open_shard
 from rallypoint.rendezvous.state.core import SampledUse
 from rallypoint.rpc.loop import boot_time
@@ -145,7 +145,7 @@ async def replicated_services(
             if owner is not None and sampled.pass_on(run_id, clock()):
                 raise NotOwner(run_id, owner)
 
-        def read(shard: int, recovered: Recovered) -> Work[RunReader]:
+        def read(shard: int, recovered: Recovered) -> Work[ReadOnlyRuns]:
             return ReadOnlyRuns.restore(
                 recovered,
                 not_owner=partial(_not_here, replica, shard),

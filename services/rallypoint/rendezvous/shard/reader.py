@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Protocol, TypeVar
+from typing import TypeAlias, TypeVar
 
 from rallypoint.rendezvous.base.cooperative import Work
 from rallypoint.rendezvous.base.entries import StoreChange
@@ -13,104 +13,27 @@ from rallypoint.rendezvous.base.refusals import KeyWaitTimedOut
 from rallypoint.rendezvous.core.commands import RunNotFound
 from rallypoint.rendezvous.core.state import RunSettings, RunState
 from rallypoint.rendezvous.journal.journal import JournalError, Recovered
+from rallypoint.rendezvous.runs.engine import RendezvousEngine
 from rallypoint.rendezvous.runs.history import Histories, History
 from rallypoint.rendezvous.runs.recovery import recover_runs
 from rallypoint.rendezvous.runs.run import HostedRun
+from rallypoint.rendezvous.shard.shard import Shard
 from rallypoint.rendezvous.state.core import SPACE, FencedState, States
 from rallypoint.rendezvous.store.core import RunSpaces
-from rallypoint.rendezvous.store.service import check_reply_size
+from rallypoint.rendezvous.store.service import StoreService, check_reply_size
 
 _T = TypeVar("_T")
 
 
-class RunsReader(Protocol):
-    """Runs and their events, as they are durable. Methods raise NotOwner if another process may own them by now."""
-
-    async def read_run(self, run_id: str, view: Callable[[RunState], _T]) -> _T:
-        """Return the result of `view` for a run.
-
-        Raises:
-            RunNotFound: There is no such run.
-        """
-
-    async def read_runs(self, view: Callable[[Iterable[RunState]], _T]) -> _T:
-        """Return the result of `view` for all runs of this reader."""
-
-    def remote_reader(self, run_id: str) -> NotOwner | None:
-        """Return the owner of the volatile state of a run (connected nodes); None: this reader has it."""
-
-    def now(self) -> float | None:
-        """Return the present time by the clock of the runs' deadlines, seconds; None: another process has it."""
-
-    def history(self, run_id: str) -> History:
-        """Return the kept events of a run.
-
-        Raises:
-            RunNotFound: There is no such run.
-        """
-
-    def settings(self, run_id: str) -> RunSettings:
-        """Return the settings of a run, which change only when it is reopened.
-
-        Raises:
-            RunNotFound: There is no such run.
-        """
-
-
-class StoreReader(Protocol):
-    """Keys and values. See StoreService for the errors raised."""
-
-    async def get(self, run_id: str, round: int, key: str, timeout: float) -> bytes:
-        """Return the value of a key; waits up to `timeout` seconds if it can wait, otherwise raises NotOwner."""
-
-    async def multi_get(self, run_id: str, round: int, keys: Sequence[str], timeout: float) -> list[bytes]:
-        """Return the values of the keys; waits as `get` does."""
-
-    async def wait(self, run_id: str, round: int, keys: Sequence[str], timeout: float) -> None:
-        """Return when all keys, each given once, are there; waits as `get` does."""
-
-    def check(self, run_id: str, round: int, keys: Sequence[str]) -> bool:
-        """Return True if all keys are there."""
-
-    def list_keys(self, run_id: str, round: int, prefix: str, after: str, count: int) -> list[str]:
-        """Return the first `count` keys that begin with `prefix` and come after `after`, by code points."""
-
-
-class StateReader(Protocol):
-    """Fenced states."""
-
-    def get(self, run_id: str) -> FencedState | None:
-        """Return the current state of a run; None: there is none."""
-
-
-class RunReader(Protocol):
-    """Reads some runs: a shard, or a read-only copy of one that another replica owns."""
-
-    @property
-    def runs(self) -> RunsReader:
-        """Runs and their events."""
-
-    @property
-    def store(self) -> StoreReader:
-        """The stores of the runs."""
-
-    @property
-    def states(self) -> StateReader:
-        """The fenced states of the runs."""
-
-
-# ---- Read-only copies of runs that another replica owns, as they were durable when they were read.
-
-
 class ReadOnlyRuns:
-    """The runs of a journal, read-only. A RunReader.
+    """Runs that another replica owns, read-only, as they were durable when their journal was read.
 
     It returns the same as their owner at the moment when the journal was read, except for volatile state: the connected
     nodes. Nothing changes here, no lease expires, and no task runs. A request that would have to wait is refused with
     the address of the owner.
     """
 
-    def __init__(self, runs: RunsReader, store: StoreReader, states: StateReader) -> None:
+    def __init__(self, runs: _RunsView, store: _StoreView, states: _StatesView) -> None:
         """See `restore`."""
         self.runs = runs
         self.store = store
@@ -167,11 +90,12 @@ class _RunsView:
         self._hosted = hosted
         self._not_owner = not_owner
 
-    def remote_reader(self, run_id: str) -> NotOwner | None:
+    def remote_reader(self, run_id: str) -> NotOwner:
+        """Return the owner of the volatile state of a run: the connected nodes."""
         return self._not_owner(run_id)
 
     def now(self) -> None:
-        return None
+        """Return None: another process has the clock of the runs' deadlines."""
 
     async def read_run(self, run_id: str, view: Callable[[RunState], _T]) -> _T:
         return view(_run(self._hosted, run_id).state)
@@ -251,3 +175,8 @@ def _run(hosted: Mapping[str, HostedRun], run_id: str) -> HostedRun:
     if run is None:
         raise RunNotFound(run_id)
     return run
+
+
+RunsReader: TypeAlias = RendezvousEngine | _RunsView
+StoreReader: TypeAlias = StoreService | _StoreView
+RunReader: TypeAlias = Shard | ReadOnlyRuns

@@ -16,7 +16,6 @@ from rallypoint.rendezvous.journal.commit_loop import checked_by
 from rallypoint.rendezvous.journal.journal import Journal, OwnershipLost, Recovered
 from rallypoint.rendezvous.runs.engine import RendezvousEngine
 from rallypoint.rendezvous.runs.recovery import TrackedJournal
-from rallypoint.rendezvous.shard.reader import RunsReader
 from rallypoint.rendezvous.state.core import SPACE
 from rallypoint.rendezvous.state.service import FencedStateService
 from rallypoint.rendezvous.store.service import StoreService
@@ -35,7 +34,7 @@ owner was paused, or cut off, detects that only by gRPC's keep-alive, 10 + 5 s, 
 
 
 class Shard:
-    """Some runs with all that belongs to them; a RunReader of them. `open_shard` makes one and starts it.
+    """Some runs with all that belongs to them. `open_shard` makes one and starts it.
 
     It ends in one of two ways. In good order: `retire`, then `end_streams` once the new owner of its runs is known.
     Or because ownership was lost: `halt` or `drop`. It cannot be used again.
@@ -62,7 +61,7 @@ class Shard:
         store.begin()
 
     @property
-    def runs(self) -> RunsReader:
+    def runs(self) -> RendezvousEngine:
         """The runs, for reading."""
         return self.engine
 
