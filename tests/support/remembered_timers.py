@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from rallypoint.timer.client.client import ExpiredTimer, OnExpired, OnForgotten
+from rallypoint.timer.client.client import ExpiredTimer, NodeTimers, OnExpired, OnForgotten
 
 
-class RememberedTimers:
-    """Stands in for a TimerClient."""
+class RememberedTimers(NodeTimers):
+    """Stands in for the real one."""
 
     def __init__(self) -> None:
         """There are none."""
@@ -28,16 +28,16 @@ class RememberedTimers:
         self._news = asyncio.Event()
 
     def start(self, on_expired: OnExpired, on_forgotten: OnForgotten | None = None) -> None:
-        """As TimerClient."""
+        """As NodeTimers."""
         self.on_expired, self.on_forgotten = on_expired, on_forgotten
 
-    async def close(self) -> None:
-        """As TimerClient."""
+    async def close(self, grace: float = 1.0) -> None:
+        """As NodeTimers."""
 
     def acquire(
         self, worker_id: str, scope: str, after: float, since: float | None = None, learned_as: str = ""
     ) -> None:
-        """As TimerClient."""
+        """As NodeTimers."""
         assert since is not None
         self.sequence += 1
         self.held[worker_id, scope] = (self.sequence, after, since)
@@ -46,31 +46,31 @@ class RememberedTimers:
         self._news.set()
 
     def release(self, worker_id: str, scope: str) -> None:
-        """As TimerClient, but for one that is held only."""
+        """As NodeTimers, but for one that is held only."""
         del self.held[worker_id, scope]
         self._news.set()
 
     def complete(self, worker_id: str, scope: str) -> None:
-        """As TimerClient, but for one that is held only."""
+        """As NodeTimers, but for one that is held only."""
         self.completed.append((worker_id, scope))
         self.release(worker_id, scope)
 
     def observe(self, scope: str, count: int, longest: float) -> None:
-        """As TimerClient."""
+        """As NodeTimers."""
         self.observed.append((scope, count, longest))
         self._news.set()
 
     def progress(self, worker_id: str, rank: int, step: int, since: float) -> None:
-        """As TimerClient."""
+        """As NodeTimers."""
         self.steps.append((worker_id, rank, step, since))
         self._news.set()
 
     def clear(self, worker_id: str) -> None:
-        """As TimerClient."""
+        """As NodeTimers."""
         self.cleared.append(worker_id)
 
     def holds(self, expired: ExpiredTimer) -> bool:
-        """As TimerClient."""
+        """As NodeTimers."""
         timer = self.held.get((expired.worker_id, expired.scope))
         return timer is not None and timer[0] == expired.sequence
 

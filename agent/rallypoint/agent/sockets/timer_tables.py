@@ -19,7 +19,7 @@ from typing import Protocol
 from rallypoint.agent.hangs.hung_worker import HungWorker
 from rallypoint.agent.hangs.kernel_stacks import processor_time_of
 from rallypoint.rpc.logs import get_logger
-from rallypoint.timer.client.client import ExpiredTimer, OnExpired, OnForgotten
+from rallypoint.timer.client.client import NodeTimers
 from rallypoint.timer.worker.table import SIZE, SLOTS, MalformedTable, TableReader, TimerSlot
 from rallypoint.timer.worker.wire import NO_SIGNAL
 
@@ -33,39 +33,6 @@ LONGEST = 315_360_000.0
 
 # Number of the second timer of a scope.
 _FIRST_NUMBER = 2
-
-
-class Timers(Protocol):
-    """The part of rallypoint.timer.client.client.TimerClient that is used here."""
-
-    def start(self, on_expired: OnExpired, on_forgotten: OnForgotten | None = None) -> None:
-        """Connect to the service."""
-
-    async def close(self) -> None:
-        """Disconnect."""
-
-    def acquire(
-        self, worker_id: str, scope: str, after: float, since: float | None = None, learned_as: str = ""
-    ) -> None:
-        """Start a timer."""
-
-    def release(self, worker_id: str, scope: str) -> None:
-        """End a timer."""
-
-    def complete(self, worker_id: str, scope: str) -> None:
-        """End a timer because its worker left the scope."""
-
-    def observe(self, scope: str, count: int, longest: float) -> None:
-        """Report durations of a scope, from which the service learns."""
-
-    def progress(self, worker_id: str, rank: int, step: int, since: float) -> None:
-        """Report the step that a worker has reached."""
-
-    def clear(self, worker_id: str) -> None:
-        """End all timers of a worker."""
-
-    def holds(self, expired: ExpiredTimer) -> bool:
-        """Return true if the worker still holds the timer that expired."""
 
 
 class HostWorkers(Protocol):
@@ -265,7 +232,7 @@ class Holders:
 
     def __init__(
         self,
-        timers: Timers,
+        timers: NodeTimers,
         *,
         rank_of: Callable[[str], int | None],
         limits: TimerLimits,

@@ -25,11 +25,10 @@ from rallypoint.agent.sockets.timer_tables import (
     TableRefused,
     Tables,
     TimerLimits,
-    Timers,
 )
 from rallypoint.agent.sockets.torch_timers import TimerFifo
 from rallypoint.rpc.logs import get_logger
-from rallypoint.timer.client.client import ExpiredTimer
+from rallypoint.timer.client.client import ExpiredTimer, NodeTimers
 from rallypoint.timer.worker import wire
 from rallypoint.worker.store import PREFIX
 
@@ -121,7 +120,7 @@ class TimerSocket:
     def __init__(
         self,
         path: str | os.PathLike[str],
-        timers: Timers,
+        timers: NodeTimers,
         workers: HostWorkers,
         *,
         stream_path: str | os.PathLike[str] | None = None,

@@ -7,7 +7,7 @@ import math
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import TypeAlias
 
 from rallypoint.etcd.errors import EtcdError
 from rallypoint.rendezvous.base.errors import NotOwner, Refusal
@@ -41,23 +41,14 @@ _RETIRE_WITHIN = 5.0
 _SUCCESSOR_WITHIN = 3.0
 
 
-class OpenShard(Protocol):
-    """Becomes the owner of a shard."""
+OpenShard: TypeAlias = Callable[[int, Callable[[BaseException], None]], Awaitable[Shard]]
+"""Becomes the owner of a shard and reads it; the second argument is called if its journal breaks.
 
-    def __call__(self, shard: int, on_failure: Callable[[BaseException], None], /) -> Awaitable[Shard]:
-        """Claim a shard and read it; `on_failure` is called if its journal breaks.
+Raises OwnedElsewhere if another process owns it; JournalError or EtcdError if it can't be claimed now.
+"""
 
-        Raises:
-            OwnedElsewhere: Another process owns it.
-            JournalError, EtcdError: It can't be claimed now.
-        """
-
-
-class ReleaseShard(Protocol):
-    """Deletes an owner key of ours."""
-
-    def __call__(self, shard: int, fence: int, /) -> Awaitable[None]:
-        """Delete the key if it still has this create_revision. After an EtcdError it is unknown if it was deleted."""
+ReleaseShard: TypeAlias = Callable[[int, int], Awaitable[None]]
+"""Deletes an owner key of ours that has this create_revision. After an EtcdError it is unknown if it was deleted."""
 
 
 @dataclass(slots=True)
