@@ -23,7 +23,7 @@ from rallypoint.rpc.endpoint import (
     without_password,
 )
 from rallypoint.rpc.logs import get_logger
-from rallypoint.rpc.tls import channel_credentials, client_files
+from rallypoint.rpc.tls import channel_credentials, tls_files
 
 DEFAULT_PORT = 2379
 # The name of the variable, not a password.
@@ -318,7 +318,7 @@ class Credentials:
         """
         self.names = tls.names if tls is not None else FileNames()
         """Names of the files in messages."""
-        self._files = None if tls is None else client_files(tls)
+        self._files = None if tls is None else tls_files(tls)
         self.current = None if self._files is None else channel_credentials(self._files.content)
 
     def refresh(self) -> None:

@@ -6,7 +6,6 @@ Files are checked before use, so that errors name the wrong one; both ends read 
 from __future__ import annotations
 
 import ssl
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -94,7 +93,8 @@ def server_credentials(options: ServerOptions, endpoint: Endpoint) -> grpc.Serve
         raise SettingError(f"{endpoint} is a Unix socket, where TLS has no meaning: leave --tls-cert out")
     if options.insecure:
         raise SettingError("--insecure and --tls-cert contradict each other: leave one of them out")
-    files = _live(_Files(options.tls_cert, options.tls_key, options.tls_client_ca, _OF_SERVERS))
+    tls = ClientTLS(options.tls_client_ca, options.tls_cert, options.tls_key, names=_OF_SERVERS)
+    files = tls_files(tls)
 
     def renewed() -> grpc.ServerCertificateConfiguration | None:
         """Called by gRPC for each handshake, on its own thread; None: no change."""
@@ -120,7 +120,7 @@ class ClientCredentials:
             TLSFileError: a file is missing, unusable or does not match.
         """
         self._security = security
-        self._files = client_files(security) if isinstance(security, ClientTLS) else None
+        self._files = tls_files(security) if isinstance(security, ClientTLS) else None
         path = security.token if isinstance(security, ClientTLS | RunSecret) else None
         self._token = None if path is None else grpc.metadata_call_credentials(_TokenFile(path))
 
@@ -210,39 +210,27 @@ def channel_credentials(identity: Identity) -> grpc.ChannelCredentials:
     return grpc.ssl_channel_credentials(identity.authorities, identity.key, identity.certificate)
 
 
-@dataclass(frozen=True, slots=True)
-class _Files:
-    certificate: Path | None
-    key: Path | None
-    authorities: Path | None
-    names: FileNames
-
-    def read(self) -> Identity:
-        names = self.names
-        if (self.certificate is None) != (self.key is None):
-            given, missing = names.certificate, names.key
-            if self.certificate is None:
-                given, missing = missing, given
-            raise TLSFileError(f"{given} needs {missing}: give both")
-        certificate = _content(self.certificate, names.certificate)
-        key = _content(self.key, names.key)
-        authorities = _content(self.authorities, names.authorities)
-        if self.certificate is not None and self.key is not None:
-            _check_pair(self.certificate, self.key, names)
-        if authorities is not None:
-            _check_authorities(authorities, f"{names.authorities} {self.authorities}")
-        return Identity(certificate, key, authorities)
+def tls_files(tls: ClientTLS) -> LiveFile[Identity]:
+    """Read the TLS files of a client, or those of a server under their own names. Raises TLSFileError."""
+    paths = [path for path in (tls.certificate, tls.key, tls.ca) if path is not None]
+    return LiveFile("TLS", paths, partial(_read_files, tls))
 
 
-def _live(files: _Files) -> LiveFile[Identity]:
-    """Read TLS files. Raises TLSFileError."""
-    paths = [path for path in (files.certificate, files.key, files.authorities) if path is not None]
-    return LiveFile("TLS", paths, files.read)
-
-
-def client_files(tls: ClientTLS) -> LiveFile[Identity]:
-    """Read the TLS files of a client. Raises TLSFileError."""
-    return _live(_Files(tls.certificate, tls.key, tls.ca, tls.names))
+def _read_files(tls: ClientTLS) -> Identity:
+    names = tls.names
+    if (tls.certificate is None) != (tls.key is None):
+        given, missing = names.certificate, names.key
+        if tls.certificate is None:
+            given, missing = missing, given
+        raise TLSFileError(f"{given} needs {missing}: give both")
+    certificate = _content(tls.certificate, names.certificate)
+    key = _content(tls.key, names.key)
+    authorities = _content(tls.ca, names.authorities)
+    if tls.certificate is not None and tls.key is not None:
+        _check_pair(tls.certificate, tls.key, names)
+    if authorities is not None:
+        _check_authorities(authorities, f"{names.authorities} {tls.ca}")
+    return Identity(certificate, key, authorities)
 
 
 def _configuration(identity: Identity) -> grpc.ServerCertificateConfiguration:
