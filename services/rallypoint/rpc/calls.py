@@ -180,8 +180,6 @@ async def call_any(
     client: ReplicaClient,
     stub: Callable[[grpc.aio.Channel], _Stub],
     operation: Callable[[_Stub], Awaitable[_Answer]],
-    *,
-    pace: Pace | None = None,
 ) -> _Answer:
     """Call each replica until one replies; wait for a run that has no owner yet. Limit it with a timeout.
 
@@ -191,7 +189,7 @@ async def call_any(
     Raises:
         ServiceError: Every replica refused or could not be reached; the error of the last replica that replied.
     """
-    pace = pace or Pace()
+    pace = Pace()
     search = client.search()
     backoff = pace.backoff()
     last_reply: ServiceError | None = None

@@ -155,14 +155,9 @@ class ReplicaClient:
         self._closing: set[asyncio.Task[None]] = set()
 
     @classmethod
-    def over(cls, channel: grpc.aio.Channel, endpoint: str = "unix:/") -> Self:
-        """Return a client that makes every call over one channel, and does not close the channel.
-
-        Args:
-            channel: The channel.
-            endpoint: Its endpoint, for messages.
-        """
-        client = cls(endpoint)
+    def over(cls, channel: grpc.aio.Channel) -> Self:
+        """Return a client that makes every call over one channel, and does not close the channel."""
+        client = cls("unix:/")
         client._fixed = _CachedChannel(None, channel)
         return client
 

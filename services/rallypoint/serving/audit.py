@@ -10,7 +10,7 @@ import logging.handlers
 import os
 import sys
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from datetime import UTC, datetime
 from functools import partial
 from io import TextIOWrapper
@@ -42,7 +42,7 @@ _SECRET = ("environment",)
 class Audit:
     """Writes to the log, and to a file if there is one."""
 
-    def __init__(self, path: Path | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, path: Path | None) -> None:
         """Open the file, which is appended to and may be rotated by others.
 
         Raises:
@@ -52,9 +52,8 @@ class Audit:
             self._file = None if path is None else _AuditFile(path)
         except OSError as error:
             raise SettingError(f"cannot write to --audit-log {path}: {error.strerror}") from None
-        self._clock = clock
         self._refusals = Buckets(_REFUSALS, _MOST_CLIENTS)
-        self._all_refusals = Bucket(_ALL_REFUSALS, clock())
+        self._all_refusals = Bucket(_ALL_REFUSALS, time.monotonic())
         self._left_out = 0
 
     def allowed(self, method: str, name: str, peer: str, runs: Collection[str], request: Message) -> None:
@@ -67,7 +66,7 @@ class Audit:
 
     def refused(self, method: str, name: str, peer: str, runs: Collection[str], problem: str) -> None:
         """Write that a call was refused, unless too many of this client or of all were of late."""
-        now = self._clock()
+        now = time.monotonic()
         if self._refusals.take(client_of(peer), now) > 0.0 or self._all_refusals.take(now) > 0.0:
             self._left_out += 1
             return

@@ -10,7 +10,7 @@ import hashlib
 import re
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -145,11 +145,10 @@ def _content(claims: Mapping[str, Any]) -> Token:
 class TokenKeys:
     """Checks tokens with the public keys of a file, which is read again when it changes."""
 
-    def __init__(self, path: Path, wall_clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, path: Path) -> None:
         """Read the file. Raises SettingError."""
         import jwt  # noqa: F401, PLC0415 (now, and not while the first call waits)
 
-        self._wall_clock = wall_clock
         self._keys = LiveFile("keys of tokens", [path], partial(read_keys, path))
         self._checked: OrderedDict[str, Token] = OrderedDict()
 
@@ -162,7 +161,7 @@ class TokenKeys:
             token = self._checked[text] = check(text, self._keys.content)
             if len(self._checked) > _MOST_CHECKED:
                 self._checked.popitem(last=False)
-        elif token.expires <= self._wall_clock():
+        elif token.expires <= time.time():
             del self._checked[text]
             raise InvalidToken("Signature has expired")
         return token
