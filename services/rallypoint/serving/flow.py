@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import math
-from collections import OrderedDict, deque
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 from urllib.parse import unquote
 from weakref import WeakKeyDictionary
 
@@ -62,55 +62,28 @@ class Bucket:
         return 0.0
 
 
-_C = TypeVar("_C")
-
-
-class PerClient(Generic[_C]):
-    """One object for each of the clients seen last.
+class Buckets:
+    """A bucket for each of the clients seen last.
 
     If there are too many, that of the client that was not seen for longest is dropped, and the client later begins with
     a new one. So memory is limited, and a client gains by it only if that many others came in the meantime.
     """
 
-    def __init__(self, make: Callable[[], _C], most: int) -> None:
-        """Begin without clients.
+    def __init__(self, rate: Rate, most: int) -> None:
+        """Begin without buckets.
 
         Args:
-            make: returns the object of a new client.
-            most: how many to keep; at least 1. Each takes about 250 bytes, plus the client's name.
+            rate: the limit of each client.
+            most: how many buckets to keep; at least 1. Each takes about 250 bytes, plus the client's name.
         """
-        self._make = make
-        self._most = most
-        self._clients: OrderedDict[str, _C] = OrderedDict()
+        self._of = lru_cache(most)(lambda client: Bucket(rate, -math.inf))
 
     def __len__(self) -> int:
-        return len(self._clients)
-
-    def of(self, client: str) -> _C:
-        """Return the object of a client."""
-        mine = self._clients.get(client)
-        if mine is None:
-            mine = self._clients[client] = self._make()
-            if len(self._clients) > self._most:
-                self._clients.popitem(last=False)
-        else:
-            self._clients.move_to_end(client)
-        return mine
-
-
-class Buckets:
-    """A bucket for each client; see `PerClient`."""
-
-    def __init__(self, rate: Rate, most: int) -> None:
-        """Begin without buckets; `rate`: the limit of each client, `most`: how many buckets to keep."""
-        self._buckets = PerClient(lambda: Bucket(rate, -math.inf), most)
-
-    def __len__(self) -> int:
-        return len(self._buckets)
+        return self._of.cache_info().currsize
 
     def take(self, client: str, now: float, amount: int = 1) -> float:
         """Use an amount of a client's bucket; see `Bucket.take`."""
-        return self._buckets.of(client).take(now, amount)
+        return self._of(client).take(now, amount)
 
 
 # ---- The client behind a gRPC peer address, for its rate of calls.
@@ -239,9 +212,8 @@ class Turns:
             hold: seconds after which an operation no longer counts, so that one whose client does not read holds
                 nothing up.
         """
-        self._free = most
+        self._free = asyncio.Semaphore(most)
         self._hold = hold
-        self._waiting: deque[asyncio.Future[None]] = deque()
 
     def turn(self) -> _Turn:
         """Return a context for one operation, which waits for its turn."""
@@ -249,25 +221,11 @@ class Turns:
 
     async def take(self) -> None:
         """Return when one more operation may run."""
-        if self._free:
-            self._free -= 1
-            return
-        mine = asyncio.get_running_loop().create_future()
-        self._waiting.append(mine)
-        try:
-            await mine
-        except asyncio.CancelledError:
-            if mine.done() and not mine.cancelled():
-                self.give_back()
-            raise
+        await self._free.acquire()
 
     def give_back(self) -> None:
         """Let the next operation run."""
-        while self._waiting:
-            if not (first := self._waiting.popleft()).done():  # else its task was cancelled
-                first.set_result(None)
-                return
-        self._free += 1
+        self._free.release()
 
 
 class _Turn:

@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, aclosing
-from functools import partial
+from functools import lru_cache, partial
 from traceback import clear_frames
 from types import MappingProxyType, TracebackType
 from typing import Any, TypeAlias
@@ -23,7 +23,7 @@ from google.protobuf.message import Message
 from rallypoint.rpc.errors import ServiceError, encode
 from rallypoint.rpc.logs import get_logger
 from rallypoint.serving.access import Access, Permit
-from rallypoint.serving.flow import Bucket, Buckets, PerClient, Rate, Turns, client_of
+from rallypoint.serving.flow import Bucket, Buckets, Rate, Turns, client_of
 
 log = get_logger(__name__)
 
@@ -102,7 +102,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         self._clock = clock
         self._requests = None if request_rate is None else Buckets(request_rate, _MOST_CLIENTS)
         self._bytes = None if byte_rate is None else Buckets(byte_rate, _MOST_CLIENTS)
-        self._turns = PerClient(lambda: Turns(_REQUESTS_AT_A_TIME), _MOST_CLIENTS)
+        self._turns_of = lru_cache(_MOST_CLIENTS)(lambda client: Turns(_REQUESTS_AT_A_TIME))
         self._message_rates = message_rates
         self._most_watches = most_watches
         self._watches: Counter[str] = Counter()
@@ -151,7 +151,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
 
     def turn_of(self, client: str) -> AbstractAsyncContextManager[None]:
         """Return a context for the handler of one request of a client, in which it waits for the client's turn."""
-        return self._turns.of(client).turn()
+        return self._turns_of(client).turn()
 
     def begin_watch(self, client: str) -> None:
         """Count a watch of a client that begins; raise the error if the client has too many."""
