@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from rallypoint.etcd.client import EtcdClient, check_versions
 from rallypoint.etcd.errors import REMEDIES, Compacted, EtcdError, EtcdRefused, Reason
@@ -242,13 +243,10 @@ class Replica:
                 raise
 
     async def _run_session(self, session: Session, cluster: Cluster, revision: int) -> None:
-        async def claim(shard: int, on_failure: Callable[[BaseException], None]) -> Shard:
-            return await self._claim(session, shard, on_failure)
-
         manager = ShardManager(
             cluster,
             self.me,
-            open_shard=claim,
+            open_shard=partial(self._claim, session),
             release=self._release,
             changes=self._changes,
             moves=self._wanted.moves,

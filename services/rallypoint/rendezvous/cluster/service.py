@@ -148,7 +148,7 @@ async def replicated_services(
         def read(shard: int, recovered: Recovered) -> Work[ReadOnlyRuns]:
             return ReadOnlyRuns.restore(
                 recovered,
-                not_owner=partial(_not_here, replica, shard),
+                not_owner=lambda run_id: NotOwner(run_id, replica.owner_address(shard)),
                 clock=clock,
                 wall_clock=wall_clock,
                 limits=limits.rendezvous,
@@ -167,8 +167,3 @@ async def replicated_services(
             yield services
         finally:
             await services.end()
-
-
-def _not_here(replica: Replica, shard: int, run_id: str) -> NotOwner:
-    """Return the refusal of a request that can't be served by reading a shard."""
-    return NotOwner(run_id, replica.owner_address(shard))
