@@ -15,7 +15,7 @@ from rallypoint.rpc.clock import WatchClock
 from rallypoint.rpc.errors import ServiceError, invalid
 from rallypoint.serving.flow import UnopenedStreams
 from rallypoint.timer.client.client import ExpiredTimer, NodeTimers
-from rallypoint.timer.client.mirror import Change, Start, TimerMirror
+from rallypoint.timer.client.mirror import TimerMirror
 from rallypoint.timer.core.core import TimerTable
 from rallypoint.timer.core.countdown import Countdown
 from rallypoint.timer.core.learning import Scope, ScopeBook
@@ -40,11 +40,12 @@ def send_no_elapsed(patch: pytest.MonkeyPatch) -> None:
     """A timer that is told again begins anew."""
 
     @instead_of(patch, TimerMirror, "take")
-    def fresh(take: Any, self: TimerMirror, *args: Any) -> list[Change]:
-        return [
-            replace(change, elapsed=0.0) if isinstance(change, Start) else change
-            for change in take(self, *args)
-        ]
+    def fresh(take: Any, self: TimerMirror, *args: Any) -> Any:
+        actions = take(self, *args)
+        for action in actions:
+            if action.HasField("acquire"):
+                action.acquire.ClearField("elapsed")
+        return actions
 
 
 def measure_elapsed_before_connecting(patch: pytest.MonkeyPatch) -> None:

@@ -454,7 +454,7 @@ async def test_a_client_comes_back_from_what_it_can_not_deal_with(
         yield pb.SuperviseEvent(subscribed=pb.Subscribed())
         await listen(script, requests, 1000)
 
-    def fail(_: object) -> pb.SuperviseAction:
+    def fail(*_: object) -> list[pb.SuperviseAction]:
         raise OverflowError("a bug")
 
     script = Scripted(nonsense, sense)
@@ -463,7 +463,7 @@ async def test_a_client_comes_back_from_what_it_can_not_deal_with(
         await until(lambda: node.client._subscribed)
         assert "is not a valid duration" in caplog.text
         with monkeypatch.context() as buggy:
-            buggy.setattr("rallypoint.timer.client.client.action_of", fail)
+            buggy.setattr("rallypoint.timer.client.client.TimerMirror.take", fail)
             node.client.acquire("0@1", "s", 60.0)
             await until(lambda: "a bug" in caplog.text)
         await until(lambda: any(seen[1:2] and seen[1].HasField("acquire") for seen in script.seen))

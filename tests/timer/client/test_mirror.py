@@ -7,45 +7,68 @@ import random
 
 import pytest
 
-from rallypoint.timer.client.mirror import (
-    MOST_SCOPES,
-    Acknowledge,
-    Change,
-    Completions,
-    End,
-    EndAll,
-    LearnedReport,
-    Start,
-    StepReport,
-    TimerMirror,
-    action_of,
-)
+from rallypoint.rpc.durations import to_duration, to_seconds
+from rallypoint.timer.client.mirror import MOST_SCOPES, TimerMirror
 from rallypoint.timer.core.core import TimerTable
 from rallypoint.timer.core.values import Expiry, Subscription
+from rallypoint.timer.v1 import timer_service_pb2 as pb
 from support.marks import slow
 
 WORKERS = ["0@1", "1@1", "2@1"]
 SCOPES = ["s", "t"]
 
 
-def tell(table: TimerTable, subscription: Subscription, change: Change, now: float) -> None:
-    match change:
-        case Start():
+def tell(table: TimerTable, subscription: Subscription, action: pb.SuperviseAction, now: float) -> None:
+    match action.WhichOneof("action"):
+        case "acquire":
+            acquire = action.acquire
             table.register(
                 subscription,
-                change.worker_id,
-                change.scope,
-                change.after,
+                acquire.worker_id,
+                acquire.scope,
+                to_seconds(acquire.after),
                 now,
-                sequence=change.sequence,
-                elapsed=change.elapsed,
+                sequence=acquire.sequence,
+                elapsed=to_seconds(acquire.elapsed),
             )
-        case End():
-            table.end(subscription, change.worker_id, change.scope)
-        case EndAll():
-            table.clear(subscription, change.worker_id)
-        case Acknowledge():
-            table.acknowledge(subscription, change.expiry_id)
+        case "release":
+            table.end(subscription, action.release.worker_id, action.release.scope)
+        case "clear":
+            table.clear(subscription, action.clear.worker_id)
+        case "acknowledge":
+            table.acknowledge(subscription, action.acknowledge.expiry_id)
+
+
+def start(
+    worker_id: str, scope: str, after: float, elapsed: float, sequence: int, *, learned_as: str = ""
+) -> pb.SuperviseAction:
+    acquire = pb.Acquire(worker_id=worker_id, scope=scope, elapsed=to_duration(elapsed), sequence=sequence)
+    if learned_as:
+        acquire.learned_as = learned_as
+    else:
+        acquire.after.CopyFrom(to_duration(after))
+    return pb.SuperviseAction(acquire=acquire)
+
+
+def end(worker_id: str, scope: str) -> pb.SuperviseAction:
+    return pb.SuperviseAction(release=pb.Release(worker_id=worker_id, scope=scope))
+
+
+def end_all(worker_id: str) -> pb.SuperviseAction:
+    return pb.SuperviseAction(clear=pb.ClearWorker(worker_id=worker_id))
+
+
+def completions(scope: str, count: int, longest: float) -> pb.SuperviseAction:
+    return pb.SuperviseAction(observe=pb.Observe(scope=scope, count=count, longest=to_duration(longest)))
+
+
+def learned(scope: str, count: int, longest: float) -> pb.SuperviseAction:
+    return pb.SuperviseAction(learned=pb.Learned(scope=scope, count=count, longest=to_duration(longest)))
+
+
+def reached(worker_id: str, rank: int, step: int, elapsed: float) -> pb.SuperviseAction:
+    progress = pb.Progress(worker_id=worker_id, rank=rank, step=step, elapsed=to_duration(elapsed))
+    return pb.SuperviseAction(progress=progress)
 
 
 class History:
@@ -58,7 +81,7 @@ class History:
         self.slept = 0.0
         self.ledger = TimerMirror()
         self.table = TimerTable(self.now)
-        self.up: list[Change | None] = []
+        self.up: list[pb.SuperviseAction | None] = []
         self.down: list[Expiry] = []
         self.subscription: Subscription | None = None
         # (worker, scope) -> deadline, as the workers see it, by the clock of their host.
@@ -222,10 +245,10 @@ def test_only_the_last_of_many_acquisitions_is_told() -> None:
     ledger = TimerMirror()
     for number in range(5):
         ledger.acquire("w", "s", 60.0, float(number))
-    assert ledger.take(10.0, 10) == [Start("w", "s", 60.0, 6.0, 5)]
+    assert ledger.take(10.0, 10) == [start("w", "s", 60.0, 6.0, 5)]
     ledger.acquire("w", "s", 60.0, 7.0)
     ledger.release("w", "s")
-    assert ledger.take(10.0, 10) == [End("w", "s")]
+    assert ledger.take(10.0, 10) == [end("w", "s")]
 
 
 def test_a_worker_that_is_gone_is_told_once() -> None:
@@ -236,7 +259,7 @@ def test_a_worker_that_is_gone_is_told_once() -> None:
     assert len(ledger.take(0.0, 1000)) == 100
     ledger.clear("w")
     ledger.acquire("w", "again", 60.0, 0.0)
-    assert ledger.take(0.0, 1000) == [EndAll("w"), Start("w", "again", 60.0, 0.0, 101)]
+    assert ledger.take(0.0, 1000) == [end_all("w"), start("w", "again", 60.0, 0.0, 101)]
 
 
 def test_dealing_with_an_expiry_leaves_a_newer_timer_alone() -> None:
@@ -246,7 +269,10 @@ def test_dealing_with_an_expiry_leaves_a_newer_timer_alone() -> None:
     ledger.take(0.0, 10)
     ledger.acquire("w", "s", 1.0, 5.0)
     ledger.settle("w", "s", 1, expiry_id=9)
-    assert ledger.take(5.0, 10) == [Acknowledge(9), Start("w", "s", 1.0, 0.0, 2)]
+    assert ledger.take(5.0, 10) == [
+        pb.SuperviseAction(acknowledge=pb.Acknowledge(expiry_id=9)),
+        start("w", "s", 1.0, 0.0, 2),
+    ]
 
 
 def test_completions_are_told_at_most_once() -> None:
@@ -255,12 +281,12 @@ def test_completions_are_told_at_most_once() -> None:
     for longest in (1.0, 3.0, 2.0):
         ledger.observe("s", 2, longest)
     ledger.observe("t", 1, 0.5)
-    assert ledger.take(0.0, 10) == [Completions("s", 6, 3.0), Completions("t", 1, 0.5)]
+    assert ledger.take(0.0, 10) == [completions("s", 6, 3.0), completions("t", 1, 0.5)]
     assert not ledger.pending
     ledger.observe("s", 1, 1.0)
     ledger.restart()
     ledger.observe("s", 1, 1.0)
-    assert ledger.take(0.0, 10) == [Completions("s", 2, 3.0)]
+    assert ledger.take(0.0, 10) == [completions("s", 2, 3.0)]
     ledger.restart()
     assert ledger.take(0.0, 10) == []
 
@@ -272,15 +298,15 @@ def test_a_timer_that_learns_teaches_when_it_is_left() -> None:
     ledger.acquire("w", "s~2", 0.0, 11.0, "s")
     ledger.acquire("w", "t", 60.0, 10.0)
     assert ledger.take(12.0, 10) == [
-        Start("w", "s", 0.0, 2.0, 1, "s"),
-        Start("w", "s~2", 0.0, 1.0, 2, "s"),
-        Start("w", "t", 60.0, 2.0, 3),
+        start("w", "s", 0.0, 2.0, 1, learned_as="s"),
+        start("w", "s~2", 0.0, 1.0, 2, learned_as="s"),
+        start("w", "t", 60.0, 2.0, 3),
     ]
     ledger.complete("w", "s~2", 14.0)
     ledger.complete("w", "t", 14.0)
     ledger.complete("w", "never", 14.0)
     ledger.release("w", "s")
-    assert ledger.take(14.0, 10) == [End("w", "s~2"), End("w", "t"), End("w", "s"), Completions("s", 1, 3.0)]
+    assert ledger.take(14.0, 10) == [end("w", "s~2"), end("w", "t"), end("w", "s"), completions("s", 1, 3.0)]
 
 
 def test_what_was_learned_outlives_the_service() -> None:
@@ -292,9 +318,9 @@ def test_what_was_learned_outlives_the_service() -> None:
     ledger.restart()
     ledger.learned("s", 5, 9.0)
     ledger.learned("t", 1, 1.0)
-    assert ledger.take(0.0, 10) == [LearnedReport("s", 100, 9.0), Start("w", "s", 0.0, 0.0, 1, "s")]
+    assert ledger.take(0.0, 10) == [learned("s", 100, 9.0), start("w", "s", 0.0, 0.0, 1, learned_as="s")]
     ledger.restart()
-    assert ledger.take(0.0, 1) == [LearnedReport("s", 100, 9.0)]
+    assert ledger.take(0.0, 1) == [learned("s", 100, 9.0)]
 
 
 def test_the_longest_that_was_lost_comes_with_what_was_learned() -> None:
@@ -302,9 +328,9 @@ def test_the_longest_that_was_lost_comes_with_what_was_learned() -> None:
     ledger = TimerMirror()
     ledger.learned("s", 100, 3.0)
     ledger.observe("s", 1, 8.0)
-    assert ledger.take(0.0, 10) == [Completions("s", 1, 8.0)]
+    assert ledger.take(0.0, 10) == [completions("s", 1, 8.0)]
     ledger.restart()
-    assert ledger.take(0.0, 10) == [LearnedReport("s", 100, 8.0)]
+    assert ledger.take(0.0, 10) == [learned("s", 100, 8.0)]
 
 
 def test_what_is_forgotten_does_not_come_back() -> None:
@@ -316,10 +342,10 @@ def test_what_is_forgotten_does_not_come_back() -> None:
     ledger.forget("s")
     ledger.forget("unheard")
     ledger.observe("s", 1, 0.5)
-    assert ledger.take(0.0, 1) == [LearnedReport("s", 0, 0.0)], (
+    assert ledger.take(0.0, 1) == [learned("s", 0, 0.0)], (
         "the service waits for this before it believes what follows"
     )
-    assert ledger.take(0.0, 10) == [LearnedReport("unheard", 0, 0.0), Completions("s", 1, 0.5)]
+    assert ledger.take(0.0, 10) == [learned("unheard", 0, 0.0), completions("s", 1, 0.5)]
     ledger.forget("s")
     assert ledger.pending
     ledger.restart()
@@ -345,16 +371,16 @@ def test_only_the_latest_step_is_told() -> None:
     ledger.progress("w", 3, 8, 100.0)
     ledger.progress("v", 4, 1, 20.0)
     assert ledger.workers == ["w", "v"]
-    assert ledger.take(20.0, 10) == [StepReport("w", 3, 8, 2.0), StepReport("v", 4, 1, 0.0)]
+    assert ledger.take(20.0, 10) == [reached("w", 3, 8, 2.0), reached("v", 4, 1, 0.0)]
     ledger.progress("w", 3, 8, 100.0)
     assert not ledger.pending
     ledger.restart()
-    assert ledger.take(30.0, 10) == [StepReport("w", 3, 8, 12.0), StepReport("v", 4, 1, 10.0)]
+    assert ledger.take(30.0, 10) == [reached("w", 3, 8, 12.0), reached("v", 4, 1, 10.0)]
     ledger.progress("w", 3, 9, 40.0)
     ledger.clear("w")
-    assert ledger.take(40.0, 10) == [EndAll("w")]
+    assert ledger.take(40.0, 10) == [end_all("w")]
     ledger.restart()
-    assert ledger.take(40.0, 10) == [StepReport("v", 4, 1, 20.0)]
+    assert ledger.take(40.0, 10) == [reached("v", 4, 1, 20.0)]
 
 
 def test_a_timer_that_is_renumbered_is_told_again() -> None:
@@ -365,7 +391,10 @@ def test_a_timer_that_is_renumbered_is_told_again() -> None:
     ledger.take(0.0, 10)
     ledger.renumber("w", "s")
     ledger.renumber("w", "t")
-    assert ledger.take(5.0, 10) == [Start("w", "s", 60.0, 5.0, 3), Start("w", "t", 0.0, 5.0, 4, "learned")]
+    assert ledger.take(5.0, 10) == [
+        start("w", "s", 60.0, 5.0, 3),
+        start("w", "t", 0.0, 5.0, 4, learned_as="learned"),
+    ]
 
 
 def test_how_far_a_worker_is_can_be_asked() -> None:
@@ -384,5 +413,7 @@ def test_how_far_a_worker_is_can_be_asked() -> None:
 
 def test_a_step_past_the_messages_integers_is_reported_as_the_largest() -> None:
     """A worker's step has 64 bits without a sign; it must not end the stream of all workers of its host."""
-    action = action_of(StepReport("w", 3, 2**64 - 1, 0.0))
+    ledger = TimerMirror()
+    ledger.progress("w", 3, 2**64 - 1, 0.0)
+    (action,) = ledger.take(0.0, 10)
     assert action.progress.step == 2**63 - 1

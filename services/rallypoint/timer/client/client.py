@@ -20,7 +20,7 @@ from rallypoint.rpc.durations import checked_seconds, to_duration
 from rallypoint.rpc.errors import decode
 from rallypoint.rpc.logs import get_logger, is_end_of_stream
 from rallypoint.rpc.loop import cancel_all
-from rallypoint.timer.client.mirror import TimerMirror, action_of
+from rallypoint.timer.client.mirror import TimerMirror
 from rallypoint.timer.client.pacing import Batching, Watch
 from rallypoint.timer.core.values import InvalidField
 from rallypoint.timer.v1 import timer_service_pb2 as pb
@@ -383,7 +383,7 @@ class NodeTimers:
                 raise
 
     def _changes(self) -> list[pb.SuperviseAction]:
-        return [action_of(change) for change in self._mirror.take(self._watch.now(), _MOST_ACTIONS)]
+        return self._mirror.take(self._watch.now(), _MOST_ACTIONS)
 
     def _take(self, event: pb.SuperviseEvent) -> None:
         match event.WhichOneof("event"):

@@ -10,8 +10,10 @@ never sent again, even if the message was lost; the longest is, with the next co
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeVar
+
+from google.protobuf.duration_pb2 import Duration
 
 from rallypoint.rpc.durations import to_duration
 from rallypoint.timer.v1 import timer_service_pb2 as pb
@@ -22,90 +24,25 @@ MOST_SCOPES = 4096
 """Most learned scopes in a mirror; further ones are neither recorded nor sent."""
 
 
-@dataclass(frozen=True, slots=True)
-class Start:
-    """Report that a worker's timer runs. Seconds."""
-
-    worker_id: str
-    scope: str
-    # 0: it is learned.
-    after: float
-    elapsed: float
-    sequence: int
-    # The name to learn under; empty: `after` is given.
-    learned_as: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class End:
-    """Report that a worker's timer has ended."""
-
-    worker_id: str
-    scope: str
-
-
-@dataclass(frozen=True, slots=True)
-class EndAll:
-    """Report that a worker is gone."""
-
-    worker_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class Acknowledge:
-    """Report that an expiry has been handled."""
-
-    expiry_id: int
-
-
-@dataclass(frozen=True, slots=True)
-class Completions:
-    """Report `count` further completions of a learned scope, and the longest ever seen here in seconds."""
-
-    scope: str
-    count: int
-    longest: float
-
-
-@dataclass(frozen=True, slots=True)
-class LearnedReport:
-    """Return to a service the completions, and the longest, that an earlier one had published for a scope.
-
-    A count of 0 confirms that the scope is forgotten here.
-    """
-
-    scope: str
-    count: int
-    longest: float
-
-
-@dataclass(frozen=True, slots=True)
-class StepReport:
-    """Report the step that a worker has reached, and how many seconds ago."""
-
-    worker_id: str
-    rank: int
-    step: int
-    elapsed: float
-
-
-Change = Start | End | EndAll | Acknowledge | Completions | LearnedReport | StepReport
+_MOST_STEP = 2**63 - 1  # of the message; a worker's has 64 bits without a sign
+_MOST_COUNT = 2**32 - 1  # of a uint32
 
 
 @dataclass(frozen=True, slots=True)
 class MirroredTimer:
-    """A timer that a worker holds."""
+    """A timer that a worker holds. Seconds."""
 
     sequence: int
     since: float
-    # As Start.
+    # 0: it is learned.
     after: float
+    # The name to learn under; empty: `after` is given.
     learned_as: str
 
 
 @dataclass(slots=True)
-class _Seen:
-    """Completions of a scope: how many are not sent yet, and the longest ever."""
+class _Completions:
+    """Completions of a scope, and the longest in seconds."""
 
     count: int = 0
     longest: float = 0.0
@@ -133,10 +70,11 @@ class TimerMirror:
         self._changed: dict[tuple[str, str], None] = {}
         self._gone: dict[str, None] = {}
         self._acknowledged: list[int] = []
-        self._seen: dict[str, _Seen] = {}
+        # Completions here: how many are not sent yet, and the longest ever.
+        self._seen: dict[str, _Completions] = {}
         self._to_count: dict[str, None] = {}
         # The service's data of learned scopes, from this and other nodes.
-        self._learned: dict[str, LearnedReport] = {}
+        self._learned: dict[str, _Completions] = {}
         self._to_echo: dict[str, None] = {}
         # Forgotten scopes to confirm; observations sent after the confirmation are new.
         self._to_confirm: dict[str, None] = {}
@@ -171,7 +109,7 @@ class TimerMirror:
         return held.sequence if held is not None else None
 
     def acquire(self, worker_id: str, scope: str, after: float, since: float, learned_as: str = "") -> None:
-        """Start a worker's timer at `since`, in place of the one of that name. `learned_as`: as in Start."""
+        """Start a worker's timer at `since`, in place of the one of that name. `learned_as`: see MirroredTimer."""
         self._sequence += 1
         held = MirroredTimer(self._sequence, since, 0.0 if learned_as else after, learned_as)
         self._held.setdefault(worker_id, {})[scope] = held
@@ -198,7 +136,7 @@ class TimerMirror:
         if seen is None:
             if len(self._seen) >= MOST_SCOPES:
                 return
-            seen = self._seen[scope] = _Seen()
+            seen = self._seen[scope] = _Completions()
         seen.count += count
         seen.longest = max(seen.longest, longest)
         self._to_count[scope] = None
@@ -214,7 +152,7 @@ class TimerMirror:
             count, longest = max(count, former.count), max(longest, former.longest)
         elif len(self._learned) >= MOST_SCOPES:
             return
-        self._learned[scope] = LearnedReport(scope, count, longest)
+        self._learned[scope] = _Completions(count, longest)
 
     def forget(self, scope: str) -> None:
         """Forget a scope because the service has forgotten it."""
@@ -277,51 +215,69 @@ class TimerMirror:
         self._to_echo = dict.fromkeys(self._learned)
         self._moved = dict.fromkeys(self._steps)
 
-    def take(self, now: float, limit: int) -> list[Change]:
+    def take(self, now: float, limit: int) -> list[pb.SuperviseAction]:
         """Return the next changes to send, at most `limit`, in order. They count as sent."""
-        changes: list[Change] = []
-        while self._acknowledged and len(changes) < limit:
-            changes.append(Acknowledge(self._acknowledged.pop()))
-        while self._gone and len(changes) < limit:
-            changes.append(EndAll(_first(self._gone)))
-        while self._to_echo and len(changes) < limit:
-            changes.append(self._echo(_first(self._to_echo)))
-        while self._changed and len(changes) < limit:
-            change = self._difference(*_first(self._changed), now)
-            if change is not None:
-                changes.append(change)
-        while self._moved and len(changes) < limit:
+        actions: list[pb.SuperviseAction] = []
+        while self._acknowledged and len(actions) < limit:
+            acknowledge = pb.Acknowledge(expiry_id=self._acknowledged.pop())
+            actions.append(pb.SuperviseAction(acknowledge=acknowledge))
+        while self._gone and len(actions) < limit:
+            actions.append(pb.SuperviseAction(clear=pb.ClearWorker(worker_id=_first(self._gone))))
+        while self._to_echo and len(actions) < limit:
+            actions.append(self._echo(_first(self._to_echo)))
+        while self._changed and len(actions) < limit:
+            action = self._difference(*_first(self._changed), now)
+            if action is not None:
+                actions.append(action)
+        while self._moved and len(actions) < limit:
             worker_id = _first(self._moved)
             reached = self._steps[worker_id]
-            changes.append(StepReport(worker_id, reached.rank, reached.step, max(0.0, now - reached.since)))
-        while self._to_confirm and len(changes) < limit:
-            changes.append(LearnedReport(_first(self._to_confirm), 0, 0.0))
-        while self._to_count and len(changes) < limit:
+            elapsed, step = _since(reached.since, now), min(reached.step, _MOST_STEP)
+            progress = pb.Progress(worker_id=worker_id, rank=reached.rank, step=step, elapsed=elapsed)
+            actions.append(pb.SuperviseAction(progress=progress))
+        while self._to_confirm and len(actions) < limit:
+            actions.append(_learned(_first(self._to_confirm), _Completions()))
+        while self._to_count and len(actions) < limit:
             scope = _first(self._to_count)
             seen = self._seen[scope]
-            changes.append(Completions(scope, seen.count, seen.longest))
+            count, longest = min(seen.count, _MOST_COUNT), to_duration(seen.longest)
+            observe = pb.Observe(scope=scope, count=count, longest=longest)
+            actions.append(pb.SuperviseAction(observe=observe))
             seen.count = 0
-        return changes
+        return actions
 
-    def _difference(self, worker_id: str, scope: str, now: float) -> Change | None:
-        held = self._held.get(worker_id, {}).get(scope)
+    def _difference(self, worker_id: str, scope: str, now: float) -> pb.SuperviseAction | None:
+        held = self.find(worker_id, scope)
         sent = self._sent.get((worker_id, scope))
         if held is None:
-            return End(*self._forget(worker_id, scope)) if sent is not None else None
+            if sent is None:
+                return None
+            del self._sent[worker_id, scope]
+            return pb.SuperviseAction(release=pb.Release(worker_id=worker_id, scope=scope))
         if held.sequence == sent:
             return None
         self._sent[worker_id, scope] = held.sequence
-        elapsed = max(0.0, now - held.since)
-        return Start(worker_id, scope, held.after, elapsed, held.sequence, held.learned_as)
+        elapsed = _since(held.since, now)
+        acquire = pb.Acquire(worker_id=worker_id, scope=scope, elapsed=elapsed, sequence=held.sequence)
+        if held.learned_as:
+            acquire.learned_as = held.learned_as
+        else:
+            acquire.after.CopyFrom(to_duration(held.after))
+        return pb.SuperviseAction(acquire=acquire)
 
-    def _echo(self, scope: str) -> LearnedReport:
+    def _echo(self, scope: str) -> pb.SuperviseAction:
         """Return the learned data of a scope. The longest seen here may have been in a lost message: include it."""
-        learned, seen = self._learned[scope], self._seen.get(scope)
-        return replace(learned, longest=max(learned.longest, seen.longest)) if seen is not None else learned
+        learned, seen = self._learned[scope], self._seen.get(scope, _Completions())
+        return _learned(scope, _Completions(learned.count, max(learned.longest, seen.longest)))
 
-    def _forget(self, worker_id: str, scope: str) -> tuple[str, str]:
-        del self._sent[worker_id, scope]
-        return worker_id, scope
+
+def _since(moment: float, now: float) -> Duration:
+    return to_duration(max(0.0, now - moment))
+
+
+def _learned(scope: str, completions: _Completions) -> pb.SuperviseAction:
+    longest = to_duration(completions.longest)
+    return pb.SuperviseAction(learned=pb.Learned(scope=scope, count=completions.count, longest=longest))
 
 
 def _first(waiting: dict[Key, None]) -> Key:
@@ -329,54 +285,3 @@ def _first(waiting: dict[Key, None]) -> Key:
     key = next(iter(waiting))
     del waiting[key]
     return key
-
-
-# ---- Conversion to the messages of the timer service.
-
-
-_MOST_STEP = 2**63 - 1  # of the message; a worker's has 64 bits without a sign
-_MOST_COUNT = 2**32 - 1  # of a uint32
-
-
-def action_of(change: Change) -> pb.SuperviseAction:
-    """Return the action that sends a change."""
-    match change:
-        case Start():
-            return pb.SuperviseAction(acquire=_acquire(change))
-        case End():
-            return pb.SuperviseAction(release=pb.Release(worker_id=change.worker_id, scope=change.scope))
-        case EndAll():
-            return pb.SuperviseAction(clear=pb.ClearWorker(worker_id=change.worker_id))
-        case Acknowledge():
-            return pb.SuperviseAction(acknowledge=pb.Acknowledge(expiry_id=change.expiry_id))
-        case Completions():
-            count, longest = min(change.count, _MOST_COUNT), to_duration(change.longest)
-            return pb.SuperviseAction(observe=pb.Observe(scope=change.scope, count=count, longest=longest))
-        case LearnedReport():
-            longest = to_duration(change.longest)
-            learned = pb.Learned(scope=change.scope, count=change.count, longest=longest)
-            return pb.SuperviseAction(learned=learned)
-        case StepReport():
-            elapsed = to_duration(change.elapsed)
-            return pb.SuperviseAction(
-                progress=pb.Progress(
-                    worker_id=change.worker_id,
-                    rank=change.rank,
-                    step=min(change.step, _MOST_STEP),
-                    elapsed=elapsed,
-                )
-            )
-
-
-def _acquire(start: Start) -> pb.Acquire:
-    acquire = pb.Acquire(
-        worker_id=start.worker_id,
-        scope=start.scope,
-        elapsed=to_duration(start.elapsed),
-        sequence=start.sequence,
-    )
-    if start.learned_as:
-        acquire.learned_as = start.learned_as
-    else:
-        acquire.after.CopyFrom(to_duration(start.after))
-    return acquire
