@@ -45,7 +45,6 @@ def config(run_id: str = "run-1", workers: int = 1) -> Any:
 
 
 def worker_group(round_: int = 3, base_rank: int = 4, world_size: int = 8) -> Any:
-    """The workers of a round."""
     seat = Assignment(round_, 1, 2, base_rank, world_size, 0, world_size, "10.0.0.1", 1234, 1)
     return SimpleNamespace(assignment=seat)
 

@@ -20,7 +20,6 @@ class Names:
         self._resolve = socket.getaddrinfo
 
     def getaddrinfo(self, host: str, port: int, **attributes: Any) -> list[Any]:
-        """As of socket."""
         if self.questions:
             self.questions -= 1
             raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")

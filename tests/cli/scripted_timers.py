@@ -68,7 +68,6 @@ class ScriptedTimers(pb_grpc.TimerServiceServicer):
         return answer
 
     def ForgetScopes(self, request: pb.ForgetScopesRequest, context: Any) -> pb.ForgetScopesResponse:
-        """Forgets."""
         self.asked.append(request)
         gone = [
             each

@@ -19,7 +19,6 @@ class Stub:
     """A service that closes any run, and keeps what it was asked."""
 
     def __init__(self) -> None:
-        """Nothing asked yet."""
         self.asked: list[pb.CloseRunRequest] = []
 
     def GetRun(self, request: pb.GetRunRequest) -> pb.GetRunResponse:
@@ -27,7 +26,6 @@ class Stub:
         return pb.GetRunResponse(run=pb.Run(run_id=request.run_id, incarnation="first"))
 
     def CloseRun(self, request: pb.CloseRunRequest) -> pb.CloseRunResponse:
-        """Close."""
         self.asked.append(request)
         end = pb.RunEnd(outcome=pb.OUTCOME_CANCELLED, detail=f"closed by an operator: {request.reason}")
         return pb.CloseRunResponse(run_end=end)

@@ -37,7 +37,6 @@ class Understood:
     """What a command line was taken for, with nothing being run."""
 
     def __init__(self) -> None:
-        """Nothing yet."""
         self.plan: LaunchPlan | None = None
         self.log = ("", "")
 

@@ -29,7 +29,6 @@ class NeverRun:
     )
 
     def __init__(self, submission: Submission, *_: Any) -> None:
-        """Note it."""
         self.submissions.append(submission)
 
     async def run(self) -> int:

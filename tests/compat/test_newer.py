@@ -112,7 +112,6 @@ class NewerJournal(SqliteJournal):
     """A journal in which each record and checkpoint has fields of a newer version."""
 
     async def open(self) -> Recovered:
-        """See `Journal.open`."""
         found = await super().open()
         kinds = ((found.records, JournalRecord), (found.checkpoints, RunSnapshot))
         records, checkpoints = (

@@ -421,7 +421,6 @@ class Node:
     # ---- Rounds
 
     def take(self, update: pb.NodeUpdate) -> None:
-        """Take an update."""
         last = self.bug == "resumes-with-last-revision"
         self.revision = update.revision if last else max(self.revision, update.revision)
         if update.phase > pb.PHASE_CLOSED:

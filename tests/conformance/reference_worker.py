@@ -253,7 +253,6 @@ class Timers:
         link.sendmsg([bytes([5, 1]) + bytes(6)], [rights], socket.MSG_NOSIGNAL)
 
     def send(self, message: bytes) -> None:
-        """Send one message."""
         assert self.link is not None
         if form == "stream" and bug != "no-frames":
             message = (

@@ -188,7 +188,6 @@ class RecordingRegistry(CollectorRegistry):
         self.collectors: list[Collector] = []
 
     def register(self, collector: Collector) -> None:
-        """Register a collector."""
         super().register(collector)
         self.collectors.append(collector)
 

@@ -58,7 +58,6 @@ class WallClock:
         self.jump(0.0)
 
     def jump(self, seconds: float) -> None:
-        """See `Clock`."""
         self.offset += seconds
         _replace(self._file, f"{self.offset:+.3f}\n")
 
@@ -78,7 +77,6 @@ class BootClock:
         self.jump(0.0)
 
     def jump(self, seconds: float) -> None:
-        """See `Clock`."""
         assert seconds >= 0, "a machine is not suspended for less than nothing"
         self._offset += seconds
         _replace(self._file, f"{self._offset:.3f}\n")

@@ -75,7 +75,6 @@ class Cluster:
         return {int(key.rsplit("/", 1)[1], 16): json.loads(value)["replica"] for key, value in found.items()}
 
     async def shard(self, run_id: str) -> int:
-        """The shard of a run."""
         return shard_of(run_id, await self._shards())
 
     async def owner(self, run_id: str, *, but: Collection[str] = (), timeout: float = PATIENCE) -> str:

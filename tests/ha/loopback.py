@@ -35,37 +35,30 @@ class Loopback:
                 await link.close()
 
     def address(self, host: str) -> str:
-        """See `Network`."""
         return self._addresses[host]
 
     async def reach(self, one: str, other: str, port: int) -> str:
-        """See `Network`."""
         link = Link(f"{self._addresses[other]}:{port}")
         await link.open(self._addresses[one])
         self._links.setdefault((one, other), []).append(link)
         return link.address
 
     def command(self, host: str, *command: str) -> list[str]:
-        """See `Network`."""
         return list(command)
 
     def why_inseparable(self, one: str, other: str) -> str:
-        """See `Network`."""
         return "" if self._between(one, other) else f"{one} and {other} can't be parted here: {self.why_not}"
 
     async def part(self, one: str, other: str) -> None:
-        """See `Network`."""
         for link in self._between(one, other):
             link.part()
 
     async def slow(self, host: str, kilobits: int) -> None:
-        """See `Network`."""
         for ends, links in self._links.items():
             for link in links if host in ends else ():
                 link.kilobits = kilobits
 
     async def heal(self) -> None:
-        """See `Network`."""
         for links in self._links.values():
             for link in links:
                 link.heal()

@@ -47,7 +47,6 @@ class RecordedNode(TormentedNode):
     agents = 0
 
     def join(self) -> None:
-        """See `TormentedNode`."""
         self.agents += 1
         super().join()
 
@@ -73,7 +72,6 @@ class Members:
     def __init__(
         self, run_id: str, endpoints: str, doors: Doors, history: History, draw: random.Random
     ) -> None:
-        """Join nothing yet."""
         self.run_id = run_id
         self.crowd = Crowd(endpoints, SETTINGS, 0, draw)
         self.lives = 0

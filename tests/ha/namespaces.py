@@ -88,25 +88,20 @@ class Namespaces:
         await until("the end of all cables", cables)
 
     def address(self, host: str) -> str:
-        """See `Network`."""
         return self._addresses[host]
 
     async def reach(self, one: str, other: str, port: int) -> str:
-        """See `Network`."""
         return f"{self._addresses[other]}:{port}"
 
     def command(self, host: str, *command: str) -> list[str]:
-        """See `Network`."""
         if host == AGENTS:
             return list(command)
         return ["nsenter", f"--net=/proc/{self._holders[host].pid}/ns/net", "--", *command]
 
     def why_inseparable(self, one: str, other: str) -> str:
-        """See `Network`."""
         return ""
 
     async def part(self, one: str, other: str) -> None:
-        """See `Network`."""
         # One of them drops both ways; this host's own rules are never touched.
         here, there = (other, one) if one == AGENTS else (one, other)
         for chain, flag in (("INPUT", "-s"), ("OUTPUT", "-d")):
@@ -137,7 +132,6 @@ class Namespaces:
         await asyncio.to_thread(holder.wait, _PATIENCE)
 
     async def slow(self, host: str, kilobits: int) -> None:
-        """See `Network`."""
         assert host != AGENTS, "its cable is everybody's"
         shape = ("root", "tbf", "rate", f"{kilobits}kbit", "burst", "16kb", "limit", "4mb")
         place = list(self._addresses).index(host)
@@ -145,7 +139,6 @@ class Namespaces:
         await self._run(_BRIDGE, "tc", "qdisc", "replace", "dev", f"port{place}", *shape)
 
     async def heal(self) -> None:
-        """See `Network`."""
         for place, host in enumerate(self._addresses):
             if host in self._holders:
                 await self._run(host, "iptables", "-w", "-F")

@@ -60,7 +60,6 @@ class Nemesis:
     """What is done to a cluster, by two hands at a time: one for replicas, one for etcd and the network."""
 
     def __init__(self, stage: Stage, seed: int, history: History, say: Callable[[str], None]) -> None:
-        """Do nothing yet."""
         self.faults: Counter[str] = Counter()
         self.takeovers = 0
         self._stage = stage

@@ -29,7 +29,6 @@ class Keys:
     """The keys of a run that are written to now. Each lives for so many operations, and is known for good."""
 
     def __init__(self, run_id: str, kind: str) -> None:
-        """Begin with the first."""
         self.run_id = run_id
         self.all = [f"{kind}-0"]
         self._kind = kind
@@ -123,7 +122,6 @@ class StoreClient:
         )
 
     async def set(self, key: str, value: str) -> Operation:
-        """Set a value."""
         request = store_pb.SetRequest(key=key, value=value.encode())
         return await self._write("store.set", "Set", request, {"value": value}, lambda answer: {})
 

@@ -61,7 +61,6 @@ class Host:
     address: str
 
     def job(self, run_id: str = "") -> pb.Job:
-        """A job of it."""
         with users_channel(self.address) as channel:
             request = pb.GetJobRequest(run_id=run_id)
             job: pb.Job = pb_grpc.SupervisorServiceStub(channel).GetJob(request, timeout=PATIENCE).job

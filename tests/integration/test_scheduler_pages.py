@@ -52,7 +52,6 @@ while (folder / "wait").exists():
 
 
 def blocks(page: str, language: str) -> list[str]:
-    """The blocks of a page in one language."""
     text = (ROOT / "docs" / page).read_text()
     return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
 
@@ -61,7 +60,6 @@ class Machine:
     """A folder with a training script, and the processes that a test has started in it."""
 
     def __init__(self, folder: Path, marker: str, stack: ExitStack) -> None:
-        """Write the script."""
         self.folder = folder
         (folder / "train.py").write_text(TRAIN)
         self.path = f"{folder}:{RALLYPOINT.parent}:{os.environ['PATH']}"
@@ -245,7 +243,6 @@ class Cluster:
     """The manifests of the page; a pod is a process, and all Services are on loopback."""
 
     def __init__(self, machine: Machine) -> None:
-        """Read the manifests."""
         self.machine = machine
         documents = [each for block in blocks("kubernetes.md", "yaml") for each in yaml.safe_load_all(block)]
         self.manifests = {(each["kind"], each["metadata"]["name"]): each for each in documents}

@@ -61,7 +61,6 @@ class Job:
         self.environment["TERM"] = "xterm-256color"
 
     def command(self, script: str, *flags: str) -> list[str]:
-        """The command."""
         (self.folder / "worker.py").write_text(script)
         logs = ("--log-dir", str(self.folder / "logs"))
         return [str(RALLYPOINT), "run", "--standalone", *logs, *flags, str(self.folder / "worker.py")]

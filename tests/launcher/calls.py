@@ -15,7 +15,6 @@ class Box:
     """Something to return."""
 
     def __init__(self, content: object) -> None:
-        """Of anything."""
         self.content = content
 
 

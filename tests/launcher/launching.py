@@ -18,7 +18,6 @@ class Own:
     """A class of the main module."""
 
     def __init__(self, value: int) -> None:
-        """Of a number."""
         self.value = value
 
 

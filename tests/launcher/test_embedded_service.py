@@ -53,7 +53,6 @@ class Member:
     """A node of the run, as its agent would be."""
 
     def __init__(self, call: object, updates: asyncio.Queue[pb.NodeUpdate]) -> None:
-        """Joined already."""
         self.call = call
         self.updates = updates
 

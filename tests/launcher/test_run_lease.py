@@ -36,7 +36,6 @@ def address(etcd: EtcdCluster, tmp_path: Path) -> EtcdAddress:
 
 @pytest.fixture
 async def client(address: EtcdAddress) -> AsyncIterator[EtcdClient]:
-    """A client there."""
     async with EtcdClient(address) as client:
         yield client
 

@@ -75,7 +75,6 @@ class Member:
     """A node, and everything that its membership told it."""
 
     def __init__(self, endpoint: str, request: pb.JoinRun, connect_timeout: float = PATIENCE) -> None:
-        """Begin to be a member."""
         self.node_id = request.node_id
         self.events: list[Event] = []
         self._news = asyncio.Event()

@@ -23,7 +23,6 @@ class Node:
     """A member, and a service that can be lost and come back at its address."""
 
     def __init__(self, stack: AsyncExitStack) -> None:
-        """Nothing is there yet."""
         self.events: asyncio.Queue[Event] = asyncio.Queue()
         self._stack = stack
         self._service = AsyncExitStack()

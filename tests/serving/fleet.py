@@ -46,7 +46,6 @@ class Replica:
         self.called = asyncio.Event()
 
     async def start(self, serve: Serve, **options: Any) -> Replica:
-        """Serve."""
         self.server = await serve({"Ask": grpc.unary_unary_rpc_method_handler(self._answer)}, **options)
         self.address = self.server.address
         return self

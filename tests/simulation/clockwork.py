@@ -314,7 +314,6 @@ class Process:
     def call_soon(
         self, callback: Callable[..., object], *args: Any, context: contextvars.Context | None = None
     ) -> Handle:
-        """See asyncio."""
         handle = Handle(self, callback, args, context or contextvars.copy_context())
         if self.alive:
             self._clockwork.soon(handle)
@@ -329,7 +328,6 @@ class Process:
         *args: Any,
         context: contextvars.Context | None = None,
     ) -> Handle:
-        """See asyncio."""
         return self.call_at(self.time() + delay, callback, *args, context=context)
 
     def call_at(
@@ -339,7 +337,6 @@ class Process:
         *args: Any,
         context: contextvars.Context | None = None,
     ) -> Handle:
-        """See asyncio."""
         handle = Handle(self, self._fire, (), context or contextvars.copy_context())
         handle.args = handle, when, callback, args
         if self.alive:
@@ -356,13 +353,11 @@ class Process:
         callback(*args)
 
     def create_future(self) -> asyncio.Future[Any]:
-        """See asyncio."""
         return _Future(loop=self._loop)
 
     def create_task(
         self, coro: Coroutine[Any, Any, T], *, name: str | None = None, context: Any = None
     ) -> asyncio.Task[T]:
-        """See asyncio."""
         task = _Task(coro, loop=self._loop, name=name, context=context)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

@@ -53,7 +53,6 @@ class Watcher(Onlooker):
     """Follows the run's states: the latest counts, and none comes twice."""
 
     async def follow(self) -> None:
-        """See `Onlooker`."""
         request = pb.WatchRunRequest(run_id=RUN, after_revision=self.revision)
         async for answer in self.stub.WatchRun(request, wait_for_ready=True):
             run = answer.run
@@ -68,7 +67,6 @@ class Reader(Onlooker):
     """Follows the run's events: none is left out, unless it is said so."""
 
     async def follow(self) -> None:
-        """See `Onlooker`."""
         request = pb.WatchEventsRequest(run_id=RUN, after_revision=self.revision)
         async for answer in self.stub.WatchEvents(request, wait_for_ready=True):
             with self.referee.judging():

@@ -63,7 +63,6 @@ class Plan:
 
 
 def draw_plan(seed: int) -> Plan:
-    """The plan of a seed."""
     chance = random.Random(f"{seed}/plan")
     server_only = chance.random() < 0.2
     stores = random.Random(f"{seed}/stores")

@@ -210,7 +210,6 @@ class Referee:
         return self.ledger(run_id).ended_round
 
     def ledger(self, run_id: str) -> RunLedger:
-        """That of a run."""
         ledger = self.ledgers.get(run_id)
         if ledger is None:
             ledger = self.ledgers[run_id] = RunLedger()
@@ -433,7 +432,6 @@ class Referee:
             require(update.revision <= self.ledger(run_id).revision, "nothing is told before it is durable")
 
     def confirms(self, agent: object, round_: int) -> None:
-        """An agent confirms a round."""
         with self.judging():
             mine = [group for group in self.groups if group.agent is agent]
             require(not mine, f"who confirms round {round_} has no workers")

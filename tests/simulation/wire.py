@@ -406,15 +406,12 @@ class ServerCall:
         self._trailing = tuple(trailing)
 
     def trailing_metadata(self) -> tuple[Any, ...]:
-        """See `set_trailing_metadata`."""
         return self._trailing
 
     def code(self) -> grpc.StatusCode | None:
-        """See `set_code`."""
         return self._code
 
     def details(self) -> str:
-        """See `set_details`."""
         return self._details
 
     def auth_context(self) -> dict[str, list[bytes]]:

@@ -24,7 +24,6 @@ class FakeAgent(pb_grpc.SupervisorServiceServicer):
     """Takes a job on, or refuses it; tells the states and the output that a test puts into its hands."""
 
     def __init__(self, label: str) -> None:
-        """It takes jobs on."""
         self.label = label
         self.address = ""
         self.launches: list[pb.LaunchJobRequest] = []

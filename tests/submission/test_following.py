@@ -22,7 +22,6 @@ class Passing:
     """Time that passes only while somebody waits."""
 
     def __init__(self) -> None:
-        """Nobody has waited yet."""
         self.now = 0.0
 
     async def sleep(self, seconds: float) -> None:

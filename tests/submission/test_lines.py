@@ -11,11 +11,9 @@ class Screen:
     """Keeps what it is given."""
 
     def __init__(self) -> None:
-        """Empty."""
         self.writes: list[bytes] = []
 
     async def write(self, data: bytes) -> None:
-        """One write."""
         self.writes.append(data)
 
 

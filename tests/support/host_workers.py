@@ -24,11 +24,9 @@ class HostWorkers:
         return self.pids[pid]
 
     def worker_at(self, local_rank: int) -> tuple[str, int] | None:
-        """As the product's."""
         return next(((name, pid) for pid, name in self.pids.items() if name[0] == str(local_rank)), None)
 
     def rank_of(self, worker: str) -> int | None:
-        """As the product's."""
         return self.base_rank + int(worker.partition("@")[0])
 
     async def reap(self, hang: HungWorker) -> bool | None:

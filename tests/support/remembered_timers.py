@@ -12,7 +12,6 @@ class RememberedTimers(NodeTimers):
     """Stands in for the real one."""
 
     def __init__(self) -> None:
-        """There are none."""
         # (worker, scope at the service) -> number, seconds, since when.
         self.held: dict[tuple[str, str], tuple[int, float, float]] = {}
         self.acquired: list[tuple[str, str]] = []
@@ -28,7 +27,6 @@ class RememberedTimers(NodeTimers):
         self._news = asyncio.Event()
 
     def start(self, on_expired: OnExpired, on_forgotten: OnForgotten | None = None) -> None:
-        """As NodeTimers."""
         self.on_expired, self.on_forgotten = on_expired, on_forgotten
 
     async def close(self, grace: float = 1.0) -> None:
@@ -37,7 +35,6 @@ class RememberedTimers(NodeTimers):
     def acquire(
         self, worker_id: str, scope: str, after: float, since: float | None = None, learned_as: str = ""
     ) -> None:
-        """As NodeTimers."""
         assert since is not None
         self.sequence += 1
         self.held[worker_id, scope] = (self.sequence, after, since)
@@ -56,21 +53,17 @@ class RememberedTimers(NodeTimers):
         self.release(worker_id, scope)
 
     def observe(self, scope: str, count: int, longest: float) -> None:
-        """As NodeTimers."""
         self.observed.append((scope, count, longest))
         self._news.set()
 
     def progress(self, worker_id: str, rank: int, step: int, since: float) -> None:
-        """As NodeTimers."""
         self.steps.append((worker_id, rank, step, since))
         self._news.set()
 
     def clear(self, worker_id: str) -> None:
-        """As NodeTimers."""
         self.cleared.append(worker_id)
 
     def holds(self, expired: ExpiredTimer) -> bool:
-        """As NodeTimers."""
         timer = self.held.get((expired.worker_id, expired.scope))
         return timer is not None and timer[0] == expired.sequence
 

@@ -83,7 +83,6 @@ class HostedJob:
     """The rendezvous service on a host of its own, and an agent on each of the other hosts."""
 
     def __init__(self, plan: Plan, network: Network, folder: Path, marker: str) -> None:
-        """Start nothing yet."""
         self.plan = plan
         self.lost: list[str] = []
         self._network = network

@@ -188,7 +188,6 @@ class QuickServer(MortalServer):
     """One that starts within some 30 ms, since all that it needs is imported by then; see `starter`."""
 
     def spawn(self) -> None:
-        """See `MortalServer`."""
         if self._process is None:
             self._process = subprocess.Popen(
                 mortal(sys.executable, str(_STARTER), *self._arguments),

@@ -130,7 +130,6 @@ class Spare(Subscriber):
     """A node that waits beside the round, and says that it is alive while it reads nothing."""
 
     def __init__(self, channel: grpc.aio.Channel, settings: pb.RunSettings, name: str) -> None:
-        """See `Subscriber`."""
         super().__init__(channel, settings, name)
         self._lease, self._token = 0, b""
         self._heart: asyncio.Task[None] | None = None
@@ -149,7 +148,6 @@ class Spare(Subscriber):
         raise AssertionError("a client takes OK for the end of its membership")
 
     async def close(self) -> None:
-        """See `Subscriber`."""
         await self._still()
         await super().close()
 

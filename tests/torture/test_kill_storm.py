@@ -53,7 +53,6 @@ class Storm:
     def __init__(
         self, server: MortalServer, nodes: Crowd, channel: grpc.aio.Channel, draw: random.Random
     ) -> None:
-        """Do nothing yet."""
         self.restarts: list[int] = []
         self.start_ups: list[float] = []
         self._server = server

@@ -28,7 +28,6 @@ class Loader:
 
     @timed
     def batch(self, size: int, *, double: bool = False) -> int:
-        """Of so many."""
         return 2 * size if double else size
 
 

@@ -33,7 +33,6 @@ class Kill:
     """Stands in for the kill of a tree, and notes when it came."""
 
     def __init__(self, pid: int) -> None:
-        """Of this process."""
         self.pid = pid
         self.found_alive: bool | None = None
 

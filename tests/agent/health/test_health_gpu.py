@@ -40,35 +40,28 @@ class Nvml:
         self.begun = self.ended = 0
 
     def nvmlInit(self) -> None:
-        """As NVML's."""
         if not self._driver:
             raise self.NVMLError("Driver Not Loaded")
         self.begun += 1
 
     def nvmlShutdown(self) -> None:
-        """As NVML's."""
         self.ended += 1
 
     def nvmlDeviceGetCount(self) -> int:
-        """As NVML's."""
         return len(self._gpus)
 
     def nvmlDeviceGetHandleByIndex(self, index: int) -> Gpu:
-        """As NVML's."""
         return self._gpus[index]
 
     def nvmlDeviceGetUUID(self, gpu: Gpu) -> str:
-        """As NVML's."""
         return f"GPU-{self._gpus.index(gpu)}f3a"
 
     def nvmlDeviceGetTemperature(self, gpu: Gpu, _: int) -> int:
-        """As NVML's."""
         if gpu.lost:
             raise self.NVMLError_GpuIsLost("GPU is lost")
         return 40
 
     def nvmlDeviceGetTotalEccErrors(self, gpu: Gpu, *_: int) -> int:
-        """As NVML's."""
         return self._told(gpu.errors)
 
     def nvmlDeviceGetRemappedRows(self, gpu: Gpu) -> tuple[int, int, int, int]:

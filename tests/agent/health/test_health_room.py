@@ -74,7 +74,6 @@ def group(folder: Path, limit: str, used: int, cache: int, version: int = 2) -> 
 
 
 def look(host: Path, least: str) -> str | None:
-    """Look at that host."""
     return check_memory(NOWHERE, parse_quantity(least), host / "proc", host / "cgroups")
 
 

@@ -19,7 +19,6 @@ class Host:
     """A host with checks, of which a test owns the clock."""
 
     def __init__(self, programs: HelperProcesses) -> None:
-        """No checks yet."""
         self.now = 1000.0
         self.looks = 0
         self.why: str | None = None

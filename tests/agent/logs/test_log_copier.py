@@ -60,7 +60,6 @@ class News(program._AgentNotifier):
     """Keeps what an agent would be told."""
 
     def __init__(self) -> None:
-        """Nothing yet."""
         self.said: list[dict[str, Any]] = []
 
     def notify(self, **news: Any) -> None:
@@ -72,7 +71,6 @@ class Bench:
     """One pipe and its file, in this process."""
 
     def __init__(self, folder: Path, max_bytes: int = 100, keep_files: int = 1000) -> None:
-        """Nothing is written yet."""
         self.file = folder / "stdout.log"
         self.read, self.write = os.pipe2(os.O_NONBLOCK)
         self.news = News()
@@ -221,7 +219,6 @@ class Process:
     """A copier process with two pipes."""
 
     def __init__(self, folder: Path, *, before: str = "", max_bytes: int = 1 << 20) -> None:
-        """Started, with nothing to do yet."""
         self.files = [folder / name for name in ("stdout.log", "stderr.log")]
         pipes = [os.pipe2(os.O_NONBLOCK) for _ in self.files]
         self.writers = [write for _, write in pipes]

@@ -342,7 +342,6 @@ class Agent(TimerHost):
     """A whole timer socket with a pipe beside it."""
 
     def __init__(self, folder: Path) -> None:
-        """It has no worker yet."""
         self.pipe = folder / "torch"
         super().__init__(folder / "s", fifos=[self.pipe])
 

@@ -50,7 +50,6 @@ class Process:
     """A worker process's end of its table, in this process."""
 
     def __init__(self) -> None:
-        """It holds nothing."""
         self.descriptor = memory()
         self.view = memoryview(mmap.mmap(self.descriptor, SIZE))
         self.table = TableWriter(self.view)

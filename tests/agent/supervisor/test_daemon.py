@@ -35,7 +35,6 @@ class Host:
     def __init__(
         self, folder: Path, rendezvous: str, stub: pb_grpc.SupervisorServiceAsyncStub, marker: str
     ) -> None:
-        """All of it stands already."""
         self.folder, self.rendezvous, self.stub, self.marker = folder, rendezvous, stub, marker
 
     def spec(self, script: str, **more: Any) -> pb.JobSpec:

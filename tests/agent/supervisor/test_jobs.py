@@ -15,7 +15,6 @@ from rallypoint.rpc.errors import ServiceError
 
 
 def job(run_id: str, *, over: bool = False) -> FakeJob:
-    """A job of a run."""
     return FakeJob(config=config(run_id), result=JobResult(0, "done") if over else None)
 
 

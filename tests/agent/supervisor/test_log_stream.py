@@ -187,7 +187,6 @@ class Follower:
     """Somebody who follows a job's standard output."""
 
     def __init__(self, job: FakeJob) -> None:
-        """From the beginning."""
         self.stream = stream_logs(as_job(job), pb.StreamLogsRequest(follow=True, stream=OUT))
 
     @asynccontextmanager

@@ -30,7 +30,6 @@ class Agent:
     """An agent that serves, and may have jobs."""
 
     def __init__(self, stack: AsyncExitStack) -> None:
-        """None yet."""
         self._stack = stack
 
     async def serve(self, *jobs: FakeJob, launch: Launch | None = None) -> pb_grpc.SupervisorServiceAsyncStub:

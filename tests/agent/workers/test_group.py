@@ -59,7 +59,6 @@ class Told:
     """The results that a group reports."""
 
     def __init__(self) -> None:
-        """Nothing yet."""
         self.failures: list[WorkerFailure] = []
         self.earlier: list[WorkerFailure] = []
         self.unfit: list[str] = []

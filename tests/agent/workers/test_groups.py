@@ -21,7 +21,6 @@ class SlowToSweep:
     assignment = SimpleNamespace(round=1)
 
     def __init__(self) -> None:
-        """It is not swept yet."""
         self.swept = asyncio.Event()
 
     async def stop(self, number: int, _timeout: float) -> StopReport:

@@ -234,7 +234,6 @@ class Reader:
 
 
 async def pages_of(readers: Sequence[Reader], page_size: int) -> list[pb.ListRunsResponse]:
-    """All pages."""
     pages, token = [], ""
     while True:
         request = pb.ListRunsRequest(page_size=page_size, page_token=token)

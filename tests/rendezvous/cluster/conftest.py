@@ -22,6 +22,5 @@ def address(etcd: EtcdCluster) -> EtcdAddress:
 
 @pytest.fixture
 async def client(address: EtcdAddress) -> AsyncIterator[EtcdClient]:
-    """A client of it."""
     async with EtcdClient(address) as opened:
         yield opened

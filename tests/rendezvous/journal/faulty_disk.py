@@ -116,7 +116,6 @@ class FaultyDisk:
     """
 
     def __init__(self, chance: random.Random) -> None:
-        """All is well."""
         self.dead = self.lying = self.full = self.struck = False
         self._chance = chance
         self._images: dict[str, _Image] = {}
@@ -244,7 +243,6 @@ class _Os:
         return getattr(os, name)
 
     def pwrite(self, file: int, data: bytes, offset: int) -> int:
-        """See `os.pwrite`."""
         name = os.readlink(f"/proc/self/fd/{file}")
         written = len(data)
         if self._disk.write(name, offset, data, lambda _: os.pwrite(file, data, offset) - written):
@@ -252,7 +250,6 @@ class _Os:
         return written
 
     def fsync(self, file: int) -> None:
-        """See `os.fsync`."""
         name = os.readlink(f"/proc/self/fd/{file}")
         if self._disk.knows(name) and self._disk.sync(name):
             raise OSError(errno.EIO, os.strerror(errno.EIO))

@@ -45,7 +45,6 @@ class History:
         self.file = JournalFile(path)
 
     def play(self) -> None:
-        """All of it."""
         self._open()
         for _ in range(STEPS):
             self._step()

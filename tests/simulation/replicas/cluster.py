@@ -228,14 +228,12 @@ class ReplicaCluster(Cluster):
         return None
 
     def calm_down(self) -> None:
-        """See `Cluster`."""
         assert self.etcd is not None
         self.etcd.cut.clear()
         self.etcd.latency, self.etcd.straggling, self.etcd.store.full = 0.002, 0.0, False
         super().calm_down()
 
     def settled(self) -> bool:
-        """See `Cluster`."""
         self.server = self if self.owners else None  # type: ignore[assignment]
         return super().settled()
 

@@ -146,7 +146,6 @@ class Host(HostWorkers):
         self.process.call_soon(self.socket.begin, self.process, self.door)
 
     def connect(self, pid: int) -> Line:
-        """See programs.Surroundings."""
         if not self.process.alive:
             raise ConnectionRefusedError
         line = Line(pid)
@@ -163,7 +162,6 @@ class Host(HostWorkers):
         return [program for worker in self.workers.values() for program in worker.programs]
 
     def guards(self, span: Span, *, all_along: bool = False) -> bool:
-        """See Reaper."""
         worker = self.workers.get(span.worker_id)
         if worker is None or not self.process.alive:
             return False
@@ -285,7 +283,6 @@ class Host(HostWorkers):
 
     @property
     def rivals(self) -> bool:
-        """See Reaper."""
         return self.rival is not None and self.rival.process.alive
 
     def crash(self) -> None:

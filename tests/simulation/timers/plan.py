@@ -37,7 +37,6 @@ class Plan:
 
 
 def draw_plan(seed: int) -> Plan:
-    """The plan of a seed."""
     chance = random.Random(f"{seed}/plan")
     return Plan(
         seed,

@@ -39,13 +39,11 @@ class ReadingProcess(Process):
         self._due: set[Source] = set()
 
     def add_reader(self, source: Source, callback: Callable[..., object], *args: Any) -> None:
-        """See asyncio."""
         self._readers[source] = (callback, args)
         source.wake = lambda: self._is_due(source)
         self._is_due(source)
 
     def remove_reader(self, source: Source) -> bool:
-        """See asyncio."""
         return self._readers.pop(source, None) is not None
 
     def _is_due(self, source: Source) -> None:
@@ -70,7 +68,6 @@ class Listener:
 
     @property
     def readable(self) -> bool:
-        """See Source."""
         return bool(self._waiting)
 
     def knock(self, line: Line) -> None:
@@ -79,7 +76,6 @@ class Listener:
         self.wake()
 
     def accept(self) -> tuple[Line, str]:
-        """See socket."""
         if not self._waiting:
             raise BlockingIOError
         return self._waiting.popleft(), ""
@@ -124,11 +120,9 @@ class Line:
 
     @property
     def readable(self) -> bool:
-        """See Source."""
         return bool(self._waiting) or self._ended
 
     def recvmsg(self, size: int, ancillary: int, flags: int) -> tuple[bytes, _Ancillary, int, None]:
-        """See socket."""
         if self._waiting:
             message, descriptor = self._waiting.popleft()
             if descriptor is None:
@@ -147,7 +141,6 @@ class Line:
         """See socket."""
 
     def close(self) -> None:
-        """See socket."""
         self._closed = True
 
 

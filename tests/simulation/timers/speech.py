@@ -48,7 +48,6 @@ class Link:
         self._line = line
 
     def send(self, message: bytes, descriptor: int = -1) -> None:
-        """See the product's."""
         if self._line.over:
             raise BrokenPipeError
         if self._line.unread >= _ROOM:
@@ -56,11 +55,9 @@ class Link:
         self._line.send(message, descriptor if descriptor >= 0 else None)
 
     def has_unread(self) -> bool:
-        """See the product's."""
         return self._line.unread > 0
 
     def shut(self) -> None:
-        """See the product's."""
         self._line.end()
 
     def close(self) -> None:
@@ -109,7 +106,6 @@ class ByTable:
         guard.__enter__(self._timers, self._clock)
 
     def leave(self, token: int) -> None:
-        """See Speech."""
         guard = self._guards.pop(token)
         if isinstance(guard, LearningGuard):
             guard.__exit__(None, None, None, self._clock)
@@ -124,7 +120,6 @@ class ByMessages:
     """With a message for each change."""
 
     def __init__(self, clock: Clock, connect: Connect) -> None:
-        """See ByTable."""
         self.line: Line | None = None
         self._clock = clock
         self._connect = connect
@@ -132,12 +127,10 @@ class ByMessages:
         self.reconnect()
 
     def enter(self, token: int, scope: str, after: float | None) -> None:
-        """See Speech."""
         message = self._held[token] = wire.acquire(token, self._clock(), after or 0.0, scope.encode())
         self._send(message)
 
     def leave(self, token: int) -> None:
-        """See Speech."""
         del self._held[token]
         self._send(wire.release(token))
 

@@ -30,7 +30,6 @@ class Node:
     """A client, and what it was told."""
 
     def __init__(self, channel: Any, clock: Callable[[], float], stall_after: float | None = None) -> None:
-        """It talks at once."""
         self.client = NodeTimers(
             channel,
             run_id="run",

@@ -19,7 +19,6 @@ class Told:
     """The pauses that a watch told of."""
 
     def __init__(self) -> None:
-        """None yet."""
         self.pauses: list[tuple[float, float]] = []
 
     def __call__(self, slept: float, forgiven: float) -> None:
