@@ -44,8 +44,8 @@ def config(run_id: str = "run-1", workers: int = 1) -> Any:
     )
 
 
-def worker_group(round_: int = 3, base_rank: int = 4, world_size: int = 8) -> Any:
-    seat = Assignment(round_, 1, 2, base_rank, world_size, 0, world_size, "10.0.0.1", 1234, 1)
+def worker_group() -> Any:
+    seat = Assignment(3, 1, 2, 4, 8, 0, 8, "10.0.0.1", 1234, 1)
     return SimpleNamespace(assignment=seat)
 
 

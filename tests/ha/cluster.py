@@ -166,14 +166,14 @@ class Cluster:
 
 
 @asynccontextmanager
-async def running_cluster(folder: Path, *, ttl: float = TTL, replicas: bool = True) -> AsyncIterator[Cluster]:
+async def running_cluster(folder: Path, *, replicas: bool = True) -> AsyncIterator[Cluster]:
     """A cluster that serves; its data and logs are in `folder`. `replicas`: whether these are started as well."""
     if lacking := missing("etcd", "setpriv"):
         pytest.skip(f"needs {' and '.join(lacking)} (.ci/install-etcd installs etcd)")
     folder.mkdir(parents=True, exist_ok=True)  # noqa: ASYNC240 (before anything runs)
     async with network_of((*ETCD, *REPLICAS)) as network:
         etcd = EtcdMembers(ETCD, network, folder)
-        services = Replicas(REPLICAS, network, folder, ttl)
+        services = Replicas(REPLICAS, network, folder, TTL)
         try:
             await services.connect(ETCD, CLIENT_PORT)
             await etcd.open()

@@ -23,8 +23,8 @@ class Timeline:
         self.slept.append(seconds)
         self.now += seconds
 
-    def attempts(self, timeout: float, draw: float = 0.5) -> Attempts:
-        pace = Pace(clock=lambda: self.now, sleep=self.sleep, draw=lambda: draw)
+    def attempts(self, timeout: float) -> Attempts:
+        pace = Pace(clock=lambda: self.now, sleep=self.sleep, draw=lambda: 0.5)
         return Attempts(pace, timeout, "store", ReplicaClient("unix:/nowhere"))
 
 

@@ -93,8 +93,8 @@ class ScriptedRun:
         for node_id in node_ids:
             self.do(commands.Evict(node_id, reason))
 
-    def readmit(self, node_id: str, reason: str = "mended") -> list[facts.Fact]:
-        return self.do(commands.Readmit(node_id, reason))
+    def readmit(self, node_id: str) -> list[facts.Fact]:
+        return self.do(commands.Readmit(node_id, "mended"))
 
     def lose(self, *node_ids: str) -> None:
         """The nodes' agents are killed: their streams break, and the disconnect grace is over."""
