@@ -28,10 +28,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import count
 from threading import Lock
-from typing import NamedTuple, Union
-
-# The types that struct reads and writes in place, such as an mmap or a bytearray.
-Memory = Union[memoryview, bytearray]
+from typing import NamedTuple
 
 MAX_SCOPE_BYTES = 256
 SLOTS = 1024
