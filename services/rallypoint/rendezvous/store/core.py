@@ -36,10 +36,6 @@ class SortedKeys:
         self._parts = [ordered[start : start + _PART] for start in range(0, len(ordered), _PART)]
         self._lasts = [part[-1] for part in self._parts]
 
-    def __iter__(self) -> Iterator[str]:
-        for part in self._parts:
-            yield from part
-
     def add(self, key: str) -> None:
         """Add a key that is not in the set."""
         if not self._parts:
