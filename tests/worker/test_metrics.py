@@ -28,6 +28,7 @@ class Loader:
 
     @timed
     def batch(self, size: int, *, double: bool = False) -> int:
+        """Of so many."""
         return 2 * size if double else size
 
 

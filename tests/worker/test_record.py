@@ -30,6 +30,7 @@ def error_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @record
 def divide(dividend: int, divisor: int = 0) -> float:
+    """Divides."""
     return dividend / divisor
 
 
