@@ -1,4 +1,4 @@
-"""Builds the images and puts them to work: the digits job to its end, a host that dies, a stop, a restart.
+"""Builds the images and puts them to work: the commands of docs/containers.md, a host that dies, a stop, a restart.
 
 Needs a Docker daemon that answers (docker/with-daemon finds or starts one) and Docker Compose, either version.
 Everything that it makes is named for this process and removed at the end; what stays is what the builder caches
@@ -26,7 +26,18 @@ ROOT = Path(__file__).resolve().parents[1]
 BASE = os.environ.get("BASE", "rallypoint-base:bookworm")
 TAG = f"verify-{os.getpid()}"
 ROLES = ("rendezvous", "timer", "agent")
-_SECRET = secrets.token_hex(32)
+_OURS = {
+    "TAG": TAG,
+    "BASE": BASE,
+    "COMPOSE_PROJECT_NAME": f"rallypoint-{TAG}",
+    "RALLYPOINT_RUN_SECRET": secrets.token_hex(32),
+}
+# What the commands of docs/containers.md make, in the order in which it can be removed.
+_BY_THE_PAGE = {
+    "container": {f"rendezvous-{TAG}", f"timer-{TAG}"},
+    "volume": {f"journal-{TAG}", f"tls-{TAG}"},
+    "network": {f"job-{TAG}"},
+}
 LEAST_ACCURACY = 0.92
 # Exit codes of a container that took SIGTERM, and of one whose grace was over.
 STOPPED, KILLED = 0, 137
@@ -40,8 +51,7 @@ def run(
     *command: str, timeout: float = 60, merged: bool = False, variables: Mapping[str, str] | None = None
 ) -> str:
     """What a command prints to its standard output, or, merged, to both; Failed when it fails or is too slow."""
-    ours = {"TAG": TAG, "BASE": BASE, "RALLYPOINT_RUN_SECRET": _SECRET}
-    environment = {**os.environ, **ours, **(variables or {})}
+    environment = {**os.environ, **_OURS, **(variables or {})}
     pipe, errors = subprocess.PIPE, subprocess.STDOUT if merged else subprocess.PIPE
     try:
         done = subprocess.run(
@@ -92,7 +102,7 @@ def compose_command() -> list[str]:
 
 def compose(*arguments: str, timeout: float = 60, **variables: str) -> str:
     """What a compose command prints, of this process's own project."""
-    project = ("--file", "docker/compose.yaml", "--project-name", f"rallypoint-{TAG}")
+    project = ("--file", "docker/compose.yaml")
     return run(*compose_command(), *project, *arguments, timeout=timeout, variables=variables)
 
 
@@ -112,7 +122,10 @@ def lines_of(*command: str, timeout: float) -> Iterator[Iterator[str]]:
     """What a command prints to either output, line by line, until the context ends or `timeout` seconds are over."""
     bounded = ["timeout", str(timeout), *command]
     pipe, merged = subprocess.PIPE, subprocess.STDOUT
-    with subprocess.Popen(bounded, stdout=pipe, stderr=merged, text=True, start_new_session=True) as process:
+    environment = {**os.environ, **_OURS}
+    with subprocess.Popen(
+        bounded, cwd=ROOT, env=environment, stdout=pipe, stderr=merged, text=True, start_new_session=True
+    ) as process:
         assert process.stdout is not None
         try:
             yield iter(process.stdout)
@@ -126,14 +139,41 @@ def await_line(container: str, holds: Callable[[str], bool], what: str, timeout:
         expect(any(holds(line) for line in lines), f"no {what} within {timeout:g} s")
 
 
-def await_healthy(service: str, since: float, timeout: float) -> None:
-    """Returns once a service's container says that it is healthy, as of `since` (time.time()); else Failed."""
-    container = containers(service)[0]
+def await_healthy(container: str, since: float, timeout: float) -> None:
+    """Returns once a container says that it is healthy, as of `since` (time.time()); else Failed."""
     filters = ("--filter", f"container={container}", "--filter", "event=health_status")
     command = ("docker", "events", "--since", f"{since:.3f}", *filters, "--format", "{{.Status}}")
     with lines_of(*command, timeout=timeout) as lines:
         healthy = any(line.strip() == "health_status: healthy" for line in lines)
-        expect(healthy, f"{service} is not healthy within {timeout:g} s")
+        expect(healthy, f"{container} is not healthy within {timeout:g} s")
+
+
+# --- The commands of docs/containers.md -----------------------------------------------------------------
+
+
+def page(containing: str) -> str:
+    """The block of commands that contains a text, as it can run here; what it makes is named for this process."""
+    text = (ROOT / "docs" / "containers.md").read_text()
+    blocks: list[str] = re.findall(r"(?:^    .*\n)+", text, re.MULTILINE)
+    (block,) = (each for each in blocks if containing in each)
+    for pattern, replacement in (
+        (r"^ *docker pull .*\n", ""),  # the base image is there
+        (r"^ *docker/make-context +# once\n", ""),  # and so are the wheels
+        (r"\bIMAGE\b", BASE),
+        (rf"\brallypoint-(?:{'|'.join(ROLES)})\b", rf"\g<0>:{TAG}"),
+        (r"--name (\w+)", rf"--name \1-{TAG} --network-alias \1"),
+        (r"docker exec \w+|--internal \w+|--network \w+|-v journal", rf"\g<0>-{TAG}"),
+        (r"/path/to/tls", f"tls-{TAG}"),
+        (r"docker-compose", " ".join(compose_command())),
+        (r" exec rendezvous ", " exec -T rendezvous "),  # no terminal
+    ):
+        block = re.sub(pattern, replacement, block, flags=re.MULTILINE)
+    return block
+
+
+def shell(commands: str, timeout: float) -> str:
+    """What a block of commands prints to its standard output; Failed when one fails, or all take too long."""
+    return run("bash", "-euc", commands, timeout=timeout)
 
 
 # --- What must hold -------------------------------------------------------------------------------------
@@ -142,10 +182,8 @@ def await_healthy(service: str, since: float, timeout: float) -> None:
 def build() -> None:
     """The three images, from wheels that are downloaded first."""
     began = time.monotonic()
-    run("docker/make-context", BASE, timeout=300)
-    downloaded = time.monotonic()
-    compose("build", timeout=600)
-    say(f"wheels {downloaded - began:.0f} s, images {time.monotonic() - downloaded:.0f} s")
+    shell(page("docker build "), timeout=900)
+    say(f"images {time.monotonic() - began:.0f} s")
     for role in ROLES:
         say(f"rallypoint-{role}: {state(f'rallypoint-{role}:{TAG}')['Size'] / 1e6:.0f} MB")
 
@@ -161,11 +199,15 @@ def await_success(run_id: str, agents: list[str], timeout: float) -> None:
     codes = docker("wait", *agents, timeout=timeout).split()
     log = "".join(log_of(agent) for agent in agents)
     expect(set(codes) == {"0"}, f"{run_id}: the agents' exit codes are {codes}\n{log}")
-    results = re.findall(r"^held-out accuracy ([0-9.]+)$", log, re.MULTILINE)
-    expect(len(results) == 1, f"{run_id}: {len(results)} final lines of accuracy\n{log}")
-    expect(float(results[0]) >= LEAST_ACCURACY, f"{run_id}: accuracy {results[0]} < {LEAST_ACCURACY}")
-    say(f"{run_id}: held-out accuracy {results[0]}")
+    expect_good(re.findall(r"^held-out accuracy ([0-9.]+)$", log, re.MULTILINE), log)
     expect_succeeded(run_id)
+
+
+def expect_good(accuracies: list[str], log: str) -> None:
+    """One worker printed an accuracy, and the model is good."""
+    expect(len(accuracies) == 1, f"{len(accuracies)} final lines of accuracy\n{log}")
+    expect(float(accuracies[0]) >= LEAST_ACCURACY, f"accuracy {accuracies[0]} < {LEAST_ACCURACY}")
+    say(f"held-out accuracy {accuracies[0]}")
 
 
 def expect_succeeded(run_id: str) -> None:
@@ -175,13 +217,43 @@ def expect_succeeded(run_id: str) -> None:
     expect(": CLOSED SUCCEEDED" in status, f"status of {run_id}: {status}")
 
 
-def job_succeeds() -> None:
-    """Two agents of two workers train to the end."""
-    began = time.monotonic()
-    agents = start_job("digits")
-    expect(len(agents) == 2, f"{len(agents)} agents were started")
-    await_success("digits", agents, timeout=180)
-    say(f"digits: {time.monotonic() - began:.1f} s from `up` to the end")
+def page_runs() -> None:
+    """The services and a job, each in a container that `docker run` starts."""
+    results = shell(page("docker network create"), timeout=180)
+    expect_good(re.findall(r"^held-out accuracy ([0-9.]+)$", results, re.MULTILINE), results)
+    expect(": CLOSED SUCCEEDED" in results, f"status of my-run: {results}")
+
+
+def page_runs_with_certificates() -> None:
+    """The same journal, served with certificates: the container is healthy, and knows the run."""
+    docker("rm", "--force", "--volumes", f"rendezvous-{TAG}")
+    image, certificates = f"rallypoint-agent:{TAG}", f"tls-{TAG}:/tls"
+    made = "rallypoint tls init /tls/made rendezvous && cd /tls/made && chown 10001 server.key"
+    named = "mv server.pem ../cert.pem && mv server.key ../key.pem && mv ca.pem .."
+    docker(
+        "run", "--rm", "--user=0", "-v", certificates, "--entrypoint=sh", image, "-c", f"{made} && {named}"
+    )
+    since = time.time()
+    shell(page("RALLYPOINT_TLS_CERT"), timeout=60)
+    await_healthy(f"rendezvous-{TAG}", since, timeout=60)
+    trusted = ("--env", "RALLYPOINT_TLS_CA=/tls/ca.pem")
+    status = docker("exec", *trusted, f"rendezvous-{TAG}", "rallypoint", "status", "my-run")
+    expect(": CLOSED SUCCEEDED" in status, f"status of my-run: {status}")
+
+
+def page_runs_with_compose() -> None:
+    """Two agents of two workers train to the end. `up` runs in one terminal, the other commands in another."""
+    before, up, after = re.split(r"^(.* up .*\n)", page("docker/compose.yaml up"), flags=re.MULTILINE)
+    began, output, ends = time.monotonic(), "", 0
+    with lines_of("bash", "-euc", before + up, timeout=300) as lines:
+        while ends < 2 and (line := next(lines, "")):
+            output += line
+            ends += re.search(r"agent.\d.* exited with code 0$", line) is not None
+        expect(ends == 2, f"{ends} of 2 agents ended with exit code 0\n{output}")
+        expect_good(re.findall(r"held-out accuracy ([0-9.]+)$", output, re.MULTILINE), output)
+        say(f"digits: {time.monotonic() - began:.1f} s from `up` to the end")
+        runs = shell(after, timeout=120)
+        expect(re.search(r"^ digits +CLOSED", runs, re.MULTILINE) is not None, f"status: {runs}")
 
 
 def lost_host_comes_back() -> None:
@@ -206,7 +278,7 @@ def has_rank_0(agent: str) -> bool:
     found = []
 
     def tells(line: str) -> bool:
-        found.extend(re.findall(r'"starting workers".*"ranks": "(\d+)', line))
+        found.extend(re.findall(r"starting workers .*\branks=(\d+)", line))
         return bool(found)
 
     await_line(agent, tells, "assignment of ranks", timeout=60)
@@ -261,8 +333,7 @@ def journal_outlives_its_container() -> None:
     compose("down")
     since = time.time()
     compose("up", "--detach", "rendezvous")
-    await_healthy("rendezvous", since, timeout=60)
-    expect_succeeded("digits")
+    await_healthy(containers("rendezvous")[0], since, timeout=60)
     expect_succeeded("killed")
 
 
@@ -277,15 +348,25 @@ def say(line: str) -> None:
 def remove_everything() -> None:
     """Containers, networks, volumes and images of this process; Failed if any stays."""
     compose("down", "--volumes", "--remove-orphans", "--timeout", "10", timeout=120)
+    for kind, names in _BY_THE_PAGE.items():
+        for name in names & known(kind):
+            docker(kind, "rm", *(("--force", "--volumes") if kind == "container" else ()), name)
     images = [image for role in ROLES if (image := f"rallypoint-{role}:{TAG}") in known_images()]
     if images:
         docker("image", "rm", *images)
     left = known_images() & {f"rallypoint-{role}:{TAG}" for role in ROLES}
-    for kind in ("container", "volume", "network"):
+    for kind, names in _BY_THE_PAGE.items():
+        left |= names & known(kind)
         every = ("--all",) if kind == "container" else ()
         label = f"label=com.docker.compose.project=rallypoint-{TAG}"
         left |= set(docker(kind, "ls", *every, "--quiet", "--filter", label).split())
     expect(not left, f"left behind: {', '.join(sorted(left))}")
+
+
+def known(kind: str) -> set[str]:
+    """Names of all containers, volumes or networks here."""
+    listed = ("--all", "--format", "{{.Names}}") if kind == "container" else ("--format", "{{.Name}}")
+    return set(docker(kind, "ls", *listed).split())
 
 
 def known_images() -> set[str]:
@@ -306,7 +387,9 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     checks = (
         build,
-        job_succeeds,
+        page_runs,
+        page_runs_with_certificates,
+        page_runs_with_compose,
         lost_host_comes_back,
         services_stop_in_good_order,
         journal_outlives_its_container,
