@@ -196,6 +196,16 @@ same id, the job runs on, and its rounds are numbered further:
 A run that has succeeded stays closed: the same command once more ends at once with exit code 4.
 """)
     await story.run(first, "rallypoint run --nnodes 1:2 --rdzv-id job-1 train.py 3; echo exit code $?")
+    story.text("""
+A run that has failed is opened again by the next launch. In this first one the number of steps is missing:
+""")
+    await story.run(first, "rallypoint run --rdzv-id job-2 train.py")
+    await story.run(third, "rallypoint status job-2")
+    story.text("""
+With the number it succeeds, in the second round of the run:
+""")
+    await story.run(first, "rallypoint run --rdzv-id job-2 train.py 3")
+    await story.run(third, "rallypoint rounds job-2")
     await _certificates(story, first, service)
 
 
@@ -214,7 +224,7 @@ trial.
     await story.run(service, f"export {server} RALLYPOINT_TLS_CLIENT_CA=tls/ca.pem")
     await story.run(service, "rallypoint serve rendezvous --host 0.0.0.0", until=r"^[^$]*\bready")
     await story.run(first, f"unset RALLYPOINT_RUN_SECRET_FILE; export {server} RALLYPOINT_TLS_CA=tls/ca.pem")
-    await story.run(first, "rallypoint run --rdzv-id job-2 train.py 3")
+    await story.run(first, "rallypoint run --rdzv-id job-3 train.py 3")
     story.text("""
 Without a certificate the service refuses:
 """)
