@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from contextlib import suppress
 
 import grpc
@@ -10,7 +11,7 @@ import pytest
 
 from rallypoint.agent.v1 import supervisor_service_pb2 as pb
 from rallypoint.rpc.pace import Pace
-from rallypoint.submission.following import Followed, LogPieces, Lost, RemoteAgent, Retries
+from rallypoint.submission.following import Followed, LogPieces, Lost, RemoteAgent, Retries, labels
 from submission.fake_agents import FakeAgent, agents, gone_agent, piece, refusal
 from support.waiting import PATIENCE
 
@@ -185,3 +186,16 @@ async def test_retries_come_slower_until_patience_is_over() -> None:
     assert not retries.away
     await retries.failed("gone")
     assert retries.away
+
+
+@pytest.mark.parametrize(
+    ("endpoints", "expected"),
+    [
+        (["a:1", "[fd00::1]:2"], ["a", "fd00::1"]),
+        (["a:1", "a:2", "b:1"], ["a:1", "a:2", "b"]),
+        (["unix:/run/agent.sock"], [socket.gethostname()]),
+    ],
+)
+def test_output_names_the_host(endpoints: list[str], expected: list[str]) -> None:
+    """Of several agents on one host, the endpoint."""
+    assert labels(endpoints) == expected

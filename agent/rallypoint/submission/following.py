@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
@@ -34,10 +35,10 @@ class RemoteAgent:
 
 def labels(endpoints: Sequence[str]) -> list[str]:
     """Return short names of agents: their hosts, or the whole endpoints of agents on one host."""
-    hosts = [parse_endpoint(endpoint).host for endpoint in endpoints]
+    here = socket.gethostname()  # the host of a Unix socket
+    hosts = [parse_endpoint(endpoint).host or here for endpoint in endpoints]
     return [
-        host if host and hosts.count(host) == 1 else endpoint
-        for host, endpoint in zip(hosts, endpoints, strict=True)
+        host if hosts.count(host) == 1 else endpoint for host, endpoint in zip(hosts, endpoints, strict=True)
     ]
 
 
