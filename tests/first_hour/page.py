@@ -16,7 +16,7 @@ _VARIABLE = (
     (re.compile(r"(?:unix:)?/(?:tmp|run)/[\w./@-]*"), "FOLDER"),
     (re.compile(r"\b(?=\w*\d)[0-9a-f]{6,}\b"), "ID"),
     (re.compile(r"_(?=\w*\d)\w{6,}"), "_ID"),
-    (re.compile(r"\d+(?:[.:]\d+)*"), "N"),
+    (re.compile(r"(?:\d+m)?\d+(?:[.:]\d+)*"), "N"),
     (re.compile(r" +"), " "),
     (re.compile(r"-{3,}"), "---"),
 )
