@@ -98,16 +98,22 @@ def forget_the_numbers_of_forgotten_runs(patch: pytest.MonkeyPatch) -> None:
 def reuse_the_number_of_a_burnt_round(patch: pytest.MonkeyPatch) -> None:
     """A round that never became FINAL leaves its number to the next."""
 
-    def thrifty(fact: facts.RoundEnded, state: RunState, now: float) -> None:
+    def thrifty(fold: Any, fact: facts.RoundEnded, state: RunState, now: float) -> None:
         burnt = state.phase is Phase.FROZEN
-        ended(fact, state, now)
+        fold(fact, state, now)
         state.round -= burnt
 
-    ended = apply._apply.registry[facts.RoundEnded]
+    _fold_with(patch, facts.RoundEnded, thrifty)
+
+
+def _fold_with(patch: pytest.MonkeyPatch, kind: type[Any], wrong: Callable[..., None]) -> None:
 
     @instead_of(patch, apply, "_apply")
-    def applied(dispatch: Any, fact: object, state: RunState, now: float) -> None:
-        (thrifty if isinstance(fact, facts.RoundEnded) else dispatch)(fact, state, now)  # type: ignore[arg-type]
+    def fold(right: Any, fact: object, state: RunState, now: float) -> None:
+        if isinstance(fact, kind):
+            wrong(right, fact, state, now)
+        else:
+            right(fact, state, now)
 
 
 def reopen_over_nodes_that_are_there(patch: pytest.MonkeyPatch) -> None:
@@ -262,32 +268,24 @@ def say_nothing_twice(patch: pytest.MonkeyPatch) -> None:
 def keep_the_seat_of_a_superseded_lease(patch: pytest.MonkeyPatch) -> None:
     """A node that joins anew under its name keeps the seat of its old lease."""
 
-    def careless(fact: facts.NodeLost, state: RunState, now: float) -> None:
+    def careless(fold: Any, fact: facts.NodeLost, state: RunState, now: float) -> None:
         if fact.reason is LossReason.SUPERSEDED:
             del state.nodes[fact.node_id]
             state.departing.pop(fact.node_id, None)
         else:
-            lost(fact, state, now)
+            fold(fact, state, now)
 
-    lost = apply._apply.registry[facts.NodeLost]
-
-    @instead_of(patch, apply, "_apply")
-    def applied(dispatch: Any, fact: object, state: RunState, now: float) -> None:
-        (careless if isinstance(fact, facts.NodeLost) else dispatch)(fact, state, now)  # type: ignore[arg-type]
+    _fold_with(patch, facts.NodeLost, careless)
 
 
 def one_token_for_all_rounds(patch: pytest.MonkeyPatch) -> None:
     """The fencing token of a round is its run's, not its own."""
 
-    def constant(fact: facts.RoundFrozen, state: RunState, now: float) -> None:
-        frozen(fact, state, now)
+    def constant(fold: Any, fact: facts.RoundFrozen, state: RunState, now: float) -> None:
+        fold(fact, state, now)
         state.fencing_token = 1
 
-    frozen = apply._apply.registry[facts.RoundFrozen]
-
-    @instead_of(patch, apply, "_apply")
-    def applied(dispatch: Any, fact: object, state: RunState, now: float) -> None:
-        (constant if isinstance(fact, facts.RoundFrozen) else dispatch)(fact, state, now)  # type: ignore[arg-type]
+    _fold_with(patch, facts.RoundFrozen, constant)
 
 
 def open_the_store_to_every_round(patch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -17,10 +16,8 @@ from rallypoint.rendezvous.state.core import SPACE, next_token
 from rallypoint.rendezvous.state.service import FencedStateService
 from rallypoint.rendezvous.store import core, writes
 from rallypoint.rendezvous.store.store import RunStore
-from simulation.plants import publish_before_commit
+from simulation.plants import Plant, publish_before_commit
 from support.replacing import instead_of
-
-Plant = Callable[[pytest.MonkeyPatch], None]
 
 
 def acknowledge_writes_before_commit(patch: pytest.MonkeyPatch) -> None:

@@ -33,6 +33,8 @@ from rendezvous.core import history
 from rendezvous.core.history import RUN, History, play
 from rendezvous.core.ledger import Violation
 from simulation.plants import (
+    blame_the_last_report,
+    count_no_restart_in_its_window,
     count_restarts_for_ever,
     count_rounds_from_the_beginning_when_reopened,
     end_a_run_at_once,
@@ -42,6 +44,7 @@ from simulation.plants import (
     keep_what_was_used_up_when_reopened,
     let_a_node_fail_for_ever,
     let_the_agents_of_an_ended_run_in,
+    never_lose_a_node,
     reopen_over_nodes_that_are_there,
     restart_what_cant_be_mended,
 )
@@ -191,11 +194,6 @@ def forget_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
         return state
 
 
-def keep_expired_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody is ever lost for being silent."""
-    monkeypatch.setattr(decide, "_expired_lease", lambda state, now: None)
-
-
 def never_end_the_last_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """A round with room left waits for ever."""
     monkeypatch.setattr(apply, "_keep_last_call", lambda state, now: None)
@@ -287,15 +285,6 @@ def restart_without_saying_so(monkeypatch: pytest.MonkeyPatch) -> None:
         return whole(state, breach, now)
 
 
-def take_the_last_report_for_the_first_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever reports last is blamed."""
-
-    @instead_of(monkeypatch, failures, "take")
-    def hasty(whole: Any, *args: Any, **more: Any) -> facts.WorkerFailed | None:
-        fact = whole(*args, **more)
-        return None if fact is None else replace(fact, earliest=True)
-
-
 def take_absurd_ages_at_their_word(monkeypatch: pytest.MonkeyPatch) -> None:
     """A failure may be older than its round."""
     monkeypatch.setattr(failures, "failed_at", lambda state, failure, now: now - failure.age)
@@ -304,11 +293,6 @@ def take_absurd_ages_at_their_word(monkeypatch: pytest.MonkeyPatch) -> None:
 def wait_for_reports_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run ends when every node has reported a failure."""
     monkeypatch.setattr(failures, "is_settled", lambda state, now: False)
-
-
-def count_no_restart_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Restarts leave their window at once."""
-    monkeypatch.setattr(failures, "note", lambda state, round_, node_id, at: None)
 
 
 def take_a_node_out_for_its_first_failure(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -346,7 +330,7 @@ def forget_how_long_ago_restarts_were(monkeypatch: pytest.MonkeyPatch) -> None:
         (tell_before_commit, "nothing is told before it is durable"),
         (tell_no_node_that_its_round_ended, "nobody misses a phase that still matters"),
         (forget_restarts, "restarts are counted|one revision is one state"),
-        (keep_expired_nodes, "whoever sleeps until the next deadline sleeps|enough nodes that answer agree"),
+        (never_lose_a_node, "whoever sleeps until the next deadline sleeps|enough nodes that answer agree"),
         (never_end_the_last_call, "enough nodes that answer agree on a round"),
         (let_evicted_nodes_in, "who was evicted stays out"),
         (pass_the_exit_barrier_early, "an exit barrier holds for its timeout"),
@@ -365,13 +349,13 @@ def forget_how_long_ago_restarts_were(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         (forget_who_lingers_in_a_crash, "a restart forgets no node that may still be there"),
         (restart_without_saying_so, "restarts are counted, and nothing else is"),
-        (take_the_last_report_for_the_first_failure, "the earliest failure is the first"),
+        (blame_the_last_report, "the earliest failure is the first"),
         (take_absurd_ages_at_their_word, "the earliest failure is the first"),
         (end_a_run_at_once, "the end of a run waits for what others have to report"),
         (wait_for_reports_for_ever, "the end of a run waits for no longer than a lease"),
         slow(restart_what_cant_be_mended, "what no restart can mend is not restarted|no round runs after"),
         slow(count_restarts_for_ever, "no restart is left|the whole of its budget|a checkpoint is the fold"),
-        (count_no_restart_at_all, "the budget of restarts is kept|the budget of a node is kept"),
+        (count_no_restart_in_its_window, "the budget of restarts is kept|the budget of a node is kept"),
         (let_a_node_fail_for_ever, "the budget of a node is kept"),
         (take_a_node_out_for_its_first_failure, "a node has the whole of its budget"),
         (hold_nothing_back, "a restart is held back where rounds fail soon"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,10 +14,8 @@ from rallypoint.etcd.values import CreateRevision, ModRevision, Txn
 from rallypoint.rendezvous.journal.etcd.journal import EtcdJournal
 from rallypoint.rendezvous.journal.etcd.pool import CommitPool
 from rallypoint.rendezvous.journal.journal import Entry
-from simulation.plants import give_no_new_term_to_leases, tell_before_commit
+from simulation.plants import Plant, give_no_new_term_to_leases, tell_before_commit
 from support.replacing import instead_of
-
-Plant = Callable[[pytest.MonkeyPatch], None]
 
 
 def _without(patch: pytest.MonkeyPatch, kind: type) -> None:

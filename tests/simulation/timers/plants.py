@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -12,8 +11,6 @@ import pytest
 from rallypoint.agent.sockets.timer_tables import OpenTable, Tables
 from rallypoint.agent.sockets.timers import TimerSocket
 from rallypoint.rpc.clock import WatchClock
-from rallypoint.rpc.errors import ServiceError, invalid
-from rallypoint.serving.flow import UnopenedStreams
 from rallypoint.timer.client.client import ExpiredTimer, NodeTimers
 from rallypoint.timer.client.mirror import TimerMirror
 from rallypoint.timer.core.core import TimerTable
@@ -21,9 +18,8 @@ from rallypoint.timer.core.countdown import Countdown
 from rallypoint.timer.core.learning import Scope, ScopeBook
 from rallypoint.timer.core.nodes import TimerNode
 from rallypoint.timer.core.values import Subscription, TimerSettings
+from simulation.plants import Plant, forgive_no_pause, refuse_a_late_first_message
 from support.replacing import instead_of
-
-Plant = Callable[[pytest.MonkeyPatch], None]
 
 
 def forget_to_register_again(patch: pytest.MonkeyPatch) -> None:
@@ -106,11 +102,6 @@ def take_a_failed_reaping_for_done(patch: pytest.MonkeyPatch) -> None:
             await on_expired(expired)
 
         start(self, done, *args)
-
-
-def forgive_no_pause(patch: pytest.MonkeyPatch) -> None:
-    """Watch clocks go on while nobody watches."""
-    patch.setattr(WatchClock, "observe", lambda self, now, due: 0.0)
 
 
 def obey_though_our_host_was_paused(patch: pytest.MonkeyPatch) -> None:
@@ -222,17 +213,6 @@ def give_up_when_refused(patch: pytest.MonkeyPatch) -> None:
         if self.trouble.startswith(("FAILED_PRECONDITION", "ABORTED")):
             await asyncio.get_running_loop().create_future()
         return await wait(self, seconds)
-
-
-def refuse_a_late_first_message(patch: pytest.MonkeyPatch) -> None:
-    """A first message that does not come in time is a mistake of the client's."""
-
-    @instead_of(patch, UnopenedStreams, "first")
-    async def strict(first: Any, self: UnopenedStreams, requests: Any) -> Any:
-        try:
-            return await first(self, requests)
-        except (TimeoutError, ServiceError):
-            raise invalid("actions", "must come in time") from None
 
 
 def look_as_seldom_as_ever_after_a_pause(patch: pytest.MonkeyPatch) -> None:
