@@ -404,13 +404,6 @@ class TestScalingUp:
         run.join("d")
         assert run.phase is Phase.FINAL
 
-    def test_not_past_max_nodes(self) -> None:
-        """A full round ends for no newcomer."""
-        run = ScriptedRun(min_nodes=1, max_nodes=1)
-        run.start("a")
-        run.join("b")
-        assert run.phase is Phase.FINAL
-
 
 class TestFailing:
     """Failed workers, and the budget of restarts."""
