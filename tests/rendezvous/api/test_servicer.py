@@ -475,14 +475,6 @@ async def test_a_stream_without_a_word_is_refused(served: Served, monkeypatch: p
 @pytest.mark.parametrize(
     ("field", "message"),
     [
-        ("run_id", {"join": pb.JoinRun(node_id="a", settings=SETTINGS, address="a", local_world_size=1)}),
-        ("node_id", {"join": pb.JoinRun(run_id=RUN, settings=SETTINGS, address="a", local_world_size=1)}),
-        (
-            "settings.min_nodes settings.max_nodes",
-            {"join": pb.JoinRun(run_id=RUN, node_id="a", address="a", local_world_size=1)},
-        ),
-        ("address", {"join": pb.JoinRun(run_id=RUN, node_id="a", settings=SETTINGS, local_world_size=1)}),
-        ("local_world_size", {"join": pb.JoinRun(run_id=RUN, node_id="a", settings=SETTINGS, address="a")}),
         (
             "run_id node_id address supervisor_address role local_world_size settings.last_call_timeout",
             {
