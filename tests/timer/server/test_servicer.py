@@ -9,6 +9,7 @@ import grpc
 import pytest
 from google.protobuf.duration_pb2 import Duration
 
+from hostile.values import message
 from rallypoint.rpc.durations import to_duration
 from rallypoint.rpc.errors import decode
 from rallypoint.timer.core.values import TimerState
@@ -18,7 +19,6 @@ from support.marks import slow
 from support.refusals import refusal
 from support.waiting import until
 from timer.conftest import Service
-from timer.random_messages import random_message
 from timer.streams import Stream, acquire, act, subscribe
 
 pytestmark = pytest.mark.integration
@@ -122,7 +122,7 @@ async def test_random_requests_are_answered_in_kind(service: Service, rounds: in
             (stub.GetProgress, pb.GetProgressRequest),
         ):
             try:
-                await method(random_message(kind, dice))
+                await method(message(kind.DESCRIPTOR, dice, wild=0.5))
                 answers.add("OK")
             except grpc.aio.AioRpcError as error:
                 answers.add(decode(error).reason)

@@ -9,6 +9,7 @@ import grpc
 import pytest
 from google.protobuf.duration_pb2 import Duration
 
+from hostile.values import message
 from rallypoint.rpc.durations import to_duration
 from rallypoint.rpc.errors import decode
 from rallypoint.timer.core.values import TimerSettings
@@ -18,7 +19,6 @@ from support.marks import slow
 from support.refusals import refusal
 from support.waiting import PATIENCE, until
 from timer.conftest import Service
-from timer.random_messages import random_message
 from timer.streams import Stream, acquire, act, subscribe
 
 pytestmark = pytest.mark.integration
@@ -299,7 +299,7 @@ async def test_random_streams_are_answered_in_kind(service: Service, streams: in
     for number in range(streams):
         stream = Stream(service)
         first = subscribe(f"node-{number % 3}", stall_after=dice.choice([None, 0, 0.01]))
-        actions = [random_message(pb.SuperviseAction, dice) for _ in range(dice.randrange(6))]
+        actions = [message(pb.SuperviseAction.DESCRIPTOR, dice, wild=0.5) for _ in range(dice.randrange(6))]
         await stream.send(*([first] if dice.random() < 0.9 else []), *actions)
         await stream.call.done_writing()
         try:
