@@ -17,8 +17,8 @@ WRITTEN = 1_800_000_000.25
 
 
 def story_of(path: Path, content: object) -> ErrorRecord | None:
-    """What is read of a file with this content."""
-    path.write_text(json.dumps(content))
+    """What is read of a file with this content: text as it is, all else as JSON."""
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
     os.utime(path, (WRITTEN, WRITTEN))
     return read_error_file(path)
 
@@ -52,7 +52,7 @@ def test_torch_s_is_read(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("content", [7, [], {}, {"message": 7}, {"message": []}])
+@pytest.mark.parametrize("content", [7, [], {}, {"message": 7}, {"message": []}, "", "[" * 100_000, "\0ÿ"])
 def test_what_makes_no_sense_is_nothing(tmp_path: Path, content: object) -> None:
     """Nor is a file that is not there."""
     assert story_of(tmp_path / "e", content) is None

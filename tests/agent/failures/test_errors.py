@@ -73,12 +73,6 @@ def test_the_error_file_is_the_best_evidence(logs: WorkerLogs) -> None:
     )
 
 
-def test_torch_s_short_form_is_read(logs: WorkerLogs) -> None:
-    """A message that is only text, as torch's other handlers write it."""
-    write_error_file(logs, {"message": "GPU fell off the bus", "timestamp": 5})
-    assert describe(ended(), logs).message == "GPU fell off the bus"
-
-
 def test_the_moment_is_what_the_worker_says_or_that_of_the_file_within_its_life(logs: WorkerLogs) -> None:
     """The clock of a file server, or of a container, may be another: what makes no sense counts for nothing."""
 
@@ -154,26 +148,7 @@ def test_a_core_dump_is_told_of_only_where_a_signal_is_all_there_is(logs: Worker
     )
 
 
-def test_an_error_file_never_makes_a_failure_later(logs: WorkerLogs) -> None:
-    """A file touched after the end doesn't move the failure behind its consequences."""
-    write_error_file(logs, {"message": "late"}, written=ENDED + 60)
-    assert describe(ended(), logs).time == ENDED
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        "",
-        "{",
-        "[]",
-        "7",
-        '{"message": 7}',
-        '{"other": 1}',
-        "[" * 100_000,
-        '{"message": {"message": 7}}',
-        "\x00\xff",
-    ],
-)
+@pytest.mark.parametrize("content", ["{", '{"message": {"message": 7}}'])
 def test_a_malformed_error_file_is_tolerated(logs: WorkerLogs, content: str) -> None:
     """Nonsense is passed over or filled up; nothing is raised."""
     write_error_file(logs, content)
