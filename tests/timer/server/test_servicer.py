@@ -121,8 +121,9 @@ async def test_random_requests_are_answered_in_kind(service: Service, rounds: in
             (stub.ForgetScopes, pb.ForgetScopesRequest),
             (stub.GetProgress, pb.GetProgressRequest),
         ):
+            request: Any = message(kind.DESCRIPTOR, dice, wild=0.5)
             try:
-                await method(message(kind.DESCRIPTOR, dice, wild=0.5))
+                await method(request)
                 answers.add("OK")
             except grpc.aio.AioRpcError as error:
                 answers.add(decode(error).reason)

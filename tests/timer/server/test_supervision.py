@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from typing import Any
 
 import grpc
 import pytest
@@ -299,7 +300,9 @@ async def test_random_streams_are_answered_in_kind(service: Service, streams: in
     for number in range(streams):
         stream = Stream(service)
         first = subscribe(f"node-{number % 3}", stall_after=dice.choice([None, 0, 0.01]))
-        actions = [message(pb.SuperviseAction.DESCRIPTOR, dice, wild=0.5) for _ in range(dice.randrange(6))]
+        actions: list[Any] = [
+            message(pb.SuperviseAction.DESCRIPTOR, dice, wild=0.5) for _ in range(dice.randrange(6))
+        ]
         await stream.send(*([first] if dice.random() < 0.9 else []), *actions)
         await stream.call.done_writing()
         try:
