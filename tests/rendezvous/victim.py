@@ -1,14 +1,30 @@
-"""A service in a process of its own, on a journal that lasts, to be SIGKILLed and started again."""
+"""Store and fenced states in a process of their own, on a journal that lasts, to be SIGKILLed and started again.
+
+victim.py JOURNAL ENDPOINT
+"""
 
 from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 import sys
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from types import ModuleType
+
+from rallypoint.rendezvous.api.errors import translate
+from rallypoint.rendezvous.api.state_servicer import fenced_registration
+from rallypoint.rendezvous.api.store_servicer import store_registration
+from rallypoint.rendezvous.journal.sqlite import SqliteJournal
+from rallypoint.rendezvous.state.core import SPACE
+from rallypoint.rendezvous.state.service import FencedStateService
+from rallypoint.rendezvous.store.service import StoreService
+from rallypoint.rpc.endpoint import ServerOptions
+from rallypoint.serving.server import Server
+from rendezvous.locators import home_of
+from rendezvous.store.store_fakes import Rounds
 
 _TESTS = Path(__file__).parents[1]
 
@@ -16,15 +32,10 @@ _TESTS = Path(__file__).parents[1]
 class Victim:
     """The process; its progress is what others count that it serves."""
 
-    def __init__(self, program: ModuleType, folder: Path) -> None:
-        """Set up.
-
-        Args:
-            program: Run with a journal and the endpoint to serve.
-            folder: Where both are.
-        """
+    def __init__(self, folder: Path) -> None:
+        """Set up, with journal and socket in a folder."""
         self.path = f"{folder}/service.sock"
-        self._arguments = (str(program.__file__), f"{folder}/journal.sqlite", f"unix:{self.path}")
+        self._arguments = (__file__, f"{folder}/journal.sqlite", f"unix:{self.path}")
         self._process: asyncio.subprocess.Process | None = None
         self._done = 0
         self._progress = asyncio.Condition()
@@ -60,11 +71,31 @@ class Victim:
 
 
 @asynccontextmanager
-async def victim_of(program: ModuleType, folder: Path) -> AsyncIterator[Victim]:
+async def victim_in(folder: Path) -> AsyncIterator[Victim]:
     """One that has been started."""
-    victim = Victim(program, folder)
+    victim = Victim(folder)
     await victim.start()
     try:
         yield victim
     finally:
         await victim.end()
+
+
+async def serve(journal_path: str, endpoint: str) -> None:
+    journal = SqliteJournal(Path(journal_path))
+    entries = (await journal.open()).store_entries
+    store = StoreService(journal, Rounds(), [entry for entry in entries if entry.round != SPACE])
+    of_states = [entry for entry in entries if entry.round == SPACE]
+    states = FencedStateService(journal, Rounds(), of_states, clock=time.monotonic, draw=secrets.token_bytes)
+    serving = asyncio.create_task(states.serve())
+    services = [store_registration(home_of(store)), fenced_registration(home_of(states))]
+    server = Server(ServerOptions(host=endpoint), services=services, translate=translate)
+    await server.start()
+    await server.serve_until_signal()
+    serving.cancel()
+    await asyncio.wait([serving])
+    await journal.close()
+
+
+if __name__ == "__main__":
+    asyncio.run(serve(*sys.argv[1:]))
