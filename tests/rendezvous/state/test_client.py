@@ -28,22 +28,6 @@ def after_a_kill(journal: TestJournal) -> TestJournal:
     return restarted
 
 
-async def test_a_state_is_read_and_replaced(tmp_path: Path) -> None:
-    path = f"{tmp_path}/state.sock"
-    async with serving(open_states(TestJournal()), path), channel_to(path) as channel:
-        client = FencedStateClient(channel, RUN)
-        assert await client.get() is None
-        assert (await client.set(b"x", b"")).current is None
-        first = await client.set(b"x")
-        assert first.has_set
-        assert first.current is not None
-        second = await client.set(b"y", first.current.token)
-        assert second.has_set
-        lost = await client.set(b"z", first.current.token)
-        assert (lost.current, lost.has_set) == (second.current, False)
-        assert await client.get() == second.current
-
-
 @pytest.mark.parametrize("durable", [True, False], ids=["killed-after-commit", "killed-before-commit"])
 @pytest.mark.parametrize("first", [True, False], ids=["first", "replacing"])
 async def test_a_set_over_a_restart_takes_effect_once(tmp_path: Path, first: bool, durable: bool) -> None:

@@ -125,15 +125,6 @@ def test_only_the_current_token_ever_matches(moves: Sequence[tuple[str, bytes, i
         assert outcome.current == ledger.current() == expected
 
 
-@pytest.mark.parametrize("token", [b"", b"invalid", b"\x00" * 24, b"x" * 100_000], ids=len)
-def test_a_foreign_token_matches_nothing(token: bytes) -> None:
-    """Neither where nothing is, nor where something is."""
-    ledger = Ledger()
-    assert ledger.set(asked(b"x", token)) == SetOutcome(None, has_set=False)
-    current = ledger.set(asked(b"x")).current
-    assert ledger.set(asked(b"y", token)) == SetOutcome(current, has_set=False)
-
-
 def test_a_token_matches_in_its_own_run_only() -> None:
     ledger = Ledger()
     one = ledger.set(asked(b"x", run_id="one")).current

@@ -99,30 +99,6 @@ async def test_of_many_with_one_token_one_wins() -> None:
             current = winners[0].current
 
 
-async def test_states_and_tokens_outlive_a_restart() -> None:
-    """The token of what is there still matches; of what was there before, it doesn't."""
-    journal = TestJournal()
-    async with served(open_states(journal)) as states:
-        old = await first(states)
-        current = (await states.set(asked(b"y", old.token))).current
-        assert current is not None
-    async with served(open_states(journal)) as states:
-        assert states.get(RUN) == current
-        assert await states.set(asked(b"z", old.token)) == SetOutcome(current, has_set=False)
-        assert (await states.set(asked(b"z", current.token))).has_set
-
-
-async def test_tokens_of_a_life_that_is_lost_match_nothing() -> None:
-    """A journal in memory dies with its process; the same states set again get other tokens."""
-    async with served(open_states(TestJournal())) as states:
-        old = await first(states)
-    async with served(open_states(TestJournal())) as states:
-        assert await states.set(asked(b"x", old.token)) == SetOutcome(None, has_set=False)
-        new = await first(states)
-        assert new.token != old.token
-        assert await states.set(asked(b"y", old.token)) == SetOutcome(new, has_set=False)
-
-
 async def test_a_failed_commit_ends_the_service() -> None:
     """Nobody is told that it was set, nobody waits for ever, and who runs the service hears of it."""
     journal = TestJournal()
