@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from typing import Any
 
 import grpc
@@ -16,7 +16,6 @@ from rallypoint.rendezvous.core.state import ReportedFailure
 from rallypoint.rendezvous.journal.codec import encode_record
 from rallypoint.rendezvous.journal.journal import Record
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
-from rallypoint.rpc.errors import ServiceError
 from rendezvous.engine_fixtures import RUN
 from rendezvous.event_fixtures import BEGINNING, Served, kinds, revisions, serving_events
 from support.refusals import refusal
@@ -93,23 +92,30 @@ async def test_a_page_stays_within_what_a_client_takes(served: Served) -> None:
     assert rest.next_page_token == ""
 
 
+def ask(served: Served, request: pb.ListEventsRequest | pb.WatchEventsRequest) -> Awaitable[object]:
+    """Ask for a page, or for the first message of a stream."""
+    if isinstance(request, pb.ListEventsRequest):
+        return served.stub().ListEvents(request, timeout=PATIENCE)
+    return served.stub().WatchEvents(request, timeout=PATIENCE).read()
+
+
 @pytest.mark.parametrize(
-    ("field", "request_"),
+    ("field", "bad"),
     [
-        ("run_id", {"run_id": ""}),
-        ("run_id", {"run_id": "x" * 257}),
-        ("page_size", {"page_size": -1}),
-        ("page_token", {"page_token": "7"}),
-        ("filter.kinds", {"filter": pb.EventFilter(kinds=[99])}),  # type: ignore[list-item]
-        ("filter.since", {"filter": pb.EventFilter(since=Timestamp(seconds=2), until=Timestamp(seconds=1))}),
+        ("run_id", pb.ListEventsRequest()),
+        ("page_size", pb.ListEventsRequest(run_id=RUN, page_size=-1)),
+        ("page_token", pb.ListEventsRequest(run_id=RUN, page_token="7")),  # noqa: S106
+        ("filter.rounds", pb.ListEventsRequest(run_id=RUN, filter=pb.EventFilter(rounds=[0]))),
+        ("run_id", pb.WatchEventsRequest()),
+        ("after_revision", pb.WatchEventsRequest(run_id=RUN, after_revision=-1)),
+        ("filter.rounds", pb.WatchEventsRequest(run_id=RUN, filter=pb.EventFilter(rounds=[0]))),
     ],
 )
-async def test_a_bad_request_for_a_page_names_its_field(
-    served: Served, field: str, request_: dict[str, Any]
+async def test_a_bad_request_names_its_field(
+    served: Served, field: str, bad: pb.ListEventsRequest | pb.WatchEventsRequest
 ) -> None:
     """INVALID_ARGUMENT, with a BadRequest."""
-    request = pb.ListEventsRequest(**{"run_id": RUN, **request_})
-    error = await refusal(served.stub().ListEvents(request, timeout=PATIENCE))
+    error = await refusal(ask(served, bad))
     assert (error.code, [each for each, _ in error.field_violations]) == (Code.INVALID_ARGUMENT, [field])
 
 
@@ -132,17 +138,12 @@ async def test_a_page_that_is_gone_is_told(served: Served) -> None:
 @pytest.mark.parametrize("method", ["ListEvents", "WatchEvents"])
 async def test_a_run_that_is_not_there_has_no_events(served: Served, method: str) -> None:
     """NOT_FOUND, also while it is being made and may come to nothing."""
-    stub = served.stub()
-
-    async def ask(run_id: str) -> ServiceError:
-        call: Any = getattr(stub, method)(getattr(pb, f"{method}Request")(run_id=run_id), timeout=PATIENCE)
-        return await refusal(call if method == "ListEvents" else call.read())
-
-    assert (await ask("nowhere")).reason == "RUN_NOT_FOUND"
+    request = getattr(pb, f"{method}Request")
+    assert (await refusal(ask(served, request(run_id="nowhere")))).reason == "RUN_NOT_FOUND"
     served.stage.journal.hold()
     joining = asyncio.create_task(served.stage.join("x", run_id="new"))
     await served.stage.journal.held()
-    assert (await ask("new")).reason == "RUN_NOT_FOUND"
+    assert (await refusal(ask(served, request(run_id="new")))).reason == "RUN_NOT_FOUND"
     served.stage.journal.release()
     await joining
     assert await served.stub().ListEvents(pb.ListEventsRequest(run_id="new"), timeout=PATIENCE)

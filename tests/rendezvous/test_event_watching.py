@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import Any
 
 import grpc
 import pytest
@@ -120,24 +119,6 @@ async def test_a_cursor_that_is_gone_is_told(served: Served) -> None:
     events = await served.watch().until(served.latest())
     assert revisions(events) == list(range(oldest, served.latest() + 1))
     assert revisions(await served.watch(oldest - 1).until(served.latest())) == revisions(events)
-
-
-@pytest.mark.parametrize(
-    ("field", "request_"),
-    [
-        ("run_id", {"run_id": ""}),
-        ("after_revision", {"after_revision": -1}),
-        ("filter.rounds", {"filter": pb.EventFilter(rounds=[0])}),
-    ],
-)
-async def test_a_bad_request_to_watch_names_its_field(
-    served: Served, field: str, request_: dict[str, Any]
-) -> None:
-    """INVALID_ARGUMENT, with a BadRequest."""
-    request = pb.WatchEventsRequest(**{"run_id": RUN, **request_})
-    _, error = await Watch(served.stub().WatchEvents(request, timeout=PATIENCE)).ended()
-    assert error is not None
-    assert (error.code, [each for each, _ in error.field_violations]) == (Code.INVALID_ARGUMENT, [field])
 
 
 async def test_watchers_are_limited_and_their_places_come_free(served: Served) -> None:

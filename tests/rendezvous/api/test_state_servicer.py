@@ -136,25 +136,16 @@ async def test_no_client_waits_for_one_that_does_not_set(
 
 
 async def test_malformed_requests_name_the_field(served: Served) -> None:
-    requests: list[tuple[dict[str, Any], str]] = [
-        ({"run_id": ""}, "run_id"),
-        ({"run_id": "r" * 257}, "run_id"),
-        ({"run_id": "a\nb"}, "run_id"),
-        ({"state": b"x" * (MAX_VALUE_BYTES + 1)}, "state"),
-        ({"operation": StoreOperation(sequence=1)}, "operation.client_id"),
-        ({"operation": StoreOperation(client_id="c", slot=65_536, sequence=1)}, "operation.slot"),
-        ({"operation": StoreOperation(client_id="c")}, "operation.sequence"),
-        ({"writer": StoreWriter(lease=1)}, "writer.node_id"),
-        ({"writer": StoreWriter(node_id="node")}, "writer.lease"),
-        ({"writer": StoreWriter(node_id="node", lease=-1)}, "writer.lease"),
-    ]
-    for fields, field in requests:
-        error = await refusal(served.stub.SetState(pb.SetStateRequest(**{"run_id": RUN, **fields})))
+    too_large = pb.SetStateRequest(run_id=RUN, state=b"x" * (MAX_VALUE_BYTES + 1))
+    all_bad = pb.SetStateRequest(run_id="a\nb", operation=StoreOperation(slot=65_536), writer=StoreWriter())
+    of_operation = "operation.client_id operation.slot operation.sequence"
+    for request, fields in (
+        (too_large, "state"),
+        (all_bad, f"run_id {of_operation} writer.node_id writer.lease"),
+    ):
+        error = await refusal(served.stub.SetState(request))
         assert (error.code, error.reason) == (Code.INVALID_ARGUMENT, "INVALID_ARGUMENT")
-        assert [name for name, _ in error.field_violations] == [field]
-    all_bad = pb.SetStateRequest(operation=StoreOperation(), writer=StoreWriter())
-    named = [name for name, _ in (await refusal(served.stub.SetState(all_bad))).field_violations]
-    assert " ".join(named) == "run_id operation.client_id operation.sequence writer.node_id writer.lease"
+        assert " ".join(name for name, _ in error.field_violations) == fields
     assert (await refusal(served.stub.GetState(pb.GetStateRequest()))).code is Code.INVALID_ARGUMENT
     watching = served.stub.WatchState(pb.WatchStateRequest())
     assert (await refusal(watching.read())).code is Code.INVALID_ARGUMENT
