@@ -654,16 +654,6 @@ async def test_a_node_that_was_in_and_is_refused_goes(reason: str, metadata: dic
         assert len(servicer.first_messages) == 2
 
 
-async def test_who_comes_with_other_settings_is_refused(
-    service: Service, join: Callable[..., Member]
-) -> None:
-    """The error names every setting that differs."""
-    await join(service.address, join_request("a", nodes=2)).admitted()
-    with pytest.raises(ServiceError, match="min_nodes is 2, not 3") as caught:
-        await join(service.address, join_request("b", nodes=3)).end()
-    assert caught.value.reason == "SETTINGS_DIFFER"
-
-
 async def test_nobody_there_is_told_with_the_address_after_the_timeout(join: Callable[..., Member]) -> None:
     """The reason is the one that connecting failed with."""
     with socket.socket() as nobody:

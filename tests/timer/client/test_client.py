@@ -471,24 +471,9 @@ async def test_a_client_comes_back_from_what_it_can_not_deal_with(
 
 
 async def test_a_client_waits_for_a_service_that_is_not_there_yet(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """It takes timers meanwhile, and says once that it waits."""
-    service = Service(tmp_path / "timer")
-    node = Node(service.channel())
-    node.client.acquire("0@1", "s", 60.0)
-    await until(lambda: "no connection to the timer service" in caplog.text)
-    await service.start()
-    await until(lambda: len(service.watchdog.table) == 1)
-    await node.client.close()
-    await service.close()
-    assert caplog.text.count("no connection to the timer service") == 1
-
-
-async def test_time_that_passes_while_a_connection_comes_about_is_told_as_well(
     tmp_path: Path, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A timer keeps its deadline however long the client had to wait for the service with its call open."""
+    """It takes timers meanwhile, which keep their deadlines however long it waits, and says once that it waits."""
     service = Service(tmp_path / "timer")
     node = Node(service.channel(), clock=clock)
     node.client.acquire("0@1", "s", 60.0)
@@ -499,3 +484,4 @@ async def test_time_that_passes_while_a_connection_comes_about_is_told_as_well(
     assert remaining(service, clock) == {"s": pytest.approx(15)}
     await node.client.close()
     await service.close()
+    assert caplog.text.count("no connection to the timer service") == 1
