@@ -36,123 +36,64 @@ FAILED = RoundEnd(
 )
 PARTS = RecoveryParts(stopped=4.5, reformed=0.25, started=0.5)
 
-# Fact, kind, node, round, sentence.
-CASES: list[tuple[facts.Fact, pb.EventKind.ValueType, str, int, str]] = [
+# A fact, and its event: kind, node, round, sentence.
+CASES: list[tuple[facts.Fact, str]] = [
     (
         facts.RunCreated(SETTINGS),
-        pb.EVENT_KIND_RUN_CREATED,
-        "",
-        0,
-        "the run began: a round has 2 to 4 nodes, and 3 restarts may be used",
+        "RUN_CREATED - 0: the run began: a round has 2 to 4 nodes, and 3 restarts may be used",
     ),
     (
         facts.NodeJoined("n3", 5, "10.0.0.3", 8, "trainer"),
-        pb.EVENT_KIND_NODE_JOINED,
-        "n3",
-        0,
-        "node n3 joined from 10.0.0.3 with 8 workers",
+        "NODE_JOINED n3 0: node n3 joined from 10.0.0.3 with 8 workers",
     ),
     (
         facts.NodeLost("n3", LossReason.LEASE_EXPIRED),
-        pb.EVENT_KIND_NODE_LOST,
-        "n3",
-        0,
-        "node n3 was lost: no heartbeat for 15 s (3 missed, one every 5 s)",
+        "NODE_LOST n3 0: node n3 was lost: no heartbeat for 15 s (3 missed, one every 5 s)",
     ),
-    (facts.NodeLeft("n3", "SIGTERM"), pb.EVENT_KIND_NODE_LEFT, "n3", 0, "node n3 left: SIGTERM"),
+    (facts.NodeLeft("n3", "SIGTERM"), "NODE_LEFT n3 0: node n3 left: SIGTERM"),
     (
         facts.NodeDeparting("n3", "SIGTERM"),
-        pb.EVENT_KIND_NODE_DEPARTING,
-        "n3",
-        0,
-        "node n3 stops its workers in order to leave: SIGTERM",
+        "NODE_DEPARTING n3 0: node n3 stops its workers in order to leave: SIGTERM",
     ),
     (
         facts.NodeEvicted("n3", "bad memory", lease=5),
-        pb.EVENT_KIND_NODE_EVICTED,
-        "n3",
-        0,
-        "node n3 was taken out by an operator: bad memory",
+        "NODE_EVICTED n3 0: node n3 was taken out by an operator: bad memory",
     ),
     (
         facts.NodeEvicted("n9", "bad memory"),
-        pb.EVENT_KIND_NODE_EVICTED,
-        "n9",
-        0,
-        "node n9, which was not in the run, was barred by an operator: bad memory",
+        "NODE_EVICTED n9 0: node n9, which was not in the run, was barred by an operator: bad memory",
     ),
-    (
-        facts.NodeReadmitted("n3", "repaired"),
-        pb.EVENT_KIND_NODE_READMITTED,
-        "n3",
-        0,
-        "node n3 may join again: repaired",
-    ),
+    (facts.NodeReadmitted("n3", "repaired"), "NODE_READMITTED n3 0: node n3 may join again: repaired"),
     (
         facts.RoundFrozen(8, (Seat("n1", 0, 0, 0, 9, 8), Seat("n2", 1, 8, 8, 9, 1))),
-        pb.EVENT_KIND_ROUND_FROZEN,
-        "",
-        8,
-        "round 8 frozen: 2 nodes, 9 workers",
+        "ROUND_FROZEN - 8: round 8 frozen: 2 nodes, 9 workers",
     ),
-    (facts.NodeConfirmed(8, "n1", 29500), pb.EVENT_KIND_NODE_CONFIRMED, "n1", 8, "node n1 confirmed round 8"),
-    (
-        facts.RoundFinalized(8),
-        pb.EVENT_KIND_ROUND_FINALIZED,
-        "",
-        8,
-        "round 8 final: all nodes confirmed, workers start",
-    ),
+    (facts.NodeConfirmed(8, "n1", 29500), "NODE_CONFIRMED n1 8: node n1 confirmed round 8"),
+    (facts.RoundFinalized(8), "ROUND_FINALIZED - 8: round 8 final: all nodes confirmed, workers start"),
     (
         facts.RoundStarted(8, 2, 2, "n1", PARTS, duration=5.25, age=0.01),
-        pb.EVENT_KIND_ROUND_STARTED,
-        "",
-        8,
-        "round 8 started on 2 nodes 5.25 s after the end of the round before; "
+        "ROUND_STARTED - 8: round 8 started on 2 nodes 5.25 s after the end of the round before; "
         "slowest: node n1 (stopped 4.50, re-formed 0.25, started 0.50)",
     ),
-    (facts.WorkerFailed(FAILURE), pb.EVENT_KIND_WORKER_FAILED, "n1", 7, FAILED.detail),
-    (
-        facts.NodeSucceeded(8, "n1"),
-        pb.EVENT_KIND_NODE_SUCCEEDED,
-        "n1",
-        8,
-        "all workers of node n1 succeeded in round 8",
-    ),
+    (facts.WorkerFailed(FAILURE), f"WORKER_FAILED n1 7: {FAILED.detail}"),
+    (facts.NodeSucceeded(8, "n1"), "NODE_SUCCEEDED n1 8: all workers of node n1 succeeded in round 8"),
     (
         facts.ExitBarrierPassed(8),
-        pb.EVENT_KIND_EXIT_BARRIER_PASSED,
-        "",
-        8,
-        "exit barrier of round 8 over after 300 s: nodes whose workers succeeded no longer wait for the others",
+        "EXIT_BARRIER_PASSED - 8: exit barrier of round 8 over after 300 s: nodes whose workers "
+        "succeeded no longer wait for the others",
     ),
     (
         facts.RestartRequested(8, "new data"),
-        pb.EVENT_KIND_RESTART_REQUESTED,
-        "",
-        8,
-        "an operator requested a restart of round 8: new data",
+        "RESTART_REQUESTED - 8: an operator requested a restart of round 8: new data",
     ),
-    (
-        facts.RoundEnded(LOST, 0),
-        pb.EVENT_KIND_ROUND_ENDED,
-        "n3",
-        7,
-        "round 7 ended: node n3 was lost: its connection broke",
-    ),
+    (facts.RoundEnded(LOST, 0), "ROUND_ENDED n3 7: round 7 ended: node n3 was lost: its connection broke"),
     (
         facts.RoundEnded(FAILED, 2),
-        pb.EVENT_KIND_ROUND_ENDED,
-        "n1",
-        7,
-        "round 7 ended: worker of rank 3 on node n1 failed: killed by SIGKILL (restart 2 of 3)",
+        "ROUND_ENDED n1 7: round 7 ended: worker of rank 3 on node n1 failed: killed by SIGKILL (restart 2 of 3)",
     ),
     (
         facts.RunClosed(RunEnd(Outcome.CANCELLED, "closed by an operator: enough")),
-        pb.EVENT_KIND_RUN_CLOSED,
-        "",
-        0,
-        "the run is closed, CANCELLED: closed by an operator: enough",
+        "RUN_CLOSED - 0: the run is closed, CANCELLED: closed by an operator: enough",
     ),
 ]
 
@@ -163,15 +104,12 @@ def of(fact: facts.Fact, settings: RunSettings = SETTINGS) -> pb.Event:
     return event_of(DecodedRecord(encode_record("run", 12, fact, 1.7e9 + 0.25, actor)), settings)
 
 
-@pytest.mark.parametrize(
-    ("fact", "kind", "node_id", "round_", "sentence"), CASES, ids=lambda value: type(value).__name__
-)
-def test_every_fact_is_told_with_its_subject(
-    fact: facts.Fact, kind: pb.EventKind.ValueType, node_id: str, round_: int, sentence: str
-) -> None:
+@pytest.mark.parametrize(("fact", "expected"), CASES, ids=lambda value: type(value).__name__)
+def test_every_fact_is_told_with_its_subject(fact: facts.Fact, expected: str) -> None:
     """Kind, node, round and sentence; when, who caused it and its number."""
     event = of(fact)
-    assert (event.kind, event.node_id, event.round, event.detail) == (kind, node_id, round_, sentence)
+    kind = pb.EventKind.Name(event.kind).removeprefix("EVENT_KIND_")
+    assert f"{kind} {event.node_id or '-'} {event.round}: {event.detail}" == expected
     assert event.revision == 12
     assert event.actor == pb.Actor(kind=pb.ACTOR_KIND_NODE, name="n3", peer="ipv4:10.0.0.3:7")
     assert round(event.time.ToNanoseconds() / 1e6) == 1_700_000_000_250
@@ -179,8 +117,8 @@ def test_every_fact_is_told_with_its_subject(
 
 def test_no_fact_and_no_kind_is_forgotten() -> None:
     """Whatever a journal may hold can be told, and every kind that is promised comes of something."""
-    assert {type(fact) for fact, *_ in CASES} == set(get_args(facts.Fact))
-    assert {kind for _, kind, *_ in CASES} == set(pb.EventKind.values()) - {pb.EVENT_KIND_UNSPECIFIED}
+    assert {type(fact) for fact, _ in CASES} == set(get_args(facts.Fact))
+    assert {of(fact).kind for fact, _ in CASES} == set(pb.EventKind.values()) - {pb.EVENT_KIND_UNSPECIFIED}
 
 
 def test_a_loss_is_explained_by_the_runs_own_settings() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import pytest
 from google.protobuf.duration_pb2 import Duration
@@ -31,6 +30,8 @@ from rallypoint.rpc.errors import ServiceError
 from rallypoint.serving.access import Caller
 
 CALLER = Caller("alice", "ipv4:10.0.0.9:1")
+POSITIVE = "must be more than 0 and at most 2160000 seconds"
+NOT_NEGATIVE = "must be at least 0 and at most 2160000 seconds"
 
 
 def good_join() -> pb.JoinRun:
@@ -128,96 +129,56 @@ def test_budgets_that_make_no_sense_are_refused(settings: pb.RunSettings, named:
     assert violation(join)[0] == named
 
 
-def duration(name: str, value: Duration) -> Callable[[pb.JoinRun], None]:
-    """Spoil a join by one of its times."""
-    return lambda join: getattr(join.settings, name).CopyFrom(value)
-
-
-def field(name: str, value: object) -> Callable[[pb.JoinRun], None]:
-    """Spoil a join by one of its fields, or of its settings'."""
-
-    def spoil(join: pb.JoinRun) -> None:
-        head, _, rest = name.rpartition(".")
-        setattr(join.settings if head else join, rest, value)
-
-    return spoil
-
-
 @pytest.mark.parametrize(
-    ("spoil", "name", "description"),
+    ("name", "value", "description"),
     [
-        (field("run_id", ""), "run_id", "must not be empty"),
-        (field("run_id", "x" * 257), "run_id", "must have at most 256 bytes, not 257"),
-        (field("run_id", "ä" * 129), "run_id", "must have at most 256 bytes, not 258"),
-        (field("run_id", "a\nb"), "run_id", "must not have control characters"),
-        (field("node_id", ""), "node_id", "must not be empty"),
-        (field("node_id", "\x1b[31mred"), "node_id", "must not have control characters"),
-        (field("node_id", "x" * 257), "node_id", "must have at most 256 bytes, not 257"),
-        (field("address", ""), "address", "must not be empty: it is how the other nodes reach this one"),
-        (field("address", "a\0"), "address", "must not have control characters"),
-        (field("address", "x" * 257), "address", "must have at most 256 bytes, not 257"),
-        (field("role", "a\rb"), "role", "must not have control characters"),
-        (field("role", "x" * 257), "role", "must have at most 256 bytes, not 257"),
-        (field("local_world_size", 0), "local_world_size", "must be from 1 to 16384, not 0"),
-        (field("local_world_size", -1), "local_world_size", "must be from 1 to 16384, not -1"),
-        (field("local_world_size", 16385), "local_world_size", "must be from 1 to 16384, not 16385"),
-        (field("settings.min_nodes", 0), "settings.min_nodes", "must be from 1 to 100000, not 0"),
-        (field("settings.max_nodes", 0), "settings.max_nodes", "must be from 1 to 100000, not 0"),
-        (field("settings.max_nodes", 100_001), "settings.max_nodes", "must be from 1 to 100000, not 100001"),
-        (field("settings.max_restarts", -1), "settings.max_restarts", "must be from 0 to 1000000, not -1"),
+        ("run_id", "", "must not be empty"),
+        ("run_id", "x" * 257, "must have at most 256 bytes, not 257"),
+        ("run_id", "ä" * 129, "must have at most 256 bytes, not 258"),
+        ("run_id", "a\nb", "must not have control characters"),
+        ("node_id", "", "must not be empty"),
+        ("node_id", "\x1b[31mred", "must not have control characters"),
+        ("node_id", "x" * 257, "must have at most 256 bytes, not 257"),
+        ("address", "", "must not be empty: it is how the other nodes reach this one"),
+        ("address", "a\0", "must not have control characters"),
+        ("address", "x" * 257, "must have at most 256 bytes, not 257"),
+        ("role", "a\rb", "must not have control characters"),
+        ("role", "x" * 257, "must have at most 256 bytes, not 257"),
+        ("local_world_size", 0, "must be from 1 to 16384, not 0"),
+        ("local_world_size", -1, "must be from 1 to 16384, not -1"),
+        ("local_world_size", 16385, "must be from 1 to 16384, not 16385"),
+        ("settings.min_nodes", 0, "must be from 1 to 100000, not 0"),
+        ("settings.max_nodes", 0, "must be from 1 to 100000, not 0"),
+        ("settings.max_nodes", 100_001, "must be from 1 to 100000, not 100001"),
+        ("settings.max_restarts", -1, "must be from 0 to 1000000, not -1"),
+        ("settings.keep_alive_max_attempt", -3, "must be from 1 to 1000, not -3"),
+        ("settings.scale_up_policy", 9, "unknown policy 9"),
+        ("settings.rank_policy", 9, "unknown policy 9"),
+        ("topology", "r1\n", "must not have control characters"),
+        ("topology", "x" * 257, "must have at most 256 bytes, not 257"),
+        ("settings.exit_barrier_timeout", Duration(), f"{POSITIVE}, not 0"),
+        ("settings.scale_up_delay", Duration(seconds=-1), f"{NOT_NEGATIVE}, not -1"),
+        ("settings.join_timeout", Duration(), f"{POSITIVE}, not 0"),
+        ("settings.last_call_timeout", Duration(seconds=-1), f"{NOT_NEGATIVE}, not -1"),
+        ("settings.confirm_timeout", Duration(seconds=2160001), f"{POSITIVE}, not 2.16e+06"),
+        ("settings.keep_alive_interval", Duration(nanos=-1), f"{POSITIVE}, not -1e-09"),
         (
-            field("settings.keep_alive_max_attempt", -3),
-            "settings.keep_alive_max_attempt",
-            "must be from 1 to 1000, not -3",
-        ),
-        (field("settings.scale_up_policy", 9), "settings.scale_up_policy", "unknown policy 9"),
-        (field("settings.rank_policy", 9), "settings.rank_policy", "unknown policy 9"),
-        (field("topology", "r1\n"), "topology", "must not have control characters"),
-        (field("topology", "x" * 257), "topology", "must have at most 256 bytes, not 257"),
-        (
-            duration("exit_barrier_timeout", Duration()),
-            "settings.exit_barrier_timeout",
-            "must be more than 0 and at most 2160000 seconds, not 0",
-        ),
-        (
-            duration("scale_up_delay", Duration(seconds=-1)),
-            "settings.scale_up_delay",
-            "must be at least 0 and at most 2160000 seconds, not -1",
-        ),
-        (
-            duration("join_timeout", Duration()),
-            "settings.join_timeout",
-            "must be more than 0 and at most 2160000 seconds, not 0",
-        ),
-        (
-            duration("last_call_timeout", Duration(seconds=-1)),
-            "settings.last_call_timeout",
-            "must be at least 0 and at most 2160000 seconds, not -1",
-        ),
-        (
-            duration("confirm_timeout", Duration(seconds=2160001)),
-            "settings.confirm_timeout",
-            "must be more than 0 and at most 2160000 seconds, not 2.16e+06",
-        ),
-        (
-            duration("keep_alive_interval", Duration(nanos=-1)),
-            "settings.keep_alive_interval",
-            "must be more than 0 and at most 2160000 seconds, not -1e-09",
-        ),
-        (
-            duration("disconnect_grace", Duration(seconds=2**62)),
             "settings.disconnect_grace",
+            Duration(seconds=2**62),
             "is not a valid duration: seconds or nanos are out of range, or differ in sign",
         ),
     ],
     ids=lambda value: value if isinstance(value, str) and "must" not in value else "",
 )
-def test_a_bad_field_is_refused_by_name(
-    spoil: Callable[[pb.JoinRun], None], name: str, description: str
-) -> None:
+def test_a_bad_field_is_refused_by_name(name: str, value: object, description: str) -> None:
     """The message says which field it was, what was expected, and what came."""
     join = good_join()
-    spoil(join)
+    head, _, field = name.rpartition(".")
+    part = join.settings if head else join
+    if isinstance(value, Duration):
+        getattr(part, field).CopyFrom(value)
+    else:
+        setattr(part, field, value)
     assert violation(join) == (name, description)
 
 
