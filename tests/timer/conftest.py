@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import grpc
@@ -16,6 +16,7 @@ from rallypoint.timer.server.service import registration_of, translate
 from rallypoint.timer.server.watchdog import Watchdog
 from rallypoint.timer.v1 import timer_service_pb2_grpc as pb_grpc
 from support.clock import Clock
+from support.timer_agent import Agent
 
 
 class Service:
@@ -67,3 +68,11 @@ async def quick(service: Service) -> Service:
 @pytest.fixture
 def clock() -> Clock:
     return Clock()
+
+
+@pytest.fixture
+def agent(tmp_path: Path) -> Iterator[Agent]:
+    """One that listens at the path `s`."""
+    agent = Agent(tmp_path / "s")
+    yield agent
+    agent.close()

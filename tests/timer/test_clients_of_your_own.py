@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -36,13 +35,6 @@ def unchosen(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     process.table = process.connection = process.client = None
     yield
     process.table = process.connection = process.client = None
-
-
-@pytest.fixture
-def agent(tmp_path: Path) -> Iterator[Agent]:
-    agent = Agent(tmp_path / "s")
-    yield agent
-    agent.close()
 
 
 def test_a_block_may_have_a_client_of_its_own() -> None:

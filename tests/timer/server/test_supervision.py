@@ -128,9 +128,6 @@ async def test_an_action_that_is_refused_is_told_and_the_stream_goes_on(quick: S
     [
         ("actions", [[]]),
         ("actions", [[acquire("s", 1, 1)]]),
-        ("node_id", [[subscribe(node_id="")]]),
-        ("lease", [[subscribe(lease=-1)]]),
-        ("stall_after", [[subscribe(stall_after=-1)]]),
         ("stall_after", [[subscribe(stall_after=4e8)]]),
         ("run_id node_id token incarnation lease stall_after lease_age", [[act(subscribe=ALL_BAD)]]),
         ("actions", [[subscribe(), subscribe()]]),
@@ -138,10 +135,7 @@ async def test_an_action_that_is_refused_is_told_and_the_stream_goes_on(quick: S
         ("actions", [[subscribe(), *[act(registered=pb.Registered())] * MAX_ACTIONS]]),
         ("actions", [[subscribe()], [act(registered=pb.Registered())] * (MAX_ACTIONS + 1)]),
         ("scope", [[subscribe(), act(observe=pb.Observe(count=1))]]),
-        ("scope", [[subscribe(), act(observe=pb.Observe(scope="x" * 513, count=1))]]),
         ("count", [[subscribe(), act(observe=pb.Observe(scope="s"))]]),
-        ("longest", [[subscribe(), act(observe=pb.Observe(scope="s", count=1, longest=to_duration(-1)))]]),
-        ("longest", [[subscribe(), act(observe=pb.Observe(scope="s", count=1, longest=to_duration(4e8)))]]),
         (
             "longest",
             [[subscribe(), act(observe=pb.Observe(scope="s", count=1, longest=Duration(nanos=2**30)))]],
@@ -154,10 +148,7 @@ async def test_an_action_that_is_refused_is_told_and_the_stream_goes_on(quick: S
             [[subscribe(), act(registered=pb.Registered()), act(learned=pb.Learned(scope="s", count=1))]],
         ),
         ("worker_id", [[subscribe(), act(progress=pb.Progress(rank=1))]]),
-        ("worker_id", [[subscribe(), act(progress=pb.Progress(worker_id="x" * 257))]]),
         ("rank", [[subscribe(), act(progress=pb.Progress(worker_id="w", rank=-1))]]),
-        ("elapsed", [[subscribe(), act(progress=pb.Progress(worker_id="w", elapsed=to_duration(-1)))]]),
-        ("elapsed", [[subscribe(), act(progress=pb.Progress(worker_id="w", elapsed=to_duration(4e8)))]]),
         (
             "elapsed",
             [[subscribe(), act(progress=pb.Progress(worker_id="w", elapsed=Duration(seconds=2**62)))]],

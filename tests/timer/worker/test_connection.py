@@ -6,7 +6,6 @@ import gc
 import os
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +21,6 @@ from support.timer_agent import Agent, Connection
 from support.waiting import PATIENCE
 
 SECOND = 1_000_000_000
-
-
-@pytest.fixture
-def agent(tmp_path: Path) -> Iterator[Agent]:
-    agent = Agent(tmp_path / "s")
-    yield agent
-    agent.close()
 
 
 class Clock:

@@ -7,7 +7,6 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -46,13 +45,6 @@ for one, other in pairs:
     other.send(b"yours")
     assert one.recv(100) == b"yours"
 """
-
-
-@pytest.fixture
-def agent(tmp_path: Path) -> Iterator[Agent]:
-    agent = Agent(tmp_path / "s")
-    yield agent
-    agent.close()
 
 
 def start(agent: Agent, program: str) -> subprocess.Popen[str]:
