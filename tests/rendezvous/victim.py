@@ -17,6 +17,7 @@ from pathlib import Path
 from rallypoint.rendezvous.api.errors import translate
 from rallypoint.rendezvous.api.state_servicer import fenced_registration
 from rallypoint.rendezvous.api.store_servicer import store_registration
+from rallypoint.rendezvous.base.cooperative import finish
 from rallypoint.rendezvous.journal.sqlite import SqliteJournal
 from rallypoint.rendezvous.state.core import SPACE
 from rallypoint.rendezvous.state.service import FencedStateService
@@ -84,9 +85,11 @@ async def victim_in(folder: Path) -> AsyncIterator[Victim]:
 async def serve(journal_path: str, endpoint: str) -> None:
     journal = SqliteJournal(Path(journal_path))
     entries = (await journal.open()).store_entries
-    store = StoreService(journal, Rounds(), [entry for entry in entries if entry.round != SPACE])
-    of_states = [entry for entry in entries if entry.round == SPACE]
-    states = FencedStateService(journal, Rounds(), of_states, clock=time.monotonic, draw=secrets.token_bytes)
+    store = StoreService(journal, Rounds())
+    finish(store.restoring([entry for entry in entries if entry.round != SPACE]))
+    store.begin()
+    states = FencedStateService(journal, Rounds(), clock=time.monotonic, draw=secrets.token_bytes)
+    finish(states.restoring([entry for entry in entries if entry.round == SPACE]))
     serving = asyncio.create_task(states.serve())
     services = [store_registration(home_of(store)), fenced_registration(home_of(states))]
     server = Server(ServerOptions(host=endpoint), services=services, translate=translate)
