@@ -304,7 +304,7 @@ def confirm_while_workers_stop(patch: pytest.MonkeyPatch) -> None:
     def hasty(next_step: Any, state: agent_core.AgentState) -> Any:
         step = next_step(state)
         seat = state.assignment
-        waits = step is None and seat is not None and state.phase is agent_core.Phase.FROZEN
+        waits = step is None and seat is not None and state.phase is Phase.FROZEN
         if seat is not None and waits and state.confirmed != seat.round and not state.left:
             return replace(state, confirmed=seat.round), agent_core.SendConfirm(seat.round)
         return step

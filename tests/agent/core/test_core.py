@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from rallypoint.agent.core import core
-from rallypoint.agent.core.core import AgentState, Phase, Workers, decide
+from rallypoint.agent.core.core import AgentState, Workers, decide
+from rallypoint.rendezvous.core.state import Phase
 
 WHY = "node b was lost: its connection broke"
 
@@ -264,22 +265,22 @@ class World:
                 return core.GroupStopped()
             if self.examining:
                 return core.HealthChecked()
-            if self.confirmed and self.state.phase is core.Phase.FROZEN:
-                return self.told(core.Phase.FINAL, self.confirmed)
-            return self.told(core.Phase.FROZEN, self.confirmed + 1)
+            if self.confirmed and self.state.phase is Phase.FROZEN:
+                return self.told(Phase.FINAL, self.confirmed)
+            return self.told(Phase.FROZEN, self.confirmed + 1)
         return choose.choices(
             [
-                self.told(core.Phase.FROZEN, choose.randint(1, 9)),
-                self.told(core.Phase.FINAL, choose.choice([self.running, choose.randint(1, 9)])),
-                self.told(core.Phase.JOINABLE),
-                self.told(choose.choice([core.Phase.FROZEN, core.Phase.FINAL])),  # a spare's
+                self.told(Phase.FROZEN, choose.randint(1, 9)),
+                self.told(Phase.FINAL, choose.choice([self.running, choose.randint(1, 9)])),
+                self.told(Phase.JOINABLE),
+                self.told(choose.choice([Phase.FROZEN, Phase.FINAL])),  # a spare's
                 core.GroupStopped(),
                 core.HealthChecked(),
                 core.NodeUnhealthy("process 7 outlived SIGKILL"),
                 core.GroupFailed(),
                 core.GroupSucceeded(),
                 core.LeaseEnded("it expired"),
-                self.told(core.Phase.CLOSED),
+                self.told(Phase.CLOSED),
                 core.StopRequested("got SIGTERM"),
                 core.DrainRequested("maintenance"),
                 core.DrainOver("they had their time"),
@@ -291,8 +292,8 @@ class World:
     def told(self, phase: Any, round_: int = 0) -> Any:
         """An update, with a place in a round if that is given."""
         place = self.core.Assignment(round_, 0, 2, 0, 4, 0, 4, "10.0.0.1", 5000, 7) if round_ else None
-        passed = phase is self.core.Phase.FINAL and self.random.random() < 0.3
-        settling = phase is self.core.Phase.FINAL and round_ == self.running
+        passed = phase is Phase.FINAL and self.random.random() < 0.3
+        settling = phase is Phase.FINAL and round_ == self.running
         return self.core.RunUpdated(phase, place, exit_barrier_passed=passed, settling=settling)
 
     def can_happen(self, event: Any) -> bool:
@@ -343,7 +344,7 @@ class World:
         going = self.departed or self.left or self.out
         if isinstance(event, core.DrainOver):
             self.check(going, "stayed when all was done")
-        if self.draining and not self.running and self.state.phase is not core.Phase.CLOSED:
+        if self.draining and not self.running and self.state.phase is not Phase.CLOSED:
             self.check(going, "waits for nothing")
         if "SendFailure" in kinds:
             self.check(self.out or not self.draining, "a restart used up by a node that goes")
@@ -408,7 +409,7 @@ class World:
         seat = state.assignment
         let_go = state.exit_barrier_passed or self.draining
         done = let_go and seat is not None and self.succeeded == seat.round
-        return done or state.phase is self.core.Phase.CLOSED
+        return done or state.phase is Phase.CLOSED
 
     def play(self) -> None:
         """A whole history, and then the end that every job must come to."""

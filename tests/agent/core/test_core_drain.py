@@ -9,6 +9,7 @@ import pytest
 from agent.core.test_core import CLOSED, RUNNING, final, frozen, joinable, play
 from rallypoint.agent.core import core
 from rallypoint.agent.core.core import Workers
+from rallypoint.rendezvous.core.state import Phase
 
 DRAIN = core.DrainRequested("drained: maintenance at 10:00")
 SAVED = core.DrainOver("its workers saved their state")
@@ -59,7 +60,7 @@ def test_a_node_that_waits_for_the_success_of_others_leaves_at_once() -> None:
 
 def test_a_node_without_workers_leaves_at_once() -> None:
     """Nobody is there to be warned, whether a round is being formed or others run one."""
-    for told in (joinable(), frozen(1), core.RunUpdated(core.Phase.FINAL)):
+    for told in (joinable(), frozen(1), core.RunUpdated(Phase.FINAL)):
         _, effects = play(told, DRAIN)
         assert effects == [core.SendDeparture(DRAIN.detail), core.SendLeave(DRAIN.detail)]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from agent.core.test_core import CLOSED, final, frozen, joinable, play, seat
 from rallypoint.agent.core import core
 from rallypoint.agent.core.core import AgentState
+from rallypoint.rendezvous.core.state import Phase
 
 CHECKED = AgentState(checks=True)
 FOUND = core.HealthChecked()
@@ -66,7 +67,7 @@ def test_a_node_that_lost_its_lease_is_looked_at_anew() -> None:
 
 def test_a_spare_is_looked_at_when_it_takes_its_place() -> None:
     """However healthy it was when it began to wait."""
-    state, effects = play(joinable(), FOUND, core.RunUpdated(core.Phase.FINAL), joinable(), state=CHECKED)
+    state, effects = play(joinable(), FOUND, core.RunUpdated(Phase.FINAL), joinable(), state=CHECKED)
     assert effects == []
     assert play(frozen(3), state=state)[1] == [core.CheckHealth(fresh=False)]
 

@@ -6,7 +6,8 @@ import pytest
 
 from agent.core.test_core import RUNNING, play, seat
 from rallypoint.agent.core import core
-from rallypoint.agent.core.core import Phase, Workers
+from rallypoint.agent.core.core import Workers
+from rallypoint.rendezvous.core.state import Phase
 
 SETTLING = core.RunUpdated(Phase.FINAL, seat(1), settling=True)
 

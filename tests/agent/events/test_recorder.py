@@ -17,6 +17,7 @@ from rallypoint.agent.events.recorder import (
     restart_line,
 )
 from rallypoint.agent.spawner.protocol import WorkerExit
+from rallypoint.rendezvous.core.state import Phase
 
 SUBJECT = JobIdentity("run-1", "a", "trainer", 3)
 # Unix seconds at the moment 0 of the monotonic clock.
@@ -51,7 +52,7 @@ class Tale:
         self.state, effects = core.decide(before, event)
         self.events += self.chronicle.decided(event, before, self.state, effects, self._at())
 
-    def update(self, now: float, phase: core.Phase, round_: int = 0, restart_count: int = 0) -> None:
+    def update(self, now: float, phase: Phase, round_: int = 0, restart_count: int = 0) -> None:
         """The core is told of the run; round 0: this node has no place."""
         seat = _seat(round_) if round_ else None
         self.hears(now, core.RunUpdated(phase, seat, restart_count, "why"))
@@ -74,9 +75,9 @@ class Tale:
 
     def runs(self) -> None:
         """Round 1 runs, from second 4 on."""
-        self.update(1.0, core.Phase.JOINABLE)
-        self.update(2.0, core.Phase.FROZEN, 1)
-        self.update(3.0, core.Phase.FINAL, 1)
+        self.update(1.0, Phase.JOINABLE)
+        self.update(2.0, Phase.FROZEN, 1)
+        self.update(3.0, Phase.FINAL, 1)
         self.started(4.0)
         assert self.chronicle.group_state is GroupState.HEALTHY
 
@@ -139,7 +140,7 @@ def test_the_parts_of_a_restart_after_a_failure_here(tale: Tale) -> None:
         ("AGENT_STATE", pytest.approx(6.1)),
         ("DETECTED", pytest.approx(0.1)),
     ]
-    tale.update(10.3, core.Phase.FROZEN, 2, restart_count=1)
+    tale.update(10.3, Phase.FROZEN, 2, restart_count=1)
     assert tale.told() == [("TOLD", pytest.approx(0.2))]
     tale.ends(10.5, _exit(0, 10.5, -15, during_stop=True))
     tale.hears(10.6, core.GroupStopped())
@@ -148,7 +149,7 @@ def test_the_parts_of_a_restart_after_a_failure_here(tale: Tale) -> None:
         ("STOPPED", pytest.approx(0.5)),
         ("AGENT_STATE", pytest.approx(0.5)),
     ]
-    tale.update(11.0, core.Phase.FINAL, 2, restart_count=1)
+    tale.update(11.0, Phase.FINAL, 2, restart_count=1)
     assert tale.told() == [
         ("RENDEZVOUS", pytest.approx(0.4)),
         ("ASSIGN_WORKER_RANKS", pytest.approx(0.4)),
@@ -169,10 +170,10 @@ def test_the_parts_of_a_restart_after_a_failure_here(tale: Tale) -> None:
 def test_a_failure_elsewhere_is_neither_detected_nor_told_of_here(tale: Tale) -> None:
     """How long the others took to notice, this host can't know; what it does itself, it measures."""
     tale.runs()
-    tale.update(10.0, core.Phase.JOINABLE)
+    tale.update(10.0, Phase.JOINABLE)
     tale.hears(10.5, core.GroupStopped())
-    tale.update(11.0, core.Phase.FROZEN, 2)
-    tale.update(11.5, core.Phase.FINAL, 2)
+    tale.update(11.0, Phase.FROZEN, 2)
+    tale.update(11.5, Phase.FINAL, 2)
     tale.told()
     tale.started(12.0)
     parts = _details(tale, "RESTARTED")["parts"]
@@ -187,8 +188,8 @@ def test_workers_that_had_succeeded_are_started_again_without_being_stopped(tale
     tale.hears(8.0, core.GroupSucceeded())
     assert tale.chronicle.group_state is GroupState.SUCCEEDED
     tale.told()
-    tale.update(10.0, core.Phase.FROZEN, 2, restart_count=1)
-    tale.update(10.5, core.Phase.FINAL, 2, restart_count=1)
+    tale.update(10.0, Phase.FROZEN, 2, restart_count=1)
+    tale.update(10.5, Phase.FINAL, 2, restart_count=1)
     tale.started(11.0)
     assert _details(tale, "RESTARTED")["parts"] == pytest.approx({"reformed": 0.5, "started": 0.5})
 
@@ -197,11 +198,11 @@ def test_a_round_that_falls_apart_before_it_starts_belongs_to_the_same_restart(t
     """Users wait until workers run, however often rounds are formed for that."""
     tale.runs()
     tale.fails(10.0, _exit(0, 10.0, 1))
-    tale.update(10.0, core.Phase.FROZEN, 2)
+    tale.update(10.0, Phase.FROZEN, 2)
     tale.hears(10.5, core.GroupStopped())
-    tale.update(11.0, core.Phase.JOINABLE)  # one of the others was lost
-    tale.update(15.0, core.Phase.FROZEN, 3)
-    tale.update(16.0, core.Phase.FINAL, 3)
+    tale.update(11.0, Phase.JOINABLE)  # one of the others was lost
+    tale.update(15.0, Phase.FROZEN, 3)
+    tale.update(16.0, Phase.FINAL, 3)
     tale.started(16.5)
     (restarted,) = [each for each in tale.events if each.name == "RESTARTED"]
     assert restarted.duration == pytest.approx(6.5)
@@ -214,14 +215,14 @@ def test_a_round_that_ends_while_its_workers_are_started(tale: Tale) -> None:
     tale.runs()
     tale.fails(10.0, _exit(0, 10.0, 1))
     tale.hears(11.0, core.GroupStopped())
-    tale.update(11.0, core.Phase.FROZEN, 2)
-    tale.update(12.0, core.Phase.FINAL, 2)
-    tale.update(12.2, core.Phase.JOINABLE)
+    tale.update(11.0, Phase.FROZEN, 2)
+    tale.update(12.0, Phase.FINAL, 2)
+    tale.update(12.2, Phase.JOINABLE)
     tale.started(12.3)
     assert tale.chronicle.group_state is not GroupState.HEALTHY
     tale.hears(12.7, core.GroupStopped())
-    tale.update(13.0, core.Phase.FROZEN, 3)
-    tale.update(13.0, core.Phase.FINAL, 3)
+    tale.update(13.0, Phase.FROZEN, 3)
+    tale.update(13.0, Phase.FINAL, 3)
     tale.started(14.0)
     (restarted,) = [each for each in tale.events if each.name == "RESTARTED"]
     assert restarted.duration == pytest.approx(4.0)
@@ -230,10 +231,10 @@ def test_a_round_that_ends_while_its_workers_are_started(tale: Tale) -> None:
 
 def test_a_spare_does_not_wait_for_a_restart(tale: Tale) -> None:
     """Its hours on the bench are no time to form a round, and none to restart."""
-    tale.update(1.0, core.Phase.FINAL)  # it came when all places were taken
-    tale.update(5000.0, core.Phase.JOINABLE)
-    tale.update(5000.5, core.Phase.FROZEN, 2)
-    tale.update(5001.0, core.Phase.FINAL, 2)
+    tale.update(1.0, Phase.FINAL)  # it came when all places were taken
+    tale.update(5000.0, Phase.JOINABLE)
+    tale.update(5000.5, Phase.FROZEN, 2)
+    tale.update(5001.0, Phase.FINAL, 2)
     assert ("RENDEZVOUS", 1.0) in tale.told()
     tale.started(5001.5)
     assert tale.told("RESTARTED") == []
@@ -242,11 +243,11 @@ def test_a_spare_does_not_wait_for_a_restart(tale: Tale) -> None:
 def test_who_becomes_a_spare_is_not_restarting_for_as_long_as_it_is_one(tale: Tale) -> None:
     """The others went on without it."""
     tale.runs()
-    tale.update(10.0, core.Phase.JOINABLE)
+    tale.update(10.0, Phase.JOINABLE)
     tale.hears(10.5, core.GroupStopped())
-    tale.update(11.0, core.Phase.FINAL)
-    tale.update(5000.0, core.Phase.FROZEN, 3)
-    tale.update(5000.5, core.Phase.FINAL, 3)
+    tale.update(11.0, Phase.FINAL)
+    tale.update(5000.0, Phase.FROZEN, 3)
+    tale.update(5000.5, Phase.FINAL, 3)
     tale.told()
     tale.started(5001.0)
     assert tale.told("RESTARTED") == []
@@ -254,9 +255,9 @@ def test_who_becomes_a_spare_is_not_restarting_for_as_long_as_it_is_one(tale: Ta
 
 def test_a_worker_that_ends_before_the_start_of_its_neighbours_has_started_once(tale: Tale) -> None:
     """Its end may be known first; its start is told all the same, before it."""
-    tale.update(1.0, core.Phase.JOINABLE)
-    tale.update(2.0, core.Phase.FROZEN, 1)
-    tale.update(3.0, core.Phase.FINAL, 1)
+    tale.update(1.0, Phase.JOINABLE)
+    tale.update(2.0, Phase.FROZEN, 1)
+    tale.update(3.0, Phase.FINAL, 1)
     tale.told()
     tale.ends(3.1, _exit(1, 3.1))
     tale.started(3.5)
@@ -313,7 +314,7 @@ def test_a_host_that_is_drained_says_so_once(tale: Tale) -> None:
 def test_how_long_it_took_to_look_into_the_health_of_the_host(tale: Tale) -> None:
     """It delays a restart, so whoever wonders about that must see it."""
     tale.state = core.AgentState(checks=True)
-    tale.update(1.0, core.Phase.FROZEN, 1)
+    tale.update(1.0, Phase.FROZEN, 1)
     tale.hears(1.75, core.HealthChecked())
     assert ("EXAMINED", 0.75) in tale.told()
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from rallypoint.agent.core.core import Assignment, Phase
+from rallypoint.agent.core.core import Assignment
 from rallypoint.agent.failures.failure import WorkerFailure
 from rallypoint.agent.job.result import assignment_value, failure_message, failure_value, phase_value
-from rallypoint.rendezvous.core.state import FailureKind
+from rallypoint.rendezvous.core.state import FailureKind, Phase
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 
 FAILURE = WorkerFailure(

@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 
 from agent.fake_job import LAUNCHED, VALUE_ERROR, FakeJob, as_job, ended, running, worker_group
-from rallypoint.agent.core.core import AgentState, Phase, Workers
+from rallypoint.agent.core.core import AgentState, Workers
 from rallypoint.agent.job.drain import DrainNotice
 from rallypoint.agent.job.result import JobResult
 from rallypoint.agent.supervisor.jobs import TakenJob, job_message, worker_message
 from rallypoint.agent.v1 import supervisor_service_pb2 as pb
 from rallypoint.agent.workers.usage import Usage
+from rallypoint.rendezvous.core.state import Phase
 
 
 def told(job: FakeJob, launch_id: str = "") -> pb.Job:

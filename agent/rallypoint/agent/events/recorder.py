@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from rallypoint.agent.core import core
 from rallypoint.agent.spawner.protocol import WorkerExit
-from rallypoint.rendezvous.core.state import explain_parts
+from rallypoint.rendezvous.core.state import Phase, explain_parts
 
 PARTS = ("detected", "told", "stopped", "reformed", "started")
 """Parts of a restart, in the order in which they begin."""
@@ -376,7 +376,7 @@ def _exit(exit_: WorkerExit) -> dict[str, Any]:
 def _is_in_round(state: core.AgentState) -> bool:
     """True if the round that was started last continues, as far as is known."""
     last = state.assignment
-    return state.phase is core.Phase.FINAL and last is not None and last.round == state.started
+    return state.phase is Phase.FINAL and last is not None and last.round == state.started
 
 
 def _round_is_over(before: core.AgentState, after: core.AgentState) -> bool:
@@ -390,12 +390,12 @@ def _continues(state: core.AgentState) -> bool:
         return False
     if state.unhealthy is not None or state.draining is not None:
         return False
-    return state.phase is not core.Phase.CLOSED and not _is_spare(state)
+    return state.phase is not Phase.CLOSED and not _is_spare(state)
 
 
 def _is_spare(state: core.AgentState) -> bool:
     """True if the other nodes run without this one."""
-    return state.phase is core.Phase.FINAL and state.assignment is None
+    return state.phase is Phase.FINAL and state.assignment is None
 
 
 def restart_line(event: AgentEvent) -> str:

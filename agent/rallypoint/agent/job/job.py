@@ -42,6 +42,7 @@ from rallypoint.agent.workers.group import (
     WorkersSucceeded,
 )
 from rallypoint.agent.workers.groups import WorkerGroups
+from rallypoint.rendezvous.core.state import Phase
 from rallypoint.rpc.endpoint import SettingError, host_exhausted
 from rallypoint.rpc.logs import get_logger
 from rallypoint.rpc.loop import Notifier
@@ -391,7 +392,7 @@ class Job:
     def _leave(self, effect: core.SendLeave) -> None:
         timeout = self._config.close_timeout
         # A service that ended with the run must not delay the exit: no other job can reopen the run there.
-        if self._hurried or self._state.phase is core.Phase.CLOSED:
+        if self._hurried or self._state.phase is Phase.CLOSED:
             timeout = min(timeout, _HURRIED_LEAVING)
         self._background.begin(self._leave_run(effect.detail, timeout))
 
