@@ -1,7 +1,4 @@
-"""Monitor of the agent's host: its health, its maintenance, and workers that are stuck in its kernel.
-
-A part that a job does not use costs nothing: its module is not even loaded.
-"""
+"""Monitor of the agent's host: its health, its maintenance, and workers that are stuck in its kernel."""
 
 from __future__ import annotations
 
@@ -11,23 +8,25 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 from rallypoint.agent.config.job import JobConfig
 from rallypoint.agent.core import core
 from rallypoint.agent.hangs.diagnostics import in_background
-from rallypoint.agent.health.checks import CheckContext, HealthCheck
-from rallypoint.agent.health.helper_processes import HelperProcesses, ProgramTimeoutError
+from rallypoint.agent.hangs.uninterruptible import await_stuck, uninterruptible_timeout
+from rallypoint.agent.health.checks import CheckContext, HealthCheck, parse_health_check
+from rallypoint.agent.health.helper_processes import (
+    HelperProcesses,
+    ProgramResult,
+    ProgramTimeoutError,
+    missing,
+)
 from rallypoint.agent.spawner.protocol import SpawnError
 from rallypoint.rpc.backoff import Backoff
 from rallypoint.rpc.durations import to_seconds
 from rallypoint.rpc.endpoint import SettingError
 from rallypoint.rpc.logs import get_logger
 
-if TYPE_CHECKING:
-    from rallypoint.agent.health.helper_processes import HelperProcesses
-
-_STUCK_VARIABLE = "TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT"
 # Seconds; the rendezvous service's default.
 _CONFIRM_TIMEOUT = 60.0
 
@@ -71,13 +70,13 @@ class HostMonitor:
         self._health: HostHealth | None = None
         self._programs: HelperProcesses | None = None
         if config.health_checks or config.maintenance_command is not None:
-            self._programs = _side_programs(config, folder)
+            self._programs = HelperProcesses(folder, config.environment, config.working_directory)
             if config.health_checks:
                 self._health = _host_health(config, log_dir, self._programs)
             if config.maintenance_command is not None:
                 self._maintenance = _maintenance(config, config.maintenance_command, self._programs)
-        if config.environment.get(_STUCK_VARIABLE):
-            self._stuck = _stuck(config, pids)
+        if (timeout := uninterruptible_timeout(config.environment)) > 0:
+            self._stuck = lambda: await_stuck(pids, timeout)
 
     def start(self, begin: Callable[[Coroutine[Any, Any, None]], object]) -> None:
         """Start to watch the host; `begin` runs a task in the background."""
@@ -100,15 +99,7 @@ class HostMonitor:
         self._publish(event(await reason))
 
 
-def _side_programs(config: JobConfig, folder: Path) -> HelperProcesses:
-    from rallypoint.agent.health.helper_processes import HelperProcesses  # noqa: PLC0415
-
-    return HelperProcesses(folder, config.environment, config.working_directory)
-
-
 def _host_health(config: JobConfig, log_dir: Path, programs: HelperProcesses) -> HostHealth:
-    from rallypoint.agent.health.checks import CheckContext, parse_health_check  # noqa: PLC0415
-
     confirm_timeout = to_seconds(config.settings.confirm_timeout) or _CONFIRM_TIMEOUT
     if config.health_timeout >= confirm_timeout:
         raise SettingError(
@@ -124,18 +115,9 @@ def _host_health(config: JobConfig, log_dir: Path, programs: HelperProcesses) ->
 def _maintenance(
     config: JobConfig, command: tuple[str, ...], programs: HelperProcesses
 ) -> Callable[[], Awaitable[str]]:
-    from rallypoint.agent.health.helper_processes import missing  # noqa: PLC0415
-
     if (why := missing(command[0], config.environment.get("PATH"))) is not None:
         raise SettingError(f"the maintenance command can't be run: {why}")
     return lambda: await_maintenance(command, programs)
-
-
-def _stuck(config: JobConfig, pids: Callable[[], Mapping[int, int]]) -> Callable[[], Awaitable[str]] | None:
-    from rallypoint.agent.hangs.uninterruptible import await_stuck, uninterruptible_timeout  # noqa: PLC0415
-
-    timeout = uninterruptible_timeout(config.environment)
-    return (lambda: await_stuck(pids, timeout)) if timeout > 0 else None
 
 
 # ---- Health checks: all at the same time, in bounded time.
@@ -218,11 +200,14 @@ class HostHealth:
                 ended = await self._programs.run(program, self._timeout)
         except (ProgramTimeoutError, SpawnError) as error:
             return str(error)
-        if ended.exit.succeeded:
-            return None
-        code, number = ended.exit.exit_code, ended.exit.signal
-        how = f"ended by signal {number}" if number is not None else f"exit code {code}"
-        return f"{ended.last_line} ({how})" if ended.last_line else how
+        return None if ended.exit.succeeded else _problem(ended)
+
+
+def _problem(ended: ProgramResult) -> str:
+    """Describe the end of a program that failed: its last line of output, and its exit code or signal."""
+    code, number = ended.exit.exit_code, ended.exit.signal
+    how = f"ended by signal {number}" if number is not None else f"exit code {code}"
+    return f"{ended.last_line} ({how})" if ended.last_line else how
 
 
 # ---- The maintenance command: a user's program that reports announced maintenance.
@@ -258,9 +243,7 @@ async def await_maintenance(
         else:
             if ended.exit.succeeded:
                 return ended.first_line or "announced by the maintenance command"
-            number = ended.exit.signal
-            how = f"ended by signal {number}" if number is not None else f"exit code {ended.exit.exit_code}"
-            why = f"{ended.last_line} ({how})" if ended.last_line else how
+            why = _problem(ended)
         if clock() - began >= LONGEST_PAUSE:
             backoff.reset()
         pause = backoff.next()
