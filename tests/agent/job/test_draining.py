@@ -8,7 +8,6 @@ import os
 import signal
 import time
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -18,6 +17,8 @@ from agent.job.test_job import bench as bench  # noqa: PLC0414  # a fixture
 from rallypoint.agent.core import core
 from rallypoint.agent.job.drain import Drain, all_saved
 from rallypoint.agent.job.result import SUCCEEDED, JobResult
+from rallypoint.agent.spawner.protocol import WorkerExit
+from rallypoint.agent.workers.group import Worker
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from support.waiting import PATIENCE, until
 
@@ -33,27 +34,18 @@ SAVES = """
 """
 
 
-@dataclass
-class Exit:
-    """How a worker ended."""
-
-    succeeded: bool
-
-
-@dataclass
-class Worker:
-    """One of a host's workers."""
-
-    rank: int
-    exit: Exit | None = None
+def worker(rank: int, exit_code: int | None = None) -> Worker:
+    """One of a host's workers; no exit code: it runs."""
+    ended = None if exit_code is None else WorkerExit(0, 1, exit_code, None, at=0.0, time=0.0)
+    return Worker(0, rank, 1, 0.0, ended)
 
 
 def test_all_have_saved_when_each_that_runs_has_and_the_others_succeeded() -> None:
     """Where none runs any more, the end of the last says how it went."""
-    runs, done, failed = Worker(4), Worker(5, Exit(succeeded=True)), Worker(6, Exit(succeeded=False))
+    runs, done, failed = worker(4), worker(5, 0), worker(6, 1)
     assert all_saved([runs], {4})
     assert all_saved([runs, done], {4})
-    assert not all_saved([runs, Worker(7)], {4})
+    assert not all_saved([runs, worker(7)], {4})
     assert not all_saved([runs, failed], {4})
     assert not all_saved([done], {5})
     assert not all_saved([], {4})
@@ -95,7 +87,7 @@ async def test_who_saves_twice_or_says_nonsense_is_counted_once(
     """Anybody who can write into the folder can write anything."""
     drained, told = drain
     drained.begin(60.0, "maintenance")
-    drained.warn(lambda: [Worker(0), Worker(1)])
+    drained.warn(lambda: [worker(0), worker(1)])
     pipe = os.open(tmp_path / "notice.saved", os.O_WRONLY | os.O_NONBLOCK)
     try:
         os.write(pipe, b"0\n0\nnonsense\n99999999999999999999\n-1\n")

@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from rallypoint.agent.core import core
+from rallypoint.agent.workers.group import Worker
 from rallypoint.rpc.logs import get_logger
 from rallypoint.worker.notice import NOTICE_VARIABLE
 
@@ -107,23 +107,7 @@ class DrainNotice:
     monotonic: float
 
 
-class _WorkerEnd(Protocol):
-    @property
-    def succeeded(self) -> bool:
-        """True if the worker returned 0."""
-
-
-class _WorkerState(Protocol):
-    @property
-    def rank(self) -> int:
-        """Its global rank."""
-
-    @property
-    def exit(self) -> _WorkerEnd | None:
-        """Its exit; None while it runs."""
-
-
-def all_saved(workers: Sequence[_WorkerState], saved: set[int]) -> bool:
+def all_saved(workers: Sequence[Worker], saved: set[int]) -> bool:
     """True if some workers run, all of these have saved their state, and the other workers succeeded.
 
     If none runs, all have succeeded or one has failed, and the worker group reports that.
@@ -146,7 +130,7 @@ class Drain:
         self._publish = publish
         self._notice: PreemptionNotice | None = None
         self._saved: set[int] = set()
-        self._workers: Callable[[], Sequence[_WorkerState]] | None = None
+        self._workers: Callable[[], Sequence[Worker]] | None = None
         self._timer: asyncio.TimerHandle | None = None
 
     def set_up(self, folder: Path) -> dict[str, str]:
@@ -182,7 +166,7 @@ class Drain:
         elif self._workers is not None:
             self._post(self.now)
 
-    def warn(self, workers: Callable[[], Sequence[_WorkerState]]) -> None:
+    def warn(self, workers: Callable[[], Sequence[Worker]]) -> None:
         """Write the notice, and wait for the workers' reports.
 
         Args:
