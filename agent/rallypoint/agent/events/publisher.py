@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rallypoint.agent.core import core
@@ -40,13 +40,7 @@ class JobEvents:
     """Records the events of one job on this host."""
 
     def __init__(
-        self,
-        subject: JobIdentity,
-        *,
-        event_log: str = "null",
-        sinks: Sequence[EventSink] = (),
-        clock: Callable[[], Timestamp] = _now,
-        deliver: EventDelivery | None = None,
+        self, subject: JobIdentity, *, event_log: str = "null", sinks: Sequence[EventSink] = ()
     ) -> None:
         """Open the sinks.
 
@@ -54,18 +48,13 @@ class JobEvents:
             subject: The job and this host's part in it.
             event_log: Value of --event-log-handler.
             sinks: Called with each event.
-            clock: Returns the present time.
-            deliver: Replaces event log and sinks.
 
         Raises:
             SettingError: The event log can't be opened; one line.
         """
-        if deliver is None:
-            log = open_event_log(event_log)
-            deliver = EventDelivery([*([log] if log is not None else []), *sinks])
-        self._clock = clock
-        self._deliver = deliver
-        self._recorder = EventRecorder(subject, clock())
+        log = open_event_log(event_log)
+        self._deliver = EventDelivery([*([log] if log is not None else []), *sinks])
+        self._recorder = EventRecorder(subject, _now())
 
     @property
     def has_sinks(self) -> bool:
@@ -85,23 +74,23 @@ class JobEvents:
         effects: Sequence[core.Effect],
     ) -> None:
         """Record that the core took an event and changed its state."""
-        self._emit(self._recorder.decided(event, before, after, effects, self._clock()))
+        self._emit(self._recorder.decided(event, before, after, effects, _now()))
 
     def workers_started(self, workers: Mapping[int, tuple[int, int]]) -> Mapping[str, float] | None:
         """Record that all workers of a round run; `workers`: rank and pid by local rank.
 
         Returns the seconds of each part of the recovery; None if the workers are being stopped already.
         """
-        self._emit(self._recorder.workers_started(workers, self._clock()))
+        self._emit(self._recorder.workers_started(workers, _now()))
         return self._recorder.start_parts
 
     def worker_ended(self, rank: int, exit_: WorkerExit) -> None:
         """Record that a worker has ended with success, or because it was stopped."""
-        self._emit(self._recorder.worker_ended(rank, exit_, self._clock()))
+        self._emit(self._recorder.worker_ended(rank, exit_, _now()))
 
     def worker_failed(self, failure: WorkerFailure, exit_: WorkerExit | None) -> None:
         """Record that a worker has failed by itself; `exit_`: its exit, None if it never started, or does not end."""
-        rank, kind, reason, at = failure.rank, failure.kind.name.lower(), failure.message, self._clock()
+        rank, kind, reason, at = failure.rank, failure.kind.name.lower(), failure.message, _now()
         if exit_ is None:
             pid = failure.pid
             self._emit(self._recorder.worker_lost(rank, failure.local_rank, pid, reason, at, kind=kind))
@@ -116,20 +105,20 @@ class JobEvents:
             duration: Seconds that it took, if it took any.
             details: Its fields; values must be JSON values.
         """
-        self._emit([self._recorder.happened(name, self._clock(), duration, **details)])
+        self._emit([self._recorder.happened(name, _now(), duration, **details)])
 
     def watchdog(self, up: bool, trouble: str) -> None:
         """Record that the watchdog of the workers here is up or down; `trouble`: the reason."""
-        self._emit([self._recorder.watchdog(up, trouble, self._clock())])
+        self._emit([self._recorder.watchdog(up, trouble, _now())])
 
     def measured(self, measurement: Measurement, rank: int) -> None:
         """Record a worker's own measurement."""
         details = {"name": measurement.name, "value": measurement.value, "raised": measurement.raised or None}
-        self._emit([self._recorder.measured(measurement.seconds, self._clock(), rank=rank, **details)])
+        self._emit([self._recorder.measured(measurement.seconds, _now(), rank=rank, **details)])
 
     def ended(self, exit_code: int, detail: str) -> None:
         """Record that the job is over on this host."""
-        self._emit(self._recorder.ended(exit_code, detail, self._clock()))
+        self._emit(self._recorder.ended(exit_code, detail, _now()))
 
     async def close(self) -> None:
         """Deliver the remaining events, in 2 s at most, and close the sinks. May be called again."""
