@@ -14,7 +14,7 @@ import pytest
 
 from rallypoint.agent.spawner.client import Spawner
 from rallypoint.agent.spawner.protocol import SpawnError, WorkerExit, WorkerSpec
-from rallypoint.agent.workers.processes import StopReport, WorkerProcesses
+from rallypoint.agent.workers.processes import WorkerProcesses
 from support.processes import all_there, fresh_marker, gone, living, stubborn
 from support.waiting import PATIENCE, until
 
@@ -56,7 +56,7 @@ async def test_a_killed_worker_is_reported_at_once_and_the_rest_stopped(spawner:
     ]
     assert sorted(group.pids) == [0, 1, 3]
     report = await group.stop()
-    assert (report.killed, report.leftovers, report.left) == ((), 0, ())
+    assert (report.killed, report.left) == ((), ())
     assert [(how.signal, how.during_stop) for how in exits[1:]] == [(signal.SIGTERM, True)] * 3
     assert group.pids == {}
 
@@ -77,7 +77,6 @@ async def test_stubborn_workers_are_killed_when_patience_ends(spawner: Spawner, 
         assert gone(marker)
         assert time.monotonic() - began >= 0.3
         assert report.killed == (0, 1)
-        assert report.leftovers >= 8
         assert report.left == ()
         ended = {how.local_rank: how.signal for how in exits}
         assert ended == {0: signal.SIGKILL, 1: signal.SIGKILL, 2: signal.SIGTERM}
@@ -128,7 +127,7 @@ while True: time.sleep(0.01)
     await until((tmp_path / "checkpoint.ready").exists, "the trainer")
     report = await group.stop()
     assert checkpoint.exists()
-    assert (report.killed, report.leftovers) == ((), 0)
+    assert report.killed == ()
 
 
 async def test_a_suspended_worker_hears_the_signal(spawner: Spawner, tmp_path: Path) -> None:
@@ -243,12 +242,12 @@ async def test_stopping_nothing_is_immediate(spawner: Spawner) -> None:
     await finished.start([python("")])
     await until(lambda: bool(exits), "the worker's end")
     report = await finished.stop(timeout=3600.0)
-    assert (report.killed, report.leftovers) == ((), 0)
+    assert report.killed == ()
     assert not exits[0].during_stop
 
 
 async def test_what_a_finished_worker_left_behind_is_swept(spawner: Spawner, tmp_path: Path) -> None:
-    """A daemon outlives its worker, which has succeeded; stop ends it, without patience, and counts it."""
+    """A daemon outlives its worker, which has succeeded; stop ends it, without patience."""
     with fresh_marker() as marker:
         program = """
 import os, signal, sys
@@ -265,9 +264,8 @@ os.read(read, 1)
         await group.start([python(program, 0, marker)])
         await until(lambda: bool(exits), "the worker's end")
         assert len(living(marker)) == 1
-        report = await group.stop(timeout=3600.0)
+        await group.stop(timeout=3600.0)
         assert gone(marker)
-        assert report.leftovers == 1
 
 
 async def test_one_group_at_a_time(spawner: Spawner) -> None:
@@ -306,27 +304,25 @@ while True: time.sleep(0.01)
 class Copy:
     """A stand-in for a follower: notes when it was called."""
 
-    def __init__(self, notes: list[str], complete: bool = True) -> None:
+    def __init__(self, notes: list[str]) -> None:
         self._notes = notes
-        self._complete = complete
 
     def start(self) -> None:
         self._notes.append("start")
 
     async def finish(self, timeout: float) -> bool:
         self._notes.append("finish")
-        return self._complete
+        return True
 
 
 async def test_output_is_copied_from_before_the_start_to_after_the_end(spawner: Spawner) -> None:
-    """Copies start before the first worker and finish after the last end; an incomplete one is in the report."""
+    """Copies start before the first worker and finish after the last end."""
     notes: list[str] = []
-    group = WorkerProcesses(spawner, lambda _how: notes.append("exit"), [Copy(notes, complete=False)])
+    group = WorkerProcesses(spawner, lambda _how: notes.append("exit"), [Copy(notes)])
     await group.start([python("")])
     await until(lambda: "exit" in notes, "the worker's end")
-    report: StopReport = await group.stop()
+    await group.stop()
     assert notes == ["start", "exit", "finish"]
-    assert not report.console_complete
 
 
 async def test_a_group_whose_spawner_dies_can_still_be_stopped() -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from rallypoint.agent.spawner.client import START_TIMEOUT, SWEEP_TIMEOUT, Spawner, WorkerProcess
+from rallypoint.agent.spawner.client import START_TIMEOUT, Spawner, WorkerProcess
 from rallypoint.agent.spawner.protocol import KillResult, SpawnError, WorkerExit, WorkerSpec
 
 STOP_TIMEOUT = 30.0
@@ -39,16 +39,12 @@ class StopReport:
 
     Attributes:
         killed: local ranks of the workers that needed SIGKILL.
-        leftovers: number of other processes of the workers' trees that had to be killed.
         left: pids that survived SIGKILL (uninterruptible sleep): this node should not run another round.
-        console_complete: false if the console took too long; the copying continues in the background.
         seconds: from the first request to stop until all were gone.
     """
 
     killed: tuple[int, ...] = ()
-    leftovers: int = 0
     left: tuple[int, ...] = ()
-    console_complete: bool = True
     seconds: float = 0.0
 
 
@@ -157,17 +153,17 @@ class WorkerProcesses:
         chosen = [worker for rank, worker in self._workers.items() if only is None or rank in only]
         self._spawner.signal(chosen, signal, group=group)
 
-    async def kill_worker(self, local_rank: int, timeout: float = SWEEP_TIMEOUT) -> KillResult:
+    async def kill_worker(self, local_rank: int) -> KillResult:
         """Kill one worker and all its descendants; the other workers continue.
 
-        Returns when its tree is dead, or after `timeout` seconds. `on_exit` is called as for any other exit.
+        Returns when its tree is dead, or after `SWEEP_TIMEOUT`. `on_exit` is called as for any other exit.
 
         Raises:
             KeyError: there is no worker with that local rank.
         """
         worker = self._workers[local_rank]
         self._killed.add(local_rank)
-        return await self._spawner.kill(worker, timeout)
+        return await self._spawner.kill(worker)
 
     def _exited(self, exited: WorkerExit) -> None:
         self._on_exit(dataclasses.replace(exited, during_stop=self._stopping is not None))
@@ -190,15 +186,9 @@ class WorkerProcesses:
             self._start_timeout = None
         killed = tuple(rank for rank, worker in self._workers.items() if worker.alive)
         swept = await self._spawner.sweep()
-        complete = await self._finish_copies()
+        await self._finish_copies()
         self._spawner.vacate(self)
-        return StopReport(
-            killed=killed,
-            leftovers=max(0, swept.count - len(killed)),
-            left=swept.left,
-            console_complete=complete,
-            seconds=time.monotonic() - self._stop_requested_at,
-        )
+        return StopReport(killed=killed, left=swept.left, seconds=time.monotonic() - self._stop_requested_at)
 
-    async def _finish_copies(self) -> bool:
-        return all(await asyncio.gather(*(copy.finish(DRAIN_TIMEOUT) for copy in self._copies)))
+    async def _finish_copies(self) -> None:
+        await asyncio.gather(*(copy.finish(DRAIN_TIMEOUT) for copy in self._copies))
