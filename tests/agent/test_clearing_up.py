@@ -25,20 +25,21 @@ from rallypoint.agent.spawner.client import Spawner
 from rallypoint.agent.spawner.protocol import WorkerSpec
 
 async def main():
+    sleep = WorkerSpec(0, ["sleep", "60"], dict(os.environ))
     spawner = Spawner.start()
     for name in ("first", os.fsdecode(b"caf\\xe9")):
         folder = Path(sys.argv[1], name)
         (folder / "below").mkdir(parents=True)
         (folder / "below" / "link").symlink_to(sys.argv[2])
         spawner.register_cleanup(folder)
-    await spawner.spawn(WorkerSpec(0, ["sleep", "60"], dict(os.environ)), lambda how: None)
+    await spawner.wait_started(spawner.submit([sleep], lambda how: None))
     print(spawner._handle.pid, spawner.pid, flush=True)
     while not spawner.dead:
         await asyncio.sleep(0.01)
     await spawner.close()
     print("buried", flush=True)
     spawner = spawner.renew()
-    await spawner.spawn(WorkerSpec(0, ["sleep", "60"], dict(os.environ)), lambda how: None)
+    await spawner.wait_started(spawner.submit([sleep], lambda how: None))
     print("renewed", flush=True)
     await asyncio.sleep(60)
 

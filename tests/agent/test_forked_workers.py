@@ -21,6 +21,7 @@ from rallypoint.agent.spawner.spawner import descendants, read_process
 from rallypoint.agent.spawner.start import start_forkserver
 from rallypoint.agent.workers.processes import WorkerProcesses
 from rallypoint.worker.call import load_results, save_call
+from support.spawning import spawn_one
 from support.waiting import PATIENCE, until
 
 pytestmark = pytest.mark.integration
@@ -103,7 +104,7 @@ async def test_what_can_not_be_loaded_is_said_for_each_worker(tmp_path: Path) ->
             with pytest.raises(
                 SpawnError, match="cannot load the function that it calls: ModuleNotFoundError: No module"
             ):
-                await spawner.spawn(spec(tmp_path, local_rank), lambda how: None)
+                await spawn_one(spawner, spec(tmp_path, local_rank), lambda how: None)
 
 
 async def test_a_stop_does_not_wait_for_imports(tmp_path: Path) -> None:
@@ -127,7 +128,7 @@ async def test_a_spawner_of_programs_makes_no_calls(tmp_path: Path) -> None:
     """Asked to, it says so."""
     async with Spawner.start() as spawner:
         with pytest.raises(SpawnError, match="this spawner starts programs only"):
-            await spawner.spawn(spec(tmp_path), lambda how: None)
+            await spawn_one(spawner, spec(tmp_path), lambda how: None)
 
 
 def test_a_fork_of_this_process_calls_what_it_has(tmp_path: Path) -> None:
@@ -152,7 +153,7 @@ state = "after"
 async def main():
     over = asyncio.Event()
     async with Spawner(process) as spawner:
-        await spawner.spawn(WorkerSpec(0, ["call"], {}, call=True), lambda how: (print(how.exit_code), over.set()))
+        spawner.submit([WorkerSpec(0, ["call"], {}, call=True)], lambda how: (print(how.exit_code), over.set()))
         await over.wait()
     try:
         spawner.renew()

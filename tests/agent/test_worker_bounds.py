@@ -17,6 +17,7 @@ import pytest
 from rallypoint.agent.spawner.client import Spawner
 from rallypoint.agent.spawner.protocol import OPEN_FILES, SpawnError, WorkerExit, WorkerSpec
 from rallypoint.agent.workers.processes import WorkerProcesses
+from support.spawning import spawn_one
 from support.waiting import PATIENCE, until
 
 ENVIRONMENT = {"PATH": os.environ["PATH"]}
@@ -32,7 +33,7 @@ async def said_by(spawner: Spawner, spec: WorkerSpec) -> str:
     """Runs a worker to its end; what it has written."""
     assert spec.stdout is not None
     exits: list[WorkerExit] = []
-    await spawner.spawn(spec, exits.append)
+    await spawn_one(spawner, spec, exits.append)
     await until(lambda: bool(exits), "the worker's end")
     assert exits[0].succeeded
     return spec.stdout.read_text()
@@ -66,7 +67,7 @@ async def main():
         for limits in ({}, {"nofile": (40, 50)}):
             ended = asyncio.Event()
             command = ["sh", "-c", "echo $(ulimit -Sn; ulimit -Hn)"]
-            await spawner.spawn(WorkerSpec(0, command, os.environ, rlimits=limits), lambda _: ended.set())
+            spawner.submit([WorkerSpec(0, command, os.environ, rlimits=limits)], lambda _: ended.set())
             await ended.wait()
         await spawner.close()
     await server.stop()
@@ -97,7 +98,7 @@ async def test_a_limit_that_can_not_be_set_says_so(spawner: Spawner) -> None:
     most = (1 << 40, 1 << 40)  # more than fs.nr_open allows anybody, root too
     spec = WorkerSpec(4, ["true"], ENVIRONMENT, rlimits={"nofile": most})
     with pytest.raises(SpawnError) as caught:
-        await spawner.spawn(spec, lambda how: None)
+        await spawn_one(spawner, spec, lambda how: None)
     found = (
         rf"^cannot start worker 4: cannot set its limit nofile to {most[0]}:{most[1]} \(.*hard limit is \d+\)"
     )
@@ -131,7 +132,7 @@ async def test_processors_that_are_not_there_say_so(spawner: Spawner) -> None:
     with pytest.raises(
         SpawnError, match=r"cannot bind it to the processors 4000-4001,4003 \(Invalid argument\)"
     ):
-        await spawner.spawn(spec, lambda how: None)
+        await spawn_one(spawner, spec, lambda how: None)
 
 
 async def test_a_signal_goes_to_those_it_is_meant_for(spawner: Spawner, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import pytest
 from rallypoint.agent.failures.core_dump import CoreDump, find_core_dump, judge
 from rallypoint.agent.spawner.client import Spawner
 from rallypoint.agent.spawner.protocol import WorkerExit, WorkerSpec
+from support.spawning import spawn_one
 from support.waiting import PATIENCE
 
 DUMPED = WorkerExit(0, 4711, None, signal.SIGSEGV, at=5.0, time=1.8e9, core_dumped=True)
@@ -100,7 +101,7 @@ async def test_a_real_one_is_found_where_the_kernel_writes_files(tmp_path: Path,
     started = time.time()
     async with Spawner.start() as spawner:
         argv = ["sh", "-c", f"ulimit -c {'unlimited' if limit else 0}; kill -SEGV $$"]
-        await spawner.spawn(WorkerSpec(0, argv, dict(os.environ), cwd=tmp_path), ended.set_result)
+        await spawn_one(spawner, WorkerSpec(0, argv, dict(os.environ), cwd=tmp_path), ended.set_result)
         how = await asyncio.wait_for(ended, PATIENCE)
     found = find_core_dump(how, cwd=tmp_path, rlimits={"core": (limit, limit)}, started=started)
     assert found is not None

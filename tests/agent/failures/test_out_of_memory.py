@@ -22,6 +22,7 @@ from rallypoint.agent.failures.out_of_memory import (
 from rallypoint.agent.spawner.client import Spawner
 from rallypoint.agent.spawner.protocol import WorkerExit, WorkerSpec
 from support.small_cgroup import GLUTTON, small_cgroup
+from support.spawning import spawn_one
 from support.waiting import PATIENCE
 
 MIB = 1 << 20
@@ -148,7 +149,7 @@ async def test_the_kernel_kills_a_real_one(tmp_path: Path) -> None:
         async with Spawner.start() as spawner:
             program = f"open({str(folder / 'cgroup.procs')!r}, 'w').write('0')\n{GLUTTON}"
             argv = [sys.executable, "-S", "-c", program]
-            await spawner.spawn(WorkerSpec(0, argv, dict(os.environ)), ended.set_result)
+            await spawn_one(spawner, WorkerSpec(0, argv, dict(os.environ)), ended.set_result)
             how = await asyncio.wait_for(ended, PATIENCE)
         explained = watch.explain(how)
         watch.close()

@@ -17,6 +17,7 @@ import pytest
 from rallypoint.agent.spawner.client import Spawner
 from rallypoint.agent.spawner.protocol import SpawnError, WorkerExit, WorkerSpec
 from rallypoint.agent.spawner.spawner import descendants, read_process
+from support.spawning import spawn_one
 from support.waiting import PATIENCE, until
 
 ENVIRONMENT = {"PATH": os.environ["PATH"]}
@@ -134,7 +135,7 @@ async def test_what_cannot_be_started_says_why(
     argv = [argument.replace("{folder}", str(tmp_path)) for argument in argv]
     exits: list[WorkerExit] = []
     with pytest.raises(SpawnError, match=f"^cannot start worker 3: {expected}[^\n]*$") as caught:
-        await spawner.spawn(WorkerSpec(3, argv, ENVIRONMENT, **more), exits.append)
+        await spawn_one(spawner, WorkerSpec(3, argv, ENVIRONMENT, **more), exits.append)
     assert caught.value.local_rank == 3
     (fine,) = await ends(spawner, python(""))
     assert fine.succeeded
@@ -180,7 +181,7 @@ async def test_ends_that_come_together_are_all_told(spawner: Spawner, tmp_path: 
     assert how.succeeded
     await until(lambda: orphan.read_text().endswith("\n"), "the orphan")
     exits: list[WorkerExit] = []
-    worker = await spawner.spawn(WorkerSpec(1, ["sleep", "60"], ENVIRONMENT), exits.append)
+    worker = await spawn_one(spawner, WorkerSpec(1, ["sleep", "60"], ENVIRONMENT), exits.append)
     assert spawner.pid is not None
     assert worker.pid is not None
     os.kill(spawner.pid, signal.SIGSTOP)
@@ -223,39 +224,36 @@ async def test_a_callback_that_raises_costs_nobody_else(spawner: Spawner) -> Non
 
 
 async def test_a_dead_spawner_is_told_and_its_workers_accounted_for() -> None:
-    """SIGKILL of the spawner: on_death once, an inferred end for each worker, errors for new ones."""
-    deaths: list[bool] = []
+    """SIGKILL of the spawner: an inferred end for each worker, errors for new ones."""
     exits: list[WorkerExit] = []
-    spawner = Spawner.start(on_death=lambda: deaths.append(True))
+    spawner = Spawner.start()
     sleep = WorkerSpec(0, ["sleep", "60"], ENVIRONMENT)
-    worker = await spawner.spawn(sleep, exits.append)
+    worker = await spawn_one(spawner, sleep, exits.append)
     assert spawner.pid is not None
     os.kill(spawner.pid, signal.SIGKILL)
     await until(lambda: bool(exits), "the worker's end")
-    assert deaths == [True]
+    assert spawner.dead
     (how,) = exits
     assert (how.pid, how.signal, how.inferred) == (worker.pid, signal.SIGKILL, True)
     assert read_process(how.pid) is None
     with pytest.raises(SpawnError, match="spawner process is dead"):
-        await spawner.spawn(sleep, exits.append)
+        await spawn_one(spawner, sleep, exits.append)
     assert (await spawner.sweep()).left == ()
     await spawner.close()
-    assert deaths == [True]
     assert len(exits) == 1
 
 
 async def test_a_spawner_that_does_not_answer_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """A suspended spawner counts as dead after a bound, and everything below it dies."""
     monkeypatch.setattr("rallypoint.agent.spawner.client.ANSWER_MARGIN", 0.0)
-    deaths: list[bool] = []
     exits: list[WorkerExit] = []
-    spawner = Spawner.start(on_death=lambda: deaths.append(True))
-    worker = await spawner.spawn(WorkerSpec(0, ["sleep", "60"], ENVIRONMENT), exits.append)
+    spawner = Spawner.start()
+    worker = await spawn_one(spawner, WorkerSpec(0, ["sleep", "60"], ENVIRONMENT), exits.append)
     assert spawner.pid is not None
     assert worker.pid is not None
     os.kill(spawner.pid, signal.SIGSTOP)
     assert (await spawner.sweep(timeout=0.1)).left == ()
-    assert deaths == [True]
+    assert spawner.dead
     assert read_process(worker.pid) is None
     assert read_process(spawner.pid) is None
     await spawner.close()
@@ -266,7 +264,7 @@ async def test_closing_leaves_no_process_and_no_descriptor() -> None:
     before = len(os.listdir("/proc/self/fd"))
     spawner = Spawner.start()
     exits: list[WorkerExit] = []
-    worker = await spawner.spawn(WorkerSpec(0, ["sleep", "60"], ENVIRONMENT), exits.append)
+    worker = await spawn_one(spawner, WorkerSpec(0, ["sleep", "60"], ENVIRONMENT), exits.append)
     assert worker.pid is not None
     await spawner.close()
     await spawner.close()
@@ -282,8 +280,8 @@ async def test_one_spawner_dies_without_the_other() -> None:
     async with Spawner.start() as one, Spawner.start() as other:
         exits: list[WorkerExit] = []
         sleep = WorkerSpec(0, ["sleep", "60"], ENVIRONMENT)
-        theirs = await other.spawn(sleep, exits.append)
-        ours = await one.spawn(sleep, exits.append)
+        theirs = await spawn_one(other, sleep, exits.append)
+        ours = await spawn_one(one, sleep, exits.append)
         assert one.pid is not None
         guard = read_process(one.pid)
         assert guard is not None

@@ -30,7 +30,7 @@ def say(**what):
     print(json.dumps(what), flush=True)
 
 async def main():
-    spawner = Spawner.start(on_death=lambda: say(what="death"))
+    spawner = Spawner.start()
     guard = spawner._handle.pid
     group = WorkerProcesses(spawner, lambda how: say(what="exit", rank=how.local_rank, inferred=how.inferred))
     command = json.loads(sys.argv[1])
@@ -40,6 +40,7 @@ async def main():
     say(what="ready", guard=guard, spawner=spawner.pid)
     while not spawner.dead:
         await asyncio.sleep(0.01)
+    say(what="death")
     report = await group.stop()
     say(what="stopped", left=report.left)
     await spawner.close()

@@ -11,7 +11,7 @@ import itertools
 import json
 import os
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -100,26 +100,18 @@ class Spawner:
     """Client of one spawner process.
 
     Start it early: it costs a few milliseconds, and the process gets ready while the agent imports the rest.
-    Use it on one event loop. When the process dies, the kernel kills its workers (parent-death signal), `on_death`
-    is called, and their orphans are killed. A spawner that does not reply in time is killed and treated as dead.
+    Use it on one event loop. When the process dies, the kernel kills its workers (parent-death signal), and their
+    orphans are killed. A spawner that does not reply in time is killed and treated as dead.
     """
 
     # Pids of the guards of all spawners of this process: no spawner's clean-up may kill another one's tree.
     _guards: ClassVar[set[int]] = set()
 
-    def __init__(
-        self,
-        process: SpawnerProcess,
-        on_death: Callable[[], None] | None = None,
-        spare: Callable[[], Collection[int]] = lambda: (),
-    ) -> None:
+    def __init__(self, process: SpawnerProcess) -> None:
         """Use an already started spawner process; `Spawner.start` starts one for workers that are programs.
 
-        Args:
-            process: the process.
-            on_death: called on the loop when the process is found dead and `close` was not called.
-            spare: returns the pids of the agent's own children in other sessions. After a death, all descendants
-                of this process in other sessions than its own are killed, except these and other spawners.
+        After its death, all descendants of this process in other sessions than its own are killed, except other
+        spawners.
 
         Raises:
             SpawnError: no file descriptor is left to watch the process with.
@@ -135,8 +127,6 @@ class Spawner:
         self._handle = process.handle
         self._socket = process.connection
         self._cleanup_folders: list[Path] = []
-        self._on_death = on_death
-        self._spare = spare
         self._inbox = bytearray()
         self._outbox = bytearray()
         self._numbers = itertools.count(1)
@@ -144,7 +134,6 @@ class Spawner:
         self._workers: dict[int, WorkerProcess] = {}
         self._replies: dict[int, asyncio.Future[KillResult]] = {}
         self._dead = False
-        self._closing = False
         self._owner: object | None = None
         self.pid: int | None = None
         # Set by attach().
@@ -156,22 +145,16 @@ class Spawner:
         self._death_task: asyncio.Task[KillResult]
 
     @classmethod
-    def start(
-        cls,
-        on_death: Callable[[], None] | None = None,
-        spare: Callable[[], Collection[int]] = lambda: (),
-        *,
-        stdin: bool = False,
-    ) -> Self:
+    def start(cls, *, stdin: bool = False) -> Self:
         """Start the spawner process; may be called before there is an event loop.
 
         Makes this process a subreaper: if the spawner is killed, the kernel hands its orphans to this process,
-        which kills them. For the arguments see `__init__` and `start_program`.
+        which kills them. `stdin`: as for `start_program`.
 
         Raises:
             SpawnError: the process can't be started.
         """
-        return cls(start_program(stdin=stdin), on_death, spare)
+        return cls(start_program(stdin=stdin))
 
     def renew(self) -> Self:
         """Start a replacement for this dead spawner, with the same folders registered for clean-up.
@@ -179,7 +162,7 @@ class Spawner:
         Raises:
             SpawnError: the process can't be started, or it was a fork and cannot be made again.
         """
-        another = type(self)(self._process.another(), self._on_death, self._spare)
+        another = type(self)(self._process.another())
         for folder in self._cleanup_folders:
             another.register_cleanup(folder)
         return another
@@ -213,23 +196,6 @@ class Spawner:
         """End this owner's reservation; nothing if another owner holds it."""
         if self._owner is owner:
             self._owner = None
-
-    async def spawn(
-        self, spec: WorkerSpec, on_exit: Callable[[WorkerExit], None], timeout: float = START_TIMEOUT
-    ) -> WorkerProcess:
-        """Start one worker and wait for its exec.
-
-        Args:
-            spec: the process to start.
-            on_exit: called once when it has ended, if it was started.
-            timeout: seconds to wait; a worker that takes longer may still start.
-
-        Raises:
-            SpawnError: it could not be started; one line.
-        """
-        (worker,) = self.submit([spec], on_exit)
-        await self.wait_started([worker], timeout)
-        return worker
 
     def submit(
         self, specs: Sequence[WorkerSpec], on_exit: Callable[[WorkerExit], None]
@@ -300,7 +266,6 @@ class Spawner:
     async def close(self, timeout: float = SWEEP_TIMEOUT) -> None:
         """End the spawner and all processes below it; return when they are gone. May be called again."""
         self.attach()
-        self._closing = True
         self._lose(timeout)
         await self._wait_dead()
 
@@ -433,8 +398,6 @@ class Spawner:
         for reply in self._replies.values():
             if not reply.done():
                 reply.set_exception(_LostError())
-        if self._on_death is not None and not self._closing:
-            self._on_death()
 
     async def _wait_dead(self) -> KillResult:
         return await asyncio.shield(self._death_task)
@@ -468,7 +431,7 @@ class Spawner:
     def _spares(self) -> Callable[[program.ProcessStat], bool]:
         """Return a predicate for the processes to spare when the tree is killed: those not from this spawner."""
         session = os.getsid(0)
-        spared = {*self._guards, *self._spare()}
+        spared = frozenset(self._guards)
         return lambda process: process.session == session or process.pid in spared
 
 
