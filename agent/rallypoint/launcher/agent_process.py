@@ -17,28 +17,21 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 from rallypoint.agent.spawner.client import Spawner
 from rallypoint.agent.spawner.protocol import SpawnError
 from rallypoint.agent.spawner.spawner import PR_SET_PDEATHSIG, Call, prctl
-from rallypoint.agent.spawner.start import fork_spawner, start_forkserver
+from rallypoint.agent.spawner.start import ForkedProcess, ProcessHandle, fork_spawner, start_forkserver
 from rallypoint.launcher.plan import LaunchOutcome, LaunchRequest
 from rallypoint.rpc.endpoint import SettingError
 from rallypoint.worker.call import renew_signals, renew_streams
 
 
-class _AgentHandle(Protocol):
-    @property
-    def pid(self) -> int: ...
-
-    def wait(self) -> int: ...
-
-
 class AgentProcess:
     """A running agent, as seen by the launching program."""
 
-    def __init__(self, process: _AgentHandle, connection: socket.socket) -> None:
+    def __init__(self, process: ProcessHandle, connection: socket.socket) -> None:
         """Use `start` or `fork`."""
         self._process = process
         self._connection = connection
@@ -83,7 +76,7 @@ class AgentProcess:
             ours.close()
             _be_forked_agent(theirs, parent, request, call)
         theirs.close()
-        return cls(_Fork(pid), ours)
+        return cls(ForkedProcess(pid), ours)
 
     def send_signal(self, number: int) -> None:
         """Send a signal to the agent."""
@@ -101,14 +94,6 @@ class AgentProcess:
             return outcome
         end = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with {status}"
         return LaunchOutcome(128 - status if status < 0 else status or 1, f"the agent's process {end}")
-
-
-class _Fork:
-    def __init__(self, pid: int) -> None:
-        self.pid = pid
-
-    def wait(self) -> int:
-        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
 
 def _be_forked_agent(connection: socket.socket, parent: int, request: LaunchRequest, call: Call) -> NoReturn:

@@ -18,7 +18,7 @@ from rallypoint.agent.spawner import spawner as program
 from rallypoint.agent.spawner.protocol import SpawnError
 
 
-class SpawnerHandle(Protocol):
+class ProcessHandle(Protocol):
     """A started process: the part of subprocess.Popen that is used here."""
 
     @property
@@ -44,7 +44,7 @@ class SpawnerProcess:
         preloads: true if it runs a user's imports before it reads requests.
     """
 
-    handle: SpawnerHandle
+    handle: ProcessHandle
     connection: socket.socket
     folders: int
     another: Callable[[], SpawnerProcess]
@@ -112,7 +112,7 @@ def fork_spawner(call: program.Call, private: Sequence[int] = ()) -> SpawnerProc
     theirs.close()
     os.close(folders_end)
     ours.setblocking(False)
-    return SpawnerProcess(_ForkedHandle(pid), ours, folders, none_like_it)
+    return SpawnerProcess(ForkedProcess(pid), ours, folders, none_like_it)
 
 
 def _start(arguments: Sequence[str], preloads: bool, stdin: bool = False) -> SpawnerProcess:
@@ -138,16 +138,18 @@ def _start(arguments: Sequence[str], preloads: bool, stdin: bool = False) -> Spa
     return SpawnerProcess(guard, ours, folders, lambda: _start(arguments, preloads, stdin), preloads)
 
 
-class _ForkedHandle:
-    """Handle of a guard that is a fork of this process."""
+class ForkedProcess:
+    """Handle of a fork of this process."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
 
     def kill(self) -> None:
+        """Send SIGKILL."""
         os.kill(self.pid, signal.SIGKILL)
 
     def wait(self) -> int:
+        """Reap it; return its exit code."""
         return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
 
