@@ -19,8 +19,9 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from integration.test_rights import public
 from rallypoint.agent.config.job import Peer
 from rallypoint.launcher import embedded_service, services
-from rallypoint.launcher.embedded_service import EmbeddedService, answers_calls, is_this_host, rendezvous_at
+from rallypoint.launcher.embedded_service import EmbeddedService, answers_calls, rendezvous_at
 from rallypoint.launcher.plan import Hosted
+from rallypoint.launcher.services import own_addresses
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
 from rallypoint.rpc.channel import open_channel
@@ -223,11 +224,11 @@ async def test_a_name_that_only_this_host_reaches_is_served_at_all_addresses(
 ) -> None:
     """As Debian resolves a host's own name; others resolve it to an address that they reach."""
 
-    async def own_addresses(_host: str) -> list[str]:
+    async def no_addresses(_host: str) -> list[str]:
         return ["127.0.1.1"]
 
     for module in (embedded_service, services):
-        monkeypatch.setattr(module, "own_addresses", own_addresses)
+        monkeypatch.setattr(module, "own_addresses", no_addresses)
     secret = RunSecret("a" * 32)
     async with rendezvous_at(Hosted(f"head.example:{port}"), secret, AccessFiles()) as host:
         assert host is not None
@@ -249,12 +250,12 @@ async def test_whether_a_name_is_this_hosts(host: str, here: bool) -> None:
     """By whether one could listen there: no name of this machine is asked for."""
     if host == "::1" and not socket.has_dualstack_ipv6():
         pytest.skip("this machine has no IPv6")
-    assert await is_this_host(host) is here
+    assert bool(await own_addresses(host)) is here
 
 
 async def test_this_machines_own_name_is_its(port: int) -> None:
     """However it is known to itself."""
-    assert await is_this_host(socket.gethostname())
+    assert await own_addresses(socket.gethostname())
 
 
 async def test_a_host_that_left_closes_the_run(port: int) -> None:

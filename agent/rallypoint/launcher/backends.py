@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from rallypoint.launcher.plan import Embedded, ExternalService, Hosted, Place, Replicated
-from rallypoint.rpc.endpoint import SettingError, without_password
+from rallypoint.rpc.endpoint import Endpoint, SettingError, without_password
 from rallypoint.rpc.text import whole_number
 
 # ---- `--rdzv-conf` as torchrun's users write it: torch's keys are translated to ours, or reported as meaningless.
@@ -241,7 +241,7 @@ def _c10d(flags: RequestedRendezvous) -> ResolvedRendezvous:
             f"--rdzv-endpoint: {flags.endpoint!r} has port 0, which no other host can find; give a port"
         )
     # A job of one host meets no other host.
-    hosted = Hosted(_endpoint(host, port), conf.is_host, away=bool(conf.is_host))
+    hosted = Hosted(str(Endpoint(host, port)), conf.is_host, away=bool(conf.is_host))
     place = hosted if flags.nodes[1] > 1 else Embedded()
     return ResolvedRendezvous(service=place, run_id=run_id, conf=conf.settings, notices=notices)
 
@@ -313,7 +313,7 @@ def _static(flags: RequestedRendezvous) -> ResolvedRendezvous:
             "choose a lower one, or give another address with --rdzv-endpoint"
         )
     return ResolvedRendezvous(
-        service=Hosted(_endpoint(*place), rank == 0, away=bool(conf.is_host)) if most > 1 else Embedded(),
+        service=Hosted(str(Endpoint(*place)), rank == 0, away=bool(conf.is_host)) if most > 1 else Embedded(),
         run_id=flags.run_id or NO_RUN_ID,
         node_id=f"rank{rank}",
         conf=conf.settings,
@@ -372,7 +372,3 @@ def _parse_endpoint(text: str, default_port: int) -> tuple[str, int]:
     if (number := whole_number(port, 0, 65535)) is None:
         raise SettingError(f"--rdzv-endpoint: {text!r} has port {port!r}, expected a number from 0 to 65535")
     return host.removeprefix("[").removesuffix("]"), number
-
-
-def _endpoint(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -105,7 +105,7 @@ async def rendezvous_at(
     """
     endpoint = parse_endpoint(hosted.endpoint)
     async with AsyncExitStack() as stack:
-        ours = hosted.here is not False and await is_this_host(endpoint.host)
+        ours = hosted.here is not False and bool(await own_addresses(endpoint.host))
         if not hosted.here and not ours:
             yield None
             return
@@ -139,11 +139,6 @@ async def rendezvous_at(
         # Certificates are issued for names; anything else is sure to reach this process by its address.
         here = hosted.endpoint if isinstance(security, ClientTLS) else serving.server.address
         yield EmbeddedService(serving, Peer(advertised(here, named=False), security))
-
-
-async def is_this_host(host: str) -> bool:
-    """Return True if a name or address is one of this machine's, so that it can listen there."""
-    return bool(await own_addresses(host))
 
 
 async def answers_calls(endpoint: str, security: ClientSecurity) -> bool:
