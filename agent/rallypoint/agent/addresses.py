@@ -11,10 +11,12 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
+from rallypoint.agent.spawner.protocol import parse_ranges
 from rallypoint.agent.spawner.spawner import descendants
 from rallypoint.rpc.endpoint import Endpoint, SettingError, parse_endpoint, parse_endpoints
 from rallypoint.rpc.logs import get_logger
 from rallypoint.rpc.pace import Pace
+from rallypoint.rpc.text import text_in
 
 # Candidates for MASTER_PORT, the best band first: above Linux's default range of ephemeral ports, where few programs
 # have a fixed port; then below it, without those of this project and of torchrun (29400 and up) and of Kubernetes'
@@ -215,11 +217,7 @@ def _ports_of_no_other_use() -> list[int]:
     low, high = 32768, 60999  # Linux's own default
     with suppress(OSError, ValueError):
         low, high = (int(word) for word in _EPHEMERAL.read_text().split())
-    reserved: set[int] = set()
-    with suppress(OSError, ValueError):
-        for part in filter(None, _RESERVED.read_text().strip().split(",")):
-            first, _, last = part.partition("-")
-            reserved.update(range(int(first), int(last or first) + 1))
+    reserved = parse_ranges(text_in(_RESERVED))
     for band in _BANDS:
         # Reserved ports are probably reserved for a program: they are the last resort.
         if ports := [port for port in band if not low <= port <= high and port not in reserved]:

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from agent.host_shapes import build_host, core_complexes, two_sockets_of_two_nodes
-from rallypoint.agent.spawner.protocol import ranges
-from rallypoint.agent.workers.affinity import NumaError, parse_ranges, read_topology
+from rallypoint.agent.spawner.protocol import parse_ranges, ranges
+from rallypoint.agent.workers.affinity import NumaError, read_topology
 
 GPUS = [("0000:1b:00.0", 1), ("0000:0a:00.0", 0), ("0000:c1:00.0", -1)]
 

@@ -200,6 +200,16 @@ def ranges(numbers: Iterable[int]) -> str:
     return ",".join(str(low) if low == high else f"{low}-{high}" for low, high in found)
 
 
+def parse_ranges(text: str) -> frozenset[int]:
+    """Parse a set of numbers as the kernel writes it: "0-3,8"."""
+    found: set[int] = set()
+    for part in text.strip().split(","):
+        if part:
+            low, _, high = part.partition("-")
+            found.update(range(int(low), int(high or low) + 1))
+    return frozenset(found)
+
+
 def _explain_exec(spec: WorkerSpec, name: str, number: int, reason: str) -> tuple[str, str]:
     if "/" not in name and number in (errno.ENOENT, errno.ENOTDIR, errno.EACCES):
         missing = "no program" if number != errno.EACCES else "no executable program"

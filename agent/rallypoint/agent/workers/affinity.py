@@ -10,13 +10,12 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeAlias, get_args
+from typing import TypeAlias
 
-from rallypoint.agent.spawner.protocol import ranges
+from rallypoint.agent.spawner.protocol import parse_ranges, ranges
 from rallypoint.rpc.text import text_in
 
-Binding: TypeAlias = Literal["node", "socket", "exclusive", "core-complex"]
-BINDINGS: tuple[Binding, ...] = get_args(Binding)
+BINDINGS = ("node", "socket", "exclusive", "core-complex")
 
 Cpus: TypeAlias = frozenset[int]
 
@@ -176,16 +175,6 @@ def read_topology(environment: Mapping[str, str], root: Path = Path("/")) -> Top
         complexes={cpu: _sharing_largest_cache(folders[cpu]) or node_of.get(cpu, alone[cpu]) for cpu in cpus},
         gpus=_gpu_nodes(environment.get(VISIBLE_GPUS), root),
     )
-
-
-def parse_ranges(text: str) -> Cpus:
-    """Parse a list as the kernel writes it: "0-3,8"."""
-    found: set[int] = set()
-    for part in text.strip().split(","):
-        if part:
-            low, _, high = part.partition("-")
-            found.update(range(int(low), int(high or low) + 1))
-    return frozenset(found)
 
 
 def _sharing_largest_cache(folder: Path) -> Cpus:
