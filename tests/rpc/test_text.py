@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rallypoint.rpc.text import clip, clip_start, one_line
+from rallypoint.rpc.text import clip, clip_start, one_line, size_in_words
 
 
 @pytest.mark.parametrize(
@@ -29,3 +29,14 @@ def test_a_cut_is_between_characters_and_marked() -> None:
     assert clip("\N{SNOWMAN}" * 10, 12, "\n...") == "\N{SNOWMAN}\N{SNOWMAN}\n..."
     assert clip_start("\N{SNOWMAN}" * 10, 12, "...\n") == "...\n\N{SNOWMAN}\N{SNOWMAN}"
     assert clip_start("abc", 0) == ""
+
+
+def test_bytes_in_words() -> None:
+    """In the largest unit that leaves a digit before the point."""
+    assert [size_in_words(count) for count in (0, 1023, 1024, 3 << 29, 1 << 40)] == [
+        "0 B",
+        "1023 B",
+        "1.0 KiB",
+        "1.5 GiB",
+        "1.0 TiB",
+    ]

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import click
 
-from rallypoint.agent.config.rlimits import in_words
+from rallypoint.agent.config.rlimits import parse_size
 from rallypoint.agent.config.settings import MOST_SECONDS
 from rallypoint.cli.main import LazyGroup
 from rallypoint.cli.output import json_fields, print_table, show_moment, show_span
 from rallypoint.cli.values import RunId, Text, agent_options, service_options
 from rallypoint.rpc.durations import set_seconds, to_seconds
 from rallypoint.rpc.endpoint import CallTarget, SettingError
-from rallypoint.rpc.text import printable
+from rallypoint.rpc.text import printable, size_in_words
 from rallypoint.serving.options import Seconds
 
 if TYPE_CHECKING:
@@ -162,7 +162,7 @@ def _print_workers(response: pb.ListWorkersResponse) -> None:
             used = (
                 f"{usage.processors:.2f}",
                 show_span(to_seconds(usage.processor_time)),
-                in_words(usage.memory_bytes),
+                size_in_words(usage.memory_bytes),
                 str(usage.process_count),
                 str(usage.thread_count),
             )
@@ -299,13 +299,6 @@ def stop(*, run_id: str, now: bool, service: CallTarget, reason: str) -> None:
 # ---- `rallypoint agent logs`: past and present output of workers.
 
 
-_SIZE_UNITS: dict[str, int] = {"": 1, "B": 1} | {
-    f"{letter}{end}": base**power
-    for power, letter in enumerate("KMG", start=1)
-    for end, base in (("", 1000), ("B", 1000), ("iB", 1024))
-}
-
-
 class ByteCount(click.ParamType[int]):
     """A size in bytes, with or without a unit, as in 64KiB."""
 
@@ -314,11 +307,9 @@ class ByteCount(click.ParamType[int]):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         """Parse and check."""
         text = str(value).strip()
-        number = text.rstrip("KMGiB")
-        factor = _SIZE_UNITS.get(text[len(number) :].strip())
-        if not (number.strip().isascii() and number.strip().isdigit()) or factor is None or len(number) > 15:
+        if (size := parse_size(text)) is None:
             self.fail(f"{text!r} is not a size; expected bytes, or as in 64KiB or 1MB", param, ctx)
-        return int(number) * factor
+        return size
 
 
 def _log_options(command: _Command) -> _Command:

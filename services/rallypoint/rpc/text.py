@@ -1,4 +1,4 @@
-"""Cut texts to a number of bytes, to one line without control characters; and read numbers of untrusted texts."""
+"""Cut texts to a number of bytes, to one line without control characters; read and write numbers in texts."""
 
 from __future__ import annotations
 
@@ -52,3 +52,11 @@ def text_in(path: Path) -> str:
         return path.read_text().strip()
     except OSError:
         return ""
+
+
+def size_in_words(count: int) -> str:
+    """Return a number of bytes as text with a unit, as in "1.5 GiB"."""
+    for unit, size in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count} B"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rallypoint.agent.config.rlimits import Quantity, QuantityError, in_words, parse_quantity
+from rallypoint.agent.config.rlimits import Quantity, QuantityError, parse_quantity
 
 
 @pytest.mark.parametrize(
@@ -37,14 +37,3 @@ def test_a_part_is_one_of_a_whole() -> None:
     """Bytes are bytes."""
     assert Quantity(part=0.02).of(1000) == 20
     assert Quantity(bytes=5).of(1000) == 5
-
-
-def test_bytes_in_words() -> None:
-    """In the largest unit that leaves a digit before the point."""
-    assert [in_words(count) for count in (0, 1023, 1024, 3 << 29, 1 << 40)] == [
-        "0 B",
-        "1023 B",
-        "1.0 KiB",
-        "1.5 GiB",
-        "1.0 TiB",
-    ]

@@ -12,13 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from rallypoint.agent.failures.out_of_memory import (
-    KernelLog,
-    MemoryGroup,
-    MemoryWatch,
-    in_units,
-    memory_groups,
-)
+from rallypoint.agent.failures.out_of_memory import KernelLog, MemoryGroup, MemoryWatch, memory_groups
 from rallypoint.agent.spawner.client import Spawner
 from rallypoint.agent.spawner.protocol import WorkerExit, WorkerSpec
 from support.small_cgroup import GLUTTON, small_cgroup
@@ -115,17 +109,6 @@ def test_where_nothing_can_be_seen_it_is_said_where_to_look(scene: Scene) -> Non
     assert scene.watch.explain(KILLED) is None
     assert scene.watch.hint(KILLED) == "; sent by another process, or by the kernel OOM killer: see dmesg"
     assert scene.watch.hint(replace(KILLED, signal=None, exit_code=1)) == ""
-
-
-def test_amounts_are_for_people() -> None:
-    """The largest unit in which they are at least 1."""
-    assert [in_units(count) for count in (0, 1023, 1024, 3 << 29, 1 << 50)] == [
-        "0 bytes",
-        "1023 bytes",
-        "1.0 KiB",
-        "1.5 GiB",
-        "1024.0 TiB",
-    ]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may make a cgroup")

@@ -100,8 +100,10 @@ def _text(limit: int) -> str:
 # ---- Quantities of memory or disk as users write them: 10GiB, 500MB, or a part of the whole, 2%.
 
 
-_DECIMAL_UNITS = {"k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
+_DECIMAL_UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
 _BINARY_UNITS = {"ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30, "ti": 1 << 40}
+_SIZE_UNITS = _DECIMAL_UNITS | _BINARY_UNITS
+_SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,6})?)\s*(|[KMGT]i?)B?", re.IGNORECASE)
 _PATTERN = re.compile(r"(\d+(?:\.\d+)?)\s*(%|(?:[kmgt]i?)?b?)", re.IGNORECASE)
 
 
@@ -143,12 +145,10 @@ def parse_quantity(text: str) -> Quantity:
     if unit in ("", "b"):
         raise QuantityError(f"{text!r} has no unit")
     unit = unit.removesuffix("b")
-    return Quantity(bytes=round(number * (_DECIMAL_UNITS | _BINARY_UNITS)[unit]))
+    return Quantity(bytes=round(number * _SIZE_UNITS[unit]))
 
 
-def in_words(count: int) -> str:
-    """Return a number of bytes as text with a unit, as in "1.5 GiB"."""
-    for unit, size in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if count >= size:
-            return f"{count / size:.1f} {unit}"
-    return f"{count} B"
+def parse_size(text: str) -> int | None:
+    """Return the bytes of a size, as in 65536, 100MB or 1GiB; None if it is none."""
+    found = _SIZE.fullmatch(text.strip())
+    return None if found is None else round(float(found[1]) * _SIZE_UNITS[found[2].lower()])

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rallypoint.agent.spawner.protocol import WorkerExit
-from rallypoint.rpc.text import text_in
+from rallypoint.rpc.text import size_in_words, text_in
 
 # ---- The kernel log's records about the OOM killer.
 
@@ -222,7 +222,7 @@ class MemoryWatch:
         kill = self._log.kill_of(exit_.pid)
         if kill is None and self._kills(now) == 0:
             return None
-        peak = f"; its peak was {in_units(exit_.max_rss)}" if exit_.max_rss else ""
+        peak = f"; its peak was {size_in_words(exit_.max_rss)}" if exit_.max_rss else ""
         return f"killed by the kernel OOM killer (SIGKILL): {self._cause(now, kill)}{peak}"
 
     def hint(self, exit_: WorkerExit) -> str:
@@ -265,17 +265,7 @@ class MemoryWatch:
             and group.hits > self._before[group.name].hits
         ]
         for group in (*(group for group in named if group.limit is not None), *grown):
-            return f"its cgroup {group.name} reached its memory limit of {in_units(group.limit or 0)}"
+            return f"its cgroup {group.name} reached its memory limit of {size_in_words(group.limit or 0)}"
         if kill is not None:
             return f"its cgroup {kill.cgroup}".rstrip() + " reached its memory limit"
         return "the host had no memory left"
-
-
-def in_units(count: int) -> str:
-    """Return a number of bytes as text with a unit, as in "1.5 GiB"."""
-    number, unit = float(count), "bytes"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if number < 1024:
-            break
-        number, unit = number / 1024, larger
-    return f"{number:.0f} {unit}" if unit == "bytes" else f"{number:.1f} {unit}"

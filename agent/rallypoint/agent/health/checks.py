@@ -16,9 +16,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from rallypoint.agent.config.rlimits import Quantity, QuantityError, in_words, parse_quantity
+from rallypoint.agent.config.rlimits import Quantity, QuantityError, parse_quantity
 from rallypoint.agent.health.helper_processes import missing
 from rallypoint.rpc.endpoint import SettingError
+from rallypoint.rpc.text import size_in_words
 
 ENTRY_POINTS = "rallypoint.health_checks"
 """Entry-point group of plug-ins: each is a function of the text after the name's colon ("" without one), which returns
@@ -155,7 +156,7 @@ def check_disks(where: CheckContext, least: Quantity) -> str | None:
         disk = os.statvfs(folder)
         whole, free = disk.f_frsize * disk.f_blocks, disk.f_frsize * disk.f_bavail
         if free < least.of(whole):
-            return f"{in_words(free)} of {in_words(whole)} are free at {folder}; {_required(least, whole)}"
+            return f"{size_in_words(free)} of {size_in_words(whole)} are free at {folder}; {_required(least, whole)}"
         if disk.f_files and not disk.f_favail:
             return f"no file can be made at {folder}: its file system has no inode left"
     return None
@@ -177,17 +178,17 @@ def check_memory(
     host = _figures(proc / "meminfo")
     whole, free = host["MemTotal:"] * 1024, host["MemAvailable:"] * 1024
     if free < least.of(whole):
-        return f"{in_words(free)} of {in_words(whole)} of memory are available; {_required(least, whole)}"
+        return f"{size_in_words(free)} of {size_in_words(whole)} of memory are available; {_required(least, whole)}"
     for whole, free in _rooms(proc, cgroups):
         if free < least.of(whole):
-            left = f"{in_words(max(0, free))} of its cgroup's memory limit of {in_words(whole)} are left"
+            left = f"{size_in_words(max(0, free))} of its cgroup's memory limit of {size_in_words(whole)} are left"
             return f"{left}; {_required(least, whole)}"
     return None
 
 
 def _required(least: Quantity, whole: int) -> str:
     part = "" if least.part is None else f" ({100 * least.part:g} %)"
-    return f"{in_words(least.of(whole))}{part} required"
+    return f"{size_in_words(least.of(whole))}{part} required"
 
 
 def _rooms(proc: Path, cgroups: Path) -> Iterator[tuple[int, int]]:

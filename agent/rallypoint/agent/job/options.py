@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from rallypoint.agent.config.rlimits import RlimitError, check_rlimits, parse_rlimit, parse_size
 from rallypoint.agent.config.settings import MOST_SECONDS
 from rallypoint.agent.logs.lines import check_line_prefix
 from rallypoint.agent.logs.streams import LEAST_ROTATED, LogError, Redirect
@@ -26,9 +27,6 @@ Value: TypeAlias = "str | bool | int | float | Path | Sequence[str]"
 """Value of an option. In text, commas separate the parts of a repeatable one, and two commas stand for one."""
 
 _MOST_KEPT = 1_000_000  # attempts or files; more is a mistake
-_SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,6})?)\s*(|[KMGT]i?)B?", re.IGNORECASE)
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
-_BINARY_UNITS = {"KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 _TRUTH_VALUES = {
     True: True,
     False: False,
@@ -217,16 +215,6 @@ def _port(given: _ParserInput) -> int:
     return port
 
 
-def _size(given: _ParserInput) -> int | None:
-    """A size in bytes; None for 0."""
-    found = _SIZE.fullmatch(given.text.strip())
-    if found is None:
-        raise given.error("is not a size; expected bytes, or as in 100MB or 1GiB")
-    unit = found[2].upper()
-    size = round(float(found[1]) * (_UNITS.get(unit) or _BINARY_UNITS[unit]))
-    return size or None
-
-
 def _streams(given: _ParserInput) -> Redirect:
     if isinstance(given.value, Redirect):
         return given.value
@@ -251,12 +239,13 @@ def _local_ranks(given: _ParserInput) -> frozenset[int] | None:
 
 
 def _log_size(given: _ParserInput) -> int | None:
-    size = _size(given)
-    if size is not None and size < LEAST_ROTATED:
+    if (size := parse_size(given.text)) is None:
+        raise given.error("is not a size; expected bytes, or as in 100MB or 1GiB")
+    if 0 < size < LEAST_ROTATED:
         raise given.error(
             f"is too small for a log file; expected at least {LEAST_ROTATED} bytes, or 0 for any size"
         )
-    return size
+    return size or None
 
 
 def _log_files(given: _ParserInput) -> int:
@@ -306,8 +295,6 @@ def _numa_binding(given: _ParserInput) -> str:
 
 
 def _resource_limits(given: _ParserInput) -> dict[str, tuple[int, int]]:
-    from rallypoint.agent.config.rlimits import RlimitError, check_rlimits, parse_rlimit  # noqa: PLC0415
-
     try:
         if isinstance(given.value, Mapping):
             check_rlimits(given.value)
