@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -76,39 +75,31 @@ SERVICE_NAME = "rallypoint.timer.v1.TimerService"
 
 @asynccontextmanager
 async def timer_service(
-    settings: TimerSettings | None = None,
-    *,
-    learned: Path | None = None,
-    clock: Callable[[], float] = time.monotonic,
-    wall_clock: Callable[[], float] = time.time,
+    settings: TimerSettings | None = None, *, learned: Path | None = None
 ) -> AsyncIterator[Registration]:
     """Run a timer service for the duration of the context; yield its registration for a `Server` with `translate`.
 
     Args:
         settings: limits and durations.
         learned: the file for learned scopes; None: keep them in memory only.
-        clock: monotonic seconds.
-        wall_clock: Unix seconds; they give the age of data in the file.
 
     Raises:
         SettingError: the file can't be used; one line.
     """
-    watchdog = Watchdog(settings, clock)
+    watchdog = Watchdog(settings)
     if learned is None:
         yield registration_of(watchdog)
         return
     # Here and not at the top: the timer service inside an agent keeps nothing, and saves the import.
     from rallypoint.timer.server.learned import LearnedFile, keep_learned  # noqa: PLC0415
 
-    async with keep_learned(watchdog, LearnedFile(learned, wall_clock)):
+    async with keep_learned(watchdog, LearnedFile(learned)):
         yield registration_of(watchdog)
 
 
-def timer_registration(
-    settings: TimerSettings | None = None, clock: Callable[[], float] = time.monotonic
-) -> Registration:
-    """Return a timer service that keeps everything in memory. `clock`: monotonic seconds."""
-    return registration_of(Watchdog(settings, clock))
+def timer_registration() -> Registration:
+    """Return a timer service with the default settings that keeps everything in memory."""
+    return registration_of(Watchdog())
 
 
 def registration_of(watchdog: Watchdog) -> Registration:
