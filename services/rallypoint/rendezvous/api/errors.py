@@ -26,13 +26,9 @@ from rallypoint.rendezvous.journal.journal import JournalError
 from rallypoint.rpc.errors import ServiceError, json_list
 
 
+@singledispatch
 def translate(error: Exception) -> ServiceError | None:
     """Return the gRPC error of a refusal; None if `error` is not a refusal."""
-    return _translate(error)
-
-
-@singledispatch
-def _translate(error: Exception) -> ServiceError | None:
     return None
 
 
@@ -43,7 +39,7 @@ def _as(
     metadata: Callable[[Exception], dict[str, str]] = lambda _: {},
 ) -> None:
     """Register the gRPC error of a kind of error; its `retry_after`, if it has one, becomes the RetryInfo."""
-    _translate.register(
+    translate.register(
         kind,
         lambda error: ServiceError(
             code,
@@ -124,7 +120,7 @@ _as(RunBroken, StatusCode.FAILED_PRECONDITION, "RUN_BROKEN", _fields("run_id", "
 _as(EtcdAway, StatusCode.UNAVAILABLE, "ETCD_UNAVAILABLE")
 _as(EtcdFull, StatusCode.RESOURCE_EXHAUSTED, "ETCD_FULL")
 _as(OutcomeUnknown, StatusCode.UNAVAILABLE, "OWNERSHIP_LOST", _owner)
-_translate.register(
+translate.register(
     LimitReached,
     lambda error: ServiceError(
         StatusCode.RESOURCE_EXHAUSTED,
