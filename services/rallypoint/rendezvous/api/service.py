@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
-import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
@@ -18,7 +16,7 @@ from rallypoint.rendezvous.base.errors import draining_error
 from rallypoint.rendezvous.base.limits import Limits
 from rallypoint.rendezvous.journal.journal import Journal, MemoryJournal
 from rallypoint.rendezvous.runs.run import NODES_PER_MESSAGE
-from rallypoint.rendezvous.shard.locator import ListReplicas, OnlyReplica, RunLocator, SingleShardLocator
+from rallypoint.rendezvous.shard.locator import ListReplicas, RunLocator, SingleShardLocator
 from rallypoint.rendezvous.shard.shard import Shard, open_shard
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
 from rallypoint.rpc.endpoint import SettingError
@@ -54,8 +52,6 @@ async def rendezvous_services(
     journal: Journal,
     *,
     clock: Callable[[], float] = boot_time,
-    wall_clock: Callable[[], float] = time.time,
-    draw: Callable[[int], bytes] = secrets.token_bytes,
     limits: Limits | None = None,
     list_replicas: ListReplicas | None = None,
     on_failure: Callable[[BaseException], None] = lambda error: None,
@@ -65,8 +61,6 @@ async def rendezvous_services(
     Args:
         journal: Not opened yet; closed at the end.
         clock: Monotonic seconds that count on while the machine is suspended: then, too, streams break.
-        wall_clock: Unix seconds.
-        draw: Returns this many random bytes.
         limits: Limits of the service and of each run.
         list_replicas: Makes the response of ListReplicas; None: this is the only replica.
         on_failure: Called if the journal breaks: the process must end, and start again from the journal.
@@ -74,10 +68,7 @@ async def rendezvous_services(
     Raises:
         JournalError: The journal can't be opened.
     """
-    limits = limits or Limits()
-    async with own_shard(
-        journal, clock=clock, wall_clock=wall_clock, draw=draw, limits=limits, on_failure=on_failure
-    ) as shard:
+    async with own_shard(journal, clock=clock, limits=limits, on_failure=on_failure) as shard:
         yield registrations(SingleShardLocator(shard), limits, list_replicas)
 
 
@@ -86,20 +77,11 @@ async def own_shard(
     journal: Journal,
     *,
     clock: Callable[[], float] = boot_time,
-    wall_clock: Callable[[], float] = time.time,
-    draw: Callable[[int], bytes] = secrets.token_bytes,
     limits: Limits | None = None,
     on_failure: Callable[[BaseException], None] = lambda error: None,
 ) -> AsyncIterator[Shard]:
     """Yield the only shard of a service, as long as the context lasts. See `rendezvous_services`."""
-    shard = await open_shard(
-        journal,
-        clock=clock,
-        wall_clock=wall_clock,
-        draw=draw,
-        limits=limits or Limits(),
-        on_failure=on_failure,
-    )
+    shard = await open_shard(journal, clock=clock, limits=limits, on_failure=on_failure)
     try:
         yield shard
     finally:
@@ -140,7 +122,7 @@ def registrations(
         replicated: True if the locator may find that another replica owns a run.
     """
     limits = limits or Limits()
-    servicer = RendezvousServicer(locator, list_replicas or OnlyReplica())
+    servicer = RendezvousServicer(locator, list_replicas)
     rendezvous = Registration(
         SERVICE_NAME,
         partial(pb_grpc.add_RendezvousServiceServicer_to_server, servicer),
