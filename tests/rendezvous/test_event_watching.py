@@ -12,6 +12,7 @@ from rallypoint.rendezvous.api import event_pages
 from rallypoint.rendezvous.core import commands
 from rallypoint.rendezvous.core.commands import SERVICE
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
+from rallypoint.serving import flow
 from rendezvous.engine_fixtures import RUN
 from rendezvous.event_fixtures import BEGINNING, Served, Watch, kinds, revisions, serving_events
 from support.waiting import PATIENCE
@@ -152,7 +153,7 @@ async def test_a_watcher_that_reads_nothing_is_ended_and_holds_nothing(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Others are not delayed by it, and what it did not take is told to it when it comes back."""
-    monkeypatch.setattr(served.servicer, "_write_timeout", 3.0)  # a busy machine reads late too
+    monkeypatch.setattr(flow, "WRITE_TIMEOUT", 3.0)  # a busy machine reads late too
     history = served.stage.engine.history(RUN)
     history._most_events, history._most_bytes = 10**9, 10**9
     # Windows that don't grow: what the transport takes before a write waits is small.

@@ -11,6 +11,7 @@ import grpc
 import pytest
 
 from rallypoint.rpc.errors import decode
+from rallypoint.serving import flow
 from rallypoint.serving.flow import Subscriber
 from support.waiting import PATIENCE
 
@@ -23,13 +24,18 @@ Start = Callable[..., Any]
 
 @pytest.mark.parametrize("taken", [0, 1], ids=["its_first_answer", "a_later_answer"])
 async def test_who_takes_nothing_is_told_to_come_back(
-    taken: int, serve: Start, connect: Start, caplog: pytest.LogCaptureFixture
+    taken: int,
+    serve: Start,
+    connect: Start,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Also if it is the first answer that waits; and nothing of it looks like a bug in the log."""
+    monkeypatch.setattr(flow, "WRITE_TIMEOUT", 0.05)
     given_up = asyncio.Event()
 
     async def answer(_request: bytes, context: Any) -> None:
-        subscriber = Subscriber(context, 0.05)
+        subscriber = Subscriber(context)
         try:
             for _ in range(taken):
                 await subscriber.send(b"small")
@@ -80,4 +86,4 @@ async def test_who_has_gone_is_not_slow() -> None:
 
     subscriber: Any = Gone()
     with pytest.raises(asyncio.InvalidStateError):
-        await Subscriber(subscriber, 60.0).send(b"")
+        await Subscriber(subscriber).send(b"")

@@ -333,12 +333,11 @@ class Subscriber:
     a status.
     """
 
-    __slots__ = ("_context", "_greeted", "_timeout")
+    __slots__ = ("_context", "_greeted")
 
-    def __init__(self, context: Context, timeout: float = WRITE_TIMEOUT) -> None:
-        """Begin; nothing is sent yet. `timeout`: seconds for each message."""
+    def __init__(self, context: Context) -> None:
+        """Begin; nothing is sent yet."""
         self._context = context
-        self._timeout = timeout
         self._greeted = False
 
     async def greet(self) -> None:
@@ -359,10 +358,10 @@ class Subscriber:
         if not self._greeted:
             await self.greet()
         try:
-            await bounded(self._context.write(message), self._timeout)
+            await bounded(self._context.write(message), WRITE_TIMEOUT)
         except TimeoutError:
             raise ServiceError(
                 grpc.StatusCode.UNAVAILABLE,
                 "SUBSCRIBER_TOO_SLOW",
-                f"the subscriber took no message for {self._timeout:g} s: connect again and resume",
+                f"the subscriber took no message for {WRITE_TIMEOUT:g} s: connect again and resume",
             ) from None

@@ -26,6 +26,7 @@ from rallypoint.rpc.channel import open_channel
 from rallypoint.rpc.durations import to_seconds
 from rallypoint.rpc.endpoint import ServerOptions
 from rallypoint.rpc.errors import ServiceError, decode
+from rallypoint.serving import flow
 from rallypoint.serving.server import Registration, Server
 from rendezvous.engine_fixtures import RUN, Stage, staged
 from rendezvous.locators import home_of
@@ -856,7 +857,7 @@ async def test_a_watcher_that_does_not_read_is_told_the_latest_only(served: Serv
 
 async def test_a_watcher_that_never_reads_is_ended(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """After the write timeout, so that it costs nothing; it may resume. Others are told as ever."""
-    monkeypatch.setattr(served.servicer, "_write_timeout", 0.5)
+    monkeypatch.setattr(flow, "WRITE_TIMEOUT", 0.5)
     members = await large_run(served)
     stub = served.stub()
     stuck = stub.WatchRun(pb.WatchRunRequest(run_id=RUN), timeout=PATIENCE)

@@ -22,6 +22,7 @@ from rallypoint.rendezvous.v1 import state_service_pb2 as pb
 from rallypoint.rendezvous.v1 import state_service_pb2_grpc as rpc
 from rallypoint.rendezvous.v1.store_service_pb2 import StoreOperation, StoreWriter
 from rallypoint.rpc.errors import decode
+from rallypoint.serving import flow
 from rallypoint.serving.server import Server
 from rendezvous.state.state_fakes import RUN, TestJournal, channel_to, open_states, serving
 from support.refusals import refusal
@@ -222,10 +223,11 @@ async def read_to_the_end(watching: grpc.aio.UnaryStreamCall[Any, Any]) -> None:
         pass
 
 
-async def test_a_watcher_that_reads_nothing_is_ended(tmp_path: Path) -> None:
+async def test_a_watcher_that_reads_nothing_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It keeps neither its place nor what is meant for it."""
+    monkeypatch.setattr(flow, "WRITE_TIMEOUT", 0.2)
     states, path = open_states(TestJournal()), f"{tmp_path}/state.sock"
-    async with serving(states, path, write_timeout=0.2), channel_to(path) as channel:
+    async with serving(states, path), channel_to(path) as channel:
         stub: rpc.StateServiceAsyncStub = rpc.StateServiceStub(channel)
         watching = stub.WatchState(pb.WatchStateRequest(run_id=RUN))
         await watching.initial_metadata()

@@ -65,9 +65,9 @@ async def served(states: FencedStateService) -> AsyncIterator[FencedStateService
 
 
 @asynccontextmanager
-async def serving(states: FencedStateService, path: str, **settings: Any) -> AsyncIterator[Server]:
+async def serving(states: FencedStateService, path: str) -> AsyncIterator[Server]:
     """The service on a server at a Unix socket, gone without a farewell at the end."""
-    services = [fenced_registration(home_of(states), **settings)]
+    services = [fenced_registration(home_of(states))]
     # A test may write as fast as the machine can.
     options = ServerOptions(host=f"unix:{path}", request_byte_rate=1 << 40)
     server = Server(options, services=services, translate=translate)

@@ -23,7 +23,7 @@ from rallypoint.rpc.errors import ServiceError
 from rallypoint.rpc.text import one_line
 from rallypoint.server.v1 import server_service_pb2 as server_pb
 from rallypoint.serving.access import caller_of
-from rallypoint.serving.flow import WRITE_TIMEOUT, Context, Subscriber
+from rallypoint.serving.flow import Context, Subscriber
 from rallypoint.serving.info import Capability
 from rallypoint.serving.policy import OPERATORS, READERS, Rights
 from rallypoint.serving.requests import (
@@ -91,11 +91,10 @@ _RIGHTS: Rights = {
 class SupervisorServicer(pb_grpc.SupervisorServiceServicer):
     """Serves the jobs of one agent."""
 
-    def __init__(self, jobs: Jobs, launch: Launch | None, write_timeout: float = WRITE_TIMEOUT) -> None:
-        """See `supervisor_registration`. `write_timeout`: seconds that a client may take to receive a message."""
+    def __init__(self, jobs: Jobs, launch: Launch | None) -> None:
+        """See `supervisor_registration`."""
         self._jobs = jobs
         self._launch = launch
-        self._write_timeout = write_timeout
         self._streams = self._files = 0
         self._meter = UsageMeter()
 
@@ -114,7 +113,7 @@ class SupervisorServicer(pb_grpc.SupervisorServiceServicer):
         """Send a job's state after each change; a slow client gets only the latest one."""
         taken = self._jobs.find(_run_id(request.run_id))
         sent: pb.Job | None = None
-        watcher = Subscriber(context, self._write_timeout)
+        watcher = Subscriber(context)
         with self._stream(), taken.job.changed.watch() as changed:
             while True:
                 changed.clear()
@@ -145,7 +144,7 @@ class SupervisorServicer(pb_grpc.SupervisorServiceServicer):
         job = self._jobs.find(_run_id(request.run_id)).job
         workers = len(set(request.ranks)) or job.config.local_world_size
         of_each = len(LOG_STREAMS) if request.stream == pb.LOG_STREAM_UNSPECIFIED else 1
-        reader = Subscriber(context, self._write_timeout)
+        reader = Subscriber(context)
         with self._stream(), self._open_files(of_each * workers):
             async with aclosing(stream_logs(job, request)) as pieces:
                 async for piece in pieces:

@@ -25,7 +25,6 @@ from rallypoint.rpc.text import one_line
 from rallypoint.serving.access import Caller, caller_of
 from rallypoint.serving.flow import (
     FIRST_MESSAGE_TIMEOUT,
-    WRITE_TIMEOUT,
     Context,
     ServerDraining,
     Subscriber,
@@ -45,16 +44,10 @@ _SENDS_TO_WATCHERS = 16
 class RendezvousServicer(pb_grpc.RendezvousServiceServicer):
     """The calls of RendezvousService, for the runs that a locator finds."""
 
-    def __init__(
-        self,
-        locator: RunLocator,
-        list_replicas: ListReplicas | None = None,
-        write_timeout: float = WRITE_TIMEOUT,
-    ) -> None:
-        """Serve the runs of `locator`; a subscriber has `write_timeout` seconds to take a message."""
+    def __init__(self, locator: RunLocator, list_replicas: ListReplicas | None = None) -> None:
+        """Serve the runs of `locator`. `list_replicas`: None: this is the only replica."""
         self._locator = locator
         self._list_replicas = list_replicas or OnlyReplica()
-        self._write_timeout = write_timeout
         self._draining = False
         self._unopened = UnopenedStreams(FIRST_MESSAGE_TIMEOUT)
         # Watchers wait for each other, so that nodes do not wait for hundreds of them.
@@ -73,7 +66,7 @@ class RendezvousServicer(pb_grpc.RendezvousServiceServicer):
         self, request_iterator: AsyncIterator[pb.JoinRequest], context: Context
     ) -> None:
         """Serve one node's stream; see the contract."""
-        node = Subscriber(context, self._write_timeout)
+        node = Subscriber(context)
         engine, member = await self._admit(await self._first(request_iterator), caller_of(context), node)
         self._end_if_draining(member.updates)
         listener = asyncio.create_task(_listen(engine, member, request_iterator, context.peer()))
@@ -205,7 +198,7 @@ class RendezvousServicer(pb_grpc.RendezvousServiceServicer):
         engine = self._locator.shard(request.run_id).engine
         states = await engine.watch(request.run_id, request.after_revision)
         self._end_if_draining(states)
-        watcher = Subscriber(context, self._write_timeout)
+        watcher = Subscriber(context)
         try:
             while (published := await states.take()) is not None:
                 async with self._sends.turn():
@@ -286,7 +279,7 @@ class RendezvousServicer(pb_grpc.RendezvousServiceServicer):
         self, request: pb.WatchEventsRequest, context: Context
     ) -> None:
         """Send the events of a run as they come."""
-        await self._events.watch(request, Subscriber(context, self._write_timeout))
+        await self._events.watch(request, Subscriber(context))
 
     async def ListReplicas(
         self, request: pb.ListReplicasRequest, context: Context

@@ -14,7 +14,7 @@ from rallypoint.rendezvous.v1 import state_service_pb2 as pb
 from rallypoint.rendezvous.v1 import state_service_pb2_grpc as rpc
 from rallypoint.server.v1 import server_service_pb2 as server_pb
 from rallypoint.serving.access import caller_of
-from rallypoint.serving.flow import WRITE_TIMEOUT, Context, Subscriber, Turns
+from rallypoint.serving.flow import Context, Subscriber, Turns
 from rallypoint.serving.info import limits_of
 from rallypoint.serving.policy import NODES
 from rallypoint.serving.requests import name
@@ -26,14 +26,12 @@ SERVICE_NAME = "rallypoint.rendezvous.v1.StateService"
 _TURN, _LONGEST_WAIT = 0.05, 1.0
 
 
-def fenced_registration(
-    locator: RunLocator, limits: Limits | None = None, *, write_timeout: float = WRITE_TIMEOUT
-) -> Registration:
+def fenced_registration(locator: RunLocator, limits: Limits | None = None) -> Registration:
     """Return the registration of the fenced states of all runs; draining it drains those of this process.
 
     The server must use `rallypoint.rendezvous.api.errors.translate`. `limits`: those of the service.
     """
-    servicer = StateServicer(locator, write_timeout)
+    servicer = StateServicer(locator)
     limits = limits or Limits()
     enforced = limits_of(
         server_pb.StateLimits, limits.state, value_bytes=MAX_VALUE_BYTES, state_ttl=limits.state_ttl
@@ -54,9 +52,8 @@ def fenced_registration(
 class StateServicer(rpc.StateServiceServicer):
     """The calls of StateService; see state_service.proto."""
 
-    def __init__(self, locator: RunLocator, write_timeout: float) -> None:
+    def __init__(self, locator: RunLocator) -> None:
         self._locator = locator
-        self._write_timeout = write_timeout
         # For each run in which sets lost of late, the turns of their clients, and the end of the present one.
         self._turns: WeakValueDictionary[str, Turns] = WeakValueDictionary()
         self._in_turn: dict[str, tuple[Turns, asyncio.TimerHandle]] = {}
@@ -111,7 +108,7 @@ class StateServicer(rpc.StateServiceServicer):
         token = request.token if request.HasField("token") else None
         states = self._locator.shard(request.run_id).states
         views = states.watch(request.run_id, token)
-        watcher = Subscriber(context, self._write_timeout)
+        watcher = Subscriber(context)
         try:
             await watcher.greet()
             while (view := await views.take()) is not None:
