@@ -86,11 +86,6 @@ def kinds(lines: str) -> list[str]:
     return [next(word for word in line.split() if word in events_module.KINDS) for line in lines.splitlines()]
 
 
-def test_the_kinds_are_those_of_the_protocol() -> None:
-    """They stand in two places, since --help loads no protobuf."""
-    assert [f"EVENT_KIND_{kind}" for kind in events_module.KINDS] == pb.EventKind.keys()[1:]
-
-
 def test_what_happened_is_shown_oldest_first(rendezvous: str) -> None:
     """And why."""
     result = shown(rendezvous)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import datetime
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 from google.protobuf.json_format import MessageToJson
@@ -16,29 +16,8 @@ from rallypoint.rpc.durations import to_seconds
 from rallypoint.rpc.endpoint import CallTarget
 from rallypoint.rpc.text import printable
 
-if TYPE_CHECKING:
-    from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
-
-# Names of EventKind, copied so that neither --help nor completion loads protobuf.
-KINDS = (
-    "RUN_CREATED",
-    "NODE_JOINED",
-    "NODE_LOST",
-    "NODE_LEFT",
-    "NODE_DEPARTING",
-    "NODE_EVICTED",
-    "NODE_READMITTED",
-    "ROUND_FROZEN",
-    "NODE_CONFIRMED",
-    "ROUND_FINALIZED",
-    "WORKER_FAILED",
-    "NODE_SUCCEEDED",
-    "EXIT_BARRIER_PASSED",
-    "RESTART_REQUESTED",
-    "ROUND_ENDED",
-    "RUN_CLOSED",
-    "ROUND_STARTED",
-)
+_PREFIX = "EVENT_KIND_"
+KINDS = tuple(kind.removeprefix(_PREFIX) for kind in pb.EventKind.keys()[1:])
 
 
 class _Kind(click.Choice[str]):
@@ -90,16 +69,14 @@ def events(
 
     Each line has the local time by the service's clock, the time since the previous line, the kind, and a description.
     """
-
     from rallypoint.cli.event_stream import Following, last_events  # noqa: PLC0415
     from rallypoint.cli.operator import RENDEZVOUS, call  # noqa: PLC0415
-    from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb  # noqa: PLC0415
     from rallypoint.rpc.loop import run  # noqa: PLC0415
 
     if since is not None and until is not None and since > until:
         raise click.UsageError("--since is after --until.")
     wanted = pb.EventFilter(
-        node_ids=nodes, kinds=[pb.EventKind.Value(f"EVENT_KIND_{kind}") for kind in kinds], rounds=rounds
+        node_ids=nodes, kinds=[pb.EventKind.Value(_PREFIX + kind) for kind in kinds], rounds=rounds
     )
     if since is not None:
         wanted.since.FromDatetime(since)
@@ -130,7 +107,7 @@ def events(
 
 
 _SPAN_WIDTH = 9  # "-12m34s", and "59.999s" with its sign
-_KIND_WIDTH = max(map(len, pb.EventKind.keys())) - len("EVENT_KIND_")
+_KIND_WIDTH = max(map(len, KINDS))
 
 
 class EventLines:
@@ -149,7 +126,7 @@ class EventLines:
         self._before = now
         if span and not span.startswith("-"):
             span = f"+{span}"
-        kind = pb.EventKind.Name(event.kind).removeprefix("EVENT_KIND_") if _known(event) else "?"
+        kind = pb.EventKind.Name(event.kind).removeprefix(_PREFIX) if _known(event) else "?"
         # The actor is shown for operators only; other descriptions already name the cause.
         actor = event.actor
         by = f" (operator {actor.name or actor.peer})" if actor.kind == pb.ACTOR_KIND_OPERATOR else ""

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -16,9 +16,6 @@ from rallypoint.rendezvous.core.state import explain_parts
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rpc.durations import to_seconds
 from rallypoint.rpc.endpoint import CallTarget
-
-if TYPE_CHECKING:
-    pass
 
 # More events than a service keeps of a run: by default 50,000, of which a round has at least three.
 _ALL = 1_000_000
@@ -39,7 +36,6 @@ def rounds(*, run_id: str, limit: int, as_json: bool, service: CallTarget) -> No
     """
     from rallypoint.cli.event_stream import last_events  # noqa: PLC0415 (gRPC is not for --help)
     from rallypoint.cli.operator import RENDEZVOUS, call  # noqa: PLC0415
-    from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb  # noqa: PLC0415
 
     wanted = pb.EventFilter(kinds=KINDS)
     events, _ = call(RENDEZVOUS, service, lambda stub: last_events(stub, run_id, wanted, _ALL))
