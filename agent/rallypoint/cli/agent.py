@@ -8,23 +8,21 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import click
 
 from rallypoint.agent.config.rlimits import parse_size
 from rallypoint.agent.config.settings import MOST_SECONDS
+from rallypoint.agent.v1 import supervisor_service_pb2 as pb
 from rallypoint.cli.main import LazyGroup
 from rallypoint.cli.output import json_fields, print_table, show_moment, show_span
 from rallypoint.cli.values import RunId, Text, agent_options, service_options
+from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as rendezvous_pb
 from rallypoint.rpc.durations import set_seconds, to_seconds
 from rallypoint.rpc.endpoint import CallTarget, SettingError
 from rallypoint.rpc.text import printable, size_in_words
 from rallypoint.serving.options import Seconds
-
-if TYPE_CHECKING:
-    from rallypoint.agent.v1 import supervisor_service_pb2 as pb
-    from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as rendezvous_pb
 
 
 @click.command(
@@ -80,8 +78,6 @@ def reason_option(command: _Command) -> _Command:
 
 def state_in_words(job: pb.Job) -> str:
     """Return the job's state without the enum's prefix."""
-    from rallypoint.agent.v1 import supervisor_service_pb2 as pb  # noqa: PLC0415 (gRPC is not for --help)
-
     return pb.JobState.Name(job.state).removeprefix("JOB_STATE_")
 
 
@@ -93,7 +89,6 @@ def state_in_words(job: pb.Job) -> str:
 @partial(agent_options, each=True)
 def jobs(*, service: CallTarget, as_json: bool) -> None:
     """Show the running jobs of the agent's host and those that ended last, newest first."""
-    from rallypoint.agent.v1 import supervisor_service_pb2 as pb  # noqa: PLC0415
     from rallypoint.cli.operator import SUPERVISOR, call  # noqa: PLC0415
 
     response = call(SUPERVISOR, service, lambda stub: stub.ListJobs(pb.ListJobsRequest()))
@@ -137,7 +132,6 @@ def workers(*, run_id: str, service: CallTarget, as_json: bool) -> None:
     `cpu` is the average number of busy processors since the previous request; `memory` is their own memory plus their
     share of memory that they share with others.
     """
-    from rallypoint.agent.v1 import supervisor_service_pb2 as pb  # noqa: PLC0415
     from rallypoint.cli.operator import SUPERVISOR, call  # noqa: PLC0415
 
     request = pb.ListWorkersRequest(run_id=run_id)
@@ -151,8 +145,6 @@ def workers(*, run_id: str, service: CallTarget, as_json: bool) -> None:
 
 
 def _print_workers(response: pb.ListWorkersResponse) -> None:
-    from rallypoint.agent.v1 import supervisor_service_pb2 as pb  # noqa: PLC0415
-
     rows = []
     for worker in response.workers:
         state = pb.WorkerState.Name(worker.state).removeprefix("WORKER_STATE_")
@@ -202,7 +194,6 @@ def stacks(*, run_id: str, ranks: tuple[int, ...], service: CallTarget, as_json:
     Nothing is killed. Workers that use rallypoint.timer write their stacks themselves; the stacks of others are read by
     py-spy, if it is installed on the host.
     """
-    from rallypoint.agent.v1 import supervisor_service_pb2 as pb  # noqa: PLC0415
     from rallypoint.cli.operator import SUPERVISOR, call  # noqa: PLC0415
 
     request = pb.DumpStacksRequest(run_id=run_id, ranks=ranks)
@@ -227,7 +218,6 @@ def stacks(*, run_id: str, ranks: tuple[int, ...], service: CallTarget, as_json:
 @agent_options
 def restart(run_id: str, service: CallTarget, reason: str) -> None:
     """Restart all workers of RUN_ID, on all its hosts. This does not count against --max-restarts."""
-    from rallypoint.agent.v1 import supervisor_service_pb2 as pb  # noqa: PLC0415 (gRPC is not for --help)
     from rallypoint.cli.operator import SUPERVISOR, call  # noqa: PLC0415
 
     request = pb.RestartWorkersRequest(run_id=run_id, reason=reason)
@@ -242,7 +232,6 @@ def restart(run_id: str, service: CallTarget, reason: str) -> None:
 @agent_options
 def reap(*, run_id: str, rank: int, service: CallTarget, reason: str) -> None:
     """Collect diagnostics of a worker of RUN_ID, then kill it with its child processes; it counts as failed."""
-    from rallypoint.agent.v1 import supervisor_service_pb2 as pb  # noqa: PLC0415 (gRPC is not for --help)
     from rallypoint.cli.operator import SUPERVISOR, call  # noqa: PLC0415
 
     request = pb.ReapWorkerRequest(run_id=run_id, rank=rank, reason=reason)
@@ -263,7 +252,6 @@ def reap(*, run_id: str, rank: int, service: CallTarget, reason: str) -> None:
 @agent_options
 def drain(*, run_id: str, grace: float | None, service: CallTarget, reason: str) -> None:
     """Drain the agent's host: workers of RUN_ID, or of all jobs, are warned and get time, then the host leaves."""
-    from rallypoint.agent.v1 import supervisor_service_pb2 as pb  # noqa: PLC0415 (gRPC is not for --help)
     from rallypoint.cli.operator import SUPERVISOR, call  # noqa: PLC0415
 
     request = pb.DrainRequest(run_id=run_id, reason=reason, all_jobs=not run_id)
@@ -283,7 +271,6 @@ def drain(*, run_id: str, grace: float | None, service: CallTarget, reason: str)
 @agent_options
 def stop(*, run_id: str, now: bool, service: CallTarget, reason: str) -> None:
     """Make the agent's host leave RUN_ID; the other hosts continue. (`rallypoint close` ends a run on all hosts.)"""
-    from rallypoint.agent.v1 import supervisor_service_pb2 as pb  # noqa: PLC0415 (gRPC is not for --help)
     from rallypoint.cli.operator import SUPERVISOR, call  # noqa: PLC0415
 
     which = pb.GetJobRequest(run_id=run_id)
@@ -343,8 +330,6 @@ def _log_options(command: _Command) -> _Command:
 def _log_request(
     run_id: str, ranks: Sequence[int], follow: bool, tail: int, stream: str
 ) -> pb.StreamLogsRequest:
-    from rallypoint.agent.v1 import supervisor_service_pb2 as pb  # noqa: PLC0415 (gRPC is not for --help)
-
     request = pb.StreamLogsRequest(run_id=run_id, ranks=ranks, follow=follow, tail_bytes=tail)
     request.stream = {"stdout": pb.LOG_STREAM_STDOUT, "stderr": pb.LOG_STREAM_STDERR}.get(
         stream, pb.LOG_STREAM_UNSPECIFIED
@@ -370,7 +355,6 @@ def logs(
 
     With --follow, output continues at the same position after a broken connection.
     """
-    from rallypoint.agent.v1 import supervisor_service_pb2 as pb  # noqa: PLC0415 (gRPC is not for --help)
     from rallypoint.cli.operator import SUPERVISOR, call  # noqa: PLC0415
     from rallypoint.rpc.loop import run  # noqa: PLC0415
 
@@ -470,7 +454,6 @@ async def _print_run_logs(
 ) -> None:
     from rallypoint.cli.event_stream import Following  # noqa: PLC0415
     from rallypoint.cli.operator import whole_run  # noqa: PLC0415
-    from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as rendezvous_pb  # noqa: PLC0415
     from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as rendezvous_grpc  # noqa: PLC0415
     from rallypoint.rpc.calls import call_any  # noqa: PLC0415
     from rallypoint.rpc.errors import ServiceError  # noqa: PLC0415

@@ -9,12 +9,12 @@ import click
 
 from rallypoint.cli.output import json_fields, plain_console, print_table, show_moment
 from rallypoint.cli.values import NodeId, RunId, Text, service_options
+from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rpc.durations import to_seconds
 from rallypoint.rpc.endpoint import CallTarget, SettingError
 from rallypoint.rpc.text import printable
 
 if TYPE_CHECKING:
-    from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
     from rallypoint.rendezvous.v1.rendezvous_service_pb2_grpc import RendezvousServiceAsyncStub
 
 
@@ -31,7 +31,6 @@ def close(run_id: str, service: CallTarget, reason: str) -> None:
     A host that joins it afterwards opens it again, unless the run has --rdzv-conf reopen=never.
     """
     from rallypoint.cli.operator import RENDEZVOUS, call  # noqa: PLC0415 (gRPC is not for --help)
-    from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb  # noqa: PLC0415
 
     wanted = pb.GetRunRequest(run_id=run_id)
     found = call(RENDEZVOUS, service, lambda stub: stub.GetRun(wanted))
@@ -57,7 +56,6 @@ def delete(run_id: str, service: CallTarget) -> None:
     from grpc.aio import AioRpcError  # noqa: PLC0415
 
     from rallypoint.cli.operator import RENDEZVOUS, call  # noqa: PLC0415
-    from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb  # noqa: PLC0415
 
     # With its incarnation, the request may be sent again if a replica does not reply.
     present = pb.GetRunRequest(run_id=run_id)
@@ -85,7 +83,6 @@ def delete(run_id: str, service: CallTarget) -> None:
 def restart(run_id: str, service: CallTarget, reason: str) -> None:
     """Restart all workers of RUN_ID, and let in newcomers that were held back. --max-restarts is not used up."""
     from rallypoint.cli.operator import RENDEZVOUS, call  # noqa: PLC0415 (gRPC is not for --help)
-    from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb  # noqa: PLC0415
 
     # With its round, the request may be sent again if a replica does not reply.
     present = pb.GetRunRequest(run_id=run_id)
@@ -122,7 +119,6 @@ def evict(
     `rallypoint status RUN_ID` shows the names of present and evicted nodes.
     """
     from rallypoint.cli.operator import RENDEZVOUS, all_nodes, call  # noqa: PLC0415 (gRPC is not for --help)
-    from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb  # noqa: PLC0415
 
     # Names of a host's agents begin with the host's name, unless --node-id is given. The first name refuses newcomers.
     names = [f"{node}_*", node] if host else [node]
@@ -179,7 +175,6 @@ def replicas(*, run_id: str, service: CallTarget, as_json: bool) -> None:
     The table is the view of the replying replica (state "answers"). LEAVING: it hands its shards over, to stop.
     """
     from rallypoint.cli.operator import RENDEZVOUS, call  # noqa: PLC0415
-    from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb  # noqa: PLC0415
 
     request = pb.ListReplicasRequest(run_id=run_id)
     answer = call(RENDEZVOUS, service, lambda stub: stub.ListReplicas(request))

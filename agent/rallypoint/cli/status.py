@@ -8,23 +8,20 @@ from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
+from google.protobuf.duration_pb2 import Duration
 
 from rallypoint.cli.output import json_fields, plain_console, print_table, show_moment, show_span
 from rallypoint.cli.values import RunId, Text, service_options
+from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rpc.durations import to_seconds
 from rallypoint.rpc.endpoint import CallTarget, SettingError
 from rallypoint.rpc.runtime_folder import found_socket, is_served, run_socket, secret_beside
 from rallypoint.rpc.text import printable
 from rallypoint.serving.options import Setting
-
-if TYPE_CHECKING:
-    from google.protobuf.duration_pb2 import Duration
-
-    from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
-    from rallypoint.timer.v1 import timer_service_pb2 as timer_pb
+from rallypoint.timer.v1 import timer_service_pb2 as timer_pb
 
 # Names of nodes in one line of output; a run may have a thousand evicted ones.
 _MOST_NAMES = 20
@@ -46,7 +43,6 @@ _MOST_NAMES = 20
 def status(*, run_id: str | None, service: CallTarget, timer_endpoint: str, as_json: bool) -> None:
     """Show all runs, or RUN_ID with its nodes, and with its slowest worker if its timer service is known."""
     from rallypoint.cli.operator import RENDEZVOUS, all_runs, call, other_version, whole_run  # noqa: PLC0415
-    from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb  # noqa: PLC0415
 
     if run_id is not None and not timer_endpoint:
         timer_endpoint = run_socket("timer", run_id) or run_socket("timer", "") or ""
@@ -107,7 +103,6 @@ def _print_progress(run_id: str, timer: CallTarget) -> None:
 
 def _request_progress(run_id: str, timer: CallTarget) -> timer_pb.GetProgressResponse:
     from rallypoint.cli.operator import TIMER, call  # noqa: PLC0415
-    from rallypoint.timer.v1 import timer_service_pb2 as timer_pb  # noqa: PLC0415
 
     request = timer_pb.GetProgressRequest(run_id=run_id, page_size=1)
     return call(TIMER, timer, lambda stub: stub.GetProgress(request))
@@ -139,7 +134,6 @@ def _print_owner_away(owner: str) -> None:
 
 def _print_run(run: pb.Run, *, connections_known: bool) -> None:
     from rallypoint.agent.job.waiting import describe_waiting, waiting_of  # noqa: PLC0415
-    from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb  # noqa: PLC0415
 
     console = plain_console()
     assigned = sum(node.HasField("assignment") for node in run.nodes)
@@ -179,7 +173,6 @@ def _print_times(run: pb.Run, service: CallTarget) -> None:
     """Print since when the run is in its phase, and since when it exists; nothing if its events are gone."""
     from rallypoint.cli.event_stream import last_events  # noqa: PLC0415
     from rallypoint.cli.operator import RENDEZVOUS, call  # noqa: PLC0415
-    from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb  # noqa: PLC0415
 
     def last(*kinds: pb.EventKind.ValueType) -> str:
         wanted = pb.EventFilter(kinds=kinds)
@@ -252,8 +245,6 @@ def _evicted(run: pb.Run) -> str:
 
 
 def _print_nodes(run: pb.Run, *, connections_known: bool) -> None:
-    from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb  # noqa: PLC0415
-
     places = any(node.topology for node in run.nodes)
     columns = ["node", "state", "group rank", "ranks", "role", "address", "connected", *["topology"] * places]
     rows = []
@@ -282,8 +273,6 @@ def _yes_or_no(fact: bool) -> str:
 
 
 def _phase(run: pb.Run) -> str:
-    from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb  # noqa: PLC0415
-
     if run.broken:
         return f"STOPPED by {run.broken}"
     phase = pb.Phase.Name(run.phase).removeprefix("PHASE_")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 import click
 
@@ -13,9 +12,7 @@ from rallypoint.cli.output import json_fields, plain_console, print_table, show_
 from rallypoint.cli.values import RunId, Text, limit_option, timer_service_options
 from rallypoint.rpc.durations import to_seconds
 from rallypoint.rpc.endpoint import CallTarget
-
-if TYPE_CHECKING:
-    from rallypoint.timer.v1 import timer_service_pb2 as pb
+from rallypoint.timer.v1 import timer_service_pb2 as pb
 
 
 @click.command()
@@ -53,7 +50,6 @@ def timers(
 
 def _print_timers(timers: Sequence[pb.Timer], *, with_runs: bool) -> None:
     from rallypoint.cli.operator import RAN_OUT  # noqa: PLC0415
-    from rallypoint.timer.v1 import timer_service_pb2 as pb  # noqa: PLC0415
 
     rows = []
     for each in timers:
@@ -128,7 +124,6 @@ def _check_forgetting(run_id: str | None, forgotten: Sequence[str], forget_all: 
 def _forget(run_id: str, scopes: Sequence[str], service: CallTarget) -> dict[str, int]:
     """Return how many scopes were forgotten for each name; "" means all scopes of the run."""
     from rallypoint.cli.operator import TIMER, call  # noqa: PLC0415 (gRPC is not for --help)
-    from rallypoint.timer.v1 import timer_service_pb2 as pb  # noqa: PLC0415
     from rallypoint.timer.v1 import timer_service_pb2_grpc as pb_grpc  # noqa: PLC0415
 
     async def forget(stub: pb_grpc.TimerServiceAsyncStub) -> dict[str, int]:
@@ -201,7 +196,6 @@ def progress(*, run_id: str, limit: int, as_json: bool, service: CallTarget) -> 
     """
     from rallypoint.cli.operator import TIMER, call  # noqa: PLC0415 (gRPC is not for --help)
     from rallypoint.cli.status import progress_lines  # noqa: PLC0415
-    from rallypoint.timer.v1 import timer_service_pb2 as pb  # noqa: PLC0415
 
     request = pb.GetProgressRequest(run_id=run_id, page_size=limit)
     answer = call(TIMER, service, lambda stub: stub.GetProgress(request))
