@@ -184,7 +184,6 @@ def is_taken_by_another(port: int, spawner: int) -> bool:
     """True if a TCP port of this host belongs to a program other than the workers and their descendants.
 
     Args:
-        port: The port.
         spawner: Process id of the spawner, the ancestor of all workers.
     """
     try:

@@ -87,8 +87,6 @@ def call(
     """Call a service, within the timeout of `target`.
 
     Args:
-        service: The kind of service.
-        target: Its address.
         request: Makes the calls; again at another replica after a lost connection.
         preferred: Tried first, for a part of the time: a request with a better reply that is not always available.
 
@@ -190,7 +188,6 @@ async def whole_run(
     """Return a run with all its nodes; each node once even if the run changes meanwhile.
 
     Args:
-        run_id: Name of the run.
         stub: Stub of the service.
         owner_only: Accept a reply only from the replica that owns the run: it knows which nodes are connected.
     """

@@ -141,7 +141,6 @@ class ResolvedRendezvous:
 
     Attributes:
         service: Where the rendezvous service is.
-        run_id: Name of the run.
         node_id: Name of this host in the run; empty: any.
         nodes: Fewest and most nodes; None: as requested.
         conf: Settings of the run, by our names.

@@ -70,7 +70,6 @@ class EmbeddedService:
         until a signal comes; if this node left early, close the run.
 
         Args:
-            run_id: Name of the run.
             reason: How this node's job ended, for people.
             signals: Signals that end the wait for other nodes.
             succeeded: True if this host's workers succeeded.

@@ -49,7 +49,6 @@ class EtcdRendezvous:
 
     Attributes:
         address: The etcd; its prefix is for this run alone.
-        run_id: Name of the run.
         nodes: Fewest and most nodes; None: not given.
         conf: Settings of the run, by the names of `--rdzv-conf`; those that are not etcd's are unchanged.
     """

@@ -132,7 +132,6 @@ async def launch(
     """Run a job to its end on this host.
 
     Args:
-        plan: The job.
         spawner: Already running; it is closed when this returns.
         on_job: Called with the job before it runs.
 

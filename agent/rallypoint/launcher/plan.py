@@ -26,11 +26,7 @@ class Embedded:
 
 @dataclass(frozen=True, slots=True)
 class ExternalService:
-    """The rendezvous service is a separate process.
-
-    Attributes:
-        endpoint: Its address.
-    """
+    """The rendezvous service is a separate process."""
 
     endpoint: str
 
@@ -71,7 +67,6 @@ class LaunchPlan:
     Attributes:
         command: Program and arguments of a worker; `${local_rank}` in an argument is replaced.
         environment: Variables that workers inherit.
-        run_id: Name of the run.
         service: Location of its rendezvous service.
         nodes: Fewest and most nodes of a round.
         local_world_size: Workers on this host.
@@ -117,7 +112,6 @@ class LaunchRequest:
     """The request of a launching program to its agent.
 
     Attributes:
-        plan: The job.
         folder: Folder with the call that workers make; None for a program.
         forkserver: True if workers are forks of a process that has loaded the call.
         log_level: Level of the agent's own log.

@@ -121,7 +121,6 @@ class OwnReplica:
         """Stop serving in good order, within a time limit: other nodes find the run at another agent.
 
         Args:
-            run_id: Name of the run.
             reason: How this node's job ended; no other node ends with it.
             signals: Ignored: there is no wait that they could end.
             succeeded: True if this host's workers succeeded.
@@ -240,7 +239,6 @@ async def replicated_rendezvous(
 
     Args:
         etcd: The etcd; its prefix is for this run alone.
-        run_id: Name of the run.
         address: Address of this host for other hosts.
         security: How the job's connections are secured; None: by a secret that the job keeps in the etcd.
         timeout: Seconds after which an etcd that does not reply counts as a wrong address.

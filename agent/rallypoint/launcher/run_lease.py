@@ -49,8 +49,6 @@ def on_lease(txn: Txn, lease: int, lasting: bytes = b"", lasting_lease: int = 0)
     """Return the transaction with its puts on a lease, except puts that have one already.
 
     Args:
-        txn: The transaction.
-        lease: The lease.
         lasting: Prefix of the keys whose puts get `lasting_lease`; empty: none.
         lasting_lease: A lease that outlives the other one.
     """

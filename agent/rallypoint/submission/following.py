@@ -23,7 +23,6 @@ class RemoteAgent:
     """An agent of a job.
 
     Attributes:
-        endpoint: Its address.
         label: Its name before lines of output.
         stub: Stub for calls to it.
     """
@@ -56,7 +55,6 @@ def in_words(error: ServiceError, security: ClientSecurity, *, answered: bool = 
     """Describe why a call to an agent failed.
 
     Args:
-        error: Error of the call.
         security: How connections to the agent are secured.
         answered: True if the agent has replied before: then the certificates are right.
     """
@@ -178,7 +176,6 @@ class Followed:
     """A followed job on one agent.
 
     Attributes:
-        agent: The agent.
         job: Latest state of the job there; None before the first report.
         lost: Reason why it can't be followed any more; None if it can.
     """
@@ -196,7 +193,6 @@ class Followed:
         """Store the settings.
 
         Args:
-            agent: The agent.
             launch: The request that launched the job there.
             security: How connections to the agent are secured, for advice in errors.
             timeout: Seconds that the agent may be unreachable before it counts as lost.

@@ -39,8 +39,6 @@ class Lines(Generic[_Source]):
         """Print a piece of a worker's output, and hold back an unfinished last line.
 
         Args:
-            source: The worker.
-            stream: Number of its stream.
             prefix: Prefix of each line.
             data: The piece; it may continue the unfinished line of the piece before.
         """

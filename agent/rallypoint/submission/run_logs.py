@@ -19,7 +19,6 @@ class LogSource:
     """An agent whose workers are to be read.
 
     Attributes:
-        node: Name of its node.
         address: Address of its SupervisorService.
         ranks: Global ranks of the workers now; empty: all.
     """

@@ -87,7 +87,6 @@ def write_error_file(error: Exception, path: str, timestamp: float, raised_at: f
     The format is torch's. Our fields are in an object beside its timestamp, which counts whole seconds.
 
     Args:
-        error: The exception.
         path: The file; an existing one is replaced.
         timestamp: Time of the exception, in Unix seconds.
         raised_at: The same in monotonic seconds, which order the failures of a host; None: now.

@@ -156,7 +156,6 @@ class Store:
         """Return the value of a key; wait until the key is set.
 
         Args:
-            key: The key.
             timeout: Longest wait in seconds; 0: no wait.
 
         Raises:

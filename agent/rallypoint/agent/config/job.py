@@ -39,16 +39,12 @@ class JobConfig:
     """A job, as one host runs it. Times are in seconds.
 
     Attributes:
-        run_id: Name of the run.
         node_id: Name of this host's agent in it.
         address: Address at which the other hosts reach this one.
         settings: Settings of the run, the same on all its nodes.
         command: Program and arguments of a worker; `${local_rank}` in an argument is replaced.
         environment: Environment of the workers, without the variables that the agent adds for each.
-        rendezvous: The rendezvous service.
-        timer: The timer service.
         local_world_size: Workers on this host.
-        role: Role of the workers.
         topology: Where this host is, from the outermost place to the innermost, as in "hall2/rack7".
         working_directory: Of the workers; None: the agent's.
         log_dir: Folder in which the folder of their output is made; None: a new temporary one.

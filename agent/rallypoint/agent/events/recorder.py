@@ -278,8 +278,6 @@ class EventRecorder:
         """A worker has failed by itself.
 
         Args:
-            rank: its global rank.
-            exit_: its exit.
             kind: the kind of failure, in one word.
             reason: one line for people.
             at: when that became known.

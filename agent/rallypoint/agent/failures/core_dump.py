@@ -52,7 +52,6 @@ def find_core_dump(
     """Look for the core dump of a worker; None if it did not end in a way that leaves one.
 
     Args:
-        exit_: its exit.
         cwd: its working directory.
         rlimits: its resource limits, where they differ from those of this process.
         started: when it was started, in Unix seconds: an older file belongs to another process.

@@ -60,7 +60,6 @@ def sentence(exit_: WorkerExit, *, own_code: bool = False) -> str:
     """Describe an exit by its code or signal alone.
 
     Args:
-        exit_: The exit.
         own_code: True if the program itself chose the exit code: no shell is in between.
     """
     if exit_.inferred:
@@ -277,10 +276,6 @@ class WorkerFailure:
     """A worker's failure, with all that an engineer needs to find its cause.
 
     Attributes:
-        local_rank: local rank of the worker.
-        rank: its global rank.
-        role: its role.
-        host: name of its host.
         pid: its process id; 0 if it was never started.
         exit_code: its exit code; minus the signal's number if a signal ended it; RAISED if it had not ended yet.
         time: when it failed, in Unix seconds by its host's clock.
@@ -467,7 +462,6 @@ def _moment(record: ErrorRecord, since: float, at: float, time: float) -> tuple[
     start or after its end is ignored, and then its end is the time of the failure.
 
     Args:
-        record: its error file.
         since: when it was started, in monotonic seconds.
         at: when it ended, likewise.
         time: the same moment in Unix seconds.

@@ -30,7 +30,6 @@ class InspectedProcess:
     """A process to inspect.
 
     Attributes:
-        pid: its process id.
         pidfd: a reference to it, so that no signal can reach another process that got its number.
     """
 

@@ -10,7 +10,6 @@ class HungWorker:
     """An expired timer that its worker still holds; or an operator's request to diagnose or kill a worker.
 
     Attributes:
-        worker_id: the worker.
         scope: the name of the timer.
         after: the timeout in seconds.
         late_by: seconds from the expiry to its detection.

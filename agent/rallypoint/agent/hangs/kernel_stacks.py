@@ -132,7 +132,6 @@ class Thread:
 
     Attributes:
         tid: its number; the main thread's is the process's.
-        name: its name.
         state: one letter, see proc_pid_stat(5).
         wait_channel: kernel function in which it waits.
         call: its current system call, with the file of the call's descriptor.
@@ -172,7 +171,6 @@ class ProcessLook:
     """State of a process at one moment.
 
     Attributes:
-        pid: its process id.
         cpu_seconds: processor time since its start, all threads together.
         threads: at most MOST_THREADS, the main thread first.
         thread_count: number of all its threads.

@@ -82,7 +82,6 @@ class StackPipe:
         Call it only for a process that catches STACK_SIGNAL: the signal would kill any other.
 
         Args:
-            pidfd: the process.
             resume: also send SIGCONT: a stopped process handles no other signal.
             output: receives the output piece by piece, so that it is available even if this is cancelled.
         """
@@ -170,7 +169,6 @@ def in_order(dump: str, scope: str) -> str:
 
     Args:
         dump: the output of faulthandler.
-        scope: of the timer.
     """
     head, *blocks = _BLOCK.split(dump)
     file, _, line = scope.rpartition("#")

@@ -128,9 +128,6 @@ class HungProcess:
     """The processes and files of a hung worker.
 
     Attributes:
-        pid: its process id.
-        rank: its global rank.
-        stderr: its standard error.
         file: file for the diagnostics.
         pipe: pipe into which it writes its stacks; None if there is none.
         is_ours: returns True for a worker of this host, and for its descendants.

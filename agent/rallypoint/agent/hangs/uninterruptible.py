@@ -47,8 +47,6 @@ class BlockedThread:
     """A thread in uninterruptible sleep.
 
     Attributes:
-        pid: Its process id.
-        tid: Its thread id.
         switches: Number of its context switches so far: an equal number means the same sleep.
     """
 

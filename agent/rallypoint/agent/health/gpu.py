@@ -40,9 +40,6 @@ def gpu_library() -> Any:
 def driver(nvml: Any) -> Iterator[None]:
     """Open a session with the driver. A new one for each check: results from before a reload of the driver are stale.
 
-    Args:
-        nvml: The library.
-
     Raises:
         NoDriverError: There is none, or it does not respond.
     """
@@ -61,7 +58,6 @@ def check_gpus(nvml: Any, visible: str | None) -> str | None:
     """Return the reason if a GPU is not healthy, else None.
 
     Args:
-        nvml: The library.
         visible: CUDA_VISIBLE_DEVICES; None: all GPUs are checked.
     """
     try:

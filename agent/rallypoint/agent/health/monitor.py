@@ -55,7 +55,6 @@ class HostMonitor:
         """Set up; start nothing.
 
         Args:
-            config: The job.
             folder: For temporary files.
             log_dir: Of the job's logs.
             pids: Process ids of the running workers, by rank.
@@ -144,7 +143,6 @@ class HostHealth:
         """Set up.
 
         Args:
-            checks: The checks.
             context: Their input from the job.
             programs: Runs the checks that are programs.
             timeout: Limit in seconds for all of them together; a check that takes longer has failed.

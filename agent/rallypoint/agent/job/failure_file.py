@@ -41,13 +41,9 @@ def failure_document(
     """Return the content of the file.
 
     Args:
-        config: the job.
-        result: its end on this host.
         round_: the last round whose workers this host started; 0: none.
-        restart_count: of the run.
         run_end: the end of the run, if it has ended.
         local_failures: workers of this host that failed in that round, in order of time.
-        host: name of this host.
         log_dir: folder of the workers' output.
         time: now, in Unix seconds.
     """

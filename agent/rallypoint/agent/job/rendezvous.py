@@ -53,8 +53,6 @@ class NodeMembership:
         """Set up; do not join yet.
 
         Args:
-            config: The job.
-            rendezvous: The rendezvous service.
             publish: Receives the events for the core.
         """
         self.lease: HeldLease | None = None

@@ -19,7 +19,6 @@ def render(
     """Return the report of a failure as text.
 
     Args:
-        failure: the failure.
         zone: time zone for its time; None for this host's.
         others: the other failures of its round on this host, in order of time.
     """

@@ -29,7 +29,6 @@ class TakenJob:
     """A job that the agent has accepted.
 
     Attributes:
-        job: the job.
         launch_id: the launch_id of the request that launched it; empty: it had none, or no request launched the job.
         digest: the `launch_digest` of that request.
         request_bytes: the size of that request.
@@ -199,7 +198,6 @@ def worker_message(
     """The message of a worker.
 
     Args:
-        worker: the worker.
         usage: its use of the host; None: not requested, or unknown.
         progress: its step, and the seconds since it began; None: not requested, or the worker has reported none.
     """

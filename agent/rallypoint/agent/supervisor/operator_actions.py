@@ -40,7 +40,6 @@ async def restart_workers(job: Job, reason: str, operator: str, expected: int | 
     """Restart all workers of the job's run, on all hosts; return the round that ended.
 
     Args:
-        job: The job.
         reason: For people.
         operator: Name or address of the caller, for the run's events.
         expected: The round of the workers to restart; None: those that run.
@@ -108,7 +107,6 @@ async def dump_stacks(job: Job, ranks: Sequence[int]) -> list[Stacks]:
     """Return the stacks of workers, by local rank, without those that have ended.
 
     Args:
-        job: The job.
         ranks: Global ranks of the workers; empty: all of them.
 
     Raises:

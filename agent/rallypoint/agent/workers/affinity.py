@@ -52,7 +52,6 @@ def bind(binding: str, topology: Topology, allowed: Iterable[int], workers: int)
 
     Args:
         binding: one of `BINDINGS`.
-        topology: of this host.
         allowed: the processors that this process may use; a worker never gets another.
         workers: their number on this host.
 

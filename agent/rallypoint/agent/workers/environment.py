@@ -26,10 +26,7 @@ def worker_environment(
     """Return the whole environment of one worker.
 
     Args:
-        config: The job.
         assignment: This node's rank assignment in the round.
-        restart_count: Of the run.
-        local_rank: Of the worker.
         error_file: File for the worker's own error record.
         sockets: Variables with the addresses of the agent's sockets; `${local_rank}` in them is replaced.
     """

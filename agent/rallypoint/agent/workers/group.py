@@ -145,9 +145,7 @@ class WorkerGroup:
         """Set up; nothing is started.
 
         Args:
-            config: The job.
             assignment: This node's rank assignment in the round.
-            restart_count: Of the run.
             spawner: Starts processes.
             settings: Resources that all groups share.
             publish: Receives the events. NodeUnhealthy: a worker that hangs, or a descendant of it, survives SIGKILL;
@@ -294,7 +292,6 @@ class WorkerGroup:
         A suspended worker stays suspended.
 
         Args:
-            local_rank: Of the worker.
             timeout: Seconds that the diagnosis may take.
         """
         process = self._hung_process(local_rank)

@@ -51,7 +51,6 @@ class WorkerGroups:
         """Set up.
 
         Args:
-            config: The job.
             spawner: Already running.
             publish: Receives the events of all groups.
             begin: Runs a coroutine in the background; an exception in it ends the job.
@@ -76,7 +75,6 @@ class WorkerGroups:
 
         Args:
             assignment: The node's rank assignment in the round.
-            restart_count: Of the run.
             lease: The node's lease, under which the workers act.
         """
         if self.spawner.dead:

@@ -146,7 +146,6 @@ class WorkerProcesses:
         """Send a signal to every living worker.
 
         Args:
-            signal: number of the signal.
             group: also to the rest of their process groups, such as data loaders, which often do not expect it.
             only: local ranks of the receivers; None: all.
         """

@@ -65,7 +65,6 @@ class UsageMeter:
 
         Args:
             spawner: pid of the process below which all workers are.
-            workers: their pids.
         """
         try:
             async with asyncio.timeout(READ_TIMEOUT):

@@ -181,7 +181,6 @@ class EventServicer:
         """Send the events after a revision, and then new ones; returns when the run is closed.
 
         Args:
-            request: The request.
             watcher: The stream to the client.
 
         Raises:
