@@ -472,17 +472,8 @@ def _moment(record: ErrorRecord, since: float, at: float, time: float) -> tuple[
     return at, time
 
 
-def failure_to_start(
-    message: str,
-    *,
-    rank: int,
-    role: str,
-    host: str,
-    local_rank: int = 0,
-    time: float | None = None,
-    at: float | None = None,
-) -> WorkerFailure:
-    """The failure of a worker that could not be started. The arguments are those of WorkerFailure; None for now."""
+def failure_to_start(message: str, *, rank: int, role: str, host: str, local_rank: int = 0) -> WorkerFailure:
+    """The failure of a worker that could not be started; its time is now. The arguments are those of WorkerFailure."""
     return WorkerFailure(
         local_rank=local_rank,
         rank=rank,
@@ -490,10 +481,10 @@ def failure_to_start(
         host=host,
         pid=0,
         exit_code=COULD_NOT_START,
-        time=clock.time() if time is None else time,
+        time=clock.time(),
         message=_head(message),
         kind=FailureKind.NOT_STARTED,
-        at=clock.monotonic() if at is None else at,
+        at=clock.monotonic(),
     )
 
 

@@ -85,22 +85,19 @@ class StuckWatch:
         return next((each for each, since in self._since.items() if now - since >= self.timeout), None)
 
 
-async def await_stuck(
-    pids: Callable[[], Mapping[int, int]], timeout: float, clock: Callable[[], float] = time.monotonic
-) -> str:
+async def await_stuck(pids: Callable[[], Mapping[int, int]], timeout: float) -> str:
     """Return a sentence once a worker is stuck.
 
     Args:
         pids: Process ids of the running workers, by rank.
         timeout: Seconds that a worker may be in uninterruptible sleep.
-        clock: Monotonic, in seconds.
     """
     watch = StuckWatch(timeout)
     while True:
         await asyncio.sleep(watch.pause)
         workers = {pid: rank for rank, pid in pids().items()}
         sleepers = await in_background(partial(find_sleepers, workers))
-        if (stuck := watch.note(sleepers, clock())) is not None:
+        if (stuck := watch.note(sleepers, time.monotonic())) is not None:
             return await in_background(partial(_describe, stuck, workers[stuck.pid], timeout))
 
 

@@ -70,18 +70,6 @@ def _visible_devices(environment: Mapping[str, str]) -> tuple[str, str | None]:
     return name, environment.get(name)
 
 
-def _virtual_device(environment: Mapping[str, str], local_rank: int) -> str:
-    """Return the only GPU of a worker under `--virtual-local-rank`: the job's visible GPU with index local rank.
-
-    Empty if too few GPUs are visible, which `check_devices` refuses.
-    """
-    _, visible = _visible_devices(environment)
-    if visible is None:
-        return str(local_rank)
-    devices = visible.split(",")
-    return devices[local_rank].strip() if local_rank < len(devices) else ""
-
-
 def check_devices(config: JobConfig) -> None:
     """Refuse a job with `--virtual-local-rank` in which a worker would have no GPU.
 
@@ -98,12 +86,15 @@ def check_devices(config: JobConfig) -> None:
 
 
 def _device_variables(config: JobConfig, local_rank: int) -> dict[str, str]:
+    """Return the local rank; with `--virtual-local-rank` it is 0, and the worker sees the GPU with that index alone."""
     if not config.virtual_local_rank:
         return {"LOCAL_RANK": str(local_rank)}
-    device = _virtual_device(config.environment, local_rank)
+    name, visible = _visible_devices(config.environment)
+    device = str(local_rank)
+    if visible is not None:  # `check_devices` has refused too few
+        device = visible.split(",")[local_rank].strip() if visible else ""
     # Torch reads CUDA_VISIBLE_DEVICES with AMD's GPUs too.
-    names = {"CUDA_VISIBLE_DEVICES", _visible_devices(config.environment)[0]}
-    return {"LOCAL_RANK": "0", **dict.fromkeys(names, device)}
+    return {"LOCAL_RANK": "0", **dict.fromkeys({"CUDA_VISIBLE_DEVICES", name}, device)}
 
 
 def worker_command(config: JobConfig, local_rank: int) -> tuple[str, ...]:

@@ -11,12 +11,9 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from rallypoint.agent.config.settings import SHUTDOWN_TIMEOUT
 from rallypoint.agent.spawner.client import START_TIMEOUT, Spawner, WorkerProcess
 from rallypoint.agent.spawner.protocol import KillResult, SpawnError, WorkerExit, WorkerSpec
-
-STOP_TIMEOUT = 30.0
-"""Seconds from the first stop signal to SIGKILL; torchrun's default. Long enough for a checkpoint; a longer timeout
-delays every restart in which a worker ignores the signal."""
 
 DRAIN_TIMEOUT = 1.0
 """Seconds that a stop waits until the console has taken the workers' last output. A slower terminal must not delay
@@ -112,7 +109,7 @@ class WorkerProcesses:
             await self.stop(signals.SIGKILL, 0.0)
             raise
 
-    async def stop(self, signal: int = signals.SIGTERM, timeout: float = STOP_TIMEOUT) -> StopReport:
+    async def stop(self, signal: int = signals.SIGTERM, timeout: float = SHUTDOWN_TIMEOUT) -> StopReport:
         """Stop all workers and their descendants; return when no process is left.
 
         Every living worker's process group gets the signal (and SIGCONT, so that a suspended one can handle it).
