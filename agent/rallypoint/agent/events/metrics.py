@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from rallypoint.agent.events.handlers import EventSink
-from rallypoint.agent.events.recorder import AgentEvent, GroupState, Source
+from rallypoint.agent.events.recorder import PARTS, AgentEvent, GroupState, Source
 from rallypoint.serving.metrics import serve_metrics
 
 # Seconds, from a restart of tiny workers to one that waits for hosts; each about three times the previous one.
@@ -148,12 +148,11 @@ class AgentMetrics:
             (Source.WORKER, "FAILED"): self._worker,
             (Source.WORKER, "MEASURED"): self._measure,
         }
-        self._parts = {"DETECTED", "TOLD", "STOPPED", "REFORMED", "STARTED"}
 
     def __call__(self, event: AgentEvent) -> None:
         """Count an event."""
         role = event.subject.role
-        if event.source is Source.AGENT and event.name in self._parts:
+        if event.source is Source.AGENT and event.name.lower() in PARTS:
             self._restarts.labels(role, event.name.lower()).observe(event.duration or 0.0)
             return
         take = self._takers.get((event.source, event.name))

@@ -5,18 +5,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rallypoint.agent.core import core
 from rallypoint.agent.events.handlers import EventDelivery, EventSink, open_event_log
-from rallypoint.agent.events.recorder import (
-    AgentEvent,
-    EventRecorder,
-    GroupState,
-    JobIdentity,
-    Timestamp,
-    restart_line,
-)
+from rallypoint.agent.events.recorder import AgentEvent, EventRecorder, JobIdentity, Timestamp, restart_line
 from rallypoint.agent.failures.failure import WorkerFailure
 from rallypoint.agent.spawner.protocol import WorkerExit
 from rallypoint.rpc.logs import get_logger
@@ -61,11 +54,6 @@ class JobEvents:
         """True if there is a sink for the events."""
         return self._deliver.has_sinks
 
-    @property
-    def group_state(self) -> GroupState:
-        """State of the group of workers, in torch's terms."""
-        return self._recorder.group_state
-
     def decided(
         self,
         event: core.Event,
@@ -96,16 +84,6 @@ class JobEvents:
             self._emit(self._recorder.worker_lost(rank, failure.local_rank, pid, reason, at, kind=kind))
         else:
             self._emit(self._recorder.worker_failed(rank, exit_, kind, reason, at))
-
-    def record(self, name: str, duration: float | None = None, **details: Any) -> None:
-        """Record another event, as the drain of the host.
-
-        Args:
-            name: Name of the event, in capital letters.
-            duration: Seconds that it took, if it took any.
-            details: Its fields; values must be JSON values.
-        """
-        self._emit([self._recorder.happened(name, _now(), duration, **details)])
 
     def watchdog(self, up: bool, trouble: str) -> None:
         """Record that the watchdog of the workers here is up or down; `trouble`: the reason."""

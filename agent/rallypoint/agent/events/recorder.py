@@ -293,10 +293,6 @@ class EventRecorder:
         where: dict[str, Any] = {"rank": rank, "local_rank": local_rank, "pid": pid or None}
         return [self._event("FAILED", at, None, Source.WORKER, **where, kind=kind, reason=reason)]
 
-    def happened(self, name: str, at: Timestamp, duration: float | None = None, **details: Any) -> AgentEvent:
-        """Another event, which does not affect the others."""
-        return self._event(name, at, duration, **details)
-
     def watchdog(self, up: bool, trouble: str, at: Timestamp) -> AgentEvent:
         """The watchdog of the workers is up or down from now on."""
         since, self._watchdog_since = self._watchdog_since, at.monotonic
