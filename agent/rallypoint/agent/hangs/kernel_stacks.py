@@ -33,26 +33,15 @@ _TABLES = {
     """,
 }
 
+# System calls whose first argument is a file descriptor.
 _WITH_DESCRIPTOR = """
     read write readv writev pread64 pwrite64 ioctl fsync fdatasync ftruncate flock fcntl accept accept4 connect sendto
     recvfrom sendmsg recvmsg
 """
-TAKE_DESCRIPTOR = frozenset(_WITH_DESCRIPTOR.split())
-"""System calls whose first argument is a file descriptor."""
+_TAKE_DESCRIPTOR = frozenset(_WITH_DESCRIPTOR.split())
 
-
-def _names(table: str) -> dict[int, str]:
-    words = table.split()
-    return {int(number): name for number, name in zip(words[::2], words[1::2], strict=True)}
-
-
-_NAMES = _names(_TABLES.get(os.uname().machine, ""))
-
-
-def name_of(number: int) -> str:
-    """The name of a system call; `number N` if it is not in the table."""
-    return _NAMES.get(number, f"number {number}")
-
+_WORDS = _TABLES.get(os.uname().machine, "").split()
+_NAMES = dict(zip(map(int, _WORDS[::2]), _WORDS[1::2], strict=True))
 
 # ---- Processor time from /proc: one function for the start of a timer and for its expiry.
 
@@ -244,14 +233,15 @@ def _lines_of(thread: Thread, *, main: bool) -> Iterator[str]:
 def _thread(pid: int, tid: int) -> Thread | None:
     folder = f"/proc/{pid}/task/{tid}"
     line = _read(f"{folder}/stat")
-    fields = _after_name(line)
-    if not fields:
+    # The name, in parentheses, may contain any character: count from its end.
+    begin, mark, fields = line.rpartition(")")
+    if not mark:
         return None
     channel = _read(f"{folder}/wchan").strip()
     return Thread(
         tid=tid,
-        name=line[line.find("(") + 1 : line.rfind(")")],
-        state=fields[0],
+        name=begin.partition("(")[2],
+        state=fields.split()[0],
         wait_channel="" if channel == "0" else channel,
         call=_call(pid, _read(f"{folder}/syscall").split()),
         kernel_stack=_kernel_stack(_read(f"{folder}/stack")),
@@ -263,8 +253,8 @@ def _call(pid: int, words: list[str]) -> str:
     if not words or not words[0].isdigit():  # "running", or "-1" outside of a call
         return ""
     number = int(words[0])
-    name = name_of(number)
-    if name not in TAKE_DESCRIPTOR or len(words) < 2:
+    name = _NAMES.get(number, f"number {number}")
+    if name not in _TAKE_DESCRIPTOR or len(words) < 2:
         return name
     descriptor = int(words[1], 16) & 0xFFFFFFFF
     with suppress(OSError):
@@ -275,11 +265,6 @@ def _call(pid: int, words: list[str]) -> str:
 def _kernel_stack(text: str) -> tuple[str, ...]:
     frames = [line.partition("] ")[2] for line in text.splitlines()]
     return tuple(frame for frame in frames if frame)[:_MOST_FRAMES]
-
-
-def _after_name(line: str) -> list[str]:
-    """The fields of a stat line from the state on; the name before them may contain any character."""
-    return line[line.rfind(")") + 2 :].split() if ")" in line else []
 
 
 def _read(path: str) -> str:
