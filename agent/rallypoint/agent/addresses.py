@@ -54,7 +54,6 @@ async def own_address_towards(endpoint: str, timeout: float) -> str:
     service that does not reply yet.
 
     Args:
-        endpoint: Address of the rendezvous.
         timeout: Seconds after which the name counts as wrong.
 
     Raises:

@@ -171,8 +171,6 @@ def _trial_files(
     """Return the content of each file by its name: a new authority, and its certificates with their keys.
 
     Args:
-        hosts: names and addresses of the server.
-        clients: names of the clients, or SPIFFE IDs.
         first: when the certificates begin to be valid.
         last: when they expire.
     """

@@ -69,7 +69,6 @@ class Following:
         Args:
             service: The rendezvous service; its timeout is for how long it may be unreachable, or silent after the
                 first request.
-            request: The events to follow.
             on_events: Called with each batch of new events.
             on_gap: Called with a sentence if events were lost because they are no longer retained.
             jitter: Returns a random number from 0 to 1, for the back-off.

@@ -188,7 +188,6 @@ async def whole_run(
     """Return a run with all its nodes; each node once even if the run changes meanwhile.
 
     Args:
-        stub: Stub of the service.
         owner_only: Accept a reply only from the replica that owns the run: it knows which nodes are connected.
     """
     whole = await stub.GetRun(pb.GetRunRequest(run_id=run_id, owner_only=owner_only))

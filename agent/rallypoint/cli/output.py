@@ -44,8 +44,6 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], own_line:
     """Print a table. Cells are never cut or broken.
 
     Args:
-        columns: Names of the columns.
-        rows: Their cells.
         own_line: Columns that leave the table one by one, until it fits a narrow terminal: each row is then followed by
             a line for each of them.
     """

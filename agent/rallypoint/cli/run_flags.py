@@ -32,10 +32,8 @@ class Flag(Setting):
         """Declare the flag.
 
         Args:
-            declarations: As in click.
             section: Heading of the help under which the flag is listed.
             torchrun: True for torchrun's flags: an abbreviation then means them rather than our own flags.
-            attributes: As in click.
         """
         super().__init__(*declarations, **attributes)
         self.section = section
@@ -143,7 +141,6 @@ def flag(*declarations: str, torchrun: bool = False, **attributes: Any) -> Calla
     """Declare a flag that RALLYPOINT_<NAME> or, as with torchrun, PET_<NAME> can set too.
 
     Args:
-        declarations: As in click.
         torchrun: True if torchrun has the flag.
         attributes: As in click; the default of `type` is Text. `envvar`: more variables, with the lowest precedence.
     """

@@ -56,12 +56,7 @@ class AgentProcess:
 
     @classmethod
     def fork(cls, request: LaunchRequest, call: Call) -> AgentProcess:
-        """Start an agent as a fork of this process; its workers are forks of this process as it is now. Raises OSError.
-
-        Args:
-            request: The job and its settings.
-            call: The function that workers call.
-        """
+        """Start an agent as a fork of this process; its workers are forks of this process as it is now. Raises OSError."""
         ours, theirs = socket.socketpair()
         parent = os.getpid()
         for stream in (sys.stdout, sys.stderr):

@@ -47,7 +47,6 @@ def split_conf(pairs: Mapping[str, str], backend: str) -> tuple[TorchConf, tuple
     """Translate torch's keys.
 
     Args:
-        pairs: The pairs of `--rdzv-conf`.
         backend: `rallypoint`, `static`, `c10d` or `etcd`: torch's backends read different keys.
 
     Returns:
@@ -112,7 +111,6 @@ class RequestedRendezvous:
         backend: Name of the backend; None: not given.
         endpoint: `--rdzv-endpoint`; empty: not given.
         run_id: `--rdzv-id`; empty: not given.
-        conf: `--rdzv-conf`.
         nodes: Fewest and most nodes.
         nodes_given: True if the user gave `nodes`; False: they are the default.
         standalone: True for a job of this host alone.

@@ -98,7 +98,6 @@ def of_url(
             last_call_timeout (30 s), etcd_prefix (/torchelastic/p2p), protocol (http), cert, key, cacert.
         run_id: Value of `--rdzv-id`; empty: not given.
         nodes: Value of `--nnodes`; None: not given.
-        conf: Value of `--rdzv-conf`.
         environment: Holds the user's password, in RALLYPOINT_ETCD_PASSWORD.
 
     Raises:

@@ -50,7 +50,6 @@ def on_lease(txn: Txn, lease: int, lasting: bytes = b"", lasting_lease: int = 0)
 
     Args:
         lasting: Prefix of the keys whose puts get `lasting_lease`; empty: none.
-        lasting_lease: A lease that outlives the other one.
     """
 
     def leased(operations: Sequence[Operation]) -> list[Operation]:
@@ -222,7 +221,6 @@ async def seat(client: EtcdClient, holder: str, pace: Pace | None = None) -> Asy
     Args:
         client: Client of the etcd; its address has the prefix of the run.
         holder: Name of the holder, for people.
-        pace: Clock and sleep.
 
     Raises:
         EtcdError: etcd did not reply, or refused. No seat is held.
@@ -321,7 +319,6 @@ class RedirectingLocator:
 
         Args:
             client: Client of the etcd; its address has the prefix of the run, which has one shard.
-            pace: Clock and sleep.
         """
         pace = pace or Pace()
         key = Keys(client.address.prefix).owner(0)

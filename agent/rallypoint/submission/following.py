@@ -24,7 +24,6 @@ class RemoteAgent:
 
     Attributes:
         label: Its name before lines of output.
-        stub: Stub for calls to it.
     """
 
     endpoint: str
@@ -129,11 +128,9 @@ class LogPieces:
         """Store the settings.
 
         Args:
-            stub: Stub of the agent.
             request: The logs to read.
             security: How connections to the agent are secured, for advice in errors.
             timeout: Returns the seconds that the agent may now be unreachable.
-            pace: Clock and sleep.
         """
         self.begun = False
         self._stub = stub
@@ -197,7 +194,6 @@ class Followed:
             security: How connections to the agent are secured, for advice in errors.
             timeout: Seconds that the agent may be unreachable before it counts as lost.
             note: Called with sentences about the connection.
-            pace: Clock and sleep.
         """
         self.agent = agent
         self.job: pb.Job | None = None

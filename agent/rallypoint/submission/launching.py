@@ -40,11 +40,9 @@ async def launch_everywhere(
     Cancellation of this call stops the job as well.
 
     Args:
-        agents: All agents of the job.
         request: The same for each; it must have a launch_id.
         security: How connections to the agents are secured, for advice in errors.
         timeout: Seconds for all launches.
-        pace: Clock and sleep.
 
     Raises:
         NotLaunched: An agent did not accept the job.

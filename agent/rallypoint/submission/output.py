@@ -39,7 +39,6 @@ class Lines(Generic[_Source]):
         """Print a piece of a worker's output, and hold back an unfinished last line.
 
         Args:
-            prefix: Prefix of each line.
             data: The piece; it may continue the unfinished line of the piece before.
         """
         begun, of_begun, in_line = self._unfinished.pop((source, stream), (b"", prefix, False))

@@ -69,7 +69,6 @@ class Submission:
     """A job to run, and its hosts.
 
     Attributes:
-        endpoints: Addresses of the agents.
         launch: The request for each of them.
         security: How connections to them are secured.
         timeout: Seconds that an agent may be unreachable before it counts as lost.
@@ -97,7 +96,6 @@ class SubmissionSession:
         """Store the settings.
 
         Args:
-            submission: The job and its hosts.
             outputs: Destinations of the workers' output, by stream.
             report_line: Called with each line about the job itself.
         """

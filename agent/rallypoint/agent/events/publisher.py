@@ -40,7 +40,6 @@ class JobEvents:
         Args:
             subject: The job and this host's part in it.
             event_log: Value of --event-log-handler.
-            sinks: Called with each event.
 
         Raises:
             SettingError: The event log can't be opened; one line.

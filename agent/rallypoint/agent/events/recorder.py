@@ -72,7 +72,6 @@ class AgentEvent:
         name: as "START", "RENDEZVOUS", "RESTARTED".
         source: the agent or a worker.
         time: in Unix seconds by this host's clock.
-        subject: its job.
         round: its round; 0: none yet.
         restart_count: restarts for a failure, over the whole run, as far as is known.
         duration: seconds that it took; None if unknown.

@@ -114,7 +114,6 @@ class PostMortem:
             identity: rank, role and host of a worker, by its local rank.
             explain: adds knowledge about its reason to a failure.
             cwd: working directory of the workers; None: that of this process.
-            rlimits: resource limits of the workers.
             own_codes: True if their exit codes are their own: no shell is in between.
         """
         self._failures = failures

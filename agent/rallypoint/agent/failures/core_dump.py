@@ -52,7 +52,6 @@ def find_core_dump(
     """Look for the core dump of a worker; None if it did not end in a way that leaves one.
 
     Args:
-        cwd: its working directory.
         rlimits: its resource limits, where they differ from those of this process.
         started: when it was started, in Unix seconds: an older file belongs to another process.
     """
@@ -77,8 +76,6 @@ def judge(
 
     Args:
         pattern: the kernel's pattern for names of core dumps, /proc/sys/kernel/core_pattern.
-        exit_: the worker's exit.
-        cwd: its working directory.
         limit: its limit of the size of cores; below zero: no limit.
         adds_pid: True if the kernel adds the process id to names without it.
         newest: returns the newest file that matches a wildcard; empty if none does.

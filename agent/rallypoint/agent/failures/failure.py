@@ -283,7 +283,6 @@ class WorkerFailure:
         traceback: its traceback, or if there is none the last lines of its standard error; at most
             MAX_TRACEBACK bytes, the end kept.
         log_file: path of its standard error on its host; empty if there is none.
-        kind: kind of the failure.
         permanent: True if the worker itself reports that a restart can't fix it.
         core_file: path of its core dump on its host; empty if none is known.
         node: name of its node in the run; empty until the run has accepted the failure.
@@ -404,8 +403,6 @@ def failure_of_port(failure: WorkerFailure, port: int, started_at: float) -> Wor
     """The failure of a worker that could not bind MASTER_PORT, because another program took it.
 
     Args:
-        failure: the failure as described so far.
-        port: MASTER_PORT.
         started_at: when the workers were started, in monotonic seconds; as the time of this failure, it makes the
             failures of peers consequences.
     """

@@ -50,8 +50,6 @@ class Diagnostics:
     """The diagnostics collected so far; the text grows with them.
 
     Attributes:
-        hang: the timer that expired.
-        rank: of the worker.
         process_looks: the kernel's view of the inspected processes, the holder of the timer first.
         stacks: their Python stacks, by pid.
         gaps: the missing parts, for people.

@@ -166,9 +166,6 @@ def in_order(dump: str, scope: str) -> str:
 
     The timer doesn't name its thread. If the scope is a line of a file (the default of `expires`), threads in that file
     come first; then the main thread, which faulthandler writes last.
-
-    Args:
-        dump: the output of faulthandler.
     """
     head, *blocks = _BLOCK.split(dump)
     file, _, line = scope.rpartition("#")

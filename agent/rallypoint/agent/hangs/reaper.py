@@ -67,7 +67,6 @@ class HangReport:
         message: the reason, one sentence.
         diagnostics: the diagnostics; None if none were collected.
         file: file with all of them; None if there is none.
-        stderr: the worker's standard error.
         dump_from: offset in it after which the worker may have written its stacks when SIGABRT ended it; None if it
             got no SIGABRT.
         to_be_killed: True once it was sent a signal to end it: then every exit of it is a failure.
@@ -128,7 +127,6 @@ class HungProcess:
     """The processes and files of a hung worker.
 
     Attributes:
-        file: file for the diagnostics.
         pipe: pipe into which it writes its stacks; None if there is none.
         is_ours: returns True for a worker of this host, and for its descendants.
     """

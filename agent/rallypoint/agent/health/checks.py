@@ -167,11 +167,6 @@ def check_memory(
 ) -> str | None:
     """Return the reason if the host or a cgroup of this process has too little available memory, else None.
 
-    Args:
-        least: The required quantity.
-        proc: Folder of /proc.
-        cgroups: Mount point of the cgroups.
-
     Raises:
         OSError: The kernel's files can't be read.
     """

@@ -70,7 +70,6 @@ class HelperProcesses:
 
         Args:
             folder: folder for named pipes with the programs' output.
-            environment: environment of the programs.
             cwd: their working directory; None: the agent's.
         """
         self._folder = folder
@@ -85,7 +84,6 @@ class HelperProcesses:
         If this is cancelled, the program is killed as well.
 
         Args:
-            argv: program and arguments.
             timeout: seconds that it may take; None: no limit.
 
         Raises:

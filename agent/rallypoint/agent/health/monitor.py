@@ -55,8 +55,6 @@ class HostMonitor:
         """Set up; start nothing.
 
         Args:
-            folder: For temporary files.
-            log_dir: Of the job's logs.
             pids: Process ids of the running workers, by rank.
             publish: Receives the events. NodeUnhealthy: a worker is stuck in the kernel, or a health check failed.
 
@@ -144,7 +142,6 @@ class HostHealth:
 
         Args:
             context: Their input from the job.
-            programs: Runs the checks that are programs.
             timeout: Limit in seconds for all of them together; a check that takes longer has failed.
             clock: Monotonic, in seconds.
         """
@@ -227,7 +224,6 @@ async def await_maintenance(
     Args:
         program: Program and arguments. It ends with exit code 0 when maintenance is announced, and its first line of
             output is the reason. After any other exit it is started again, after a pause.
-        programs: Runs it.
         clock: Monotonic, in seconds.
     """
     # Not drawn: each host runs a program of its own.

@@ -48,7 +48,6 @@ class PreemptionNotice:
         """Write the notice for the workers, or replace the present one.
 
         Args:
-            reason: Reason for the drain.
             deadline: When workers are stopped if they have not saved their state, in seconds of CLOCK_MONOTONIC.
             time: The same moment by the wall clock, in Unix seconds.
 

@@ -44,7 +44,6 @@ def failure_document(
         round_: the last round whose workers this host started; 0: none.
         run_end: the end of the run, if it has ended.
         local_failures: workers of this host that failed in that round, in order of time.
-        log_dir: folder of the workers' output.
         time: now, in Unix seconds.
     """
     return {

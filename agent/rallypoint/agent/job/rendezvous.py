@@ -161,7 +161,6 @@ class NodeMembership:
         An unreachable service must not prevent this node from leaving.
 
         Args:
-            reason: For people.
             timeout: Limit in seconds.
         """
         assert self._being_member is not None, "leave() follows join()"

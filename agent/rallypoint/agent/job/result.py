@@ -111,7 +111,6 @@ def judge(
     """Return the result of a job that is over.
 
     Args:
-        state: The final state of its core.
         run_end: The end of the run; None if it has not ended.
         failure: The last failure of a worker on this host.
         refusal: Reason for which the rendezvous service refused this node; None if it did not.

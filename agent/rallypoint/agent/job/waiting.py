@@ -37,8 +37,6 @@ class Waiting:
     Attributes:
         here: Number of nodes that have joined.
         names: Names of the first ones.
-        min_nodes: Fewest nodes of a round.
-        max_nodes: Most nodes of a round.
         join_time_left: Seconds until the run gives up the wait for min_nodes; None: unknown, or they are here.
         last_call_left: Seconds until the round forms with the nodes that are here; None: unknown, or too few are here.
     """

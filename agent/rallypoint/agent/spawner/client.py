@@ -34,10 +34,8 @@ class WorkerProcess:
 
     Attributes:
         number: its id in the spawner's protocol, never reused.
-        spec: the requested process.
         pid: its process id once started.
         started: resolves at exec, or raises SpawnError.
-        exit: its exit, once it has ended.
         cleared: resolves when it and all members of its process group are gone, or it never started.
     """
 
@@ -203,7 +201,6 @@ class Spawner:
         """Request workers, all in one message, and return at once. Must be called on the loop.
 
         Args:
-            specs: the processes to start.
             on_exit: called once for each worker that was started, as soon as it has ended.
 
         Raises:

@@ -157,7 +157,6 @@ def kill_group(targets: Iterable[ProcessStat], family: set[int]) -> dict[int, in
     pidfd would refer to a dead process and the signal would have no effect.
 
     Args:
-        targets: the processes to kill.
         family: pids of the tree's processes, its root included: the parents that prove kinship.
 
     Returns:
@@ -305,7 +304,6 @@ class _SpawnerLoop:
 
         Args:
             agent: descriptor of the socket to the agent.
-            guard: pid of the guard.
             call: the function for workers that are calls; the reason, as text, if it could not be loaded.
             private: descriptors that a worker that is a call must not keep. (Exec closes them by itself.)
         """

@@ -30,8 +30,6 @@ class TakenJob:
 
     Attributes:
         launch_id: the launch_id of the request that launched it; empty: it had none, or no request launched the job.
-        digest: the `launch_digest` of that request.
-        request_bytes: the size of that request.
     """
 
     job: Job

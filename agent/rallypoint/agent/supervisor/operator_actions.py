@@ -40,7 +40,6 @@ async def restart_workers(job: Job, reason: str, operator: str, expected: int | 
     """Restart all workers of the job's run, on all hosts; return the round that ended.
 
     Args:
-        reason: For people.
         operator: Name or address of the caller, for the run's events.
         expected: The round of the workers to restart; None: those that run.
 

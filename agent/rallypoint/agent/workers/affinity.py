@@ -53,7 +53,6 @@ def bind(binding: str, topology: Topology, allowed: Iterable[int], workers: int)
     Args:
         binding: one of `BINDINGS`.
         allowed: the processors that this process may use; a worker never gets another.
-        workers: their number on this host.
 
     Returns:
         The processors of each worker, by local rank.

@@ -146,8 +146,6 @@ class WorkerGroup:
 
         Args:
             assignment: This node's rank assignment in the round.
-            spawner: Starts processes.
-            settings: Resources that all groups share.
             publish: Receives the events. NodeUnhealthy: a worker that hangs, or a descendant of it, survives SIGKILL;
                 processes that survive `stop` are in its report.
         """

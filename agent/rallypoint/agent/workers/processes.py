@@ -57,7 +57,6 @@ class WorkerProcesses:
         """Make a group; nothing is started.
 
         Args:
-            spawner: starts the workers.
             on_exit: called on the loop once for each worker that was started, as soon as it has ended.
             copies: started before the workers, finished after the last process is gone.
         """
@@ -121,7 +120,6 @@ class WorkerProcesses:
         Cancelling a caller does not cancel the stop.
 
         Args:
-            signal: number of the first signal.
             timeout: seconds until SIGKILL; 0: at once.
         """
         deadline = asyncio.get_running_loop().time() + timeout

@@ -25,7 +25,6 @@ def would_end(pid: int, number: int, proc: Path = Path("/proc")) -> bool:
     shell around the trainer never has one: the warning must not kill them.
 
     Args:
-        number: of the signal.
         proc: mount point of procfs.
     """
     bit = 1 << (number - 1)

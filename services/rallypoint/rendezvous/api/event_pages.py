@@ -135,7 +135,6 @@ class EventServicer:
         """Serve the runs of `locator`.
 
         Args:
-            locator: Finds the runs.
             check_not_draining: Raises once the server drains.
             sends: Limits how many watchers read and send new events at the same time.
         """
@@ -179,9 +178,6 @@ class EventServicer:
 
     async def watch(self, request: pb.WatchEventsRequest, watcher: Subscriber) -> None:
         """Send the events after a revision, and then new ones; returns when the run is closed.
-
-        Args:
-            watcher: The stream to the client.
 
         Raises:
             ServiceError: INVALID_ARGUMENT, naming the field.

@@ -116,7 +116,6 @@ def registrations(
     """Return the services of a server for the runs of a locator; draining it drains the shards of this process.
 
     Args:
-        locator: Finds the runs.
         limits: Limits of the service, of each run and of each client.
         list_replicas: Makes the response of ListReplicas; None: this is the only replica.
         replicated: True if the locator may find that another replica owns a run.
