@@ -235,10 +235,13 @@ class RunsPage:
     def of(self, runs: Iterable[RunState]) -> pb.ListRunsResponse:
         """Return the page of some runs."""
         later = (run for run in runs if run.run_id > self._after)
+        return self._filled(map(run_summary, nsmallest(self._size + 1, later, key=lambda run: run.run_id)))
+
+    def _filled(self, runs: Iterable[pb.Run]) -> pb.ListRunsResponse:
+        """Return a page of the first of these runs; its token is set if not all fit."""
         response = pb.ListRunsResponse()
         room = _PAGE_BYTES
-        for state in nsmallest(self._size + 1, later, key=lambda run: run.run_id):
-            run = run_summary(state)
+        for run in runs:
             room -= run.ByteSize() + _FRAME_BYTES
             if response.runs and (room < 0 or len(response.runs) == self._size):
                 response.next_page_token = page_token(self._request, response.runs[-1].run_id)
@@ -274,17 +277,10 @@ class RunsPage:
         """Merge several readers' pages of the `wanted` runs into one."""
         # Past the end of a page that is not the last, its reader has runs that are not in `pages`.
         end = min((page.runs[-1].run_id for page in pages if page.next_page_token), default=None)
-        runs = sorted((run for page in pages for run in page.runs), key=lambda run: run.run_id)
-        response = pb.ListRunsResponse()
-        room = _PAGE_BYTES
-        for run in runs:
-            room -= run.ByteSize() + _FRAME_BYTES
-            full = len(response.runs) == self._size or (room < 0 and len(response.runs) > 0)
-            if full or (end is not None and run.run_id > end):
-                break
-            response.runs.append(run)
+        runs = [run for page in pages for run in page.runs if end is None or run.run_id <= end]
+        response = self._filled(sorted(runs, key=lambda run: run.run_id))
         # Runs may have expired since their names were looked up.
-        if len(response.runs) < len(runs) or end is not None or len(wanted) > self._size:
+        if end is not None or len(wanted) > self._size:
             last = response.runs[-1].run_id if response.runs else max(wanted)
             response.next_page_token = page_token(self._request, last)
         return response
