@@ -56,7 +56,7 @@ class AgentProcess:
 
     @classmethod
     def fork(cls, request: LaunchRequest, call: Call) -> AgentProcess:
-        """Start an agent as a fork of this process; its workers are forks of this process as it is now. Raises OSError."""
+        """Start an agent as a fork of this process as it is now; its workers are such forks too. Raises OSError."""
         ours, theirs = socket.socketpair()
         parent = os.getpid()
         for stream in (sys.stdout, sys.stderr):
