@@ -133,7 +133,7 @@ def _print_owner_away(owner: str) -> None:
 
 
 def _print_run(run: pb.Run, *, connections_known: bool) -> None:
-    from rallypoint.agent.job.waiting import describe_waiting, waiting_of  # noqa: PLC0415
+    from rallypoint.agent.job.waiting import describe_waiting  # noqa: PLC0415
 
     console = plain_console()
     assigned = sum(node.HasField("assignment") for node in run.nodes)
@@ -155,9 +155,7 @@ def _print_run(run: pb.Run, *, connections_known: bool) -> None:
     elif run.succeeded_count:
         console.print(_exit_barrier(run, assigned))
     elif run.HasField("join_time_left") or run.HasField("last_call_left"):
-        waiting = waiting_of(run)
-        assert waiting is not None, "only a run that waits has a time left"
-        console.print(describe_waiting(waiting, datetime.now(UTC).astimezone()))
+        console.print(describe_waiting(run, datetime.now(UTC).astimezone()))
     if run.evicted_node_ids:
         console.print(_evicted(run))
     if run.nodes:

@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 
 import pytest
 
-from rallypoint.agent.job.waiting import Waiting, describe_waiting, waiting_of
+from rallypoint.agent.job.waiting import describe_waiting, is_waiting
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rpc.durations import to_duration
 
@@ -28,8 +28,14 @@ def test_the_sentence(
     here: int, names: list[str], join_time: float | None, last_call: float | None, line: str
 ) -> None:
     """With the figures that the service gives; an older one gives no times."""
-    waiting = Waiting(here, names, 2, 3, join_time_left=join_time, last_call_left=last_call)
-    assert describe_waiting(waiting, NOW) == line
+    run = pb.Run(
+        node_count=here,
+        settings=pb.RunSettings(min_nodes=2, max_nodes=3),
+        nodes=[pb.Node(node_id=name) for name in names],
+        join_time_left=None if join_time is None else to_duration(join_time),
+        last_call_left=None if last_call is None else to_duration(last_call),
+    )
+    assert describe_waiting(run, NOW) == line
 
 
 def test_of_many_nodes_some_are_named() -> None:
@@ -37,9 +43,8 @@ def test_of_many_nodes_some_are_named() -> None:
     run = pb.Run(phase=pb.PHASE_JOINABLE, node_count=900, join_time_left=to_duration(28.0))
     run.settings.MergeFrom(pb.RunSettings(min_nodes=1000, max_nodes=1000))
     run.nodes.extend(pb.Node(node_id=f"host-{number}") for number in range(900))
-    waiting = waiting_of(run)
-    assert waiting is not None
-    assert describe_waiting(waiting, NOW) == (
+    assert is_waiting(run)
+    assert describe_waiting(run, NOW) == (
         "waiting for nodes: 900 of 1000 here (host-0, host-1, host-2, host-3 and 896 more); gives up at 17:41:00"
     )
 
@@ -47,4 +52,4 @@ def test_of_many_nodes_some_are_named() -> None:
 @pytest.mark.parametrize("phase", [pb.PHASE_FROZEN, pb.PHASE_FINAL, pb.PHASE_CLOSED])
 def test_a_run_that_has_its_nodes_waits_for_none(phase: pb.Phase.ValueType) -> None:
     """A round that formed meanwhile is not reported as a wait."""
-    assert waiting_of(pb.Run(phase=phase, node_count=2)) is None
+    assert not is_waiting(pb.Run(phase=phase, node_count=2))

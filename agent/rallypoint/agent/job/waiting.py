@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from collections.abc import Callable, Coroutine
+from datetime import UTC, datetime
 from typing import Any
 
 from rallypoint.agent.config.job import JobConfig
@@ -30,60 +29,32 @@ _MOST_NAMES = 4
 _log = get_logger("rallypoint.agent")
 
 
-@dataclass(frozen=True, slots=True)
-class Waiting:
-    """The state of a run that waits for nodes.
-
-    Attributes:
-        here: Number of nodes that have joined.
-        names: Names of the first ones.
-        join_time_left: Seconds until the run gives up the wait for min_nodes; None: unknown, or they are here.
-        last_call_left: Seconds until the round forms with the nodes that are here; None: unknown, or too few are here.
-    """
-
-    here: int
-    names: Sequence[str]
-    min_nodes: int
-    max_nodes: int
-    join_time_left: float | None = None
-    last_call_left: float | None = None
-
-    @property
-    def in_last_call(self) -> bool:
-        """True if there are enough nodes for a round."""
-        return self.here >= self.min_nodes
+def is_waiting(run: pb.Run) -> bool:
+    """Return True if a run waits for nodes."""
+    return run.phase == pb.PHASE_JOINABLE
 
 
-def waiting_of(run: pb.Run) -> Waiting | None:
-    """Return what a run waits for; None if it does not wait for nodes."""
-    if run.phase != pb.PHASE_JOINABLE:
-        return None
-    join_time, last_call = run.HasField("join_time_left"), run.HasField("last_call_left")
-    return Waiting(
-        here=run.node_count,
-        names=[node.node_id for node in run.nodes[:_MOST_NAMES]],
-        min_nodes=run.settings.min_nodes,
-        max_nodes=run.settings.max_nodes,
-        join_time_left=to_seconds(run.join_time_left) if join_time else None,
-        last_call_left=to_seconds(run.last_call_left) if last_call else None,
-    )
+def _in_last_call(run: pb.Run) -> bool:
+    return run.node_count >= run.settings.min_nodes
 
 
-def describe_waiting(waiting: Waiting, now: datetime) -> str:
-    """Return the sentence for people; `now`: local time."""
-    if not waiting.in_last_call:
-        more = waiting.here - len(waiting.names)
-        names = ", ".join(waiting.names) + (f" and {more} more" if more > 0 else "")
-        line = f"waiting for nodes: {waiting.here} of {waiting.min_nodes} here" + (
-            f" ({names})" if names else ""
-        )
-        if waiting.join_time_left is None:
+def _names(run: pb.Run) -> list[str]:
+    return [node.node_id for node in run.nodes[:_MOST_NAMES]]
+
+
+def describe_waiting(run: pb.Run, now: datetime) -> str:
+    """Return the sentence for people about a run that waits for nodes; `now`: local time."""
+    if not _in_last_call(run):
+        names = _names(run)
+        more = f" and {run.node_count - len(names)} more" if run.node_count > len(names) else ""
+        line = f"waiting for nodes: {run.node_count} of {run.settings.min_nodes} here"
+        line += f" ({', '.join(names)}{more})" if names else ""
+        if not run.HasField("join_time_left"):  # of an older service
             return line
-        return f"{line}; gives up at {now + timedelta(seconds=waiting.join_time_left):%H:%M:%S}"
-    if not waiting.last_call_left:
-        return f"waiting for the round to form: {waiting.here} nodes here"
-    seconds = f"{waiting.last_call_left:.0f} s at the latest"
-    return f"last call: starts in {seconds}, at once with {waiting.max_nodes}"
+        return f"{line}; gives up at {now + run.join_time_left.ToTimedelta():%H:%M:%S}"
+    if not (left := to_seconds(run.last_call_left)):
+        return f"waiting for the round to form: {run.node_count} nodes here"
+    return f"last call: starts in {left:.0f} s at the latest, at once with {run.settings.max_nodes}"
 
 
 class WaitReports:
@@ -115,19 +86,19 @@ class WaitReports:
         last, next_report = None, 0.0
         try:
             while True:
-                waiting = await self._ask()
-                if waiting is not None:
-                    line = describe_waiting(waiting, datetime.now(UTC).astimezone())
-                    seen = (waiting.here, waiting.in_last_call)
+                run = await self._ask()
+                if run is not None:
+                    line = describe_waiting(run, datetime.now(UTC).astimezone())
+                    seen = (run.node_count, _in_last_call(run))
                     if not show_progress(line) and (seen != last or clock() >= next_report):
-                        _log_wait(waiting, line)
+                        _log_wait(run, line)
                         last, next_report = seen, clock() + _REPORT_INTERVAL
-                here = waiting.here if waiting is not None else 0
+                here = run.node_count if run is not None else 0
                 await asyncio.sleep(min(max(_ASK_INTERVAL, here * _ASK_INTERVAL_PER_NODE), _REPORT_INTERVAL))
         finally:
             show_progress("")
 
-    async def _ask(self) -> Waiting | None:
+    async def _ask(self) -> pb.Run | None:
         """Return the state of the run; None if it waits no longer, or can't be read: the membership reports why."""
         request = pb.GetRunRequest(run_id=self._config.run_id, owner_only=True, most_nodes=_MOST_NAMES)
         try:
@@ -137,17 +108,17 @@ class WaitReports:
                 )
         except (TimeoutError, ServiceError):
             return None
-        return waiting_of(response.run)
+        return response.run if is_waiting(response.run) else None
 
 
-def _log_wait(waiting: Waiting, line: str) -> None:
-    times = {"join_time_left": waiting.join_time_left, "last_call_left": waiting.last_call_left}
+def _log_wait(run: pb.Run, line: str) -> None:
+    times = {"join_time_left": run.join_time_left, "last_call_left": run.last_call_left}
     _log.info(
-        "last call" if waiting.in_last_call else "waiting for nodes",
-        here=waiting.here,
-        nodes=waiting.names,
-        min_nodes=waiting.min_nodes,
-        max_nodes=waiting.max_nodes,
-        **{name: round(seconds, 3) for name, seconds in times.items() if seconds is not None},
+        "last call" if _in_last_call(run) else "waiting for nodes",
+        here=run.node_count,
+        nodes=_names(run),
+        min_nodes=run.settings.min_nodes,
+        max_nodes=run.settings.max_nodes,
+        **{name: round(to_seconds(left), 3) for name, left in times.items() if run.HasField(name)},  # type: ignore[arg-type]
         sentence=line,
     )
