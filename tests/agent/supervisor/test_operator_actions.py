@@ -51,7 +51,7 @@ async def test_who_has_ended_has_no_stacks() -> None:
         workers=[running(0), ended(1, code=0), running(2)],
         config=SimpleNamespace(evidence_timeout=2.0, run_id="run-1"),
     )
-    assert [stacks.worker.local_rank for stacks in await dump_stacks(as_job(job), ())] == [0]
+    assert [stacks.local_rank for stacks in await dump_stacks(as_job(job), ())] == [0]
 
 
 async def test_without_a_rendezvous_service_nothing_is_restarted() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import grpc
 
@@ -12,6 +11,7 @@ from rallypoint.agent.config.settings import EVIDENCE_TIMEOUT
 from rallypoint.agent.core.core import Workers
 from rallypoint.agent.hangs.hung_worker import HungWorker
 from rallypoint.agent.job.job import Job
+from rallypoint.agent.v1 import supervisor_service_pb2 as pb
 from rallypoint.agent.workers.group import Worker, WorkerGroup
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as rendezvous_pb
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as rendezvous_grpc
@@ -26,14 +26,6 @@ RENDEZVOUS_TIMEOUT = 10.0
 # Limits for the stacks of one worker, and of all together: a message has 4 MiB at most.
 _STACKS_BYTES = 256 * 1024
 _ALL_STACKS_BYTES = 3 * 1024 * 1024
-
-
-@dataclass(frozen=True, slots=True)
-class Stacks:
-    """Stacks and state of one worker."""
-
-    worker: Worker
-    text: str
 
 
 async def restart_workers(job: Job, reason: str, operator: str, expected: int | None = None) -> int:
@@ -102,7 +94,7 @@ async def reap_worker(job: Job, rank: int, reason: str, pid: int = 0) -> tuple[i
     return worker.pid, str(report.file) if report is not None and report.file is not None else ""
 
 
-async def dump_stacks(job: Job, ranks: Sequence[int]) -> list[Stacks]:
+async def dump_stacks(job: Job, ranks: Sequence[int]) -> list[pb.WorkerStacks]:
     """Return the stacks of workers, by local rank, without those that have ended.
 
     Args:
@@ -117,7 +109,11 @@ async def dump_stacks(job: Job, ranks: Sequence[int]) -> list[Stacks]:
     texts = await asyncio.gather(*(group.diagnose(worker.local_rank, timeout) for worker in running))
     room = min(_STACKS_BYTES, _ALL_STACKS_BYTES // max(1, len(running)))
     return [
-        Stacks(worker, clip(text, room, "\n...")) for worker, text in zip(running, texts, strict=True) if text
+        pb.WorkerStacks(
+            rank=worker.rank, local_rank=worker.local_rank, pid=worker.pid, text=clip(text, room, "\n...")
+        )
+        for worker, text in zip(running, texts, strict=True)
+        if text
     ]
 
 

@@ -177,17 +177,7 @@ class SupervisorServicer(pb_grpc.SupervisorServiceServicer):
     async def DumpStacks(self, request: pb.DumpStacksRequest, context: Context) -> pb.DumpStacksResponse:
         """Return the stacks of workers."""
         job = self._jobs.find(_run_id(request.run_id)).job
-        return pb.DumpStacksResponse(
-            stacks=[
-                pb.WorkerStacks(
-                    rank=stacks.worker.rank,
-                    local_rank=stacks.worker.local_rank,
-                    pid=stacks.worker.pid,
-                    text=stacks.text,
-                )
-                for stacks in await dump_stacks(job, request.ranks)
-            ]
-        )
+        return pb.DumpStacksResponse(stacks=await dump_stacks(job, request.ranks))
 
     async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainResponse:
         """Drain this host: its jobs leave their runs once their workers are done or have saved their state."""
