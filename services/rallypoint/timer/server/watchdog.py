@@ -49,7 +49,8 @@ class Watchdog:
         self._progress = ProgressBoard(
             ProgressSettings(stall_after=settings.stall_after, retention=settings.retention)
         )
-        self._clock = clock
+        # The time for calls of the table, in monotonic seconds.
+        self.now = clock
         # Seconds left out by the table's watch clock: progress is measured on the same clock.
         self._forgiven = 0.0
         self._outboxes: dict[_NodeKey, tuple[Subscription, Outbox]] = {}
@@ -61,10 +62,6 @@ class Watchdog:
         self._overflowing: set[_NodeKey] = set()
         self._alarm: asyncio.TimerHandle | None = None
         self._due = math.inf
-
-    def now(self) -> float:
-        """Return the time for calls of the table, in monotonic seconds."""
-        return self._clock()
 
     # Subscribers.
 
@@ -264,7 +261,7 @@ class Watchdog:
             self.arm()
 
     def _watch(self) -> float:
-        return self._clock() - self._forgiven
+        return self.now() - self._forgiven
 
     def _next_wake(self, now: float) -> float | None:
         """Return when the table or the board is due. At least every pulse: pauses must be noticed."""
