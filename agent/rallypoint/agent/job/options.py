@@ -84,13 +84,11 @@ class Option:
         field: The field of JobConfig that it sets.
         parse: Turns the option's value into the field's value.
         repeatable: True if it is a list.
-        flag: True if it is either on or off.
     """
 
     field: str
     parse: _Parser
     repeatable: bool = False
-    flag: bool = False
 
 
 def job_fields(
@@ -346,10 +344,10 @@ OPTIONS: Mapping[str, Option] = {
     "shutdown-timeout": Option("shutdown_timeout", _seconds),
     "stop-signal": Option("stop_signal", _signal),
     "evidence-timeout": Option("evidence_timeout", _seconds),
-    "require-watchdog": Option("require_watchdog", _flag, flag=True),
+    "require-watchdog": Option("require_watchdog", _flag),
     "watchdog-timeout": Option("watchdog_timeout", _seconds),
     "stall-after": Option("stall_after", _seconds),
-    "virtual-local-rank": Option("virtual_local_rank", _flag, flag=True),
+    "virtual-local-rank": Option("virtual_local_rank", _flag),
     "master-addr": Option("master_address", _host),
     "master-port": Option("master_port", _port),
     "store": Option("store", _store),
