@@ -217,11 +217,11 @@ def test_lines() -> Figure:
 
 
 RULES = (
-    Rule("hand-written product files", files, 304, 220),
-    Rule("product lines", lines, 64_360, 43_500),
-    Rule("product code lines", code_lines, 42_360, 28_500),
+    Rule("hand-written product files", files, 303, 220),
+    Rule("product lines", lines, 63_720, 43_500),
+    Rule("product code lines", code_lines, 42_000, 28_500),
     Rule("median file, lines (at least)", median_file, 218, 200, at_least=True),
-    Rule("files under 60 lines", small_files, 12, 12),
+    Rule("files under 60 lines", small_files, 10, 12),
     Rule("modules with one importer and under 100 lines", single_importers, 3, 10),
     Rule("largest folder, files", largest_folder, 18, 18),
     Rule("cycles between folders", folder_cycles, 0, 0),
@@ -233,7 +233,7 @@ RULES = (
     Rule("hand-written back-off", backoffs, 0, 0),
     Rule("constructors with more than 2 callables", callback_constructors, 0, 0),
     Rule("dialect words per 1,000 words", dialect, 0.1, 1),
-    Rule("test lines", test_lines, 114_860, 70_000),
+    Rule("test lines", test_lines, 114_300, 70_000),
 )
 
 
