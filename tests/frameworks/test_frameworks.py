@@ -39,7 +39,7 @@ def test_a_program_runs_as_under_torchrun(tmp_path: Path, program: str) -> None:
     result = rallypoint("run", *flags, PROGRAMS / program, *arguments, timeout=500)
     assert result.returncode == 0, result.stderr
     # Torch sometimes aborts a worker that exits; no other failure is a reason to start the workers again.
-    assert result.stderr.count("worker failed") <= result.stderr.count("terminate called without"), (
+    assert result.stderr.count("error worker failed") <= result.stderr.count("terminate called without"), (
         result.stderr
     )
     ends = set(re.findall(r"rank (\d) of (\d) ends with (\S+)", result.stdout))

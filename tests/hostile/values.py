@@ -9,6 +9,8 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
+from rallypoint.rpc.durations import is_repeated
+
 # In the place of this, a message on the wire gets bytes that are no UTF-8.
 NOT_UTF8 = "not-utf8-not-utf8"
 
@@ -92,7 +94,7 @@ def message(descriptor: Descriptor, draw: Random, wild: float) -> Message:
             continue
         if draw.random() < max(wild / 3, _RARE.get(field.name, 0.02)):
             continue  # missing
-        if field.is_repeated:
+        if is_repeated(field):
             _fill_repeated(made, field, draw, wild)
         elif field.message_type is not None:
             getattr(made, field.name).CopyFrom(_submessage(field.message_type, draw, wild))
