@@ -132,7 +132,8 @@ def test_a_job_of_one_host_is_the_same_with_an_address_for_all_commands(
             assert (plan.service, plan.timer_endpoint) == (place, "")
             (notice,) = plan.notices
             assert notice.startswith(origin)
-        assert origin.split()[0] in refusal(rallypoint("run", "--nnodes=2", script, environment=environment))
+        for also, why in (([], origin.split()[0]), (["--standalone"], "leave --nnodes out")):
+            assert why in refusal(rallypoint("run", "--nnodes=2", *also, script, environment=environment))
         for more in (["--rdzv-id=x"], ["--nnodes=1", "--rdzv-id=x"]):
             plan = understood.of(*more, script, environment=environment)
             assert plan.service == ExternalService("127.0.0.1:1")

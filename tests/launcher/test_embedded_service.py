@@ -133,7 +133,7 @@ async def test_two_that_must_serve_at_one_place_are_told(port: int) -> None:
 async def test_node_rank_0_at_another_hosts_address_is_refused(
     port: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody would find it there. A name without an address may get one later, as a pod's own does."""
+    """The other hosts would not find it. A name without an address may get one later, as a pod's own does."""
     monkeypatch.setattr(embedded_service, "_ANSWER", 0.3)
     secret = RunSecret("a" * 32)
     stranger = Hosted(f"192.0.2.7:{port}", here=True)

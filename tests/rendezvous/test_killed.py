@@ -1,4 +1,4 @@
-"""The process is SIGKILLed under writers, again and again: nobody notices, no success is lost or counted twice."""
+"""The process is SIGKILLed under writers, again and again: no client sees an error, and every success counts once."""
 
 from __future__ import annotations
 

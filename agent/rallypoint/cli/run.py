@@ -134,7 +134,7 @@ def _resolve_rendezvous(flags: dict[str, Any], notices: list[str]) -> ResolvedRe
         requested = replace(requested, endpoint="")
         variable = source("rdzv_endpoint") is ParameterSource.ENVIRONMENT
         origin = "RALLYPOINT_RDZV_ENDPOINT" if variable else "rdzv-endpoint of the context"
-        if requested.nodes[1] > 1 and not is_static(requested):
+        if requested.nodes[1] > 1 and not requested.standalone and not is_static(requested):
             raise SettingError(
                 f"which run is this? {origin} names the service {endpoint}; give --rdzv-id NAME for a run there"
             )

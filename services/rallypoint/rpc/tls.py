@@ -93,6 +93,7 @@ def server_credentials(options: ServerOptions, endpoint: Endpoint) -> grpc.Serve
         raise SettingError(f"{endpoint} is a Unix socket, where TLS has no meaning: leave --tls-cert out")
     if options.insecure:
         raise SettingError("--insecure and --tls-cert contradict each other: leave one of them out")
+    # Files of a server are read as those of a client; their options have other names.
     tls = ClientTLS(options.tls_client_ca, options.tls_cert, options.tls_key, names=_OF_SERVERS)
     files = tls_files(tls)
 

@@ -54,7 +54,7 @@ def test_it_is_told_to_nodes_while_the_round_runs(run: ScriptedRun) -> None:
 
 @pytest.mark.parametrize("gone", ["a", "ab"])
 def test_who_goes_past_it_ends_no_round(run: ScriptedRun, gone: str) -> None:
-    """The others are at work as before, and the run succeeds with the last of them, whoever is still there."""
+    """The others are at work as before, and the run succeeds with the last of them."""
     run.succeed("a", "b")
     run.later(100)
     for node_id in gone:

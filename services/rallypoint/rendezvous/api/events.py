@@ -227,9 +227,9 @@ def check_entries(
     """
     if len(values) > _MOST_ENTRIES:
         raise invalid(field, f"must have at most {_MOST_ENTRIES} entries, not {len(values)}")
-    with EveryField() as check:
-        for value in values:
-            if check_entry is not None:
+    if check_entry is not None:
+        with EveryField() as check:
+            for value in values:
                 check(check_entry, field, value)
 
 

@@ -119,7 +119,7 @@ class RunData(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Writer:
-    """The node for which a write is done, its right to act, and the secret that came with that."""
+    """The node for which a write is done, its lease, and the lease's token."""
 
     node_id: str
     lease: int
