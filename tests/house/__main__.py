@@ -1,4 +1,4 @@
-"""`python -m house`: print each figure with its limit and target; `--only NAME` lists the files behind some of them."""
+"""`python -m house`: print each figure with its limit, target and former value; `--only NAME` lists its files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from house.figures import RULES
 )
 def main(only: str) -> None:
     """Print the table of the house rules."""
-    click.echo(f"{'':46}{'now':>9}{'limit':>9}{'target':>9}")
+    click.echo(f"{'':46}{'before':>9}{'now':>9}{'limit':>9}{'target':>9}")
     for rule in RULES:
         if only not in rule.name:
             continue
@@ -23,8 +23,8 @@ def main(only: str) -> None:
             remark = "  over the limit"
         elif rule.is_loose(figure.value):
             remark = f"  the limit can be {figure.value:,g}"
-        row = f"{rule.name:46}{_number(figure.value)}{_number(rule.limit)}{_number(rule.target)}{remark}"
-        click.echo(row)
+        numbers = (rule.before, figure.value, rule.limit, rule.target)
+        click.echo(f"{rule.name:46}{''.join(map(_number, numbers))}{remark}")
         if only:
             click.echo("\n".join(f"    {line}" for line in figure.details))
 

@@ -45,6 +45,7 @@ class Rule:
     Attributes:
         name: The row's name in the table.
         measure: Computes the figure.
+        before: The figure of commit 90f09aa7, the last one before the files were moved into folders of one idea each.
         limit: The test fails above it; below it if `at_least`.
         target: The figure to reach.
         at_least: Whether higher is better.
@@ -52,6 +53,7 @@ class Rule:
 
     name: str
     measure: Callable[[], Figure]
+    before: float
     limit: float
     target: float
     at_least: bool = False
@@ -189,6 +191,12 @@ def callback_constructors() -> Figure:
     return _listed(found)
 
 
+def files_of_a_failure() -> Figure:
+    """Count the files that the ten steps of docs/architecture.md name, from a worker's death to the next round."""
+    life = (ROOT / "docs" / "architecture.md").read_text().partition("## The life of one failure")[2]
+    return _listed(sorted(set(re.findall(r"`([\w/]+\.py)`", life.partition("All parts of a job")[0]))))
+
+
 def dialect() -> Figure:
     """Return the number of dialect words per 1,000 words of comments, docstrings, proto comments and docs."""
     words = dialect_words()
@@ -217,23 +225,24 @@ def test_lines() -> Figure:
 
 
 RULES = (
-    Rule("hand-written product files", files, 303, 220),
-    Rule("product lines", lines, 63_720, 43_500),
-    Rule("product code lines", code_lines, 42_000, 28_500),
-    Rule("median file, lines (at least)", median_file, 218, 200, at_least=True),
-    Rule("files under 60 lines", small_files, 10, 12),
-    Rule("modules with one importer and under 100 lines", single_importers, 3, 10),
-    Rule("largest folder, files", largest_folder, 18, 18),
-    Rule("cycles between folders", folder_cycles, 0, 0),
-    Rule("folders in cycles", folders_in_cycles, 0, 0),
-    Rule("cycles between files", file_cycles, 0, 0),
-    Rule("files in cycles", files_in_cycles, 0, 0),
-    Rule("cycles between files, for types only", type_only_cycles, 0, 0),
-    Rule("class names in several modules", shared_class_names, 0, 15),
-    Rule("hand-written back-off", backoffs, 0, 0),
-    Rule("constructors with more than 2 callables", callback_constructors, 0, 0),
-    Rule("dialect words per 1,000 words", dialect, 0.1, 1),
-    Rule("test lines", test_lines, 114_300, 70_000),
+    Rule("hand-written product files", files, 380, 303, 220),
+    Rule("product lines", lines, 52_937, 63_720, 43_500),
+    Rule("product code lines", code_lines, 34_408, 42_000, 28_500),
+    Rule("median file, lines (at least)", median_file, 120, 218, 200, at_least=True),
+    Rule("files under 60 lines", small_files, 78, 10, 12),
+    Rule("modules with one importer and under 100 lines", single_importers, 50, 3, 10),
+    Rule("largest folder, files", largest_folder, 87, 18, 18),
+    Rule("cycles between folders", folder_cycles, 2, 0, 0),
+    Rule("folders in cycles", folders_in_cycles, 6, 0, 0),
+    Rule("cycles between files", file_cycles, 4, 0, 0),
+    Rule("files in cycles", files_in_cycles, 8, 0, 0),
+    Rule("cycles between files, for types only", type_only_cycles, 1, 0, 0),
+    Rule("class names in several modules", shared_class_names, 59, 0, 15),
+    Rule("hand-written back-off", backoffs, 17, 0, 0),
+    Rule("constructors with more than 2 callables", callback_constructors, 8, 0, 0),
+    Rule("files that the life of a failure names", files_of_a_failure, 68, 17, 35),
+    Rule("dialect words per 1,000 words", dialect, 27.3, 0.1, 1),
+    Rule("test lines", test_lines, 95_746, 114_300, 70_000),
 )
 
 
