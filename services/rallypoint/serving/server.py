@@ -524,14 +524,14 @@ def _tune_interpreter() -> None:
     The garbage collector examines every object after a number of new ones, and a thousand streams that open at once are
     a hundred thousand objects that stay: a tenth of the time was spent examining them again and again. An object
     without references is freed at once in any case; only cycles wait longer. But nothing else runs while it examines
-    objects: 10,000 new ones take some 5 ms, and 30,000 of which most have stayed some 18 ms. With 70,000 it was
-    52 ms, and with a million, a client that opened 10,000 runs delayed heartbeats by 0.4 s.
+    objects: 10,000 new ones take some 10 ms, and 50,000 that have stayed once some 40 ms. With a million of these, a
+    client that opened 10,000 runs delayed heartbeats by 0.4 s.
 
     A thread that wants to run waits for a busy one for up to the switch interval. SQLite's thread releases the lock
     several times a statement: with Python's 5 ms a journal beside a busy event loop takes ten times as long to commit.
     """
     gc.freeze()
-    gc.set_threshold(10_000, 1, 1_000)
+    gc.set_threshold(10_000, 5, 400)
     sys.setswitchinterval(0.0005)
     _give_back_large_blocks()
 
