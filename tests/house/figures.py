@@ -191,12 +191,6 @@ def callback_constructors() -> Figure:
     return _listed(found)
 
 
-def files_of_a_failure() -> Figure:
-    """Count the files that the ten steps of docs/architecture.md name, from a worker's death to the next round."""
-    life = (ROOT / "docs" / "architecture.md").read_text().partition("## The life of one failure")[2]
-    return _listed(sorted(set(re.findall(r"`([\w/]+\.py)`", life.partition("All parts of a job")[0]))))
-
-
 def dialect() -> Figure:
     """Return the number of dialect words per 1,000 words of comments, docstrings, proto comments and docs."""
     words = dialect_words()
@@ -240,7 +234,6 @@ RULES = (
     Rule("class names in several modules", shared_class_names, 59, 0, 15),
     Rule("hand-written back-off", backoffs, 17, 0, 0),
     Rule("constructors with more than 2 callables", callback_constructors, 8, 0, 0),
-    Rule("files that the life of a failure names", files_of_a_failure, 68, 17, 35),
     Rule("dialect words per 1,000 words", dialect, 27.3, 0.1, 1),
     Rule("test lines", test_lines, 95_746, 114_300, 70_000),
 )

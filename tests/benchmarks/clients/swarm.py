@@ -35,7 +35,7 @@ RUN_ID = "benchmark"
 _READY_TIMEOUT = 30.0  # seconds for a server to start
 _SENTENCE = 160  # characters of an error
 _LOOK = 0.25  # seconds between two looks at a server's CPU time
-# Share of a core that an idle server uses at most. Calls that wait for their client's turn begin at 8 %.
+# Share of a core that an idle server uses at most. One that admits the requests of one client in turns uses 8 to 16 %.
 _IDLE = 0.02
 _IDLE_TIMEOUT = 60.0  # seconds
 _SETTLE = 1.0  # seconds in which the other losses are awaited, once a stream is lost
