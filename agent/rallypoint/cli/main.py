@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import io
 import os
@@ -125,6 +126,20 @@ def _one_line_error() -> Iterator[None]:
         raise SystemExit(130) from None
 
 
+@contextmanager
+def importing() -> Iterator[None]:
+    """Import modules without searching for garbage: no loaded object can be freed, now or later.
+
+    The search takes a tenth of the import time, and another 10 ms afterwards if the objects are not set apart.
+    """
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
 class LazyGroup(click.Group):
     """A group that imports a command when it is used: `--help` and completion load no gRPC."""
 
@@ -154,7 +169,8 @@ class LazyGroup(click.Group):
         if name not in self._lazy:
             return None
         module, _, attribute = self._lazy[name][0].partition(":")
-        command: click.Command = getattr(importlib.import_module(module), attribute)
+        with importing():
+            command: click.Command = getattr(importlib.import_module(module), attribute)
         return command
 
     def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import re
 import shutil
@@ -17,7 +16,7 @@ import click
 from click.core import ParameterSource
 
 from rallypoint.agent.job.options import OPTIONS, idle_options, job_fields
-from rallypoint.cli.main import ENVIRONMENT
+from rallypoint.cli.main import ENVIRONMENT, importing
 from rallypoint.cli.run_flags import RunCommand, run_flags
 from rallypoint.launcher.backends import (
     RequestedRendezvous,
@@ -199,12 +198,10 @@ def _run(plan: LaunchPlan, log_level: str, log_format: str) -> int:
         spawner = Spawner.start(stdin=True)
     except SpawnError as error:
         raise SettingError(str(error)) from None
-    # No loaded object can be freed yet, and searching for garbage takes a tenth of the import time.
-    gc.disable()
-    from rallypoint.launcher.launch import configure_job_logs, launch, print_summary  # noqa: PLC0415
-    from rallypoint.rpc.loop import run as run_loop  # noqa: PLC0415
+    with importing():
+        from rallypoint.launcher.launch import configure_job_logs, launch, print_summary  # noqa: PLC0415
+        from rallypoint.rpc.loop import run as run_loop  # noqa: PLC0415
 
-    gc.enable()
     configure_job_logs(log_level, log_format)
     result = run_loop(launch(plan, spawner))
     print_summary(result)
