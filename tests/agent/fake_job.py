@@ -1,4 +1,4 @@
-"""As much of a job as those look at who tell others of it."""
+"""A fake job, for tests of code that reports the state of a job."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ VALUE_ERROR = WorkerFailure(
 
 
 def config(run_id: str = "run-1", workers: int = 1) -> Any:
-    """What a job runs."""
+    """The settings of a job."""
     return SimpleNamespace(
         run_id=run_id,
         node_id="node-a",
@@ -51,7 +51,7 @@ def worker_group() -> Any:
 
 @dataclass
 class FakeJob:
-    """A job that does nothing but what a test makes of it."""
+    """A job that runs nothing; the test sets its state."""
 
     state: AgentState = field(default_factory=AgentState)
     workers: list[Worker] = field(default_factory=list)
@@ -71,36 +71,36 @@ class FakeJob:
     asked: list[tuple[Any, ...]] = field(default_factory=list)
 
     def request_stop(self, detail: str, *, at_once: bool = False) -> None:
-        """Note the request."""
+        """Record the request."""
         self.asked.append((detail, at_once))
         self.stopping = True
 
     def drain(self, grace: float | None, reason: str) -> None:
-        """Note the request."""
+        """Record the request."""
         self.asked.append((grace, reason))
 
     def progress_of(self, worker: Worker) -> tuple[int, float] | None:
-        """Worker 1 has told nothing."""
+        """Return the step of a worker; worker 1 has reported none."""
         return None if worker.local_rank == 1 else (17, 2.5)
 
     def end(self, result: JobResult) -> None:
-        """It has ended so."""
+        """End the job with this result."""
         self.result, self.end_time = result, LAUNCHED + 60
         self.changed.notify()
 
 
 def as_job(job: FakeJob) -> Job:
-    """It, as those know it who take a job."""
+    """The fake job, typed as a `Job`."""
     return cast(Job, job)
 
 
 def running(local_rank: int, base_rank: int = 4, pid: int = 0) -> Worker:
-    """A worker that runs."""
+    """A worker that is running."""
     return Worker(local_rank, base_rank + local_rank, pid or 70 + local_rank, 1_800_000_000.5)
 
 
 def ended(local_rank: int, *, code: int | None = None, signal: int | None = None) -> Worker:
-    """A worker that ended."""
+    """A worker that has ended."""
     how = WorkerExit(local_rank, 70 + local_rank, exit_code=code, signal=signal, at=1.0, time=2.0)
     worker = running(local_rank)
     worker.exit = how

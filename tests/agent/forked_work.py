@@ -1,4 +1,4 @@
-"""A function for workers that are forks: what it does is said by the environment."""
+"""A function for workers that are forks of the spawner; its second argument selects the behaviour."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def _descriptors() -> list[str]:
-    """The streams by number, others by file, but for the one that multiprocessing has opened for want of a terminal."""
+    """The numbers of the streams, and the other files but /dev/null, which multiprocessing opens without a terminal."""
     fds = sorted(int(fd) for fd in os.listdir("/proc/self/fd"))[:-1]
     opened = [str(fd) if fd <= 2 else os.readlink(f"/proc/self/fd/{fd}") for fd in fds]
     return [each for each in opened if each != os.devnull]
@@ -23,7 +23,7 @@ def _publish_pid(path: Path) -> None:
 
 
 def work(folder: str, how: str) -> object:
-    """Behaves in one way or another; says in the folder what it is."""
+    """Run the selected behaviour; return a description of the process or write PID files into the folder."""
     rank = os.environ["LOCAL_RANK"]
     if how == "describe":
         print("printed")  # noqa: T201
@@ -45,7 +45,7 @@ def work(folder: str, how: str) -> object:
         if os.fork() == 0:
             ballast = b"x" * (
                 256 << 20
-            )  # the kernel takes a while to free it, in which the process still dies
+            )  # the kernel takes a while to free it; the dying process stays visible meanwhile
             _publish_pid(Path(folder, f"daemon.{rank}"))
             while ballast:
                 signal.pause()

@@ -1,4 +1,4 @@
-"""Hosts as the kernel shows them under /sys and /proc, in a folder."""
+"""Build folders that describe hosts as the kernel does under /sys and /proc."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ def build_host(
     caches: Sequence[Sequence[int]] = (),
     gpus: Sequence[tuple[str, int]] = (),
 ) -> Path:
-    """Writes one.
+    """Write the files of one host.
 
     Args:
-        root: where.
-        nodes: processors of each NUMA node.
-        sockets: NUMA nodes of each socket.
-        threads: the second thread of a core by its first; None: cores have one.
-        caches: processors that share a level 3 cache; none: the host shows no caches.
-        gpus: PCI address and NUMA node of each; its UUID is GPU- and the address.
+        root: the folder for the files.
+        nodes: the processors of each NUMA node.
+        sockets: the NUMA nodes of each socket.
+        threads: the second thread of a core, by its first; None: each core has one thread.
+        caches: the processors that share each level 3 cache; empty: the host shows no caches.
+        gpus: PCI address and NUMA node of each GPU; its UUID is GPU- and the address.
     """
     system = root / "sys/devices/system"
     siblings = {cpu: sorted(pair) for pair in (threads or {}).items() for cpu in pair}
@@ -54,7 +54,7 @@ def build_host(
 
 
 def two_sockets_of_two_nodes(root: Path, gpus: Sequence[tuple[str, int]] = ()) -> Path:
-    """Intel with sub-NUMA clustering: 4 nodes of 4 cores of 2 threads, numbered as Linux does."""
+    """An Intel host with sub-NUMA clustering: 4 nodes of 4 cores of 2 threads, numbered as Linux does."""
     nodes = {
         node: [*range(4 * node, 4 * node + 4), *range(16 + 4 * node, 20 + 4 * node)] for node in range(4)
     }
@@ -64,7 +64,7 @@ def two_sockets_of_two_nodes(root: Path, gpus: Sequence[tuple[str, int]] = ()) -
 
 
 def core_complexes(root: Path, gpus: Sequence[tuple[str, int]] = ()) -> Path:
-    """AMD with one node a socket: 2 nodes of 4 complexes of 2 cores each, without SMT."""
+    """An AMD host with one node per socket: 2 nodes of 4 complexes of 2 cores each, without SMT."""
     nodes = {0: range(8), 1: range(8, 16)}
     caches = [[first, first + 1] for first in range(0, 16, 2)]
     return build_host(root, nodes, sockets={0: [0], 1: [1]}, caches=caches, gpus=gpus)

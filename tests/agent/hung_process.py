@@ -1,7 +1,7 @@
-"""A Python process that hangs in the way it is told to, as a worker with a timer would: hung_process.py PIPE WAY.
+"""A Python process that hangs in the requested way, like a worker with a timer: hung_process.py PIPE WAY.
 
-PIPE: where to write stacks when asked, by STACK_SIGNAL; empty: not at all. WAY: `lock`, `gil`, `stopped`, `computing`,
-`pool` (the main thread sleeps while another computes), `silent` (catches the signal, and writes nothing).
+PIPE: the pipe for stacks, written at STACK_SIGNAL; empty: no stacks are written. WAY: `lock`, `gil`, `stopped`,
+`computing`, `pool` (the main thread sleeps while another computes), `silent` (catches the signal, writes nothing).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ STACK_SIGNAL = signal.SIGRTMIN + 7
 
 @contextlib.contextmanager
 def hung(pipe: Path | None, way: str, *options: str) -> Iterator[int]:
-    """A process that has come to where it hangs; returns its pid, and kills it afterwards."""
+    """Start a process and wait until it is about to hang; yield its PID, and kill it afterwards."""
     command = [sys.executable, *options, __file__, str(pipe or ""), way]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
         try:
@@ -35,31 +35,31 @@ def hung(pipe: Path | None, way: str, *options: str) -> Iterator[int]:
 
 
 def wait_in_a_lock() -> None:
-    """For ever."""
+    """Wait for ever for a lock that this thread holds."""
     lock = threading.Lock()
     lock.acquire()
     lock.acquire()
 
 
 def compute() -> None:
-    """For ever."""
+    """Compute for ever."""
     while True:
         pass
 
 
 def hold_the_gil() -> None:
-    """Sleep in C without giving the interpreter away."""
+    """Sleep in C without releasing the GIL."""
     ctypes.PyDLL(None).sleep(3600)
 
 
 def stop() -> None:
-    """As a debugger, or a batch system that suspends jobs, would do."""
+    """Stop this process, as a debugger or a batch system that suspends jobs would do."""
     os.kill(os.getpid(), signal.SIGSTOP)
     time.sleep(3600)
 
 
 def sleep_beside_a_pool() -> None:
-    """The main thread has nothing to do with it."""
+    """Sleep in the main thread while another thread computes."""
     threading.Thread(target=compute, daemon=True).start()
     time.sleep(3600)
 

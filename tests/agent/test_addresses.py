@@ -1,4 +1,4 @@
-"""The address that others reach this host at is found without DNS, and the port that workers meet at is theirs."""
+"""The agent finds its own address without DNS, and the master port that it reserves stays free for its workers."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from rallypoint.rpc.endpoint import SettingError
 
 @pytest.mark.parametrize("endpoint", ["127.0.0.1:29400", "localhost:1", "[::1]:29400", "unix:/run/rdzv.sock"])
 def test_towards_this_machine_it_is_the_loopback_address(endpoint: str) -> None:
-    """All nodes of such a job are here."""
+    """With such an endpoint all nodes of the job are on this host."""
     assert local_address_towards(endpoint) == "127.0.0.1"
 
 
 def test_towards_another_machine_it_is_the_address_of_the_route(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel is asked which way it would go; nothing is sent, and no name is looked up in reverse."""
+    """The kernel looks up the route; nothing is sent, and there is no reverse DNS lookup."""
     asked: list[object] = []
 
     class Probe:
@@ -49,14 +49,14 @@ def test_towards_another_machine_it_is_the_address_of_the_route(monkeypatch: pyt
 
 
 def test_a_name_that_leads_home_is_the_address_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Debian has a host's own name as 127.0.1.1 in its /etc/hosts; the others know it by that name."""
+    """Debian maps a host's own name to 127.0.1.1 in its /etc/hosts; other hosts resolve the name correctly."""
     here = (socket.AF_INET, socket.SOCK_DGRAM, 17, "", ("127.0.1.1", 29400))
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [here])
     assert local_address_towards("head.example:29400") == "head.example"
 
 
 def test_a_name_that_nobody_knows_is_a_one_line_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It names the endpoint, and the two flags that mend it."""
+    """The error names the endpoint, and the two flags that solve the problem."""
 
     def fail(*_: object, **__: object) -> None:
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
@@ -72,7 +72,7 @@ def test_a_name_that_nobody_knows_is_a_one_line_error(monkeypatch: pytest.Monkey
 
 @pytest.fixture
 def master_port() -> Iterator[MasterPort]:
-    """An agent's."""
+    """The master port of an agent."""
     master_port = MasterPort()
     yield master_port
     master_port.close()
@@ -82,7 +82,7 @@ PLACES = [("0.0.0.0", socket.AF_INET), ("127.0.0.1", socket.AF_INET), ("::", soc
 
 
 def can_be_bound(place: str, family: int, port: int, *options: int) -> bool:
-    """Whether a program gets a port at an address, with such options of its socket."""
+    """Return True if a program can bind the port at an address, with these options of its socket."""
     with socket.socket(family, socket.SOCK_STREAM) as taken:
         for option in options:
             taken.setsockopt(socket.SOL_SOCKET, option, 1)
@@ -96,7 +96,7 @@ def can_be_bound(place: str, family: int, port: int, *options: int) -> bool:
 
 @pytest.mark.parametrize(("place", "family"), PLACES)
 def test_the_workers_port_is_theirs_alone(master_port: MasterPort, place: str, family: int) -> None:
-    """Until they start it can't be had, whatever a program asks for; then it can be, by the plainest of programs."""
+    """No program can bind it before the workers start, with any socket option; then it can be bound without options."""
     if family == socket.AF_INET6 and not socket.has_dualstack_ipv6():
         pytest.skip("this machine has no IPv6")
     port = master_port.reserve()
@@ -110,7 +110,7 @@ def test_the_workers_port_is_theirs_alone(master_port: MasterPort, place: str, f
 def test_a_port_that_a_program_has_is_not_given_to_workers(
     master_port: MasterPort, monkeypatch: pytest.MonkeyPatch, place: str, family: int
 ) -> None:
-    """At whichever address: where the workers are going to bind is not known."""
+    """This holds for a program at any address: the address that the workers will bind is unknown."""
     if family == socket.AF_INET6 and not socket.has_dualstack_ipv6():
         pytest.skip("this machine has no IPv6")
     probe = MasterPort()
@@ -126,8 +126,8 @@ def test_a_port_that_a_program_has_is_not_given_to_workers(
 def test_agents_of_one_host_never_choose_the_same_port(
     master_port: MasterPort, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Also after the workers of the first were started, which have not come to bind theirs yet.
-    Where no port is left, the kernel gives one, and a warning says so."""
+    """This holds also when the workers of the first agent were started but have not bound their port yet.
+    If no port is left, the kernel assigns one, and a warning is logged."""
     monkeypatch.setattr(addresses, "_BANDS", [free := _some_free(3)])
     others = [MasterPort() for _ in range(2)]
     ports = [each.reserve() for each in others]
@@ -168,7 +168,7 @@ def _some_free(number: int) -> list[int]:
 def test_it_is_no_port_that_the_kernel_gives_to_others(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ephemeral: str, reserved: str, expected: tuple[int, int]
 ) -> None:
-    """Whoever connects, or binds to any port, gets one of the ephemeral range that is not reserved."""
+    """The kernel assigns unreserved ports of the ephemeral range to outgoing connections and to binds of port 0."""
     for name, text in (("_EPHEMERAL", ephemeral), ("_RESERVED", reserved)):
         tmp_path.joinpath(name).write_text(f"{text}\n")
         monkeypatch.setattr(addresses, name, tmp_path / name)
@@ -185,7 +185,7 @@ sys.stdin.read()
 
 
 def test_a_port_of_the_workers_is_not_taken_from_them() -> None:
-    """Two workers that bind the same one have a bug of their own, which another port would not mend."""
+    """Two workers that bind the same port have a bug of their own, which another port would not fix."""
     with subprocess.Popen(
         [sys.executable, "-c", LISTENER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as program:
@@ -204,7 +204,7 @@ def test_a_port_of_the_workers_is_not_taken_from_them() -> None:
 def test_of_several_endpoints_the_first_that_can_be_found_shows_the_way(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One on this host alone, or one whose name nobody knows just now, says nothing of how the others see it."""
+    """A loopback address, or a name that can't be resolved now, does not lead to the address that others see."""
 
     def resolve(host: str, port: int, **_: object) -> list[object]:
         if host == "gone.example":

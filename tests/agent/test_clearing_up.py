@@ -1,4 +1,4 @@
-"""Temporary folders of an agent that is killed are removed with its workers; those of one that lives are its own."""
+"""Temporary folders of a killed agent are removed with its workers; those of a living agent stay."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ asyncio.run(main())
 
 
 class Agent:
-    """A program with a spawner and folders, which may be killed."""
+    """A program with a spawner and folders, which the test may kill."""
 
     def __init__(self, marker: str, folders: Path, kept: Path) -> None:
         self.process = subprocess.Popen(
@@ -85,8 +85,8 @@ def agent(tmp_path: Path) -> Iterator[Agent]:
 def test_the_folders_of_a_killed_agent_are_removed(
     agent: Agent, tmp_path: Path, victims: tuple[str, ...]
 ) -> None:
-    """Whoever buries the tree removes them, whatever their names, and nothing that only a link leads to."""
-    # At once means that none of them sees another die: who has begun to clear up can't hand that on.
+    """The process that kills the tree removes its folders (one has a non-UTF-8 name), but not the target of a link."""
+    # All stop before the first is killed, so none sees another die: a clean-up that has begun can't be handed on.
     for number in (signal.SIGSTOP, signal.SIGKILL):
         for name in victims:
             os.kill(agent.pids[name], number)
@@ -98,7 +98,7 @@ def test_the_folders_of_a_killed_agent_are_removed(
 def test_the_folders_of_an_agent_that_lives_stay_and_the_next_spawner_has_them(
     agent: Agent, tmp_path: Path, victim: str
 ) -> None:
-    """A spawner that dies takes nothing along that the agent needs; its successor knows the folders too."""
+    """The death of a spawner removes nothing that the agent needs; the next spawner knows the folders too."""
     os.kill(agent.pids[victim], signal.SIGKILL)
     assert agent.hear() == "buried"
     assert len(list((tmp_path / "folders").iterdir())) == 2
@@ -108,9 +108,9 @@ def test_the_folders_of_an_agent_that_lives_stay_and_the_next_spawner_has_them(
 
 
 async def test_closing_removes_nothing(tmp_path: Path) -> None:
-    """An agent that ends in good order removes its folders itself."""
+    """An agent that ends normally removes its folders itself."""
     async with Spawner.start() as spawner:
         spawner.register_cleanup(tmp_path / "folder")
         (tmp_path / "folder").mkdir()
     assert (tmp_path / "folder").exists()
-    spawner.register_cleanup(tmp_path / "more")  # of no effect on one that is closed, and no error
+    spawner.register_cleanup(tmp_path / "more")  # no effect and no error after close

@@ -1,4 +1,4 @@
-"""Workers that are forks of the spawner are started, watched, told apart and killed as programs are."""
+"""Workers that are forks of the spawner are started, watched, distinguished and killed as programs are."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def spec(folder: Path, local_rank: int = 0, **more: Any) -> WorkerSpec:
 
 @pytest.fixture
 async def how(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Spawner]:
-    """A spawner whose workers behave as the test's parameter says."""
+    """A spawner whose workers run the behaviour that the test's parameter names."""
     save_call(tmp_path, work, [str(tmp_path), request.param])
     async with Spawner(start_forkserver(tmp_path)) as spawner:
         yield spawner
@@ -55,7 +55,7 @@ async def end_of(spawner: Spawner, spec: WorkerSpec) -> WorkerExit:
 
 @pytest.mark.parametrize("how", ["describe"], indirect=True)
 async def test_a_fork_has_what_a_program_would_have(how: Spawner, tmp_path: Path) -> None:
-    """Its own environment, session, signal handlers and streams; of descriptors, besides, only the lock of its call."""
+    """Its own environment, session, signal handlers and streams; the only other descriptor is the lock of its call."""
     (tmp_path / "there").mkdir()
     ended = await end_of(how, spec(tmp_path, cwd=tmp_path / "there"))
     assert ended.succeeded
@@ -72,7 +72,7 @@ async def test_a_fork_has_what_a_program_would_have(how: Spawner, tmp_path: Path
 
 @pytest.mark.parametrize(("how", "code"), [("exit", 7), ("raise", 1)], indirect=["how"])
 async def test_the_end_of_a_fork_is_its_own(how: Spawner, code: int, tmp_path: Path) -> None:
-    """Its exit code arrives, nothing was returned, and the next worker is a fresh one."""
+    """Its exit code is reported, it has no result, and the next worker is a new process."""
     for _ in range(2):
         assert (await end_of(how, spec(tmp_path))).exit_code == code
     assert not (tmp_path / "1.0").exists()
@@ -80,7 +80,7 @@ async def test_the_end_of_a_fork_is_its_own(how: Spawner, code: int, tmp_path: P
 
 @pytest.mark.parametrize("how", ["linger"], indirect=True)
 async def test_a_daemon_of_a_fork_dies_with_it_and_no_neighbours(how: Spawner, tmp_path: Path) -> None:
-    """Without exec a daemon shows its spawner's environment, but for the mark by which it is known."""
+    """Without exec a daemon shows its spawner's environment, except for the mark that identifies its worker."""
     workers = how.submit([spec(tmp_path, 0), spec(tmp_path, 1)], lambda how: None)
     await how.wait_started(workers)
     names = ["main.0", "daemon.0", "main.1", "daemon.1"]
@@ -88,7 +88,7 @@ async def test_a_daemon_of_a_fork_dies_with_it_and_no_neighbours(how: Spawner, t
     pids = {name: int((tmp_path / name).read_text()) for name in names}
     killed = await how.kill(workers[0])
     assert (killed.count, killed.left) == (2, ())
-    # A dead process may still wait to be reaped.
+    # A dead process may not be reaped yet.
     found = {name: read_process(pids[name]) for name in names}
     assert [name for name, process in found.items() if process and not process.dead] == ["main.1", "daemon.1"]
     swept = await how.sweep()
@@ -97,7 +97,7 @@ async def test_a_daemon_of_a_fork_dies_with_it_and_no_neighbours(how: Spawner, t
 
 
 async def test_what_can_not_be_loaded_is_said_for_each_worker(tmp_path: Path) -> None:
-    """A call whose module is not there is a failure to start, with the reason."""
+    """A call whose module does not exist is a failure to start, with the reason."""
     (tmp_path / "call").write_bytes(pickle.dumps({}) + b"cno_such_module\nwork\n.")
     async with Spawner(start_forkserver(tmp_path)) as spawner:
         for local_rank in range(2):
@@ -108,7 +108,7 @@ async def test_what_can_not_be_loaded_is_said_for_each_worker(tmp_path: Path) ->
 
 
 async def test_a_stop_does_not_wait_for_imports(tmp_path: Path) -> None:
-    """Loading what workers call may take minutes; told to stop meanwhile, they are gone at once, and were none."""
+    """Loading the function may take minutes; a stop meanwhile ends the workers at once, and reports no exits."""
     (tmp_path / "call").write_bytes(pickle.dumps({}) + b"ctime\nsleep\n(I3600\ntR.")
     async with Spawner(start_forkserver(tmp_path)) as spawner:
         exits: list[WorkerExit] = []
@@ -125,14 +125,14 @@ async def test_a_stop_does_not_wait_for_imports(tmp_path: Path) -> None:
 
 
 async def test_a_spawner_of_programs_makes_no_calls(tmp_path: Path) -> None:
-    """Asked to, it says so."""
+    """Such a request is refused with the reason."""
     async with Spawner.start() as spawner:
         with pytest.raises(SpawnError, match="this spawner starts programs only"):
             await spawn_one(spawner, spec(tmp_path), lambda how: None)
 
 
 def test_a_fork_of_this_process_calls_what_it_has(tmp_path: Path) -> None:
-    """Nothing is pickled on the way there: a closure works, and its globals are as they were at the fork."""
+    """Nothing is pickled: a closure works, and its globals are as they were at the fork."""
     program = """
 import asyncio, os
 from rallypoint.agent.spawner.client import Spawner

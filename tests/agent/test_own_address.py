@@ -1,4 +1,4 @@
-"""A host whose name is not known yet is waited for, as one that does not answer yet is."""
+"""The agent waits for a host whose name can't be resolved yet, as for one that does not answer yet."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from rallypoint.rpc.endpoint import SettingError
 
 
 class Names:
-    """A resolver that learns a name after some questions."""
+    """A resolver that finds a name after a number of failed requests."""
 
     def __init__(self, questions: int) -> None:
-        """How many it can't answer."""
+        """Fail for this number of requests."""
         self.questions = questions
         self._resolve = socket.getaddrinfo
 
@@ -27,7 +27,7 @@ class Names:
 
 
 async def test_a_name_that_comes_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pod's name exists once the pod runs, and the others may be there before it."""
+    """A pod's name exists once the pod runs; other pods may run before it."""
     names = Names(questions=3)
     monkeypatch.setattr(socket, "getaddrinfo", names.getaddrinfo)
     assert await own_address_towards("head.example:29501", timeout=600) == "head.example"
@@ -35,7 +35,7 @@ async def test_a_name_that_comes_is_waited_for(monkeypatch: pytest.MonkeyPatch) 
 
 
 async def test_a_name_that_never_comes_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In one line, with how long it was asked for."""
+    """The error has one line and includes the time spent on retries."""
     monkeypatch.setattr(socket, "getaddrinfo", Names(questions=10**9).getaddrinfo)
     with pytest.raises(
         SettingError, match=r"head.example:29501: Name or .*--master-addr.*\(retried for 0.3 s\)"
@@ -44,6 +44,6 @@ async def test_a_name_that_never_comes_is_told(monkeypatch: pytest.MonkeyPatch) 
 
 
 async def test_this_machine_needs_no_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody is asked."""
+    """No name is resolved."""
     monkeypatch.setattr(socket, "getaddrinfo", Names(questions=10**9).getaddrinfo)
     assert await own_address_towards("localhost:29501", timeout=0) == "127.0.0.1"

@@ -1,4 +1,4 @@
-"""Limits, processors and signals of workers are what was asked for, seen by the workers themselves."""
+"""Workers run with the requested limits, processors and signals, as the workers themselves report."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ async def spawner() -> AsyncIterator[Spawner]:
 
 
 async def said_by(spawner: Spawner, spec: WorkerSpec) -> str:
-    """Runs a worker to its end; what it has written."""
+    """Run a worker to its end; return its output."""
     assert spec.stdout is not None
     exits: list[WorkerExit] = []
     await spawn_one(spawner, spec, exits.append)
@@ -40,7 +40,7 @@ async def said_by(spawner: Spawner, spec: WorkerSpec) -> str:
 
 
 async def test_a_worker_has_its_limits_and_the_agent_keeps_its_own(spawner: Spawner, tmp_path: Path) -> None:
-    """Soft and hard, no limit as -1; a limit that nobody named is the one that the agent was started with."""
+    """Soft and hard, -1 for no limit; a limit that is not set is the one that the agent was started with."""
     program = "import resource as r; print([r.getrlimit(n) for n in (r.RLIMIT_CORE, r.RLIMIT_NOFILE, r.RLIMIT_CPU)])"
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     limits = {"core": (0, 0), "cpu": (-1, -1)}
@@ -77,7 +77,7 @@ asyncio.run(main())
 
 
 def test_workers_have_the_limit_of_open_files_that_the_agent_began_with() -> None:
-    """While it serves with the hard one; from a spawner that is older than that, and one that is not."""
+    """The agent serves with the hard limit; workers of earlier and later spawners have the agent's initial limit."""
     command = f'ulimit -Sn 512; ulimit -Hn 5000; exec {sys.executable} -c "$0"'
     shown = subprocess.run(
         ["sh", "-c", command, AGENT], capture_output=True, text=True, check=True, timeout=PATIENCE
@@ -86,7 +86,7 @@ def test_workers_have_the_limit_of_open_files_that_the_agent_began_with() -> Non
 
 
 async def test_few_descriptors_are_no_trouble_for_the_start(spawner: Spawner, tmp_path: Path) -> None:
-    """Limits hold from exec on: what comes before needs more than the worker."""
+    """Limits apply from exec on: the steps before it need more descriptors than the worker."""
     spec = WorkerSpec(
         0, ["sh", "-c", "ulimit -n"], ENVIRONMENT, stdout=tmp_path / "out", rlimits={"nofile": (5, 5)}
     )
@@ -94,8 +94,8 @@ async def test_few_descriptors_are_no_trouble_for_the_start(spawner: Spawner, tm
 
 
 async def test_a_limit_that_can_not_be_set_says_so(spawner: Spawner) -> None:
-    """It is a failure to start in one line: which limit, and what would help."""
-    most = (1 << 40, 1 << 40)  # more than fs.nr_open allows anybody, root too
+    """The failure to start is one line: which limit, and a remedy."""
+    most = (1 << 40, 1 << 40)  # more than fs.nr_open allows, also for root
     spec = WorkerSpec(4, ["true"], ENVIRONMENT, rlimits={"nofile": most})
     with pytest.raises(SpawnError) as caught:
         await spawn_one(spawner, spec, lambda how: None)
@@ -109,7 +109,7 @@ async def test_a_limit_that_can_not_be_set_says_so(spawner: Spawner) -> None:
 async def test_a_worker_runs_where_it_is_bound_and_so_do_its_threads(
     spawner: Spawner, tmp_path: Path
 ) -> None:
-    """The mask holds before the program's first instruction; other workers have the agent's."""
+    """The mask is set before the program's first instruction; other workers have the agent's."""
     chosen = frozenset({max(os.sched_getaffinity(0))})
     program = """
 import os, threading
@@ -127,7 +127,7 @@ print(masks)
 
 
 async def test_processors_that_are_not_there_say_so(spawner: Spawner) -> None:
-    """It is a failure to start in one line."""
+    """The failure to start is one line."""
     spec = WorkerSpec(0, ["true"], ENVIRONMENT, cpus=frozenset({4000, 4001, 4003}))
     with pytest.raises(
         SpawnError, match=r"cannot bind it to the processors 4000-4001,4003 \(Invalid argument\)"
@@ -136,7 +136,7 @@ async def test_processors_that_are_not_there_say_so(spawner: Spawner) -> None:
 
 
 async def test_a_signal_goes_to_those_it_is_meant_for(spawner: Spawner, tmp_path: Path) -> None:
-    """Of a group, only the chosen workers get it."""
+    """Only the chosen workers of a group get it."""
     program = f"""
 import signal, os, pathlib, time
 rank = os.environ["LOCAL_RANK"]

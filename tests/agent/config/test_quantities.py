@@ -1,4 +1,4 @@
-"""Amounts are read as people write them, and a slip is an error rather than another amount."""
+"""Quantities are parsed in the usual notations, and a typing error is rejected, not read as another quantity."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from rallypoint.agent.config.rlimits import Quantity, QuantityError, parse_quant
     ],
 )
 def test_what_is_an_amount(text: str, amount: Quantity) -> None:
-    """Decimal and binary units, and parts."""
+    """Decimal and binary units, and percentages."""
     assert parse_quantity(text) == amount
 
 
 @pytest.mark.parametrize("text", ["", "x", "-1GiB", "GiB", "1PiB", "1 2", "101%", "2", "2b", "1e9k", "nan%"])
 def test_what_is_none(text: str) -> None:
-    """Two bytes are not what somebody meant who wrote disk:2."""
+    """A user who wrote disk:2 did not mean two bytes."""
     with pytest.raises(QuantityError):
         parse_quantity(text)
 
 
 def test_a_part_is_one_of_a_whole() -> None:
-    """Bytes are bytes."""
+    """Bytes do not depend on the whole."""
     assert Quantity(part=0.02).of(1000) == 20
     assert Quantity(bytes=5).of(1000) == 5

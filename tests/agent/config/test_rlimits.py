@@ -1,4 +1,4 @@
-"""Limits are read as users write them, and what makes no sense is told before a worker is started."""
+"""Limits are parsed in the usual notations, and invalid ones are rejected before a worker is started."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rallypoint.agent.config.rlimits import KNOWN, RlimitError, check_allowed, c
     ],
 )
 def test_limits_are_read(text: str, expected: tuple[str, tuple[int, int]]) -> None:
-    """A name, a soft value and perhaps a hard one, in the units of setrlimit(2)."""
+    """A name, a soft value and an optional hard one, in the units of setrlimit(2)."""
     assert parse_rlimit(text) == expected
 
 
@@ -40,7 +40,7 @@ def test_limits_are_read(text: str, expected: tuple[str, tuple[int, int]]) -> No
     ],
 )
 def test_mistakes_are_told_in_one_line(text: str, expected: str) -> None:
-    """What is wrong, and what was expected."""
+    """The error has the wrong part, and the expected form."""
     with pytest.raises(RlimitError) as caught:
         parse_rlimit(text)
     assert expected in str(caught.value)
@@ -57,7 +57,7 @@ def test_limits_from_a_program_are_checked_as_well() -> None:
 
 
 def test_what_the_kernel_would_refuse_each_worker_is_refused_at_once() -> None:
-    """A hard limit past this process's own, which nobody may have; and this process keeps what it has."""
+    """The hard limit is above this process's own, also for root; this process keeps its limits."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     with pytest.raises(RlimitError, match=f"nofile=1000000000000: .* its hard limit, which is {before[1]};"):
         check_allowed({"nofile": (10, 10**12)})

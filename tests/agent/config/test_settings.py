@@ -1,4 +1,4 @@
-"""`--rdzv-conf`: known keys with sensible values become the run's settings, anything else a one-line error."""
+"""`--rdzv-conf`: known keys with valid values become the run's settings, anything else is a one-line error."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 
 
 def test_counts_come_from_the_flags_and_times_from_the_pairs() -> None:
-    """What is not given stays unset: defaults are the service's."""
+    """Other settings stay unset: the service has the defaults."""
     conf = rendezvous_conf(
         {
             "join_timeout": "60",
@@ -56,7 +56,7 @@ def test_workers_that_get_long_to_stop_get_long_to_confirm(
 
 
 def test_the_agents_own_timeouts_are_no_part_of_the_run() -> None:
-    """Nodes may differ in them."""
+    """Nodes may have different values."""
     conf = rendezvous_conf({"read_timeout": "1.5", "close_timeout": "2"}, (1, 1), 0)
     assert (conf.read_timeout, conf.close_timeout) == (1.5, 2.0)
     assert conf.settings == pb.RunSettings(min_nodes=1, max_nodes=1)
@@ -89,7 +89,7 @@ def test_the_agents_own_timeouts_are_no_part_of_the_run() -> None:
     ],
 )
 def test_what_can_not_be_honoured_is_told_in_one_line(key: str, value: str, told: str) -> None:
-    """The line names the key, and what it may be."""
+    """The line has the key, and its valid values."""
     with pytest.raises(RunSettingError) as caught:
         rendezvous_conf({key: value}, (1, 1), 0)
     assert told in str(caught.value)
@@ -98,7 +98,7 @@ def test_what_can_not_be_honoured_is_told_in_one_line(key: str, value: str, told
 
 
 def test_every_setting_that_is_taken_is_one_the_service_takes() -> None:
-    """Neither side's bounds are wider than the other's, so no node is refused for what its own flags allowed."""
+    """Neither side's bounds are wider than the other's, so no node is refused after its own flags allowed it."""
     largest = str(int(LONGEST))
     with pytest.raises(RunSettingError):
         rendezvous_conf({"join_timeout": str(LONGEST + 1)}, (1, 1), 0)
@@ -130,14 +130,14 @@ def test_every_setting_that_is_taken_is_one_the_service_takes() -> None:
 def test_budgets_that_make_no_sense_are_one_line(
     pairs: dict[str, str], max_restarts: int, named: str
 ) -> None:
-    """Before anything is started, and the service would say the same."""
+    """They are rejected before anything is started, as the service would do."""
     with pytest.raises(RunSettingError, match=re.escape(named)) as caught:
         rendezvous_conf(pairs, (1, 1), max_restarts)
     assert "\n" not in str(caught.value)
 
 
 def test_budgets_and_back_off_are_the_runs() -> None:
-    """They go into its settings; without them, they are as the service has them."""
+    """They are part of its settings; if they are unset, the service's defaults apply."""
     pairs = {"restart_window": "600", "restart_backoff": "0", "max_restarts_per_node": "2"}
     taken = requests.run_settings(rendezvous_conf(pairs, (1, 1), 5).settings)
     assert (taken.restart_window, taken.restart_backoff, taken.max_restarts_per_node) == (600.0, 0.0, 2)

@@ -1,4 +1,4 @@
-"""The agent's decisions: workers run in an agreed round only, never two groups of them, and every job has an end."""
+"""The agent's decisions: workers run in agreed rounds only, never two groups at once, and every job ends."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WHY = "node b was lost: its connection broke"
 
 
 def seat(round_: int) -> core.Assignment:
-    """A place in a round."""
+    """The node's assignment in a round."""
     return core.Assignment(
         round=round_,
         group_rank=0,
@@ -36,17 +36,17 @@ def seat(round_: int) -> core.Assignment:
 
 
 def joinable(detail: str = WHY) -> core.RunUpdated:
-    """A round is being formed."""
+    """An update: a round is being formed."""
     return core.RunUpdated(Phase.JOINABLE, detail=detail)
 
 
 def frozen(round_: int) -> core.RunUpdated:
-    """A round waits for everybody's confirmation."""
+    """An update: a round waits for the confirmations of all its nodes."""
     return core.RunUpdated(Phase.FROZEN, seat(round_), detail=WHY)
 
 
 def final(round_: int, restart_count: int = 0) -> core.RunUpdated:
-    """A round is agreed."""
+    """An update: a round is final."""
     return core.RunUpdated(Phase.FINAL, seat(round_), restart_count, WHY)
 
 
@@ -54,7 +54,7 @@ CLOSED = core.RunUpdated(Phase.CLOSED)
 
 
 def play(*events: core.Event, state: AgentState | None = None) -> tuple[AgentState, list[core.Effect]]:
-    """Feed events in turn; returns the state after them, and the effects of the last."""
+    """Feed the events in turn; return the state after them, and the effects of the last."""
     effects: list[core.Effect] = []
     state = state or AgentState()
     for event in events:
@@ -66,7 +66,7 @@ RUNNING, _ = play(frozen(1), final(1))
 
 
 def test_a_round_is_confirmed_when_frozen_and_started_when_final() -> None:
-    """The two steps of a round: say that nothing old is alive, then run."""
+    """A round has two steps: confirm that no old worker is alive, then start."""
     state, effects = play(frozen(1))
     assert effects == [core.SendConfirm(1)]
     state, effects = play(final(1, restart_count=3), state=state)
@@ -75,24 +75,24 @@ def test_a_round_is_confirmed_when_frozen_and_started_when_final() -> None:
 
 
 def test_what_is_told_twice_is_done_once() -> None:
-    """Updates are states, not steps: one that says nothing new does nothing."""
+    """Updates are states, not steps: an update without a difference has no effect."""
     assert play(frozen(1), frozen(1))[1] == []
     assert play(frozen(1), final(1), final(1))[1] == []
 
 
 def test_a_final_round_that_was_never_confirmed_here_is_not_started() -> None:
-    """Old workers may be alive on a node that has not said otherwise."""
+    """Old workers may be alive on a node that has not confirmed."""
     assert play(final(1))[1] == []
     assert play(frozen(1), final(2))[1] == []
 
 
 def test_without_a_place_nothing_runs() -> None:
-    """A spare waits, whatever the others do."""
+    """A spare waits, in all phases of the round."""
     assert play(core.RunUpdated(Phase.FROZEN), core.RunUpdated(Phase.FINAL))[1] == []
 
 
 def test_a_new_round_stops_the_workers_and_is_confirmed_once_they_are_gone() -> None:
-    """Confirming means that nothing of an earlier round is alive."""
+    """A confirmation means that no worker of an earlier round is alive."""
     state, effects = play(joinable(), state=RUNNING)
     assert effects == [core.StopWorkers(WHY)]
     state, effects = play(frozen(2), state=state)
@@ -103,7 +103,7 @@ def test_a_new_round_stops_the_workers_and_is_confirmed_once_they_are_gone() -> 
 
 
 def test_a_node_that_slept_through_the_joinable_phase_stops_all_the_same() -> None:
-    """Only the latest state is told: the next round may be frozen, or final, when a slow node hears of it."""
+    """Only the latest state is sent: the next round may be frozen or final before a slow node receives an update."""
     assert play(frozen(2), state=RUNNING)[1] == [core.StopWorkers(WHY)]
     state, effects = play(final(2), state=RUNNING)
     assert effects == [core.StopWorkers(WHY)]
@@ -111,18 +111,18 @@ def test_a_node_that_slept_through_the_joinable_phase_stops_all_the_same() -> No
 
 
 def test_the_phases_of_the_round_that_runs_change_nothing() -> None:
-    """A reconnect repeats the present state."""
+    """A reconnect repeats the current state."""
     assert play(final(1), final(1), state=RUNNING) == (replace(RUNNING, detail=WHY), [])
 
 
 def test_a_failure_is_reported_before_the_others_here_are_stopped() -> None:
-    """Every moment before the report is downtime on all nodes."""
+    """All nodes are down until the report arrives."""
     _, effects = play(core.GroupFailed(), state=RUNNING)
     assert effects == [core.SendFailure(1), core.StopWorkers("a worker failed")]
 
 
 def test_a_failure_that_the_end_of_its_round_has_overtaken_is_reported_all_the_same() -> None:
-    """What it caused on another host was heard of first: without this report, that one is taken for the cause."""
+    """Another host reported its consequence first: without this report, that one is taken for the cause."""
     state, _ = play(joinable(), state=RUNNING)
     state, effects = play(core.GroupFailed(), state=state)
     assert effects == [core.SendFailure(1)]
@@ -140,24 +140,24 @@ def test_a_failure_that_the_end_of_its_round_has_overtaken_is_reported_all_the_s
     ],
 )
 def test_a_failure_that_was_overtaken_by_the_end_of_its_lease_or_run_is_nobody_s(event: core.Event) -> None:
-    """Who goes must not cost the others a restart, and no one else would take the report."""
+    """A node that leaves must not cost the others a restart, and no other server would accept the report."""
     state, _ = play(event, state=RUNNING)
     assert play(core.GroupFailed(), state=state) == (state, [])
 
 
 def test_a_failure_is_none_of_workers_that_are_gone() -> None:
-    """It would be put down to a round that had not begun, or is forgotten."""
+    """It would be attributed to a round that has not begun, or is forgotten."""
     state, _ = play(joinable(), core.GroupStopped(), state=RUNNING)
     assert play(core.GroupFailed(), state=state) == (state, [])
 
 
 def test_after_a_failure_nothing_starts_before_the_next_round() -> None:
-    """The round that failed is still the latest that the node was told of."""
+    """The round that failed is still the latest that the node has received."""
     assert play(core.GroupFailed(), core.GroupStopped(), final(1), state=RUNNING)[1] == []
 
 
 def test_success_is_reported_and_the_node_waits_for_the_others() -> None:
-    """The run closes when all have succeeded."""
+    """The run closes when all nodes have succeeded."""
     state, effects = play(core.GroupSucceeded(), state=RUNNING)
     assert effects == [core.SendSuccess(1)]
     assert (state.workers, state.succeeded) == (Workers.ABSENT, 1)
@@ -165,13 +165,13 @@ def test_success_is_reported_and_the_node_waits_for_the_others() -> None:
 
 
 def test_workers_run_again_after_success_if_the_round_re_forms() -> None:
-    """Those of a lost node did not finish, and all ranks start together."""
+    """The workers of a lost node did not finish, and all ranks start together."""
     state, _ = play(core.GroupSucceeded(), joinable(), state=RUNNING)
     assert play(frozen(2), final(2), state=state)[1] == [core.StartWorkers(seat(2), 0)]
 
 
 def test_leaving_departs_stops_then_leaves() -> None:
-    """The others learn at once; the lease is given back when nothing is alive."""
+    """The others are informed at once; the lease is returned when no worker is alive."""
     state, effects = play(core.StopRequested("got SIGTERM"), state=RUNNING)
     assert effects == [core.SendDeparture("got SIGTERM"), core.StopWorkers("got SIGTERM")]
     state, effects = play(core.GroupStopped(), state=state)
@@ -182,12 +182,12 @@ def test_leaving_departs_stops_then_leaves() -> None:
 
 
 def test_leaving_is_asked_for_once() -> None:
-    """Who asks again changes neither the reason nor the order."""
+    """A second request changes neither the reason nor the sequence."""
     assert play(core.StopRequested("a"), core.StopRequested("b"), state=RUNNING)[1] == []
 
 
 def test_a_node_without_workers_leaves_at_once() -> None:
-    """While it waits there is nothing to stop."""
+    """It has no workers to stop while it waits for a round."""
     assert play(core.StopRequested("got SIGINT"))[1] == [
         core.SendDeparture("got SIGINT"),
         core.SendLeave("got SIGINT"),
@@ -195,13 +195,13 @@ def test_a_node_without_workers_leaves_at_once() -> None:
 
 
 def test_a_node_that_leaves_takes_no_part_in_the_next_round() -> None:
-    """It would be waited for in vain."""
+    """The others would wait for it in vain."""
     state, _ = play(core.StopRequested("got SIGTERM"), core.GroupStopped(), state=RUNNING)
     assert play(frozen(2), final(2), state=state)[1] == []
 
 
 def test_a_closed_run_stops_the_workers_and_ends_the_job() -> None:
-    """In either order of the workers' end and the membership's."""
+    """The workers and the membership may end in either sequence."""
     state, effects = play(CLOSED, state=RUNNING)
     assert effects == [core.StopWorkers("the run is closed")]
     assert play(core.MembershipEnded(), core.GroupStopped(), state=state)[1] == [core.Finish()]
@@ -209,14 +209,14 @@ def test_a_closed_run_stops_the_workers_and_ends_the_job() -> None:
 
 
 def test_a_membership_that_ends_by_itself_stops_the_workers() -> None:
-    """A node that was refused must not run on beside the others."""
+    """A refused node must not run on beside the others."""
     state, effects = play(core.MembershipEnded("another took its name"), state=RUNNING)
     assert effects == [core.StopWorkers("another took its name")]
     assert play(core.GroupStopped(), state=state)[1] == [core.Finish()]
 
 
 def test_a_lost_lease_stops_the_workers_and_the_node_starts_over() -> None:
-    """As a newcomer it has confirmed nothing, whatever the numbers of the rounds say."""
+    """As a new member it has confirmed nothing, even if the round number is the same."""
     state, effects = play(core.LeaseEnded("no heartbeat for 15 s"), state=RUNNING)
     assert effects == [core.StopWorkers("no heartbeat for 15 s")]
     state, _ = play(core.GroupStopped(), state=state)
@@ -225,7 +225,7 @@ def test_a_lost_lease_stops_the_workers_and_the_node_starts_over() -> None:
 
 
 def test_nothing_happens_after_the_end() -> None:
-    """A job that is finished stays so."""
+    """A finished job stays finished."""
     state, _ = play(core.MembershipEnded())
     assert state.finished
     assert play(frozen(1), final(1), core.StopRequested("late"), state=state) == (state, [])
@@ -236,13 +236,13 @@ class Violation(AssertionError):
 
 
 class World:
-    """What a shell does with the effects, and a ledger of all that must hold whatever happens."""
+    """A shell that carries out the effects of the core, and checks the invariants."""
 
     def __init__(self, decisions: ModuleType, seed: int) -> None:
-        """`decisions`: the core, or a broken one."""
+        """Build a world; `decisions` is the core, or a broken copy."""
         self.core = decisions
         self.random = random.Random(seed)
-        # Half of the hosts have checks of their health.
+        # Half of the hosts have health checks.
         self.checks = bool(seed % 2)
         self.state = decisions.AgentState(checks=self.checks)
         self.examining = self.warned = self.draining = False
@@ -251,12 +251,12 @@ class World:
         self.stopping = False
         self.confirmed = 0
         self.departed = self.left = self.out = self.unfit = False
-        self.succeeded = 0  # the round in which the workers here did
+        self.succeeded = 0  # the round in which the workers here succeeded
         self.finished = 0
         self.done: Counter[str] = Counter()
 
     def next_event(self) -> Any:
-        """What happens next: half of the time what a good round consists of, else anything that can happen."""
+        """Return the next event: half of the time a step of a normal round, else any possible event."""
         core, choose = self.core, self.random
         if self.running and choose.random() < 0.07:
             return core.DrainRequested("maintenance")
@@ -290,17 +290,17 @@ class World:
         )[0]
 
     def told(self, phase: Any, round_: int = 0) -> Any:
-        """An update, with a place in a round if that is given."""
+        """Return an update, with an assignment in a round if that is given."""
         place = self.core.Assignment(round_, 0, 2, 0, 4, 0, 4, "10.0.0.1", 5000, 7) if round_ else None
         passed = phase is Phase.FINAL and self.random.random() < 0.3
         settling = phase is Phase.FINAL and round_ == self.running
         return self.core.RunUpdated(phase, place, exit_barrier_passed=passed, settling=settling)
 
     def can_happen(self, event: Any) -> bool:
-        """Whether the world is so that this may be next."""
+        """Return True if this event is possible now."""
         core = self.core
         if isinstance(event, core.GroupStopped):
-            # Stopped twice, as one in a hurry does, workers are gone twice.
+            # A group that is stopped twice, as in a hurry, reports its end twice.
             return bool(self.stopping or (self.departed and not self.running))
         if isinstance(event, core.RunUpdated | core.LeaseEnded):
             return not self.out
@@ -309,12 +309,12 @@ class World:
         if isinstance(event, core.DrainOver):
             return self.draining
         if isinstance(event, core.NodeUnhealthy):
-            # Before anything was started, or after all of it is known to be gone, there is nothing to outlive a kill.
+            # A process can outlive its kill only after a start, and until the end of all workers is confirmed.
             return bool(self.done["StartWorkers"] or self.examining)
         return True
 
     def happen(self, event: Any) -> None:
-        """Let something happen, if it can happen now."""
+        """Apply an event, if it is possible now."""
         core = self.core
         if not self.can_happen(event):
             return
@@ -338,7 +338,7 @@ class World:
         self.check_answer(event, effects)
 
     def check_answer(self, event: Any, effects: list[Any]) -> None:
-        """Hold what was done about an event against it."""
+        """Check the effects of an event."""
         core = self.core
         kinds = [type(effect).__name__ for effect in effects]
         going = self.departed or self.left or self.out
@@ -352,12 +352,12 @@ class World:
             self.check(self.stopping and first == "SendFailure", "a failure reported late")
 
     def check(self, holds: bool, what: str) -> None:
-        """Hold the core to an invariant; `what` is how it is broken."""
+        """Raise Violation if an invariant does not hold; `what` describes the violation."""
         if not holds:
             raise Violation(what)
 
     def take(self, effect: Any) -> None:
-        """Carry an effect out, and hold it against what came before."""
+        """Carry an effect out, and check it against the previous ones."""
         kind = type(effect).__name__
         self.done[kind] += 1
         self.check(not self.finished, "something to do after the end")
@@ -404,7 +404,7 @@ class World:
                 self.finished += 1
 
     def may_go(self) -> bool:
-        """Whether the exit barrier keeps this node no longer."""
+        """Return True if the exit barrier no longer keeps this node."""
         state = self.state
         seat = state.assignment
         let_go = state.exit_barrier_passed or self.draining
@@ -412,7 +412,7 @@ class World:
         return done or state.phase is Phase.CLOSED
 
     def play(self) -> None:
-        """A whole history, and then the end that every job must come to."""
+        """Play a whole history, and then the end that every job must reach."""
         for _ in range(50):
             self.happen(self.next_event())
         self.happen(self.core.MembershipEnded())
@@ -424,7 +424,7 @@ HISTORIES = 1000
 
 
 def play_histories(decisions: ModuleType) -> Counter[str]:
-    """Play one history for each seed; returns how often which effect came of them."""
+    """Play one history for each seed; return the number of effects of each kind."""
     done: Counter[str] = Counter()
     for seed in range(HISTORIES):
         world = World(decisions, seed)
@@ -437,9 +437,9 @@ def play_histories(decisions: ModuleType) -> Counter[str]:
 
 
 def test_whatever_happens_the_invariants_hold_and_the_job_can_end() -> None:
-    """Holds for any updates in any order, told to a shell that does what the core says."""
+    """This holds for any sequence of updates and a shell that carries out all effects."""
     done = play_histories(core)
-    # A property that no history reaches would hold of anything.
+    # A check that no history reaches proves nothing.
     rare = {kind: count for kind, count in done.items() if count < HISTORIES / 10}
     assert not rare
     assert len(done) == len(core.Effect.__args__)
@@ -492,7 +492,7 @@ UNLESS_RUNNING = "if state.workers is not Workers.RUNNING:\n                retu
     ],
 )
 def test_a_broken_core_is_caught(monkeypatch: pytest.MonkeyPatch, whole: str, broken: str, seen: str) -> None:
-    """The ledger is worth nothing if it can't tell a broken core from a whole one."""
+    """The checks are worth nothing if they can't distinguish a broken core from a correct one."""
     mutant = ModuleType("mutant")
     monkeypatch.setitem(sys.modules, "mutant", mutant)
     source = inspect.getsource(core)
@@ -506,19 +506,19 @@ def test_a_broken_core_is_caught(monkeypatch: pytest.MonkeyPatch, whole: str, br
 
 
 def test_past_the_exit_barrier_a_node_that_succeeded_leaves() -> None:
-    """It waits as long as the barrier holds, and goes in good order after it."""
+    """It waits as long as the barrier holds, and then leaves normally."""
     state, effects = play(core.GroupSucceeded(), final(1), state=RUNNING)
     assert effects == []
     state, effects = play(replace(final(1), exit_barrier_passed=True), state=state)
     assert effects == [core.SendLeave("its workers succeeded, and the exit barrier is over")]
     state, effects = play(joinable(), frozen(2), state=state)
-    assert effects == []  # it is as good as gone, whatever the server said before it heard of it
+    assert effects == []  # it has left; the server sent this update before it received that
     _, effects = play(core.MembershipEnded(), state=state)
     assert effects == [core.Finish()]
 
 
 def test_an_exit_barrier_that_passed_stops_nobody_who_is_still_at_work() -> None:
-    """Who is not done goes on, and leaves once its own workers succeeded."""
+    """A node with running workers goes on, and leaves once they have succeeded."""
     state, effects = play(replace(final(1), exit_barrier_passed=True), state=RUNNING)
     assert effects == []
     _, effects = play(core.GroupSucceeded(), state=state)
@@ -529,7 +529,7 @@ def test_an_exit_barrier_that_passed_stops_nobody_who_is_still_at_work() -> None
 
 
 def test_who_has_left_past_the_exit_barrier_is_not_asked_to_go_again() -> None:
-    """A signal that comes then would only take the word back that its work is done."""
+    """A signal after that would only withdraw the report of its success."""
     state, _ = play(core.GroupSucceeded(), replace(final(1), exit_barrier_passed=True), state=RUNNING)
     assert state.left
     after, effects = play(core.StopRequested("got SIGTERM"), state=state)
@@ -537,19 +537,19 @@ def test_who_has_left_past_the_exit_barrier_is_not_asked_to_go_again() -> None:
 
 
 def test_an_exit_barrier_of_another_round_lets_nobody_go() -> None:
-    """What succeeded before the round re-formed has to be done again."""
+    """The work of the round before has to be done again."""
     state, _ = play(core.GroupSucceeded(), joinable(), frozen(2), state=RUNNING)
     _, effects = play(replace(final(2), exit_barrier_passed=True), state=state)
     assert effects == [core.StartWorkers(seat(2), 0)]
 
 
-# ---- a host on which something outlives SIGKILL
+# ---- a host on which a process outlives SIGKILL
 
 UNFIT = core.NodeUnhealthy("process 7 outlived SIGKILL")
 
 
 def test_a_worker_that_outlives_its_kill_is_reported_and_the_node_leaves() -> None:
-    """The others hear of the failure, and that this node goes, before what can still be stopped here is."""
+    """The failure and the departure are reported before the remaining workers here are stopped."""
     state, effects = play(core.GroupFailed(), state=RUNNING)
     assert effects == [core.SendFailure(1), core.StopWorkers("a worker failed")]
     state, effects = play(UNFIT, state=state)
@@ -568,18 +568,18 @@ def test_what_outlives_an_ordinary_stop_makes_the_node_leave_too() -> None:
 
 
 def test_workers_that_run_beside_it_are_stopped() -> None:
-    """It is known before any of them has failed."""
+    """The process is found before any worker has failed."""
     assert play(UNFIT, state=RUNNING)[1] == [core.SendDeparture(UNFIT.detail), core.StopWorkers(UNFIT.detail)]
 
 
 def test_it_is_said_once() -> None:
-    """Killing and stopping both find it."""
+    """Both the kill and the stop find it."""
     state, _ = play(core.GroupFailed(), UNFIT, state=RUNNING)
     assert play(UNFIT, core.NodeUnhealthy("another"), state=state) == (state, [])
 
 
 def test_success_stands_whatever_it_left_behind() -> None:
-    """Who goes then would cost the others a round; a run that is over is over."""
+    """A node that left then would cost the others a round; a run that has ended stays ended."""
     state, effects = play(core.GroupSucceeded(), UNFIT, state=RUNNING)
     assert effects == []
     closed, effects = play(final(1), CLOSED, state=state)
@@ -594,13 +594,13 @@ def test_success_stands_whatever_it_left_behind() -> None:
 
 @pytest.mark.parametrize("event", [joinable(), frozen(2), final(2), core.LeaseEnded("it expired")])
 def test_after_success_it_leaves_if_its_workers_are_wanted_again(event: core.Event) -> None:
-    """The round re-forms, for a node that was lost: without this host."""
+    """The round re-forms without this host, because a node was lost."""
     state, _ = play(core.GroupSucceeded(), UNFIT, state=RUNNING)
     assert play(event, state=state)[1] == [core.SendDeparture(UNFIT.detail), core.SendLeave(UNFIT.detail)]
 
 
 def test_a_node_that_leaves_already_only_remembers_it() -> None:
-    """Its exit code tells whoever started it; the run hears one reason."""
+    """The exit code shows it to the caller; the run receives one reason."""
     leaving, _ = play(core.StopRequested("got SIGTERM"), state=RUNNING)
     state, effects = play(UNFIT, state=leaving)
     assert (effects, state.leaving, state.unhealthy) == ([], "got SIGTERM", UNFIT.detail)
@@ -608,7 +608,7 @@ def test_a_node_that_leaves_already_only_remembers_it() -> None:
 
 
 def test_out_of_the_run_it_is_only_remembered() -> None:
-    """There is nobody to tell any more."""
+    """The node has no connection left to report it."""
     out, _ = play(CLOSED, core.MembershipEnded(), state=RUNNING)
     state, effects = play(UNFIT, core.GroupStopped(), state=out)
     assert (effects, state.unhealthy) == ([core.Finish()], UNFIT.detail)

@@ -1,4 +1,4 @@
-"""The agent's decisions about leaving gently: workers get their time, and nobody waits in vain."""
+"""The agent's decisions about a drain: workers get their grace period, and no node waits in vain."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ SAVED = core.DrainOver("its workers saved their state")
 
 
 def test_workers_are_warned_and_run_on() -> None:
-    """The other hosts hear nothing yet: until this one goes, the round is whole."""
+    """The agent reports nothing to the other hosts yet: the round is complete until this node leaves."""
     state, effects = play(DRAIN, state=RUNNING)
     assert effects == [core.WarnWorkers(DRAIN.detail)]
     assert (state.workers, state.leaving) == (Workers.RUNNING, None)
 
 
 def test_a_second_drain_changes_nothing() -> None:
-    """How long workers get is not the core's to know."""
+    """The core does not know the length of the grace period."""
     state, _ = play(DRAIN, state=RUNNING)
     assert play(core.DrainRequested("again"), state=state) == (state, [])
 
 
 def test_a_node_whose_workers_saved_their_state_leaves() -> None:
-    """The same goes for one whose workers had their time: with the reason, and how it ended."""
+    """So does a node whose workers' grace period is over. The reason includes the result of the drain."""
     state, effects = play(DRAIN, SAVED, state=RUNNING)
     why = "drained: maintenance at 10:00 (its workers saved their state)"
     assert effects == [core.SendDeparture(why), core.StopWorkers(why)]
@@ -39,27 +39,27 @@ def test_a_node_whose_workers_saved_their_state_leaves() -> None:
 
 
 def test_the_end_of_a_drain_that_nobody_asked_for_means_nothing() -> None:
-    """And neither does a second end."""
+    """A second end is ignored too."""
     assert play(SAVED, state=RUNNING) == (RUNNING, [])
     state, _ = play(DRAIN, SAVED, state=RUNNING)
     assert play(SAVED, state=state) == (state, [])
 
 
 def test_workers_that_finish_have_succeeded_and_the_node_leaves_at_once() -> None:
-    """The round does without it: to wait for the others would keep a host that is about to go down."""
+    """The round does not need it: waiting for the others would keep a host that is about to go down."""
     state, effects = play(DRAIN, core.GroupSucceeded(), state=RUNNING)
     assert effects == [core.SendSuccess(1), core.SendLeave("its workers succeeded, and " + DRAIN.detail)]
     assert state.leaving is None
 
 
 def test_a_node_that_waits_for_the_success_of_others_leaves_at_once() -> None:
-    """It has done its part before it was drained."""
+    """Its workers had succeeded before the drain."""
     _, effects = play(core.GroupSucceeded(), DRAIN, state=RUNNING)
     assert effects == [core.SendLeave("its workers succeeded, and " + DRAIN.detail)]
 
 
 def test_a_node_without_workers_leaves_at_once() -> None:
-    """Nobody is there to be warned, whether a round is being formed or others run one."""
+    """There are no workers to warn, whether a round is being formed or other nodes run one."""
     for told in (joinable(), frozen(1), core.RunUpdated(Phase.FINAL)):
         _, effects = play(told, DRAIN)
         assert effects == [core.SendDeparture(DRAIN.detail), core.SendLeave(DRAIN.detail)]
@@ -67,7 +67,7 @@ def test_a_node_without_workers_leaves_at_once() -> None:
 
 @pytest.mark.parametrize("event", [joinable(), frozen(2), core.LeaseEnded("it expired")])
 def test_a_round_that_ends_meanwhile_goes_on_without_the_node(event: core.Event) -> None:
-    """It must not take a place that it gives up a moment later."""
+    """It must not take part in a round that it leaves a moment later."""
     state, effects = play(DRAIN, event, state=RUNNING)
     assert effects == [core.SendDeparture(DRAIN.detail), core.StopWorkers(DRAIN.detail)]
     assert play(frozen(2), core.GroupStopped(), state=state)[1] == [core.SendLeave(DRAIN.detail)]
@@ -80,7 +80,7 @@ def test_a_node_whose_workers_are_being_stopped_says_at_once_that_it_goes() -> N
 
 
 def test_a_worker_that_fails_uses_up_no_restart() -> None:
-    """As by a signal that warns it and that it does not catch: its node takes it away in any case."""
+    """For example by a warning signal that it does not catch: the node leaves in any case."""
     state, effects = play(DRAIN, core.GroupFailed(), state=RUNNING)
     why = DRAIN.detail + " (one of its workers failed meanwhile)"
     assert effects == [core.SendDeparture(why), core.StopWorkers("a worker failed")]
@@ -88,7 +88,7 @@ def test_a_worker_that_fails_uses_up_no_restart() -> None:
 
 
 def test_who_is_told_to_stop_while_it_drains_goes_now() -> None:
-    """Whoever sends SIGTERM waits no longer."""
+    """A sender of SIGTERM waits no longer."""
     _, effects = play(DRAIN, core.StopRequested("got SIGTERM"), state=RUNNING)
     assert effects == [core.SendDeparture("got SIGTERM"), core.StopWorkers("got SIGTERM")]
 
@@ -103,7 +103,7 @@ def test_who_goes_already_is_not_drained(event: core.Event) -> None:
 
 
 def test_a_run_that_closes_meanwhile_ends_the_drain() -> None:
-    """There is nobody left to be told, and what the run ended with stands."""
+    """There is no run left to report to, and the run's result stands."""
     state, effects = play(DRAIN, CLOSED, state=RUNNING)
     assert effects == [core.StopWorkers("the run is closed")]
     state, effects = play(core.GroupStopped(), core.MembershipEnded(), state=state)
@@ -111,7 +111,7 @@ def test_a_run_that_closes_meanwhile_ends_the_drain() -> None:
 
 
 def test_the_exit_barrier_keeps_nobody_who_is_drained() -> None:
-    """Passed or not."""
+    """This holds before and after it has passed."""
     barrier = replace(final(1), exit_barrier_passed=True)
     _, effects = play(DRAIN, barrier, core.GroupSucceeded(), state=RUNNING)
     assert effects == [

@@ -1,4 +1,4 @@
-"""The agent's decisions about its host's health: no round is confirmed by a host that nobody has looked at."""
+"""The agent's decisions about its host's health: a host confirms no round without a check."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ RUNNING, _ = play(frozen(1), FOUND, final(1), state=CHECKED)
 
 
 def test_without_checks_nothing_is_examined() -> None:
-    """Who asked for none pays nothing."""
+    """A job without checks has no cost."""
     assert play(joinable(), frozen(1))[1] == [core.SendConfirm(1)]
 
 
 def test_the_first_round_is_confirmed_once_the_host_was_found_healthy() -> None:
-    """It is looked at while the node waits for others, and again only if that is long ago."""
+    """The host is checked while the node waits for others, and again only if the last check is old."""
     state, effects = play(joinable(), state=CHECKED)
     assert effects == [core.CheckHealth(fresh=False)]
     state, effects = play(FOUND, joinable(), state=state)
@@ -30,21 +30,21 @@ def test_the_first_round_is_confirmed_once_the_host_was_found_healthy() -> None:
 
 
 def test_what_is_found_after_the_round_froze_is_enough() -> None:
-    """One look that takes long serves both."""
+    """One slow check serves both phases."""
     state, effects = play(joinable(), frozen(1), state=CHECKED)
     assert effects == []
     assert play(FOUND, state=state)[1] == [core.SendConfirm(1)]
 
 
 def test_a_round_that_was_confirmed_is_not_looked_at_again() -> None:
-    """Updates repeat themselves."""
+    """Updates are repeated."""
     state, _ = play(frozen(1), FOUND, state=CHECKED)
     assert play(frozen(1), state=state)[1] == []
     assert play(final(1), state=state)[1] == [core.StartWorkers(seat(1), 0)]
 
 
 def test_after_a_failure_here_the_host_is_looked_at_anew() -> None:
-    """What was found before it says nothing; the look waits until the workers are gone, and the round for the look."""
+    """Earlier results are invalid; the check waits for the end of the workers, and the confirmation for the check."""
     state, effects = play(core.GroupFailed(), joinable(), state=RUNNING)
     assert effects == []
     state, effects = play(core.GroupStopped(), state=state)
@@ -55,25 +55,25 @@ def test_after_a_failure_here_the_host_is_looked_at_anew() -> None:
 
 
 def test_after_a_failure_elsewhere_what_was_found_a_moment_ago_will_do() -> None:
-    """The same goes for a round that grows."""
+    """The same applies to a round that grows."""
     assert play(joinable(), core.GroupStopped(), state=RUNNING)[1] == [core.CheckHealth(fresh=False)]
 
 
 def test_a_node_that_lost_its_lease_is_looked_at_anew() -> None:
-    """Nobody knows why it was not heard of."""
+    """The reason for its missing heartbeats is unknown."""
     _, effects = play(core.LeaseEnded("no heartbeat"), core.GroupStopped(), state=RUNNING)
     assert effects == [core.CheckHealth(fresh=True)]
 
 
 def test_a_spare_is_looked_at_when_it_takes_its_place() -> None:
-    """However healthy it was when it began to wait."""
+    """This holds also if it was healthy when it began to wait."""
     state, effects = play(joinable(), FOUND, core.RunUpdated(Phase.FINAL), joinable(), state=CHECKED)
     assert effects == []
     assert play(frozen(3), state=state)[1] == [core.CheckHealth(fresh=False)]
 
 
 def test_a_host_that_is_not_healthy_leaves_with_the_reason() -> None:
-    """The others learn it at once, and nothing was started here."""
+    """The others are informed at once, and no worker was started here."""
     state, effects = play(joinable(), FULL, state=CHECKED)
     assert effects == [core.SendDeparture(FULL.detail), core.SendLeave(FULL.detail)]
     assert state.unhealthy == FULL.detail
@@ -81,7 +81,7 @@ def test_a_host_that_is_not_healthy_leaves_with_the_reason() -> None:
 
 
 def test_who_is_told_to_stop_does_not_wait_for_the_verdict() -> None:
-    """Nor does a run that is closed."""
+    """A closed run does not wait for it either."""
     state, _ = play(joinable(), state=CHECKED)
     stop = core.StopRequested("got SIGTERM")
     assert play(stop, state=state)[1] == [core.SendDeparture("got SIGTERM"), core.SendLeave("got SIGTERM")]

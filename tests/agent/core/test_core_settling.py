@@ -1,4 +1,4 @@
-"""The agent's decisions while the end of a run settles: it says now what it would otherwise say too late."""
+"""The agent's decisions in the settle window at the end of a run: it reports earlier failures before it is too late."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SETTLING = core.RunUpdated(Phase.FINAL, seat(1), settling=True)
 
 
 def test_a_node_whose_workers_run_looks_for_who_has_raised() -> None:
-    """Its worker may have been the first to fail, and take its time to end. The workers run on meanwhile."""
+    """Its worker may have been the first to fail, and slow to exit. The workers run on meanwhile."""
     state, effects = play(SETTLING, state=RUNNING)
     assert effects == [core.CollectFailures()]
     assert state.workers is Workers.RUNNING
@@ -30,12 +30,12 @@ def test_a_node_whose_workers_run_looks_for_who_has_raised() -> None:
     ],
 )
 def test_one_whose_workers_do_not_run_has_nothing_to_look_for(events: tuple[core.Event, ...]) -> None:
-    """What there was to say was said when they were stopped."""
+    """Failures were already reported when the workers were stopped."""
     state, _ = play(*events, state=RUNNING)
     assert core.CollectFailures() not in play(SETTLING, state=state)[1]
 
 
 def test_of_a_round_that_does_not_run_here_nothing_is_said() -> None:
-    """The workers here are of another one, and are stopped."""
+    """The workers here belong to another round, and are stopped."""
     later = core.RunUpdated(Phase.FINAL, seat(2), settling=True)
     assert [type(effect) for effect in play(later, state=RUNNING)[1]] == [core.StopWorkers]

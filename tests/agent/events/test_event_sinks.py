@@ -1,4 +1,4 @@
-"""Events get to whoever wants them, and no disk, user's code or slowness of theirs hurts the job."""
+"""Events reach all sinks, and no full disk, user code or slow sink harms the job."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _event(name: str, **details: object) -> AgentEvent:
 
 
 def test_a_file_gets_a_line_of_json_for_each_event_and_keeps_what_it_has(tmp_path: Path) -> None:
-    """Several agents, one after the other or side by side, may write to it."""
+    """Several agents may write to it, one after the other or at the same time."""
     path = tmp_path / "events.jsonl"
     path.write_text('{"event":"EARLIER"}\n')
     first, second = EventFile(path), EventFile(path)
@@ -57,7 +57,7 @@ def test_a_file_gets_a_line_of_json_for_each_event_and_keeps_what_it_has(tmp_pat
 
 
 def test_a_line_that_breaks_off_spoils_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A disk that fills up takes part of a line; once there is room again, what follows can be read."""
+    """A full disk takes part of a line; once there is room again, the next events can be read."""
     path = tmp_path / "events.jsonl"
     file = EventFile(path)
     write = os.write
@@ -74,7 +74,7 @@ def test_a_line_that_breaks_off_spoils_no_other(tmp_path: Path, monkeypatch: pyt
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
 def test_a_full_disk_is_told_of_once_and_hurts_nobody(caplog: pytest.LogCaptureFixture) -> None:
-    """The others get their events, and so does whoever looks at the log."""
+    """The other sinks get their events, and the log has one error."""
     taken: list[str] = []
     full = open_event_log("file:/dev/full")
     assert full is not None
@@ -88,7 +88,7 @@ def test_a_full_disk_is_told_of_once_and_hurts_nobody(caplog: pytest.LogCaptureF
 
 
 def test_a_sink_that_recovers_is_told_of_again(caplog: pytest.LogCaptureFixture) -> None:
-    """Once for each time that it fails anew, not once for every event."""
+    """It is logged once for each series of failures, not once for every event."""
     works = iter([False, False, True, False])
 
     def moody(event: AgentEvent) -> None:
@@ -107,7 +107,7 @@ def test_a_sink_that_recovers_is_told_of_again(caplog: pytest.LogCaptureFixture)
 def test_a_sink_that_hangs_delays_nobody_and_costs_bounded_memory(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The agent goes on, and its end waits only for so long."""
+    """The agent goes on, and its end waits for a limited time."""
     monkeypatch.setattr(handlers, "_WAITING", 5)
     held, release = threading.Event(), threading.Event()
 
@@ -135,7 +135,7 @@ def test_without_sinks_there_is_no_thread() -> None:
 
 
 def test_the_console_shows_events_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    """With everything that belongs to them."""
+    """The log has all fields of the event."""
     caplog.set_level(logging.INFO)
     assert open_event_log("console") is log_event
     log_event(_event("START", rank=3))
@@ -150,7 +150,7 @@ def _plug(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
 
 
 def test_a_program_can_plug_a_sink_of_its_own_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the name of its entry point: a callable that makes the sink."""
+    """The name of its entry point selects a callable that makes the sink."""
     _plug(monkeypatch, "collections:deque")
     sink = open_event_log("ours")
     assert type(sink).__name__ == "deque"
@@ -168,7 +168,7 @@ def test_a_program_can_plug_a_sink_of_its_own_in(monkeypatch: pytest.MonkeyPatch
 def test_a_sink_that_can_not_be_had_is_told_of_in_one_line(
     monkeypatch: pytest.MonkeyPatch, text: str, sentence: str
 ) -> None:
-    """Before anything is started."""
+    """The error is raised before anything is started."""
     _plug(monkeypatch, "collections:nothing")
     with pytest.raises(SettingError, match=f"^--event-log-handler: {sentence}"):
         check_event_log(text)

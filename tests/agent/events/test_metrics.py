@@ -1,4 +1,4 @@
-"""Whoever scrapes an agent sees its rounds, restarts and workers, and nothing of jobs that are over."""
+"""The metrics of an agent have its rounds, restarts and workers, and nothing of jobs that have ended."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SUBJECT = JobIdentity("run-1", "a", "trainer", 3)
 
 
 class Scraped:
-    """The figures of an agent that is told events by the test."""
+    """The metrics of an agent that gets its events from the test."""
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
@@ -30,16 +30,16 @@ class Scraped:
         restart_count: int = 0,
         **details: object,
     ) -> None:
-        """Something happened in round 2."""
+        """Process an event of round 2."""
         self._metrics(AgentEvent(name, source, 1e6, self.subject, 2, restart_count, duration, details))
 
     def figure(self, name: str, /, **labels: str) -> float | None:
-        """What Prometheus would be told; None: nothing."""
+        """Return the value that Prometheus would scrape; None: there is none."""
         return self._registry.get_sample_value(f"rallypoint_{name}", {"role": "trainer", **labels})
 
 
 def test_rounds_and_restarts_are_histograms_of_seconds() -> None:
-    """Each part by itself, and the whole."""
+    """Each part has a value, and so has the total."""
     scraped = Scraped()
     scraped.hears("RENDEZVOUS", duration=0.25)
     assert scraped.figure("agent_rendezvous_seconds_sum") == 0.25
@@ -75,7 +75,7 @@ def test_workers_are_counted_by_what_they_do_in_the_latest_round() -> None:
 
 
 def test_states_health_drains_and_what_is_left_of_the_budget() -> None:
-    """One state is 1 at a time."""
+    """Exactly one state is 1 at a time."""
     scraped = Scraped()
     scraped.hears("AGENT_STATE", restart_count=1, state="HEALTHY")
     assert scraped.figure("agent_remaining_restarts", run_id="run-1") == 2
@@ -92,7 +92,7 @@ def test_states_health_drains_and_what_is_left_of_the_budget() -> None:
 
 
 def test_what_is_left_of_a_budget_that_comes_back_with_time_is_not_known_here() -> None:
-    """A month's job would seem to have nothing left, though all its restarts were weeks ago."""
+    """A job of a month would seem to have none left, although all its restarts were weeks ago."""
     scraped = Scraped()
     scraped.subject = replace(SUBJECT, max_restarts=None)
     scraped.hears("AGENT_STATE", restart_count=20, state="HEALTHY")
@@ -101,7 +101,7 @@ def test_what_is_left_of_a_budget_that_comes_back_with_time_is_not_known_here() 
 
 
 def test_ends_of_jobs_are_counted_as_torchelastic_does_and_their_gauges_go() -> None:
-    """Who was told to leave has neither succeeded nor failed; a daemon shows no workers of a job that is over."""
+    """A stopped job has neither succeeded nor failed; a daemon shows no workers of a job that has ended."""
     scraped = Scraped()
     for name, restarts in (
         ("SUCCEEDED", 0),
@@ -126,7 +126,7 @@ def test_ends_of_jobs_are_counted_as_torchelastic_does_and_their_gauges_go() -> 
 
 
 def test_what_workers_measure_has_a_bounded_number_of_names() -> None:
-    """A program that puts its step into the name must not fill the memory of everybody who stores figures."""
+    """A program that puts its step into the name must not fill the memory of all servers that store metrics."""
     scraped = Scraped()
     scraped.hears("MEASURED", Source.WORKER, name="save", duration=2.0)
     scraped.hears("MEASURED", Source.WORKER, name="save", duration=1.0, raised=True)
@@ -142,12 +142,12 @@ def test_what_workers_measure_has_a_bounded_number_of_names() -> None:
 
 
 def test_events_that_no_figure_is_made_of_are_nothing_to_stumble_over() -> None:
-    """Others may be added at any time."""
+    """New events may be added at any time."""
     Scraped().hears("SOMETHING_NEW")
 
 
 def test_whether_a_watchdog_guards_the_workers_is_one_figure() -> None:
-    """There from the first time that it is known, and gone with the job."""
+    """It exists from the first known state to the end of the job."""
     scraped = Scraped()
     assert scraped.figure("agent_watchdog_up", run_id="run-1") is None
     for up in (True, False, True):

@@ -1,4 +1,4 @@
-"""What happens to a job becomes events, each with the time that it took."""
+"""The steps of a job become events, each with its duration."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rallypoint.agent.spawner.protocol import WorkerExit
 from rallypoint.rendezvous.core.state import Phase
 
 SUBJECT = JobIdentity("run-1", "a", "trainer", 3)
-# Unix seconds at the moment 0 of the monotonic clock.
+# Unix seconds at time 0 of the monotonic clock.
 EPOCH = 1_000_000.0
 
 
@@ -35,7 +35,7 @@ def _exit(local_rank: int, at: float, code: int = 0, *, during_stop: bool = Fals
 
 
 class Tale:
-    """A chronicle, with the core whose decisions it is told and a clock that the test owns."""
+    """An event recorder, with the core whose decisions it gets and a clock of the test."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -47,34 +47,34 @@ class Tale:
         return Timestamp(self.now, EPOCH + self.now)
 
     def hears(self, now: float, event: core.Event) -> None:
-        """The core hears something."""
+        """Pass an event to the core."""
         self.now, before = now, self.state
         self.state, effects = core.decide(before, event)
         self.events += self.chronicle.decided(event, before, self.state, effects, self._at())
 
     def update(self, now: float, phase: Phase, round_: int = 0, restart_count: int = 0) -> None:
-        """The core is told of the run; round 0: this node has no place."""
+        """Pass an update of the run to the core; round 0: this node has no assignment."""
         seat = _seat(round_) if round_ else None
         self.hears(now, core.RunUpdated(phase, seat, restart_count, "why"))
 
     def started(self, now: float) -> None:
-        """Both workers run."""
+        """Report that both workers have started."""
         self.now = now
         self.events += self.chronicle.workers_started({0: (0, 100), 1: (1, 101)}, self._at())
 
     def ends(self, now: float, how: WorkerExit) -> None:
-        """A worker has ended with success, or was stopped."""
+        """Report that a worker has ended with success, or was stopped."""
         self.now = now
         self.events += self.chronicle.worker_ended(how.local_rank, how, self._at())
 
     def fails(self, now: float, how: WorkerExit) -> None:
-        """A worker has failed, and the core hears of it."""
+        """Report that a worker has failed, also to the core."""
         self.now = now
         self.events += self.chronicle.worker_failed(how.local_rank, how, "signal", "it died", self._at())
         self.hears(now, core.GroupFailed())
 
     def runs(self) -> None:
-        """Round 1 runs, from second 4 on."""
+        """Run round 1 from second 4 on."""
         self.update(1.0, Phase.JOINABLE)
         self.update(2.0, Phase.FROZEN, 1)
         self.update(3.0, Phase.FINAL, 1)
@@ -82,7 +82,7 @@ class Tale:
         assert self.chronicle.group_state is GroupState.HEALTHY
 
     def told(self, *names: str) -> list[tuple[str, Any]]:
-        """Names and durations of what was told since the last call, or of some names only."""
+        """Return names and durations of the events since the last call, or of some names only."""
         found = [(each.name, each.duration) for each in self.events if not names or each.name in names]
         self.events = []
         return found
@@ -99,7 +99,7 @@ def _details(tale: Tale, name: str) -> dict[str, Any]:
 
 
 def test_a_first_round_is_formed_ranked_and_started(tale: Tale) -> None:
-    """Forming takes from joining to all having confirmed, ranking from the ranks to that, a start to exec."""
+    """RENDEZVOUS lasts from the join to the last confirmation, ranking from the ranks to that, a start to exec."""
     tale.runs()
     assert [(each.source, each.name, each.duration) for each in tale.events] == [
         (Source.AGENT, "AGENT_STATE", 1.0),
@@ -131,7 +131,7 @@ def test_a_first_round_is_formed_ranked_and_started(tale: Tale) -> None:
 
 
 def test_the_parts_of_a_restart_after_a_failure_here(tale: Tale) -> None:
-    """From the death of the worker to all running again; the run's answer comes while the others stop."""
+    """It lasts from the death of the worker until all run again; the run's update arrives while the others stop."""
     tale.runs()
     tale.told()
     tale.fails(10.1, _exit(1, 10.0, -9))
@@ -168,7 +168,7 @@ def test_the_parts_of_a_restart_after_a_failure_here(tale: Tale) -> None:
 
 
 def test_a_failure_elsewhere_is_neither_detected_nor_told_of_here(tale: Tale) -> None:
-    """How long the others took to notice, this host can't know; what it does itself, it measures."""
+    """This host can't know the detection time of the others; it measures only its own steps."""
     tale.runs()
     tale.update(10.0, Phase.JOINABLE)
     tale.hears(10.5, core.GroupStopped())
@@ -181,7 +181,7 @@ def test_a_failure_elsewhere_is_neither_detected_nor_told_of_here(tale: Tale) ->
 
 
 def test_workers_that_had_succeeded_are_started_again_without_being_stopped(tale: Tale) -> None:
-    """Another host's failed before the run was over."""
+    """A worker of another host failed before the end of the run."""
     tale.runs()
     for local_rank in (0, 1):
         tale.ends(8.0, _exit(local_rank, 8.0))
@@ -195,12 +195,12 @@ def test_workers_that_had_succeeded_are_started_again_without_being_stopped(tale
 
 
 def test_a_round_that_falls_apart_before_it_starts_belongs_to_the_same_restart(tale: Tale) -> None:
-    """Users wait until workers run, however often rounds are formed for that."""
+    """Users wait until workers run, with any number of rounds before that."""
     tale.runs()
     tale.fails(10.0, _exit(0, 10.0, 1))
     tale.update(10.0, Phase.FROZEN, 2)
     tale.hears(10.5, core.GroupStopped())
-    tale.update(11.0, Phase.JOINABLE)  # one of the others was lost
+    tale.update(11.0, Phase.JOINABLE)  # another node was lost
     tale.update(15.0, Phase.FROZEN, 3)
     tale.update(16.0, Phase.FINAL, 3)
     tale.started(16.5)
@@ -211,7 +211,7 @@ def test_a_round_that_falls_apart_before_it_starts_belongs_to_the_same_restart(t
 
 
 def test_a_round_that_ends_while_its_workers_are_started(tale: Tale) -> None:
-    """They are stopped, which adds to what the restart took; it is not over before a start is complete."""
+    """The workers are stopped, which adds to the restart; it ends only with a complete start."""
     tale.runs()
     tale.fails(10.0, _exit(0, 10.0, 1))
     tale.hears(11.0, core.GroupStopped())
@@ -230,8 +230,8 @@ def test_a_round_that_ends_while_its_workers_are_started(tale: Tale) -> None:
 
 
 def test_a_spare_does_not_wait_for_a_restart(tale: Tale) -> None:
-    """Its hours on the bench are no time to form a round, and none to restart."""
-    tale.update(1.0, Phase.FINAL)  # it came when all places were taken
+    """Its hours as a spare count neither for the round nor for a restart."""
+    tale.update(1.0, Phase.FINAL)  # it came when the round was full
     tale.update(5000.0, Phase.JOINABLE)
     tale.update(5000.5, Phase.FROZEN, 2)
     tale.update(5001.0, Phase.FINAL, 2)
@@ -254,7 +254,7 @@ def test_who_becomes_a_spare_is_not_restarting_for_as_long_as_it_is_one(tale: Ta
 
 
 def test_a_worker_that_ends_before_the_start_of_its_neighbours_has_started_once(tale: Tale) -> None:
-    """Its end may be known first; its start is told all the same, before it."""
+    """Its end may be known first; its start is still reported, before the end."""
     tale.update(1.0, Phase.JOINABLE)
     tale.update(2.0, Phase.FROZEN, 1)
     tale.update(3.0, Phase.FINAL, 1)
@@ -290,7 +290,7 @@ def test_a_worker_that_never_ran_has_failed_without_a_duration(tale: Tale) -> No
 def test_the_end_of_a_job_says_how_long_all_of_it_took(
     tale: Tale, exit_code: int, name: str, standing: GroupState
 ) -> None:
-    """Who was told to leave has neither succeeded nor failed."""
+    """A stopped job has neither succeeded nor failed."""
     tale.runs()
     tale.told()
     tale.events = tale.chronicle.ended(exit_code, "so it ended", Timestamp(60.0, EPOCH + 60))
@@ -301,7 +301,7 @@ def test_the_end_of_a_job_says_how_long_all_of_it_took(
 
 
 def test_a_host_that_is_drained_says_so_once(tale: Tale) -> None:
-    """Its workers run on for a while; asked again, nothing new begins."""
+    """Its workers run on for a while; a second request adds no event."""
     tale.runs()
     tale.told()
     tale.hears(10.0, core.DrainRequested("drained: maintenance"))
@@ -312,7 +312,7 @@ def test_a_host_that_is_drained_says_so_once(tale: Tale) -> None:
 
 
 def test_how_long_it_took_to_look_into_the_health_of_the_host(tale: Tale) -> None:
-    """It delays a restart, so whoever wonders about that must see it."""
+    """The check delays a restart, so it must be visible in the events."""
     tale.state = core.AgentState(checks=True)
     tale.update(1.0, Phase.FROZEN, 1)
     tale.hears(1.75, core.HealthChecked())
@@ -321,7 +321,7 @@ def test_how_long_it_took_to_look_into_the_health_of_the_host(tale: Tale) -> Non
 
 @pytest.mark.parametrize("leaving", [core.StopRequested("got SIGTERM"), core.NodeUnhealthy("disk is full")])
 def test_who_leaves_is_not_restarting(tale: Tale, leaving: core.Event) -> None:
-    """Its workers are stopped for good."""
+    """Its workers are stopped, and not started again."""
     tale.runs()
     tale.hears(10.0, leaving)
     tale.hears(10.5, core.GroupStopped())
@@ -330,7 +330,7 @@ def test_who_leaves_is_not_restarting(tale: Tale, leaving: core.Event) -> None:
 
 
 def test_a_watchdog_that_comes_and_goes_says_how_long_it_was_otherwise(tale: Tale) -> None:
-    """From the beginning of the job on."""
+    """The first event counts from the start of the job."""
     told = [
         tale.chronicle.watchdog(up, "the timer service does not answer" * (not up), Timestamp(at, EPOCH + at))
         for at, up in ((1.5, True), (10.0, False), (12.0, True))

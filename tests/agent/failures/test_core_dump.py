@@ -1,4 +1,4 @@
-"""A report says where the core dump of a worker is, or how to get one."""
+"""A report has the path of a worker's core dump, or a hint to get one."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CWD = Path("/runs/[a]")
 def judged(
     pattern: str, how: WorkerExit = DUMPED, *, limit: int = -1, adds_pid: bool = False, there: bool = True
 ) -> tuple[CoreDump, list[str]]:
-    """What is said, and which names were looked for."""
+    """Return the result, and the wildcards of the search."""
     wildcards: list[str] = []
 
     def newest(wildcard: str) -> str:
@@ -49,7 +49,7 @@ def judged(
     ],
 )
 def test_a_file_is_looked_for_by_the_kernel_s_pattern(pattern: str, adds_pid: bool, wildcard: str) -> None:
-    """What only the process knew may be anything; what has a meaning in a wildcard loses it."""
+    """Values that only the process knew match anything; special characters of wildcards are escaped."""
     told, wildcards = judged(pattern, adds_pid=adds_pid)
     assert wildcards == [wildcard]
     assert told == CoreDump("/found")
@@ -75,12 +75,12 @@ def test_a_file_is_looked_for_by_the_kernel_s_pattern(pattern: str, adds_pid: bo
 def test_where_there_is_no_file_it_is_said_how_to_get_one(
     pattern: str, how: WorkerExit, limit: int, hint: str
 ) -> None:
-    """Or whom to ask for it."""
+    """The hint may also name the program that has it."""
     assert judged(pattern, how, limit=limit, there=False)[0] == CoreDump(hint=hint)
 
 
 def test_ends_that_leave_none_need_no_word() -> None:
-    """An exit code, or a signal that dumps no core."""
+    """Examples are an exit code, and a signal that dumps no core."""
     for how in (
         WorkerExit(0, 1, 1, None, at=5.0, time=1.8e9),
         WorkerExit(0, 1, None, signal.SIGKILL, at=5.0, time=1.8e9),
@@ -91,7 +91,7 @@ def test_ends_that_leave_none_need_no_word() -> None:
 
 @pytest.mark.parametrize("limit", [0, resource.RLIM_INFINITY])
 async def test_a_real_one_is_found_where_the_kernel_writes_files(tmp_path: Path, limit: int) -> None:
-    """As this machine is set up; without a limit that allows it, the hint names the flag."""
+    """The test depends on this machine's core_pattern; if the limit is 0, the hint names the flag."""
     pattern = Path("/proc/sys/kernel/core_pattern").read_text().strip()  # noqa: ASYNC240
     if pattern.startswith(("|", "/")) or not pattern:
         pytest.skip("on this machine core dumps go elsewhere than to the working directory")
@@ -109,7 +109,7 @@ async def test_a_real_one_is_found_where_the_kernel_writes_files(tmp_path: Path,
     if limit:
         assert Path(found.file).read_bytes()[:4] == b"\x7fELF"  # noqa: ASYNC240
         assert Path(found.file).parent == tmp_path
-        # One of another job's, of long ago, is not taken for it.
+        # An old core dump of another job is not reported.
         os.utime(found.file, (started - 60, started - 60))
         found = find_core_dump(how, cwd=tmp_path, rlimits={}, started=started)
         assert found == CoreDump(hint=f"; it left a core dump that was not found (core_pattern {pattern!r})")

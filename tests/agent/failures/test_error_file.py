@@ -1,4 +1,4 @@
-"""What a worker wrote of its failure is read whichever decorator wrote it, and nonsense is passed over."""
+"""An error file is read from any decorator that writes one, and invalid content is ignored."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ WRITTEN = 1_800_000_000.25
 
 
 def story_of(path: Path, content: object) -> ErrorRecord | None:
-    """What is read of a file with this content: text as it is, all else as JSON."""
+    """Write a file and return the record that is read: text is written unchanged, other content as JSON."""
     path.write_text(content if isinstance(content, str) else json.dumps(content))
     os.utime(path, (WRITTEN, WRITTEN))
     return read_error_file(path)
 
 
 def test_ours_says_when_exactly_and_whether_it_is_for_good(tmp_path: Path) -> None:
-    """What `record` writes comes back: message, traceback, moment, permanence."""
+    """The reader returns the values that `record` wrote: message, traceback, time, permanence."""
     for error, permanent in ((ValueError("bad"), False), (Unrecoverable("worse"), True)):
         path = tmp_path / "error.json"
         write_error_file(error, str(path), 5.75, 1234.5)
@@ -41,7 +41,7 @@ def _shown(error: Exception) -> str:
 
 
 def test_torch_s_is_read(tmp_path: Path) -> None:
-    """Its timestamp counts whole seconds: the file's own is finer."""
+    """Its timestamp has whole seconds: the file's own time is more precise."""
     extra = {"py_callstack": "Traceback\nValueError: bad\n", "timestamp": "1800000000"}
     content = {"message": {"message": "ValueError: bad", "extraInfo": extra, "errorCode": 3}}
     assert story_of(tmp_path / "e", content) == ErrorRecord(
@@ -54,20 +54,20 @@ def test_torch_s_is_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("content", [7, [], {}, {"message": 7}, {"message": []}, "", "[" * 100_000, "\0ÿ"])
 def test_what_makes_no_sense_is_nothing(tmp_path: Path, content: object) -> None:
-    """Nor is a file that is not there."""
+    """A missing file has no record either."""
     assert story_of(tmp_path / "e", content) is None
     assert read_error_file(tmp_path / "none") is None
 
 
 @pytest.mark.parametrize("ours", [7, [], {}, {"monotonic": "1"}, {"monotonic": float("nan"), "permanent": 1}])
 def test_what_makes_no_sense_beside_the_message_is_left_out(tmp_path: Path, ours: object) -> None:
-    """The rest is worth something all the same."""
+    """The rest is still used."""
     content = {"message": {"message": "bad", "extraInfo": {"rallypoint": ours}}}
     assert story_of(tmp_path / "e", content) == ErrorRecord("bad", "", False, WRITTEN, None)
 
 
 def failed(tmp_path: Path, kind: FailureKind, exit_code: int) -> WorkerFailure:
-    """A failure with a log, beside which an error file may be."""
+    """A failure with a log; an error file may be beside the log."""
     return WorkerFailure(
         *(0, 3, "trainer", "host", 7, exit_code, WRITTEN, "the reason", "the frames"),
         log_file=str(tmp_path / "stderr.log"),
@@ -76,7 +76,7 @@ def failed(tmp_path: Path, kind: FailureKind, exit_code: int) -> WorkerFailure:
 
 
 def test_a_reply_is_the_error_file_with_the_exit_code(tmp_path: Path) -> None:
-    """All that the worker has written in it, in the order of torch's own copy."""
+    """It has all that the worker wrote, in the order of torch's own copy."""
     write_error_file(ValueError("bad"), str(tmp_path / "error.json"), 5.75, 1234.5)
     reply = tmp_path / "reply"
     write_reply_file(str(reply), failed(tmp_path, FailureKind.EXCEPTION, 9), "the end")
@@ -87,7 +87,7 @@ def test_a_reply_is_the_error_file_with_the_exit_code(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("content", [None, "", "[]", '{"message": "in short"}'])
 def test_a_reply_without_an_error_file_has_the_same_form(tmp_path: Path, content: str | None) -> None:
-    """Of the failure itself, as for one on another host; what is no error file, or in another form, is not copied."""
+    """It describes the failure itself, as for one on another host; an invalid file or another form is not copied."""
     if content is not None:
         (tmp_path / "error.json").write_text(content)
     reply = tmp_path / "reply"
@@ -111,7 +111,7 @@ def test_an_error_file_of_a_caught_exception_is_no_reply(tmp_path: Path) -> None
 def test_a_reply_that_can_not_be_written_is_reported(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """In one line; the end of the job stays what it is."""
+    """The report is one line; the job's result is unchanged."""
     write_reply_file(str(tmp_path / "none" / "reply"), None, "the end")
     assert capfd.readouterr().err == (
         f"rallypoint: the error file {tmp_path}/none/reply can't be written: No such file or directory\n"

@@ -1,4 +1,4 @@
-"""A failure's report names who failed, when, how and why, from the best evidence there is."""
+"""A failure report has the worker, the time, the exit and the reason, from the best available source."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def write_error_file(logs: WorkerLogs, content: object, written: float = ENDED -
 
 
 def test_the_error_file_is_the_best_evidence(logs: WorkerLogs) -> None:
-    """Message, traceback and the moment of the exception, not of the process's end, come from record."""
+    """Message, traceback and the time of the exception, instead of the time of the exit, come from `record`."""
     extra = {"py_callstack": TRACEBACK + "\n", "timestamp": "1799999998"}
     write_error_file(logs, {"message": {"message": "ValueError: bad", "extraInfo": extra}})
     logs.stderr.write_text("Traceback (most recent call last):\n  File x\nOSError: of a later handler\n")
@@ -74,7 +74,7 @@ def test_the_error_file_is_the_best_evidence(logs: WorkerLogs) -> None:
 
 
 def test_the_moment_is_what_the_worker_says_or_that_of_the_file_within_its_life(logs: WorkerLogs) -> None:
-    """The clock of a file server, or of a container, may be another: what makes no sense counts for nothing."""
+    """The clock of a file server or a container may differ: a time outside the worker's life is ignored."""
 
     def moment(monotonic: object, written: float, since: float = 2.0) -> tuple[float | None, float]:
         ours = {"monotonic": monotonic}
@@ -91,7 +91,7 @@ def test_the_moment_is_what_the_worker_says_or_that_of_the_file_within_its_life(
 
 
 def test_a_kind_says_what_end_it_had(logs: WorkerLogs) -> None:
-    """An exit code, a signal, an exception of which the log or the error file tells, or want of memory."""
+    """It is an exit code, a signal, an exception in the log or the error file, or a lack of memory."""
     assert describe(ended(3), logs).kind is FailureKind.EXIT_CODE
     assert describe(ended(None, 11), logs).kind is FailureKind.SIGNAL
     logs.stderr.write_text(TRACEBACK)
@@ -106,7 +106,7 @@ def test_a_kind_says_what_end_it_had(logs: WorkerLogs) -> None:
 
 
 def test_a_worker_that_starved_is_told_unless_it_had_raised_just_before(logs: WorkerLogs) -> None:
-    """An exception of long ago was caught: it is not what ended it."""
+    """An older exception was caught: it did not end the worker."""
     starved = "killed by the kernel OOM killer (SIGKILL): the host had no memory left"
 
     def told(raised_before: float) -> WorkerFailure:
@@ -120,7 +120,7 @@ def test_a_worker_that_starved_is_told_unless_it_had_raised_just_before(logs: Wo
 
 
 def test_93_is_for_good_and_so_is_an_error_file_that_says_so(logs: WorkerLogs) -> None:
-    """Each by itself is enough."""
+    """Each of them is enough."""
     assert not describe(ended(1), logs).permanent
     assert describe(ended(93), logs).permanent
     assert describe(ended(93), logs).message == "exited with code 93 (unrecoverable error, not restarted)"
@@ -130,7 +130,7 @@ def test_93_is_for_good_and_so_is_an_error_file_that_says_so(logs: WorkerLogs) -
 
 
 def test_a_core_dump_is_told_of_only_where_a_signal_is_all_there_is(logs: WorkerLogs) -> None:
-    """To an exception's sentence it would add nothing; its file is named all the same."""
+    """It adds nothing to an exception's message; the path is still in the report."""
     core = CoreDump("/cores/core.4242", "; hint")
 
     def told() -> WorkerFailure:
@@ -150,20 +150,20 @@ def test_a_core_dump_is_told_of_only_where_a_signal_is_all_there_is(logs: Worker
 
 @pytest.mark.parametrize("content", ["{", '{"message": {"message": 7}}'])
 def test_a_malformed_error_file_is_tolerated(logs: WorkerLogs, content: str) -> None:
-    """Nonsense is passed over or filled up; nothing is raised."""
+    """Invalid content is ignored or replaced; nothing is raised."""
     write_error_file(logs, content)
     assert describe(ended(5), logs).message == "exited with code 5"
 
 
 def test_without_an_error_file_the_log_tells(logs: WorkerLogs) -> None:
-    """The last traceback in standard error, however much came before it."""
+    """The report has the last traceback in standard error, after any amount of other output."""
     logs.stderr.write_bytes(b"\xff noise\n" * 50_000 + TRACEBACK.encode() + b"\n")
     failure = describe(ended(), logs)
     assert (failure.message, failure.traceback) == ("ValueError: bad", TRACEBACK)
 
 
 def test_without_a_traceback_the_last_lines_are_shown(logs: WorkerLogs) -> None:
-    """A program's usage error is its last words, not a traceback."""
+    """A program's usage error is in its last lines, not in a traceback."""
     logs.stderr.write_text("".join(f"line {at}\n" for at in range(30)) + "error: unknown --lr\n\n")
     failure = describe(ended(2), logs)
     assert failure.message == "exited with code 2"
@@ -172,14 +172,14 @@ def test_without_a_traceback_the_last_lines_are_shown(logs: WorkerLogs) -> None:
 
 
 def test_a_traceback_of_long_ago_does_not_explain_a_kill(logs: WorkerLogs) -> None:
-    """SIGKILL an hour after a logged exception: the signal is the reason."""
+    """With SIGKILL an hour after a logged exception, the signal is the reason."""
     logs.stderr.write_text(TRACEBACK + "\n" + "step\n" * 1000)
     assert describe(ended(None, signal.SIGKILL), logs).message.startswith("killed by SIGKILL")
 
 
 @pytest.mark.parametrize("full", [{"f_bavail": 0}, {"f_favail": 0}], ids=str)
 def test_a_full_disk_is_told(logs: WorkerLogs, monkeypatch: pytest.MonkeyPatch, full: dict[str, int]) -> None:
-    """A worker that can't print dies of it, and can't write down why: its log ends in the middle."""
+    """A worker that can't print dies because of it, and can't write the reason: its log ends in the middle."""
     counts = {"f_blocks": 10, "f_bavail": 5, "f_files": 10, "f_favail": 5}
     for number, expected in ((counts, False), ({**counts, **full}, True), (dict.fromkeys(counts, 0), False)):
         monkeypatch.setattr(os, "statvfs", lambda _, number=number: SimpleNamespace(**number))
@@ -188,7 +188,7 @@ def test_a_full_disk_is_told(logs: WorkerLogs, monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_missing_logs_are_no_problem(tmp_path: Path) -> None:
-    """Logs removed by somebody, or none at all: the exit code speaks."""
+    """Logs may have been removed, or never made: the exit code is used."""
     for logs in (None, WorkerLogs(tmp_path / "a", tmp_path / "b", tmp_path / "c")):
         failure = describe(ended(None, signal.SIGSEGV), logs)
         assert failure.exit_code == -signal.SIGSEGV
@@ -212,12 +212,12 @@ def test_missing_logs_are_no_problem(tmp_path: Path) -> None:
     ],
 )
 def test_exit_codes_and_signals_speak(how: WorkerExit, expected: str) -> None:
-    """Each end by itself is a sentence, with a hint where one is known."""
+    """Each end is described by one sentence, with a hint if there is one."""
     assert sentence(how) == expected
 
 
 def test_an_exit_code_that_is_the_programs_own_is_no_signal(logs: WorkerLogs) -> None:
-    """A shell says 128 + N for a child that signal N killed; a Python function or program means what it returns."""
+    """A shell returns 128 + N for a child that signal N killed; for a Python function or program it is its own code."""
     assert sentence(ended(138), own_code=True) == "exited with code 138"
     assert sentence(ended(93), own_code=True).startswith("exited with code 93 (unrecoverable")
     failure = describe_failure(ended(137), logs, rank=3, role="trainer", host="node2", own_code=True)
@@ -243,14 +243,14 @@ def test_an_exit_code_that_is_the_programs_own_is_no_signal(logs: WorkerLogs) ->
     ],
 )
 def test_a_worker_says_that_an_address_was_in_use(exit_code: int, said: str, expected: bool) -> None:
-    """In its message, or among its last lines."""
+    """The text is in its message, or among its last lines."""
     failure = WorkerFailure(0, 0, "trainer", "node2", 4242, exit_code, ENDED, said)
     assert names_taken_address(failure) is expected
     assert names_taken_address(replace(failure, message="it broke", traceback=said)) is expected
 
 
 def test_a_port_that_was_taken_comes_before_all_that_it_causes() -> None:
-    """Peers fail of it, perhaps before the worker that could not bind: it counts from the start of the workers."""
+    """Peers fail because of it, perhaps before the worker that could not bind: it counts from the workers' start."""
     failure = WorkerFailure(0, 0, "trainer", "node2", 4242, 1, ENDED, "in use", at=50.0)
     taken = failure_of_port(failure, 61000, 40.0)
     assert (taken.kind, taken.at, taken.time) == (FailureKind.PORT_TAKEN, 40.0, ENDED)
@@ -261,7 +261,7 @@ def test_a_port_that_was_taken_comes_before_all_that_it_causes() -> None:
 
 
 def test_what_is_kept_is_bounded(logs: WorkerLogs) -> None:
-    """A long traceback keeps its end, a long message its beginning, both valid text within their bounds."""
+    """A long traceback keeps its end, a long message its start, both valid text within their limits."""
     extra = {"py_callstack": "é" * 100_000 + "the end", "timestamp": "1"}
     write_error_file(logs, {"message": {"message": "begins " + "é" * 100_000, "extraInfo": extra}})
     failure = describe(ended(), logs)
@@ -276,7 +276,7 @@ def test_what_is_kept_is_bounded(logs: WorkerLogs) -> None:
 
 
 def test_a_worker_that_sigkill_did_not_end_has_failed_all_the_same() -> None:
-    """Nobody saw its end; the report says what it was sent, and why that is not enough."""
+    """No exit was reported; the report has the signal that was sent, and the reason why it had no effect."""
     failure = failure_to_end(
         "it hangs; it outlived\nSIGKILL", pid=7, rank=3, role="trainer", host="n", local_rank=1
     )

@@ -1,4 +1,4 @@
-"""Of the kernel's log it is read which processes it killed for want of memory, and for whose."""
+"""The kernel's log shows which processes the OOM killer killed, and whose limit was reached."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ OLD_WORDS = "3,3,4,-;Out of memory: Kill process 4715 (python3) score 900 or sac
 def test_the_kernel_s_words_are_understood(
     tmp_path: Path, record: str, pid: int, expected: OomKill | None
 ) -> None:
-    """Each of the lines that it writes, and no other; a process it does not speak of is not its victim."""
+    """Each format of the kernel's lines is parsed, and no other line; a process that they don't name was not killed."""
     pipe = tmp_path / "kmsg"
     os.mkfifo(pipe)
     holder = os.open(pipe, os.O_RDWR)
@@ -52,7 +52,7 @@ def test_the_kernel_s_words_are_understood(
 
 
 def test_what_was_written_before_is_not_read(tmp_path: Path) -> None:
-    """A process id of then may be another process's now."""
+    """A PID in an old line may belong to another process now."""
     path = tmp_path / "kmsg"
     path.write_text(CHOSEN)
     log = KernelLog(path)
@@ -65,7 +65,7 @@ def test_what_was_written_before_is_not_read(tmp_path: Path) -> None:
 
 
 def test_a_log_that_can_not_be_read_says_nothing(tmp_path: Path) -> None:
-    """Most users may not read the kernel's."""
+    """Most users may not read the kernel's log."""
     log = KernelLog(tmp_path / "none")
     assert log.kill_of(1) is None
     log.close()

@@ -1,4 +1,4 @@
-"""The first failure of a host is told at once, and again if one turns out to have been before it."""
+"""The first failure of a host is reported at once, and so is one that is later found to be earlier."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def failure(rank: int, at: float) -> WorkerFailure:
 
 
 class Told:
-    """What is told."""
+    """The failures that are reported."""
 
     def __init__(self) -> None:
         self.first: list[int] = []
@@ -24,13 +24,13 @@ class Told:
         )
 
     def end(self, rank: int, at: float) -> None:
-        """A worker has ended."""
+        """Report the end of a worker."""
         self.failures.note(failure(rank, at))
         self.failures.report_first()
 
 
 def test_the_first_to_end_is_told_once() -> None:
-    """Those that end after it are its consequence."""
+    """Later failures are its consequence."""
     told = Told()
     told.failures.report_first()
     for rank, at in ((2, 5.0), (0, 5.1), (1, 6.0)):
@@ -40,19 +40,19 @@ def test_the_first_to_end_is_told_once() -> None:
 
 
 def test_who_has_raised_before_it_is_the_first_at_once() -> None:
-    """Although it has not ended."""
+    """It is reported although it has not ended."""
     told = Told()
     told.failures.note(failure(0, 5.05))
     told.failures.report_first([failure(3, 5.0), failure(2, 5.06)])
     assert (told.first, told.earlier) == ([3], [])
-    told.end(3, 5.0)  # it has come to its end
+    told.end(3, 5.0)  # now it has ended
     told.failures.report_first([failure(2, 5.06)], stopping=True)
     assert (told.first, told.earlier) == ([3], [])
     assert [each.rank for each in told.failures.in_order] == [3, 0, 2]
 
 
 def test_an_earlier_one_that_comes_to_light_is_told_too() -> None:
-    """As often as one does; a later one is not."""
+    """Each earlier one is reported; a later one is not."""
     told = Told()
     told.end(0, 5.05)
     told.end(1, 5.02)
@@ -62,7 +62,7 @@ def test_an_earlier_one_that_comes_to_light_is_told_too() -> None:
 
 
 def test_found_while_stopping_it_is_no_reason_to_stop() -> None:
-    """It is told as what was before."""
+    """It is reported as an earlier failure."""
     told = Told()
     told.failures.report_first([failure(3, 5.0)], stopping=True)
     assert (told.first, told.earlier) == ([], [3])

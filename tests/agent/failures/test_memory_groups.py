@@ -1,4 +1,4 @@
-"""The memory cgroup of a process is found wherever it is mounted, in either version, and its counts are read."""
+"""The memory cgroup of a process is found at any mount point, in both versions, and its counts are read."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from rallypoint.agent.failures.out_of_memory import MemoryGroup, memory_groups
 
 
 class Host:
-    """Files as the kernel has them."""
+    """A host with the kernel's files in a folder."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
         (root / "proc/self").mkdir(parents=True)
 
     def says(self, memberships: str, *mounts: str) -> None:
-        """What /proc says of this process."""
+        """Write the cgroup files of this process in /proc."""
         (self.root / "proc/self/cgroup").write_text(memberships)
         (self.root / "proc/self/mountinfo").write_text("".join(f"{mount}\n" for mount in mounts))
 
     def group(self, path: str, *, kills: int, hits: int, limit: str) -> None:
-        """A cgroup of version 2."""
+        """Write a cgroup of version 2."""
         folder = self.root / path
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "memory.events").write_text(f"low 0\nhigh 0\nmax 9\noom {hits}\noom_kill {kills}\n")
         (folder / "memory.max").write_text(f"{limit}\n")
 
     def old_group(self, path: str, *, kills: int, hits: int, limit: int) -> None:
-        """A cgroup of version 1."""
+        """Write a cgroup of version 1."""
         folder = self.root / path
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "memory.oom_control").write_text(f"oom_kill_disable 0\nunder_oom 0\noom_kill {kills}\n")
@@ -53,7 +53,7 @@ def test_version_2_its_own_first_then_those_above(tmp_path: Path) -> None:
 
 
 def test_version_1_wins_where_both_are_mounted_and_it_has_the_controller(tmp_path: Path) -> None:
-    """Its largest limit is none."""
+    """Its largest limit means no limit."""
     host = Host(tmp_path)
     host.says("4:memory:/job\n1:cpu:/\n0::/\n", UNIFIED.replace("cgroup rw", "unified rw"), OTHER, OLD)
     host.old_group("sys/fs/cgroup/memory", kills=0, hits=0, limit=9223372036854771712)
@@ -65,7 +65,7 @@ def test_version_1_wins_where_both_are_mounted_and_it_has_the_controller(tmp_pat
 
 
 def test_in_a_container_the_path_begins_at_what_is_mounted(tmp_path: Path) -> None:
-    """Whether it has a namespace of its own, or sees the host's path."""
+    """This holds with a cgroup namespace of its own, and with the host's path."""
     host = Host(tmp_path)
     mount = UNIFIED.replace(" / /sys", " /docker/abc /sys")
     host.group("sys/fs/cgroup", kills=1, hits=1, limit="4096")
@@ -76,7 +76,7 @@ def test_in_a_container_the_path_begins_at_what_is_mounted(tmp_path: Path) -> No
 
 
 def test_where_nothing_is_mounted_nothing_is_known(tmp_path: Path) -> None:
-    """Nor where /proc is not."""
+    """The same holds without /proc."""
     assert memory_groups(tmp_path) == []
     host = Host(tmp_path)
     host.says("0::/job\n", OTHER)
@@ -86,5 +86,5 @@ def test_where_nothing_is_mounted_nothing_is_known(tmp_path: Path) -> None:
 
 
 def test_this_host_is_read_without_an_error() -> None:
-    """Whatever it has."""
+    """The test depends on no setting of this host."""
     assert all(group.kills >= 0 for group in memory_groups())

@@ -1,4 +1,4 @@
-"""A worker that the kernel killed for want of memory is told from one that somebody killed, and whose limit it was."""
+"""A kill by the kernel OOM killer is distinguished from a kill by a process, and the limit's owner is found."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PEAK = "; its peak was 60.0 MiB"
 
 
 class Scene:
-    """Cgroups and a kernel's log that say what a test wants."""
+    """Cgroups and a kernel log with the content that a test sets."""
 
     def __init__(self, folder: Path) -> None:
         self.groups = [OWN, ABOVE]
@@ -36,21 +36,21 @@ class Scene:
         self.watch = MemoryWatch(lambda: self.groups, KernelLog(self._kmsg))
 
     def kernel_says(self, text: str) -> None:
-        """Write to its log."""
+        """Write a line to the kernel's log."""
         with open(self._kmsg, "a") as file:
             file.write(f"6,1,2,-;{text}\n")
 
 
 @pytest.fixture
 def scene(tmp_path: Path) -> Iterator[Scene]:
-    """A host on which the kernel had killed before."""
+    """A host with earlier kills by the kernel."""
     made = Scene(tmp_path)
     yield made
     made.watch.close()
 
 
 def test_who_was_killed_by_somebody_else_was_not_starved(scene: Scene) -> None:
-    """Neither count nor log speak of it; nor has one to do with it that ended in another way."""
+    """Counts and log have no kill; a worker that ended in another way is not an OOM kill either."""
     assert scene.watch.explain(KILLED) is None
     assert scene.watch.hint(KILLED) == "; another process sent it, not the kernel OOM killer"
     assert scene.watch.hint(replace(KILLED, inferred=True)) == ""
@@ -59,7 +59,7 @@ def test_who_was_killed_by_somebody_else_was_not_starved(scene: Scene) -> None:
 
 
 def test_a_grown_count_tells_and_the_lowest_limit_that_was_hit_is_the_one(scene: Scene) -> None:
-    """Without the kernel's word, which containers may not read."""
+    """The kernel's log is not needed; containers may not read it."""
     scene.groups = [replace(OWN, kills=4), replace(ABOVE, kills=4, hits=2)]
     told = "killed by the kernel OOM killer (SIGKILL): "
     assert scene.watch.explain(KILLED) == f"{told}its cgroup /job reached its memory limit of 64.0 MiB{PEAK}"
@@ -86,14 +86,14 @@ def test_a_grown_count_tells_and_the_lowest_limit_that_was_hit_is_the_one(scene:
     ],
 )
 def test_the_kernel_s_word_is_enough(scene: Scene, word: str, whose: str) -> None:
-    """Also where no count can be read."""
+    """No count needs to be readable."""
     scene.kernel_says(word)
     explained = scene.watch.explain(KILLED)
     assert explained == f"killed by the kernel OOM killer (SIGKILL): {whose}{PEAK}"
 
 
 def test_one_whose_child_was_killed_is_told_so(scene: Scene) -> None:
-    """A data loader that is gone makes its trainer raise."""
+    """A data loader that was killed makes its trainer raise."""
     raised = replace(KILLED, signal=None, exit_code=1)
     assert scene.watch.hint(raised) == ""
     scene.groups = [replace(OWN, kills=5), ABOVE]
@@ -104,7 +104,7 @@ def test_one_whose_child_was_killed_is_told_so(scene: Scene) -> None:
 
 
 def test_where_nothing_can_be_seen_it_is_said_where_to_look(scene: Scene) -> None:
-    """No cgroup that counts, and a log that only root may read."""
+    """There is no cgroup with counts, and only root may read the log."""
     scene.groups = []
     assert scene.watch.explain(KILLED) is None
     assert scene.watch.hint(KILLED) == "; sent by another process, or by the kernel OOM killer: see dmesg"
@@ -113,7 +113,7 @@ def test_where_nothing_can_be_seen_it_is_said_where_to_look(scene: Scene) -> Non
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may make a cgroup")
 async def test_the_kernel_kills_a_real_one(tmp_path: Path) -> None:
-    """A worker in a cgroup of its own takes more than it may have: its limit, its name and its peak are told."""
+    """A worker exceeds the limit of its own cgroup: the report has the limit, the cgroup and the peak."""
     (tmp_path / "sys").symlink_to("/sys")
     with small_cgroup(64 * MIB) as folder:
 
@@ -141,5 +141,5 @@ async def test_the_kernel_kills_a_real_one(tmp_path: Path) -> None:
     expected = f"its cgroup /{folder.name} reached its memory limit of 64.0 MiB; its peak was "
     assert expected in explained
     peak = float(explained.removesuffix(" MiB").rpartition(" ")[2])
-    # Pages of files, which others may have in memory as well, count too.
+    # Pages of files, which other processes may also have in memory, count too.
     assert 40 < peak < 200

@@ -1,4 +1,4 @@
-"""What had failed before workers were stopped counts, whenever it is heard of; what the stop has ended does not."""
+"""Failures before a stop count, even if they are reported later; failures because of the stop do not."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rallypoint.rendezvous.core.state import FailureKind
 
 
 class Scene:
-    """The workers of a round, and what is told of them."""
+    """The workers of a round, and the failures that are reported."""
 
     def __init__(self, folder: Path) -> None:
         self.first: list[WorkerFailure] = []
@@ -33,7 +33,7 @@ class Scene:
         self.post_mortem.begin(self.logs)
 
     def raises(self, rank: int, at: float) -> None:
-        """A worker leaves an error file."""
+        """Write a worker's error file."""
         extra = {"py_callstack": "Traceback", "rallypoint": {"monotonic": at, "permanent": rank == 1}}
         story = {"message": {"message": f"rank {rank} raised", "extraInfo": extra}}
         self.logs[rank].error_file.write_text(json.dumps(story))
@@ -47,7 +47,7 @@ def _logs(folder: Path) -> WorkerLogs:
 
 
 def identity(local_rank: int) -> dict[str, Any]:
-    """Who a worker is."""
+    """The identity of a worker."""
     return {"rank": 4 + local_rank, "role": "trainer", "host": "node1"}
 
 
@@ -64,7 +64,7 @@ def scene(tmp_path: Path) -> Scene:
 
 
 def test_an_end_before_the_stop_is_a_failure_and_one_after_it_is_none(scene: Scene) -> None:
-    """The news of it may come when workers are being stopped already."""
+    """It may be reported when workers are already being stopped."""
     before = time.monotonic()
     assert not scene.post_mortem.failed_before_stop(ended(0, before))
     scene.post_mortem.stopping({0: 100, 1: 101})
@@ -89,7 +89,7 @@ def test_who_has_raised_has_failed_although_it_has_not_ended(scene: Scene) -> No
 
 
 def test_who_has_raised_has_failed_once_a_worker_elsewhere_has(scene: Scene) -> None:
-    """Nothing here has ended; who is asked again says nothing new."""
+    """No worker here has ended; a second examination reports nothing new."""
     scene.post_mortem.examine({0: 100, 1: 101})
     assert scene.first == []
     scene.raises(1, time.monotonic())
@@ -101,7 +101,7 @@ def test_who_has_raised_has_failed_once_a_worker_elsewhere_has(scene: Scene) -> 
 
 
 def test_what_is_raised_because_of_the_stop_is_no_failure(scene: Scene) -> None:
-    """As a handler of SIGTERM may."""
+    """For example, a handler of SIGTERM may raise."""
     scene.post_mortem.stopping({0: 100, 1: 101})
     scene.raises(0, time.monotonic())
     scene.post_mortem.stopping({0: 100, 1: 101})

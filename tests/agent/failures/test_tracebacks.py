@@ -1,4 +1,4 @@
-"""The traceback that ended a program is found among whatever else it wrote, and only that one."""
+"""Exactly the traceback that ended a program is found among its other output."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FRAMES = 'Traceback (most recent call last):\n  File "train.py", line 3, in <mod
 
 
 def stderr_of(program: str) -> str:
-    """What Python itself writes when a program dies of an exception."""
+    """Return the output of Python when a program dies of an exception."""
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert ran.returncode != 0
     return ran.stderr
@@ -39,7 +39,7 @@ def stderr_of(program: str) -> str:
     ],
 )
 def test_what_python_writes_is_found_whole(program: str, exception: str, first_line: str) -> None:
-    """Every kind of uncaught exception: its line, and the block exactly as Python wrote it."""
+    """Each kind of uncaught exception has its line, and the block exactly as Python wrote it."""
     text = stderr_of(program)
     found = final_traceback("a log line\n\n" + text + "\n", at_end=True)
     assert found is not None
@@ -67,7 +67,7 @@ def test_a_script_that_python_cannot_compile(tmp_path: Path, script: str, except
 
 
 def test_an_import_that_python_cannot_compile(tmp_path: Path) -> None:
-    """Here it has a header and frames, and they are kept."""
+    """This report has a header and frames, and they are kept."""
     (tmp_path / "broken.py").write_text("def f(:\n")
     text = stderr_of(f"import sys; sys.path[:0] = [{str(tmp_path)!r}]; import broken")
     assert final_traceback(text, at_end=True) == ("SyntaxError: invalid syntax", text.rstrip("\n"))
@@ -80,7 +80,7 @@ def test_a_message_that_quotes_a_file_is_no_syntax_error() -> None:
 
 
 def test_a_chain_is_kept_together() -> None:
-    """The exception that was being handled comes along, the one logged earlier doesn't."""
+    """The exception that was being handled is included, the one logged earlier is not."""
     chained = stderr_of("try: 1 / 0\nexcept ZeroDivisionError as e: raise ValueError('bad') from e")
     during = stderr_of("try:\n try: 1 / 0\n except Exception: {}['k']\nexcept Exception: [][1]")
     for text, message in ((chained, "ValueError: bad"), (during, "IndexError: list index out of range")):
@@ -101,7 +101,7 @@ def test_torch_rank_prefixes_are_taken_off() -> None:
 
 
 def test_words_after_it_are_left_out() -> None:
-    """What exit handlers print after an empty line isn't part of it; the exception's own further lines are."""
+    """Output of exit handlers after an empty line is left out; further lines of the exception are kept."""
     text = f"{FRAMES}RuntimeError: CUDA error\nCompile with X\n\nwandb: synced\n"
     assert final_traceback(text, at_end=True) == (
         "RuntimeError: CUDA error",
@@ -118,7 +118,7 @@ def test_an_old_one_counts_only_for_who_died_of_an_exception() -> None:
 
 
 def test_faulthandlers_dump_is_found() -> None:
-    """A crash in native code: the fatal error's line and the stacks."""
+    """For a crash in native code it has the line of the fatal error and the stacks."""
     program = "import faulthandler, os, signal; faulthandler.enable(); os.kill(os.getpid(), signal.SIGSEGV)"
     found = final_traceback(f"{FRAMES}OSError: earlier\n{stderr_of(program)}", at_end=True)
     assert found is not None
@@ -129,5 +129,5 @@ def test_faulthandlers_dump_is_found() -> None:
 
 @pytest.mark.parametrize("text", ["", "\n", "just words\n", FRAMES, "Traceback (most recent call last):"])
 def test_no_traceback_is_none(text: str) -> None:
-    """Nothing there, or cut off before its exception."""
+    """There is none, or it is cut off before its exception."""
     assert final_traceback(text, at_end=True) is None

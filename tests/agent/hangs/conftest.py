@@ -1,4 +1,4 @@
-"""No process is taken for a silent one because the machine is slow: tests of a bound set it themselves."""
+"""A slow machine does not make a process look silent: tests of a time limit set it themselves."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from support.waiting import PATIENCE
 
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wait for processes, and for looks at them, as long as a loaded machine needs."""
+    """Wait for processes, and for their inspection, as long as a loaded machine needs."""
     monkeypatch.setattr(python_stacks, "FIRST_OUTPUT_TIMEOUT", PATIENCE)
     monkeypatch.setattr(python_stacks, "QUIET", 0.5)
     monkeypatch.setattr(reaper, "SIGNAL_TIMEOUT", PATIENCE)
@@ -31,7 +31,7 @@ def pipe(tmp_path: Path) -> Iterator[StackPipe]:
 
 @pytest.fixture
 def no_py_spy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where it is not installed."""
+    """Behave as if py-spy were not installed."""
 
     async def spy(_pid: int) -> str:
         return ""

@@ -1,4 +1,4 @@
-"""Evidence of a hang is had in time whatever fails, and says first what a person needs first."""
+"""Diagnostics of a hang are collected in time in spite of failures, and start with the most important fact."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ STACKS = PythonStacks(
 
 
 def found(cpu: float = 10.2, main: Thread = MAIN, *others: Thread, hang: HungWorker = HANG) -> Diagnostics:
-    """Evidence of a process as the kernel describes it."""
+    """Build the diagnostics of a process as the kernel describes it."""
     threads = (main, *others)
     return Diagnostics(hang, 2, [ProcessLook(7, cpu, threads, len(threads))], {7: STACKS})
 
 
 @contextmanager
 def suspects(*pids: int) -> Iterator[Sequence[InspectedProcess]]:
-    """Processes, held on to."""
+    """Open the processes with a pidfd each."""
     with ExitStack() as stack:
         pinned = [InspectedProcess(pid, os.pidfd_open(pid)) for pid in pids]
         for suspect in pinned:
@@ -49,11 +49,11 @@ def suspects(*pids: int) -> Iterator[Sequence[InspectedProcess]]:
         yield pinned
 
 
-# ---- what it says
+# ---- the text
 
 
 def test_the_first_line_says_who_hangs_where_and_what_it_waits_for() -> None:
-    """All that a person needs at night, in one sentence."""
+    """One sentence has all that a person needs at night."""
     assert found().summary == (
         "rank 2, process 7, hangs in 'step', which may take 60 s: it waits for a lock or another thread, "
         "in step (t.py:31); it used 0.2 s of processor time in the 60.0 s since it began"
@@ -83,18 +83,18 @@ def test_the_first_line_says_who_hangs_where_and_what_it_waits_for() -> None:
     ],
 )
 def test_waiting_is_told_from_computing(cpu: float, state: str, says: str) -> None:
-    """By the processor time since the scope began, and by the state now."""
+    """The processor time since the scope began, and the current state, make the difference."""
     assert says in found(cpu, replace(MAIN, state=state)).summary
 
 
 def test_a_thread_in_uninterruptible_sleep_is_named_although_the_main_thread_is_not() -> None:
-    """It is what keeps the process from being killed."""
+    """This thread prevents the end of the process."""
     stuck = replace(MAIN, tid=9, name="writer", state="D")
     assert "its thread 9 (writer) is in uninterruptible sleep: it waits" in found(10.2, MAIN, stuck).summary
 
 
 def test_without_a_first_figure_nothing_is_said_of_processor_time() -> None:
-    """The timer was set at the service, by who knows whom."""
+    """The timer was set directly at the service, by an unknown process."""
     summary = found(hang=replace(HANG, cpu_seconds=None)).summary
     assert summary.endswith(": its main thread waits for a lock or another thread, in step (t.py:31)")
 
@@ -106,7 +106,7 @@ def test_with_nothing_found_the_hang_itself_is_told() -> None:
 
 
 def test_the_text_has_the_stacks_before_what_the_kernel_says() -> None:
-    """And names what is missing."""
+    """It lists the missing parts."""
     evidence = found()
     evidence.gaps.append("the moon")
     places = [
@@ -115,11 +115,11 @@ def test_the_text_has_the_stacks_before_what_the_kernel_says() -> None:
     assert places == sorted(places)
 
 
-# ---- how it is had
+# ---- the collection
 
 
 async def test_holder_and_worker_are_both_asked(pipe: StackPipe) -> None:
-    """A child of the worker may hold the timer, and the worker wait for it."""
+    """A child of the worker may hold the timer, while the worker waits for it."""
     with hung(pipe.path, "gil") as child, hung(pipe.path, "lock") as worker, suspects(child, worker) as asked:
         await until(
             lambda: all((look := inspect_process(pid)) and look.main.call for pid in (child, worker)),
@@ -135,7 +135,7 @@ async def test_holder_and_worker_are_both_asked(pipe: StackPipe) -> None:
 
 
 async def test_a_process_without_a_handler_is_not_signalled(pipe: StackPipe, no_py_spy: None) -> None:
-    """It would die of it; what is missing is said."""
+    """The signal would kill it; the text lists the missing stacks."""
     with hung(None, "lock") as pid, suspects(pid) as asked:
         evidence = Diagnostics(replace(HANG, pid=pid), 2)
         await collect_diagnostics(evidence, asked, pipe, PATIENCE)
@@ -149,7 +149,7 @@ async def test_a_process_without_a_handler_is_not_signalled(pipe: StackPipe, no_
 async def test_py_spy_helps_where_the_process_is_silent(
     pipe: StackPipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Asked, it does not answer: the next way is tried."""
+    """The process does not reply to the signal, so py-spy is tried next."""
 
     async def spy(pid: int) -> str:
         return f"stacks of {pid}"
@@ -166,7 +166,7 @@ async def test_py_spy_helps_where_the_process_is_silent(
 async def test_a_stopped_process_is_resumed_only_if_it_is_to_be_killed(
     pipe: StackPipe, no_py_spy: None, signal: int | None
 ) -> None:
-    """Who asked for a report alone does not want to find it running."""
+    """A client that wants only a report does not want to find it running."""
     with hung(pipe.path, "stopped") as pid, suspects(pid) as asked:
         await until(lambda: bool((look := inspect_process(pid)) and look.stopped), "it to be stopped")
         evidence = Diagnostics(replace(HANG, pid=pid, signal=signal), 2)
@@ -181,7 +181,7 @@ async def test_a_stopped_process_is_resumed_only_if_it_is_to_be_killed(
 async def test_what_hangs_costs_no_more_than_the_bound(
     pipe: StackPipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Even a look into /proc may: the process may hold a lock that it needs."""
+    """Even a read of /proc may hang: the process may hold a lock that the read needs."""
     release = threading.Event()
 
     def hang(_pid: int) -> None:
@@ -196,7 +196,7 @@ async def test_what_hangs_costs_no_more_than_the_bound(
 
 
 async def test_what_was_said_in_time_is_kept(pipe: StackPipe, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The bound cuts the last way short, not what the ones before it found."""
+    """The time limit cancels the last method, and keeps the results of the ones before it."""
 
     timeout, bounds = asyncio.timeout, list[asyncio.Timeout]()
 
@@ -205,7 +205,7 @@ async def test_what_was_said_in_time_is_kept(pipe: StackPipe, monkeypatch: pytes
         return bounds[-1]
 
     async def spy(_pid: int) -> str:
-        # Only now does its time end: before, a slow machine may have taken any.
+        # Its time ends only now: on a slow machine the methods before may take any time.
         bounds[0].reschedule(asyncio.get_running_loop().time())
         await asyncio.sleep(3600)
         raise AssertionError
@@ -222,7 +222,7 @@ async def test_what_was_said_in_time_is_kept(pipe: StackPipe, monkeypatch: pytes
 async def test_a_failure_of_ours_is_a_gap_and_no_failure(
     pipe: StackPipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The worker is killed all the same."""
+    """The worker is still killed."""
 
     def fail(_pid: int) -> None:
         raise RuntimeError("no such thing")
@@ -235,7 +235,7 @@ async def test_a_failure_of_ours_is_a_gap_and_no_failure(
 
 
 async def test_work_in_the_background_gives_its_result_or_its_error() -> None:
-    """And who is cancelled does not wait for it."""
+    """A caller that is cancelled does not wait for it."""
     assert await in_background(lambda: 7) == 7
     with pytest.raises(ZeroDivisionError):
         await in_background(lambda: 1 // 0)

@@ -1,4 +1,4 @@
-"""What the kernel says of a process that hangs is read without its help, and put into words."""
+"""The kernel's data on a process that hangs are read without its help, and described in words."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from support.waiting import wait_until
 
 
 def look(pid: int) -> ProcessLook:
-    """A look at a process that is there."""
+    """Inspect a process that exists."""
     found = inspect_process(pid)
     assert found is not None
     return found
 
 
 def when(pid: int, condition: Callable[[ProcessLook], bool]) -> ProcessLook:
-    """A look at a process once it is so."""
+    """Inspect a process once the condition holds."""
     wait_until(lambda: condition(look(pid)), "the process to be so")
     return look(pid)
 
 
 def test_a_thread_that_waits_says_for_what() -> None:
-    """State, wait channel and system call agree about a process that sleeps."""
+    """State, wait channel and system call agree for a process that sleeps."""
     with hung(None, "gil") as pid:
         main = when(pid, lambda look: "nanosleep" in look.main.call).main
         assert (main.tid, main.state, main.name) == (pid, "S", os.path.basename(sys.executable)[:15])
@@ -45,7 +45,7 @@ def test_a_thread_that_waits_says_for_what() -> None:
 
 
 def test_a_stopped_process_is_told_apart() -> None:
-    """It waits for nothing: somebody has stopped it."""
+    """It waits for no resource: a signal has stopped it."""
     with hung(None, "stopped") as pid:
         stopped = when(pid, lambda look: look.stopped)
         assert (stopped.main.state_in_words, stopped.main.meaning) == ("stopped by a signal", "")
@@ -53,7 +53,7 @@ def test_a_stopped_process_is_told_apart() -> None:
 
 
 def test_processor_time_is_that_of_all_threads_and_of_each() -> None:
-    """A main thread that waits tells nothing of the process."""
+    """The state of a waiting main thread does not describe the process."""
     with hung(None, "pool") as pid:
         busy = when(pid, lambda look: len(look.threads) == 2 and look.threads[1].cpu_seconds > 0.2)
         assert busy.cpu_seconds >= busy.threads[1].cpu_seconds > busy.main.cpu_seconds
@@ -61,7 +61,7 @@ def test_processor_time_is_that_of_all_threads_and_of_each() -> None:
 
 
 def test_the_file_that_a_system_call_is_on_is_named() -> None:
-    """That is the file system, or the peer, that does not answer."""
+    """It shows the file system, or the peer, that does not answer."""
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL) as cat:
         call = when(cat.pid, lambda look: look.main.call.startswith("read")).main.call
         assert cat.stdin is not None
@@ -69,7 +69,7 @@ def test_the_file_that_a_system_call_is_on_is_named() -> None:
 
 
 def test_only_signals_with_a_handler_are_caught() -> None:
-    """Any other would do its worst to the process."""
+    """Any other signal could kill the process."""
     with hung(None, "silent") as pid:
         caught = caught_signals(pid)
         assert STACK_SIGNAL in caught
@@ -78,7 +78,7 @@ def test_only_signals_with_a_handler_are_caught() -> None:
 
 
 def test_nobody_is_there_to_be_looked_at() -> None:
-    """A process may be gone at any moment; that is no error."""
+    """A process may end at any moment; that is no error."""
     with subprocess.Popen(["true"]) as process:
         process.wait()
         assert inspect_process(process.pid) is None
@@ -86,7 +86,7 @@ def test_nobody_is_there_to_be_looked_at() -> None:
 
 
 def test_of_many_threads_the_first_are_looked_at() -> None:
-    """A trainer has hundreds; the text says how many were left out."""
+    """A trainer has hundreds; the text has the number of those left out."""
     program = f"""if True:
         import threading
         for _ in range({MOST_THREADS + 9}):
@@ -119,7 +119,7 @@ FROZEN = Thread(
 
 
 def test_a_paragraph_says_all_that_is_known_of_a_thread() -> None:
-    """For people; numbers have units."""
+    """It is written for people; numbers have units."""
     assert render_threads(ProcessLook(7, 1.5, (FROZEN,), 1)) == (
         "main thread 7 (trainer): in uninterruptible sleep in percpu_rwsem_wait: waits for a frozen file system, or "
         "another lock of the kernel; system call: write of /mnt/data/x (descriptor 3); 1.50 s of processor time since "
@@ -154,13 +154,13 @@ def test_a_paragraph_says_all_that_is_known_of_a_thread() -> None:
 def test_wait_channels_are_put_into_words(
     channel: str, stack: tuple[str, ...], call: str, meaning: str
 ) -> None:
-    """The channel says it best, else the kernel's stack, else the call; what nobody knows is left to the reader."""
+    """The channel is the best source, then the kernel's stack, then the call; an unknown one is not explained."""
     thread = Thread(1, "x", "S", channel, call, stack)
     assert thread.meaning.startswith(meaning)
     assert bool(thread.meaning) == bool(meaning)
 
 
-# As Linux 6.18 tells of processes that are idle, and what that means.
+# Wait channels and stacks of idle processes in Linux 6.18, and their meanings.
 IDLE = [
     ("hrtimer_nanosleep", "common_nsleep_timens __x64_sys_clock_nanosleep", "sleeps for a time it chose"),
     ("do_epoll_wait", "__x64_sys_epoll_wait", "waits for connections or files to be ready"),
@@ -201,7 +201,7 @@ IDLE = [
 def test_an_idle_process_waits_for_nothing_that_could_be_broken(
     channel: str, stack: str, meaning: str
 ) -> None:
-    """With and without the frames of the system call itself, which are below all of them."""
+    """This holds with and without the frames of the system call itself, which are below all of them."""
     for frames in (stack.split(), [*stack.split(), "do_syscall_64", "entry_SYSCALL_64_after_hwframe"]):
         assert Thread(1, "x", "S", channel, "", (channel, *frames)).meaning == meaning
 
@@ -225,7 +225,7 @@ IDLE_PROGRAMS = {
 
 @pytest.mark.parametrize("program", IDLE_PROGRAMS)
 def test_what_this_kernel_says_of_idle_processes_is_understood(program: str) -> None:
-    """A kernel may tell nothing, or by a name that is not known here: then nothing is said, and nothing wrong."""
+    """A kernel may show nothing, or an unknown name: then there is no meaning, and never a wrong one."""
     with subprocess.Popen(
         [sys.executable, "-Sc", f"print('ready', flush=True)\n{program}"],
         stdout=subprocess.PIPE,
@@ -241,7 +241,7 @@ def test_what_this_kernel_says_of_idle_processes_is_understood(program: str) -> 
 
 
 def test_the_thread_that_no_signal_ends_is_found() -> None:
-    """Whichever it is: the process can't die before it wakes up."""
+    """It may be any thread: the process can't die before it wakes up."""
     sleeping = Thread(1, "main", "S")
     assert ProcessLook(1, 0.0, (sleeping, FROZEN), 2).stuck is FROZEN
     assert ProcessLook(1, 0.0, (sleeping,), 1).stuck is None

@@ -1,4 +1,4 @@
-"""Processor time is that of the whole process, whatever it is called; none is known of one that is gone."""
+"""Processor time is that of the whole process, whose name may have any characters; an ended process has none."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rallypoint.agent.hangs.kernel_stacks import processor_time_in, processor_ti
 
 
 def test_the_fields_are_found_behind_any_name() -> None:
-    """A command may have spaces and parentheses in its name; a line without the fields says nothing."""
+    """A command may have spaces and parentheses in its name; a line without the fields counts as 0."""
     ticks = os.sysconf("SC_CLK_TCK")
     line = f"7 (a) b (c) S 1 7 7 0 -1 0 0 0 0 0 {3 * ticks} {ticks} 0 0 20 0 1 0 5"
     assert processor_time_in(line) == pytest.approx(4.0)
@@ -20,7 +20,7 @@ def test_the_fields_are_found_behind_any_name() -> None:
 
 
 def test_it_is_the_kernels_word() -> None:
-    """Of this process; of one that has been reaped there is none."""
+    """The kernel counts it for this process; a reaped process has none."""
     before = time.process_time()
     told = processor_time_of(os.getpid())
     assert told is not None

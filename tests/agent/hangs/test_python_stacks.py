@@ -1,4 +1,4 @@
-"""Python stacks of a process are had without its help, whatever it hangs in, and in the order in which they matter."""
+"""Python stacks of a process are collected without its help in any kind of hang, the most important thread first."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ DUMP = f"{HELPER}\n{LOADER}\n{MAIN}"
 
 
 async def ask(pipe: StackPipe, pid: int, *, resume: bool = False) -> str:
-    """What a process says when it is asked."""
+    """Request the stacks of a process; return its reply."""
     said: list[bytes] = []
     pidfd = os.pidfd_open(pid)
     try:
@@ -51,7 +51,7 @@ async def ask(pipe: StackPipe, pid: int, *, resume: bool = False) -> str:
 
 
 def test_the_signal_is_the_workers() -> None:
-    """Both ends mean the same one."""
+    """The worker and the agent use the same one."""
     assert stacks.STACK_SIGNAL == STACK_SIGNAL
 
 
@@ -83,7 +83,7 @@ def _is_in(pid: int, way: str) -> bool:
 
 
 async def test_a_stopped_process_is_resumed_to_speak(pipe: StackPipe) -> None:
-    """The signal waits until it runs again, and then is the first thing it does."""
+    """The signal is pending until it runs again, and is then handled first."""
     with hung(pipe.path, "stopped") as pid:
         await until(lambda: bool((look := inspect_process(pid)) and look.stopped), "it to be stopped")
         assert "in stop" in await ask(pipe, pid, resume=True)
@@ -92,14 +92,14 @@ async def test_a_stopped_process_is_resumed_to_speak(pipe: StackPipe) -> None:
 async def test_who_says_nothing_is_not_waited_for_long(
     pipe: StackPipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The time is needed for other ways."""
+    """The time is needed for other methods."""
     monkeypatch.setattr(python_stacks, "FIRST_OUTPUT_TIMEOUT", 0.05)
     with hung(pipe.path, "silent") as pid:
         assert await asyncio.wait_for(ask(pipe, pid), PATIENCE) == ""
 
 
 async def test_what_was_said_unasked_is_no_answer(pipe: StackPipe) -> None:
-    """A child of the worker may have been asked by somebody else."""
+    """Another process may have requested stacks from a child of the worker."""
     writer = os.open(pipe.path, os.O_WRONLY | os.O_NONBLOCK)
     os.write(writer, b"old news")
     os.close(writer)
@@ -108,7 +108,7 @@ async def test_what_was_said_unasked_is_no_answer(pipe: StackPipe) -> None:
 
 
 async def test_more_than_enough_is_cut_off(pipe: StackPipe, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that writes for ever keeps nobody, and fills no memory."""
+    """A process that writes for ever neither blocks the agent nor fills its memory."""
     monkeypatch.setattr(python_stacks, "MOST_BYTES", 1000)
     writer = os.open(pipe.path, os.O_WRONLY)
     with hung(pipe.path, "silent") as pid:
@@ -132,7 +132,7 @@ async def test_a_process_that_is_gone_says_nothing(pipe: StackPipe) -> None:
 
 
 async def test_a_pipe_may_be_closed_while_somebody_asks(tmp_path: Path) -> None:
-    """The round may end meanwhile; nobody then reads from a descriptor that is another's by now."""
+    """The round may end meanwhile; the descriptor may then belong to another file, and must not be read."""
     pipe = StackPipe.make(tmp_path / "stacks")
     with hung(pipe.path, "lock") as pid:
         asking = asyncio.create_task(ask(pipe, pid))
@@ -152,13 +152,13 @@ def _py_spy(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
 
 
 async def test_py_spy_is_asked_for_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without pausing it; what it prints are the stacks."""
+    """py-spy does not pause it; its output is the stacks."""
     _py_spy(tmp_path, monkeypatch, 'echo "$@"')
     assert await spy(4711) == "dump --nonblocking --pid 4711"
 
 
 async def test_a_py_spy_that_fails_has_said_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may lack the right to look, or not know this Python."""
+    """It may lack the permission, or not support this Python."""
     _py_spy(tmp_path, monkeypatch, "echo half; exit 1")
     assert await spy(4711) == ""
     monkeypatch.setattr(python_stacks, "_find_spy", lambda: str(tmp_path / "none"))
@@ -181,7 +181,7 @@ async def test_a_py_spy_that_hangs_is_killed(tmp_path: Path, monkeypatch: pytest
         await asking
     pid = int((tmp_path / "pid").read_text())
     await until(lambda: inspect_process(pid) is None, "its end")
-    await asyncio.sleep(0)  # the loop hears of it
+    await asyncio.sleep(0)  # the event loop processes its exit
 
 
 def test_the_main_thread_comes_first() -> None:
@@ -190,13 +190,13 @@ def test_the_main_thread_comes_first() -> None:
 
 
 def test_a_thread_in_the_file_of_the_scope_comes_first() -> None:
-    """The default scope is a place: who is in that file entered it."""
+    """The default scope is a call site: a thread in that file entered it."""
     assert in_order(DUMP, "/app/data.py#11").split("\n\n") == [LOADER.strip(), MAIN.strip(), HELPER.strip()]
     assert in_order(DUMP, "/app/train.py#30").split("\n\n")[0] == MAIN.strip()
 
 
 def test_the_innermost_frame_is_named() -> None:
-    """In the words of faulthandler as of py-spy."""
+    """The formats of faulthandler and py-spy are both parsed."""
     assert innermost(in_order(DUMP, "step")) == "step (train.py:31)"
     assert (
         innermost('Thread 20 (idle): "MainThread"\n    step (app/train.py:31)\n    main (x.py:1)')
@@ -206,7 +206,7 @@ def test_the_innermost_frame_is_named() -> None:
 
 
 def test_the_dump_of_a_dying_process_is_told_from_what_it_wrote_before(tmp_path: Path) -> None:
-    """Only what was written since counts."""
+    """Only the text after the given offset counts."""
     log = tmp_path / "stderr.log"
     earlier = "Fatal Python error: of a child, long ago\n"
     log.write_text(f"{earlier}a warning\nFatal Python error: Aborted\n\n{DUMP}")
@@ -218,7 +218,7 @@ def test_the_dump_of_a_dying_process_is_told_from_what_it_wrote_before(tmp_path:
 
 
 async def test_asking_takes_no_longer_than_the_silence_after_it(pipe: StackPipe) -> None:
-    """Far from the bound, which is for those that don't answer."""
+    """It is far from the time limit, which is for processes that don't reply."""
     with hung(pipe.path, "lock") as pid:
         began = time.monotonic()
         await ask(pipe, pid)

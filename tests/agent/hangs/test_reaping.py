@@ -1,4 +1,4 @@
-"""A worker whose timer ran out is examined, asked as it chose, and killed; each step is bounded."""
+"""A worker whose timer expired is examined, gets its chosen signal, and is killed; each step has a time limit."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ FAILURE = WorkerFailure(1, 5, "trainer", "host", 7, -9, 1.0, "killed by SIGKILL"
 
 
 class Kill:
-    """Stands in for the kill of a tree, and notes when it came."""
+    """A stand-in for the kill of a tree; it records if the process was still alive."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
         self.found_alive: bool | None = None
 
     async def __call__(self) -> KillResult:
-        """Kill it."""
+        """Kill the process."""
         look = inspect_process(self.pid)
         self.found_alive = look is not None and look.main.state != "Z"
         os.kill(self.pid, signal.SIGKILL)
@@ -45,13 +45,13 @@ class Kill:
 
 
 def read(path: Path) -> str:
-    """What is in a file."""
+    """Return the content of a file."""
     return path.read_text()
 
 
 @contextmanager
 def start(*command: str, **more: Any) -> Iterator[subprocess.Popen[bytes]]:
-    """A process; it is killed afterwards, unless it has ended."""
+    """Start a process; kill it afterwards, unless it has ended."""
     with subprocess.Popen(command, **more) as process:
         try:
             yield process
@@ -61,7 +61,7 @@ def start(*command: str, **more: Any) -> Iterator[subprocess.Popen[bytes]]:
 
 @pytest.fixture
 def make(tmp_path: Path) -> Callable[..., Reaping]:
-    """Makes the reaping of a process."""
+    """A function that makes the reaping of a process."""
 
     def make_reaping(
         pid: int,
@@ -81,7 +81,7 @@ def make(tmp_path: Path) -> Callable[..., Reaping]:
 
 
 def test_the_accusation_names_scope_deadline_and_lateness() -> None:
-    """And where a learned deadline came from: people must be able to judge it."""
+    """It also has the source of a learned timeout: people must be able to judge it."""
     hang = HungWorker("1@3", "step", after=2.0, late_by=0.0123)
     assert hang_message(hang) == "it did not leave 'step' within 2 s (found 0.012 s later)"
     learned = HungWorker("1@3", "step", after=61.5, late_by=0.0123, learned_from=40)
@@ -91,7 +91,7 @@ def test_the_accusation_names_scope_deadline_and_lateness() -> None:
 
 
 async def test_evidence_is_in_the_file_and_the_report(make: Callable[..., Reaping], tmp_path: Path) -> None:
-    """The whole in the file, to which each hang of a worker adds; the report says where it is."""
+    """The file has all of it, for each hang of a worker; the report has its path."""
     pipe = StackPipe.make(tmp_path / "stacks")
     with hung(pipe.path, "lock") as pid:
         await until(lambda: bool((look := inspect_process(pid)) and look.main.call), "it to hang")
@@ -110,7 +110,7 @@ async def test_evidence_is_in_the_file_and_the_report(make: Callable[..., Reapin
 
 
 async def test_without_time_for_evidence_there_is_none(make: Callable[..., Reaping], tmp_path: Path) -> None:
-    """The kill comes at once; the report has what the worker itself left behind."""
+    """The kill comes at once; the report has the worker's own last output."""
     with hung(None, "lock") as pid:
         reaping = make(pid, timeout=0.0)
         await reaping.examine()
@@ -126,7 +126,7 @@ async def test_without_time_for_evidence_there_is_none(make: Callable[..., Reapi
 async def test_a_report_holds_the_beginning_of_long_evidence(
     make: Callable[..., Reaping], tmp_path: Path
 ) -> None:
-    """It travels to every node; what matters most comes first."""
+    """It is sent to every node; the most important part comes first."""
     with hung(None, "lock") as pid:
         reaping = make(pid)
         await reaping.examine()
@@ -141,7 +141,7 @@ async def test_a_report_holds_the_beginning_of_long_evidence(
 async def test_the_chosen_signal_comes_first_and_is_waited_for(
     make: Callable[..., Reaping], tmp_path: Path, no_py_spy: None
 ) -> None:
-    """A worker that ends of it has all the time that it needs, up to a bound; then its tree is killed."""
+    """A worker that ends because of it has time for that, up to a limit; then its tree is killed."""
     program = f"""if True:
         import signal, sys, time
         def end(number, frame):
@@ -164,7 +164,7 @@ async def test_the_chosen_signal_comes_first_and_is_waited_for(
 async def test_who_ignores_the_chosen_signal_is_killed(
     make: Callable[..., Reaping], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Patience has an end."""
+    """The wait is limited."""
     monkeypatch.setattr(reaping_module, "SIGNAL_TIMEOUT", 0.05)
     with start("sh", "-c", 'trap "" TERM; exec sleep 600') as process:
         await until(lambda: _runs(process.pid, "sleep"), "it to ignore the signal")
@@ -181,7 +181,7 @@ def _runs(pid: int, name: str) -> bool:
 async def test_a_stopped_process_hears_the_chosen_signal(
     make: Callable[..., Reaping], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is resumed, or it would not."""
+    """It is resumed first, since a stopped process handles no signal."""
     monkeypatch.setattr(reaping_module, "SIGNAL_TIMEOUT", 20.0)
     with start("sh", "-c", "kill -STOP $$; exec sleep 600") as process:
         await until(lambda: bool((look := inspect_process(process.pid)) and look.stopped), "it to be stopped")
@@ -193,13 +193,13 @@ async def test_a_stopped_process_hears_the_chosen_signal(
 async def test_as_the_last_resort_it_says_its_stacks_as_it_dies(
     make: Callable[..., Reaping], tmp_path: Path, no_py_spy: None
 ) -> None:
-    """Of SIGABRT, into its log; what was in there before is not taken for them, and no core is written."""
+    """It gets SIGABRT and writes to its log; earlier dumps in there are ignored, and no core is written."""
     log = tmp_path / "stderr.log"
     log.write_text("Fatal Python error: of a child, long ago\n")
     program = "import ctypes\ndef hold_the_gil():\n    ctypes.PyDLL(None).sleep(60)\nhold_the_gil()\n"
     (tmp_path / "program.py").write_text(program)
     with ExitStack() as stack, log.open("a") as stderr:
-        # Cores are wanted, as far as this machine lets them be.
+        # The limit for core files is as high as this machine allows.
         shell = 'ulimit -c $(ulimit -Hc); exec "$@"'
         command = ["sh", "-c", shell, "-", sys.executable, "-X", "faulthandler", "program.py"]
         process = stack.enter_context(start(*command, stderr=stderr, cwd=tmp_path))
@@ -230,7 +230,7 @@ def _sleeps(pid: int) -> bool:
 async def test_who_has_no_handler_or_is_to_live_is_not_made_to_die_of_sigabrt(
     make: Callable[..., Reaping], no_py_spy: None, chosen: int | None
 ) -> None:
-    """It would leave a core and no stacks."""
+    """The signal would leave a core and no stacks."""
     with start("sleep", "60") as process:
         reaping = make(process.pid, chosen=chosen)
         await reaping.examine()
@@ -245,7 +245,7 @@ async def test_who_has_no_handler_or_is_to_live_is_not_made_to_die_of_sigabrt(
 async def test_a_number_that_is_anothers_by_now_gets_no_signal(
     make: Callable[..., Reaping], no_py_spy: None
 ) -> None:
-    """The worker is gone, and the kernel gave its process id away."""
+    """The worker has ended, and the kernel has reused its PID."""
     with hung(None, "lock") as stranger:
         reaping = make(stranger, chosen=signal.SIGTERM, is_ours=lambda _pid: False)
         await reaping.examine()
@@ -264,14 +264,14 @@ async def test_a_number_that_is_anothers_by_now_gets_no_signal(
 async def test_a_file_that_cannot_be_written_costs_no_kill(
     make: Callable[..., Reaping], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The disk is full, or hangs as the worker does because of it; the report has the evidence all the same."""
+    """The disk is full, or hangs and so caused the worker's hang; the report still has the diagnostics."""
     monkeypatch.setattr(reaping_module, "LOOK_TIMEOUT", 0.05)
     (tmp_path / "hang.txt").mkdir()
     with hung(None, "lock") as pid:
         refused = make(pid)
         await refused.examine()
         (tmp_path / "hang.txt").rmdir()
-        os.mkfifo(tmp_path / "hang.txt")  # opening it waits for a reader that never comes
+        os.mkfifo(tmp_path / "hang.txt")  # an open for writing waits for a reader, and there is none
         stuck = make(pid)
         await asyncio.wait_for(stuck.examine(), PATIENCE)
     for reaping in (refused, stuck):
@@ -279,11 +279,11 @@ async def test_a_file_that_cannot_be_written_costs_no_kill(
         assert reaping.case.complete_failure(FAILURE).traceback.startswith("rank 5, process")
         assert reaping.case.figures["evidence"] == "could not be written"
     with (tmp_path / "hang.txt").open():
-        pass  # lets the thread that waits go
+        pass  # releases the waiting thread
 
 
 async def test_what_outlived_sigkill_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By what it waits for: that is what has to be mended."""
+    """The reason for its sleep is the problem to solve."""
     stuck = Thread(7, "trainer", "D", "folio_wait_bit_common", "write of /data/x (descriptor 3)")
     looks = {
         7: ProcessLook(7, 0.0, (stuck,), 1),
@@ -301,7 +301,7 @@ async def test_what_outlived_sigkill_is_described(monkeypatch: pytest.MonkeyPatc
 
 
 async def test_describing_it_does_not_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A look into /proc may need the very lock that the process holds."""
+    """A read of /proc may need a lock that the process holds."""
     release = threading.Event()
     monkeypatch.setattr(reaping_module, "LOOK_TIMEOUT", 0.05)
     monkeypatch.setattr(reaping_module, "inspect_process", lambda _pid: release.wait(4 * PATIENCE))
@@ -312,7 +312,7 @@ async def test_describing_it_does_not_wait_for_it(monkeypatch: pytest.MonkeyPatc
 async def test_looking_and_writing_share_one_bound(
     make: Callable[..., Reaping], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What hangs in one of them leaves the other its part; all of it together is what a restart waits for."""
+    """A hang in one leaves the other its part; the restart waits for both together."""
 
     async def spy(_pid: int) -> str:
         await asyncio.sleep(3600)
@@ -330,7 +330,7 @@ async def test_looking_and_writing_share_one_bound(
 async def test_who_waits_in_the_kernel_for_a_moment_while_it_dies_has_not_outlived_sigkill(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A dying process also does that, on a busy machine."""
+    """This can happen to a dying process, on a busy machine."""
     with start("sleep", "60") as dying:
         asleep = ProcessLook(dying.pid, 0.0, (Thread(dying.pid, "sleep", "D"),), 1)
 
@@ -343,7 +343,7 @@ async def test_who_waits_in_the_kernel_for_a_moment_while_it_dies_has_not_outliv
 
 
 async def test_who_is_slow_to_die_has_not_outlived_sigkill(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Freeing its memory takes time; who waits in the kernel for what may never come is not waited for."""
+    """The kernel frees its memory for a while; a process in uninterruptible sleep is not waited for."""
     with start("sleep", "60") as slow, start("sleep", "60") as stuck, start("sleep", "60") as dead:
         monkeypatch.setattr(reaping_module, "SLOW_DEATH", 4 * PATIENCE)
         dead.kill()

@@ -1,4 +1,4 @@
-"""A worker that sleeps in the kernel for too long is found; one that only often waits for its disk is not."""
+"""A worker in one long uninterruptible sleep is found; one that often waits for its disk for a short time is not."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ RAN = BlockedThread(pid=7, tid=9, switches=101)
 
 
 def test_one_sleep_for_so_long_is_too_long() -> None:
-    """From the first look that found it."""
+    """The time counts from the first check that found it."""
     watch = StuckWatch(10.0)
     assert [watch.note([SLEEPS], now) for now in (100.0, 105.0, 109.9)] == [None, None, None]
     assert watch.note([SLEEPS], 110.0) == SLEEPS
 
 
 def test_who_has_run_in_between_begins_another_sleep() -> None:
-    """A worker that reads a slow disk is asleep whenever one looks."""
+    """A worker that reads a slow disk is asleep at most checks."""
     watch = StuckWatch(10.0)
     assert [watch.note([each], now) for each, now in ((SLEEPS, 100.0), (RAN, 109.0), (RAN, 118.0))] == [
         None
@@ -44,12 +44,12 @@ def test_who_has_run_in_between_begins_another_sleep() -> None:
 
 @pytest.mark.parametrize(("timeout", "pause"), [(1.0, 0.5), (60.0, 5.0)])
 def test_looks_are_frequent_enough_and_not_more(timeout: float, pause: float) -> None:
-    """They cost something, and can't be late by much."""
+    """They have a cost, and must not be late by much."""
     assert StuckWatch(timeout).pause == pause
 
 
 def test_torch_s_variable_says_for_how_long() -> None:
-    """Unset, 0 or negative: nobody looks, as there. What is no number is an error, unlike there."""
+    """Unset, 0 or negative disables the checks, as in torch. Other text is an error, unlike in torch."""
     assert uninterruptible_timeout({}) == 0
     assert uninterruptible_timeout({TIMEOUT_VARIABLE: ""}) == 0
     assert uninterruptible_timeout({TIMEOUT_VARIABLE: "-1"}) == 0
@@ -59,7 +59,7 @@ def test_torch_s_variable_says_for_how_long() -> None:
 
 
 def thread(proc: Path, pid: int, tid: int, state: str, switches: tuple[int, int]) -> None:
-    """A thread, as /proc tells of it; its name is chosen to mislead."""
+    """Write the /proc files of a thread; its name is chosen to mislead the parser."""
     folder = proc / str(pid) / "task" / str(tid)
     folder.mkdir(parents=True)
     (folder / "stat").write_text(f"{tid} (a) D (b) {state} 1 1 1 0 -1")
@@ -69,7 +69,7 @@ def thread(proc: Path, pid: int, tid: int, state: str, switches: tuple[int, int]
 
 
 def test_any_thread_of_a_worker_counts(tmp_path: Path) -> None:
-    """The one that trains is not always the first; processes that are gone are no matter."""
+    """The training thread is not always the first; processes that have ended are ignored."""
     thread(tmp_path, 7, 7, "S", (5, 5))
     thread(tmp_path, 7, 9, "D", (60, 40))
     thread(tmp_path, 8, 8, "R", (5, 5))
@@ -77,7 +77,7 @@ def test_any_thread_of_a_worker_counts(tmp_path: Path) -> None:
 
 
 async def test_the_sentence_names_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The sleep itself can't be had without a disk to freeze: here, this process is said to have it."""
+    """A real sleep would need a disk that freezes: here, this process is reported as asleep."""
     me = BlockedThread(os.getpid(), os.getpid(), 1)
     monkeypatch.setattr(uninterruptible, "find_sleepers", lambda pids: [me] if os.getpid() in pids else [])
     told = await asyncio.wait_for(await_stuck(lambda: {3: os.getpid()}, 0.02), PATIENCE)

@@ -12,7 +12,7 @@ from rallypoint.agent.health.gpu import count_gpus, count_xpus
 
 
 def host(root: Path, *, nvidia: int = 0, amd: int = 0, intel: int = 0) -> Path:
-    """The files by which a kernel shows its accelerators, and others that look alike."""
+    """Write the kernel's files for accelerators, and similar files of other devices."""
     files = {f"dev/nvidia{number}": "" for number in range(nvidia)}
     files |= {"dev/nvidiactl": "", "dev/nvidia-uvm": ""} if nvidia else {}
     for number in range(1 + amd):
@@ -44,7 +44,7 @@ def host(root: Path, *, nvidia: int = 0, amd: int = 0, intel: int = 0) -> Path:
     ],
 )
 def test_gpus_are_those_that_are_visible(tmp_path: Path, visible: str | None, count: int) -> None:
-    """By CUDA's rules for names that are none, that are there twice, and for slices of a GPU."""
+    """CUDA's rules apply to unknown names, duplicates, and MIG parts of a GPU."""
     environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
     assert count_gpus(environment, host(tmp_path, nvidia=4)) == count
 
@@ -57,14 +57,14 @@ def test_amds_gpus_count_too(tmp_path: Path) -> None:
 
 
 def test_intels_are_counted_apart(tmp_path: Path) -> None:
-    """They are named by another flag, and hidden by another variable."""
+    """Another flag requests them, and another variable hides them."""
     root = host(tmp_path, intel=2)
     assert (count_gpus({}, root), count_xpus({}, root)) == (0, 2)
     assert count_xpus({"ZE_AFFINITY_MASK": "1"}, root) == 1
 
 
 def test_a_host_without_any_has_none(tmp_path: Path) -> None:
-    """Whatever else its folders hold."""
+    """Other files in its folders don't count."""
     assert (count_gpus({"CUDA_VISIBLE_DEVICES": "0"}, host(tmp_path)), count_xpus({}, tmp_path)) == (0, 0)
 
 
@@ -83,7 +83,7 @@ def test_nvidias_library_is_asked_first(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_driver_that_fails_in_the_middle_is_no_help(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor does it matter that it can't be let go of either."""
+    """An error in its shutdown is ignored too."""
 
     def fail() -> None:
         raise RuntimeError("GPU is lost")
@@ -96,7 +96,7 @@ def test_a_driver_that_fails_in_the_middle_is_no_help(monkeypatch: pytest.Monkey
 
 
 def test_a_library_without_a_driver_is_no_help(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Then the devices are counted; the shutdown of what was not begun would raise."""
+    """The device files are counted instead; a shutdown without an init would raise."""
 
     def fail() -> None:
         raise RuntimeError("Driver Not Loaded")

@@ -1,4 +1,4 @@
-"""Checks of a host's health are found by their names, and what can't be had is said before a job begins."""
+"""Health checks of a host are found by name, and an unusable one is reported before the job begins."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from rallypoint.agent.health.checks import ENTRY_POINTS, CheckContext, HealthChe
 
 
 def plug_in(value: str, name: str = "ipmi") -> metadata.EntryPoint:
-    """As a package would announce it."""
+    """An entry point as a package would announce it."""
     return metadata.EntryPoint(name, value, ENTRY_POINTS)
 
 
 def says_what_it_was_given(argument: str) -> str | None:
-    """A plug-in."""
+    """A plug-in that returns its argument."""
     return f"asked for {argument!r}" if argument != "fine" else None
 
 
 @pytest.fixture
 def plug_ins(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two are installed; one of them is broken."""
+    """Two installed plug-ins; one of them is broken."""
     installed = [
         plug_in("agent.health.test_health:says_what_it_was_given"),
         plug_in("agent.health.test_health:no_such_function", "broken"),
@@ -33,7 +33,7 @@ def plug_ins(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_disks_and_memory_are_looked_at(tmp_path: Path) -> None:
-    """Nothing is enough for nobody, and everything too little for everybody."""
+    """A requirement of 0 % is always met, one of 100 % never."""
     for name in ("disk", "memory"):
         assert parse_health_check(f"{name}:0%").check is not None
         for amount, healthy in (("0%", True), ("100%", False)):
@@ -43,13 +43,13 @@ def test_disks_and_memory_are_looked_at(tmp_path: Path) -> None:
 
 
 def test_a_command_is_split_as_a_shell_does() -> None:
-    """And found on the job's PATH."""
+    """Its program is found on the job's PATH."""
     check = parse_health_check("command:sh -c 'exit 0'", os.environ["PATH"])
     assert (check.program, check.check) == (("sh", "-c", "exit 0"), None)
 
 
 def test_a_plug_in_gets_what_is_after_its_name(plug_ins: None) -> None:
-    """All of it, further colons included; nothing without one."""
+    """It gets the whole text after the first colon, or an empty one."""
     for text, why in (("ipmi", "''"), ("ipmi:a:b", "'a:b'")):
         look = parse_health_check(text).check
         assert look is not None
@@ -83,14 +83,14 @@ def test_a_plug_in_gets_what_is_after_its_name(plug_ins: None) -> None:
     ],
 )
 def test_what_is_no_check_is_a_line(plug_ins: None, text: str, error: str) -> None:
-    """It says what there is."""
+    """The error has the valid forms."""
     with pytest.raises(HealthCheckError) as raised:
         parse_health_check(text)
     assert str(raised.value).startswith(error)
 
 
 def test_gpus_without_their_library_are_an_error_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rather than a host that is thought to be looked at."""
+    """Otherwise the user would believe that the host is checked."""
     monkeypatch.setitem(sys.modules, "pynvml", None)
     with pytest.raises(HealthCheckError, match=r"health check 'gpu': .* pip install nvidia-ml-py"):
         parse_health_check("gpu")

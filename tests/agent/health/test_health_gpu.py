@@ -1,4 +1,4 @@
-"""GPUs that are lost, or whose memory can't be relied on, make their host unfit; those of others don't."""
+"""Lost GPUs, or GPUs with unreliable memory, make their host unhealthy; GPUs of other jobs don't."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rallypoint.agent.health.gpu import check_gpus
 
 @dataclass
 class Gpu:
-    """One of the host's."""
+    """One of the host's GPUs."""
 
     lost: bool = False
     errors: int | None = 0
@@ -21,13 +21,13 @@ class Gpu:
 
 
 class Nvml:
-    """NVML, as far as it is used, of a host with these GPUs."""
+    """The part of NVML that is used, for a host with these GPUs."""
 
     class NVMLError(Exception):
-        """Any of its errors."""
+        """Base of its errors."""
 
-    class NVMLError_NotSupported(NVMLError):  # its name there
-        """The device can't tell."""
+    class NVMLError_NotSupported(NVMLError):  # NVML's own name
+        """The device has no such value."""
 
     class NVMLError_GpuIsLost(NVMLError):
         """It fell off the bus."""
@@ -35,7 +35,7 @@ class Nvml:
     NVML_TEMPERATURE_GPU = NVML_MEMORY_ERROR_TYPE_UNCORRECTED = NVML_VOLATILE_ECC = 0
 
     def __init__(self, *gpus: Gpu, driver: bool = True) -> None:
-        """With or without a driver."""
+        """Build it with these GPUs, with or without a driver."""
         self._gpus, self._driver = gpus, driver
         self.begun = self.ended = 0
 
@@ -65,7 +65,7 @@ class Nvml:
         return self._told(gpu.errors)
 
     def nvmlDeviceGetRemappedRows(self, gpu: Gpu) -> tuple[int, int, int, int]:
-        """As NVML's: by corrected and by uncorrected errors, whether some are pending, whether it failed."""
+        """Return NVML's tuple: rows remapped for corrected and uncorrected errors, pending, failed."""
         return (0, 0, 0, self._told(gpu.remap_failed))
 
     def _told(self, figure: int | None) -> int:
@@ -86,12 +86,12 @@ FINE = Gpu()
     ],
 )
 def test_a_gpu_that_is_not_healthy_is_named(bad: Gpu, why: str) -> None:
-    """With what is to be done about it."""
+    """The text has the remedy."""
     assert check_gpus(Nvml(Gpu(), bad), None) == why
 
 
 def test_healthy_gpus_are() -> None:
-    """Those that can't tell, too: a consumer's card counts no errors."""
+    """GPUs without these values are healthy too: a consumer's card counts no errors."""
     assert check_gpus(Nvml(Gpu(), Gpu(errors=None, remap_failed=None)), None) is None
     assert check_gpus(Nvml(), None) is None
 
@@ -109,17 +109,17 @@ def test_healthy_gpus_are() -> None:
     ],
 )
 def test_the_gpus_of_other_jobs_don_t_count(visible: str, counts: bool) -> None:
-    """CUDA_VISIBLE_DEVICES says which are ours, by number or by name."""
+    """CUDA_VISIBLE_DEVICES selects this job's GPUs, by number or by name."""
     assert (check_gpus(Nvml(Gpu(), Gpu(lost=True)), visible) is not None) is counts
 
 
 def test_a_driver_that_is_not_loaded_makes_its_host_unfit() -> None:
-    """The job was to have GPUs, and this host has none to offer."""
+    """The job needs GPUs, and this host has none to offer."""
     assert check_gpus(Nvml(driver=False), None) == "the GPU driver does not respond (Driver Not Loaded)"
 
 
 def test_the_driver_is_asked_anew_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And let go of, whatever was found."""
+    """It is shut down after each check, also after an error."""
     nvml = Nvml(Gpu(), Gpu(lost=True))
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
     look = parse_health_check("gpu").check

@@ -1,4 +1,4 @@
-"""A host has room when its disks, its memory, and every cgroup around the agent have."""
+"""A host has room if its disks, its memory, and every cgroup around the agent have room."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GIB = 1 << 30
 
 @pytest.fixture
 def disk(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """A disk of 100 GiB, of which 10 are free; what else is true of it, a test can set."""
+    """A disk of 100 GiB with 10 GiB free; a test may change its other values."""
     figures = SimpleNamespace(
         f_frsize=4096, f_blocks=100 * GIB // 4096, f_bavail=10 * GIB // 4096, f_files=9, f_favail=3
     )
@@ -26,7 +26,7 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 
 def test_a_disk_has_room_or_says_how_little(disk: SimpleNamespace, tmp_path: Path) -> None:
-    """In bytes, and in parts of the whole."""
+    """The requirement is in bytes, or a part of the whole."""
     where = CheckContext((tmp_path, tmp_path))
     assert check_disks(where, parse_quantity("10GiB")) is None
     assert check_disks(where, parse_quantity("10%")) is None
@@ -39,7 +39,7 @@ def test_a_disk_has_room_or_says_how_little(disk: SimpleNamespace, tmp_path: Pat
 
 
 def test_a_disk_without_inodes_has_no_room(disk: SimpleNamespace, tmp_path: Path) -> None:
-    """Whatever is free of it. A file system that counts none (btrfs) has enough."""
+    """Free bytes do not help. A file system that counts no inodes (btrfs) has enough."""
     disk.f_favail = 0
     assert "no inode left" in (check_disks(CheckContext((tmp_path,)), Quantity(bytes=0)) or "")
     disk.f_files = 0
@@ -47,7 +47,7 @@ def test_a_disk_without_inodes_has_no_room(disk: SimpleNamespace, tmp_path: Path
 
 
 def test_a_folder_that_is_gone_is_no_healthy_one(tmp_path: Path) -> None:
-    """The disk it was on may be."""
+    """The disk it was on may be broken."""
     with pytest.raises(OSError, match="none"):
         check_disks(CheckContext((tmp_path / "none",)), Quantity(bytes=0))
 
@@ -63,7 +63,7 @@ def host(tmp_path: Path) -> Path:
 
 
 def group(folder: Path, limit: str, used: int, cache: int, version: int = 2) -> None:
-    """A cgroup with a limit."""
+    """Write a cgroup with a limit."""
     folder.mkdir(parents=True, exist_ok=True)
     names = ("memory.max", "memory.current", "inactive_file")
     if version == 1:
@@ -78,7 +78,7 @@ def look(host: Path, least: str) -> str | None:
 
 
 def test_memory_is_what_the_kernel_calls_available(host: Path) -> None:
-    """What is free is next to nothing on a host that reads files."""
+    """Little memory is free on a host that reads files."""
     assert look(host, "8GiB") is None
     assert look(host, "9GiB") == "8.0 GiB of 64.0 GiB of memory are available; 9.0 GiB required"
     assert look(host, "12%") is None
@@ -86,7 +86,7 @@ def test_memory_is_what_the_kernel_calls_available(host: Path) -> None:
 
 
 def test_each_cgroup_around_the_agent_counts(host: Path) -> None:
-    """The host's 8 GiB are of no use to who may have 4; files that nobody uses give way."""
+    """The host's 8 GiB do not help a cgroup with a limit of 4; unused file pages count as available."""
     group(host / "cgroups" / "jobs" / "mine", "max", 3 * GIB, 0)
     group(host / "cgroups" / "jobs", str(4 * GIB), 3 * GIB, GIB)
     assert look(host, "2GiB") is None
@@ -96,13 +96,13 @@ def test_each_cgroup_around_the_agent_counts(host: Path) -> None:
 
 
 def test_a_container_sees_its_cgroup_as_the_root(host: Path) -> None:
-    """Under a path of the host's, which does not exist in it."""
+    """/proc shows the host's path, which does not exist in the container."""
     group(host / "cgroups", str(4 * GIB), 4 * GIB, 0)
     assert "0 B of its cgroup's memory limit of 4.0 GiB" in (look(host, "1GiB") or "")
 
 
 def test_the_first_version_of_cgroups_counts_too(host: Path) -> None:
-    """It names its files otherwise."""
+    """Its files have other names."""
     (host / "proc" / "self" / "cgroup").write_text("5:cpu,cpuacct:/x\n4:memory:/mine\n1:name=systemd:/x\n")
     group(host / "cgroups" / "memory" / "mine", str(4 * GIB), 3 * GIB, 0, version=1)
     assert look(host, "1GiB") is None

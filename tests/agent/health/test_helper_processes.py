@@ -1,4 +1,4 @@
-"""Programs beside the workers: heard, bounded, and gone with all that they started."""
+"""Helper processes: their output is read, their time is limited, and all their processes end with them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from support.waiting import PATIENCE, until
 
 @pytest.fixture
 async def programs(tmp_path: Path) -> AsyncIterator[HelperProcesses]:
-    """With nothing left of them afterwards."""
+    """Helper processes; none is left afterwards."""
     with fresh_marker() as marker:
         programs = HelperProcesses(tmp_path, {"PATH": os.environ["PATH"], "MARKER": marker})
         yield programs
@@ -31,19 +31,19 @@ async def programs(tmp_path: Path) -> AsyncIterator[HelperProcesses]:
 
 
 async def test_its_end_and_its_words_are_known(programs: HelperProcesses) -> None:
-    """Both streams; without what would move the cursor of a terminal."""
+    """Both streams are read, without characters that would move the cursor of a terminal."""
     ended = await programs.run(["sh", "-c", "echo first; echo ' \033[31mlast\tword ' >&2; exit 3"], PATIENCE)
     assert (ended.exit.exit_code, ended.first_line, ended.last_line) == (3, "first", "[31mlast word")
 
 
 async def test_one_that_says_nothing_has_said_nothing(programs: HelperProcesses) -> None:
-    """And not what another has said."""
+    """It does not get the output of an earlier one."""
     ended = await programs.run(["true"], PATIENCE)
     assert (ended.exit.succeeded, ended.first_line, ended.last_line) == (True, "", "")
 
 
 async def test_a_flood_is_forgotten_but_for_its_ends(programs: HelperProcesses) -> None:
-    """A program may speak for weeks."""
+    """A program may print for weeks."""
     script = f"print('begin'); print('x' * {100 * MOST_KEPT}); print('end')"
     ended = await programs.run([sys.executable, "-c", script], PATIENCE)
     assert (ended.first_line, ended.last_line) == ("begin", "end")
@@ -52,7 +52,7 @@ async def test_a_flood_is_forgotten_but_for_its_ends(programs: HelperProcesses) 
 async def test_one_that_takes_too_long_is_killed_with_its_daemons(
     programs: HelperProcesses, tmp_path: Path
 ) -> None:
-    """However they left it."""
+    """All its processes are killed, also those in a session of their own."""
     marker = programs._environment["MARKER"]
     script = f"setsid sh -c 'sleep 600' {marker} & trap '' TERM; sleep 600; true {marker}"
     began = time.monotonic()
@@ -63,14 +63,14 @@ async def test_one_that_takes_too_long_is_killed_with_its_daemons(
 
 
 async def test_what_one_leaves_behind_is_killed(programs: HelperProcesses) -> None:
-    """It would add up, look after look."""
+    """The processes of many checks would add up."""
     marker = programs._environment["MARKER"]
     await programs.run(["sh", "-c", f"setsid sh -c 'sleep 600' {marker} & exit 0", marker], PATIENCE)
     assert gone(marker)
 
 
 async def test_a_wait_that_is_cancelled_ends_the_program(programs: HelperProcesses) -> None:
-    """The job is over."""
+    """The job has ended."""
     marker = programs._environment["MARKER"]
     waiting = asyncio.create_task(programs.run(["sh", "-c", "sleep 600; true", marker]))
     await until(lambda: bool(living(marker)), "the program")
@@ -80,26 +80,26 @@ async def test_a_wait_that_is_cancelled_ends_the_program(programs: HelperProcess
 
 
 async def test_one_that_does_not_exist_can_not_be_started(programs: HelperProcesses) -> None:
-    """With the reason in a line; the next can."""
+    """The reason is one line; the next program can be started."""
     with pytest.raises(SpawnError, match="there is no program '/none'"):
         await programs.run(["/none"], PATIENCE)
     assert (await programs.run(["true"], PATIENCE)).exit.succeeded
 
 
 async def test_a_spawner_that_was_killed_is_replaced(programs: HelperProcesses) -> None:
-    """Who was running is known to have been killed along with it."""
+    """The program that was running is reported as killed with it."""
     waiting = asyncio.create_task(programs.run(["sleep", "60"]))
     await until(lambda: programs._spawner is not None and bool(programs._spawner.pid), "the spawner")
     assert programs._spawner is not None
     assert programs._spawner.pid is not None
     os.kill(programs._spawner.pid, signal.SIGKILL)
-    with suppress(SpawnError):  # it was killed before the program had begun
+    with suppress(SpawnError):  # the spawner was killed before the program began
         assert (await asyncio.wait_for(waiting, PATIENCE)).exit.inferred
     assert (await programs.run(["true"], PATIENCE)).exit.succeeded
 
 
 def test_what_can_not_be_run_is_known_before(tmp_path: Path) -> None:
-    """By its name, by its path, and by its permissions."""
+    """Its name, its path and its permissions are checked."""
     program = tmp_path / "check"
     program.touch()
     assert missing("sh", os.environ["PATH"]) is None

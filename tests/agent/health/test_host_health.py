@@ -1,4 +1,4 @@
-"""All checks of a host are made at the same time, in bounded time, and what is not known to be healthy is not."""
+"""All checks of a host run at the same time and have a time limit; without a result the host is unhealthy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from support.waiting import PATIENCE
 
 
 class Host:
-    """A host with checks, of which a test owns the clock."""
+    """A host with checks, and a clock of the test."""
 
     def __init__(self, programs: HelperProcesses) -> None:
         self.now = 1000.0
@@ -25,26 +25,26 @@ class Host:
         self._programs = programs
 
     def health(self, *checks: HealthCheck, timeout: float = PATIENCE) -> HostHealth:
-        """Its health; by default there is one check, which says what `why` is."""
+        """Return its health; by default there is one check, which returns `why`."""
         checks = checks or (HealthCheck("own", check=self.look),)
         return HostHealth(checks, CheckContext(), self._programs, timeout, lambda: self.now)
 
     def look(self, _: CheckContext) -> str | None:
-        """Its own check."""
+        """Run its own check."""
         self.looks += 1
         return self.why
 
 
 @pytest.fixture
 async def host(tmp_path: Path) -> AsyncIterator[Host]:
-    """With programs that are gone afterwards."""
+    """A host with helper processes that end after the test."""
     programs = HelperProcesses(tmp_path, {"PATH": os.environ["PATH"]})
     yield Host(programs)
     await programs.close()
 
 
 async def test_what_was_found_a_moment_ago_holds_unless_asked_anew(host: Host) -> None:
-    """Only if it was good."""
+    """This applies only to a good result."""
     health = host.health()
     assert await health.examine(fresh=False) is None
     host.now += RECENT - 1
@@ -60,7 +60,7 @@ async def test_what_was_found_a_moment_ago_holds_unless_asked_anew(host: Host) -
 
 
 async def test_all_are_made_at_the_same_time(host: Host) -> None:
-    """Each waits for the other; and all that is wrong is said."""
+    """Each check waits for the other; all problems are reported."""
     meeting = threading.Barrier(2, timeout=PATIENCE)
 
     def meet(_: CheckContext) -> str | None:
@@ -72,7 +72,7 @@ async def test_all_are_made_at_the_same_time(host: Host) -> None:
 
 
 async def test_one_that_hangs_is_not_healthy_and_holds_up_nobody(host: Host) -> None:
-    """As a look at a disk that is gone does."""
+    """For example, a check of a disk that is gone hangs."""
     stop = threading.Event()
     hangs = HealthCheck("nfs", check=lambda _: str(stop.wait()))
     try:
@@ -82,7 +82,7 @@ async def test_one_that_hangs_is_not_healthy_and_holds_up_nobody(host: Host) -> 
 
 
 async def test_one_that_raises_is_not_healthy(host: Host) -> None:
-    """Nothing says that the host is."""
+    """The result is unknown."""
 
     def fail(_: CheckContext) -> str | None:
         raise OSError(5, "Input/output error")

@@ -1,4 +1,4 @@
-"""A job minds its host: a sick one leaves, an announced maintenance drains it, and nothing of that outlives the job."""
+"""A job leaves an unhealthy host, is drained before an announced maintenance, and no helper process outlives it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from support.waiting import PATIENCE, until
 
 @pytest.fixture
 def check(bench: Bench) -> Callable[[str], tuple[str, ...]]:
-    """Makes a check of a shell script, which is run in the test's folder."""
+    """A function that makes a check of a shell script, which runs in the test's folder."""
 
     def make(script: str) -> tuple[str, ...]:
         path = bench.folder / "check"
@@ -36,7 +36,7 @@ def check(bench: Bench) -> Callable[[str], tuple[str, ...]]:
 async def test_a_sick_host_leaves_before_anything_is_started(
     bench: Bench, check: Callable[[str], tuple[str, ...]]
 ) -> None:
-    """The run is told why, and forms its round of the others."""
+    """The run gets the reason, and forms its round without this host."""
     sick = bench.job("touch $1/ran", "a", nodes=(1, 2), health_checks=check("echo fan broken; exit 1"))
     result = await bench.run(sick)
     assert result.exit_code == UNFIT
@@ -49,7 +49,7 @@ async def test_a_sick_host_leaves_before_anything_is_started(
 async def test_a_host_on_which_a_worker_failed_is_looked_at_before_it_goes_on(
     bench: Bench, check: Callable[[str], tuple[str, ...]]
 ) -> None:
-    """Healthy, it takes its place in the next round; not so, it is the others' next round."""
+    """A healthy host takes part in the next round; an unhealthy one leaves it to the others."""
     script = "echo x >> looks; [ ! -e sick ]"
     fails = "[ $RALLYPOINT_ROUND = 1 ] && [ $RANK = 0 ] && exit 1; touch $1/up.$RALLYPOINT_ROUND; sleep 600"
     job = bench.job(fails, restarts=5, health_checks=check(script))
@@ -66,7 +66,7 @@ async def test_a_host_on_which_a_worker_failed_is_looked_at_before_it_goes_on(
 async def test_who_is_told_to_stop_does_not_wait_for_a_check(
     bench: Bench, check: Callable[[str], tuple[str, ...]]
 ) -> None:
-    """And the check does not outlive the job (the bench looks)."""
+    """The check does not outlive the job (the bench checks that)."""
     settings = pb.RunSettings(min_nodes=1, max_nodes=1)
     settings.confirm_timeout.FromSeconds(900)
     checks = check("touch looking; sleep 600")
@@ -132,7 +132,7 @@ async def test_the_watch_for_maintenance_survives_a_round_and_not_the_job(bench:
 async def test_what_can_not_be_minded_is_an_error_before_the_job_joins(
     bench: Bench, more: dict[str, Any], error: str
 ) -> None:
-    """A host that is thought to be watched, and is not, is worse than none."""
+    """An unchecked host is worse than no host if its user believes that it is checked."""
     job = bench.job("exit 0", rendezvous=Peer("127.0.0.1:1"), **more)
     with pytest.raises(SettingError, match=error):
         await bench.run(job)

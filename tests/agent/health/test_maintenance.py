@@ -1,4 +1,4 @@
-"""A program that watches for maintenance is started again until it has something to say."""
+"""A program that watches for maintenance is started again until it announces one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from support.log_events import log_events
 
 @pytest.fixture
 async def programs(tmp_path: Path) -> AsyncIterator[HelperProcesses]:
-    """In a folder of their own."""
+    """Helper processes in a folder of their own."""
     programs = HelperProcesses(tmp_path, {"PATH": os.environ["PATH"]})
     yield programs
     await programs.close()
@@ -28,7 +28,7 @@ async def test_pauses_grow_until_it_runs_for_a_while(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """A metadata service that is away is not called a thousand times; one that was there for a while is at once."""
+    """An unavailable metadata service gets few requests; after a longer run the next start comes soon."""
     monkeypatch.setattr(monitor, "FIRST_PAUSE", 0.01)
     times = iter([0.0, 0.1, 1.0, 1.1, 2.0, 2.0 + LONGEST_PAUSE, 70.0])
     command = ["sh", "-c", f"echo x >> {tmp_path}/starts; [ $(wc -l < {tmp_path}/starts) = 4 ]"]
@@ -37,7 +37,7 @@ async def test_pauses_grow_until_it_runs_for_a_while(
 
 
 async def test_its_first_line_is_the_reason(programs: HelperProcesses) -> None:
-    """Once it ends with exit code 0."""
+    """This applies once it ends with exit code 0."""
     command = ["sh", "-c", "echo TERMINATE at 10:00; echo more"]
     assert await await_maintenance(command, programs) == "TERMINATE at 10:00"
     assert await await_maintenance(["true"], programs) == "announced by the maintenance command"
@@ -49,7 +49,7 @@ async def test_however_else_it_ends_it_is_started_again(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """A service that is away announces nothing; the log says why."""
+    """An unavailable service announces nothing; the log has the reason."""
     monkeypatch.setattr(monitor, "FIRST_PAUSE", 0.01)
     script = tmp_path / "watch"
     script.write_text(f"""#!/bin/sh

@@ -1,4 +1,4 @@
-"""Work in the background ends when it is told to, and fails aloud."""
+"""Background tasks end on request, and their errors are reported."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from support.waiting import until
 
 
 async def test_what_work_raises_is_told() -> None:
-    """Nobody waits for it, so nobody else would hear."""
+    """No code awaits the task, so its error would be lost."""
     errors: list[BaseException] = []
 
     async def fail() -> None:
@@ -21,7 +21,7 @@ async def test_what_work_raises_is_told() -> None:
 
 
 async def test_all_of_it_has_ended_when_it_is_ended() -> None:
-    """Also what needs a moment for that; being cancelled is no error, to fail then is one."""
+    """It waits for slow tasks; cancellation is no error, but an exception after it is one."""
     errors: list[BaseException] = []
     ended: list[str] = []
     background = Background(errors.append)

@@ -1,4 +1,4 @@
-"""A host that is drained: workers are warned, have their time, and nobody waits for nothing."""
+"""A drain of a host: workers are warned and get a grace period, and no node waits in vain."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ SAVES = """
 
 
 def worker(rank: int, exit_code: int | None = None) -> Worker:
-    """One of a host's workers; no exit code: it runs."""
+    """A worker of this host; without an exit code it runs."""
     ended = None if exit_code is None else WorkerExit(0, 1, exit_code, None, at=0.0, time=0.0)
     return Worker(0, rank, 1, 0.0, ended)
 
 
 def test_all_have_saved_when_each_that_runs_has_and_the_others_succeeded() -> None:
-    """Where none runs any more, the end of the last says how it went."""
+    """If none runs any more, the last exit determines the result."""
     runs, done, failed = worker(4), worker(5, 0), worker(6, 1)
     assert all_saved([runs], {4})
     assert all_saved([runs, done], {4})
@@ -53,7 +53,7 @@ def test_all_have_saved_when_each_that_runs_has_and_the_others_succeeded() -> No
 
 @pytest.fixture
 async def drain(tmp_path: Path) -> AsyncIterator[tuple[Drain, list[core.Event]]]:
-    """A drain in a folder of its own, and what it tells."""
+    """A drain in a folder of its own, and its events."""
     told: list[core.Event] = []
     drain = Drain(told.append)
     assert drain.set_up(tmp_path) == {"RALLYPOINT_NOTICE": str(tmp_path / "notice")}
@@ -62,7 +62,7 @@ async def drain(tmp_path: Path) -> AsyncIterator[tuple[Drain, list[core.Event]]]
 
 
 async def test_a_second_drain_can_only_hurry(drain: tuple[Drain, list[core.Event]], tmp_path: Path) -> None:
-    """Workers that look again read the earlier end; the reason stays the first."""
+    """Workers that read the notice again find the earlier deadline; the first reason stays."""
     drained, told = drain
     drained.begin(60.0, "maintenance")
     drained.warn(list)
@@ -84,7 +84,7 @@ async def test_a_second_drain_can_only_hurry(drain: tuple[Drain, list[core.Event
 async def test_who_saves_twice_or_says_nonsense_is_counted_once(
     drain: tuple[Drain, list[core.Event]], tmp_path: Path
 ) -> None:
-    """Anybody who can write into the folder can write anything."""
+    """Every process with write access to the folder can write anything."""
     drained, told = drain
     drained.begin(60.0, "maintenance")
     drained.warn(lambda: [worker(0), worker(1)])
@@ -101,7 +101,7 @@ async def test_who_saves_twice_or_says_nonsense_is_counted_once(
 
 
 async def test_workers_that_save_let_their_host_leave_and_the_other_goes_on(bench: Bench) -> None:
-    """They are told why and until when; the run is told that the host left, and no restart is used up."""
+    """The notice has the reason and the deadline; the run gets the departure, and no restart is used up."""
     drained = bench.job(SAVES, "a", nodes=(1, 2))
     stays = bench.job(WAITS, "b", nodes=(1, 2))
     running = [bench.start(drained), bench.start(stays)]
@@ -128,7 +128,7 @@ async def test_workers_that_save_let_their_host_leave_and_the_other_goes_on(benc
 
 
 async def test_the_end_of_the_last_that_has_not_saved_is_noticed(bench: Bench) -> None:
-    """One has saved and waits; the other has nothing to save, and is done."""
+    """One worker has saved and waits; the other has nothing to save, and ends."""
     script = """
         touch $1/started.$RANK
         while [ ! -e $RALLYPOINT_NOTICE ]; do sleep 0.02; done
@@ -146,7 +146,7 @@ async def test_the_end_of_the_last_that_has_not_saved_is_noticed(bench: Bench) -
 
 
 async def test_workers_that_never_answer_have_their_time_and_no_more(bench: Bench) -> None:
-    """They don't know what a notice is."""
+    """They don't read the notice."""
     job = bench.job(WAITS)
     running = bench.start(job)
     await bench.has("started.1")
@@ -172,7 +172,7 @@ async def test_workers_that_finish_within_their_time_have_succeeded(bench: Bench
 
 
 async def test_a_host_whose_workers_finished_does_not_wait_for_those_of_others(bench: Bench) -> None:
-    """The others' round goes on as it is, and their success is the run's."""
+    """The others' round goes on unchanged, and their success is the run's."""
     settings = pb.RunSettings(min_nodes=2, max_nodes=2)
     done = bench.job("touch $1/done; exit 0", "a", settings=settings)
     waits = bench.job(WAITS, "b", settings=settings)
@@ -192,8 +192,8 @@ async def test_a_host_whose_workers_finished_does_not_wait_for_those_of_others(b
 
 
 async def test_workers_that_catch_the_signal_get_it(bench: Bench) -> None:
-    """Those that don't are spared: it would kill them."""
-    # The one that is spared starts no program while it waits: for that moment, a shell blocks all signals.
+    """The others do not get it: it would kill them."""
+    # The worker without a handler starts no program while it waits: at that moment a shell blocks all signals.
     script = """
         [ $LOCAL_RANK = 1 ] && : > $1/started.$RANK && read line < $1/pipe && exit 0
         trap 'touch $1/warned' USR1
@@ -216,7 +216,7 @@ async def test_workers_that_catch_the_signal_get_it(bench: Bench) -> None:
 
 
 async def test_a_worker_that_fails_meanwhile_uses_up_no_restart(bench: Bench) -> None:
-    """No restart is allowed, and the run is not closed as failed all the same."""
+    """The run is not closed as failed, although no restart is allowed."""
     job = bench.job("touch $1/started.$RANK; while [ ! -e $1/go ]; do sleep 0.02; done; exit 5")
     running = bench.start(job)
     await bench.has("started.1")
@@ -229,7 +229,7 @@ async def test_a_worker_that_fails_meanwhile_uses_up_no_restart(bench: Bench) ->
 
 
 async def test_sigterm_while_draining_leaves_now(bench: Bench) -> None:
-    """Whoever sends it waits no longer."""
+    """A sender of SIGTERM does not wait for the grace period."""
     job = bench.job(WAITS)
     running = bench.start(job)
     await bench.has("started.1")
@@ -240,7 +240,7 @@ async def test_sigterm_while_draining_leaves_now(bench: Bench) -> None:
 
 
 async def test_a_host_that_waits_for_others_leaves_at_once(bench: Bench) -> None:
-    """It has no worker to warn, and would take a place in a round only to give it up."""
+    """It has no worker to warn, and would take part in a round only to leave it."""
     job = bench.job("exit 0", nodes=(2, 2))
     running = bench.start(job)
     await until(lambda: hasattr(job, "_membership") and bool(job._membership.lease), "it to be in")
@@ -249,7 +249,7 @@ async def test_a_host_that_waits_for_others_leaves_at_once(bench: Bench) -> None
 
 
 async def test_a_job_may_be_drained_before_it_has_begun(bench: Bench) -> None:
-    """A daemon has taken it on, and is told to go."""
+    """A daemon has accepted the job, and is drained."""
     job = bench.job("exit 0", nodes=(2, 2))
     job.drain(PATIENCE, "maintenance")
     assert (await bench.run(job)).exit_code == 143

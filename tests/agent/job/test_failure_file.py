@@ -1,4 +1,4 @@
-"""failure.json says to programs how a job ended on a host, and is whole whenever it is read."""
+"""failure.json describes for programs how a job ended on a host; a reader never sees an incomplete file."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ LOCAL = replace(
 
 
 def document(result: JobResult, run_end: pb.RunEnd | None = None, **more: Any) -> dict[str, Any]:
-    """What is in the file."""
+    """Return the content of the file."""
     values: dict[str, Any] = {
         "round_": 4,
         "restart_count": 2,
@@ -49,7 +49,7 @@ def document(result: JobResult, run_end: pb.RunEnd | None = None, **more: Any) -
 
 
 def test_a_failure_is_told_with_all_that_is_known() -> None:
-    """The run's first, and those of this host; what is not known is null, and each has the same fields."""
+    """The run's first failure and those of this host have the same fields; an unknown value is null."""
     told = document(JobResult(FAILED, "it failed", FIRST), local_failures=[LOCAL])
     first = {
         "rank": 3,
@@ -116,7 +116,7 @@ def test_a_failure_is_told_with_all_that_is_known() -> None:
 def test_the_outcome_says_what_to_do(
     exit_code: int, run_outcome: pb.Outcome.ValueType | None, outcome: str, retry: str
 ) -> None:
-    """As the exit code does."""
+    """They match the exit code."""
     run_end = pb.RunEnd(outcome=run_outcome) if run_outcome is not None else None
     told = document(JobResult(exit_code, "so it ended"), run_end, log_dir=None)
     assert (told["outcome"], told["retry"], told["exit_code"]) == (outcome, retry, exit_code)
@@ -124,7 +124,7 @@ def test_the_outcome_says_what_to_do(
 
 
 def test_it_is_written_wherever_it_is_wanted_and_replaces_what_was_there(tmp_path: Path) -> None:
-    """Readable by others than its owner; nothing else is left behind."""
+    """Other users can read it, and no temporary file is left behind."""
     paths = [tmp_path / "logs" / "failure.json", tmp_path / "wanted.json"]
     paths[1].write_text("old")
     write_failure_files(document(JobResult(FAILED, "it failed")), paths)
@@ -153,7 +153,7 @@ def test_a_reader_never_sees_half_of_it(tmp_path: Path, monkeypatch: pytest.Monk
 def test_what_can_not_be_written_is_one_line_and_the_others_are(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A job that has failed ends as it would have."""
+    """The job's result is unchanged."""
     (tmp_path / "file").touch()
     paths = [tmp_path / "file" / "failure.json", tmp_path / "failure.json"]
     with caplog.at_level(logging.WARNING):

@@ -1,4 +1,4 @@
-"""The report of a failure has what a person needs to mend it, and names what failed after it."""
+"""The report of a failure has all that a person needs to fix it, and lists the failures after it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FAILURE = replace(
 
 
 def test_the_report_has_all_that_a_person_needs() -> None:
-    """Rank, host, pid, exit code, time with zone, reason, log file, traceback; and no escape sequences."""
+    """Rank, host, PID, exit code, time with zone, reason, log file, traceback; and no escape sequences."""
     assert (
         render(FAILURE, CET)
         == """\
@@ -37,7 +37,7 @@ def test_the_report_has_all_that_a_person_needs() -> None:
 
 
 def test_reports_of_signals_and_of_what_never_ran() -> None:
-    """A signal is named, and its core dump; a worker that never was has no pid, and no log is mentioned."""
+    """A signal and its core dump are named; a worker that never started has no PID and no log file."""
     killed = render(replace(FAILURE, exit_code=-11, core_file="/cores/core.4242"))
     assert "exit code  killed by SIGSEGV (signal 11)" in killed
     assert "core dump  /cores/core.4242" in killed
@@ -54,7 +54,7 @@ def other(rank: int, **more: object) -> WorkerFailure:
 
 
 def test_what_failed_after_it_is_one_line() -> None:
-    """How each ended, and how much later, where both were seen by one clock."""
+    """It has the end of each, and the delay if both times are from one clock."""
     assert "failed after it" not in render(FAILURE)
     one = render(FAILURE, others=[other(2)])
     assert "\n\n  1 more worker failed after it: rank 2 (exit code 1, +0.050 s)\n\n  Traceback" in one
@@ -64,7 +64,7 @@ def test_what_failed_after_it_is_one_line() -> None:
 
 
 def test_between_two_hosts_no_clocks_are_compared() -> None:
-    """Those of this host are named as such."""
+    """The line names the host of the later failures."""
     elsewhere = replace(FAILURE, at=None)
     told = render(elsewhere, others=[other(0, host="node1")])
     assert "\n\n  1 more worker failed after it on node1: rank 0 (exit code 1)\n" in told

@@ -1,4 +1,4 @@
-"""A job goes from joining to its end, whatever happens on the way, and leaves no process behind."""
+"""A job runs from joining to its end, in all kinds of trouble, and leaves no process behind."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ RUN = "run-1"
 
 
 class Bench:
-    """Services, and jobs that run against them."""
+    """Services, and jobs that use them."""
 
     def __init__(self, stack: AsyncExitStack, folder: Path, rendezvous: str, timer: str, marker: str) -> None:
-        """The services are there already."""
+        """Build a bench on services that already run."""
         self.folder, self.rendezvous, self.timer, self.marker = folder, rendezvous, timer, marker
         self._stack = stack
 
@@ -73,7 +73,7 @@ class Bench:
         return Job(config, Spawner.start())
 
     def start(self, job: Job) -> asyncio.Task[JobResult]:
-        """Run a job in the background, and make sure that it does not outlive the test."""
+        """Run a job in the background; it does not outlive the test."""
         running = asyncio.create_task(job.run())
 
         async def end() -> None:
@@ -88,7 +88,7 @@ class Bench:
         return await asyncio.wait_for(self.start(job), PATIENCE)
 
     async def state(self) -> pb.Run:
-        """The run, as the service knows it."""
+        """Return the state of the run from the service."""
         async with open_channel(self.rendezvous) as channel:
             request = pb.GetRunRequest(run_id=RUN)
             return (await pb_grpc.RendezvousServiceStub(channel).GetRun(request)).run
@@ -98,7 +98,7 @@ class Bench:
         await until((self.folder / name).exists, name)
 
     def read(self, name: str) -> str:
-        """What a worker wrote."""
+        """Return the content of a file that a worker wrote."""
         return (self.folder / name).read_text()
 
 
@@ -127,7 +127,7 @@ async def test_a_job_whose_workers_succeed_ends_with_0(bench: Bench) -> None:
 
 
 async def test_a_job_whose_worker_fails_ends_with_1_and_the_failure(bench: Bench) -> None:
-    """With no restart allowed, at once; the other worker does not live on."""
+    """Without restarts the job ends at once, and the other worker is killed."""
     result = await bench.run(bench.job('[ $RANK = 1 ] && { echo "no data" >&2; exit 3; }; sleep 600'))
     assert result.exit_code == FAILED
     assert result.failure is not None
@@ -136,7 +136,7 @@ async def test_a_job_whose_worker_fails_ends_with_1_and_the_failure(bench: Bench
 
 
 async def test_a_failure_restarts_all_workers_in_the_next_round(bench: Bench) -> None:
-    """The restart count is the run's, and both workers see it; both attempts keep their logs."""
+    """Both workers get the restart count of the run; both attempts keep their logs."""
     script = """
         echo "$RALLYPOINT_ROUND $TORCHELASTIC_RESTART_COUNT" >> $1/seen.$RANK
         [ $RALLYPOINT_ROUND = 2 ] && exit 0
@@ -152,7 +152,7 @@ async def test_a_failure_restarts_all_workers_in_the_next_round(bench: Bench) ->
 
 
 async def test_a_failure_on_one_host_is_told_on_all(bench: Bench) -> None:
-    """Also by the agent whose own workers were fine."""
+    """An agent whose own workers did not fail reports it too."""
     script = "[ $RANK = 3 ] && exit 9; sleep 600"
     jobs = [bench.job(script, node_id, nodes=(2, 2)) for node_id in ("a", "b")]
     results = await asyncio.gather(*(bench.run(job) for job in jobs))
@@ -177,7 +177,7 @@ async def test_a_job_that_is_asked_to_stop_leaves_and_the_run_goes_on(bench: Ben
 
 
 async def test_ctrl_c_reaches_the_workers_as_sigint(bench: Bench) -> None:
-    """Python programs turn it into KeyboardInterrupt; those that ignore it are killed after the timeout."""
+    """Python programs turn it into KeyboardInterrupt; programs that ignore it are killed after the timeout."""
     ignoring = 'trap "touch $1/got.$RANK" INT; touch $1/started.$RANK; while :; do sleep 0.02; done'
     job = bench.job(ignoring, shutdown_timeout=3.0)
     running = bench.start(job)
@@ -188,7 +188,7 @@ async def test_ctrl_c_reaches_the_workers_as_sigint(bench: Bench) -> None:
 
 
 async def test_asked_twice_a_job_stops_at_once(bench: Bench) -> None:
-    """Nobody waits for the shutdown timeout, and the others re-form at once: it still gives its lease back."""
+    """It does not wait for the shutdown timeout; it still returns its lease, so the others re-form at once."""
     script = 'trap "touch $1/got.$RANK" TERM; touch $1/started.$RANK; while :; do sleep 0.02; done'
     job = bench.job(script, shutdown_timeout=4 * PATIENCE)
     running = bench.start(job)
@@ -203,7 +203,7 @@ async def test_asked_twice_a_job_stops_at_once(bench: Bench) -> None:
 
 
 async def test_asked_twice_a_job_waits_for_no_service_that_is_away(bench: Bench) -> None:
-    """Neither for the close timeout, nor for the shutdown timeout of its workers."""
+    """It waits neither for the close timeout, nor for the shutdown timeout of its workers."""
     async with AsyncExitStack() as service:
         rendezvous = await service.enter_async_context(embedded_rendezvous())
         script = "trap : TERM; touch $1/started.$RANK; while :; do sleep 0.02; done"
@@ -220,8 +220,8 @@ async def test_asked_twice_a_job_waits_for_no_service_that_is_away(bench: Bench)
 
 
 async def test_a_job_that_never_got_in_stops_at_once(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """There is no lease to give back, and nobody to give it to."""
-    # gRPC itself does not give the connection up before the test does.
+    """It has no lease to return, and no connection."""
+    # gRPC itself keeps the connection attempt for longer than the test lasts.
     patient = {**dict(channel.CLIENT_ARGUMENTS), "grpc.min_reconnect_backoff_ms": 600_000}
     monkeypatch.setattr(channel, "CLIENT_ARGUMENTS", tuple(patient.items()))
     with socket.create_server(("127.0.0.1", 0)) as mute:
@@ -236,7 +236,7 @@ async def test_a_job_that_never_got_in_stops_at_once(bench: Bench, monkeypatch: 
 
 
 async def test_a_service_that_is_away_holds_up_nobody_for_long(bench: Bench) -> None:
-    """The lease can't be given back: it runs out by itself, and the job ends after the close timeout."""
+    """The lease can't be returned, so it expires; the job ends after the close timeout."""
     async with AsyncExitStack() as service:
         rendezvous = await service.enter_async_context(embedded_rendezvous())
         job = bench.job("touch $1/started.$RANK; sleep 600", rendezvous=Peer(rendezvous), close_timeout=0.2)
@@ -249,7 +249,7 @@ async def test_a_service_that_is_away_holds_up_nobody_for_long(bench: Bench) -> 
 
 
 async def test_a_job_that_can_not_join_ends_with_2(bench: Bench) -> None:
-    """Nobody there, other settings: it could not be started as asked, and the line says why."""
+    """The service is missing, or the run has other settings: the job could not start, and the line has the reason."""
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))
         endpoint = f"127.0.0.1:{nobody.getsockname()[1]}"
@@ -267,19 +267,19 @@ async def test_a_job_that_can_not_join_ends_with_2(bench: Bench) -> None:
 
 
 async def test_a_job_that_another_took_the_name_of_ends_with_1(bench: Bench) -> None:
-    """It did start as asked, so it is no mistake of its command line; its workers must not run beside the other's."""
+    """Its command line was correct, as it did start; its workers must not run beside the other job's."""
     first = bench.job("touch $1/started.$RANK; sleep 600")
     running = bench.start(first)
     await bench.has("started.1")
     bench.start(bench.job("sleep 600"))
     result = await asyncio.wait_for(running, PATIENCE)
     assert result.exit_code == FAILED
-    # gRPC may end the stream without the reason; the refusal to resume has it in other words.
+    # gRPC may end the stream without the reason; then the refusal to resume has another text.
     assert re.search(r"an agent joined again under its name|lease \d+ superseded it", result.detail)
 
 
 async def test_a_job_that_is_done_waits_no_longer_than_the_exit_barrier(bench: Bench) -> None:
-    """It ends with 0, and the workers of the other host are not restarted by its going."""
+    """It ends with 0, and its departure does not restart the workers of the other host."""
     settings = pb.RunSettings(min_nodes=2, max_nodes=2)
     settings.exit_barrier_timeout.FromMilliseconds(200)
     done = bench.start(bench.job("exit 0", "a", settings=settings))
@@ -296,7 +296,7 @@ async def test_a_job_that_is_done_waits_no_longer_than_the_exit_barrier(bench: B
 
 
 async def test_a_node_that_is_taken_out_stops_its_workers_and_ends_with_1(bench: Bench) -> None:
-    """With the operator's reason; it does not try to come back until it is readmitted."""
+    """The operator's reason is in the detail; the node can't join again until it is readmitted."""
     running = bench.start(bench.job('touch "$1/up"; sleep 600'))
     await bench.has("up")
     request = pb.EvictNodeRequest(run_id=RUN, node_id="a", reason="bad memory")
@@ -323,7 +323,7 @@ async def test_a_closed_run_ends_the_job_with_1(bench: Bench) -> None:
 
 
 async def test_a_spawner_that_dies_costs_a_restart_and_no_more(bench: Bench) -> None:
-    """Its workers die with it; the next round has a new one."""
+    """Its workers die with it; the next round has a new spawner."""
     script = "touch $1/started.$RALLYPOINT_ROUND.$RANK; [ $RALLYPOINT_ROUND = 2 ] || sleep 600"
     job = bench.job(script, restarts=1)
     running = bench.start(job)
@@ -335,7 +335,7 @@ async def test_a_spawner_that_dies_costs_a_restart_and_no_more(bench: Bench) -> 
 
 
 async def test_what_workers_leave_behind_is_gone_before_success_is_reported(bench: Bench) -> None:
-    """A daemon that outlives its worker would hold its port, its memory or its files in the next round."""
+    """A daemon that outlives its worker would keep its port, its memory or its files in the next round."""
     with fresh_marker() as left_behind:
         leaves = f"""
             setsid sh -c 'touch $0; sleep 600' $1/daemon.$RANK {left_behind} &
@@ -354,7 +354,7 @@ async def test_what_workers_leave_behind_is_gone_before_success_is_reported(benc
 
 @pytest.mark.parametrize("as_it_ends", [False, True])
 async def test_what_goes_wrong_unforeseen_ends_the_job(bench: Bench, as_it_ends: bool) -> None:
-    """A job that hangs is the worst failure: nobody learns of it. No worker is left either."""
+    """A job that hangs is the worst failure, because nothing reports it. No worker is left either."""
     job = bench.job("touch $1/started.$RANK; sleep 600")
     running = bench.start(job)
     await bench.has("started.1")
@@ -377,7 +377,7 @@ async def test_what_goes_wrong_unforeseen_ends_the_job(bench: Bench, as_it_ends:
 async def test_an_exit_that_cannot_be_taken_ends_the_job(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, delayed: bool
 ) -> None:
-    """The spawner's client only logs what its callback raises; the job would wait on for a result of its workers."""
+    """The spawner's client only logs errors of its callback; the job would wait for its workers for ever."""
 
     def fail(*_: object) -> None:
         raise ZeroDivisionError("what nobody thought of")
@@ -390,8 +390,8 @@ async def test_an_exit_that_cannot_be_taken_ends_the_job(
 
 
 async def test_the_start_of_a_round_is_in_the_events_of_its_run(bench: Bench) -> None:
-    """With how long each part took on this host: after a restart, all of them; at first, the start alone."""
-    # Workers that end at once may do so before their start is reported: the second ones wait until it is.
+    """It has the duration of each part on this host: after a restart all parts, at first only the start."""
+    # Workers that end at once may do so before their start is reported: the second ones wait for that report.
     script = "test -e $1/again || { touch $1/again; exit 7; }; until test -e $1/reported; do sleep 0.05; done"
     job = bench.start(bench.job(script, restarts=3))
     request = pb.ListEventsRequest(run_id=RUN)
@@ -414,7 +414,7 @@ async def test_the_start_of_a_round_is_in_the_events_of_its_run(bench: Bench) ->
 async def test_a_membership_that_breaks_ends_the_job_too(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
-    """With the error, rather than as if the node had been refused without a reason."""
+    """The result has the error, and is not a refusal without a reason."""
 
     async def fail(*_: object) -> None:
         raise ZeroDivisionError("what nobody thought of")
@@ -442,7 +442,7 @@ async def test_what_can_not_be_set_up_leaves_no_spawner_behind(
 
 
 async def test_one_request_that_arrives_twice_is_one(bench: Bench) -> None:
-    """Ctrl-C comes from the terminal and from a wrapper around us: workers get their time all the same."""
+    """Ctrl-C arrives from the terminal and from a wrapper process: workers still get the shutdown timeout."""
     script = 'trap "sleep 0.1; touch $1/saved.$RANK; exit" INT; touch $1/started.$RANK; while :; do sleep 0.02; done'
     job = bench.job(script)
     running = bench.start(job)
@@ -455,12 +455,12 @@ async def test_one_request_that_arrives_twice_is_one(bench: Bench) -> None:
     assert sorted(path.name for path in bench.folder.glob("saved.*")) == ["saved.0", "saved.1"]
 
 
-# ---- a host on which something outlives SIGKILL
+# ---- a host on which a process outlives SIGKILL
 
 
 @pytest.fixture
 def survivor(monkeypatch: pytest.MonkeyPatch) -> int:
-    """A process that every stop reports as left: nothing that SIGKILL doesn't end can be had on any machine."""
+    """A process that every stop reports as alive: no test can make one that really outlives SIGKILL."""
 
     @instead_of(monkeypatch, WorkerGroup, "stop")
     async def stop_in_vain(stop: Any, group: WorkerGroup, number: int, timeout: float) -> Any:
@@ -472,7 +472,7 @@ def survivor(monkeypatch: pytest.MonkeyPatch) -> int:
 
 
 async def test_what_outlives_a_stop_makes_the_host_unfit(bench: Bench, survivor: int) -> None:
-    """It takes no part in the next round, although restarts are left, and its exit code says so."""
+    """It takes no part in the next round, although restarts are left, and its exit code is `UNFIT`."""
     job = bench.job('[ $RANK = 1 ] && { echo "no data" >&2; exit 3; }; sleep 600', restarts=5)
     result = await bench.run(job)
     assert result.exit_code == UNFIT == 3
@@ -487,14 +487,14 @@ async def test_what_outlives_a_stop_makes_the_host_unfit(bench: Bench, survivor:
 
 
 async def test_a_run_that_fails_at_last_is_no_excuse_for_an_unfit_host(bench: Bench, survivor: int) -> None:
-    """Whoever starts the next job has to know; the failure that ended the run is told all the same."""
+    """The caller must know before it starts the next job there; the failure that ended the run is still reported."""
     result = await bench.run(bench.job("exit 3"))
     assert result.exit_code == UNFIT
     assert result.failure is not None
 
 
 async def test_success_stays_success_whatever_it_left_behind(bench: Bench, survivor: int) -> None:
-    """The work is done."""
+    """All workers of the run have succeeded."""
     job = bench.job("exit 0")
     result = await bench.run(job)
     assert (result.exit_code, result.detail) == (SUCCEEDED, "all 2 workers of round 1 succeeded")
@@ -504,7 +504,7 @@ async def test_success_stays_success_whatever_it_left_behind(bench: Bench, survi
 async def test_without_a_place_for_temporary_files_nothing_is_joined(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One line says what to do."""
+    """The error is one line with a remedy."""
 
     @instead_of(monkeypatch, tempfile, "TemporaryDirectory")
     def refuse(make: Any, prefix: str, **more: Any) -> Any:
@@ -522,7 +522,7 @@ async def test_without_a_place_for_temporary_files_nothing_is_joined(
 async def test_what_comes_to_light_as_workers_are_stopped_costs_nothing_if_their_host_goes(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, going: str, told: list[int]
 ) -> None:
-    """One that had raised before: a host that stays must tell it, one that goes takes its workers away in any case."""
+    """A worker had raised before: a host that stays must report it, one that leaves stops its workers in any case."""
     job = bench.job("touch $1/up.$RANK; sleep 600")
     bench.start(job)
     await bench.has("up.1")
@@ -541,7 +541,7 @@ async def test_what_comes_to_light_as_workers_are_stopped_costs_nothing_if_their
 async def test_of_ends_that_arrive_at_once_only_the_earliest_is_reported(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that is known to be a consequence could end the run, if no restart can mend it."""
+    """A consequence of it could end the run, if its failure is permanent."""
     job = bench.job("touch $1/up.$RANK; sleep 600")
     bench.start(job)
     await bench.has("up.1")

@@ -1,4 +1,4 @@
-"""A job's exit code says whether to try again, and where."""
+"""A job's exit code states if a retry makes sense, and on which host."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ AFTER = replace(FIRST, rank=2, local_rank=0, pid=4241, at=5.05)
 
 
 def judged(state: AgentState | None = None, **more: Any) -> JobResult:
-    """The verdict on a job."""
+    """Return the result of a job."""
     values: dict[str, Any] = {
         "run_end": None,
         "failure": None,
@@ -40,7 +40,7 @@ def judged(state: AgentState | None = None, **more: Any) -> JobResult:
 
 
 def run_end(failure: WorkerFailure | None, outcome: pb.Outcome.ValueType = pb.OUTCOME_FAILED) -> pb.RunEnd:
-    """How the run ended."""
+    """The end of the run."""
     message = failure_message(failure, 1, now=6.0) if failure is not None else None
     return pb.RunEnd(outcome=outcome, detail="so it ended", failure=message)
 
@@ -53,7 +53,7 @@ def run_end(failure: WorkerFailure | None, outcome: pb.Outcome.ValueType = pb.OU
         (AgentState(), {"run_end": run_end(None, pb.OUTCOME_CANCELLED)}, FAILED, "here"),
         (AgentState(), {"run_end": run_end(replace(FIRST, permanent=True))}, PERMANENT, "never"),
         (AgentState(unhealthy="it hangs"), {"run_end": run_end(FIRST)}, UNFIT, "elsewhere"),
-        # Elsewhere it would fail as well.
+        # On another host it would fail as well.
         (
             AgentState(unhealthy="it hangs"),
             {"run_end": run_end(replace(FIRST, permanent=True))},
@@ -64,21 +64,21 @@ def run_end(failure: WorkerFailure | None, outcome: pb.Outcome.ValueType = pb.OU
         (AgentState(), {"refusal": "no", "ran": False}, REFUSED, "never"),
         (AgentState(), {"refusal": "no", "ran": False, "had_succeeded": True}, ALREADY_SUCCEEDED, "never"),
         (AgentState(), {"refusal": "no"}, FAILED, "here"),
-        # The service was lost before it could say how the run ended; the worker's word is enough.
+        # The connection broke before the service sent the end of the run; the worker's report is enough.
         (AgentState(), {"refusal": "no", "failure": replace(FIRST, permanent=True)}, PERMANENT, "never"),
     ],
 )
 def test_the_exit_code_says_whether_to_try_again(
     state: AgentState, more: dict[str, Any], exit_code: int, retry: str
 ) -> None:
-    """Here, elsewhere, or never."""
+    """The retry is on this host, on another one, or never."""
     result = judged(state, **more)
     assert result.exit_code == exit_code
     assert result.retry == retry
 
 
 def test_the_run_s_first_failure_is_told_and_what_failed_beside_it_here() -> None:
-    """If it was here, it is not among the others, and has its moment by this host's clock."""
+    """If it was on this host, it is not among the others, and has its time by this host's clock."""
     result = judged(run_end=run_end(FIRST), local_failures=[FIRST, AFTER])
     assert result.failure is not None
     assert (result.failure, result.failure.at, result.others) == (FIRST, 5.0, (AFTER,))

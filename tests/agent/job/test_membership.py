@@ -1,4 +1,4 @@
-"""A node says what it has to say in words that the service takes, and its log says what it waits for."""
+"""A node's requests are valid for the service, and its log states the reasons for a wait."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from support.waiting import PATIENCE, until
 
 
 async def test_a_host_with_a_long_story_leaves_like_any_other(bench: Bench) -> None:
-    """It is not refused for it, and the run is told as much as it takes."""
+    """Its long reason is shortened, and not refused."""
     stays = bench.job("touch $1/up; sleep 600", "a", nodes=(1, 2))
     bench.start(stays)
     leaves = bench.job("sleep 600", "b", nodes=(1, 2))
@@ -36,7 +36,7 @@ async def test_a_host_with_a_long_story_leaves_like_any_other(bench: Bench) -> N
 async def test_a_restart_that_is_held_back_is_in_the_log(
     bench: Bench, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Who looks at a host without workers must find out what for."""
+    """An operator who finds a host without workers must be able to see the reason."""
     job = bench.job("exit 7", restarts=2)
     settings = job.config.settings
     assert isinstance(settings, pb.RunSettings)
@@ -48,7 +48,7 @@ async def test_a_restart_that_is_held_back_is_in_the_log(
 
 
 async def test_a_membership_that_is_given_up_before_it_began_is_over_too(bench: Bench) -> None:
-    """Asked to stop twice in its first moment, a job would wait for ever for an end that nobody tells."""
+    """A job with two stop requests at its very start would wait for ever for the end of its membership."""
     told: list[core.Event] = []
     job = bench.job("exit 0")
     await job._groups.close(unfit=False)
@@ -64,7 +64,7 @@ async def test_a_membership_that_is_given_up_before_it_began_is_over_too(bench: 
 async def test_workers_are_not_stopped_before_the_run_knows_that_their_host_goes(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those of other hosts fail for want of them: heard of first, that would use up a restart."""
+    """Workers of other hosts fail without their peers: if that is reported first, it uses up a restart."""
     monkeypatch.setattr(membership_module, "DEPARTURE_TIMEOUT", PATIENCE)
     job = bench.job("touch $1/up; sleep 600")
     running = bench.start(job)
@@ -94,7 +94,7 @@ async def test_workers_are_not_stopped_before_the_run_knows_that_their_host_goes
 async def test_a_run_that_does_not_hear_of_it_keeps_no_host_for_long(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, in_a_hurry: bool
 ) -> None:
-    """Whoever asks a second time waits for nobody at all."""
+    """After a second request the job does not wait at all."""
     monkeypatch.setattr(membership_module, "DEPARTURE_TIMEOUT", 3600.0 if in_a_hurry else 0.1)
     job = bench.job("touch $1/up; sleep 600")
     running = bench.start(job)

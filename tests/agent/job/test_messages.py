@@ -1,4 +1,4 @@
-"""What the rendezvous service says and hears of a node is, field by field, what the agent means."""
+"""The messages of the rendezvous service about a node match the agent's values field by field."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FAILURE = WorkerFailure(
 
 
 def test_a_place_in_a_round_is_taken_over_field_by_field() -> None:
-    """No two fields are mixed up: all differ."""
+    """All values differ, so a mix-up of two fields is detected."""
     names = [field.name for field in pb.Assignment.DESCRIPTOR.fields]
     values: dict[str, Any] = {
         name: ("10.0.0.1" if name == "master_address" else number) for number, name in enumerate(names, 1)
@@ -39,13 +39,13 @@ def test_a_place_in_a_round_is_taken_over_field_by_field() -> None:
 
 
 def test_a_phase_of_a_newer_server_stops_workers_and_waits() -> None:
-    """Running on without knowing whether one may would be worse."""
+    """It would be worse to run on without permission."""
     phases = [phase_value(pb.Phase.ValueType(number)) for number in (*Phase, 77)]
     assert phases == [*Phase, Phase.JOINABLE]
 
 
 def test_a_failure_travels_and_comes_back_whole() -> None:
-    """What one host reports is what all hosts print."""
+    """All hosts print the report of one host."""
     message = failure_message(FAILURE, 3, now=1001.0)
     assert message.round == 3
     assert message.node_id == ""
@@ -56,7 +56,7 @@ def test_a_failure_travels_and_comes_back_whole() -> None:
 
 
 def test_kinds_of_failure_keep_their_numbers() -> None:
-    """One of a newer server is not known."""
+    """A kind of a newer server is unknown."""
     for kind in FailureKind:
         message = failure_message(replace(FAILURE, kind=kind), 3, now=1001.0)
         assert (int(message.kind), failure_value(message).kind) == (int(kind), kind)

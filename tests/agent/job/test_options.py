@@ -1,4 +1,4 @@
-"""An option has one meaning and one set of mistakes, whether a flag, LaunchConfig or a JobSpec names it."""
+"""An option has one meaning and one set of errors as a flag, in LaunchConfig and in a JobSpec."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ from rallypoint.agent.logs.streams import Redirect, Streams
     ],
 )  # fmt: skip
 def test_an_option_sets_a_field(name: str, value: Any, field: str, meaning: object) -> None:
-    """As text, or as the value that the text means."""
+    """The value may be text, or the value that the text means."""
     assert job_fields({name: value}, 2) == {field: meaning}
 
 
@@ -110,7 +110,7 @@ def test_an_option_sets_a_field(name: str, value: Any, field: str, meaning: obje
     ],
 )
 def test_what_can_not_be_is_told_in_one_line(name: str, value: Any, told: str) -> None:
-    """With the option, the value, and what was expected."""
+    """The error has the option, the value, and the expected form."""
     with pytest.raises(OptionError) as caught:
         job_fields({name: value}, 2)
     assert told in str(caught.value)
@@ -118,19 +118,19 @@ def test_what_can_not_be_is_told_in_one_line(name: str, value: Any, told: str) -
 
 
 def test_what_is_not_given_is_not_set() -> None:
-    """A job's own defaults hold then."""
+    """The job's own default applies."""
     assert job_fields({"role": None, "tee": None}, 1) == {}
 
 
 def test_every_option_is_a_field_of_a_job() -> None:
-    """And no two are the same."""
+    """No two options have the same field."""
     fields = [option.field for option in OPTIONS.values()]
     assert len(set(fields)) == len(fields)
     assert set(fields) <= {field.name for field in dataclasses.fields(JobConfig)}
 
 
 def test_whoever_names_options_otherwise_is_told_so() -> None:
-    """A JobSpec has no dashes in front of its names."""
+    """For example, the names in a JobSpec have no dashes."""
     with pytest.raises(OptionError, match=r"^options\[tee\] 9: "):
         job_fields({"tee": "9"}, 1, label=lambda name: f"options[{name}]")
 
@@ -147,11 +147,11 @@ def test_whoever_names_options_otherwise_is_told_so() -> None:
     ],
 )
 def test_two_commas_are_one_in_a_value(text: str, parts: tuple[str, ...]) -> None:
-    """torchrun's rule for its filters."""
+    """This is torchrun's rule for its filters."""
     assert split_commas(text) == parts
 
 
 @pytest.mark.parametrize("text", ["SIGTERM", "term", " 15 "])
 def test_a_signal_has_several_names(text: str) -> None:
-    """As `kill` takes them."""
+    """They are the ones that `kill` accepts."""
     assert parse_signal(text) is signal.SIGTERM

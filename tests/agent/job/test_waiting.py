@@ -1,4 +1,4 @@
-"""A node that waits for others says for how many, and until when."""
+"""A node that waits for others logs how many are missing, and the deadline."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NOW = datetime(2027, 1, 15, 17, 40, 32, tzinfo=UTC)
 def test_the_sentence(
     here: int, names: list[str], join_time: float | None, last_call: float | None, line: str
 ) -> None:
-    """With the figures that the service gives; an older one gives no times."""
+    """It has the service's figures; an older service sends no times."""
     run = pb.Run(
         node_count=here,
         settings=pb.RunSettings(min_nodes=2, max_nodes=3),
@@ -39,7 +39,7 @@ def test_the_sentence(
 
 
 def test_of_many_nodes_some_are_named() -> None:
-    """A line stays a line."""
+    """The text stays on one line."""
     run = pb.Run(phase=pb.PHASE_JOINABLE, node_count=900, join_time_left=to_duration(28.0))
     run.settings.MergeFrom(pb.RunSettings(min_nodes=1000, max_nodes=1000))
     run.nodes.extend(pb.Node(node_id=f"host-{number}") for number in range(900))

@@ -1,4 +1,4 @@
-"""The console gets whole lines of all, and whoever is slow delays only itself."""
+"""The console gets whole lines of all workers, and a slow stream delays only its own writer."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def pipe() -> Iterator[tuple[int, int]]:
 
 
 async def test_a_blocked_stream_does_not_block_the_loop(pipe: tuple[int, int]) -> None:
-    """A full pipe holds up its own writer only; once it is read, every byte comes, unmixed."""
+    """A full pipe delays its own writer only; once it is read, every byte arrives, and blocks are not mixed."""
     read, write = pipe
     output = OutputThread(write)
     blocks = [bytes([65 + at]) * 300_000 for at in range(3)]
@@ -54,7 +54,7 @@ async def test_a_blocked_stream_does_not_block_the_loop(pipe: tuple[int, int]) -
 
 
 async def test_a_stream_whose_reader_is_gone_is_given_up() -> None:
-    """Writing to a closed pipe drops the bytes and returns."""
+    """A write to a closed pipe drops the bytes and returns."""
     read, write = os.pipe()
     os.close(read)
     output = OutputThread(write)
@@ -65,7 +65,7 @@ async def test_a_stream_whose_reader_is_gone_is_given_up() -> None:
 
 
 async def test_a_non_blocking_stream_loses_nothing(pipe: tuple[int, int]) -> None:
-    """A stream that another program made non-blocking is waited for."""
+    """The writer waits for a stream that another program made non-blocking."""
     read, write = pipe
     os.set_blocking(write, False)
     output = OutputThread(write)
@@ -78,7 +78,7 @@ async def test_a_non_blocking_stream_loses_nothing(pipe: tuple[int, int]) -> Non
 
 
 async def test_console_end_to_end(tmp_path: Path, pipe: tuple[int, int]) -> None:
-    """Files of several workers to one stream: whole lines, each worker's in order; closing waits for all."""
+    """Files of several workers to one stream: whole lines, each worker's in order; close waits for all."""
     read, write = pipe
     console = Console(stdout=write)
     logs = [tmp_path / f"{rank}.log" for rank in range(3)]
@@ -98,7 +98,7 @@ async def test_console_end_to_end(tmp_path: Path, pipe: tuple[int, int]) -> None
 
 
 async def test_closing_does_not_wait_for_ever(tmp_path: Path) -> None:
-    """A console that nobody reads: close returns at its timeout and says that bytes were left."""
+    """If the console is not read, close returns at its timeout and reports that bytes were left."""
     read, write = os.pipe()
     console = Console(stdout=write)
     log = tmp_path / "log"
@@ -114,7 +114,7 @@ async def test_closing_does_not_wait_for_ever(tmp_path: Path) -> None:
 async def test_a_console_that_stands_still_holds_few_pieces(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However many workers write to it, they wait for their turn before they read."""
+    """Any number of workers wait for their turn before they read."""
     pread, read_so_far = os.pread, 0
 
     def counted(fd: int, size: int, offset: int) -> bytes:
@@ -133,13 +133,13 @@ async def test_a_console_that_stands_still_holds_few_pieces(
     for _ in range(200):
         await asyncio.sleep(0)
     assert 1 <= read_so_far <= 2
-    os.close(read)  # what comes now is dropped
+    os.close(read)  # bytes after this are dropped
     assert await console.close(20.0)
     os.close(write)
 
 
 async def test_what_the_console_left_out_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """How much, and which files have it."""
+    """The warning has the number of bytes, and the files that have them."""
     read, write = os.pipe()
     console = Console(stdout=write)
     log = tmp_path / "log"

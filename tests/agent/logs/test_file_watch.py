@@ -1,4 +1,4 @@
-"""Whoever waits for a file to grow is woken, and nobody else."""
+"""A watch calls back exactly those who wait for the file that has grown."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ async def watch() -> AsyncIterator[FileWatch]:
 
 
 async def test_all_who_watch_a_file_are_woken_once(tmp_path: Path, watch: FileWatch) -> None:
-    """Several may watch one file: the console, a filter, and whoever streams the logs."""
+    """Several readers may watch one file: the console, a filter, and log streams."""
     woken: list[str] = []
     first, second = (lambda: woken.append("first")), (lambda: woken.append("second"))
     with _opened(tmp_path / "log") as file:
@@ -55,7 +55,7 @@ async def test_who_is_disarmed_is_not_woken(tmp_path: Path, watch: FileWatch) ->
 
 
 async def test_a_rotation_wakes(tmp_path: Path, watch: FileWatch) -> None:
-    """Whoever waits at the end of a file must look for the next one, however it was put there."""
+    """A reader at the end of a file must open the next one, after a rename as well as after a link."""
     log = tmp_path / "log"
     for rotate in (lambda: log.rename(tmp_path / "old"), lambda: os.link(log, tmp_path / "other")):
         woken = asyncio.Event()

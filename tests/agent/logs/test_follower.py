@@ -1,4 +1,4 @@
-"""A growing file is copied to the byte, in whole lines, whatever happens to it meanwhile."""
+"""A growing file is copied to the byte, in whole lines, also when it is rotated or truncated meanwhile."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from support.waiting import until
 
 
 class Collected:
-    """Stands for an output; keeps what it is given, and can be made to wait."""
+    """An output that keeps its input, and can block its writer."""
 
     def __init__(self) -> None:
         self.pieces: list[bytes] = []
@@ -67,7 +67,7 @@ def append(path: Path, data: bytes) -> None:
 
 
 async def test_a_growing_file_is_copied_to_the_byte(log: Path, watch: FileWatch) -> None:
-    """What is written before and after the start, not UTF-8, lines of every length, the last one unfinished."""
+    """Data before and after the start, bytes that are not UTF-8, lines of every length, an unfinished last line."""
     output = Collected()
     append(log, b"early\n")
     follower = follow(log, output, watch)
@@ -84,7 +84,7 @@ async def test_a_growing_file_is_copied_to_the_byte(log: Path, watch: FileWatch)
 
 
 async def test_prefixes_are_put_before_whole_lines(log: Path, watch: FileWatch) -> None:
-    """A line written in parts has one prefix; the last, unfinished one gets prefix and end."""
+    """A line written in parts has one prefix; the last, unfinished one gets a prefix and a line end."""
     output = Collected()
     follower = follow(log, output, watch, b"[r0]:")
     append(log, b"one\ntw")
@@ -98,7 +98,7 @@ async def test_prefixes_are_put_before_whole_lines(log: Path, watch: FileWatch) 
 
 
 async def test_a_progress_bar_shows_before_its_line_ends(log: Path, watch: FileWatch) -> None:
-    """Without a prefix an unfinished line goes out after a moment."""
+    """Without a prefix an unfinished line is copied after a short delay."""
     output = Collected()
     follower = follow(log, output, watch)
     append(log, b"\r 10 %")
@@ -109,7 +109,7 @@ async def test_a_progress_bar_shows_before_its_line_ends(log: Path, watch: FileW
 
 
 async def test_a_truncated_file_is_read_from_its_new_beginning(log: Path, watch: FileWatch) -> None:
-    """A worker that empties its log goes on being followed."""
+    """A worker that empties its log is still followed."""
     output = Collected()
     follower = follow(log, output, watch)
     append(log, b"a long first line\n")
@@ -123,7 +123,7 @@ async def test_a_truncated_file_is_read_from_its_new_beginning(log: Path, watch:
 async def test_no_event_is_needed_while_nobody_writes(
     log: Path, watch: FileWatch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An idle follower sleeps: it doesn't look at its file until the kernel says that it has grown."""
+    """An idle follower sleeps: it doesn't read its file until the kernel reports that it has grown."""
     looks = 0
 
     @instead_of(monkeypatch, os, "pread")
@@ -165,7 +165,7 @@ async def test_what_is_written_during_a_look_is_not_missed(
 
 
 async def test_files_are_followed_without_inotify(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the user's inotify instances are used up, nothing is lost: the file is looked at now and then."""
+    """If the user's inotify instances are used up, nothing is lost: the file is polled."""
     monkeypatch.setattr(module, "FALLBACK_INTERVAL", 0.01)
     blind = FileWatch()
     blind.close()
@@ -179,14 +179,14 @@ async def test_files_are_followed_without_inotify(log: Path, monkeypatch: pytest
 
 
 async def test_a_file_that_cannot_be_read_is_reported(tmp_path: Path, watch: FileWatch) -> None:
-    """No file: finish says so, and nothing is raised behind anybody's back."""
+    """If there is no file, finish returns False, and the error is kept and not raised."""
     follower = follow(tmp_path / "nothing", Collected(), watch)
     assert not await follower.finish(5.0)
     assert isinstance(follower.error, FileNotFoundError)
 
 
 async def test_a_flood_leaves_the_loop_responsive(log: Path, watch: FileWatch) -> None:
-    """The loop turns at least once for each chunk of a large file, and nothing is lost or held in memory."""
+    """The loop runs at least once for each chunk of a large file; nothing is lost or kept in memory."""
     line = b"x" * 99 + b"\n"
     append(log, line * 100_000)
     turns = 0
@@ -208,7 +208,7 @@ async def test_a_flood_leaves_the_loop_responsive(log: Path, watch: FileWatch) -
 
 
 async def test_a_slow_output_delays_finish_only_so_long(log: Path, watch: FileWatch) -> None:
-    """finish gives up waiting at its timeout, and the copying still goes on to the end afterwards."""
+    """finish returns at its timeout, and the copy still continues to the end."""
     output = Collected()
     output.open.clear()
     append(log, b"line\n" * 100)
@@ -224,7 +224,7 @@ async def test_a_slow_output_delays_finish_only_so_long(log: Path, watch: FileWa
     st.integers(1, 40),
 )
 def test_cutting_loses_nothing(pieces: list[bytes], longest: int) -> None:
-    """However a stream is cut into reads, what goes out is the stream with each line prefixed once."""
+    """For any division into reads, the output is the stream with each line prefixed once."""
     for prefix in (b"", b">>"):
         out, pending, in_line = b"", b"", False
         for piece in pieces:
@@ -243,14 +243,14 @@ def _lines(data: bytes) -> list[bytes]:
 
 
 def rotate(path: Path, begin: int, *, fresh: bytes = b"") -> None:
-    """As the log copier does it."""
+    """Rotate a file as the log copier does."""
     os.link(path, rotated_name(path, begin))
     path.with_name("fresh").write_bytes(fresh)
     path.with_name("fresh").rename(path)
 
 
 async def test_rotation_is_not_seen_in_what_is_copied(log: Path, watch: FileWatch) -> None:
-    """A line that ends in the next file is one line; the follower is woken by what comes there."""
+    """A line that ends in the next file is one line; the follower wakes up when the next file grows."""
     output = Collected()
     follower = follow(log, output, watch, b">")
     append(log, b"one\ntw")
@@ -269,7 +269,7 @@ async def test_rotation_is_not_seen_in_what_is_copied(log: Path, watch: FileWatc
 async def test_after_a_rotation_the_new_file_is_watched(
     log: Path, watch: FileWatch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also if nothing is in it yet when the follower comes to it."""
+    """This holds also if the new file is still empty when the follower opens it."""
     monkeypatch.setattr(module, "GATHER", 0.0)
     output = Collected()
     follower = follow(log, output, watch)
@@ -284,7 +284,7 @@ async def test_after_a_rotation_the_new_file_is_watched(
 
 
 async def test_what_was_rotated_away_before_its_turn_is_counted(log: Path, watch: FileWatch) -> None:
-    """A console that was too slow for the files that are kept doesn't have it all, and says so."""
+    """A console that was too slow for the kept files has lost bytes, and reports their number."""
     output = Collected()
     output.open.clear()
     append(log, b"first\n")
@@ -301,7 +301,7 @@ async def test_what_was_rotated_away_before_its_turn_is_counted(log: Path, watch
 
 
 async def test_who_is_behind_knows_by_how_much(log: Path, watch: FileWatch) -> None:
-    """Also of pieces that were read and not written."""
+    """Pieces that were read and not written count too."""
     output = Collected()
     output.open.clear()
     append(log, b"line\n" * 100)
@@ -313,7 +313,7 @@ async def test_who_is_behind_knows_by_how_much(log: Path, watch: FileWatch) -> N
 
 
 async def test_chosen_lines_only(log: Path, watch: FileWatch) -> None:
-    """Whole lines are judged, without their prefix; an unfinished one at its end."""
+    """The filter gets whole lines, without their prefix, and an unfinished one at the end."""
     output = Collected()
     follower = Follower(log, output, watch, b"[w]:", choose=LineFilter(["apple", "]:"]))
     follower.start()

@@ -1,4 +1,4 @@
-"""The copier loses nothing of what it can write, ends files at line ends, and never lets a worker stand still."""
+"""The copier loses nothing that it can write, ends files at line ends, and never blocks a worker."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from support.waiting import PATIENCE, wait_until
         (b"one\ntwo\nthree\n", 3, False, 10, 0),  # the next line goes to the next file
         (b"one\ntwo\nthree\n", 3, True, 10, 4),  # a line that began in this file ends in it
         (b"one\n", -5, True, 10, 4),
-        (b"endless", 3, True, 10, 7),  # it goes on: all, and no rotation yet
-        (b"endless", -7, True, 10, 3),  # until that is too much
+        (b"endless", 3, True, 10, 7),  # it continues: all of it, and no rotation yet
+        (b"endless", -7, True, 10, 3),  # up to the limit
         (b"endless", -10, True, 10, 0),
         (b"endless", 3, False, 10, 0),
     ],
 )
 def test_files_end_with_lines(ahead: bytes, room: int, in_line: bool, over: int, expected: int) -> None:
-    """Where that can be, within bounds."""
+    """They do so where possible, within limits."""
     assert bytes_to_move(ahead, room, in_line, over) == expected
 
 
@@ -47,7 +47,7 @@ def test_files_end_with_lines(ahead: bytes, room: int, in_line: bool, over: int,
     st.booleans(),
 )
 def test_what_is_moved_is_there(ahead: bytes, room: int, in_line: bool) -> None:
-    """A file that has something in it is rotated, or goes on: no loop without an end."""
+    """A file with content is rotated, or continued: the loop always ends."""
     count = bytes_to_move(ahead, room, in_line, 4)
     assert 0 <= count <= len(ahead)
     if count == len(ahead):
@@ -57,13 +57,13 @@ def test_what_is_moved_is_there(ahead: bytes, room: int, in_line: bool) -> None:
 
 
 class News(program._AgentNotifier):
-    """Keeps what an agent would be told."""
+    """A notifier that keeps its messages."""
 
     def __init__(self) -> None:
         self.said: list[dict[str, Any]] = []
 
     def notify(self, **news: Any) -> None:
-        """As to the agent."""
+        """Keep a message to the agent."""
         self.said.append(news)
 
 
@@ -78,13 +78,13 @@ class Bench:
         self.stream = self.begin()
 
     def begin(self) -> program._PipeCopy:
-        """As a copier does that has just been started."""
+        """Make the state of a copier that has just started."""
         max_bytes, keep_files = self._sizes
         path = str(self.file)
         return program._PipeCopy(0, self.read, path, self.news, max_bytes=max_bytes, keep_files=keep_files)
 
     def put(self, data: bytes) -> None:
-        """What a worker writes, moved to the file."""
+        """Write as a worker does, and move it to the file."""
         assert os.write(self.write, data) == len(data)
         moved = 0
         while moved < len(data):
@@ -93,7 +93,7 @@ class Bench:
 
     @property
     def text(self) -> bytes:
-        """All files."""
+        """The content of all files."""
         with LogFile(self.file) as file:
             begin, end = file.extent()
             data = b""
@@ -104,19 +104,19 @@ class Bench:
 
     @property
     def files(self) -> list[bytes]:
-        """Each file's content, the oldest first."""
+        """The content of each file, the oldest first."""
         paths = [segment.path for segment in rotated_files(self.file)] + [self.file]
         return [path.read_bytes() for path in paths]
 
 
 @pytest.fixture
 def bench(tmp_path: Path) -> Bench:
-    """Files of 100 bytes."""
+    """A bench with files of 100 bytes."""
     return Bench(tmp_path)
 
 
 def test_a_file_is_rotated_at_its_size(bench: Bench) -> None:
-    """Its name says where it begins; all is there once."""
+    """Its name has its first offset; every byte is there once."""
     lines = [b"%05d" % number + b"." * (number % 40) + b"\n" for number in range(300)]
     for line in lines:
         bench.put(line)
@@ -130,7 +130,7 @@ def test_a_file_is_rotated_at_its_size(bench: Bench) -> None:
 
 
 def test_a_flood_is_cut_into_files(bench: Bench) -> None:
-    """Many files of one read."""
+    """One read fills many files."""
     data = b"a line that is rather long\n" * 1000
     bench.put(data)
     assert b"".join(bench.files) == data
@@ -138,7 +138,7 @@ def test_a_flood_is_cut_into_files(bench: Bench) -> None:
 
 
 def test_long_lines_stay_whole_within_bounds(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that has no end is cut."""
+    """A line without an end is cut."""
     monkeypatch.setattr(program, "LONGEST_LINE", 300)
     bench.put(b"short\n" + b"x" * 250 + b"\n" + b"y" * 1000 + b"\nend\n")
     assert b"".join(bench.files) == b"short\n" + b"x" * 250 + b"\n" + b"y" * 1000 + b"\nend\n"
@@ -147,7 +147,7 @@ def test_long_lines_stay_whole_within_bounds(bench: Bench, monkeypatch: pytest.M
 
 
 def test_the_oldest_files_go(tmp_path: Path) -> None:
-    """Never the one that is being written, nor anybody else's file."""
+    """The current file is never removed, nor is any other file."""
     stranger = tmp_path / "stdout.log.backup"
     stranger.touch()
     bench = Bench(tmp_path, keep_files=2)
@@ -160,7 +160,7 @@ def test_the_oldest_files_go(tmp_path: Path) -> None:
 
 
 def test_another_copier_goes_on_where_the_first_was(bench: Bench) -> None:
-    """Also if that was in the middle of a rotation."""
+    """It does so also after a rotation that was not completed."""
     bench.put(b"x" * 79 + b"\n")
     os.link(bench.file, rotated_name(bench.file, 0))
     bench.stream = bench.begin()
@@ -172,7 +172,7 @@ def test_another_copier_goes_on_where_the_first_was(bench: Bench) -> None:
 
 
 def test_a_file_system_without_splice_and_links(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Is written to all the same."""
+    """The copier writes to it too."""
 
     def refuse(*_: Any, **__: Any) -> int:
         raise OSError(errno.EINVAL, "no such thing here")
@@ -186,7 +186,7 @@ def test_a_file_system_without_splice_and_links(bench: Bench, monkeypatch: pytes
 
 
 def test_what_has_no_room_is_dropped_and_told_of(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once when it begins; and, in the file and to the agent, when there is room again."""
+    """The agent gets a report when the loss begins; the file and the agent get one when there is room again."""
     splice, pwrite = os.splice, os.pwrite
 
     def full(*_: Any, **__: Any) -> int:
@@ -208,7 +208,7 @@ def test_what_has_no_room_is_dropped_and_told_of(bench: Bench, monkeypatch: pyte
 
 
 def test_a_file_that_somebody_emptied_has_no_hole(bench: Bench) -> None:
-    """It is written from its new beginning."""
+    """It is written from its new start."""
     bench.put(b"old and long\n")
     os.truncate(bench.file, 0)
     bench.put(b"new\n")
@@ -237,19 +237,19 @@ class Process:
             os.close(read)
 
     def say(self, **request: Any) -> None:
-        """As the agent does."""
+        """Send a request as the agent does."""
         assert self.popen.stdin is not None
         self.popen.stdin.write(json.dumps(request).encode() + b"\n")
         self.popen.stdin.flush()
 
     def hear(self) -> dict[str, Any]:
-        """The next that it says."""
+        """Return its next message."""
         assert self.popen.stdout is not None
         news: dict[str, Any] = json.loads(self.popen.stdout.readline())
         return news
 
     def close(self) -> None:
-        """Kill it if it lives."""
+        """Kill it if it is alive."""
         self.popen.kill()
         self.popen.communicate()
         while self.writers:
@@ -258,7 +258,7 @@ class Process:
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Any]:
-    """Starts the process of a test."""
+    """A function that starts the process of a test."""
     started: list[Process] = []
 
     def begin(**options: Any) -> Process:
@@ -271,11 +271,11 @@ def start(tmp_path: Path) -> Iterator[Any]:
 
 
 def test_it_ends_when_nobody_can_write_any_more(start: Any) -> None:
-    """An agent that is killed takes its workers along; what they wrote last is in the files before the copier ends."""
+    """A killed agent's workers die too; their last output is in the files before the copier ends."""
     process = start()
     os.write(process.writers[0], b"first words\n")
     wait_until(lambda: process.files[0].exists() and process.files[0].stat().st_size > 0, "the first words")
-    process.popen.stdin.close()  # as the death of the agent does
+    process.popen.stdin.close()  # as at the death of the agent
     process.popen.stdin = None
     os.write(process.writers[0], b"last words\n")
     os.write(process.writers[1], b"x" * 60_000)
@@ -287,7 +287,7 @@ def test_it_ends_when_nobody_can_write_any_more(start: Any) -> None:
 
 
 def test_it_waits_for_an_agent_that_may_start_more(start: Any) -> None:
-    """A worker that is gone is no reason to go: its pipe is finished, and that is all."""
+    """The end of a worker closes its pipe only; the copier goes on."""
     process = start()
     os.write(process.writers[0], b"bye\n")
     os.close(process.writers.pop(0))
@@ -300,7 +300,7 @@ def test_it_waits_for_an_agent_that_may_start_more(start: Any) -> None:
 
 
 def test_a_flush_is_answered_when_all_is_in_the_file(start: Any) -> None:
-    """All that was in the pipe when it was asked."""
+    """It includes all that was in the pipe at the time of the request."""
     process = start()
     for number in range(20):
         os.write(process.writers[0], b"%08d\n" % number * 1000)
@@ -310,7 +310,7 @@ def test_a_flush_is_answered_when_all_is_in_the_file(start: Any) -> None:
 
 
 def test_a_flush_counts_what_goes_into_several_files(start: Any) -> None:
-    """Its answer comes after the last of them, not after the first."""
+    """The reply comes after the last of them, not after the first."""
     process = start(max_bytes=4096)
     for number in range(1, 20):
         os.write(process.writers[0], b"%08d\n" % number * 7000)
@@ -321,7 +321,7 @@ def test_a_flush_counts_what_goes_into_several_files(start: Any) -> None:
 
 
 def test_signals_of_a_terminal_do_not_end_it(start: Any) -> None:
-    """Ctrl-C is for the agent to handle; the last words of the workers come after it."""
+    """The agent handles Ctrl-C; the last output of the workers comes after it."""
     process = start()
     process.say(flush=1, stream=0)
     assert process.hear() == {"flushed": 1}
@@ -334,7 +334,7 @@ def test_signals_of_a_terminal_do_not_end_it(start: Any) -> None:
 
 
 def test_a_worker_does_not_stand_still_for_want_of_room(start: Any) -> None:
-    """A file that may not grow: what comes is dropped, for as long as that is so, and told of once."""
+    """If a file may not grow, new output is dropped, and the first loss is reported."""
     process = start(before="ulimit -f 32;")  # blocks of 512 bytes
     for _ in range(100):
         os.write(process.writers[0], b"x" * 99 + b"\n" + b"y" * 9899 + b"\n")

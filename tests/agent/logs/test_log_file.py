@@ -1,4 +1,4 @@
-"""A stream is one sequence of bytes, whatever becomes of its files."""
+"""A stream is one sequence of bytes over all its files."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ def log(tmp_path: Path) -> Path:
 
 
 def append(path: Path, data: bytes) -> None:
-    """As its writer does."""
+    """Append as its writer does."""
     with open(path, "ab") as file:
         file.write(data)
 
 
 def rotate(path: Path, begin: int) -> None:
-    """As the log copier does it."""
+    """Rotate a file as the log copier does."""
     os.link(path, rotated_name(path, begin))
     path.with_name("fresh").touch()
     path.with_name("fresh").rename(path)
 
 
 def read_all(file: LogFile, offset: int = 0) -> bytes:
-    """To the end."""
+    """Return all bytes from the offset to the end."""
     found = b""
     while (piece := file.read(offset, 7)).data:
         assert piece.begin == offset
@@ -46,7 +46,7 @@ def read_all(file: LogFile, offset: int = 0) -> bytes:
 
 
 def test_a_stream_goes_on_in_the_next_file(log: Path) -> None:
-    """Whoever reads it learns nothing of files; places stay what they were."""
+    """Its reader sees no files; offsets stay valid."""
     with LogFile(log) as file:
         append(log, b"first ")
         assert read_all(file) == b"first "
@@ -63,7 +63,7 @@ def test_a_stream_goes_on_in_the_next_file(log: Path) -> None:
 
 
 def test_what_is_gone_is_told(log: Path) -> None:
-    """Reading goes on at the first byte that is there, and says where that is."""
+    """The reader continues at the first existing byte, and gets its offset."""
     append(log, b"gone")
     rotate(log, 0)
     append(log, b"kept")
@@ -79,7 +79,7 @@ def test_what_is_gone_is_told(log: Path) -> None:
 
 
 def test_a_file_that_somebody_emptied_begins_anew(log: Path) -> None:
-    """No bytes, and the place where the next come."""
+    """It returns no bytes, and the offset of the next ones."""
     append(log, b"old and long")
     with LogFile(log) as file:
         assert read_all(file) == b"old and long"
@@ -90,7 +90,7 @@ def test_a_file_that_somebody_emptied_begins_anew(log: Path) -> None:
 
 
 def test_in_the_middle_of_a_rotation_a_file_has_two_names(log: Path) -> None:
-    """And counts once."""
+    """It counts once."""
     append(log, b"once")
     os.link(log, rotated_name(log, 0))
     with LogFile(log) as file:
@@ -102,7 +102,7 @@ def test_in_the_middle_of_a_rotation_a_file_has_two_names(log: Path) -> None:
 def test_a_rotation_while_a_reader_looks_does_not_mislead_it(
     log: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It would take the new file for the first one."""
+    """It must not take the new file for the first one."""
     append(log, b"first ")
 
     @instead_of(monkeypatch, module, "rotated_files")
@@ -119,7 +119,7 @@ def test_a_rotation_while_a_reader_looks_does_not_mislead_it(
 
 
 def test_a_file_removed_by_hand_costs_only_what_was_in_it(log: Path) -> None:
-    """Also one between two others."""
+    """This holds also for one between two others."""
     for begin, data in ((0, b"one "), (4, b"two "), (8, b"three ")):
         append(log, data)
         rotate(log, begin)
@@ -132,7 +132,7 @@ def test_a_file_removed_by_hand_costs_only_what_was_in_it(log: Path) -> None:
 
 
 def test_the_end_may_be_in_several_files(log: Path) -> None:
-    """The report of a failure wants a traceback, also of a worker whose log was rotated in the middle of it."""
+    """A failure report needs the traceback, also if the log was rotated in the middle of it."""
     append(log, b"Traceback:\n")
     rotate(log, 0)
     append(log, b"Error\n")
@@ -146,7 +146,7 @@ def test_the_end_may_be_in_several_files(log: Path) -> None:
 def test_a_reader_sees_each_byte_once(
     tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[bytes, bool, bool]]
 ) -> None:
-    """However writing, rotating and reading follow on one another."""
+    """This holds for any sequence of writes, rotations and reads."""
     log = tmp_path_factory.mktemp("logs") / "stdout.log"
     log.touch()
     written, begin, found = b"", 0, b""

@@ -1,4 +1,4 @@
-"""A prefix is what its template says, and a filter picks whole lines."""
+"""Prefixes follow their template, and a filter selects whole lines."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from rallypoint.agent.logs.streams import LogError
     ],
 )
 def test_templates_are_torchs(template: str | None, prefix: bytes) -> None:
-    """Of string.Template, with its four variables; by default the role and the local rank."""
+    """They are those of string.Template, with four variables; the default is the role and the local rank."""
     assert line_prefix(template, role="trainer", local_rank=1, rank=5) == prefix
     if template is not None:
         assert check_line_prefix(template, "--log-line-prefix") == template
 
 
 def test_a_variable_that_lines_have_not_is_refused() -> None:
-    """In one line that names what there is."""
+    """The error is one line with the known variables."""
     with pytest.raises(LogError) as caught:
         check_line_prefix("[${host}]", "--log-line-prefix")
     assert str(caught.value) == (
@@ -44,7 +44,7 @@ def test_a_variable_that_lines_have_not_is_refused() -> None:
 
 
 def test_lines_that_have_any_of_the_texts_are_picked() -> None:
-    """Once each, with their ends; texts mean themselves."""
+    """Each is selected once, with its end; texts are not patterns."""
     choose = LineFilter(["apple", "a.c", "süß"])
     assert choose(b"pear\nan apple, an apple\nabc\na.c\n") == b"an apple, an apple\na.c\n"
     assert choose("sü\n süß\n".encode() + b"\xff apple") == " süß\n".encode() + b"\xff apple"
@@ -57,7 +57,7 @@ def test_lines_that_have_any_of_the_texts_are_picked() -> None:
     st.booleans(),
 )
 def test_picking_is_what_it_says(lines: list[str], texts: list[str], ended: bool) -> None:
-    """Of all lines those that have a text in them, in order, wherever it is."""
+    """It selects all lines that contain one of the texts, in order."""
     data = "\n".join(lines) + "\n" * ended
     expected = "".join(line for line in data.splitlines(keepends=True) if any(text in line for text in texts))
     assert LineFilter(texts)(data.encode()) == expected.encode()

@@ -1,4 +1,4 @@
-"""What workers write goes through pipes into bounded files, to the byte, whatever becomes of the process between."""
+"""Output of workers goes through pipes into bounded files, to the byte, also if the copier process fails."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ _TESTS = str(Path(__file__).parents[2])
 
 @pytest.fixture
 def attempt(tmp_path: Path) -> Attempt:
-    """Of two workers."""
+    """An attempt of two workers."""
     return LogDirectory.create(tmp_path / "logs", "run").new_attempt(range(2))
 
 
 @pytest.fixture
 async def rotate(attempt: Attempt, tmp_path: Path) -> AsyncIterator[Callable[..., Rotation]]:
-    """Begins to rotate; the copier is gone with the test."""
+    """A function that begins to rotate; the copier ends with the test."""
     async with AsyncExitStack() as stack:
 
         def begin(max_bytes: int = 100_000, keep_files: int = 1000) -> Rotation:
@@ -56,7 +56,7 @@ async def rotate(attempt: Attempt, tmp_path: Path) -> AsyncIterator[Callable[...
 
 
 def start(rotation: Rotation, local_rank: int, count: int) -> subprocess.Popen[bytes]:
-    """A worker that prints."""
+    """Start a worker that prints."""
     targets = [rotation.target(local_rank, stream) for stream in (Streams.STDOUT, Streams.STDERR)]
     with open(targets[0], "ab") as out, open(targets[1], "ab") as err:
         command = mortal(sys.executable, "-c", _PRINT, str(local_rank), str(count))
@@ -64,18 +64,18 @@ def start(rotation: Rotation, local_rank: int, count: int) -> subprocess.Popen[b
 
 
 async def ended(*processes: subprocess.Popen[bytes]) -> list[int]:
-    """Wait for their ends; returns the exit codes."""
+    """Wait for their ends; return the exit codes."""
     return [await asyncio.to_thread(process.wait, PATIENCE) for process in processes]
 
 
 def files_of(attempt: Attempt, local_rank: int) -> list[bytes]:
-    """Of standard output, the oldest first."""
+    """Return the files of standard output, the oldest first."""
     log = attempt.workers[local_rank].stdout
     return [path.read_bytes() for path in (*(segment.path for segment in rotated_files(log)), log)]
 
 
 async def test_files_are_complete_to_the_byte(rotate: Callable[..., Rotation], attempt: Attempt) -> None:
-    """In bounded files that end with lines; a reader that follows sees the same."""
+    """The files are bounded and end with lines; a reader that follows them sees the same bytes."""
     rotation = rotate()
     processes = [start(rotation, rank, 20_000) for rank in range(2)]
     followed, offset = b"", 0
@@ -101,7 +101,7 @@ async def test_files_are_complete_to_the_byte(rotate: Callable[..., Rotation], a
 async def test_a_copier_that_is_killed_loses_nothing(
     rotate: Callable[..., Rotation], attempt: Attempt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Wherever it was: another one takes its place, and workers notice nothing."""
+    """It may be killed at any point: another one replaces it, and workers are not affected."""
     monkeypatch.setattr(module, "_KILLS", 1_000_000)
     rotation = rotate(max_bytes=10_000)
     processes = [start(rotation, rank, 60_000) for rank in range(2)]
@@ -123,7 +123,7 @@ async def test_a_copier_that_is_killed_loses_nothing(
 
 
 async def test_flush_means_that_all_is_in_the_file(rotate: Callable[..., Rotation], attempt: Attempt) -> None:
-    """Also when the copier is killed meanwhile; and it doesn't wait for ever for one that doesn't answer."""
+    """This holds also if the copier is killed meanwhile; flush returns at its timeout if the copier doesn't reply."""
     rotation = rotate()
     with open(rotation.target(1, Streams.STDOUT), "ab", buffering=0) as pipe:  # noqa: ASYNC230  # it has a reader
         pipe.write(b"one\n")
@@ -143,7 +143,7 @@ async def test_flush_means_that_all_is_in_the_file(rotate: Callable[..., Rotatio
 
 
 def stopped_with_a_line(rotation: Rotation) -> int:
-    """Stop the copier, and write a line that it has not read; return its process id."""
+    """Stop the copier, and write a line that it has not read; return its process ID."""
     with open(rotation.target(1, Streams.STDOUT), "ab", buffering=0) as pipe:
         pid = rotation.pid
         assert pid is not None
@@ -155,7 +155,7 @@ def stopped_with_a_line(rotation: Rotation) -> int:
 async def test_a_copier_that_is_stuck_does_not_hold_up_the_end(
     rotate: Callable[..., Rotation], attempt: Attempt
 ) -> None:
-    """It goes on by itself."""
+    """The copier completes the copy by itself."""
     rotation = rotate()
     pid = stopped_with_a_line(rotation)
     assert not await rotation.finish(0.05)
@@ -167,7 +167,7 @@ async def test_a_copier_that_is_stuck_does_not_hold_up_the_end(
 async def test_a_copier_that_is_killed_at_the_end_loses_nothing(
     rotate: Callable[..., Rotation], attempt: Attempt
 ) -> None:
-    """Nor does the one that takes its place wait for ever."""
+    """The one that replaces it does not wait for ever either."""
     rotation = rotate()
     pid = stopped_with_a_line(rotation)
     finishing = asyncio.create_task(rotation.finish(PATIENCE))
@@ -180,7 +180,7 @@ async def test_a_copier_that_is_killed_at_the_end_loses_nothing(
 async def test_a_copier_that_always_fails_is_given_up(
     rotate: Callable[..., Rotation], attempt: Attempt, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Workers are told by a broken pipe, rather than to stand still for ever."""
+    """Workers get a broken pipe; they are not blocked for ever."""
     wrong = tmp_path / "wrong.py"
     wrong.write_text("raise SystemExit(1)")
     monkeypatch.setattr(copier, "__file__", str(wrong))
@@ -194,7 +194,7 @@ async def test_a_copier_that_always_fails_is_given_up(
 async def test_no_pipe_and_no_process_is_left(
     rotate: Callable[..., Rotation], tmp_path: Path, attempt: Attempt
 ) -> None:
-    """Also where no worker was ever started, and where making the pipes fails half way."""
+    """This holds also if no worker was started, and if an error occurs while the pipes are made."""
     before = len(os.listdir("/proc/self/fd"))
     rotation = rotate()
     pid = rotation.pid

@@ -1,4 +1,4 @@
-"""Logs lie where torchrun's users look for them, no attempt overwrites another, and options say what is wrong."""
+"""Logs have torchrun's layout, no attempt overwrites another, and errors in options are explained."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rallypoint.agent.logs.streams import LogError, Redirect, Streams
 
 
 def test_the_layout_is_torchruns(tmp_path: Path) -> None:
-    """<log_dir>/<run_id>_<random>/attempt_<n>/<local_rank>/ with the two logs there and the error file not."""
+    """<log_dir>/<run_id>_<random>/attempt_<n>/<local_rank>/, with both logs and without an error file."""
     logs = LogDirectory.create(tmp_path / "new" / "logs", "my-run")
     assert logs.path.parent == tmp_path / "new" / "logs"
     assert logs.path.name.startswith("my-run_")
@@ -39,13 +39,13 @@ def test_no_attempt_and_no_run_overwrites_another(tmp_path: Path) -> None:
 
 
 def test_paths_are_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A relative log directory means the agent's, not the worker's working directory."""
+    """A relative log directory is relative to the agent's working directory, not to the worker's."""
     monkeypatch.chdir(tmp_path)
     assert LogDirectory.create(Path("logs"), "run").path.parent == tmp_path / "logs"
 
 
 def test_the_default_is_a_fresh_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a log directory, a rallypoint_* directory among the temporary files is made."""
+    """Without a log directory, a rallypoint_* directory is made in the folder for temporary files."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     path = LogDirectory.create(None, "run").path
     assert path.parent.parent == tmp_path
@@ -53,7 +53,7 @@ def test_the_default_is_a_fresh_directory(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_an_unusable_directory_is_one_clear_line(tmp_path: Path) -> None:
-    """A file where the directory should be: the error names it, the reason and the way out."""
+    """If a file is in its place, the error has the path, the reason and a remedy."""
     (tmp_path / "file").touch()
     with pytest.raises(LogError, match=r"^cannot make a log directory in .*/file: .*; choose .*--log-dir$"):
         LogDirectory.create(tmp_path / "file", "run")
@@ -67,7 +67,7 @@ def test_an_unusable_directory_is_one_clear_line(tmp_path: Path) -> None:
 
 @given(st.text())
 def test_any_run_id_makes_a_name(run_id: str) -> None:
-    """A run's id is never a path, a hidden file, an option or too long."""
+    """The name is never a path, a hidden file, an option or too long."""
     name = safe_name(run_id)
     assert 1 <= len(name) <= 64
     assert name[0] not in ".-"
@@ -75,20 +75,20 @@ def test_any_run_id_makes_a_name(run_id: str) -> None:
 
 
 def test_an_ordinary_run_id_is_kept() -> None:
-    """What is fit for a file name stays readable."""
+    """Valid characters of a file name are kept, so it stays readable."""
     assert safe_name("job-12.a_b") == "job-12.a_b"
     assert safe_name("../../etc/passwd") == "_.._etc_passwd"
     assert safe_name("") == "run"
 
 
 def test_one_number_is_for_all() -> None:
-    """0 to 3 hold for every worker."""
+    """0 to 3 apply to every worker."""
     for number in range(4):
         assert Redirect.parse(str(number), "--tee").of(5) == Streams(number)
 
 
 def test_a_list_is_by_local_rank() -> None:
-    """Who is named gets what is said, the others nothing, as torchrun has it."""
+    """A listed rank has its own value, the others have 0, as in torchrun."""
     redirect = Redirect.parse("0:1,2:3", "--tee", workers=3)
     assert [redirect.of(rank) for rank in range(3)] == [Streams.STDOUT, Streams.NONE, Streams.BOTH]
 
@@ -109,7 +109,7 @@ def test_a_list_is_by_local_rank() -> None:
     ],
 )
 def test_nonsense_is_explained(text: str, expected: str) -> None:
-    """One line: the option, its value, what is wrong with which part."""
+    """The error is one line: the option, its value, and the wrong part with the reason."""
     with pytest.raises(LogError) as caught:
         Redirect.parse(text, "--redirects", workers=2)
     assert str(caught.value).startswith(f"--redirects {text}: {expected}")
@@ -117,7 +117,7 @@ def test_nonsense_is_explained(text: str, expected: str) -> None:
 
 
 def test_a_global_rank_is_found_by_its_name(tmp_path: Path) -> None:
-    """Whoever looks for rank 7 needn't know on which place of which host it ran; `attempt_0/*/` has nothing twice."""
+    """The rank is enough to find a log, without host and local rank; `attempt_0/*/` has nothing twice."""
     logs = LogDirectory.create(tmp_path, "run")
     attempt = logs.new_attempt(range(4), base_rank=4)
     attempt.workers[3].stderr.write_text("it was me")
@@ -130,7 +130,7 @@ def test_a_global_rank_is_found_by_its_name(tmp_path: Path) -> None:
 
 
 def test_a_file_system_without_links_does_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The links are a convenience; the logs are not."""
+    """The links are only a convenience; the logs are needed."""
 
     def refuse(*_: object) -> None:
         raise PermissionError("no links here")
@@ -140,7 +140,7 @@ def test_a_file_system_without_links_does_without(tmp_path: Path, monkeypatch: p
 
 
 def _started(keep: int, failed: set[int], tmp_path: Path) -> list[str]:
-    """The attempts that are there after seven starts of which some failed."""
+    """Return the attempts that exist after seven starts, some of which failed."""
     logs = LogDirectory.create(tmp_path, "run", keep)
     for number in range(7):
         logs.new_attempt([0])
@@ -151,18 +151,18 @@ def _started(keep: int, failed: set[int], tmp_path: Path) -> list[str]:
 
 
 def test_by_default_all_attempts_stay(tmp_path: Path) -> None:
-    """torchrun removes what a membership change ended."""
+    """torchrun removes attempts that a membership change ended."""
     assert _started(0, {1}, tmp_path) == [f"attempt_{number}" for number in range(7)]
 
 
 def test_the_latest_attempts_stay(tmp_path: Path) -> None:
-    """As many as were wanted, the one that runs included."""
+    """The number includes the running one."""
     assert _started(1, set(), tmp_path) == ["attempt_6"]
     assert _started(3, set(), tmp_path) == ["attempt_4", "attempt_5", "attempt_6"]
 
 
 def test_the_attempt_of_the_latest_failure_stays(tmp_path: Path) -> None:
-    """Its report names files in it, and attempts after it may have ended for others' sake."""
+    """Its report names files in it, and later attempts may have ended because of other hosts."""
     assert _started(2, {1, 3}, tmp_path) == ["attempt_3", "attempt_5", "attempt_6"]
     assert _started(1, {5}, tmp_path) == ["attempt_5", "attempt_6"]
     assert _started(2, {5}, tmp_path) == ["attempt_5", "attempt_6"]

@@ -1,4 +1,4 @@
-"""Temporary folders with the logs of jobs that ended days ago are removed; those of others stay."""
+"""Temporary folders with the logs of jobs that ended days ago are removed; other folders stay."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def a_job(days: float, *, runs: bool = False) -> Path:
-    """A folder with the logs of a job that ended, or began, so long ago."""
+    """Make a folder with the logs of a job that ended, or began, `days` ago."""
     logs = LogDirectory.create(None, "run")
-    for thread in threading.enumerate():  # that of the start of a job
+    for thread in threading.enumerate():  # the start of a job starts this thread
         if thread.name == "old-logs":
             thread.join()
     logs.new_attempt(range(2)).workers[0].stdout.write_text("a line")
@@ -48,7 +48,7 @@ def a_job(days: float, *, runs: bool = False) -> Path:
 
 
 def test_an_old_folder_is_removed(temporary: Path) -> None:
-    """With all that is in it; one of six days stays."""
+    """It is removed with all its content; one of six days stays."""
     young, old = a_job(6), a_job(8)
     (old / "notes.txt").write_text("beside the folder of the run")
     age(old, 8)
@@ -76,7 +76,7 @@ def test_the_time_counts_from_the_end_of_the_job(temporary: Path) -> None:
 
 
 def test_the_folder_of_a_running_job_stays(temporary: Path) -> None:
-    """However old its files are."""
+    """The age of its files does not matter."""
     folder = a_job(30, runs=True)
     remove_old(temporary)
     assert folder.exists()
@@ -84,7 +84,7 @@ def test_the_folder_of_a_running_job_stays(temporary: Path) -> None:
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root gives files to others")
 def test_the_folder_of_another_user_stays(temporary: Path) -> None:
-    """Also for root."""
+    """This holds for root too."""
     folder = a_job(8)
     os.chown(folder, 65_534, 65_534)
     age(folder, 8)
@@ -93,7 +93,7 @@ def test_the_folder_of_another_user_stays(temporary: Path) -> None:
 
 
 def test_links_are_not_followed(temporary: Path, tmp_path: Path) -> None:
-    """Neither one in the place of a folder, nor one in a folder, nor one in the place of the lock file."""
+    """A link may be in the place of a folder, inside a folder, or in the place of the lock file."""
     elsewhere = a_job(8).rename(tmp_path / "elsewhere")
     (temporary / "rallypoint_aaaaaaaa").symlink_to(elsewhere)
     inside, locked = a_job(0), a_job(0)  # aged below: the start of the second would remove the first
@@ -109,7 +109,7 @@ def test_links_are_not_followed(temporary: Path, tmp_path: Path) -> None:
 
 
 def test_a_folder_that_no_job_has_made_stays(temporary: Path) -> None:
-    """Whatever its name is; also one that --log-dir names."""
+    """Its name does not matter; it may be one for --log-dir."""
     own = temporary / "rallypoint_training"
     own.mkdir()
     LogDirectory.create(own, "run").close()
@@ -127,7 +127,7 @@ def test_only_so_many_are_removed_at_once(temporary: Path) -> None:
 
 
 def test_there_are_only_so_many(temporary: Path) -> None:
-    """The oldest go, however young; those of running jobs stay."""
+    """The oldest are removed, even if they are young; those of running jobs stay."""
     running = a_job(0.4, runs=True)
     first, second, third = (a_job(days) for days in (0.3, 0.2, 0.1))
     remove_old(temporary, most_kept=2)
@@ -135,9 +135,9 @@ def test_there_are_only_so_many(temporary: Path) -> None:
 
 
 def test_a_job_removes_what_earlier_jobs_left(temporary: Path) -> None:
-    """And leaves its own folder, which the next job can remove."""
+    """It leaves its own folder, which the next job can remove."""
     old = a_job(8)
-    # The folder is removed beside the job, which may be over before.
+    # A thread removes the folder, and the job may end before it does.
     command = ("run", "--standalone", "--no-python", "sleep", "1")
 
     def removed() -> bool:

@@ -1,4 +1,4 @@
-"""Each stream of each worker goes where the options say, and nowhere else."""
+"""Each stream of each worker is copied exactly to the places that the options select."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from rallypoint.agent.logs.streams import LogError, OutputOptions, Redirect, Str
 
 
 class Shown:
-    """A console, and what it has been given."""
+    """A console, and the text that it has received."""
 
     def __init__(self) -> None:
-        """Two pipes, each emptied by a thread."""
+        """Make two pipes, and a thread that reads each."""
         self.text = {Streams.STDOUT: b"", Streams.STDERR: b""}
         self._threads = []
         self._ends = {}
@@ -39,7 +39,7 @@ class Shown:
         os.close(fd)
 
     async def close(self) -> None:
-        """All is in `text` then."""
+        """Close the console; `text` is complete then."""
         await self.console.close(20.0)
         while self._ends:
             os.close(self._ends.popitem()[1])
@@ -48,12 +48,12 @@ class Shown:
 
     @property
     def lines(self) -> list[bytes]:
-        """Of standard output, sorted: the order of workers is nobody's."""
+        """The lines of standard output, sorted, because workers have no common order."""
         return sorted(self.text[Streams.STDOUT].splitlines())
 
     @property
     def error_lines(self) -> list[bytes]:
-        """Of standard error."""
+        """The lines of standard error, sorted."""
         return sorted(self.text[Streams.STDERR].splitlines())
 
 
@@ -67,7 +67,7 @@ async def shown() -> AsyncIterator[Shown]:
 
 @pytest.fixture
 def attempt(tmp_path: Path) -> Attempt:
-    """Of four workers with the ranks 4 to 7."""
+    """An attempt of four workers with the ranks 4 to 7."""
     return LogDirectory.create(tmp_path / "logs", "run").new_attempt(range(4), base_rank=4)
 
 
@@ -82,7 +82,7 @@ def _append(path: Path, data: bytes) -> None:
 
 @pytest.fixture
 def run(shown: Shown, attempt: Attempt, tmp_path: Path) -> _Run:
-    """Runs four workers that each print two lines to each stream; takes options of the output."""
+    """A function that runs four workers with output options; each prints two lines to each stream."""
 
     async def run(**options: Any) -> None:
         output = WorkerOutput(replace(OPTIONS, **options), attempt, shown.console, tmp_path)
@@ -107,7 +107,7 @@ def _printed(name: str, *local_ranks: int, prefix: str = "") -> list[bytes]:
 
 
 async def test_by_default_the_console_shows_all_as_it_is(run: _Run, shown: Shown, attempt: Attempt) -> None:
-    """And the files have it."""
+    """The files have the same."""
     await run()
     assert shown.lines == _printed("out", 0, 1, 2, 3)
     assert shown.error_lines == _printed("err", 0, 1, 2, 3)
@@ -129,7 +129,7 @@ async def test_redirected_streams_are_not_shown_and_teed_have_a_prefix(
 async def test_only_the_local_ranks_of_the_filter_are_shown(
     run: _Run, shown: Shown, attempt: Attempt
 ) -> None:
-    """Teed or not; the files have everything."""
+    """This applies to teed and other streams; the files have everything."""
     await run(
         local_ranks_filter=frozenset({0, 2}), tee=Redirect.parse("2:3,3:3", "-t"), line_prefix="<${rank}>"
     )
@@ -140,7 +140,7 @@ async def test_only_the_local_ranks_of_the_filter_are_shown(
 async def test_lines_of_teed_streams_are_filtered_into_a_file(
     run: _Run, shown: Shown, attempt: Attempt
 ) -> None:
-    """With their prefixes, as torchrun has it; of the ranks that the console shows."""
+    """The lines have prefixes as in torchrun, and only those of shown ranks are copied."""
     await run(
         tee=Redirect.parse("0:1,1:3,2:3", "-t"),
         local_ranks_filter=frozenset({0, 1, 3}),
@@ -159,7 +159,7 @@ async def test_lines_of_teed_streams_are_filtered_into_a_file(
 async def test_where_nothing_is_teed_all_streams_are_filtered(
     run: _Run, shown: Shown, attempt: Attempt
 ) -> None:
-    """torchrun's file is empty then, which is nothing that anybody wants; what is not shown is there too."""
+    """torchrun's file would be empty, which is of no use; it includes streams that are not shown."""
     await run(redirects=Redirect(Streams.BOTH), duplicate_stderr_filters=("apple",))
     filtered = (attempt.folder / "filtered_stderr.log").read_bytes().splitlines()
     assert sorted(filtered) == [f"[trainer{rank}]:err {rank} apple".encode() for rank in range(4)]
@@ -168,7 +168,7 @@ async def test_where_nothing_is_teed_all_streams_are_filtered(
 
 
 async def test_rotation_changes_nothing_of_all_that(run: _Run, shown: Shown, attempt: Attempt) -> None:
-    """Workers write to pipes then, which are gone at the end."""
+    """Workers write to pipes then, which are removed at the end."""
     await run(tee=Redirect(Streams.BOTH), log_max_bytes=4096, duplicate_stdout_filters=("apple",))
     assert shown.lines == _printed("out", 0, 1, 2, 3, prefix="[trainer#]:")
     assert attempt.workers[2].stderr.read_text() == "err 2 pear\nerr 2 apple\n"
@@ -180,7 +180,7 @@ async def test_rotation_changes_nothing_of_all_that(run: _Run, shown: Shown, att
 async def test_a_file_that_can_not_be_made_is_one_clear_line(
     shown: Shown, attempt: Attempt, tmp_path: Path
 ) -> None:
-    """And what was made until then is cleaned up by finish."""
+    """finish removes the files that were made before the error."""
     (attempt.folder / "filtered_stdout.log").mkdir()
     options = replace(OPTIONS, duplicate_stdout_filters=("apple",))
     output = WorkerOutput(options, attempt, shown.console, tmp_path)

@@ -1,4 +1,4 @@
-"""What a host knows of its watchdog, and when a job that requires one is given up there."""
+"""The state of a host's watchdog, and the end of a job that requires one and has none for too long."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Job:
 
 
 async def test_each_change_is_told_once() -> None:
-    """Another reason is no change, and is what is shown from then on."""
+    """Another reason is no change, but is shown from then on."""
     job = Job(None)
     for trouble in ("no answer", "refused", "", "", "refused"):
         job.watchdog.note(trouble)
@@ -27,7 +27,7 @@ async def test_each_change_is_told_once() -> None:
 
 
 async def test_workers_wait_for_a_watchdog_only_where_one_is_required() -> None:
-    """And for one that is there not at all."""
+    """They wait also if there is no watchdog at all."""
     await Job(None).watchdog.allows_workers()
     job = Job(60.0)
     waiting = asyncio.create_task(job.watchdog.allows_workers())
@@ -40,7 +40,7 @@ async def test_workers_wait_for_a_watchdog_only_where_one_is_required() -> None:
 
 
 async def test_a_host_without_the_watchdog_that_its_job_requires_becomes_unfit() -> None:
-    """After its time, with the latest reason; one that comes back in time changes that."""
+    """The timeout must pass, and the latest reason is reported; a watchdog that comes back in time prevents it."""
     job = Job(0.02)
     job.watchdog.note("no answer")
     job.watchdog.note("")

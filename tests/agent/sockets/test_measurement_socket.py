@@ -1,4 +1,4 @@
-"""What workers measure comes to the agent, whatever else they send, and never more than it has time for."""
+"""Measurements of workers reach the agent; other data is dropped, and their rate is limited."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _sender(place: str) -> tuple[socket.socket, Callable[[object], None]]:
 
 
 async def test_durations_and_values_arrive_with_the_rank_of_their_worker() -> None:
-    """And the socket is gone with the job."""
+    """The socket is removed with the job."""
     taken: list[tuple[Measurement, int]] = []
     async with MeasurementSocket(lambda *each: taken.append(each)) as here:
         place = here.environment[METRICS_VARIABLE]
@@ -41,7 +41,7 @@ async def test_durations_and_values_arrive_with_the_rank_of_their_worker() -> No
 
 
 async def test_more_than_so_many_in_a_second_are_left_alone() -> None:
-    """Workers that measure each step of a hot loop must not take the agent's processor."""
+    """Workers that measure each step of a hot loop must not use up the agent's processor."""
     taken: list[Measurement] = []
     async with MeasurementSocket(lambda measurement, _: taken.append(measurement), most=5) as here:
         sender, send = _sender(here.environment[METRICS_VARIABLE])
@@ -73,5 +73,5 @@ async def test_more_than_so_many_in_a_second_are_left_alone() -> None:
     ],
 )
 def test_what_is_no_measurement_is_dropped(data: bytes) -> None:
-    """Workers send what they like."""
+    """Workers may send any data."""
     assert read_measurement(data) is None

@@ -1,5 +1,5 @@
-"""The agent's end of the store socket: bounded, one call at a time, nothing left of a worker that goes, and no
-frame that takes it down."""
+"""The agent's end of the store socket: bounded, one call at a time; it keeps nothing of a worker that disconnects,
+and no frame breaks it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ async def path(tmp_path: Path, store: StoreService) -> AsyncIterator[str]:
 
 
 class Worker:
-    """A connection that says whatever a test likes."""
+    """A connection that sends any bytes."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader, self.writer = reader, writer
@@ -60,7 +60,7 @@ class Worker:
 
 
 async def until(store: StoreService, path: str, waiting: int) -> None:
-    """Return when so many calls wait in the service; each look is a call, so it takes part in the order."""
+    """Return when `waiting` calls wait in the service; each check is itself a call, and so part of the sequence."""
     async with asyncio.timeout(PATIENCE):
         worker = await Worker.connect(path)
         while True:
@@ -186,7 +186,7 @@ async def test_a_second_call_before_the_answer_ends_the_connection(path: str, st
 
 
 async def test_connections_are_bounded(path: str) -> None:
-    """The one too many is told why, and has room once another has gone."""
+    """One too many gets the reason, and is accepted once another has closed."""
     workers = [await Worker.connect(path) for _ in range(3)]
     for worker in workers:
         await worker.call(SET)
@@ -221,7 +221,7 @@ async def test_stopping_ends_calls_and_connections(tmp_path: Path, store: StoreS
 
 
 async def test_an_agent_that_ends_answers_what_it_still_can(tmp_path: Path, store: StoreService) -> None:
-    """Its channel closed, a call is answered, if with an error, and not left waiting."""
+    """When its channel is closed, a call gets an error reply, and does not wait for ever."""
     async with channel_to(f"{tmp_path}/store.sock") as channel:
         sock = StoreSocket(tmp_path / "agent.sock", client_of(channel))
         await sock.start()

@@ -1,4 +1,4 @@
-"""The TCPStore port: for this user alone, bounded, and nothing left of a program that goes."""
+"""The TCPStore port is for this user only and bounded, and keeps nothing of a program that disconnects."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Program:
         self.reader, self.writer = reader, writer
 
     async def call(self, query: bytes, reply: bytes) -> None:
-        """Send a query, and read its reply."""
+        """Send a query, and check its reply."""
         self.writer.write(query)
         async with asyncio.timeout(PATIENCE):
             assert await self.reader.readexactly(len(reply)) == reply
@@ -64,7 +64,7 @@ class Program:
             return True
 
     async def ended(self) -> bool:
-        """Wait until the other side ends the connection without a reply."""
+        """Wait for the end of the connection; return True if there was no reply."""
         async with asyncio.timeout(PATIENCE):
             try:
                 return await self.reader.read() == b""
@@ -104,7 +104,7 @@ async def served(tmp_path: Path, store: StoreService) -> AsyncIterator[Served]:
 
 
 async def until_waiting(store: StoreService, count: int) -> None:
-    """Wait until so many requests wait in the service."""
+    """Wait until `count` requests wait in the service."""
 
     def waiting() -> int:
         return store._runs[RUN].waits.waiters if RUN in store._runs else 0
@@ -126,7 +126,7 @@ async def test_queries_that_come_at_once_are_answered_in_their_order(served: Ser
 
 
 async def test_a_wait_is_cancelled(served: Served, store: StoreService) -> None:
-    """Also one that has just ended: the client then reads two replies."""
+    """This includes a wait that has just ended: the client then reads two replies."""
     program = await served.connect()
     program.writer.write(WAIT)
     await until_waiting(store, 1)
@@ -192,7 +192,7 @@ async def test_connections_are_bounded(served: Served) -> None:
 
 
 async def test_connections_of_a_round_end_with_it(served: Served, rounds: Rounds) -> None:
-    """And the next ones have the keys of the next round."""
+    """New connections use the keys of the next round."""
     old = await served.connect()
     await old.call(SET + GET, text(b"v"))
     rounds.of[RUN] = 2
@@ -223,7 +223,7 @@ async def test_a_node_without_its_lease_can_not_write(served: Served, rounds: Ro
     assert await program.ended()
 
 
-# ---- Another user of the host.
+# ---- another user of the host
 
 _STRANGER = """
 import encodings.idna, os, socket, sys
@@ -241,7 +241,7 @@ if sys.argv[3] == "wait":
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be another user")
 @pytest.mark.parametrize("ending", ["wait", "close"])
 async def test_another_user_is_refused(served: Served, ending: str) -> None:
-    """Also one that has sent its query and closed the connection: the kernel names root as the owner of that."""
+    """This includes a user that closes the connection after the query: the kernel names root as owner of that."""
     for _ in range(1 if ending == "wait" else 20):
         found = await asyncio.to_thread(
             lambda: subprocess.run(

@@ -1,4 +1,4 @@
-"""torch's own file timer, in a worker that knows of nothing else, is guarded like any other timer."""
+"""torch's own file timer is guarded like any other timer, in a worker that uses no other client."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def line(**changes: Any) -> bytes:
 
 
 def test_a_line_of_torchs_client_is_understood() -> None:
-    """A signal that is none means that nobody is to be killed; of long scopes, the end is kept."""
+    """An invalid signal number means that no process is killed; of a long scope, the end is kept."""
     assert parse(line()) == TimerRequest(os.getpid(), "train.py#12", WALL + 60, 9)
     assert parse(line(expiration_time=-1, signal=0)) == TimerRequest(
         os.getpid(), "train.py#12", -1, NO_SIGNAL
@@ -77,16 +77,16 @@ def test_a_line_of_torchs_client_is_understood() -> None:
     ids=map(str, itertools.count()),
 )
 def test_what_is_no_request_is_named(text: bytes, says: str) -> None:
-    """Which field, and what was expected."""
+    """The error names the field and the expected type."""
     with pytest.raises(MalformedRequest, match=says):
         parse(text)
 
 
 class Host(HostWorkers):
-    """An agent's pipe, by clocks of the test's."""
+    """An agent's pipe, with clocks of the test."""
 
     def __init__(self, path: Path) -> None:
-        """This process is its worker; children of it are, too."""
+        """Build a host; this process is its worker, and so are its children."""
         super().__init__({os.getpid(): "0@1"})
         self.path = path
         self.now, self.wall = 1000.0, WALL
@@ -98,7 +98,7 @@ class Host(HostWorkers):
         self.fifo = TimerFifo(path, self.holders, self, 0, wall_clock=lambda: self.wall)
 
     def write(self, *lines: bytes) -> None:
-        """As torch's client: each time it opens the pipe, writes and closes it."""
+        """Write requests as torch's client does: it opens the pipe, writes and closes it for each."""
         for each in lines:
             descriptor = os.open(self.path, os.O_WRONLY | os.O_NONBLOCK)
             os.write(descriptor, each + b"\n")
@@ -119,7 +119,7 @@ async def host(tmp_path: Path) -> AsyncIterator[Host]:
 
 
 async def test_the_pipe_is_the_agents_alone(host: Host) -> None:
-    """Nobody else may write to it, it holds much, and it goes with its agent."""
+    """No other user can write to it; it has a large buffer, and is removed with its agent."""
     status = os.stat(host.path)
     assert stat.S_ISFIFO(status.st_mode)
     assert stat.S_IMODE(status.st_mode) == 0o600
@@ -130,7 +130,7 @@ async def test_the_pipe_is_the_agents_alone(host: Host) -> None:
 
 
 async def test_a_timer_lasts_from_when_it_is_read(host: Host) -> None:
-    """For what is left of the time that torch named; another start replaces it, a release ends it."""
+    """It lasts for the rest of the time that torch named; another start replaces it, a release ends it."""
     host.write(line())
     await host.timers.until(lambda: host.timers.scopes() == ["train.py#12"])
     assert host.timers.held["0@1", "train.py#12"] == (1, 60.0, 1000.0)
@@ -138,7 +138,7 @@ async def test_a_timer_lasts_from_when_it_is_read(host: Host) -> None:
     host.write(line(expiration_time=WALL + 6), host.release(scope_id="never"))
     await host.timers.until(lambda: len(host.timers.acquired) == 2)
     assert host.timers.held == {("0@1", "train.py#12"): (2, 5.0, 1001.0)}
-    # Due long ago: it runs out at once.
+    # It has expired before; its timeout is the shortest.
     host.write(line(expiration_time=WALL - 100))
     await host.timers.until(lambda: len(host.timers.acquired) == 3)
     assert host.timers.held["0@1", "train.py#12"][1] == 0.01
@@ -150,7 +150,7 @@ async def test_a_timer_lasts_from_when_it_is_read(host: Host) -> None:
 
 
 async def test_what_is_no_request_is_skipped(host: Host, caplog: pytest.LogCaptureFixture) -> None:
-    """The lines around it are not, and the log is not flooded."""
+    """The lines around it are read, and the log is not flooded."""
     os.write(host.fifo._pipe, b"x" * 5000)
     host.fifo._drain()
     host.write(b"rest of it", *[b"{}"] * 50, line(), line(pid=1, scope_id="stranger's"))
@@ -161,7 +161,7 @@ async def test_what_is_no_request_is_skipped(host: Host, caplog: pytest.LogCaptu
 
 
 async def test_a_line_may_come_in_pieces(host: Host) -> None:
-    """Reading may end anywhere."""
+    """A read may end anywhere."""
     whole = line() + b"\n"
     os.write(host.fifo._pipe, whole[:20])
     host.fifo._drain()
@@ -173,7 +173,7 @@ async def test_a_line_may_come_in_pieces(host: Host) -> None:
 async def test_a_process_that_is_not_known_yet_is_guarded_once_it_is(
     host: Host, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """In the order in which it wrote; one that stays unknown is not."""
+    """Its lines are processed in sequence; those of a process that stays unknown are dropped."""
     known, host.pids = host.pids, {}
     host.write(line(), line(scope_id="b"), host.release(), line(pid=1))
     await until(lambda: len(host.fifo._waiting) == 4)
@@ -186,7 +186,7 @@ async def test_a_process_that_is_not_known_yet_is_guarded_once_it_is(
 
 
 async def test_what_was_written_before_a_process_was_known_comes_first(host: Host) -> None:
-    """Or else the start of a timer would be taken after its end, and kill a worker that is done."""
+    """Otherwise the start of a timer would be processed after its end, and kill a worker that is done."""
     known, host.pids = host.pids, {}
     host.write(line())
     await until(lambda: len(host.fifo._waiting) == 1)
@@ -200,7 +200,7 @@ async def test_what_was_written_before_a_process_was_known_comes_first(host: Hos
 async def test_only_the_worker_and_its_descendants_are_believed(
     host: Host, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A worker that names another one's process would have that one killed. The log says so, a few times."""
+    """A line that names another worker's process would have that one killed. The log reports some of them."""
     mine, other = [
         await asyncio.create_subprocess_exec("sh", "-c", "cat; exit", stdin=subprocess.PIPE) for _ in range(2)
     ]
@@ -250,7 +250,7 @@ needs_namespaces = pytest.mark.skipif(
 
 @needs_namespaces
 async def test_a_process_in_a_pid_namespace_of_its_own_is_guarded(host: Host) -> None:
-    """It knows itself by another number than the agent does, and that may be a number of another worker's here."""
+    """Its own PID differs from the one that the agent sees, and may be that of another worker's process here."""
     program = _unshare(sys.executable, "-c", NAMESPACE, line().decode(), str(host.path))
     process = await asyncio.create_subprocess_exec(*program, stdin=subprocess.PIPE)
     host.pids = {process.pid: "0@1"}
@@ -269,7 +269,7 @@ async def test_a_process_in_a_pid_namespace_of_its_own_is_guarded(host: Host) ->
 async def test_of_two_namespaces_with_the_same_number_none_is_believed(
     host: Host, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its timers would end with the wrong process, and the wrong one would be looked into."""
+    """Its timers would end with the wrong process, and the wrong one would be examined."""
     script = " ".join(_unshare("sleep", "60"))
     process = await asyncio.create_subprocess_exec("sh", "-c", f"{script} & {script}")
     host.pids = {process.pid: "0@1"}
@@ -292,7 +292,7 @@ def _sleeping(root: int) -> int:
 
 
 async def test_a_process_of_a_worker_has_timers_of_its_own(host: Host) -> None:
-    """With equal scopes, too; they end when it does, or with its worker."""
+    """So they have with equal scopes; they end with the process, or with its worker."""
     child = await asyncio.create_subprocess_exec("cat", stdin=subprocess.PIPE)
     host.write(line(), line(pid=child.pid))
     await host.timers.until(lambda: host.timers.scopes() == ["train.py#12", "train.py#12~2"])
@@ -309,7 +309,7 @@ async def test_a_process_of_a_worker_has_timers_of_its_own(host: Host) -> None:
 async def test_before_anybody_is_judged_the_pipe_is_read(
     host: Host, monkeypatch: pytest.MonkeyPatch, watched: bool
 ) -> None:
-    """And whoever is gone has nothing left to be judged for, noticed or not."""
+    """Then the timers of an ended process are dropped, with or without a pidfd."""
     child = await asyncio.create_subprocess_exec("cat", stdin=subprocess.PIPE)
     if not watched:
         monkeypatch.setattr(os, "pidfd_open", _fail)
@@ -328,7 +328,7 @@ def _fail(pid: int) -> int:
 
 
 async def test_processes_with_timers_are_bounded(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As those with connections are: each costs the agent a descriptor."""
+    """So are those with connections: each costs the agent a descriptor."""
     monkeypatch.setattr(host.holders, "limits", TimerLimits(connections=1, introduction=0.0))
     child = await asyncio.create_subprocess_exec("cat", stdin=subprocess.PIPE)
     host.write(line(), line(pid=child.pid))
@@ -356,7 +356,7 @@ async def agent(tmp_path: Path) -> AsyncIterator[Agent]:
 
 
 async def test_a_hang_says_what_torchs_client_asked_for(agent: Agent) -> None:
-    """SIGKILL comes in any case, so nothing is sent before it; without a signal nobody is killed."""
+    """SIGKILL comes in any case, so no signal is sent before it; without a signal no process is killed."""
     agent.pids = {os.getpid(): "0@1"}
     numbers = {"a": signal.SIGKILL, "b": signal.SIGUSR1, "c": 0, "gone": signal.SIGKILL}
     with agent.pipe.open("wb", buffering=0) as pipe:
@@ -399,7 +399,7 @@ ask("none")
 @pytest.mark.integration
 @pytest.mark.parametrize("apart", [False, pytest.param(True, marks=needs_namespaces)])
 async def test_torchs_own_client_works_unchanged(agent: Agent, apart: bool) -> None:
-    """The real one, nested, with and without a scope, and with a signal of its choice; also apart, as process 1."""
+    """torch's client: nested, with and without a scope, with a chosen signal; also as process 1 of a PID namespace."""
     pytest.importorskip("torch")
     program = [sys.executable, "-c", TORCH]
     process = await asyncio.create_subprocess_exec(

@@ -1,4 +1,4 @@
-"""Timers of equal scopes have names of their own at the service, and finding one is cheap however many there are."""
+"""Timers of equal scopes have distinct names at the service, and many timers don't make the search expensive."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PLENTY = 1024
 
 
 class Counted(dict[str, HeldTimer]):
-    """Counts how often it was asked for a name."""
+    """Count the look-ups of names."""
 
     asked = 0
 
@@ -39,7 +39,7 @@ class Crowd:
 
 
 def test_the_lowest_free_number_is_taken() -> None:
-    """So that the service hears of one timer that starts anew, not of one that ends and another."""
+    """So the service sees one timer that starts again, and not the end of one and the start of another."""
     crowd = Crowd()
     assert [crowd.enter("s") for _ in range(5)] == ["s", "s~2", "s~3", "s~4", "s~5"]
     for name in ("s~4", "s", "s~2", "s~5"):
@@ -59,7 +59,7 @@ def test_a_scope_may_be_called_as_another_ones_second() -> None:
 
 
 def test_a_name_costs_little_among_many_of_the_same_scope() -> None:
-    """A thousand tasks of a program come and go in one line of it, between two looks of the agent."""
+    """A thousand tasks of a program enter and leave one line of it between two reads of the agent."""
     crowd, random = Crowd(), Random(7)
     for _ in range(PLENTY):
         crowd.enter("s")
@@ -74,7 +74,7 @@ def test_a_name_costs_little_among_many_of_the_same_scope() -> None:
 
 
 def test_nothing_is_kept_of_scopes_that_nobody_is_in() -> None:
-    """Names of scopes may have numbers in them that never come again."""
+    """Names of scopes may contain numbers that never occur again."""
     crowd = Crowd()
     for number in range(100):
         for name in [crowd.enter(f"step {number}") for _ in range(4)]:
@@ -84,7 +84,7 @@ def test_nothing_is_kept_of_scopes_that_nobody_is_in() -> None:
 
 
 def test_a_holder_gives_its_names_back() -> None:
-    """When its timers end, and when it is closed."""
+    """It does so at the end of its timers, and at its own end."""
     timers = RememberedTimers()
     holders = Holders(timers, rank_of=lambda _: 0, limits=TimerLimits(), clock=lambda: 1.0)
     first, second = (holders.open("0@1", os.getpid()) for _ in range(2))

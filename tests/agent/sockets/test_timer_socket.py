@@ -1,4 +1,4 @@
-"""Real workers in processes of their own, and the agent's end of their timers: what they hold is what it knows."""
+"""Real worker processes and the agent's end of their timers: the agent knows exactly the timers that they hold."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.integration
 
 
 class Host(TimerHost):
-    """One that reaps as a test wants it, with a socket of the other form too."""
+    """A host with a reaper of the test, and with the SOCK_STREAM socket too."""
 
     def __init__(self, path: Path, limits: TimerLimits | None = None) -> None:
         self.stream_path = path.with_name("stream")
@@ -36,7 +36,7 @@ class Host(TimerHost):
         return await self.reaper(hang.worker_id) if self.reaper else None
 
     def connect_stream(self) -> socket.socket:
-        """As `connect`, with the SOCK_STREAM form."""
+        """Connect as `connect` does, to the SOCK_STREAM socket."""
         self.pids[os.getpid()] = "0@1"
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         connection.connect(str(self.stream_path))
@@ -59,7 +59,7 @@ async def host(tmp_path: Path) -> AsyncIterator[Host]:
 
 
 async def test_a_block_is_known_while_it_lasts(host: Host) -> None:
-    """With its duration, from when it began, nested ones included."""
+    """Its duration and start are known, and so are nested blocks."""
     began = time.monotonic()
     worker = await host.start(
         "with expires(60, 'outer'):\n    with expires(5, 'inner'):\n        ask()\n    ask()\nask()\n"
@@ -80,7 +80,7 @@ async def test_a_block_is_known_while_it_lasts(host: Host) -> None:
 
 
 async def test_equal_scopes_are_timers_of_their_own(host: Host) -> None:
-    """In threads, tasks and nested blocks; one's end is not another's."""
+    """This holds in threads, tasks and nested blocks; the end of one does not end another."""
     worker = await host.start(
         "async def task(go):\n"
         "    with expires(60, 's'):\n"
@@ -115,7 +115,7 @@ async def test_equal_scopes_are_timers_of_their_own(host: Host) -> None:
 
 
 async def test_the_end_of_a_process_ends_its_timers(host: Host) -> None:
-    """Killed in the middle of a block: nothing is left to run out."""
+    """A worker that is killed inside a block leaves no timer that could expire."""
     worker = await host.start("with expires(60, 's'):\n    ask()\n")
     await asked(worker)
     await host.timers.until(lambda: host.timers.scopes() == ["s"])
@@ -124,7 +124,7 @@ async def test_the_end_of_a_process_ends_its_timers(host: Host) -> None:
 
 
 async def test_a_worker_goes_on_when_its_agent_is_gone(host: Host) -> None:
-    """It neither raises nor waits, and finds an agent that comes back."""
+    """It neither raises nor waits, and connects to an agent that comes back."""
     worker = await host.start(
         "with expires(60, 'before'):\n"
         "    ask()\n"
@@ -150,12 +150,12 @@ async def test_a_worker_goes_on_when_its_agent_is_gone(host: Host) -> None:
 async def test_an_agent_that_was_paused_reaps_nobody_who_released_meanwhile(
     host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The expiry is there before the release was read: the socket is read before judging."""
+    """The expiry arrives before the release was read: the agent reads the socket before it decides."""
     worker = await host.start("with expires(60, 's'):\n    ask()\nask('left')\n")
     await asked(worker)
     await host.timers.until(lambda: host.timers.scopes() == ["s"])
     sequence, after, _ = host.timers.held["0@1", "s"]
-    # Nothing of the worker's reaches the agent while it does not run its loop.
+    # The agent gets no message of the worker while its event loop does not read.
     assert worker.stdin is not None
     assert worker.stdout is not None
     monkeypatch.setattr(host.socket, "_read", lambda _: None)
@@ -170,7 +170,7 @@ async def test_an_agent_that_was_paused_reaps_nobody_who_released_meanwhile(
 
 
 async def test_a_worker_with_two_timers_run_out_is_reaped_once(host: Host) -> None:
-    """The second is judged after the first: the worker is dead by then, and its timers have ended."""
+    """The second expiry is checked after the first: the worker is dead by then, and its timers have ended."""
     worker = await host.start("with expires(1, 'a'), expires(1, 'b'):\n    ask()\n")
     await asked(worker)
     await host.timers.until(lambda: host.timers.scopes() == ["a", "b"])
@@ -186,7 +186,7 @@ async def test_a_worker_with_two_timers_run_out_is_reaped_once(host: Host) -> No
 
 
 async def test_a_reaping_that_failed_is_told(host: Host) -> None:
-    """So that the service tries again."""
+    """So the service tries again."""
 
     async def fail(worker_id: str) -> bool | None:
         return False
@@ -199,7 +199,7 @@ async def test_a_reaping_that_failed_is_told(host: Host) -> None:
 
 
 async def test_a_hang_is_told_with_what_the_agent_knows_of_it(host: Host) -> None:
-    """Its process, the signal that its timer asks for, and the scope as the worker calls it."""
+    """The report has its process, the signal of its timer, and the scope in the worker's own words."""
     with host.connect() as connection:
         connection.send(wire.acquire(1, 0, 60.0, b"s"))
         connection.send(wire.acquire(2, 0, 60.0, b"s", signal.SIGUSR1))
@@ -222,7 +222,7 @@ async def test_a_hang_is_told_with_what_the_agent_knows_of_it(host: Host) -> Non
 
 
 async def test_how_long_a_scope_takes_is_learned_from_releases(host: Host) -> None:
-    """Of timers that were left, under their own name, not of those that were given up."""
+    """Released timers count, under their own name; timers that were dropped do not."""
     with host.connect() as connection:
         for token in (1, 2):
             connection.send(wire.acquire(token, 0, 0.0, b"s"))
@@ -237,8 +237,8 @@ async def test_how_long_a_scope_takes_is_learned_from_releases(host: Host) -> No
 
 
 async def test_a_busy_worker_is_followed(host: Host) -> None:
-    """Two threads at once, as fast as they can: nothing is seen that was not there, each completion that is in the
-    table is told once, and nothing is left at the end."""
+    """Two threads run at full speed: the agent sees no timer that did not exist, reports each completion in the
+    table once, and no timer is left at the end."""
     worker = await host.start(
         "def work(scope):\n"
         "    for _ in range(5000):\n"
@@ -271,7 +271,7 @@ async def test_a_busy_worker_is_followed(host: Host) -> None:
 
 
 async def test_progress_is_told_under_the_workers_global_rank(host: Host) -> None:
-    """With when it was, whichever process of the worker says so."""
+    """The report has the time of the step, from any process of the worker."""
     began = time.monotonic()
     with host.connect() as connection:
         connection.send(wire.progress(7, 0))
@@ -285,7 +285,7 @@ async def test_progress_is_told_under_the_workers_global_rank(host: Host) -> Non
 
 
 async def test_descriptors_that_nobody_asked_for_are_closed(host: Host) -> None:
-    """A worker that sends them along with anything else costs the agent none."""
+    """A worker that sends them with another message costs the agent none."""
     with host.connect() as connection:
         reading, writing = os.pipe()
         socket.send_fds(connection, [wire.acquire(1, 0, 60.0, b"s")], [writing] * 3)
@@ -297,7 +297,7 @@ async def test_descriptors_that_nobody_asked_for_are_closed(host: Host) -> None:
 
 
 async def test_a_stranger_is_refused(host: Host) -> None:
-    """Whatever it says: the kernel says who it is."""
+    """The kernel identifies the process, so its messages do not matter."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     connection.connect(str(host.path))
     connection.setblocking(False)
@@ -310,7 +310,7 @@ async def test_a_stranger_is_refused(host: Host) -> None:
 
 
 async def test_a_worker_that_connects_before_it_is_known_is_guarded_once_it_is(host: Host) -> None:
-    """On a busy host a worker can be quicker than the news of its start."""
+    """On a busy host a worker can connect before the agent has processed its start."""
     connection = host.connect()
     host.pids.clear()
     connection.send(wire.acquire(1, time.monotonic_ns(), 60.0, b"early"))
@@ -325,7 +325,7 @@ async def test_a_worker_that_connects_before_it_is_known_is_guarded_once_it_is(h
 async def test_a_process_that_cannot_be_looked_up_is_refused(
     host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An agent that fails over it does not keep its connection, and takes the next one."""
+    """An error in the look-up closes that connection, and the agent accepts the next one."""
 
     def fail(pid: int) -> str | None:
         monkeypatch.undo()
@@ -348,7 +348,7 @@ async def readable(connection: socket.socket) -> None:
 
 
 async def test_reacquiring_a_token_replaces_its_timer(host: Host) -> None:
-    """With the same scope under the same name, with another under that."""
+    """The same scope keeps the name at the service, another scope gets a new one."""
     with host.connect() as connection:
         connection.send(wire.acquire(1, 0, 60.0, b"s"))
         connection.send(wire.acquire(1, 0, 5.0, b"s"))
@@ -362,7 +362,7 @@ async def test_reacquiring_a_token_replaces_its_timer(host: Host) -> None:
 
 
 async def test_a_beginning_in_the_future_is_now(host: Host) -> None:
-    """A worker can't have more time than it says."""
+    """A worker can't get more time than its timeout."""
     with host.connect() as connection:
         connection.send(wire.acquire(1, 2**63, 60.0, b"s"))
         await host.timers.until(lambda: host.timers.scopes() == ["s"])
@@ -371,7 +371,7 @@ async def test_a_beginning_in_the_future_is_now(host: Host) -> None:
 
 @pytest.mark.parametrize("message", [b"x", b"\x01\x01" + bytes(400), wire.acquire(1, 0, 60.0, b"x" * 257)])
 async def test_a_malformed_message_ends_the_connection_and_its_timers(host: Host, message: bytes) -> None:
-    """Nothing that follows could be trusted."""
+    """The messages after it can't be trusted."""
     with host.connect() as connection:
         connection.send(wire.acquire(1, 0, 60.0, b"s"))
         await host.timers.until(lambda: host.timers.scopes() == ["s"])
@@ -380,7 +380,7 @@ async def test_a_malformed_message_ends_the_connection_and_its_timers(host: Host
 
 
 async def test_bounds_of_a_worker(tmp_path: Path) -> None:
-    """What is beyond is not guarded and costs nothing; what ends makes room."""
+    """Timers and connections above the limits are not guarded and cost nothing; the end of one makes room."""
     host = Host(tmp_path / "s", TimerLimits(timers=2, connections=2))
     await host.socket.start()
     with host.connect() as first, host.connect() as second, host.connect() as third:
@@ -400,7 +400,7 @@ async def test_bounds_of_a_worker(tmp_path: Path) -> None:
 
 
 async def test_a_worker_that_is_cleared_is_cut_off(host: Host) -> None:
-    """Its timers end at the service too, those included that it acquired there by itself."""
+    """Its timers end at the service too, with those that it acquired there itself."""
     connection = host.connect()
     connection.send(wire.acquire(1, 0, 60.0, b"s"))
     await host.timers.until(lambda: host.timers.scopes() == ["s"])
@@ -412,7 +412,7 @@ async def test_a_worker_that_is_cleared_is_cut_off(host: Host) -> None:
 
 
 async def test_a_stream_carries_the_same_messages(host: Host) -> None:
-    """In pieces, several at once, and beside a connection of the other form."""
+    """They may arrive in pieces, several at once, and beside a connection of the other form."""
     with host.connect_stream() as stream, host.connect() as other:
         other.send(wire.acquire(1, 0, 60.0, b"packet"))
         for byte in frame(wire.acquire(1, 0, 60.0, b"pieces")):
@@ -427,7 +427,7 @@ async def test_a_stream_carries_the_same_messages(host: Host) -> None:
 
 
 async def test_a_part_of_a_frame_delays_no_other_timer(host: Host) -> None:
-    """Nor a verdict on an expired one. At the end of the connection it is no message."""
+    """It does not delay the check of an expired timer either. At the end of the connection it is dropped."""
     with host.connect_stream() as stream, host.connect_stream() as other:
         half = frame(wire.acquire(1, 0, 60.0, b"half"))[:-1]
         stream.send(frame(wire.acquire(2, 0, 60.0, b"whole")) + half)
@@ -442,7 +442,7 @@ async def test_a_part_of_a_frame_delays_no_other_timer(host: Host) -> None:
 
 
 async def test_a_release_that_waits_in_a_stream_is_read_before_the_verdict(host: Host) -> None:
-    """Behind as many messages as the kernel's queue can hold."""
+    """It may be behind as many messages as the kernel's queue can hold."""
     with host.connect_stream() as stream:
         stream.send(frame(wire.acquire(1, 0, 60.0, b"s")))
         await host.timers.until(lambda: host.timers.scopes() == ["s"])
@@ -479,7 +479,7 @@ async def test_a_malformed_frame_ends_its_connection_and_no_other(host: Host, se
 
 
 async def test_streams_have_the_same_checks_and_limits(tmp_path: Path) -> None:
-    """A stranger is refused; connections of both forms count together."""
+    """An unknown process is refused; connections of both forms count together."""
     host = Host(tmp_path / "s", TimerLimits(connections=2, introduction=0.1))
     await host.socket.start()
     with host.connect_stream() as stranger:
@@ -500,7 +500,7 @@ async def test_streams_have_the_same_checks_and_limits(tmp_path: Path) -> None:
 
 
 async def test_a_path_that_cannot_be_used_is_named(tmp_path: Path) -> None:
-    """In one line, before any worker is started."""
+    """The error has one line, and is raised before any worker is started."""
     host = Host(tmp_path / "no" / "s")
     with pytest.raises(TimerSocketError, match="No such file") as caught:
         await host.socket.start()

@@ -1,4 +1,4 @@
-"""What a process writes into its table is what its agent knows, though nobody is told of a change."""
+"""The agent reads timers from a process's table, although the process sends no message about a change."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ MILLISECOND = 1_000_000
 
 
 def memory(size: int = SIZE, seals: int = SHRINK | GROW) -> int:
-    """Descriptor of a memory as a worker makes it."""
+    """The descriptor of a memory as a worker makes it."""
     descriptor = os.memfd_create("table", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(descriptor, size)
     fcntl.fcntl(descriptor, ADD_SEALS, seals)
@@ -64,29 +64,29 @@ class Process:
         signal: int = 0,
         learns: bool = False,
     ) -> int:
-        """Starts a timer; the slot."""
+        """Start a timer; return its slot."""
         self._tokens += 1
         kind = self.table.kind_of(scope, signal, learns)
         return self.table.acquire(self._tokens, int(since * 1e9), int(after * 1e9), scope, kind)
 
     def leave(self, scope: bytes, seconds: float) -> None:
-        """Notes how long a scope took."""
+        """Record the duration of a scope."""
         self.table.observe(self.table.kind_of(scope, 0, True), int(seconds * 1e9))
 
     def listening(self) -> float:
-        """Until when the agent looks by itself."""
+        """The time until which the agent polls by itself, in monotonic seconds."""
         return float(self.table.listening[0]) / 1e9
 
     def close(self) -> None:
-        """Ends."""
+        """End the process."""
         os.close(self.descriptor)
 
 
 class Host:
-    """An agent's tables, by a clock of the test's."""
+    """An agent's tables, with a clock of the test."""
 
     def __init__(self) -> None:
-        """One worker may have them."""
+        """Build a host; one worker may have tables."""
         self.clock = Clock()
         self.timers = RememberedTimers()
         self.holders = Holders(
@@ -95,7 +95,7 @@ class Host:
         self.tables = Tables(self.clock)
 
     def holder(self) -> Holder:
-        """For one process more."""
+        """Open a holder for one more process."""
         return self.holders.open("0@1", os.getpid())
 
 
@@ -114,7 +114,7 @@ async def host() -> Host:
 
 
 async def test_what_is_in_the_table_is_held(host: Host, process: Process) -> None:
-    """From when it began; what is gone from it is not, what has come is; a slot's second timer is another one."""
+    """A timer counts from its start; removed ones end, new ones begin; a slot's second timer is another timer."""
     first = process.acquire(b"a", after=5.0, since=998.0)
     table = host.tables.open(host.holder(), process.descriptor)
     assert host.timers.held == {("0@1", "a"): (1, 5.0, 998.0)}
@@ -130,7 +130,7 @@ async def test_what_is_in_the_table_is_held(host: Host, process: Process) -> Non
 
 
 async def test_equal_scopes_are_timers_of_their_own(host: Host, process: Process) -> None:
-    """With names of their own at the service; one's end is not another's."""
+    """They have distinct names at the service; the end of one does not end another."""
     slots = [process.acquire(b"s") for _ in range(3)]
     table = host.tables.open(host.holder(), process.descriptor)
     assert host.timers.scopes() == ["s", "s~2", "s~3"]
@@ -141,7 +141,7 @@ async def test_equal_scopes_are_timers_of_their_own(host: Host, process: Process
 
 
 async def test_a_process_whose_connection_ended_rings_again(host: Host, process: Process) -> None:
-    """With its next timer: nobody looks at its table any more, whatever was promised."""
+    """It rings with its next timer: its table is polled no longer, even within the announced time."""
     table = host.tables.open(host.holder(), process.descriptor)
     assert process.listening() > 0
     table.close()
@@ -152,7 +152,7 @@ async def test_a_process_whose_connection_ended_rings_again(host: Host, process:
 async def test_a_process_that_connected_again_is_looked_at_as_was_promised(
     host: Host, process: Process
 ) -> None:
-    """Also by the end of the connection before, which may be noticed later."""
+    """The end of the former connection, which may be noticed later, does not change that."""
     former = host.tables.open(host.holder(), process.descriptor)
     again = host.tables.open(host.holder(), process.descriptor)
     former.close()
@@ -164,14 +164,14 @@ async def test_a_process_that_connected_again_is_looked_at_as_was_promised(
 async def test_the_agent_looks_by_itself_until_nothing_has_changed_for_a_while(
     host: Host, process: Process
 ) -> None:
-    """Its last look comes after the moment until which the process need not ring."""
+    """Its last poll is after the time until which the process need not ring."""
     table = host.tables.open(host.holder(), process.descriptor)
     assert process.listening() == pytest.approx(1002.0)
     host.clock.now = 1001.5
     process.acquire(b"a")
     assert table.poll()
     assert process.listening() == pytest.approx(1003.5)
-    # At the very moment, a process may just have read the clock, and not rung.
+    # At this very time a process may have just read the clock, and not rung.
     host.clock.now = 1003.5
     assert table.poll()
     process.acquire(b"b")
@@ -189,7 +189,7 @@ async def test_the_agent_looks_by_itself_until_nothing_has_changed_for_a_while(
 
 
 async def test_all_tables_are_looked_at_without_being_asked(host: Host, process: Process) -> None:
-    """While the promise lasts, and again after a ring."""
+    """This holds until the announced time, and again after a ring."""
     other = Process()
     tables = [host.tables.open(host.holder(), each.descriptor) for each in (process, other)]
     process.acquire(b"a")
@@ -208,7 +208,7 @@ async def test_all_tables_are_looked_at_without_being_asked(host: Host, process:
 
 
 async def test_completions_are_told_once(host: Host, process: Process) -> None:
-    """Also if the process brings the same table with its next connection."""
+    """This includes a process that sends the same table with its next connection."""
     process.acquire(b"s", learns=True)
     process.leave(b"s", 2.0)
     process.leave(b"s", 1.0)
@@ -223,7 +223,7 @@ async def test_completions_are_told_once(host: Host, process: Process) -> None:
 
 
 async def test_what_is_to_be_forgotten_does_not_come_back(host: Host, process: Process) -> None:
-    """The longest time is found anew, and what was seen until then is told before that."""
+    """The longest time is measured from the start again; earlier completions are reported before that."""
     process.leave(b"s", 9.0)
     process.leave(b"other", 8.0)
     table = host.tables.open(host.holder(), process.descriptor)
@@ -238,7 +238,7 @@ async def test_what_is_to_be_forgotten_does_not_come_back(host: Host, process: P
 
 
 async def test_progress_is_told_when_it_changes(host: Host, process: Process) -> None:
-    """Under the worker's global rank."""
+    """The report has the worker's global rank."""
     table = host.tables.open(host.holder(), process.descriptor)
     process.table.progress(7, 999_000 * MILLISECOND)
     table.read_changes()
@@ -253,7 +253,7 @@ async def test_progress_is_told_when_it_changes(host: Host, process: Process) ->
 async def test_timers_that_found_no_slot_are_told_of_once(
     host: Host, process: Process, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Nobody believes to be guarded who is not."""
+    """The log shows that these timers are not guarded."""
     for number in range(SLOTS + 2):
         process.acquire(b"s%d" % number)
     table = host.tables.open(host.holder(), process.descriptor)
@@ -267,7 +267,7 @@ async def test_timers_that_found_no_slot_are_told_of_once(
 async def test_bounds_of_a_worker_hold_for_its_tables(
     process: Process, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What is beyond is taken as soon as there is room."""
+    """Timers above the limit are accepted as soon as there is room."""
     timers = RememberedTimers()
     holders = Holders(timers, rank_of={"0@1": 4}.get, limits=TimerLimits(timers=2), clock=Clock())
     first = process.acquire(b"a")
@@ -283,7 +283,7 @@ async def test_bounds_of_a_worker_hold_for_its_tables(
 
 
 async def test_what_is_no_timer_is_not_taken_for_one(host: Host, process: Process) -> None:
-    """A table is the worker's memory; what it writes there may be anything."""
+    """A table is the worker's memory; it may contain any bytes."""
     process.acquire(b"\xff\xfe")
     process.acquire(b"nothing", after=0.0)
     process.acquire(b"future", since=5000.0)
@@ -314,7 +314,7 @@ async def test_what_is_no_timer_is_not_taken_for_one(host: Host, process: Proces
 async def test_a_memory_that_could_hurt_its_reader_is_refused(
     host: Host, size: int, seals: int, says: str
 ) -> None:
-    """One that shrinks while it is read kills who reads it."""
+    """A memory that shrinks during a read kills its reader."""
     descriptor = memory(size, seals)
     with pytest.raises(TableRefused, match=says):
         host.tables.open(host.holder(), descriptor)
@@ -322,7 +322,7 @@ async def test_a_memory_that_could_hurt_its_reader_is_refused(
 
 
 async def test_what_is_no_table_is_refused(host: Host) -> None:
-    """A pipe, or memory that begins otherwise."""
+    """Examples are a pipe, and memory with other first bytes."""
     descriptor = memory()
     with pytest.raises(TableRefused, match="does not begin with the magic number"):
         host.tables.open(host.holder(), descriptor)
@@ -344,7 +344,7 @@ async def agent(tmp_path: Path) -> AsyncIterator[TimerHost]:
 
 @pytest.mark.integration
 async def test_a_table_comes_with_a_message(agent: TimerHost, process: Process) -> None:
-    """Its timers stand beside those of messages, and end with the connection; a second one takes its place."""
+    """Its timers exist beside those of messages, and end with the connection; a second table replaces it."""
     other = Process()
     process.acquire(b"s", since=time.monotonic())
     other.acquire(b"t", since=time.monotonic())
@@ -360,7 +360,7 @@ async def test_a_table_comes_with_a_message(agent: TimerHost, process: Process) 
 
 @pytest.mark.integration
 async def test_a_ring_is_heard(agent: TimerHost, process: Process) -> None:
-    """Of a process that wrote when nobody looked any more."""
+    """The process wrote its timer after the agent had stopped polling."""
     with agent.connect() as connection:
         socket.send_fds(connection, [wire.TABLE], [process.descriptor])
         await until(lambda: process.table.listening[0] > 0)
@@ -374,12 +374,12 @@ async def test_a_ring_is_heard(agent: TimerHost, process: Process) -> None:
 
 @pytest.mark.integration
 async def test_the_table_has_the_last_word(agent: TimerHost, process: Process) -> None:
-    """Before a worker is judged its table is looked at, rung for or not."""
+    """The agent reads a worker's table before it decides on an expiry, with or without a ring."""
     slot = process.acquire(b"s", since=time.monotonic())
     with agent.connect() as connection:
         socket.send_fds(connection, [wire.TABLE], [process.descriptor])
         await agent.timers.until(lambda: agent.timers.scopes() == ["s"])
-        # Nobody looks by itself while this task does not wait.
+        # The agent's poll does not run while this task does not wait.
         expired = agent.timers.expired("0@1", "s")
         process.table.release(slot)
         process.acquire(b"s", since=time.monotonic())
@@ -393,7 +393,7 @@ async def test_the_table_has_the_last_word(agent: TimerHost, process: Process) -
 async def test_nobody_is_judged_unseen(
     agent: TimerHost, process: Process, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """If the table can't be looked at, whatever the reason: the service is to tell the expiry again."""
+    """If the table can't be read, for any reason, the service has to report the expiry again."""
     process.acquire(b"s", since=time.monotonic())
     with agent.connect() as connection:
         socket.send_fds(connection, [wire.TABLE], [process.descriptor])
@@ -408,7 +408,7 @@ async def test_nobody_is_judged_unseen(
 
 
 def open_memory() -> int:
-    """How many descriptors of shared memory this process has; of others, earlier tests may have left some."""
+    """Count this process's descriptors of shared memory; earlier tests may have left other descriptors open."""
     names = [os.path.join("/proc/self/fd", name) for name in os.listdir("/proc/self/fd")]
     return sum("memfd:" in os.readlink(name) for name in names if os.path.islink(name))
 
@@ -418,7 +418,7 @@ def open_memory() -> int:
 async def test_a_table_without_its_memory_ends_the_connection(
     agent: TimerHost, process: Process, descriptors: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """So does one that can't be read; the log says why, and no descriptor is left open."""
+    """So does one that can't be read; the log has the reason, and no descriptor is left open."""
     before = open_memory()
     with agent.connect() as connection:
         connection.setblocking(False)
@@ -433,7 +433,7 @@ async def test_a_table_without_its_memory_ends_the_connection(
 
 @pytest.mark.integration
 async def test_no_descriptor_outlives_a_connection(agent: TimerHost, process: Process) -> None:
-    """Whatever was sent on it."""
+    """This holds for valid and for refused tables."""
     unsafe = memory(seals=0)
     before = open_memory()
     for descriptor in (process.descriptor, unsafe):
@@ -447,7 +447,7 @@ async def test_no_descriptor_outlives_a_connection(agent: TimerHost, process: Pr
 
 
 async def ended(connection: socket.socket) -> None:
-    """Waits until the agent has closed a connection."""
+    """Wait until the agent has closed a connection."""
     loop, seen = asyncio.get_running_loop(), asyncio.Event()
     loop.add_reader(connection, seen.set)
     await seen.wait()
@@ -470,7 +470,7 @@ async def test_an_expiry_of_a_cleared_worker_accuses_nobody(agent: TimerHost, pr
 async def test_processor_time_is_read_once_per_look(
     host: Host, process: Process, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However many timers began since the last one; it is what a hang is told with."""
+    """One read serves all timers that began since the previous poll; a hang report uses it."""
     reads = count(1)
     monkeypatch.setattr(timer_tables, "processor_time_of", lambda pid: float(next(reads)))
     process.acquire(b"a")
@@ -487,7 +487,7 @@ async def test_processor_time_is_read_once_per_look(
 async def test_the_processor_time_of_a_process_that_is_gone_is_not_known(
     host: Host, process: Process
 ) -> None:
-    """And costs nobody anything."""
+    """There is no error."""
     process.acquire(b"s")
     table = host.tables.open(host.holders.open("0@1", 2**22 + 1), process.descriptor)
     timer = host.holders.find("0@1", "s")

@@ -1,4 +1,4 @@
-"""Workers find their agent's sockets, wherever the folder for temporary files is."""
+"""Workers find their agent's sockets with any folder for temporary files."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NOWHERE = Peer("127.0.0.1:1")
 
 @pytest.fixture
 def long_folder(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Puts temporary files into a folder whose path has as many bytes as the test's parameter says."""
+    """Put temporary files into a folder whose path has as many bytes as the test's parameter."""
     short = tempfile.mkdtemp(dir="/tmp")
     folder = Path(short, "x" * (request.param - len(short) - 1))
     folder.mkdir()
@@ -34,13 +34,13 @@ def long_folder(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 
 
 def sockets(channel: grpc.aio.Channel) -> WorkerSockets:
-    """The sockets of a job whose services nobody will ask."""
+    """The sockets of a job whose services get no requests."""
     config = JobConfig("run", "node", "127.0.0.1", RunSettings(), ("true",), {}, NOWHERE, NOWHERE, 2)
     return WorkerSockets(config, channel, HostWatchdog(None, print), HostWorkers(), print)
 
 
 async def test_the_sockets_are_there_as_long_as_the_job() -> None:
-    """The timers' once workers can be named, which takes a lease; no file is left."""
+    """The timer sockets start with the lease, when workers can be named; no file is left."""
     async with open_channel(NOWHERE.endpoint) as channel:
         async with sockets(channel) as ours:
             names = ("RALLYPOINT_STORE_SOCKET", "RALLYPOINT_TIMER_SOCKET", "RALLYPOINT_TIMER_STREAM_SOCKET")
@@ -69,7 +69,7 @@ async def test_a_long_path_to_temporary_files_is_no_obstacle() -> None:
 
 
 async def test_a_folder_that_can_not_be_written_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With what to do."""
+    """It includes a remedy."""
     monkeypatch.setattr(tempfile, "tempdir", "/proc")
     async with open_channel(NOWHERE.endpoint) as channel:
         with pytest.raises(SettingError, match=r"can't make the workers' sockets: .*set TMPDIR") as caught:

@@ -1,4 +1,4 @@
-"""A worker gets exactly what was asked for, every end is reported once and rightly, and nothing is left behind."""
+"""A worker is started exactly as requested, every exit is reported once and correctly, and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def python(program: str, local_rank: int = 0, **more: Any) -> WorkerSpec:
 
 
 async def ends(spawner: Spawner, *specs: WorkerSpec) -> list[WorkerExit]:
-    """Runs workers to their end; how they ended, in the order of the specs."""
+    """Run workers to their end; return their exits in the order of the specs."""
     exits: dict[int, WorkerExit] = {}
     workers = spawner.submit(specs, lambda how: exits.update({how.local_rank: how}))
     await spawner.wait_started(workers)
@@ -43,7 +43,7 @@ async def ends(spawner: Spawner, *specs: WorkerSpec) -> list[WorkerExit]:
 
 
 async def test_exit_codes_and_signals_are_told_apart(spawner: Spawner) -> None:
-    """What a worker returned or which signal ended it arrives as it was, with when, and what it used."""
+    """The exit code or signal of a worker is reported unchanged, with the time and the used resources."""
     before = asyncio.get_running_loop().time()
     fine, coded, killed, big = await ends(
         spawner,
@@ -62,7 +62,7 @@ async def test_exit_codes_and_signals_are_told_apart(spawner: Spawner) -> None:
 
 
 async def test_a_worker_starts_from_a_clean_slate(spawner: Spawner, tmp_path: Path) -> None:
-    """Own session and group, no inherited descriptors, environment or ignored signals; dies with its spawner."""
+    """Own session and group; no inherited descriptors, variables or ignored signals; it dies with its spawner."""
     program = """
 import ctypes, json, os, signal
 death = ctypes.c_int()
@@ -89,11 +89,11 @@ print(json.dumps({
     assert found["death"] == signal.SIGKILL
     assert set(found["environment"]) - {"LC_CTYPE"} == {"PATH", "RALLYPOINT_SPAWN_ID"}
     assert found["masked"] == [0]
-    assert found["ignored"] == ["SIGPIPE", "SIGXFSZ"]  # Python's own doing
+    assert found["ignored"] == ["SIGPIPE", "SIGXFSZ"]  # set by Python itself
 
 
 async def test_bytes_survive(spawner: Spawner, tmp_path: Path) -> None:
-    """Arguments, environment and paths that are not UTF-8 arrive byte for byte; files are appended to."""
+    """Arguments, environment and paths that are not UTF-8 arrive byte for byte; output is appended to files."""
     odd = os.fsdecode(b"\xff\xfe caf\xe9 \xe2\x82\xac")
     out = tmp_path / odd
     out.write_bytes(b"before ")
@@ -127,7 +127,7 @@ async def test_bytes_survive(spawner: Spawner, tmp_path: Path) -> None:
 async def test_what_cannot_be_started_says_why(
     spawner: Spawner, tmp_path: Path, argv: list[str], more: dict[str, Any], expected: str
 ) -> None:
-    """A failed start is a one-line SpawnError that says what is wrong, not an exit; others are unharmed."""
+    """A failed start raises a one-line SpawnError with the reason, and reports no exit; other workers are unharmed."""
     (tmp_path / "text").write_text("words")
     for name, content in (("orphan", "#!/no/such/interpreter\n"), ("blank", "words")):
         (tmp_path / name).write_text(content)
@@ -143,7 +143,7 @@ async def test_what_cannot_be_started_says_why(
 
 
 async def test_two_hundred_workers_leave_nothing(spawner: Spawner) -> None:
-    """Spawning and burying many workers uses up no descriptor and leaves no zombie, here or in the spawner."""
+    """Many starts and exits use up no descriptor and leave no zombie, here or in the spawner."""
     (first,) = await ends(spawner, python(""))
     assert first.succeeded
     assert spawner.pid is not None
@@ -162,7 +162,7 @@ async def test_two_hundred_workers_leave_nothing(spawner: Spawner) -> None:
 
 
 async def test_orphans_are_reaped(spawner: Spawner) -> None:
-    """A grandchild whose parent is gone is adopted, and no zombie when it ends."""
+    """A grandchild whose parent has ended is adopted, and reaped when it ends."""
     program = "import os, time; os.fork() or (os.fork() or time.sleep(0.05), os._exit(0)); os.wait()"
     (how,) = await ends(spawner, python(program))
     assert how.succeeded
@@ -172,7 +172,7 @@ async def test_orphans_are_reaped(spawner: Spawner) -> None:
 
 
 async def test_ends_that_come_together_are_all_told(spawner: Spawner, tmp_path: Path) -> None:
-    """Signals of dead children merge; one wake-up reaps all of them, the adopted ones before the workers too."""
+    """SIGCHLD signals merge; one wake-up reaps all dead children, also adopted ones that come before the workers."""
     orphan = tmp_path / "orphan"
     program = (
         "import os, signal, sys; os.fork() and os._exit(0); print(os.getpid(), flush=True); signal.pause()"
@@ -193,7 +193,7 @@ async def test_ends_that_come_together_are_all_told(spawner: Spawner, tmp_path: 
 
 
 async def test_signals_wait_for_exec_and_choose_their_victims(spawner: Spawner) -> None:
-    """A signal sent in the same breath as the start is neither lost nor too early."""
+    """A signal sent together with the start is neither lost nor too early."""
     exits: list[WorkerExit] = []
     workers = spawner.submit(
         [WorkerSpec(rank, ["sleep", "60"], ENVIRONMENT) for rank in range(3)], exits.append
@@ -207,7 +207,7 @@ async def test_signals_wait_for_exec_and_choose_their_victims(spawner: Spawner) 
 
 
 async def test_a_callback_that_raises_costs_nobody_else(spawner: Spawner) -> None:
-    """An exception in one worker's on_exit is reported to the loop; the others' ends are still told."""
+    """An exception in one worker's on_exit is reported to the loop; the other exits are still reported."""
     complaints: list[str] = []
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(lambda _loop, context: complaints.append(context["message"]))
@@ -224,7 +224,7 @@ async def test_a_callback_that_raises_costs_nobody_else(spawner: Spawner) -> Non
 
 
 async def test_a_dead_spawner_is_told_and_its_workers_accounted_for() -> None:
-    """SIGKILL of the spawner: an inferred end for each worker, errors for new ones."""
+    """After SIGKILL of the spawner each worker has an inferred exit, and new ones get an error."""
     exits: list[WorkerExit] = []
     spawner = Spawner.start()
     sleep = WorkerSpec(0, ["sleep", "60"], ENVIRONMENT)
@@ -244,7 +244,7 @@ async def test_a_dead_spawner_is_told_and_its_workers_accounted_for() -> None:
 
 
 async def test_a_spawner_that_does_not_answer_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A suspended spawner counts as dead after a bound, and everything below it dies."""
+    """A suspended spawner counts as dead after a time limit, and all its processes are killed."""
     monkeypatch.setattr("rallypoint.agent.spawner.client.ANSWER_MARGIN", 0.0)
     exits: list[WorkerExit] = []
     spawner = Spawner.start()
@@ -275,7 +275,7 @@ async def test_closing_leaves_no_process_and_no_descriptor() -> None:
 
 
 async def test_one_spawner_dies_without_the_other() -> None:
-    """Two spawners in one process: the death of one, helper processes and all, harms neither the other nor us."""
+    """The death of one, with its helper process, harms neither the other spawner nor this process."""
     other_child = await asyncio.create_subprocess_exec("sleep", "60")
     async with Spawner.start() as one, Spawner.start() as other:
         exits: list[WorkerExit] = []
@@ -297,7 +297,7 @@ async def test_one_spawner_dies_without_the_other() -> None:
 
 
 async def test_a_spawner_ends_although_no_descriptor_is_left() -> None:
-    """What its end is seen by is there from the start: a job that has used up all others must not hang on it."""
+    """The descriptor that shows its end exists from the start: a job without free descriptors must not hang."""
     spawner = Spawner.start()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))

@@ -1,4 +1,4 @@
-"""Wait statuses and failed steps become what an agent can act on and a person can read."""
+"""Wait statuses and failed steps are translated into values for the agent and text for people."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def exited(status: int) -> dict[str, float]:
     [(0, 0, None), (7 << 8, 7, None), (9, None, signal.SIGKILL), (11 | 0x80, None, signal.SIGSEGV)],
 )
 def test_wait_statuses(status: int, exit_code: int | None, number: int | None) -> None:
-    """Exit codes and signals are told apart, a core dump or not."""
+    """Exit codes and signals are distinguished, with and without a core dump."""
     how = read_exit(2, exited(status))
     assert (how.local_rank, how.pid, how.exit_code, how.signal) == (2, 5, exit_code, number)
     assert (how.at, how.time, how.user_seconds, how.system_seconds, how.max_rss) == (
@@ -39,13 +39,13 @@ def test_wait_statuses(status: int, exit_code: int | None, number: int | None) -
 
 
 def test_an_inferred_end_is_no_success() -> None:
-    """What nobody saw counts as a kill."""
+    """An exit without a wait status counts as a kill."""
     how = infer_exit(1, 5, at=1.0, time=2.0)
     assert (how.signal, how.inferred, how.succeeded) == (signal.SIGKILL, True, False)
 
 
 def test_requests_are_json_whatever_the_bytes() -> None:
-    """Undecodable bytes travel as lone surrogates, which JSON can escape, and come back the same."""
+    """Undecodable bytes are sent as lone surrogates, which JSON can escape, and arrive unchanged."""
     odd = os.fsdecode(b"\xff\x80")
     request = spawn_request(7, WorkerSpec(0, [odd], {odd: odd}, Path(odd)))
     back = json.loads(json.dumps(request))
@@ -73,7 +73,7 @@ def test_requests_are_json_whatever_the_bytes() -> None:
     ],
 )
 def test_failed_steps_are_explained(step: str, number: int, text: str, expected: str) -> None:
-    """Each step that can fail says what failed, on what, and where it helps what to do."""
+    """The error has the failed step, its object, and a remedy if there is one."""
     error = read_failure(SPEC, {"step": step, "errno": number, "text": text})
     assert str(error).startswith(f"cannot start worker 2: {expected}")
     assert "\n" not in str(error)

@@ -1,4 +1,4 @@
-"""Whoever of agent, guard and spawner dies, and however, nothing of the workers' trees outlives it."""
+"""After the death of agent, guard or spawner, in any combination, no process of the workers' trees survives."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ asyncio.run(main())
 
 
 class Agent:
-    """A program with a spawner and stubborn workers, which we may kill as we like."""
+    """A program with a spawner and stubborn workers, which the test may kill."""
 
     def __init__(self, marker: str, folder: Path) -> None:
         self.marker = marker
         command = json.dumps(stubborn(marker, folder))
-        # Guard and spawner have the marker from the agent's environment: they must go too.
+        # Guard and spawner inherit the marker from the agent's environment: they must end too.
         self.process = subprocess.Popen(
             [sys.executable, "-c", AGENT, command, str(WORKERS)],
             stdout=subprocess.PIPE,
@@ -104,7 +104,7 @@ def agent(tmp_path: Path) -> Iterator[Agent]:
     ids="+".join,
 )
 def test_nothing_survives_the_death_of_any_two(agent: Agent, victims: tuple[str, ...]) -> None:
-    """SIGKILL of one or two of the three ends every worker, child, daemon and hopper, with no help from us."""
+    """SIGKILL of one or two of the three ends all workers, children, daemons and hoppers, without help of the test."""
     assert len(living(agent.marker)) > WORKERS * 5
     for number in (signal.SIGSTOP, signal.SIGKILL):  # stopped first: none ends because of another's death
         for name in victims:
@@ -133,7 +133,7 @@ def test_a_stopped_agent_does_not_keep_a_broken_tree_alive(agent: Agent) -> None
 
 @pytest.mark.integration
 def test_terminal_signals_leave_spawner_and_workers_to_the_agent(agent: Agent) -> None:
-    """What Ctrl-C, Ctrl-\\ or a scheduler sends to everybody ends neither spawner nor guard."""
+    """Ctrl-C, Ctrl-\\ or a scheduler signals all processes; that ends neither spawner nor guard."""
     for name in ("guard", "spawner"):
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
             os.kill(agent.pids[name], number)
@@ -146,7 +146,7 @@ def test_terminal_signals_leave_spawner_and_workers_to_the_agent(agent: Agent) -
 
 
 def test_descendants_are_found_parents_first() -> None:
-    """A walk shows the whole tree below a process, each after its parent, and leaves out what it is told to."""
+    """The walk returns the whole tree below a process, parents first, without the excluded processes."""
     program = "import os, signal; os.fork() or os.fork(); print(flush=True); signal.pause()"
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as child:
         assert child.stdout is not None
@@ -166,7 +166,7 @@ def test_descendants_are_found_parents_first() -> None:
 
 
 def test_a_pid_that_became_a_stranger_is_not_struck() -> None:
-    """A process whose parent is outside the tree by the time of the blow is left alone, and so is its group."""
+    """A process whose parent is outside the tree when the signal is sent is spared, and so is its group."""
     command = [sys.executable, "-c", "import signal; signal.pause()"]
     with subprocess.Popen(command, start_new_session=True) as stranger:
         was = ProcessStat(stranger.pid, "S", parent=12345678, group=stranger.pid, session=stranger.pid)
@@ -178,7 +178,7 @@ def test_a_pid_that_became_a_stranger_is_not_struck() -> None:
 
 
 def test_no_group_is_mistaken_for_everybody(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process in the middle of its end may show -1 or 0 for a group: the numbers for "all" and "mine"."""
+    """A process that is ending may show -1 or 0 as its group: as arguments they mean "all" and "mine"."""
     signalled: list[int] = []
     monkeypatch.setattr(os, "killpg", lambda group, _number: signalled.append(group))
     gone_by_now = 2**22 + 1
@@ -188,7 +188,7 @@ def test_no_group_is_mistaken_for_everybody(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_who_is_overlooked_dies_all_the_same() -> None:
-    """Looks that miss a process don't end the killing: that there are no children is for the kernel to say."""
+    """A walk that misses a process does not end the loop: only the kernel decides that there are no children left."""
     program = """
 import subprocess, sys
 from rallypoint.agent.spawner import spawner
@@ -204,7 +204,7 @@ child.returncode = 0
 
 
 def test_who_died_below_a_dead_parent_is_buried_too() -> None:
-    """Seen while its parent still had to bury it, which died with it: since then it is ours."""
+    """It was seen as its parent's zombie; the parent died too, so this process has adopted it."""
     program = """
 import os, signal, time
 from rallypoint.agent.spawner import spawner
@@ -233,7 +233,7 @@ assert spawner.read_process(child) is None
 
 
 def test_the_program_needs_only_the_standard_library() -> None:
-    """The file runs isolated, without site-packages, and imports nothing that could not be forked."""
+    """The file runs isolated, without site-packages, and imports no module that is unsafe to fork."""
     check = (
         "import runpy, sys; runpy.run_path(sys.argv[1], run_name='looked_at'); "
         "print(sorted(name for name in sys.modules if name.split('.')[0] in ('grpc', 'google', 'asyncio', "

@@ -1,4 +1,4 @@
-"""An agent that stands on its own runs the jobs it has room for, refuses others, and takes its jobs along."""
+"""A standalone agent runs as many jobs as it has room for, refuses others, and ends its jobs when it ends."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from support.waiting import PATIENCE, until
 
 
 class Host:
-    """A daemon that serves, and the services its jobs need."""
+    """A running daemon, and the services that its jobs need."""
 
     def __init__(
         self, folder: Path, rendezvous: str, stub: pb_grpc.SupervisorServiceAsyncStub, marker: str
@@ -49,21 +49,21 @@ class Host:
         return pb.JobSpec(**fields)
 
     async def launch(self, script: str, **more: Any) -> str:
-        """Have a job run; returns the name of its node."""
+        """Launch a job; return the name of its node."""
         return (await self.stub.LaunchJob(self.request(script, **more))).node_id
 
     def request(self, script: str, launch_id: str = "", **more: Any) -> pb.LaunchJobRequest:
-        """What has a job run."""
+        """A request to launch a job."""
         return pb.LaunchJobRequest(spec=self.spec(script, **more), launch_id=launch_id)
 
     async def refused(self, script: str = "exit 0", **more: Any) -> ServiceError:
-        """The error with which a job is refused."""
+        """Return the error with which a job is refused."""
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await self.launch(script, **more)
         return decode(caught.value)
 
     async def ended(self, run_id: str = "") -> pb.Job:
-        """Wait for a job's end."""
+        """Wait for the end of a job; return the job."""
         job = pb.Job()
         async with asyncio.timeout(PATIENCE):
             async for response in self.stub.WatchJob(pb.WatchJobRequest(run_id=run_id)):
@@ -90,7 +90,7 @@ async def host(tmp_path: Path) -> AsyncIterator[Host]:
 
 
 async def test_a_job_is_run_as_it_was_specified(host: Host) -> None:
-    """Where, how many, as whom, with what environment; and how it ended is told."""
+    """Its folder, number of workers, role and environment are as requested; its result is reported."""
     script = 'echo "$FROM $MARK $RANK $WORLD_SIZE $ROLE_NAME $RALLYPOINT_NODE $PWD" > $1/seen.$RANK'
     node_id = await host.launch(
         script,
@@ -109,7 +109,7 @@ async def test_a_job_is_run_as_it_was_specified(host: Host) -> None:
 
 
 async def test_no_more_jobs_run_than_there_is_room_for(host: Host) -> None:
-    """One too many is refused by the name of the first; after the end of one there is room again."""
+    """The error for one too many names the first job; after the end of a job there is room again."""
     await host.launch("touch $1/started; sleep 600")
     await host.launch("sleep 600", run_id="run-2")
     await until((host.folder / "started").exists, "the worker")
@@ -129,14 +129,14 @@ async def test_no_more_jobs_run_than_there_is_room_for(host: Host) -> None:
 
 
 async def test_a_run_has_one_job_of_a_host(host: Host) -> None:
-    """A second one of its name would be a second node of the host, with the same devices."""
+    """A second job of the same run would be a second node of the host, with the same devices."""
     await host.launch("sleep 600")
     error = await host.refused()
     assert (error.reason, error.metadata) == ("JOB_RUNNING", {"run_id": "run-1"})
 
 
 async def test_a_launch_that_is_sent_again_launches_nothing_more(host: Host) -> None:
-    """By its launch_id, at the same time, later, and even after the job's end."""
+    """Its launch_id identifies it, at the same time, later, and even after the job's end."""
     request = host.request("echo x >> $1/starts", launch_id="launch-1")
     first, second = await asyncio.gather(host.stub.LaunchJob(request), host.stub.LaunchJob(request))
     assert first == second
@@ -148,7 +148,7 @@ async def test_a_launch_that_is_sent_again_launches_nothing_more(host: Host) -> 
 
 @pytest.mark.parametrize("run_id", ["run-1", "run-2"])
 async def test_a_launch_id_is_not_for_two_jobs(host: Host, run_id: str) -> None:
-    """A caller that chose it twice would take another job for its own."""
+    """A caller that used it twice would take another job for its own."""
     await host.stub.LaunchJob(host.request("exit 0", launch_id="launch-1"))
     error = await host.refused(run_id=run_id, script="exit 1", launch_id="launch-1")
     assert (error.code, error.reason) == (grpc.StatusCode.FAILED_PRECONDITION, "LAUNCH_ID_REUSED")
@@ -156,7 +156,7 @@ async def test_a_launch_id_is_not_for_two_jobs(host: Host, run_id: str) -> None:
 
 
 async def test_python_is_that_of_the_agent(host: Host) -> None:
-    """Who launches a job from elsewhere can't know its path."""
+    """A remote client can't know its path."""
     code = "import sys, pathlib; pathlib.Path(sys.argv[1]).write_text(sys.executable)"
     spec = host.spec("", command=["${python}", "-c", code, str(host.folder / "seen")])
     await host.stub.LaunchJob(pb.LaunchJobRequest(spec=spec))
@@ -165,7 +165,7 @@ async def test_python_is_that_of_the_agent(host: Host) -> None:
 
 
 async def test_flags_of_run_are_options_of_a_job(host: Host) -> None:
-    """As `rallypoint run` takes them; the number of workers may be left to the host."""
+    """They are parsed as `rallypoint run` does; the host may choose the number of workers."""
     script = 'echo "$LOCAL_RANK" > $1/seen.$RANK'
     await host.launch(script, options={"nproc_per_node": "cpu"}, virtual_local_rank=True)
     assert (await host.ended()).world_size == len(os.sched_getaffinity(0))
@@ -173,7 +173,7 @@ async def test_flags_of_run_are_options_of_a_job(host: Host) -> None:
 
 
 async def test_a_daemon_that_ends_takes_its_job_along_in_good_order(tmp_path: Path) -> None:
-    """Its workers get the time to save what they have, also if the job was being stopped already."""
+    """Its workers get the time to save their state, also if the job was already being stopped."""
     save = 'trap "sleep 0.3; touch $1/saved; exit" TERM; touch $1/started; while :; do sleep 0.02; done'
     async with embedded_rendezvous() as rendezvous, embedded_timer() as timer:
         async with Daemon(timer, None, {"PATH": os.environ["PATH"]}) as daemon:
@@ -181,7 +181,7 @@ async def test_a_daemon_that_ends_takes_its_job_along_in_good_order(tmp_path: Pa
             await daemon._launch(host.request(save))
             await until((tmp_path / "started").exists, "the worker")
             daemon.jobs.running[0].request_stop("maintenance")
-            await asyncio.sleep(0.25)  # long enough for a second request to count as one in a hurry
+            await asyncio.sleep(0.25)  # so that a second request would count as urgent
         assert (tmp_path / "saved").exists()
         async with open_channel(rendezvous) as channel:
             request = rendezvous_pb.GetRunRequest(run_id="run-1")
@@ -190,7 +190,7 @@ async def test_a_daemon_that_ends_takes_its_job_along_in_good_order(tmp_path: Pa
 
 
 async def test_who_hurries_a_daemon_has_its_workers_killed(tmp_path: Path) -> None:
-    """A second signal cancels the wait for the job: nobody waits for workers that take their time."""
+    """A second signal cancels the wait for the job: slow workers are killed."""
     slow = 'trap "sleep 600" TERM; touch $1/started; while :; do sleep 0.02; done'
     async with embedded_rendezvous() as rendezvous, embedded_timer() as timer:
         async with Daemon(timer, None, {"PATH": os.environ["PATH"]}) as daemon:
@@ -198,7 +198,7 @@ async def test_who_hurries_a_daemon_has_its_workers_killed(tmp_path: Path) -> No
             await daemon._launch(host.request(slow))
             await until((tmp_path / "started").exists, "the worker")
             leaving = asyncio.create_task(daemon.leave())
-            await asyncio.sleep(0.25)  # long enough for a second request to count as one in a hurry
+            await asyncio.sleep(0.25)  # so that a second request would count as urgent
             with pytest.raises(ServiceError, match="shutting down"):
                 await daemon._launch(host.request("exit 0"))
             leaving.cancel()
@@ -252,7 +252,7 @@ async def test_who_hurries_a_daemon_has_its_workers_killed(tmp_path: Path) -> No
 async def test_a_job_that_can_not_be_run_is_refused_by_the_field(
     host: Host, more: dict[str, Any], field: str, told: str
 ) -> None:
-    """Before anything is started."""
+    """The job is refused before anything is started."""
     error = await host.refused(**more)
     assert error.code is grpc.StatusCode.INVALID_ARGUMENT
     assert [name for name, _ in error.field_violations] == [field]
@@ -272,7 +272,7 @@ async def test_a_job_that_can_not_be_run_is_refused_by_the_field(
 async def test_a_job_that_turns_out_impossible_ends_with_2(
     host: Host, more: dict[str, Any], told: str
 ) -> None:
-    """Whoever launched it reads why; the daemon goes on."""
+    """The client can read the reason; the daemon goes on."""
     await host.launch("exit 0", **more)
     job = await host.ended()
     assert (job.exit_code, told in job.detail) == (2, True)
@@ -281,9 +281,9 @@ async def test_a_job_that_turns_out_impossible_ends_with_2(
 
 
 async def test_a_job_that_could_not_begin_can_be_stopped_as_any_other(host: Host) -> None:
-    """It never joined its run, so it has none to leave, however urgent the second request is.
+    """It never joined its run, so it can't leave one, however urgent the second request is.
 
-    Found by `make hostile OF=agent SEED=5 ONLY=2042`, beside others: UNEXPECTED_ERROR.
+    Found by `make hostile OF=agent SEED=5 ONLY=2042`, among others: UNEXPECTED_ERROR.
     """
     (host.folder / "logs").write_text("no folder")
     await host.launch("exit 0")
@@ -295,7 +295,7 @@ async def test_a_job_that_could_not_begin_can_be_stopped_as_any_other(host: Host
 
 
 async def test_a_job_can_be_stopped_before_it_has_joined(tmp_path: Path) -> None:
-    """Twice, the second time at once: it leaves as soon as it can, without a worker."""
+    """Two requests, the second urgent: the job leaves as soon as it can, without a worker."""
     async with (
         embedded_rendezvous() as rendezvous,
         embedded_timer() as timer,
@@ -313,7 +313,7 @@ async def test_a_job_can_be_stopped_before_it_has_joined(tmp_path: Path) -> None
 
 
 async def test_unusable_certificates_are_the_jobs_end_not_the_daemons(tmp_path: Path) -> None:
-    """A file that is missing is told like anything else that can't be honoured."""
+    """A missing file is reported like any other setting that can't be used."""
     tls = ClientTLS(ca=tmp_path / "none.pem")
     async with embedded_timer() as timer, Daemon(timer, tls, {}) as daemon:
         host = Host(tmp_path, "127.0.0.1:1", None, "worker")  # type: ignore[arg-type]
@@ -326,7 +326,7 @@ async def test_unusable_certificates_are_the_jobs_end_not_the_daemons(tmp_path: 
 
 
 async def test_a_host_that_can_start_no_process_says_so(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Perhaps another one can."""
+    """The error is UNAVAILABLE: another host may be able to."""
 
     def fail() -> None:
         raise SpawnError("cannot start the spawner process: Resource temporarily unavailable")

@@ -1,4 +1,4 @@
-"""A job is told in one state, with why, and with its workers as they are."""
+"""The message of a job has one state, its reason, and the state of each worker."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from rallypoint.rendezvous.core.state import Phase
 
 
 def told(job: FakeJob, launch_id: str = "") -> pb.Job:
-    """The job, as it is told."""
+    """The protocol message of the job."""
     return job_message(TakenJob(as_job(job), launch_id))
 
 
 def test_a_job_is_told_with_its_workers() -> None:
-    """Who runs, who ended and how, by local rank; where its logs and its run are."""
+    """It lists running and ended workers by local rank, with their exit codes; and its log folder and its run."""
     job = told(
         FakeJob(
             state=AgentState(workers=Workers.RUNNING, phase=Phase.FINAL, started=3, restart_count=2),
@@ -69,13 +69,13 @@ def test_a_job_is_told_with_its_workers() -> None:
     ],
 )
 def test_a_job_is_in_one_state(state: AgentState, expected: pb.JobState.ValueType, detail: str) -> None:
-    """The one that says what it waits for, or why it stops."""
+    """The detail states the reason why the job waits or stops."""
     job = told(FakeJob(state=state, stop_reason="a worker failed"))
     assert (job.state, job.detail, job.exit_code) == (expected, detail, 0)
 
 
 def test_a_job_that_is_drained_says_until_when() -> None:
-    """For whoever waits for the host."""
+    """Clients that wait for the host see the deadline."""
     state = AgentState(workers=Workers.RUNNING, started=1)
     job = told(FakeJob(state=state, draining=DrainNotice("power cut", LAUNCHED + 90, 90.0)))
     assert (job.state, job.detail) == (pb.JOB_STATE_DRAINING, "power cut")
@@ -83,7 +83,7 @@ def test_a_job_that_is_drained_says_until_when() -> None:
 
 
 def test_a_job_that_ended_says_how() -> None:
-    """Its exit code, one sentence, and the report of the failure that ended the run."""
+    """It has the exit code, one sentence, and the report of the failure that ended the run."""
     ending = FakeJob(state=AgentState(workers=Workers.RUNNING))
     ending.end(JobResult(1, "rank 3 failed", VALUE_ERROR))
     job = told(ending)
@@ -92,11 +92,11 @@ def test_a_job_that_ended_says_how() -> None:
     assert "ValueError: bad" in job.failure_report
     assert "Traceback" in job.failure_report
     listed = job_message(TakenJob(as_job(ending)), whole=False)
-    assert (listed.exit_code, listed.failure_report) == (1, "")  # a hundred of them would pass for no message
+    assert (listed.exit_code, listed.failure_report) == (1, "")  # a hundred reports would exceed the message limit
 
 
 def test_what_a_worker_uses_is_told_while_it_runs() -> None:
-    """And how far it is; of one that has ended neither is known."""
+    """So is its progress; both are unknown for a worker that has ended."""
     usage = Usage(processor_seconds=12.5, processors=1.25, memory_bytes=4096, processes=3, threads=9)
     worker = worker_message(running(0), usage, (17, 2.5))
     assert worker.usage.processor_time.ToMilliseconds() == 12_500
@@ -109,7 +109,7 @@ def test_what_a_worker_uses_is_told_while_it_runs() -> None:
 
 
 def test_a_job_whose_workers_nobody_guards_says_why() -> None:
-    """For programs by itself, and for people with what it does."""
+    """Programs read the reason from its own field, people in the detail."""
     running_state = AgentState(workers=Workers.RUNNING, phase=Phase.FINAL, started=3)
     job = told(
         FakeJob(

@@ -1,4 +1,4 @@
-"""A request means the job that its caller can only mean, or is asked which; the last jobs that ended are remembered."""
+"""A request without a run ID applies to the only job it can mean, or is refused; the last ended jobs are kept."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def job(run_id: str, *, over: bool = False) -> FakeJob:
 
 
 def test_without_a_name_the_job_that_runs_is_meant_or_the_last() -> None:
-    """Not one that ended meanwhile, though it came later."""
+    """A job that ended is not chosen while another runs, even if it was launched later."""
     first, second = job("run-1"), job("run-2", over=True)
     jobs = Jobs(as_job(first), as_job(second))
     assert jobs.find("").job is as_job(first)
@@ -48,7 +48,7 @@ def test_of_one_run_the_job_that_runs_is_meant_or_the_latest() -> None:
     ("run_id", "told"), [("", "has no job, running or ended"), ("run-7", "has no job of run 'run-7'")]
 )
 def test_what_is_not_there_is_not_found(run_id: str, told: str) -> None:
-    """In words that say whether there was ever anything."""
+    """The message states whether the agent has any job."""
     with pytest.raises(ServiceError, match=told) as caught:
         Jobs().find(run_id)
     assert caught.value.reason == "NO_JOB"
@@ -66,7 +66,7 @@ def test_the_last_jobs_that_ended_are_remembered_and_all_that_run() -> None:
     taken = jobs.launched("launch-5")
     assert taken is not None
     assert taken.run_id == "run-5"
-    # Not their requests, of up to 4 MiB each.
+    # Their requests, of up to 4 MiB each, are dropped.
     assert not any(isinstance(getattr(taken, each.name), Message) for each in fields(taken))
     assert jobs.launched("") is None
     assert [each.config.run_id for each in jobs.running] == ["early-bird"]

@@ -1,4 +1,4 @@
-"""What workers wrote arrives complete, in order and once: over attempts, rotated files, breaks and the job's end."""
+"""A stream has all output of workers, in order and once: over attempts, rotated files, breaks and the job's end."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ OUT, ERR = pb.LOG_STREAM_STDOUT, pb.LOG_STREAM_STDERR
 
 
 class LoggingJob(FakeJob):
-    """A job whose log folder a test fills."""
+    """A job with a log folder that the test fills."""
 
     def attempt(self, base_rank: int = 0) -> int:
-        """Workers are started once more."""
+        """Start the workers once more; return the number of the attempt."""
         assert self.log_dir is not None
         number = len(self.base_ranks)
         for local_rank in range(self.config.local_world_size):
@@ -39,18 +39,18 @@ class LoggingJob(FakeJob):
         return number
 
     def file(self, local_rank: int = 0, name: str = "stdout.log", attempt: int | None = None) -> Path:
-        """One of its files, of the latest attempt unless told."""
+        """The path of a log file; None is the latest attempt."""
         assert self.log_dir is not None
         number = len(self.base_ranks) - 1 if attempt is None else attempt
         return self.log_dir / f"attempt_{number}" / str(local_rank) / name
 
     def write(self, data: bytes, local_rank: int = 0, name: str = "stdout.log") -> None:
-        """A worker writes."""
+        """Append output of a worker."""
         with self.file(local_rank, name).open("ab") as file:
             file.write(data)
 
     def rotate(self) -> None:
-        """The file of worker 0's output is rotated."""
+        """Rotate the file of worker 0's standard output."""
         path = self.file()
         begin = sum(each.stat().st_size for each in path.parent.glob("stdout.log.*"))
         path.rename(rotated_name(path, begin))
@@ -59,33 +59,33 @@ class LoggingJob(FakeJob):
 
 @pytest.fixture
 def job(tmp_path: Path) -> LoggingJob:
-    """A job of two workers; nothing was started yet."""
+    """A job of two workers; none was started yet."""
     return LoggingJob(config=config(workers=2), log_dir=tmp_path)
 
 
 async def pieces(job: FakeJob, **fields: Any) -> list[pb.StreamLogsResponse]:
-    """All that is there for a request."""
+    """Return all responses to a request."""
     async with asyncio.timeout(PATIENCE):
         async with aclosing(stream_logs(as_job(job), pb.StreamLogsRequest(**fields))) as stream:
             return [piece async for piece in stream]
 
 
 async def text(job: FakeJob, **fields: Any) -> bytes:
-    """The same of worker 0's standard output, as bytes."""
+    """Return worker 0's standard output for a request."""
     return b"".join(
         piece.data for piece in await pieces(job, ranks=(), stream=OUT, **fields) if not piece.rank
     )
 
 
 async def refused(job: FakeJob, **fields: Any) -> str:
-    """The fields for which a request is refused."""
+    """Return the fields for which a request is refused."""
     with pytest.raises(ServiceError) as caught:
         await pieces(job, **fields)
     return " ".join(field for field, _ in caught.value.field_violations)
 
 
 async def test_all_that_is_there_comes_by_worker_and_stream(job: LoggingJob) -> None:
-    """With the rank that the worker had, and where to go on."""
+    """Each piece has the rank that the worker had, and the cursor after it."""
     job.attempt(base_rank=4)
     job.write(b"out\n")
     job.write(b"\xff\x00no line", local_rank=1, name="stderr.log")
@@ -98,7 +98,7 @@ async def test_all_that_is_there_comes_by_worker_and_stream(job: LoggingJob) -> 
 
 
 async def test_attempts_follow_one_another_with_the_ranks_they_had(job: LoggingJob) -> None:
-    """Each to its end before the next begins."""
+    """All output of an attempt is sent before the next one's."""
     job.attempt(base_rank=0)
     job.write(b"first\n")
     job.attempt(base_rank=6)
@@ -108,7 +108,7 @@ async def test_attempts_follow_one_another_with_the_ranks_they_had(job: LoggingJ
 
 
 async def test_pieces_are_bounded_and_streams_take_turns(job: LoggingJob) -> None:
-    """A worker that floods does not keep the others from being heard."""
+    """A worker with much output does not delay the others for long."""
     job.attempt()
     job.write(b"x" * (3 * PIECE_BYTES + 5))
     job.write(b"other", local_rank=1)
@@ -131,7 +131,7 @@ async def test_pieces_are_bounded_and_streams_take_turns(job: LoggingJob) -> Non
 async def test_a_tail_is_of_the_latest_attempt_and_begins_at_a_line(
     job: LoggingJob, tail: int, told: bytes
 ) -> None:
-    """Unless the last line is longer than what was asked for."""
+    """An exception is a last line that is longer than the requested tail."""
     job.attempt()
     job.write(b"before\n")
     job.attempt()
@@ -140,7 +140,7 @@ async def test_a_tail_is_of_the_latest_attempt_and_begins_at_a_line(
 
 
 async def test_who_resumes_misses_nothing_and_hears_nothing_twice(job: LoggingJob) -> None:
-    """From any piece on; streams that are not named begin as without."""
+    """Any cursor can be resumed from; streams without a cursor start at their beginning."""
     job.attempt()
     job.write(b"0123456789")
     job.attempt()
@@ -154,7 +154,7 @@ async def test_who_resumes_misses_nothing_and_hears_nothing_twice(job: LoggingJo
 
 
 async def test_rotated_files_are_one_stream_and_what_is_gone_is_told(job: LoggingJob) -> None:
-    """By the number of bytes, before the piece that comes after them."""
+    """The number of lost bytes is in the piece that comes after them."""
     job.attempt()
     for part in (b"first.", b"second.", b"third."):
         job.write(part)
@@ -170,7 +170,7 @@ async def test_rotated_files_are_one_stream_and_what_is_gone_is_told(job: Loggin
 
 
 async def test_an_attempt_that_was_removed_is_told_to_who_was_in_it(job: LoggingJob) -> None:
-    """Nobody knows how much that was; who begins anew begins with what is kept."""
+    """The number is unknown; a reader without a cursor starts with the attempts that are kept."""
     job.attempt()
     job.write(b"gone")
     job.attempt()
@@ -184,18 +184,18 @@ async def test_an_attempt_that_was_removed_is_told_to_who_was_in_it(job: Logging
 
 
 class Follower:
-    """Somebody who follows a job's standard output."""
+    """A client that follows a job's standard output."""
 
     def __init__(self, job: FakeJob) -> None:
         self.stream = stream_logs(as_job(job), pb.StreamLogsRequest(follow=True, stream=OUT))
 
     @asynccontextmanager
     async def waiting_for(self, expected: bytes) -> AsyncIterator[None]:
-        """Somebody waits for more before what is done inside, and sees just that by the end."""
+        """Wait for more output before the block runs, and check at its end that exactly this arrived."""
         reading = asyncio.create_task(self._read(len(expected)))
         await asyncio.sleep(
             0.1
-        )  # on a slow machine it does not wait yet, and the test is no test of waking it
+        )  # on a slow machine it may not wait yet; then the test does not cover the wake-up
         yield
         assert await asyncio.wait_for(reading, PATIENCE) == expected
 
@@ -206,7 +206,7 @@ class Follower:
         return seen
 
     async def rest(self) -> bytes:
-        """What comes until the end."""
+        """Return the output until the end of the stream."""
         async with asyncio.timeout(PATIENCE):
             return b"".join([piece.data async for piece in self.stream])
 
@@ -215,7 +215,7 @@ class Follower:
 async def follower(
     job: LoggingJob, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[Follower]:
-    """Follows from before the first attempt; where the kernel watches files, and where it won't any more."""
+    """Follow from before the first attempt: with file events of the kernel, and without."""
     if request.param == "unwatched":
         monkeypatch.setattr(FileWatch, "arm", lambda *_: False)
     following = Follower(job)
@@ -226,7 +226,7 @@ async def follower(
 async def test_who_follows_hears_all_of_it_over_restarts_and_rotation(
     job: LoggingJob, follower: Follower
 ) -> None:
-    """From before the first attempt to the end of the job; and then the stream ends."""
+    """The stream starts before the first attempt and ends with the job."""
     async with follower.waiting_for(b"one."):
         job.attempt()
         job.write(b"one.")
@@ -269,13 +269,13 @@ async def test_who_follows_hears_all_of_it_over_restarts_and_rotation(
 async def test_a_request_that_makes_no_sense_is_refused(
     job: LoggingJob, fields: dict[str, Any], field: str
 ) -> None:
-    """By its field."""
+    """The error names the field."""
     job.attempt()
     assert await refused(job, **fields) == field
 
 
 async def test_logs_that_can_not_be_read_are_told(job: LoggingJob) -> None:
-    """A file system may be gone; whoever follows comes again."""
+    """The file system may be gone; clients retry."""
     job.attempt()
     job.file().unlink()
     job.file().mkdir()

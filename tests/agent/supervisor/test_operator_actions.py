@@ -1,4 +1,4 @@
-"""Whoever steers a job from outside gets answers that fit a message, and refusals that say what is the matter."""
+"""An operator's requests get replies that fit into a message, and errors that state the reason."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def looked_into(text: str) -> Any:
 
 @pytest.mark.parametrize(("workers", "most"), [(1, 256 * 1024), (64, 3 * 1024 * 1024 // 64)])
 async def test_stacks_of_many_workers_fit_one_message(workers: int, most: int) -> None:
-    """They share the room alike."""
+    """All workers get the same share of the message."""
     state = SimpleNamespace(evidence_timeout=0.0, run_id="run-1")
     job = FakeJob(
         group=looked_into("\N{SNOWMAN}" * 200_000),
@@ -44,7 +44,7 @@ async def test_stacks_of_many_workers_fit_one_message(workers: int, most: int) -
 
 
 async def test_who_has_ended_has_no_stacks() -> None:
-    """Neither who ended before, nor who ends while somebody looks."""
+    """This holds for workers that ended before the request, and for workers that end during it."""
     job = FakeJob(
         group=looked_into("it waits"),
         state=RUNNING,
@@ -55,7 +55,7 @@ async def test_who_has_ended_has_no_stacks() -> None:
 
 
 async def test_without_a_rendezvous_service_nothing_is_restarted() -> None:
-    """And that is said, with where it was sought."""
+    """The error has the endpoint of the service."""
     job = FakeJob(group=worker_group(), state=RUNNING)
     job.config.rendezvous = SimpleNamespace(endpoint="127.0.0.1:1", security=None)
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""SupervisorService tells what the jobs of this host do, as it changes, and makes them stop, drain or go on."""
+"""SupervisorService reports the state of this host's jobs as it changes, and stops, drains or restarts them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Agent:
         self._stack = stack
 
     async def serve(self, *jobs: FakeJob, launch: Launch | None = None) -> pb_grpc.SupervisorServiceAsyncStub:
-        """Serve; returns what to ask."""
+        """Serve; return a stub."""
         registration = supervisor_registration(Jobs(*map(as_job, jobs)), launch)
         server = Server(ServerOptions(), services=[registration])
         await server.start()
@@ -50,7 +50,7 @@ async def agent() -> AsyncIterator[Agent]:
 
 
 async def next_state(states: Any) -> pb.Job:
-    """The next that is told."""
+    """Return the next state in the stream."""
     response = await states.read()
     assert isinstance(response, pb.WatchJobResponse)
     return response.job
@@ -62,7 +62,7 @@ def named(run_id: str) -> FakeJob:
 
 
 async def test_jobs_are_told_by_name_and_all_together(agent: Agent) -> None:
-    """One with its workers, all without."""
+    """A single job has its workers, a list of jobs has none."""
     first = FakeJob(config=config("run-1"), group=worker_group(), workers=[running(0)])
     stub = await agent.serve(first, named("run-2"))
     job = (await stub.GetJob(pb.GetJobRequest(run_id="run-1"))).job
@@ -72,7 +72,7 @@ async def test_jobs_are_told_by_name_and_all_together(agent: Agent) -> None:
 
 
 async def test_jobs_and_workers_come_a_page_at_a_time(agent: Agent) -> None:
-    """The latest job first, workers by local rank; a token is that of a page before."""
+    """The latest job comes first, workers by local rank; a token belongs to the page before."""
     workers = [running(rank) for rank in range(5)]
     stub = await agent.serve(named("run-1"), named("run-2"), FakeJob(config=config("run-3"), workers=workers))
     jobs, of_jobs = [], pb.ListJobsRequest(page_size=2)
@@ -96,7 +96,7 @@ async def test_jobs_and_workers_come_a_page_at_a_time(agent: Agent) -> None:
 
 
 async def test_a_worker_is_named_by_its_rank_and_its_process(agent: Agent) -> None:
-    """Rank 0 is not meant by a request that names none; and a process that has been replaced is not meant."""
+    """A missing rank does not mean rank 0, and a request for a replaced process is refused."""
     state = AgentState(workers=Workers.RUNNING)
     stub = await agent.serve(FakeJob(group=worker_group(), state=state, workers=[running(0)]))
     error = await refusal(stub.ReapWorker(pb.ReapWorkerRequest()))
@@ -114,7 +114,7 @@ async def test_a_worker_is_named_by_its_rank_and_its_process(agent: Agent) -> No
 
 
 async def test_a_restart_is_of_the_round_that_was_named(agent: Agent) -> None:
-    """Another one runs: it is not restarted."""
+    """The workers of another round are not restarted."""
     group = worker_group()
     stub = await agent.serve(
         FakeJob(group=group, state=AgentState(workers=Workers.RUNNING), workers=[running(0)])
@@ -125,7 +125,7 @@ async def test_a_restart_is_of_the_round_that_was_named(agent: Agent) -> None:
 
 
 async def test_who_watches_gets_the_latest_state_until_the_end(agent: Agent) -> None:
-    """At once what is, then what changed; what was over before anybody looked is left out."""
+    """First comes the current state, then each change; states that were replaced before they were sent are left out."""
     job = FakeJob()
     stub = await agent.serve(job)
     states = stub.WatchJob(pb.WatchJobRequest(), timeout=PATIENCE)
@@ -135,17 +135,17 @@ async def test_who_watches_gets_the_latest_state_until_the_end(agent: Agent) -> 
         job.changed.notify()
     told = await next_state(states)
     assert (told.state, told.restart_count) == (pb.JOB_STATE_RUNNING, 99)
-    job.changed.notify()  # nothing that could be seen
+    job.changed.notify()  # nothing visible
     await stub.GetJob(
         pb.GetJobRequest()
-    )  # by its answer the watcher's turn has come, and would have been used
+    )  # by now the watcher has run, and would have sent a state
     job.end(JobResult(0, "done"))
     assert (await next_state(states)).state == pb.JOB_STATE_ENDED
     assert await states.read() is grpc.aio.EOF
 
 
 async def test_watching_a_job_that_ended_ends_at_once(agent: Agent) -> None:
-    """After its state."""
+    """The stream has one state."""
     job = FakeJob()
     job.end(JobResult(1, "failed"))
     stub = await agent.serve(job)
@@ -154,7 +154,7 @@ async def test_watching_a_job_that_ended_ends_at_once(agent: Agent) -> None:
 
 
 async def test_streams_are_bounded_and_given_back(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever comes past the bound is told to come again; who goes makes room."""
+    """Clients above the limit are asked to retry later; a client that leaves makes room."""
     monkeypatch.setattr(servicer, "MOST_STREAMS", 1)
     stub = await agent.serve(FakeJob())
     first = stub.WatchJob(pb.WatchJobRequest())
@@ -165,7 +165,7 @@ async def test_streams_are_bounded_and_given_back(agent: Agent, monkeypatch: pyt
     first.cancel()
     told: object = None
     async with asyncio.timeout(PATIENCE):
-        while not isinstance(told, pb.WatchJobResponse):  # the agent hears of it a moment later
+        while not isinstance(told, pb.WatchJobResponse):  # the agent notices the end of the first stream later
             with suppress(grpc.aio.AioRpcError):
                 told = await stub.WatchJob(pb.WatchJobRequest(), timeout=PATIENCE).read()
 
@@ -173,7 +173,7 @@ async def test_streams_are_bounded_and_given_back(agent: Agent, monkeypatch: pyt
 async def test_readers_of_logs_leave_an_agent_the_files_that_it_needs_itself(
     agent: Agent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without any left it could start no worker: half of what the system lets it open is for readers."""
+    """Without free descriptors it could start no worker: readers get half of the system's limit."""
     job = FakeJob(config=config(workers=16))
     stub = await agent.serve(job)
     monkeypatch.setattr(resource, "getrlimit", lambda which: (128, 4096))
@@ -185,13 +185,13 @@ async def test_readers_of_logs_leave_an_agent_the_files_that_it_needs_itself(
     assert (error.code, error.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "TOO_MANY_WATCHERS")
     assert "keep 64 log files open, and 16 more would be above 64, half of" in error.message
     assert error.retry_after
-    await stub.WatchJob(pb.WatchJobRequest(), timeout=PATIENCE).read()  # which needs none
+    await stub.WatchJob(pb.WatchJobRequest(), timeout=PATIENCE).read()  # needs no file
     for stream in streams:
         stream.cancel()
 
 
 async def test_workers_are_told_with_their_progress(agent: Agent) -> None:
-    """Where they told any; those that ended are told with how."""
+    """Progress is present where workers reported it; ended workers have their exit code."""
     job = FakeJob(
         group=worker_group(), workers=[running(0, pid=2**22 + 1), running(1, pid=2**22 + 2), ended(2, code=3)]
     )
@@ -203,7 +203,7 @@ async def test_workers_are_told_with_their_progress(agent: Agent) -> None:
 
 
 async def test_a_job_is_stopped_once(agent: Agent) -> None:
-    """With who asked, and why; a second request would kill its workers, which is asked for by its own name."""
+    """The reason is passed on; a second request would kill the workers, so that needs a field of its own."""
     job = FakeJob()
     stub = await agent.serve(job)
     await stub.StopJob(pb.StopJobRequest(reason="maintenance"))
@@ -214,7 +214,7 @@ async def test_a_job_is_stopped_once(agent: Agent) -> None:
 
 
 async def test_all_jobs_that_stay_can_be_drained_at_once(agent: Agent) -> None:
-    """It is the host that goes; a grace is passed on if there is one."""
+    """The whole host is drained; the grace period is passed on if there is one."""
     jobs = [named("run-1"), named("run-2"), FakeJob(config=config("run-3"), stopping=True), named("run-4")]
     jobs[3].end(JobResult(0, "done"))
     stub = await agent.serve(*jobs)
@@ -251,7 +251,7 @@ async def test_a_reason_must_fit_a_line(agent: Agent, reason: str) -> None:
 
 
 def questions(stub: pb_grpc.SupervisorServiceAsyncStub, run_id: str = "") -> dict[str, Awaitable[Any]]:
-    """A call of every method about a job."""
+    """Call every method about a job."""
     return {
         "GetJob": stub.GetJob(pb.GetJobRequest(run_id=run_id)),
         "WatchJob": stub.WatchJob(pb.WatchJobRequest(run_id=run_id)).read(),
@@ -265,14 +265,14 @@ def questions(stub: pb_grpc.SupervisorServiceAsyncStub, run_id: str = "") -> dic
 
 
 async def test_an_agent_without_a_job_says_so(agent: Agent) -> None:
-    """A daemon, before its first; whatever it is asked."""
+    """A daemon before its first job is an example; every method returns the error."""
     for method, call in questions(await agent.serve()).items():
         error = await refusal(call)
         assert (method, error.code, error.reason) == (method, grpc.StatusCode.NOT_FOUND, "NO_JOB")
 
 
 async def test_a_name_that_no_run_can_have_is_refused(agent: Agent) -> None:
-    """It would end up in logs, as it is."""
+    """Otherwise it would appear unchanged in logs."""
     for method, call in questions(await agent.serve(FakeJob()), "a\nb").items():
         error = await refusal(call)
         assert (method, error.reason) == (method, "INVALID_ARGUMENT")
@@ -288,7 +288,7 @@ async def test_a_name_that_no_run_can_have_is_refused(agent: Agent) -> None:
     ],
 )
 async def test_workers_that_do_not_run_are_not_touched(agent: Agent, job: FakeJob, reason: str) -> None:
-    """Neither started anew nor killed nor looked into."""
+    """They are not restarted, killed or diagnosed."""
     calls = questions(await agent.serve(job))
     for method in ("RestartWorkers", "ReapWorker", "DumpStacks"):
         error = await refusal(calls.pop(method))
@@ -297,7 +297,7 @@ async def test_workers_that_do_not_run_are_not_touched(agent: Agent, job: FakeJo
 
 
 async def test_a_worker_of_another_host_is_not_found(agent: Agent) -> None:
-    """With the ranks that are here."""
+    """The error lists the ranks of this host."""
     state = AgentState(workers=Workers.RUNNING)
     stub = await agent.serve(FakeJob(group=worker_group(), state=state, workers=[running(0), running(1)]))
     for call in (
@@ -311,13 +311,13 @@ async def test_a_worker_of_another_host_is_not_found(agent: Agent) -> None:
 
 
 async def test_an_agent_of_one_job_takes_no_other(agent: Agent) -> None:
-    """`rallypoint run` runs what it was started for."""
+    """`rallypoint run` runs only its own job."""
     stub = await agent.serve()
     assert (await refusal(stub.LaunchJob(pb.LaunchJobRequest()))).reason == "NOT_A_DAEMON"
 
 
 async def test_a_daemon_is_given_the_launch_as_it_was_sent(agent: Agent) -> None:
-    """And its answer comes back."""
+    """Its reply is sent back."""
     taken: list[pb.LaunchJobRequest] = []
 
     async def launch(request: pb.LaunchJobRequest) -> pb.LaunchJobResponse:

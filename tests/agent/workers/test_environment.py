@@ -1,4 +1,4 @@
-"""A worker's environment: torchrun's variables under torchrun's names, and what the agent was started with."""
+"""A worker's environment: torchrun's variables under torchrun's names, and the environment of the agent."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ SEAT = Assignment(
 
 
 def environment(config: JobConfig = CONFIG, local_rank: int = 1) -> dict[str, str]:
-    """The environment of one worker."""
+    """Return the environment of one worker."""
     sockets = {
         "RALLYPOINT_STORE_SOCKET": "/run/agent/store",
         "TORCHELASTIC_TIMER_FILE": "/run/agent/torch.${local_rank}",
@@ -51,7 +51,7 @@ def environment(config: JobConfig = CONFIG, local_rank: int = 1) -> dict[str, st
 
 
 def test_a_worker_sees_torchruns_variables_and_ours() -> None:
-    """The whole of it: a variable that is missing, or one too many, is a change of the interface."""
+    """All of it: a missing or additional variable is a change of the interface."""
     assert environment() == {
         "PATH": "/bin",
         "PYTHONFAULTHANDLER": "1",
@@ -83,19 +83,19 @@ def test_a_worker_sees_torchruns_variables_and_ours() -> None:
 
 
 def test_what_the_user_set_stays() -> None:
-    """Some are defaults; the ranks are not."""
+    """Some variables are defaults; the ranks are not."""
     chosen = {"OMP_NUM_THREADS": "8", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "PYTHONFAULTHANDLER": ""}
     seen = environment(replace(CONFIG, environment=chosen))
     assert {name: seen[name] for name in chosen} == chosen
 
 
 def test_a_single_worker_may_use_all_threads() -> None:
-    """As torchrun: only several workers on one host hinder each other."""
+    """As in torchrun: only several workers on one host hinder each other."""
     assert "OMP_NUM_THREADS" not in environment(replace(CONFIG, local_world_size=1), 0)
 
 
 def test_a_fixed_master_is_the_master_of_every_round() -> None:
-    """Whoever names one with --master-addr has opened that port, and no other."""
+    """A user of --master-addr has opened that port, and no other."""
     seen = environment(replace(CONFIG, master_address="head", master_port=29500))
     assert (seen["MASTER_ADDR"], seen["MASTER_PORT"]) == ("head", "29500")
 
@@ -105,7 +105,7 @@ def test_a_fixed_master_is_the_master_of_every_round() -> None:
     [(None, ["0", "1"]), ("4,7", ["4", "7"]), (" 3 , GPU-8f ,5", ["3", "GPU-8f"]), ("", ["", ""])],
 )
 def test_a_virtual_local_rank_is_0_and_its_device_its_own(visible: str | None, devices: list[str]) -> None:
-    """Of those that the job may see, the one of the worker's true local rank; the global rank stays."""
+    """It is the one of the worker's real local rank among the visible devices; the global rank does not change."""
     hidden = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
     config = replace(CONFIG, virtual_local_rank=True, environment=hidden)
     check_devices(config)
@@ -120,7 +120,7 @@ def test_a_virtual_local_rank_is_0_and_its_device_its_own(visible: str | None, d
     [("4,7", "0,1", ["4", "7"]), ("", "5,6", ["5", "6"]), ("2,3", None, ["2", "3"])],
 )
 def test_hip_visible_devices_come_first(hip: str, cuda: str | None, devices: list[str]) -> None:
-    """As with ROCm itself, and both are set: torch reads CUDA_VISIBLE_DEVICES there too."""
+    """This is ROCm's own rule, and both are set: torch reads CUDA_VISIBLE_DEVICES there too."""
     hidden = {"HIP_VISIBLE_DEVICES": hip} | ({} if cuda is None else {"CUDA_VISIBLE_DEVICES": cuda})
     config = replace(CONFIG, virtual_local_rank=True, environment=hidden)
     check_devices(config)
@@ -130,7 +130,7 @@ def test_hip_visible_devices_come_first(hip: str, cuda: str | None, devices: lis
 
 
 def test_too_few_devices_of_amd_are_refused_by_their_variable() -> None:
-    """Whatever CUDA_VISIBLE_DEVICES has."""
+    """The value of CUDA_VISIBLE_DEVICES does not matter."""
     seen = {"HIP_VISIBLE_DEVICES": "3", "CUDA_VISIBLE_DEVICES": "0,1"}
     config = replace(CONFIG, virtual_local_rank=True, environment=seen)
     with pytest.raises(SettingError, match="HIP_VISIBLE_DEVICES=3 names 1 device for 2 workers"):
@@ -138,7 +138,7 @@ def test_too_few_devices_of_amd_are_refused_by_their_variable() -> None:
 
 
 def test_a_worker_without_a_device_of_its_own_is_refused() -> None:
-    """Before anything starts; where ranks are what they are, devices are the workers' own business."""
+    """It is refused before anything starts; with real local ranks the workers choose their own devices."""
     config = replace(CONFIG, environment={"CUDA_VISIBLE_DEVICES": "3"})
     check_devices(config)
     with pytest.raises(SettingError, match="CUDA_VISIBLE_DEVICES=3 names 1 device for 2 workers"):
@@ -146,10 +146,10 @@ def test_a_worker_without_a_device_of_its_own_is_refused() -> None:
 
 
 def test_the_local_rank_is_put_into_arguments() -> None:
-    """Every one that asks for it, as often as it does."""
+    """It replaces each occurrence in every argument."""
     assert worker_command(CONFIG, 1) == ("python", "train.py", "--shard=1", "1/1")
 
 
 def test_no_two_agents_get_the_same_name() -> None:
-    """Several run on one host, and containers share process ids."""
+    """Several agents run on one host, and containers share process IDs."""
     assert len({new_node_id() for _ in range(100)}) == 100

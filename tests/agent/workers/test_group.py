@@ -1,4 +1,4 @@
-"""The workers of a round are judged as one: the first failure is told once, success when all have succeeded."""
+"""The workers of a round are judged as one: the first failure is reported once, and success when all succeeded."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Told:
         self.successes = 0
 
     def note(self, event: GroupEvent) -> None:
-        """What its job's queue would get."""
+        """Record an event, in place of its job's queue."""
         match event:
             case FirstFailure(failure):
                 self.failures.append(failure)
@@ -85,7 +85,7 @@ def told() -> Told:
 
 @pytest.fixture
 async def make(tmp_path: Path, told: Told) -> AsyncIterator[Callable[..., WorkerGroup]]:
-    """Makes the group of a test out of a shell script; it is gone with the test."""
+    """A function that makes a group from a shell script; it ends with the test."""
     async with AsyncExitStack() as stack:
         spawner = await stack.enter_async_context(Spawner.start())
         console = Console()
@@ -124,7 +124,7 @@ def _found(folder: Path, pattern: str) -> list[Path]:
 async def test_success_is_told_once_when_all_have_succeeded(
     make: Callable[..., WorkerGroup], told: Told, tmp_path: Path
 ) -> None:
-    """Not when the first has."""
+    """The success of the first is not reported."""
     group = make("[ $LOCAL_RANK = 1 ] || exit 0; touch $1/waits; while [ ! -e $1/go ]; do sleep 0.01; done")
     await group.start()
     await until(lambda: 0 in group.workers and group.workers[0].exit is not None, "the first to end")
@@ -141,7 +141,7 @@ async def test_success_is_told_once_when_all_have_succeeded(
 async def test_the_first_failure_is_told_once_with_all_that_is_known(
     make: Callable[..., WorkerGroup], told: Told
 ) -> None:
-    """Who failed, where, how, and what it left in its log; those that fail after it are its consequence."""
+    """The report has the worker, its host, its exit and the end of its log; later failures are consequences."""
     group = make(
         '[ $LOCAL_RANK = 1 ] && { echo "no such layer" >&2; echo $$ > $1/new; mv $1/new $1/pid; exit 7; };'
         "while [ ! -e $1/pid ] || kill -0 $(cat $1/pid); do sleep 0.01; done 2>/dev/null; exit 1"
@@ -164,7 +164,7 @@ async def test_the_first_failure_is_told_once_with_all_that_is_known(
 async def test_a_signal_that_comes_early_waits_until_all_workers_have_started(
     make: Callable[..., WorkerGroup], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It was lost for workers that the agent did not know yet. These don't handle it, so a warning names them."""
+    """Workers that the agent did not know yet lost it. These don't handle it, so a warning names them."""
     group = make("exec sleep 600")
     group.pass_on(signal.SIGUSR1)
     await group.start()
@@ -178,13 +178,13 @@ RAISES = """
         mv $TORCHELASTIC_ERROR_FILE.new $TORCHELASTIC_ERROR_FILE
     }
 """
-"""The part of a shell script that has a worker leave its story as `record` does."""
+"""The part of a shell script that writes a worker's error file as `record` does."""
 
 
 async def test_who_has_raised_and_is_slow_to_end_was_before_those_that_die_of_it(
     make: Callable[..., WorkerGroup], told: Told
 ) -> None:
-    """It is told at the first end of another, and what it is stopped with is not how it failed."""
+    """It is reported at the first end of another worker, and its failure is not the signal that stops it."""
     group = make(
         RAISES + '[ $LOCAL_RANK = 1 ] && { raise_ "no such layer"; touch $1/raised; sleep 600; };'
         "while [ ! -e $1/raised ]; do sleep 0.01; done; sleep 0.05; exit 7"
@@ -203,7 +203,7 @@ async def test_who_has_raised_and_is_slow_to_end_was_before_those_that_die_of_it
 async def test_one_that_had_raised_is_found_when_all_are_stopped_for_another_reason(
     make: Callable[..., WorkerGroup], told: Told, tmp_path: Path
 ) -> None:
-    """Another host's worker was the first to end; what is raised because of the stop is a consequence."""
+    """Another host's worker was the first to end; an exception that the stop raises is a consequence."""
     group = make(
         RAISES
         + """
@@ -228,7 +228,7 @@ async def test_an_end_before_the_stop_is_a_failure_although_it_is_heard_of_after
     await group.start()
     pid = group.workers[1].pid
     (tmp_path / "go").touch()
-    # Without letting the event loop run: the spawner buries it, and the news waits.
+    # The event loop does not run here: the spawner reaps the worker, and the agent processes its exit later.
     wait_until(lambda: read_process(pid) is None, "the end")
     await group.stop(signal.SIGTERM, 20.0)
     assert [(each.rank, each.exit_code) for each in told.earlier] == [(5, 7)]
@@ -238,7 +238,7 @@ async def test_an_end_before_the_stop_is_a_failure_although_it_is_heard_of_after
 async def test_an_exception_of_long_ago_that_ended_nothing_is_nobody_s_failure(
     make: Callable[..., WorkerGroup], told: Told, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It was caught; who fails now is the first."""
+    """It was caught; the worker that fails now is the first."""
     monkeypatch.setattr(analysis, "UNWINDING", 0.05)
     group = make(
         RAISES + '[ $LOCAL_RANK = 1 ] && { raise_ "caught"; touch $1/raised; sleep 600; };'
@@ -253,7 +253,7 @@ async def test_an_exception_of_long_ago_that_ended_nothing_is_nobody_s_failure(
 async def test_a_program_that_does_not_exist_is_a_failure_like_any_other(
     make: Callable[..., WorkerGroup], told: Told
 ) -> None:
-    """The round must end with a reason, not hang; nothing of the group is left."""
+    """The round must end with a reason, not hang; no worker of the group is left."""
     group = make("exit 0", working_directory=Path("/none"))
     await group.start()
     (failure,) = told.failures
@@ -265,7 +265,7 @@ async def test_a_program_that_does_not_exist_is_a_failure_like_any_other(
 async def test_the_worker_that_could_not_be_started_is_named(
     make: Callable[..., WorkerGroup], told: Told
 ) -> None:
-    """By its own ranks, on this host and in the round."""
+    """The failure has its ranks, on this host and in the round."""
     group = make("exit 0")
     specs = group._spec
 
@@ -296,7 +296,7 @@ async def test_logs_that_can_not_be_written_are_a_failure_too(
 
 
 async def test_workers_that_are_stopped_have_not_failed(make: Callable[..., WorkerGroup], told: Told) -> None:
-    """However they take it."""
+    """Their exit codes and signals do not matter."""
     group = make("sleep 600")
     await group.start()
     await group.stop(signal.SIGTERM, 20.0)
@@ -307,7 +307,7 @@ async def test_workers_that_are_stopped_have_not_failed(make: Callable[..., Work
 async def test_a_crew_that_was_stopped_starts_nothing(
     make: Callable[..., WorkerGroup], told: Told, tmp_path: Path
 ) -> None:
-    """Whoever stopped it has said already that nothing of it is alive."""
+    """The caller of the stop has already confirmed that none of its workers is alive."""
     group = make("touch $1/started")
     await group.stop(signal.SIGTERM, 1.0)
     await group.start()
@@ -319,7 +319,7 @@ async def test_a_crew_that_was_stopped_starts_nothing(
 async def test_a_crew_that_is_stopped_before_it_knows_its_processors_starts_nothing(
     make: Callable[..., WorkerGroup], told: Told, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """start() waits for the host's map, stop() has nothing to stop yet, and start() goes on: nobody minds it then."""
+    """start() waits for the topology, stop() has nothing to stop yet, and start() would start unsupervised workers."""
     looking, go_on = threading.Event(), threading.Event()
 
     def look(_: JobConfig) -> list[Cpus]:
@@ -341,7 +341,7 @@ async def test_a_crew_that_is_stopped_before_it_knows_its_processors_starts_noth
 async def test_a_worker_that_hangs_is_killed_and_the_failure_says_why(
     make: Callable[..., WorkerGroup], told: Told
 ) -> None:
-    """By its name, and the others are left to whoever decides about the round."""
+    """The worker is named, and the others run on until a decision about the round."""
     group = make("sleep 600")
     await group.start()
     assert sorted(group.names) == ["0@3", "1@3"]
@@ -359,7 +359,7 @@ async def test_a_worker_that_hangs_is_killed_and_the_failure_says_why(
 async def test_a_worker_that_is_only_to_be_told_of_lives_on(
     make: Callable[..., WorkerGroup], told: Told, tmp_path: Path
 ) -> None:
-    """What it was doing is in its file."""
+    """Its diagnostics are in its file."""
     group = make("sleep 600")
     await group.start()
     await group.reap(
@@ -373,7 +373,7 @@ async def test_a_worker_that_is_only_to_be_told_of_lives_on(
 async def test_one_that_ends_with_0_of_the_signal_that_it_chose_has_failed(
     make: Callable[..., WorkerGroup], told: Told, tmp_path: Path
 ) -> None:
-    """It did not do what it was started for."""
+    """It did not finish its work."""
     group = make(
         'trap "touch $1/heard.$LOCAL_RANK; exit 0" USR1; touch $1/ready.$LOCAL_RANK; while :; do sleep 0.01; done'
     )
@@ -391,7 +391,7 @@ async def test_one_that_ends_with_0_of_the_signal_that_it_chose_has_failed(
 async def test_what_outlives_sigkill_has_failed_and_makes_the_host_unfit(
     make: Callable[..., WorkerGroup], told: Told, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The failure first, and once; whoever stops the others does not wait for it."""
+    """The failure is reported first, and once; a stop of the others does not wait for it."""
     group = make('[ $LOCAL_RANK = 0 ] || trap "" TERM; touch $1/ready.$LOCAL_RANK; sleep 600')
     await group.start()
     await until(lambda: len(_found(tmp_path, "ready.*")) == 2, "the handlers")
@@ -409,7 +409,7 @@ async def test_what_outlives_sigkill_has_failed_and_makes_the_host_unfit(
     assert why.startswith(f"process of workers outlived SIGKILL: {pid} (")
     assert failure.message == f"it did not leave 'save' within 2 s (found 0.010 s later); {why}"
     assert (failure.rank, failure.pid, failure.exit_code) == (5, pid, -9)
-    # The other one ends of the signal; the one that was killed in vain lives, and is not waited for.
+    # The other one ends by the signal; the one that outlived SIGKILL is not waited for.
     report = await asyncio.wait_for(group.stop(signal.SIGTERM, 3600.0), PATIENCE)
     assert report.killed == (1,)
     assert len(told.failures) == 1
@@ -418,7 +418,7 @@ async def test_what_outlives_sigkill_has_failed_and_makes_the_host_unfit(
 async def test_a_worker_that_ended_meanwhile_is_left_alone(
     make: Callable[..., WorkerGroup], told: Told
 ) -> None:
-    """Nor is one of another round, or one that was stopped, anybody's to kill."""
+    """A worker of another round, or one that was stopped, is not killed either."""
     group = make("exit 0", workers=1)
     await group.start()
     await until(lambda: told.successes > 0, "success")
@@ -431,7 +431,7 @@ async def test_a_worker_that_ended_meanwhile_is_left_alone(
 async def test_each_worker_has_a_pipe_for_its_stacks_until_it_is_stopped(
     make: Callable[..., WorkerGroup], told: Told, tmp_path: Path
 ) -> None:
-    """Named in its environment; and nothing of it is left."""
+    """Its environment has the path; the pipe is removed after the stop."""
     group = make('test -p "$RALLYPOINT_STACKS" && echo "$RALLYPOINT_STACKS" > $1/pipe.$LOCAL_RANK')
     await group.start()
     await until(lambda: told.successes > 0, "success")
@@ -444,7 +444,7 @@ async def test_each_worker_has_a_pipe_for_its_stacks_until_it_is_stopped(
 async def test_without_a_place_for_pipes_workers_run_all_the_same(
     make: Callable[..., WorkerGroup], told: Told, tmp_path: Path
 ) -> None:
-    """Their stacks, should they hang, are had in other ways, or not at all."""
+    """If they hang, their stacks are collected in other ways, or not at all."""
     group = make('test -z "$RALLYPOINT_STACKS"')
     group._settings = replace(group._settings, stacks=tmp_path / "none")
     await group.start()
@@ -452,7 +452,7 @@ async def test_without_a_place_for_pipes_workers_run_all_the_same(
 
 
 async def test_a_process_is_traced_to_its_worker(make: Callable[..., WorkerGroup], tmp_path: Path) -> None:
-    """Timers may be set by a worker's children; who is no child of a worker is nobody."""
+    """Timers may be set by a worker's children; a process outside all workers belongs to none."""
     group = make(
         "sleep 600 & echo $! > $1/child.$LOCAL_RANK.new; mv $1/child.$LOCAL_RANK.new $1/child.$LOCAL_RANK; wait"
     )
@@ -469,7 +469,7 @@ async def test_a_process_is_traced_to_its_worker(make: Callable[..., WorkerGroup
 async def test_a_daemon_is_traced_to_the_worker_that_left_it_behind(
     make: Callable[..., WorkerGroup], tmp_path: Path, session: str
 ) -> None:
-    """Its parents are gone, and perhaps its session too: the timers that it sets are its worker's all the same."""
+    """It has lost its parents, and perhaps its session too: its timers still belong to the worker."""
     group = make(
         f"({session}sh -c 'echo $$ > $0.new; mv $0.new $0; sleep 600; :' $1/daemon.$LOCAL_RANK &) ; sleep 600"
     )
@@ -486,7 +486,7 @@ async def test_a_daemon_is_traced_to_the_worker_that_left_it_behind(
 async def test_workers_get_the_environment_of_their_place(
     make: Callable[..., WorkerGroup], told: Told, tmp_path: Path
 ) -> None:
-    """The round's, the run's and the agent's part of it."""
+    """It has variables of the round, of the run and of the agent."""
     group = make(
         'echo "$RANK $WORLD_SIZE $TORCHELASTIC_RESTART_COUNT $RALLYPOINT_STORE_SOCKET" > $1/seen.$LOCAL_RANK'
     )

@@ -1,4 +1,4 @@
-"""The groups of workers of a host follow one another: what is told of one never counts for the next."""
+"""The groups of workers of a host follow one another: an event of one never counts for the next."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from support.waiting import until
 
 
 class SlowToSweep:
-    """A group whose workers have ended; what they left behind takes its time to die."""
+    """A group whose workers have ended; their remaining processes die slowly."""
 
     names: tuple[str, ...] = ()
     workers: ClassVar[dict[int, Any]] = {}
@@ -24,7 +24,7 @@ class SlowToSweep:
         self.swept = asyncio.Event()
 
     async def stop(self, number: int, _timeout: float) -> StopReport:
-        """The sweep kills; who stops the group asks first."""
+        """Stop the group; the sweep sends SIGKILL, an ordinary stop another signal first."""
         if number == signal.SIGKILL:
             await self.swept.wait()
         return StopReport()

@@ -1,4 +1,4 @@
-"""Each worker may run where its GPU is, or where its turn is, and nowhere else."""
+"""Each worker may run near its GPU, or on the node of its rank, and on no other processors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def bound(
 
 
 def test_without_gpus_workers_are_spread_over_the_nodes_in_order(tmp_path: Path) -> None:
-    """Neighbouring ranks are neighbours; with fewer workers than nodes each has one of its own."""
+    """Neighbouring ranks share a node; with fewer workers than nodes each has a node of its own."""
     host = read_topology({}, two_sockets_of_two_nodes(tmp_path))
     assert bound("node", host, 8) == [
         *["0-3,16-19"] * 2,
@@ -34,7 +34,7 @@ def test_without_gpus_workers_are_spread_over_the_nodes_in_order(tmp_path: Path)
 
 
 def test_a_worker_is_where_its_gpu_is(tmp_path: Path) -> None:
-    """The GPU whose index is the local rank decides; workers past the last GPU begin again with the first."""
+    """The GPU whose index is the local rank decides; workers after the last GPU start again with the first."""
     gpus = [("0000:01:00.0", 3), ("0000:02:00.0", 3), ("0000:03:00.0", 0)]
     host = read_topology({}, two_sockets_of_two_nodes(tmp_path, gpus))
     assert bound("node", host, 4) == ["12-15,28-31", "12-15,28-31", "0-3,16-19", "12-15,28-31"]
@@ -42,7 +42,7 @@ def test_a_worker_is_where_its_gpu_is(tmp_path: Path) -> None:
 
 
 def test_a_socket_is_all_its_nodes(tmp_path: Path) -> None:
-    """Where a socket has one node, it is the same as that node."""
+    """If a socket has one node, both bindings are the same."""
     host = read_topology({}, two_sockets_of_two_nodes(tmp_path / "intel"))
     assert bound("socket", host, 2) == ["0-7,16-23", "8-15,24-31"]
     amd = read_topology({}, core_complexes(tmp_path / "amd"))
@@ -50,7 +50,7 @@ def test_a_socket_is_all_its_nodes(tmp_path: Path) -> None:
 
 
 def test_exclusive_shares_are_whole_cores_and_the_first_have_one_more(tmp_path: Path) -> None:
-    """Both threads of a core go to the same worker, no core goes to two."""
+    """Both threads of a core go to the same worker, and no core goes to two."""
     host = read_topology({}, two_sockets_of_two_nodes(tmp_path))
     assert bound("exclusive", host, 8)[:4] == ["0-1,16-17", "2-3,18-19", "4-5,20-21", "6-7,22-23"]
     threads = {cpu: cpu + 5 for cpu in range(5)}
@@ -68,7 +68,7 @@ def test_a_gpu_that_no_worker_uses_keeps_its_share(tmp_path: Path) -> None:
 
 
 def test_each_worker_has_a_complex_of_its_own_while_there_are_enough(tmp_path: Path) -> None:
-    """The fullest complexes come first, and then they begin again."""
+    """The fullest complexes come first; then they are shared."""
     host = read_topology({}, core_complexes(tmp_path))
     assert bound("core-complex", host, 4) == ["0-1", "2-3", "8-9", "10-11"]
     assert bound("core-complex", host, 10)[:5] == ["0-1", "2-3", "4-5", "6-7", "0-1"]
@@ -77,7 +77,7 @@ def test_each_worker_has_a_complex_of_its_own_while_there_are_enough(tmp_path: P
 
 @pytest.mark.parametrize("binding", BINDINGS)
 def test_nobody_gets_what_the_agent_may_not_use(tmp_path: Path, binding: str) -> None:
-    """A container's cpuset bounds all bindings; a node that is outside takes no worker."""
+    """A container's cpuset limits all bindings; a node outside it gets no worker."""
     host = read_topology({}, two_sockets_of_two_nodes(tmp_path))
     allowed = {1, 2, 17, 18, 9}
     for cpus in bind(binding, host, allowed, 3):
@@ -88,7 +88,7 @@ def test_nobody_gets_what_the_agent_may_not_use(tmp_path: Path, binding: str) ->
 
 
 def test_a_gpu_beyond_the_cpuset_is_named(tmp_path: Path) -> None:
-    """Bound to none, a worker could run nowhere."""
+    """Without this error a worker could run on no processor."""
     host = read_topology({}, two_sockets_of_two_nodes(tmp_path, [("0000:01:00.0", 0), ("0000:02:00.0", 2)]))
     with pytest.raises(NumaError, match=r"worker 1 belongs to NUMA node 2, .*\(allowed are 0-7\); widen"):
         bind("node", host, range(8), 2)
@@ -99,7 +99,7 @@ def test_a_gpu_beyond_the_cpuset_is_named(tmp_path: Path) -> None:
 
 
 def test_this_host_can_be_bound() -> None:
-    """What the real kernel shows makes sense, whatever it is."""
+    """The topology of the real kernel is usable, on any machine."""
     allowed = os.sched_getaffinity(0)
     topology = read_topology({"CUDA_VISIBLE_DEVICES": ""})
     for binding in ("node", "socket", "core-complex"):

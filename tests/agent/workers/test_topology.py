@@ -1,4 +1,4 @@
-"""A host is read as the kernel shows it, also where it shows little."""
+"""The topology of a host is read from the kernel's files, also if there are few."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ GPUS = [("0000:1b:00.0", 1), ("0000:0a:00.0", 0), ("0000:c1:00.0", -1)]
 
 
 def test_a_host_is_read(tmp_path: Path) -> None:
-    """Nodes, sockets, threads of a core, and the largest cache for data."""
+    """It has nodes, sockets, threads of a core, and the largest data cache."""
     topology = read_topology({}, two_sockets_of_two_nodes(tmp_path))
     assert topology.nodes[1] == {4, 5, 6, 7, 20, 21, 22, 23}
     assert (topology.packages[7], topology.packages[8]) == (0, 1)
@@ -25,7 +25,7 @@ def test_a_host_is_read(tmp_path: Path) -> None:
 
 
 def test_a_host_that_shows_little_is_one_node(tmp_path: Path) -> None:
-    """A kernel without NUMA, a virtual machine without caches: all processors are near one another."""
+    """In a kernel without NUMA, or a virtual machine without caches, all processors are near one another."""
     (tmp_path / "sys/devices/system/cpu").mkdir(parents=True)
     (tmp_path / "sys/devices/system/cpu/online").write_text("0-3\n")
     topology = read_topology({}, tmp_path)
@@ -47,7 +47,7 @@ def test_a_host_that_shows_little_is_one_node(tmp_path: Path) -> None:
     ],
 )
 def test_gpus_are_counted_as_workers_see_them(tmp_path: Path, visible: str | None, nodes: list[int]) -> None:
-    """In the order of PCI addresses, or as CUDA_VISIBLE_DEVICES has them; a node of -1 is the only one."""
+    """The sequence is that of PCI addresses, or of CUDA_VISIBLE_DEVICES; a node of -1 means the only node."""
     build_host(tmp_path, {0: [0], 1: [1]}, sockets={0: [0, 1]}, gpus=GPUS)
     environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
     assert list(read_topology(environment, tmp_path).gpus) == nodes
@@ -63,6 +63,6 @@ def test_a_gpu_that_is_not_there_is_named(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize(("text", "numbers"), [("0-3,8\n", {0, 1, 2, 3, 8}), ("", set()), ("5", {5})])
 def test_lists_are_the_kernels(text: str, numbers: set[int]) -> None:
-    """Read as it writes them, and written the same."""
+    """They are parsed and written in the kernel's format."""
     assert parse_ranges(text) == numbers
     assert ranges(numbers) == text.strip()

@@ -1,4 +1,4 @@
-"""What a worker uses is that of its whole tree, however its processes stand to each other; nothing is asked of it."""
+"""The usage of a worker is that of its whole process tree, in all its sessions; the worker has no part in it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from support.waiting import until, wait_until
 
 MEBIBYTE = 1024 * 1024
 
-# A worker with memory, a thread, and a child in a session of its own, which creates a file by itself and waits.
+# A worker with memory, a thread, and a child in a session of its own, which creates a file and waits.
 WORKER = """
 import os, subprocess, sys, threading, time
 memory = bytearray(64 * 1024 * 1024)
@@ -26,7 +26,7 @@ threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
 subprocess.Popen(["sh", "-c", ": > $0; exec sleep 600", sys.argv[1]], start_new_session=True)
 time.sleep(600)
 """
-# A worker that has used ticks of the kernel's processor clock before it touches a file, however fast the machine.
+# A worker that uses several ticks of the kernel's processor clock before it creates a file, on any machine.
 BUSY = """
 import pathlib, sys, time
 while time.process_time() < 0.1: pass
@@ -37,7 +37,7 @@ while True: pass
 
 @pytest.fixture
 def started(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A worker of this process, as if that were a spawner."""
+    """A worker that is a child of this process, in place of a spawner."""
     sign = tmp_path / "started"
     command = mortal(sys.executable, "-c", WORKER, str(sign))
     environment = {**os.environ, SPAWN_MARK: "7.1"}
@@ -52,7 +52,7 @@ def started(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
 
 
 async def test_a_tree_counts_as_one(started: subprocess.Popen[bytes]) -> None:
-    """Memory, threads and processes of the worker and what it has started."""
+    """The sums of memory, threads and processes of the worker and its descendants."""
     usage = (await UsageMeter().measure(os.getpid(), [started.pid]))[started.pid]
     assert (usage.processes, usage.threads) == (2, 3)
     assert 64 * MEBIBYTE < usage.memory_bytes < 256 * MEBIBYTE
@@ -60,7 +60,7 @@ async def test_a_tree_counts_as_one(started: subprocess.Popen[bytes]) -> None:
 
 
 def test_who_has_lost_its_parent_is_known_by_its_mark(tmp_path: Path) -> None:
-    """A daemon that a worker left behind is the worker's, in whatever session it is; another's is not."""
+    """A daemon that a worker left behind belongs to it, in any session; one with another mark does not."""
     worker = subprocess.Popen(mortal("sleep", "600"), env={**os.environ, SPAWN_MARK: "7.1"})
     orphan = subprocess.Popen(
         mortal("sleep", "600"), env={**os.environ, SPAWN_MARK: "7.1"}, start_new_session=True
@@ -80,14 +80,14 @@ def test_who_has_lost_its_parent_is_known_by_its_mark(tmp_path: Path) -> None:
 
 
 def test_who_has_lost_its_parent_but_not_its_session_is_known_by_that() -> None:
-    """What it did to its environment does not matter."""
+    """Changes to its environment do not matter."""
     orphan = ProcessStat(pid=2**22 + 3, state="S", parent=2**22 + 1, group=2**22 + 3, session=2**22 + 2)
     assert _owner(orphan, 2**22 + 1, frozenset({2**22 + 2}), {}) == 2**22 + 2
     assert _owner(orphan, 2**22 + 1, frozenset({2**22 + 9}), {}) is None
 
 
 async def test_who_is_busy_is_told_from_who_was(tmp_path: Path) -> None:
-    """Between two looks, not over its whole life; a look right after another looks back past that."""
+    """The load is that between two samples, not of the whole life; a sample soon after another uses an older one."""
     now = [time.monotonic()]
     meter = UsageMeter(lambda: now[0])
     process = _start(sys.executable, "-c", BUSY, str(tmp_path / "started"))
@@ -97,7 +97,7 @@ async def test_who_is_busy_is_told_from_who_was(tmp_path: Path) -> None:
         assert first.processors > 0
         spent = first.processor_seconds
         later = first
-        while later.processor_seconds < spent + 0.5:  # by its own account, however slow the machine
+        while later.processor_seconds < spent + 0.5:  # measured in processor time, so a slow machine does not matter
             later = (await meter.measure(os.getpid(), [process.pid]))[process.pid]
         now[0] += 10.0
         usage = (await meter.measure(os.getpid(), [process.pid]))[process.pid]
@@ -126,7 +126,7 @@ def _state(pid: int) -> str:
 
 
 async def test_who_is_gone_is_left_out() -> None:
-    """Between the question and the look."""
+    """It ended between the request and the sample."""
     process = _start("true")
     process.wait()
     assert await UsageMeter().measure(os.getpid(), [process.pid]) == {}

@@ -1,4 +1,4 @@
-"""A signal is fatal to whoever does nothing about it, and to nobody else."""
+"""A signal is reported as fatal exactly for processes with its default action."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from rallypoint.agent.workers.signals import would_end
     ],
 )
 def test_the_kernel_knows_whom_a_signal_would_end(preparation: str, fatal: bool) -> None:
-    """Handled, ignored or blocked: it lives; another signal's handler is none."""
+    """A process that handles, ignores or blocks it lives; a handler of another signal does not count."""
     program = f"import signal; {preparation}; print(flush=True); signal.pause()"
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
@@ -35,7 +35,7 @@ def test_the_kernel_knows_whom_a_signal_would_end(preparation: str, fatal: bool)
 
 
 def status(folder: Path, *threads: int, caught: int = 0, state: str = "S (sleeping)") -> Path:
-    """What the kernel would show of a process, and of its threads, that block these signals."""
+    """Write the kernel's status files of a process and its threads, with the signals that each thread blocks."""
     process = folder / "7"
     for number, blocked in enumerate(threads, 7):
         text = f"Name:\tworker\nState:\t{state}\nSigBlk:\t{blocked:016x}\nSigIgn:\t{0:016x}\nSigCgt:\t{caught:016x}\n"
@@ -57,23 +57,23 @@ BY_THE_PROGRAM = 0xFFFF_FFFE_7FFB_FEFF
         ((USR1, USR1), False),
         ((USR1, 0), True),
         ((0, USR1), True),
-        # The C library blocks everything, its own two signals too, for as long as a fork takes.
+        # The C library blocks everything, its own two signals too, during a fork.
         ((WHILE_FORKING,), True),
         ((USR1, WHILE_FORKING), True),
-        # A program can't: sigfillset(3) leaves those two out. One that blocks the rest waits for signals.
+        # A program can't: sigfillset(3) leaves those two out. A program that blocks the rest waits for signals.
         ((BY_THE_PROGRAM,), False),
     ],
 )
 def test_blocked_is_what_every_thread_blocks_for_good(
     tmp_path: Path, threads: tuple[int, ...], fatal: bool
 ) -> None:
-    """A signal to a process takes any thread that does not block it, and waits for one that will not for long."""
+    """The kernel delivers it to any thread that does not block it; a block during a fork ends soon."""
     assert would_end(7, signal.SIGUSR1, proc=status(tmp_path, *threads)) is fatal
 
 
 @pytest.mark.parametrize("state", ["R (running)", "D (disk sleep)"])
 def test_a_shell_that_forks_does_not_block_for_good(tmp_path: Path, state: str) -> None:
-    """It blocks what a program can block; while it forks it runs, or the kernel makes it wait for its child's exec."""
+    """It blocks all that a program can; during the fork it runs, or waits in the kernel until its child calls exec."""
     assert would_end(7, signal.SIGUSR1, proc=status(tmp_path, BY_THE_PROGRAM, state=state))
 
 
@@ -83,7 +83,7 @@ def test_a_handler_counts_whatever_is_blocked(tmp_path: Path) -> None:
 
 
 def test_a_worker_in_the_middle_of_a_fork_is_looked_at_again(tmp_path: Path) -> None:
-    """So that one that blocks the signal for good is not taken for one that it would end."""
+    """So a worker that blocks the signal permanently is not mistaken for one that the signal would end."""
     proc = status(tmp_path, WHILE_FORKING)
     looks = iter([WHILE_FORKING, USR1])
 

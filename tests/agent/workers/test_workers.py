@@ -1,4 +1,4 @@
-"""The workers of a round start together or not at all, and a stop ends with nothing left, whatever they do."""
+"""The workers of a round start together or not at all, and a stop leaves no process, even if workers resist."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ while True:
 
 
 async def test_a_killed_worker_is_reported_at_once_and_the_rest_stopped(spawner: Spawner) -> None:
-    """SIGKILL of one of four: its end arrives; stopping ends the others by the signal, none by force."""
+    """After SIGKILL of one of four its exit arrives; the stop ends the others by the signal, and kills none."""
     exits: list[WorkerExit] = []
     group = WorkerProcesses(spawner, exits.append)
     await group.start(SLEEPERS)
@@ -62,7 +62,7 @@ async def test_a_killed_worker_is_reported_at_once_and_the_rest_stopped(spawner:
 
 
 async def test_stubborn_workers_are_killed_when_patience_ends(spawner: Spawner, tmp_path: Path) -> None:
-    """Workers and descendants that ignore SIGTERM are all gone when stop returns, and the report names them."""
+    """Workers and descendants that ignore SIGTERM are gone when stop returns, and the report names the workers."""
     with fresh_marker() as marker:
         exits: list[WorkerExit] = []
         group = WorkerProcesses(spawner, exits.append)
@@ -98,7 +98,7 @@ async def test_a_killed_worker_takes_its_tree_along_and_nobody_else(spawner: Spa
         killed = await group.kill_worker(0)
         assert killed.left == ()
         assert [how.local_rank for how in exits] == [0]
-        # The one that emptied its environment and left its session can't be told from the neighbour's.
+        # The one that emptied its environment and left its session can't be distinguished from the neighbour's.
         assert len(living(marker)) <= 1
         assert len(living(neighbour)) >= 5
         await group.stop(timeout=0.0)
@@ -107,7 +107,7 @@ async def test_a_killed_worker_takes_its_tree_along_and_nobody_else(spawner: Spa
 
 
 async def test_members_of_the_workers_group_are_given_time(spawner: Spawner, tmp_path: Path) -> None:
-    """A worker that is a shell around the trainer: the trainer may finish its checkpoint after the shell is gone."""
+    """Example: a worker is a shell around the trainer. The trainer may finish its checkpoint after the shell's end."""
     checkpoint = tmp_path / "checkpoint"
     trainer = """
 import signal, sys, time, os
@@ -131,7 +131,7 @@ while True: time.sleep(0.01)
 
 
 async def test_a_suspended_worker_hears_the_signal(spawner: Spawner, tmp_path: Path) -> None:
-    """A stopped (SIGSTOP) worker is continued, so that it can end in order."""
+    """A stopped (SIGSTOP) worker is continued, so that it can end normally."""
     program = """
 import signal, sys, time
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(5))
@@ -150,7 +150,7 @@ while True: time.sleep(0.01)
 
 
 async def test_a_second_stop_hurries_the_first(spawner: Spawner, tmp_path: Path) -> None:
-    """A later call with a shorter timeout ends the patience of both; both get the same report."""
+    """A later call with a shorter timeout ends the wait of both; both get the same report."""
     ready = tmp_path / "ready"
     group = WorkerProcesses(spawner, lambda _how: None)
     await group.start([python(IGNORES_SIGTERM, 0, str(ready))])
@@ -165,7 +165,7 @@ async def test_a_second_stop_hurries_the_first(spawner: Spawner, tmp_path: Path)
 
 
 async def test_another_signal_of_a_second_stop_is_sent(spawner: Spawner, tmp_path: Path) -> None:
-    """SIGTERM is ignored; the second stop's SIGINT isn't: nobody needs SIGKILL."""
+    """The worker ignores SIGTERM, but not the second stop's SIGINT: SIGKILL is not needed."""
     ready = tmp_path / "ready"
     exits: list[WorkerExit] = []
     group = WorkerProcesses(spawner, exits.append)
@@ -179,7 +179,7 @@ async def test_another_signal_of_a_second_stop_is_sent(spawner: Spawner, tmp_pat
 
 
 async def test_a_cancelled_caller_does_not_cancel_the_stop(spawner: Spawner) -> None:
-    """Whoever waits for a stop may be cancelled; the stop goes on."""
+    """A caller that waits for a stop may be cancelled; the stop goes on."""
     group = WorkerProcesses(spawner, lambda _how: None)
     await group.start(SLEEPERS)
     impatient = asyncio.create_task(group.stop())
@@ -192,7 +192,7 @@ async def test_a_cancelled_caller_does_not_cancel_the_stop(spawner: Spawner) -> 
 
 
 async def test_a_stop_during_the_start_ends_what_was_started(spawner: Spawner) -> None:
-    """Stop before exec has happened: every worker ends, every end is reported, start returns."""
+    """With a stop before exec every worker ends, every exit is reported, and start returns."""
     exits: list[WorkerExit] = []
     group = WorkerProcesses(spawner, exits.append)
     starting = asyncio.create_task(group.start(SLEEPERS))
@@ -205,7 +205,7 @@ async def test_a_stop_during_the_start_ends_what_was_started(spawner: Spawner) -
 
 
 async def test_a_cancelled_start_leaves_workers_to_stop(spawner: Spawner) -> None:
-    """Cancelling start loses no worker: stop still knows them."""
+    """Cancelling start loses no worker: stop still ends them."""
     exits: list[WorkerExit] = []
     group = WorkerProcesses(spawner, exits.append)
     starting = asyncio.create_task(group.start(SLEEPERS))
@@ -218,7 +218,7 @@ async def test_a_cancelled_start_leaves_workers_to_stop(spawner: Spawner) -> Non
 
 
 async def test_one_that_cannot_start_stops_the_others(spawner: Spawner) -> None:
-    """All or none: the error names the worker, the others are gone, and the spawner takes the next group."""
+    """All or none: the error names the worker, the others are gone, and the spawner accepts the next group."""
     exits: list[WorkerExit] = []
     group = WorkerProcesses(spawner, exits.append)
     with pytest.raises(SpawnError, match=r"worker 1: .*no-such-program") as caught:
@@ -232,7 +232,7 @@ async def test_one_that_cannot_start_stops_the_others(spawner: Spawner) -> None:
 
 
 async def test_stopping_nothing_is_immediate(spawner: Spawner) -> None:
-    """An empty group, and one whose workers have all ended, stop without waiting for anything."""
+    """An empty group, and one whose workers have all ended, stop without a wait."""
     empty = WorkerProcesses(spawner, lambda _how: None)
     assert (await empty.stop(timeout=3600.0)).killed == ()
     with pytest.raises(SpawnError, match="once"):
@@ -247,7 +247,7 @@ async def test_stopping_nothing_is_immediate(spawner: Spawner) -> None:
 
 
 async def test_what_a_finished_worker_left_behind_is_swept(spawner: Spawner, tmp_path: Path) -> None:
-    """A daemon outlives its worker, which has succeeded; stop ends it, without patience."""
+    """The daemon outlives its worker, which has succeeded; stop kills it without a grace period."""
     with fresh_marker() as marker:
         program = """
 import os, signal, sys
@@ -280,7 +280,7 @@ async def test_one_group_at_a_time(spawner: Spawner) -> None:
 
 
 async def test_user_signals_reach_the_workers_only(spawner: Spawner, tmp_path: Path) -> None:
-    """send_signal goes to each worker, not to its children, which would die of a signal they don't expect."""
+    """send_signal signals each worker, but not its children, which would die of a signal they don't expect."""
     program = """
 import os, signal, sys, time
 def told(*_): open(sys.argv[1], "w").close()
@@ -302,7 +302,7 @@ while True: time.sleep(0.01)
 
 
 class Copy:
-    """A stand-in for a follower: notes when it was called."""
+    """A follower that only records the calls."""
 
     def __init__(self, notes: list[str]) -> None:
         self._notes = notes
@@ -326,7 +326,7 @@ async def test_output_is_copied_from_before_the_start_to_after_the_end(spawner: 
 
 
 async def test_a_group_whose_spawner_dies_can_still_be_stopped() -> None:
-    """Every worker has an end, and stop returns with nothing left, though there is nobody to ask."""
+    """Every worker has an exit, and stop returns with nothing left, although the spawner does not answer."""
     with fresh_marker() as marker:
         exits: list[WorkerExit] = []
         spawner = Spawner.start()
