@@ -1,4 +1,4 @@
-"""A timer service on a real socket, and what tests of it wait with."""
+"""A timer service on a real socket, and fixtures for its tests."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from support.timer_agent import Agent
 
 
 class Service:
-    """A timer service that can be ended and started again at its address."""
+    """A timer service that can be stopped and started again at its address."""
 
     def __init__(self, path: Path) -> None:
         self.options = ServerOptions(host=f"unix:{path}")
@@ -59,7 +59,7 @@ async def service(tmp_path: Path) -> AsyncIterator[Service]:
 
 @pytest.fixture
 async def quick(service: Service) -> Service:
-    """Tells expiries again soon."""
+    """A service that soon reports expiries again."""
     await service.server.stop()
     await service.start(TimerSettings(reoffer_interval=0.05, max_timers_per_node=3))
     return service
@@ -72,7 +72,7 @@ def clock() -> Clock:
 
 @pytest.fixture
 def agent(tmp_path: Path) -> Iterator[Agent]:
-    """One that listens at the path `s`."""
+    """An agent that listens at the path `s`."""
     agent = Agent(tmp_path / "s")
     yield agent
     agent.close()

@@ -1,4 +1,4 @@
-"""A timer service that does what a test says."""
+"""A timer service that follows a test's script."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ SERVICE = "rallypoint.timer.v1.TimerService"
 
 
 class Scripted:
-    """What it does with each stream, one after the other; the last one's again for all that follow."""
+    """A script for each stream in order; the last one is used for all that follow."""
 
     def __init__(self, *streams: Any) -> None:
-        """Each is called with this, the stream's requests and its context, and gives the events to answer."""
+        """Each is called with this object, the stream's requests and its context, and yields the events to send."""
         self.streams = list(streams)
-        # What was sent, by stream, as far as the script listened.
+        # The actions received, by stream, as far as the script has read.
         self.seen: list[list[pb.SuperviseAction]] = []
 
     async def supervise(self, requests: Any, context: Any) -> AsyncIterator[pb.SuperviseResponse]:
-        """The one method that it has."""
+        """Serve the only method of this service."""
         self.seen.append([])
         stream = self.streams[min(len(self.seen), len(self.streams)) - 1]
         async for event in stream(self, requests, context):
             yield pb.SuperviseResponse(events=[event])
 
     def register(self, server: grpc.aio.Server) -> None:
-        """Makes it the server's timer service."""
+        """Register as the server's timer service."""
 
         supervise = grpc.stream_stream_rpc_method_handler(
             self.supervise,
@@ -46,14 +46,14 @@ class Scripted:
 
 
 async def listen(script: Scripted, requests: Any, count: int) -> None:
-    """Reads until so many actions of this stream were seen."""
+    """Read until `count` actions of this stream were received."""
     while len(script.seen[-1]) < count:
         script.seen[-1].extend((await anext(requests)).actions)
 
 
 @asynccontextmanager
 async def serving(script: Scripted, folder: Path) -> AsyncIterator[grpc.aio.Channel]:
-    """The service at work, and a channel to it."""
+    """Start the service, and yield a channel to it."""
     server = Server(
         ServerOptions(host=f"unix:{folder / 's'}"), services=[Registration(SERVICE, script.register)]
     )

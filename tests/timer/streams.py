@@ -1,4 +1,4 @@
-"""Supervise streams as an agent has them, an event at a time."""
+"""Supervise streams as an agent uses them, one event at a time."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def acquire(
 
 
 class Stream:
-    """One Supervise call, an event at a time."""
+    """One Supervise call, one event at a time."""
 
     def __init__(self, service: Service) -> None:
         self.call = service.stub().Supervise()
@@ -59,6 +59,6 @@ class Stream:
         return getattr(event, kind)
 
     async def rest(self) -> None:
-        """Reads on, to the end."""
+        """Read on to the end of the stream."""
         while await self.next() is not None:
             pass

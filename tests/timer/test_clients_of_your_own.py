@@ -1,4 +1,4 @@
-"""Another client may take the place of the agent, and the ready-made one has one timer per scope."""
+"""Another client may replace the agent, and the ready-made one has one timer per scope."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from support.timer_agent import Agent
 
 
 class Recording:
-    """Remembers instead of telling."""
+    """A client that records its calls and sends nothing."""
 
     def __init__(self) -> None:
         self.events: list[tuple[str, object]] = []
@@ -30,7 +30,7 @@ class Recording:
 
 @pytest.fixture(autouse=True)
 def unchosen(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Each test is a process that has chosen nothing yet."""
+    """Reset the process, so that each test starts with nothing chosen."""
     monkeypatch.delenv(SOCKET_VARIABLE, raising=False)
     process.table = process.connection = process.client = None
     yield
@@ -38,7 +38,7 @@ def unchosen(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_a_block_may_have_a_client_of_its_own() -> None:
-    """No agent is needed then; decorators take one as well."""
+    """No agent is needed then; decorators accept a client as well."""
     client: TimerClient = Recording()
 
     @expires(5, "call", client)
@@ -54,7 +54,7 @@ def test_a_block_may_have_a_client_of_its_own() -> None:
 
 
 def test_a_client_may_be_chosen_for_all_blocks() -> None:
-    """It keeps no steps, so progress does nothing."""
+    """It records no steps, so progress does nothing."""
     client = Recording()
     configure(client=client)
     once = expires(60, "s")
@@ -81,7 +81,7 @@ def test_what_a_client_raises_is_raised() -> None:
 
 
 def test_what_only_the_agent_does_is_not_asked_of_a_client() -> None:
-    """Nobody should believe that it is done."""
+    """It is refused, so that no user relies on it."""
     with pytest.raises(ValueError, match="takes seconds"):
         expires("auto", client=Recording())
     with pytest.raises(ValueError, match="no signal"):
@@ -93,13 +93,13 @@ def test_what_only_the_agent_does_is_not_asked_of_a_client() -> None:
 
 
 def test_a_client_and_a_socket_are_one_too_many() -> None:
-    """One of them would be ignored."""
+    """They are refused, because one of them would be ignored."""
     with pytest.raises(ValueError, match="socket and client"):
         configure("/nowhere", client=Recording())
 
 
 def test_the_ready_made_client_has_one_timer_per_scope(agent: Agent) -> None:
-    """Acquired again, it has its new deadline; released, it ends; a scope that is unknown is no error."""
+    """Acquired again, it has its new deadline; released, it ends; an unknown scope is no error."""
     client = Client(agent.path)
     client.acquire("s", 60)
     connection = agent.welcome()
@@ -115,7 +115,7 @@ def test_the_ready_made_client_has_one_timer_per_scope(agent: Agent) -> None:
 
 
 def test_the_ready_made_client_guards_blocks(agent: Agent) -> None:
-    """Also as the choice for all of them, by which it is not told of itself."""
+    """It can be the client of all blocks, and does not call itself."""
     client = Client(agent.path)
     configure(client=client)
     with expires(60, "s"):
@@ -127,7 +127,7 @@ def test_the_ready_made_client_guards_blocks(agent: Agent) -> None:
 
 @pytest.mark.parametrize("after", [0, -1, float("nan")])
 def test_the_ready_made_client_refuses_what_is_no_duration(agent: Agent, after: float) -> None:
-    """As `expires` does."""
+    """It refuses the same as `expires`."""
     with pytest.raises(ValueError, match="after is"):
         Client(agent.path).acquire("s", after)
     with pytest.raises(TypeError, match="does not learn"):

@@ -1,4 +1,4 @@
-"""A worker forks inside of its blocks, as data loaders do: nothing crashes, and its agent sees what is held."""
+"""A worker forks inside its blocks, as data loaders do: nothing crashes, and its agent sees the held timers."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ async def host(tmp_path: Path) -> AsyncIterator[TimerHost]:
 
 @pytest.mark.parametrize("forks", [36, slow(180)])
 async def test_many_forks_inside_a_block(host: TimerHost, forks: int) -> None:
-    """Children that exit in the middle, that leave the block that they never entered, that have blocks and
+    """Children that exit inside the block, that leave the block they never entered, that have blocks and
     children of their own, that outlive the block, and loaders of multiprocessing; threads go on meanwhile."""
     timers = host.timers
     worker = await host.start(f"FORKS = {forks}\n{FORKS}")
@@ -109,7 +109,7 @@ async def test_many_forks_inside_a_block(host: TimerHost, forks: int) -> None:
 
 
 async def test_what_a_child_writes_is_not_the_parents(host: TimerHost) -> None:
-    """It ends its own blocks and takes slots of its own; the parent's timer is untouched by either."""
+    """It ends its own blocks and uses its own slots; neither touches the parent's timer."""
     worker = await host.start("""
 with expires(60, "parent"):
     child = os.fork()
@@ -135,7 +135,7 @@ if child == 0:
 
 
 async def test_a_client_of_its_own_is_the_parents_as_well(host: TimerHost) -> None:
-    """The child may go on with it: it ends none of the parent's timers, and starts its own."""
+    """The child may use it too: it ends none of the parent's timers, and starts its own."""
     worker = await host.start("""
 from rallypoint.timer import Client
 client = Client()
@@ -166,7 +166,7 @@ ask("in none")
 
 
 async def test_a_parents_timers_end_with_it_though_a_child_lives(host: TimerHost) -> None:
-    """The child holds neither its connection nor its table."""
+    """The child holds neither the parent's connection nor its table."""
     worker = await host.start("""
 ready, tell_ready = os.pipe()
 with expires(60, "parent"):
@@ -189,7 +189,7 @@ with expires(60, "parent"):
 
 
 async def test_a_fork_in_a_thread_while_others_are_in_blocks(host: TimerHost) -> None:
-    """Whatever those were about: the child has locks of its own, and nobody waits for a thread it has not."""
+    """Other threads may be at any point: the child has its own locks, and waits for no thread that it does not have."""
     worker = await host.start("""
 stop = threading.Event()
 def churn():

@@ -1,4 +1,4 @@
-"""An agent that was stopped, alone or with its host, reaps nobody for the time that it did not see."""
+"""An agent that was stopped, alone or with its host, kills no worker for time that it did not watch."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ sys.stdin.readline()
 
 
 async def start(*arguments: str) -> asyncio.subprocess.Process:
-    """A process that runs Python; returns when it says that it is ready."""
+    """Start a Python process; return when it prints `ready`."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-c",
@@ -78,13 +78,13 @@ async def start(*arguments: str) -> asyncio.subprocess.Process:
 
 
 async def line_of(process: asyncio.subprocess.Process) -> str:
-    """Its next word."""
+    """Return its next line of output."""
     assert process.stdout is not None
     return (await process.stdout.readline()).decode().strip()
 
 
 async def end(process: asyncio.subprocess.Process) -> None:
-    """Whatever it does."""
+    """Kill the process in any state."""
     with suppress(ProcessLookupError):
         process.send_signal(signal.SIGCONT)
         process.kill()
@@ -93,8 +93,8 @@ async def end(process: asyncio.subprocess.Process) -> None:
 
 @pytest.mark.slow
 async def test_a_host_that_was_paused_costs_no_worker_that_runs(service: Service, tmp_path: Path) -> None:
-    """Agent and workers are stopped for longer than their timers, and the service is not: one goes on and
-    releases right after, and lives. The other hangs, and is reaped after all."""
+    """Agent and workers are stopped for longer than their timers, and the service is not: one worker goes on, releases
+    right after, and lives. The other hangs, and is killed in the end."""
     path = str(tmp_path / "s")
     agent = await start(AGENT, service.address, path)
     good, bad = [await start(WORKER, path, scope) for scope in ("good", "bad")]
@@ -106,7 +106,7 @@ async def test_a_host_that_was_paused_costs_no_worker_that_runs(service: Service
         await until(lambda: all(view.offers for view in timers(service.watchdog.now())))
         for process in (agent, good, bad):
             process.send_signal(signal.SIGCONT)
-        # It has heard of both, and does not obey.
+        # The agent has received both expiries, and does not act on them.
         await until(lambda: not any(view.offers for view in timers(service.watchdog.now())))
         assert good.stdin is not None
         good.stdin.write(b"\n")
@@ -124,7 +124,7 @@ async def test_a_host_that_was_paused_costs_no_worker_that_runs(service: Service
 async def test_an_expiry_in_a_pause_is_not_obeyed_but_counted_anew(
     tmp_path: Path, clock: Clock, hangs: bool
 ) -> None:
-    """It is acknowledged, and the timer told again under another number, with the time that was watched."""
+    """It is acknowledged, and the timer is sent again under another number, with the time that was watched."""
 
     def expired(acquire: pb.Acquire, expiry_id: int) -> pb.SuperviseEvent:
         told = pb.Expired(
@@ -143,7 +143,7 @@ async def test_an_expiry_in_a_pause_is_not_obeyed_but_counted_anew(
         yield expired(script.seen[0][1].acquire, 7)
         await listen(script, requests, 5)
         if hangs:
-            # Time in which the pulse comes as it should is no pause.
+            # Time in which the pulse is on time is no pause.
             for _ in range(200):
                 clock.now += 0.25
                 client._watch.now()

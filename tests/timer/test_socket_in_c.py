@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "timer-socket.md"
 HEADER = ROOT / "examples" / "clients" / "worker" / "rallypoint_worker.h"
 
-# Does what each line of its input says, and says so.
+# Executes each line of its input, and prints the result.
 MAIN = """
 #include <stdio.h>
 
@@ -69,7 +69,7 @@ int main(void) {
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The header and the page's code, as they stand there."""
+    """The compiled header and code of the page, unchanged."""
     folder = tmp_path_factory.mktemp("c")
     blocks = re.findall(r"^```c\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
     assert len(blocks) == 1
@@ -91,7 +91,7 @@ class Host(TimerHost):
     worker: asyncio.subprocess.Process
 
     async def say(self, *lines: str) -> None:
-        """Has the worker do something, and waits until it has done it."""
+        """Send commands to the worker, and wait until it has executed them."""
         for line in lines:
             await answer(self.worker, line)
             assert await asked(self.worker) == "done", line
@@ -109,7 +109,7 @@ async def host(tmp_path: Path, program: Path) -> AsyncIterator[Host]:
 
 
 async def test_timers_are_told_with_messages(host: Host) -> None:
-    """Started, started anew, ended; of the duration that was said."""
+    """They are started, restarted and ended, with the requested duration."""
     await host.say("acquire 1 60.5 train.c#12", "acquire 2 5 save")
     await host.shows("save", "train.c#12")
     assert [after for _, after, _ in host.timers.held.values()] == [60.5, 5.0]
@@ -119,7 +119,7 @@ async def test_timers_are_told_with_messages(host: Host) -> None:
 
 
 async def test_a_timer_that_learns_is_told_with_messages(host: Host) -> None:
-    """And what it took."""
+    """Its completion is sent too."""
     await host.say("acquire 1 0 learned")
     await host.shows("learned")
     assert host.timers.learned_as["0@1", "learned"] == "learned"
@@ -128,13 +128,13 @@ async def test_a_timer_that_learns_is_told_with_messages(host: Host) -> None:
 
 
 async def test_progress_is_told_with_a_message(host: Host) -> None:
-    """With the step, for the worker's rank."""
+    """It has the step, under the worker's rank."""
     await host.say("progress 7")
     await until(lambda: [step[:3] for step in host.timers.steps] == [("0@1", 3, 7)])
 
 
 async def test_timers_are_kept_in_a_table(host: Host) -> None:
-    """Beside those of messages."""
+    """They are kept in addition to the timers of messages."""
     await host.say(
         "acquire 1 60 message", "table", "table-acquire 60.5 train.c#12", "table-acquire 0.09 short"
     )
@@ -147,19 +147,19 @@ async def test_timers_are_kept_in_a_table(host: Host) -> None:
 
 
 async def test_progress_is_kept_in_a_table(host: Host) -> None:
-    """As timers are."""
+    """It is kept like the timers."""
     await host.say("table", "table-progress 8")
     await until(lambda: [step[:3] for step in host.timers.steps] == [("0@1", 3, 8)])
 
 
 async def test_a_table_can_be_written_fast(host: Host) -> None:
-    """However fast: what is held at the end is what the agent knows."""
+    """At any speed, the agent ends up with the timers that are held."""
     await host.say("table", "table-acquire 60 kept", "table-churn 300000", "table-acquire 60 last")
     await host.shows("kept", "last")
 
 
 async def test_a_table_is_brought_along_to_a_new_connection(host: Host) -> None:
-    """With all that is held in it."""
+    """It brings all its timers."""
     await host.say("table", "table-acquire 60 kept")
     await host.shows("kept")
     await host.say("reconnect", "table-acquire 60 more")

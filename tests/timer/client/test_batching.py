@@ -1,4 +1,4 @@
-"""Changes travel together, and none is told too late."""
+"""Changes are sent in batches, and none is sent too late."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rallypoint.timer.client.pacing import Batching
     ("after", "seconds"), [(math.inf, 5.0), (600.0, 5.0), (20.0, 2.0), (0.5, 0.05), (0.01, 0.01)]
 )
 async def test_a_timer_is_told_of_within_a_tenth_of_its_duration(after: float, seconds: float) -> None:
-    """But not sooner than is of any use, nor later than everything else."""
+    """It is not sent sooner than is useful, nor later than other changes."""
     news = Batching(linger=5.0)
     began = asyncio.get_running_loop().time()
     news.note(after)
@@ -36,7 +36,7 @@ async def test_what_is_more_urgent_takes_the_rest_along() -> None:
 
 
 async def test_nothing_is_told_where_nothing_changed() -> None:
-    """Each change is waited for once."""
+    """`gathered` returns once per batch of changes."""
     news = Batching(linger=0.0)
     news.note()
     await news.gathered()

@@ -1,4 +1,4 @@
-"""The agent's client keeps the service in step with what the workers hold, whatever breaks between them."""
+"""The agent's client keeps the service up to date with the workers' timers, across all failures between them."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from timer.scripted import Scripted, listen, serving
 
 pytestmark = pytest.mark.integration
 
-# Where the clock is the test's own, it leaps: that is no pause of the agent, unless the test says so.
+# A test's own clock jumps; that does not count as a pause of the agent, unless the test sets another tolerance.
 SETTINGS = ClientSettings(
     linger=0.001, back_off=0.01, back_off_most=0.05, attempt_timeout=0.1, lag=LagSettings(tolerance=1e9)
 )
 
 
 class Node:
-    """A client, and what it was told."""
+    """A client, and the events that it delivered."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ async def node(service: Service) -> AsyncIterator[Node]:
 
 
 async def test_what_runs_out_is_told_once_and_gone(service: Service, node: Node) -> None:
-    """Acquired, run out, dealt with, acknowledged."""
+    """A timer is acquired, expires, is handled, and is acknowledged."""
     node.client.acquire("0@1", "s", 0.05)
     await until(lambda: len(node.expired) == 1)
     (expired,) = node.expired
@@ -93,7 +93,7 @@ async def test_what_runs_out_is_told_once_and_gone(service: Service, node: Node)
 
 
 async def test_what_is_released_is_not_told(service: Service, clock: Clock) -> None:
-    """Nor what is cleared, nor what was acquired anew in time."""
+    """Neither a released timer, nor a cleared one, nor one that was renewed in time is reported."""
     await service.server.stop()
     await service.start(TimerSettings(lag=LagSettings(tolerance=1e9)), clock)
     node = Node(service.channel(), clock=clock)
@@ -117,7 +117,7 @@ async def test_what_is_released_is_not_told(service: Service, clock: Clock) -> N
 async def test_a_restarted_service_is_told_everything_with_the_time_that_has_passed(
     service: Service, clock: Clock
 ) -> None:
-    """To the nanosecond: both clocks stand still while the test looks."""
+    """Exact, because both clocks stand still during the checks."""
     await service.server.stop()
     await service.start(clock=clock)
     node = Node(service.channel(), clock=clock)
@@ -141,7 +141,7 @@ async def test_a_restarted_service_is_told_everything_with_the_time_that_has_pas
 
 
 async def test_a_killed_service_fires_at_the_deadline_it_was_told_before(tmp_path: Path) -> None:
-    """A real process, SIGKILLed and started again: the timer that it never saw running out does run out."""
+    """A real process is SIGKILLed and started again: a timer registered before expires at its deadline."""
     address = f"unix:{tmp_path / 'timer'}"
 
     async def serve() -> asyncio.subprocess.Process:
@@ -182,7 +182,7 @@ async def test_a_killed_service_fires_at_the_deadline_it_was_told_before(tmp_pat
 
 
 async def test_an_expiry_that_could_not_be_dealt_with_is_told_again(service: Service) -> None:
-    """Until it could."""
+    """It is reported until the handler has dealt with it."""
     await service.server.stop()
     await service.start(TimerSettings(reoffer_interval=0.05))
     node = Node(service.channel())
@@ -196,14 +196,14 @@ async def test_an_expiry_that_could_not_be_dealt_with_is_told_again(service: Ser
 
 
 async def test_one_that_raises_counts_as_dealt_with(service: Service, node: Node) -> None:
-    """As torch has it; the log has the traceback."""
+    """The expiry is acknowledged, as in torch; the log has the traceback."""
     node.answer = ValueError("reaping failed")
     node.client.acquire("0@1", "s", 0.01)
     await until(lambda: len(node.expired) == 1 and len(service.watchdog.table) == 0)
 
 
 async def test_dealing_with_an_expiry_once_at_a_time(service: Service) -> None:
-    """However often it is told meanwhile, over a reconnect too; then it is acknowledged on the new stream."""
+    """It is handled once for all reports, also on a new stream; then it is acknowledged on the new stream."""
     await service.server.stop()
     await service.start(TimerSettings(reoffer_interval=0.02))
     calls, go = [], asyncio.Event()
@@ -231,7 +231,7 @@ async def test_dealing_with_an_expiry_once_at_a_time(service: Service) -> None:
 
 
 async def test_a_new_lease_is_no_trouble(service: Service, caplog: pytest.LogCaptureFixture) -> None:
-    """The client subscribes anew under it at once; whoever reads the log is not sent to look at the network."""
+    """The client subscribes again under it at once, and the log does not point at the network."""
     node = Node(service.channel(), settings=replace(SETTINGS, attempt_timeout=PATIENCE))
     node.client.acquire("0@1", "s", 60.0)
     await until(lambda: node.client._subscribed and len(service.watchdog.table) == 1)
@@ -243,9 +243,9 @@ async def test_a_new_lease_is_no_trouble(service: Service, caplog: pytest.LogCap
 
 
 async def test_closing_tells_the_service_that_no_worker_is_left(service: Service, node: Node) -> None:
-    """Nothing is left there to run out."""
+    """No timer is left there to expire."""
     node.client.acquire("0@1", "s", 60.0)
-    # The table alone would not do: whoever closes before the client heard of the service does not wait for it.
+    # The table alone is not enough: a client that is not subscribed yet does not wait for the service when it closes.
     await until(lambda: node.client._subscribed and len(service.watchdog.table) == 1)
     node.client.acquire("1@1", "s", 60.0)
     await node.client.close(grace=30)
@@ -265,7 +265,7 @@ async def test_a_stream_that_ends_while_it_is_closed_is_no_error(
     said: str,
     logged: list[str],
 ) -> None:
-    """To half-close it fails then with an error of gRPC's inside, which is not that of the call."""
+    """The half-close then fails with an internal error of gRPC, which is not the error of the call."""
     failed = type("ExecuteBatchError", (grpc.aio.InternalError,), {})(said)
 
     async def fail(call: Any) -> None:
@@ -279,7 +279,7 @@ async def test_a_stream_that_ends_while_it_is_closed_is_no_error(
 
 
 async def test_closing_does_not_wait_for_a_service_that_is_gone(service: Service, node: Node) -> None:
-    """Whatever the grace."""
+    """It does not wait, with any grace."""
     await until(lambda: node.client._subscribed)
     await service.server.stop()
     await until(lambda: not node.client._subscribed)
@@ -287,7 +287,7 @@ async def test_closing_does_not_wait_for_a_service_that_is_gone(service: Service
 
 
 async def test_who_is_superseded_says_so_and_goes_on_trying(service: Service) -> None:
-    """The older of two agents of one node takes nothing from the newer one; a newer lease helps at once."""
+    """The older of two agents of one node takes nothing from the newer one; a newer lease gives it the node at once."""
     older = Node(service.channel(), lease=1)
     older.client.acquire("0@1", "s", 60.0)
     await until(lambda: len(service.watchdog.table) == 1)
@@ -295,7 +295,7 @@ async def test_who_is_superseded_says_so_and_goes_on_trying(service: Service) ->
     await until(lambda: "no longer holds lease 1: lease 2" in older.client.trouble)
     await until(lambda: len(service.watchdog.table) == 0)
     assert newer.client.trouble == ""
-    # On a busy machine, the first answer may be late: that is a trouble of its own, before these.
+    # On a busy machine the first response may be late: that is a trouble of its own, before these.
     assert older.troubles[-2:] == ["", older.client.trouble]
     reported = len(older.troubles)
     older.client.renew(3)
@@ -309,7 +309,7 @@ async def test_who_is_superseded_says_so_and_goes_on_trying(service: Service) ->
 async def test_two_agents_of_one_node_take_turns_at_a_bounded_rate(
     tmp_path: Path, code: grpc.StatusCode
 ) -> None:
-    """Who is pushed out waits longer each time, though it was let in in between; what it is worth is seen."""
+    """A replaced agent waits longer each time, though it was accepted in between; the server's reason is reported."""
     began: list[float] = []
 
     async def pushed_out(script: Scripted, requests: Any, context: Any) -> AsyncIterator[pb.SuperviseEvent]:
@@ -329,7 +329,7 @@ async def test_two_agents_of_one_node_take_turns_at_a_bounded_rate(
 
 
 async def test_a_second_life_of_a_run_is_guarded_whatever_its_numbers(service: Service) -> None:
-    """Static, c10d and memory rendezvous begin again from low numbers, and the service remembers high ones."""
+    """Static, c10d and memory rendezvous restart with low numbers, and the service remembers high ones."""
     first = Node(service.channel(), lease=50, incarnation="first")
     first.client.acquire("0@1", "s", 60.0)
     await until(lambda: len(service.watchdog.table) == 1)
@@ -337,7 +337,7 @@ async def test_a_second_life_of_a_run_is_guarded_whatever_its_numbers(service: S
     second.client.acquire("0@1", "hangs", 0.05)
     await until(lambda: [each.scope for each in second.expired] == ["hangs"])
     assert second.client.trouble == ""
-    # The first one's agent is still there, and must not come back.
+    # The first agent is still running, and must not take the node back.
     await until(lambda: "has joined a newer run" in first.client.trouble)
     second.client.acquire("0@1", "s", 60.0)
     await until(lambda: len(service.watchdog.table) == 1)
@@ -347,7 +347,7 @@ async def test_a_second_life_of_a_run_is_guarded_whatever_its_numbers(service: S
 
 
 async def test_a_service_that_does_not_answer_is_told_after_a_while(tmp_path: Path) -> None:
-    """That nobody guards the workers, and once somebody does; a short break is told to nobody."""
+    """The log gets that no service guards the workers, and later that one does; a short break is not reported."""
     service = Service(tmp_path / "timer")
     node = Node(service.channel())
     await until(lambda: node.troubles == ["the timer service does not answer"])
@@ -362,7 +362,7 @@ async def test_a_service_that_does_not_answer_is_told_after_a_while(tmp_path: Pa
 
 
 async def test_an_expiry_that_crossed_a_release_is_acknowledged_and_nobody_reaped(tmp_path: Path) -> None:
-    """The number tells: the worker holds another timer of that name by now, or none."""
+    """The sequence number shows that the worker holds another timer of that name by now, or none."""
 
     async def crossed(script: Scripted, requests: Any, context: Any) -> AsyncIterator[pb.SuperviseEvent]:
         await listen(script, requests, 3)
@@ -386,7 +386,7 @@ async def test_an_expiry_that_crossed_a_release_is_acknowledged_and_nobody_reape
 
 
 async def test_an_id_of_an_earlier_stream_is_not_acknowledged(tmp_path: Path) -> None:
-    """A restarted service counts anew, and may have given the number to somebody else's expiry."""
+    """A restarted service starts to count again, and may have given the number to another expiry."""
     go = asyncio.Event()
 
     async def first(script: Scripted, requests: Any, context: Any) -> AsyncIterator[pb.SuperviseEvent]:
@@ -419,7 +419,7 @@ async def test_an_id_of_an_earlier_stream_is_not_acknowledged(tmp_path: Path) ->
 
 
 async def test_any_other_end_of_the_stream_is_retried(tmp_path: Path) -> None:
-    """Each time with everything: subscribe, the timers, registered."""
+    """Each new stream starts with everything: subscribe, the timers, registered."""
 
     async def broken(script: Scripted, requests: Any, context: Any) -> AsyncIterator[pb.SuperviseEvent]:
         await listen(script, requests, 3)
@@ -442,7 +442,7 @@ async def test_any_other_end_of_the_stream_is_retried(tmp_path: Path) -> None:
 async def test_a_client_comes_back_from_what_it_can_not_deal_with(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Neither nonsense of a service nor a bug of its own leaves a host's workers unguarded without a word."""
+    """After an invalid event of the service, or a bug of its own, it logs the error and subscribes again."""
 
     async def nonsense(script: Scripted, requests: Any, context: Any) -> AsyncIterator[pb.SuperviseEvent]:
         broken = to_duration(1.0)
@@ -473,7 +473,7 @@ async def test_a_client_comes_back_from_what_it_can_not_deal_with(
 async def test_a_client_waits_for_a_service_that_is_not_there_yet(
     tmp_path: Path, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It takes timers meanwhile, which keep their deadlines however long it waits, and says once that it waits."""
+    """It accepts timers meanwhile, keeps their deadlines however long it waits, and logs once that it waits."""
     service = Service(tmp_path / "timer")
     node = Node(service.channel(), clock=clock)
     node.client.acquire("0@1", "s", 60.0)

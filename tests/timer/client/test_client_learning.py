@@ -1,4 +1,4 @@
-"""What workers are learned from, how far they have come, and what the service makes of that, on the agent's stream."""
+"""Completions, progress of workers, and the service's replies to both, on the agent's stream."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SETTINGS = ClientSettings(
 
 
 class Node:
-    """A client, and what it was told."""
+    """A client, and the events that it delivered."""
 
     def __init__(self, channel: Any, clock: Callable[[], float], stall_after: float | None = None) -> None:
         self.client = NodeTimers(
@@ -44,22 +44,22 @@ class Node:
         self.client.start(self.deal, self.forgotten.append)
 
     async def deal(self, expired: ExpiredTimer) -> None:
-        """Takes note."""
+        """Record the expiry."""
         self.expired.append(expired)
 
 
 def event(**what: Any) -> pb.SuperviseEvent:
-    """An event of the service."""
+    """Return an event of the service."""
     return pb.SuperviseEvent(**what)
 
 
 def kinds(actions: list[pb.SuperviseAction]) -> list[str | None]:
-    """What actions are."""
+    """Return the kind of each action."""
     return [action.WhichOneof("action") for action in actions]
 
 
 async def test_what_workers_do_is_told(tmp_path: Path, clock: Clock) -> None:
-    """How long scopes took, how far workers came, and which timers learn."""
+    """The client sends how long scopes took, the steps of workers, and which timers learn."""
 
     async def stream(script: Scripted, requests: Any, context: Any) -> AsyncIterator[pb.SuperviseEvent]:
         yield event(subscribed=pb.Subscribed())
@@ -95,7 +95,7 @@ async def test_what_workers_do_is_told(tmp_path: Path, clock: Clock) -> None:
 
 
 async def test_what_the_service_learned_is_brought_to_the_next(tmp_path: Path, clock: Clock) -> None:
-    """Before the timers, and before `registered`; without what it was told to forget."""
+    """It is sent before the timers and `registered`, without scopes that the service has forgotten."""
 
     async def first(script: Scripted, requests: Any, context: Any) -> AsyncIterator[pb.SuperviseEvent]:
         await listen(script, requests, 2)
@@ -121,7 +121,7 @@ async def test_what_the_service_learned_is_brought_to_the_next(tmp_path: Path, c
 
 
 async def test_a_learned_expiry_says_what_it_was_learned_from(tmp_path: Path, clock: Clock) -> None:
-    """And is obeyed by the time that the service found, for the agent knows of none."""
+    """The agent uses the timeout that the service reports, because it knows none."""
 
     async def stream(script: Scripted, requests: Any, context: Any) -> AsyncIterator[pb.SuperviseEvent]:
         await listen(script, requests, 3)
@@ -150,7 +150,7 @@ async def test_a_learned_expiry_says_what_it_was_learned_from(tmp_path: Path, cl
         await until(lambda: bool(node.expired))
         (expired,) = node.expired
         assert (expired.after, expired.learned_from) == (7.5, 30)
-        # The longer one had not run out by this agent's own watch.
+        # The longer timeout had not expired by this agent's own clock.
         assert kinds(script.seen[0][3:5]) == ["acknowledge", "acquire"]
         assert script.seen[0][4].acquire.learned_as == "s"
         await node.client.close(grace=0)
@@ -159,7 +159,7 @@ async def test_a_learned_expiry_says_what_it_was_learned_from(tmp_path: Path, cl
 async def test_a_run_that_stalls_is_in_the_agents_log(
     tmp_path: Path, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Who stopped first, where and when; and that it is over."""
+    """The log has the first worker that stopped, where and when; and the end of the stall."""
 
     async def stream(script: Scripted, requests: Any, context: Any) -> AsyncIterator[pb.SuperviseEvent]:
         yield event(subscribed=pb.Subscribed())
@@ -186,7 +186,7 @@ async def test_a_run_that_stalls_is_in_the_agents_log(
 async def test_that_timers_are_refused_is_logged_once_for_each_worker_and_reason(
     tmp_path: Path, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A full service refuses a busy worker thousands a second. On the next stream it is said anew."""
+    """A full service refuses thousands of timers of a busy worker a second. A new stream is logged again."""
 
     async def stream(script: Scripted, requests: Any, context: Any) -> AsyncIterator[pb.SuperviseEvent]:
         yield event(subscribed=pb.Subscribed())
@@ -207,13 +207,13 @@ async def test_that_timers_are_refused_is_logged_once_for_each_worker_and_reason
 
 
 async def scopes(service: Service) -> dict[str, int]:
-    """What the service has learned, and from how many completions."""
+    """Return the scopes that the service has learned, with their numbers of completions."""
     answer: pb.ListScopesResponse = await service.stub().ListScopes(pb.ListScopesRequest())
     return {scope.scope: scope.count for scope in answer.scopes if scope.count}
 
 
 async def test_a_hang_is_found_by_what_was_learned(service: Service) -> None:
-    """Not before enough was seen; and a service that was started anew has it from its agents."""
+    """It is not found before enough completions; a restarted service gets its data from the agents."""
     settings = TimerSettings(learn_warm_up=3, learn_factor=2.0, learn_least=0.05)
     await service.server.stop()
     await service.start(settings)
@@ -246,7 +246,7 @@ async def test_a_hang_is_found_by_what_was_learned(service: Service) -> None:
 
 
 async def test_progress_is_brought_to_the_next_service(service: Service) -> None:
-    """With when it was reached, under the worker's rank."""
+    """The client sends it with the time at which it was reached, under the worker's rank."""
     node = Node(service.channel(), time.monotonic)
     node.client.progress("0@1", 6, 1000, time.monotonic() - 100)
     for _ in range(2):

@@ -1,5 +1,5 @@
-"""TimerMirror and table together, over a network that delays and breaks, with a service that restarts and a host that
-is paused: a worker that released in time is never reaped, and one that did not always is."""
+"""TimerMirror and TimerTable together, over a network that delays and breaks, with a service that restarts and a host
+that is paused: a worker that releases in time is never killed, and any other always is."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def reached(worker_id: str, rank: int, step: int, elapsed: float) -> pb.Supervis
 
 
 class History:
-    """One agent and one service, with a network between them, through a random history."""
+    """A random history of one agent and one service, with a network between them."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
@@ -87,7 +87,7 @@ class History:
         # (worker, scope) -> deadline, as the workers see it, by the clock of their host.
         self.deadlines: dict[tuple[str, str], float] = {}
         self.reaped = 0
-        # Timers that ran out in a pause only.
+        # Timers that expired only because of a pause.
         self.spared = 0
         self.connect()
 
@@ -97,7 +97,7 @@ class History:
         return self.now - self.slept
 
     def connect(self) -> None:
-        """In one go, as the client does: subscribe, everything, registered; some may be lost with the stream."""
+        """In one batch, as the client does: subscribe, everything, registered; some may be lost with the stream."""
         self.up.clear()
         self.down.clear()
         self.ledger.restart()
@@ -128,7 +128,7 @@ class History:
             self.ledger.acquire(*key, after, self.host)
 
     def release(self) -> None:
-        """Always in time: who is late hangs."""
+        """Release in time: a worker that is late hangs."""
         key = (self.random.choice(WORKERS), self.random.choice(SCOPES))
         if self.host < self.deadlines.get(key, self.host):
             del self.deadlines[key]
@@ -173,7 +173,7 @@ class History:
         self.down.extend(self.table.advance(self.now, self.now).expiries)
 
     def pause(self) -> None:
-        """The service goes on meanwhile, and so does what is on its way to it."""
+        """The service goes on meanwhile, and so do the messages on the way to it."""
         before = self.now
         while self.up and self.random.random() < 0.5:
             self.deliver()
@@ -197,7 +197,7 @@ class History:
                     self.connect()
 
     def settle(self) -> None:
-        """Peace: the stream is there, everything arrives, and time passes."""
+        """Let the stream work: everything arrives, and time passes."""
         if self.subscription is None:
             self.connect()
         for _ in range(50):
@@ -231,7 +231,7 @@ def test_only_who_hangs_is_reaped(first: int) -> None:
 
 
 def test_what_ends_before_it_was_told_is_never_told() -> None:
-    """A timer that is acquired and released between two looks costs no message."""
+    """A timer that is acquired and released between two sends costs no message."""
     ledger = TimerMirror()
     for _ in range(1000):
         ledger.acquire("w", "s", 60.0, 0.0)
@@ -241,7 +241,7 @@ def test_what_ends_before_it_was_told_is_never_told() -> None:
 
 
 def test_only_the_last_of_many_acquisitions_is_told() -> None:
-    """With the time that has passed since."""
+    """It is sent with the time that has passed since it was acquired."""
     ledger = TimerMirror()
     for number in range(5):
         ledger.acquire("w", "s", 60.0, float(number))
@@ -252,7 +252,7 @@ def test_only_the_last_of_many_acquisitions_is_told() -> None:
 
 
 def test_a_worker_that_is_gone_is_told_once() -> None:
-    """One message, however many timers it held; what it acquires later is told after that."""
+    """It costs one message, however many timers it held; a later timer is sent after that."""
     ledger = TimerMirror()
     for number in range(100):
         ledger.acquire("w", f"s{number}", 60.0, 0.0)
@@ -263,7 +263,7 @@ def test_a_worker_that_is_gone_is_told_once() -> None:
 
 
 def test_dealing_with_an_expiry_leaves_a_newer_timer_alone() -> None:
-    """The worker acquired the scope anew while its old timer was being judged."""
+    """The worker acquired the scope again while its old timer was being examined."""
     ledger = TimerMirror()
     ledger.acquire("w", "s", 1.0, 0.0)
     ledger.take(0.0, 10)
@@ -276,7 +276,7 @@ def test_dealing_with_an_expiry_leaves_a_newer_timer_alone() -> None:
 
 
 def test_completions_are_told_at_most_once() -> None:
-    """Those of many workers as one sum; after a break only those that nobody was told of, but the longest again."""
+    """Those of many workers are sent as one sum; after a break only unsent ones, but the longest again."""
     ledger = TimerMirror()
     for longest in (1.0, 3.0, 2.0):
         ledger.observe("s", 2, longest)
@@ -292,7 +292,7 @@ def test_completions_are_told_at_most_once() -> None:
 
 
 def test_a_timer_that_learns_teaches_when_it_is_left() -> None:
-    """Not when it is given up, or ends with its worker."""
+    """It adds no completion when it is released otherwise, or ends with its worker."""
     ledger = TimerMirror()
     ledger.acquire("w", "s", 0.0, 10.0, "s")
     ledger.acquire("w", "s~2", 0.0, 11.0, "s")
@@ -310,7 +310,7 @@ def test_a_timer_that_learns_teaches_when_it_is_left() -> None:
 
 
 def test_what_was_learned_outlives_the_service() -> None:
-    """Told again before anything else; a service that knows less than its agents does not unteach them."""
+    """It is sent again before all else; a service that has less data than its agents does not reduce theirs."""
     ledger = TimerMirror()
     ledger.learned("s", 100, 3.0)
     assert not ledger.pending
@@ -324,7 +324,7 @@ def test_what_was_learned_outlives_the_service() -> None:
 
 
 def test_the_longest_that_was_lost_comes_with_what_was_learned() -> None:
-    """The message that told it may have been on the way when the stream broke."""
+    """The message with it may have been on the way when the stream broke."""
     ledger = TimerMirror()
     ledger.learned("s", 100, 3.0)
     ledger.observe("s", 1, 8.0)
@@ -334,7 +334,7 @@ def test_the_longest_that_was_lost_comes_with_what_was_learned() -> None:
 
 
 def test_what_is_forgotten_does_not_come_back() -> None:
-    """Neither what the service had said, nor what was seen here, told already or not."""
+    """The service's data is dropped, and so are completions seen here, sent already or not."""
     ledger = TimerMirror()
     ledger.learned("s", 100, 3.0)
     ledger.observe("s", 7, 9.0)
@@ -353,7 +353,7 @@ def test_what_is_forgotten_does_not_come_back() -> None:
 
 
 def test_scopes_that_learn_are_bounded() -> None:
-    """A program that makes up their names costs its agent no more than so many."""
+    """A program that generates their names costs its agent no more than the limit."""
     ledger = TimerMirror()
     for number in range(MOST_SCOPES + 10):
         ledger.observe(f"s{number}", 1, 1.0)
@@ -364,7 +364,7 @@ def test_scopes_that_learn_are_bounded() -> None:
 
 
 def test_only_the_latest_step_is_told() -> None:
-    """With the time since it was reached; again after a break; not once the worker is gone."""
+    """It is sent with the time since it was reached; again after a break; not after the worker has ended."""
     ledger = TimerMirror()
     for step in (7, 8):
         ledger.progress("w", 3, step, 10.0 + step)
@@ -384,7 +384,7 @@ def test_only_the_latest_step_is_told() -> None:
 
 
 def test_a_timer_that_is_renumbered_is_told_again() -> None:
-    """As it is, with the time that has passed."""
+    """It is sent unchanged, with the time that has passed."""
     ledger = TimerMirror()
     ledger.acquire("w", "s", 60.0, 0.0)
     ledger.acquire("w", "t", 0.0, 0.0, "learned")
@@ -398,7 +398,7 @@ def test_a_timer_that_is_renumbered_is_told_again() -> None:
 
 
 def test_how_far_a_worker_is_can_be_asked() -> None:
-    """The last step that was another, and the time since it; of one that told none or is gone, nothing is known."""
+    """The mirror has its last change of step, and the time since it; None if it sent none or has ended."""
     ledger = TimerMirror()
     assert ledger.progress_of("w", 10.0) is None
     ledger.progress("w", 3, 7, 10.0)

@@ -1,4 +1,4 @@
-"""An agent's own pauses don't count as time that its workers took."""
+"""The agent's own pauses don't count as time that its workers took."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ LAG = LagSettings(tolerance=0.1, pulse=0.25, settle=1.0)
 
 
 class Told:
-    """The pauses that a watch told of."""
+    """The pauses that a watch reported."""
 
     def __init__(self) -> None:
         self.pauses: list[tuple[float, float]] = []
 
     def __call__(self, slept: float, forgiven: float) -> None:
-        """One more."""
+        """Record a pause."""
         self.pauses.append((slept, forgiven))
 
 
 @pytest.fixture
 def told() -> Told:
-    """What the watch of a test tells."""
+    """The pauses that the test's watch reports."""
     return Told()
 
 
 @pytest.fixture
 async def watch(clock: Clock, told: Told) -> AsyncIterator[Watch]:
-    """A watch by the test's clock. Its pulse comes, but finds what the test set."""
+    """A watch by the test's clock. Its pulse runs, but reads the time that the test set."""
     watch = Watch(clock, LAG, told)
     watch.start()
     yield watch
@@ -42,7 +42,7 @@ async def watch(clock: Clock, told: Told) -> AsyncIterator[Watch]:
 
 
 async def test_time_that_is_watched_counts(watch: Watch, clock: Clock, told: Told) -> None:
-    """To the full, as long as the watch is not found late."""
+    """It counts in full, as long as the watch is not late."""
     before = watch.now()
     for _ in range(10):
         clock.now += 0.3
@@ -54,7 +54,7 @@ async def test_time_that_is_watched_counts(watch: Watch, clock: Clock, told: Tol
 
 
 async def test_a_pause_does_not_count(watch: Watch, clock: Clock, told: Told) -> None:
-    """Whoever asks first after it hears so, and the log is told once."""
+    """The first reading after it leaves the pause out, and it is reported once."""
     before = watch.now()
     clock.now += 20
     assert before - LAG.settle <= watch.now() <= before + LAG.pulse
@@ -65,13 +65,13 @@ async def test_a_pause_does_not_count(watch: Watch, clock: Clock, told: Told) ->
 
 
 async def test_the_pulse_notices_a_pause_by_itself(watch: Watch, clock: Clock, told: Told) -> None:
-    """Nobody needs to ask."""
+    """It is noticed without a reading."""
     clock.now += 20
     await until(lambda: bool(told.pauses))
 
 
 async def test_what_began_before_a_pause_is_as_old_as_was_watched(watch: Watch, clock: Clock) -> None:
-    """Whether it is asked for before the pause or after it."""
+    """The result is the same before the pause and after it."""
     began = clock.now - 5
     known_before = watch.at(began)
     clock.now += 20
@@ -82,7 +82,7 @@ async def test_what_began_before_a_pause_is_as_old_as_was_watched(watch: Watch, 
 
 
 async def test_what_began_in_a_pause_begins_with_its_end(watch: Watch, clock: Clock) -> None:
-    """The agent's alone was paused: a worker that began then is not older than the agent has watched it."""
+    """Only the agent was paused: a worker that began then is no older than the agent has watched it."""
     clock.now += 20
     shown = watch.now()
     assert watch.at(clock.now - 10) == shown
@@ -91,7 +91,7 @@ async def test_what_began_in_a_pause_begins_with_its_end(watch: Watch, clock: Cl
 
 
 async def test_between_two_pauses_time_counts(watch: Watch, clock: Clock) -> None:
-    """What began there is older by what was watched of it only."""
+    """A timer that began there ages only by the time that was watched."""
     clock.now += 20
     watch.now()
     began = clock.now
@@ -103,7 +103,7 @@ async def test_between_two_pauses_time_counts(watch: Watch, clock: Clock) -> Non
 
 
 async def test_nothing_is_noticed_before_it_starts_and_after_it_stops(clock: Clock, told: Told) -> None:
-    """Who does not watch has no pauses."""
+    """A stopped watch has no pauses."""
     watch = Watch(clock, LAG, told)
     clock.now += 100
     watch.now()

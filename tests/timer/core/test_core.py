@@ -1,4 +1,4 @@
-"""The timer table by example. test_core_model.py holds it against a model."""
+"""Examples for the timer table. test_core_model.py compares it with a model."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def table(**changes: float) -> TimerTable:
 
 
 def test_a_release_that_waited_through_a_pause_is_taken_before_anybody_is_accused() -> None:
-    """Paused for 20 s with 1,000 timers due meanwhile: those released in time live, those not released don't."""
+    """After a pause of 20 s with 1,000 timers due, only the timers not released in time expire."""
     timers = table()
     agent = timers.subscribe(RUN, "a", 1, 0.0)
     for number in range(1000):
@@ -53,7 +53,7 @@ def test_a_release_that_waited_through_a_pause_is_taken_before_anybody_is_accuse
 
 
 def test_lateness_counts_from_the_deadline_that_the_worker_was_given() -> None:
-    """What was forgiven delays the expiry and is not hidden in its lateness."""
+    """Forgiven time delays the expiry and is included in its lateness."""
     timers = table()
     agent = timers.subscribe(RUN, "a", 0, 0.0)
     timers.register(agent, "0@1", "s", 1.0, 0.0, sequence=1)
@@ -63,7 +63,7 @@ def test_lateness_counts_from_the_deadline_that_the_worker_was_given() -> None:
 
 
 def test_a_deadline_survives_a_restart_of_the_service() -> None:
-    """Registered with a new service with the time that has passed, a timer keeps its deadline."""
+    """A timer registered with a new service, with the time that has passed, keeps its deadline."""
     timers = TimerTable(500.0, TimerSettings(lag=LAG))
     agent = timers.subscribe(RUN, "a", 0, 500.0)
     timers.register(agent, "0@1", "s", 10.0, 500.0, sequence=7, elapsed=6.0)
@@ -73,7 +73,7 @@ def test_a_deadline_survives_a_restart_of_the_service() -> None:
 
 
 def test_what_a_new_stream_does_not_name_ends_with_registered() -> None:
-    """Not before, and not what a single call acquired."""
+    """They do not end before it, and timers of single calls stay."""
     timers = table()
     earlier = timers.subscribe(RUN, "a", 0, 0.0)
     timers.register(earlier, "w", "kept", 60.0, 0.0, sequence=1)
@@ -87,7 +87,7 @@ def test_what_a_new_stream_does_not_name_ends_with_registered() -> None:
 
 
 def test_an_expiry_is_told_again_until_acknowledged() -> None:
-    """Under the same id, every reoffer_interval; acknowledging ends the timer."""
+    """It keeps its id, every reoffer_interval; acknowledging ends the timer."""
     timers = table()
     agent = timers.subscribe(RUN, "a", 0, 0.0)
     timers.register(agent, "0@1", "s", 1.0, 0.0, sequence=1)
@@ -101,7 +101,7 @@ def test_an_expiry_is_told_again_until_acknowledged() -> None:
 
 
 def test_an_expiry_waits_for_its_agent() -> None:
-    """Run out while nobody was subscribed, it is told to whoever subscribes, within the retention."""
+    """An expiry without a subscriber is sent to the next subscriber within the retention."""
     timers = table()
     timers.acquire(TimerName(RUN, "a", "0@1", "s"), 1.0, 0.0)
     assert timers.advance(1.0, due=1.0).unclaimed == 1
@@ -111,7 +111,7 @@ def test_an_expiry_waits_for_its_agent() -> None:
 
 
 def test_a_flood_of_expiries_is_told_in_portions() -> None:
-    """So that releases get in between; in order, none twice, none lost."""
+    """Releases can be read in between; expiries come in order, none twice, none lost."""
     timers = table()
     agent = timers.subscribe(RUN, "a", 0, 0.0)
     for number in range(5000):
@@ -140,19 +140,19 @@ def test_what_nobody_claims_is_forgotten() -> None:
 
 
 def take_over(timers: TimerTable, lease: int, now: float, incarnation: str, age: float = 0.0) -> Subscription:
-    """Subscribe in place of another life's agent that is subscribed, which takes two calls."""
+    """Subscribe in place of the subscribed agent of another incarnation, which takes two calls."""
     with pytest.raises(TakeoverUnconfirmed, match="another agent is subscribed for node 'a' of run 'run'"):
         timers.subscribe(RUN, "a", lease, now, incarnation=incarnation, lease_age=age)
     return timers.subscribe(RUN, "a", lease, now, incarnation=incarnation, lease_age=age)
 
 
 def test_leases_of_two_lives_of_a_run_are_not_compared() -> None:
-    """The agent that got its lease later is the newer one, whatever the numbers, and no other comes in its place."""
+    """The agent with the later lease is the newer one, with any numbers, and no other replaces it."""
     timers = table()
     first = timers.subscribe(RUN, "a", 50, 100.0, incarnation="first", lease_age=90.0)
     timers.register(first, "0@1", "s", 5.0, 100.0, sequence=1)
     second = take_over(timers, 2, 101.0, "second", age=1.0)
-    assert len(timers) == 0  # it was a worker's of the life that is over
+    assert len(timers) == 0  # its worker belonged to the incarnation that is over
     for _ in range(3):
         with pytest.raises(LeaseSuperseded, match="newer run") as refused:
             timers.subscribe(RUN, "a", 50, 102.0, incarnation="first", lease_age=92.0)
@@ -160,30 +160,30 @@ def test_leases_of_two_lives_of_a_run_are_not_compared() -> None:
         with pytest.raises(LeaseSuperseded):
             timers.register(first, "0@1", "s", 5.0, 102.0, sequence=2)
         timers.register(second, "0@1", "s", 60.0, 102.0, sequence=1)
-    # Within its own life, numbers are what counts.
+    # Within one incarnation, the lease numbers decide.
     with pytest.raises(LeaseSuperseded, match="lease 2 superseded"):
         timers.subscribe(RUN, "a", 1, 102.0, incarnation="second", lease_age=0.0)
-    # While it is away another one may come, and takes nothing from it: it comes back, and says again what it holds.
+    # While it is away another agent may come, and takes nothing from it: it comes back, and sends its timers again.
     timers.unsubscribe(second, 103.0)
     timers.subscribe(RUN, "a", 50, 103.0, incarnation="first", lease_age=93.0)
     timers.subscribe(RUN, "a", 2, 104.0, incarnation="second", lease_age=4.0)
 
 
 def test_what_arrives_late_does_not_become_the_newer_one() -> None:
-    """Of an agent that subscribes several times the earliest moment counts, since messages can only be late."""
+    """Several subscriptions of an agent count from the earliest time, because messages can only be late."""
     timers = table()
     timers.subscribe(RUN, "a", 50, 100.0, incarnation="first", lease_age=90.0)
-    timers.subscribe(RUN, "a", 50, 112.0, incarnation="first", lease_age=90.0)  # 12 s on its way
+    timers.subscribe(RUN, "a", 50, 112.0, incarnation="first", lease_age=90.0)  # delivered after 12 s
     take_over(timers, 2, 113.0, "second", age=5.0)
-    with pytest.raises(LeaseSuperseded):  # 12 s on its way again, all while the service stood still
+    with pytest.raises(LeaseSuperseded):  # delivered after 12 s again, all while the service was paused
         timers.subscribe(RUN, "a", 50, 120.0, incarnation="first", lease_age=11.0)
 
 
 def test_a_service_that_knows_nothing_earlier_is_not_deceived_by_what_arrives_late() -> None:
-    """It has started again; the agent of the life that is over seems to be the younger one until it asks again."""
+    """After a restart, the agent of the ended incarnation seems younger until its second request."""
     timers = table()
     second = timers.subscribe(RUN, "a", 2, 100.0, incarnation="second", lease_age=2.0)
-    with pytest.raises(TakeoverUnconfirmed):  # 3 s on its way
+    with pytest.raises(TakeoverUnconfirmed):  # delivered after 3 s
         timers.subscribe(RUN, "a", 9, 104.0, incarnation="first", lease_age=4.0)
     with pytest.raises(LeaseSuperseded):
         timers.subscribe(RUN, "a", 9, 104.1, incarnation="first", lease_age=7.1)
@@ -193,7 +193,7 @@ def test_a_service_that_knows_nothing_earlier_is_not_deceived_by_what_arrives_la
 
 
 def test_who_knows_no_incarnations_is_judged_by_numbers() -> None:
-    """Clients of other authors, and of older versions."""
+    """Clients of other authors, and of older versions, have no incarnation."""
     timers = table()
     timers.subscribe(RUN, "a", 3, 0.0)
     with pytest.raises(LeaseSuperseded):
@@ -207,7 +207,7 @@ def test_who_knows_no_incarnations_is_judged_by_numbers() -> None:
 
 
 def test_timers_that_waited_for_their_agent_wait_for_its_first_incarnation() -> None:
-    """A single call may come before the agent; only another life of the run ends what it started."""
+    """A single call may come before the agent; only another incarnation of the run ends its timers."""
     timers = table()
     timers.acquire(TimerName(RUN, "a", "0@1", "s"), 5.0, 0.0, lease=1)
     timers.subscribe(RUN, "a", 2, 1.0, incarnation="first")
@@ -216,14 +216,14 @@ def test_timers_that_waited_for_their_agent_wait_for_its_first_incarnation() -> 
 
 @pytest.mark.parametrize("age", [-1.0, float("nan"), float("inf")])
 def test_an_age_that_makes_no_sense_is_refused(age: float) -> None:
-    """Nothing could be compared with it."""
+    """It could not be compared with others."""
     with pytest.raises(InvalidField, match="lease_age"):
         table().subscribe(RUN, "a", 1, 0.0, incarnation="first", lease_age=age)
 
 
 @pytest.mark.parametrize("after", [0.0, -1.0, float("nan"), float("inf"), MAX_AFTER * 2])
 def test_a_duration_that_makes_no_sense_is_refused(after: float) -> None:
-    """And leaves nothing behind, not even the node."""
+    """It leaves nothing behind, not even the node."""
     timers = table()
     with pytest.raises(InvalidField, match="after"):
         timers.acquire(TimerName(RUN, "a", "0@1", "s"), after, 0.0)
@@ -243,13 +243,13 @@ def test_a_duration_that_makes_no_sense_is_refused(after: float) -> None:
     ],
 )
 def test_a_name_that_is_empty_or_too_long_is_refused(name: TimerName) -> None:
-    """Bytes are counted, not characters."""
+    """The limit counts bytes, not characters."""
     with pytest.raises(InvalidField):
         table().acquire(name, 1.0, 0.0)
 
 
 def test_bounds() -> None:
-    """Per node, in all, and of nodes; replacing a timer needs no room."""
+    """Timers per node, timers in all, and nodes are limited; replacing a timer needs no room."""
     timers = table(max_timers_per_node=2, max_timers=3, max_nodes=2)
 
     def acquire(node: str, scope: str) -> None:
@@ -268,7 +268,7 @@ def test_bounds() -> None:
 
 
 def test_listing_goes_on_from_a_name() -> None:
-    """Pages put together are the whole, filtered by run and node."""
+    """All pages together are the whole list, filtered by run and node."""
     timers = table()
     names = sorted(
         TimerName(run, node, worker, scope)
@@ -287,7 +287,7 @@ def test_listing_goes_on_from_a_name() -> None:
 
 
 def test_listing_by_state() -> None:
-    """What ran out can be found among what did not, and what waits for an agent among what was told."""
+    """Expired timers are listed apart from running ones, and unclaimed ones apart from reported ones."""
     timers = table()
     agent = timers.subscribe(RUN, "a", 0, 0.0)
     timers.register(agent, "w", "told", 1.0, 0.0, sequence=1)
@@ -308,7 +308,7 @@ def test_listing_by_state() -> None:
 
 
 def test_clearing_a_worker_by_a_single_call() -> None:
-    """Takes its timers, run out or not, and nobody else's; a caller with an old lease may not."""
+    """It ends the worker's timers, expired or not, and no others; a caller with an old lease is refused."""
     timers = table()
     agent = timers.subscribe(RUN, "a", 2, 0.0)
     timers.register(agent, "gone", "1", 1.0, 0.0, sequence=1)
@@ -324,7 +324,7 @@ def test_clearing_a_worker_by_a_single_call() -> None:
 
 
 def test_single_calls_need_the_token_of_the_agent() -> None:
-    """While the node is known, also when its agent is away; what others registered before ends as it subscribes."""
+    """While the node is known, also when its agent is away; timers of others end when the agent subscribes."""
     timers, name = table(), TimerName(RUN, "a", "w", "s")
     timers.acquire(name, 1.0, 0.0)
     timers.advance(1.0, due=1.0)
@@ -369,7 +369,7 @@ def warm(timers: TimerTable, agent: Subscription, longest: float, count: int = 2
 
 @pytest.mark.parametrize("account", ["observed", "brought by an agent", "kept in a file"])
 def test_a_worker_that_hung_while_its_scope_was_learned_runs_out_at_once(account: str) -> None:
-    """As soon as enough is known from whatever source; its deadline is what it would have been."""
+    """Any source can complete the warm-up; the deadline counts from the timer's start."""
     timers = table()
     hung, others = (timers.subscribe(RUN, node, 0, 0.0) for node in "ab")
     timers.register(hung, "w", "s", 0.0, 0.0, sequence=1, learned_as="step")
@@ -401,7 +401,7 @@ def test_who_leaves_just_as_enough_was_seen_is_not_accused() -> None:
 
 
 def test_a_longer_completion_moves_the_deadlines_of_all_that_run() -> None:
-    """None is accused by what was known when it began."""
+    """A running timer follows the new timeout, not the one that it began with."""
     timers = table()
     slow, others = (timers.subscribe(RUN, node, 0, 0.0) for node in "ab")
     warm(timers, others, 4.0)
@@ -415,7 +415,7 @@ def test_a_longer_completion_moves_the_deadlines_of_all_that_run() -> None:
 
 
 def test_what_ran_out_is_told_again_by_what_it_ran_out_by() -> None:
-    """Though longer was seen since, or all was forgotten: the report must not contradict itself."""
+    """Later completions and forgetting don't change it: the report must not contradict itself."""
     timers = table()
     agent = timers.subscribe(RUN, "a", 0, 0.0)
     warm(timers, agent, 4.0)
@@ -430,7 +430,7 @@ def test_what_ran_out_is_told_again_by_what_it_ran_out_by() -> None:
 
 
 def test_forgetting_lets_those_that_run_learn_anew() -> None:
-    """Longer or shorter than before: neither what was forgotten nor the deadline of then counts."""
+    """Neither the forgotten completions nor the former deadline count, be they longer or shorter."""
     timers = table()
     agent = timers.subscribe(RUN, "a", 0, 0.0)
     warm(timers, agent, 100.0)
@@ -455,7 +455,7 @@ def test_runs_learn_apart() -> None:
 
 
 def test_a_flood_that_is_learned_at_once_is_given_its_deadlines_in_portions() -> None:
-    """So that the event loop is not held up; each runs out, once."""
+    """The event loop is not blocked; each expires once."""
     timers = table()
     agent = timers.subscribe(RUN, "a", 0, 0.0)
     for number in range(5000):
@@ -474,7 +474,7 @@ def test_a_flood_that_is_learned_at_once_is_given_its_deadlines_in_portions() ->
     [(1.0, "step", "after"), (0.0, "", "after"), (0.0, "s" * 513, "learned_as"), (-1.0, "step", "after")],
 )
 def test_a_timer_has_a_duration_or_learns_it(after: float, learned_as: str, field: str) -> None:
-    """Not both, not neither; what is refused leaves the timer of that name as it was."""
+    """Both and neither are refused; a refused request leaves the timer of that name unchanged."""
     timers = table()
     agent = timers.subscribe(RUN, "a", 0, 0.0)
     timers.register(agent, "w", "s", 60.0, 0.0, sequence=1)
@@ -498,7 +498,7 @@ def test_a_timer_has_a_duration_or_learns_it(after: float, learned_as: str, fiel
     ],
 )
 def test_what_can_not_have_been_seen_is_refused(scope: str, count: int, longest: float, field: str) -> None:
-    """From an agent's observation, from its memory, and from a file."""
+    """They are refused from an agent's observation, from its memory, and from a file."""
     timers = table()
     agent = timers.subscribe(RUN, "a", 0, 0.0)
     brought: list[Callable[[], None]] = [
@@ -515,7 +515,7 @@ def test_what_can_not_have_been_seen_is_refused(scope: str, count: int, longest:
 
 @pytest.mark.parametrize("elapsed", [-1.0, float("nan"), float("inf")])
 def test_time_that_can_not_have_passed_is_refused(elapsed: float) -> None:
-    """On a stream and by a single call."""
+    """It is refused on a stream and in a single call."""
     timers = table()
     agent = timers.subscribe(RUN, "a", 0, 0.0)
     with pytest.raises(InvalidField, match="elapsed"):
@@ -525,7 +525,7 @@ def test_time_that_can_not_have_passed_is_refused(elapsed: float) -> None:
 
 
 def test_one_scope_too_many_is_refused_and_the_timer_of_that_name_goes_on() -> None:
-    """A number in a scope's name fills its own run's book and nothing else."""
+    """Numbered scope names fill only the data of their own run."""
     timers = table(max_scopes_per_run=2)
     agent = timers.subscribe(RUN, "a", 0, 0.0)
     for number in range(2):
@@ -539,7 +539,7 @@ def test_one_scope_too_many_is_refused_and_the_timer_of_that_name_goes_on() -> N
 
 
 def test_a_single_call_with_a_newer_lease_supersedes_the_stream() -> None:
-    """Whoever holds that lease acts for the node now, on whatever way it came."""
+    """The holder of that lease acts for the node now, by a stream or by single calls."""
     timers = table()
     agent = timers.subscribe(RUN, "a", 1, 0.0)
     timers.acquire(TimerName(RUN, "a", "w", "s"), 60.0, 0.0, lease=2)
@@ -550,7 +550,7 @@ def test_a_single_call_with_a_newer_lease_supersedes_the_stream() -> None:
 
 
 def test_who_is_superseded_teaches_nothing() -> None:
-    """What an agent tells on a stream that was replaced may be counted on the newer one."""
+    """Completions sent on a replaced stream may be counted on the newer one."""
     timers = table()
     stale = timers.subscribe(RUN, "a", 0, 0.0)
     timers.subscribe(RUN, "a", 0, 0.0)
@@ -562,7 +562,7 @@ def test_who_is_superseded_teaches_nothing() -> None:
 
 
 def test_what_was_learned_outlives_the_run_s_nodes_for_a_while() -> None:
-    """So that a job that is started again need not learn anew; and then the watchdog has nothing to wake for."""
+    """A restarted job need not learn again; after that time the watchdog has nothing to wake for."""
     timers = table(learned_retention=1000.0)
     agent = timers.subscribe(RUN, "a", 0, 0.0)
     warm(timers, agent, 4.0)

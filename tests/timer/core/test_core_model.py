@@ -1,4 +1,4 @@
-"""The timer table against dictionaries: who held a timer past its deadline is accused, and nobody else is.
+"""The timer table against dictionaries: exactly the timers held past their deadline expire.
 
 Times are multiples of 1/8 s, so sums of floats are exact.
 """
@@ -41,17 +41,17 @@ def eighths(least: int, most: int) -> st.SearchStrategy[float]:
 
 
 PLACES = st.sampled_from([("run", "a"), ("run", "a"), ("run", "b"), ("other", "a")])
-# Beside them, a node whose agent never comes.
+# The same, and a node whose agent never comes.
 CALLED = PLACES | st.just(("run", "c"))
 RUNS = st.sampled_from(["run", "other"])
 WORKERS = st.sampled_from(["0@1", "1@1"])
 SCOPES = st.sampled_from(["train.py#1", "train.py#2"])
-# Mostly one of them: things happen where there are several at once.
+# Mostly one scope, so that it has several timers at once.
 LEARNED = st.sampled_from(["step", "step", "step", "step", "save", "third"])
 AFTER = eighths(1, 80)
-# Whether who calls has lost its subscription and doesn't know yet.
+# True: the caller has lost its subscription and does not know it yet.
 LATE = st.integers(0, 5).map(lambda number: number == 5)
-# 0: it learns.
+# 0: the timer learns.
 AFTER_OR_LEARNS = st.just(0.0) | AFTER
 
 
@@ -62,9 +62,9 @@ class Against(RuleBasedStateMachine):
     def begin(self, warm: int) -> None:
         self.model = Model(1000.0)
         self.table = TimerTable(self.model.now, SETTINGS)
-        # Subscriptions that ended, the last of each node.
+        # Ended subscriptions, the last of each node.
         self.former: dict[Place, Subscription] = {}
-        # What agents were told of scopes, and what was forgotten since.
+        # The data of scopes sent to agents, and the scopes forgotten since.
         self.told: dict[tuple[str, str], Learned] = {}
         self.forgotten: set[tuple[str, str]] = set()
         self.sequence = 0
@@ -74,7 +74,7 @@ class Against(RuleBasedStateMachine):
             self.restore("run", "step", warm, 0.5)
 
     def agent(self, place: Place, late: bool) -> Subscription:
-        """The node's subscriber, who subscribes if need be; or one who doesn't know that it is no more."""
+        """Return the node's subscription, made if need be; if `late`, one that is no longer in force."""
         node = self.model.nodes.get(place)
         subscriber = node.subscriber if node else None
         if late and subscriber and not self.model.in_force(subscriber):
@@ -88,7 +88,7 @@ class Against(RuleBasedStateMachine):
         return subscription
 
     def refused_unless_in_force(self, subscription: Subscription, call: Callable[[], None]) -> bool:
-        """Makes the call; says whether it was taken, as it must be if the subscription is in force."""
+        """Make the call; return True if it was accepted, as it must be if the subscription is in force."""
         if self.model.in_force(subscription):
             call()
             return True
@@ -96,7 +96,7 @@ class Against(RuleBasedStateMachine):
             call()
         return False
 
-    # What agents do.
+    # Requests of agents.
 
     @rule(place=PLACES, newer=st.integers(0, 1))
     def subscribe(self, place: Place, newer: int) -> None:
@@ -206,7 +206,7 @@ class Against(RuleBasedStateMachine):
     @precondition(lambda self: self.expiries)
     @rule(data=st.data())
     def acknowledge(self, data: st.DataObject) -> None:
-        """Of any expiry ever told, those of timers that were replaced since included."""
+        """Acknowledge any expiry ever sent, also of a timer that was replaced since."""
         expiry = data.draw(st.sampled_from(self.expiries))
         node = self.model.nodes.get(expiry.name[:2])
         if node and node.subscriber and self.model.in_force(node.subscriber):
@@ -215,7 +215,7 @@ class Against(RuleBasedStateMachine):
             if timer and timer.expiry_id == expiry.expiry_id:
                 del self.model.held[expiry.name]
 
-    # What single calls do.
+    # Single calls.
 
     @rule(place=CALLED, worker=WORKERS, scope=SCOPES, after=AFTER, newer=st.integers(-1, 1) | st.none())
     def acquire(self, place: Place, worker: str, scope: str, after: float, newer: int | None) -> None:
@@ -232,7 +232,7 @@ class Against(RuleBasedStateMachine):
 
     @rule(place=CALLED, worker=WORKERS, scope=SCOPES, data=st.data())
     def release(self, place: Place, worker: str, scope: str, data: st.DataObject) -> None:
-        """One that there is or isn't, of a node that is known or not."""
+        """Release a timer that exists or not, of a node that is known or not."""
         name = data.draw(st.sampled_from([TimerName(*place, worker, scope), *sorted(self.model.held)]))
         place = name[:2]
         there = self.model.held.pop(name, None) is not None
@@ -254,11 +254,11 @@ class Against(RuleBasedStateMachine):
         if gone:
             self.model.forget_if_idle(place)
 
-    # What is learned.
+    # Learning.
 
     @rule(place=PLACES, late=LATE, scope=LEARNED, count=st.integers(1, 3), longest=eighths(0, 24))
     def observe(self, place: Place, late: bool, scope: str, count: int, longest: float) -> None:
-        """Completions, each told once."""
+        """Send completions, each once."""
         subscription = self.agent(place, late)
 
         def take() -> None:
@@ -268,7 +268,7 @@ class Against(RuleBasedStateMachine):
 
     @rule(place=PLACES, late=LATE, scope=LEARNED, count=st.integers(1, 5), longest=eighths(0, 24))
     def learn(self, place: Place, late: bool, scope: str, count: int, longest: float) -> None:
-        """An echo: the same completions, counted elsewhere."""
+        """Echo the same completions, counted by another agent."""
         subscription = self.agent(place, late)
 
         def take() -> None:
@@ -292,7 +292,7 @@ class Against(RuleBasedStateMachine):
 
     @rule(node=st.sampled_from(["a", "b"]), worker=WORKERS, scope=SCOPES)
     def enter(self, node: str, worker: str, scope: str) -> None:
-        """As workers do, again and again."""
+        """Start a timer that learns, as workers do again and again."""
         self.register(
             ("run", node),
             late=False,
@@ -307,7 +307,7 @@ class Against(RuleBasedStateMachine):
     @precondition(lambda self: any(timer.learned_as for timer in self.model.held.values()))
     @rule(data=st.data())
     def leave(self, data: st.DataObject) -> None:
-        """And tell how long it took."""
+        """End a timer that learns, and send its duration."""
         learning = [name for name, timer in self.model.held.items() if timer.learned_as]
         name = data.draw(st.sampled_from(learning))
         timer = self.model.held[name]
@@ -318,7 +318,7 @@ class Against(RuleBasedStateMachine):
 
     @rule(run=RUNS, scope=LEARNED, count=st.integers(1, 5), longest=eighths(0, 24))
     def restore(self, run: str, scope: str, count: int, longest: float) -> None:
-        """What a file brings is not told."""
+        """Data from a file is not sent to agents."""
         if not self.model.has_room(run, scope):
             with pytest.raises(TooMany):
                 self.table.restore(run, Learned(scope, count, longest), self.model.now)
@@ -343,7 +343,7 @@ class Against(RuleBasedStateMachine):
 
     @rule()
     def take_learned(self) -> None:
-        """What agents were told is never more than there was, and lags behind in counts only."""
+        """Agents never have more than happened, and lag behind in counts only."""
         news = self.table.take_learned()
         changed = [(run, learned.scope) for run, learned in news]
         assert len(set(changed)) == len(changed), "told twice"
@@ -364,7 +364,7 @@ class Against(RuleBasedStateMachine):
         for place, told in self.told.items():
             assert not told.count or place in self.model.learned, "forgotten, and nobody was told"
 
-    # What time does.
+    # The passing of time.
 
     @rule(wait=eighths(0, 30), late=eighths(0, 20))
     def advance(self, wait: float, late: float) -> None:
@@ -372,12 +372,12 @@ class Against(RuleBasedStateMachine):
 
     @rule(wait=st.sampled_from([30.0, 60.0, 100.0, 200.0, 400.0]))
     def advance_far(self, wait: float) -> None:
-        """As a watchdog that meant to: nothing is forgiven."""
+        """Advance as a watchdog that waits on purpose: nothing is forgiven."""
         self.let_pass(self.model.now + wait, 0.0)
 
     @rule(wait=eighths(0, 40))
     def sleep(self, wait: float) -> None:
-        """As the watchdog does, from one alarm to the next: each is told the moment that it runs out."""
+        """Advance from one alarm to the next, as the watchdog does: each timer is reported when it expires."""
         end = self.model.now + wait
         for _ in range(1000):
             wake = self.table.next_wake(self.model.now)
@@ -427,7 +427,7 @@ class Against(RuleBasedStateMachine):
         else:
             assert expiry.learned is None
 
-    # What both must show.
+    # Both must show the same.
 
     @invariant()
     def shows_the_same_timers(self) -> None:
@@ -489,11 +489,11 @@ class Against(RuleBasedStateMachine):
             and not self.model.idle
             and all(node.subscriber for node in self.model.nodes.values())
         ):
-            # At once: for timers that ended while they were to get their deadlines.
+            # At once, for timers that ended while they were waiting for their deadlines.
             assert wake in (None, self.model.now), "wakes for nothing"
 
 
 @pytest.mark.parametrize("examples", [40, slow(200)])
 def test_the_table_does_what_its_model_does(examples: int) -> None:
-    """Whatever is called, in whatever order."""
+    """The table and its model agree on any requests in any order."""
     run_state_machine_as_test(Against, settings=settings(max_examples=examples, stateful_step_count=50))

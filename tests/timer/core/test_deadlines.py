@@ -1,4 +1,4 @@
-"""A DeadlineQueue gives out what a sorted list would, asks to be looked at in time, and keeps nothing dropped."""
+"""A DeadlineQueue returns items as a sorted list would, names the next wake-up in time, and keeps no dropped item."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_gives_out_what_a_sorted_list_would(steps: list[tuple[str, int, float]])
 
 @given(st.lists(TIMES, min_size=1, max_size=20))
 def test_looking_when_asked_to_finds_each_on_time(deadlines: list[float]) -> None:
-    """With at most one look in vain for each that is found."""
+    """There is at most one look in vain for each item found."""
     queue: DeadlineQueue[int] = DeadlineQueue()
     for item, when in enumerate(deadlines):
         queue.schedule(item, when)
@@ -60,7 +60,7 @@ def test_looking_when_asked_to_finds_each_on_time(deadlines: list[float]) -> Non
 
 
 def test_an_item_that_is_moved_shortly_before_it_is_due_comes_at_its_new_time() -> None:
-    """Though its old entry comes up first, and behind another's."""
+    """This holds though its old entry comes up first, and after another item's."""
     queue: DeadlineQueue[str] = DeadlineQueue()
     queue.schedule("begins the slot", 1.0)
     assert queue.pop_due(1.0) == "begins the slot"
@@ -73,7 +73,7 @@ def test_an_item_that_is_moved_shortly_before_it_is_due_comes_at_its_new_time() 
 
 
 def test_what_is_dropped_is_not_kept() -> None:
-    """100,000 timers of an hour, acquired and released one after the other beside one that stays, don't pile up."""
+    """100,000 timers of an hour, acquired and released one by one beside one that stays, leave no entries."""
     queue: DeadlineQueue[int] = DeadlineQueue()
     queue.schedule(-1, 1e6)
     for number in range(100_000):

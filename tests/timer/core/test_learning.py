@@ -1,4 +1,4 @@
-"""A ScopeBook never counts more than happened, forgets what it must, and tells what is worth telling."""
+"""A ScopeBook never counts more than happened, forgets idle runs, and reports only important changes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def after_of(book: ScopeBook[str], run_id: str = "run") -> float | None:
 
 
 def test_enough_is_exactly_the_warm_up(book: ScopeBook[str]) -> None:
-    """One completion less, and nothing is known; who was told in portions of any size is told when it is enough."""
+    """One completion less gives no timeout; it is reported when enough came, in portions of any size."""
     assert book.observe("run", "step", 2, 4.0) is None
     assert after_of(book) is None
     ripe = book.observe("run", "step", 1, 1.0)
@@ -44,7 +44,7 @@ def test_enough_is_exactly_the_warm_up(book: ScopeBook[str]) -> None:
 
 
 def test_the_longest_counts_however_much_shorter_the_others_are(book: ScopeBook[str]) -> None:
-    """And nothing shortens it; what is learned is never less than the least."""
+    """Nothing shortens the timeout, and it is never below `learn_least`."""
     book.observe("run", "step", 3, 0.001)
     assert after_of(book) == 10.0
     for longest, after in ((3.0, 15.0), (0.5, 15.0), (4.0, 20.0)):
@@ -54,7 +54,7 @@ def test_the_longest_counts_however_much_shorter_the_others_are(book: ScopeBook[
 
 @dataclass
 class Agent:
-    """What an agent knows of a scope: what it has yet to tell, its longest, and what it was told."""
+    """An agent's data of a scope: completions to send, its longest, and the copy from the service."""
 
     untold: int = 0
     longest: float = 0.0
@@ -73,7 +73,7 @@ EVENTS = st.lists(
 
 @given(EVENTS)
 def test_no_restart_or_loss_makes_more_of_what_happened(events: list[tuple[str, int, int]]) -> None:
-    """Three agents observe, lose messages, are told, and bring it back to a service that forgot or did not."""
+    """Three agents observe, lose messages, receive data, and send it to a service that has it or not."""
     book: ScopeBook[str] = ScopeBook(SETTINGS)
     agents = [Agent() for _ in range(3)]
     happened, longest = 0, 0.0
@@ -103,7 +103,7 @@ def test_no_restart_or_loss_makes_more_of_what_happened(events: list[tuple[str, 
 
 
 def test_told_is_what_matters_and_each_scope_once(book: ScopeBook[str]) -> None:
-    """Enough, longer, forgotten; not that there was one more."""
+    """A report is due when there are enough, or longer ones, or on forgetting; not for one more."""
     book.observe("run", "step", 1, 2.0)
     assert book.take_learned() == [("run", Learned("step", 1, 2.0))]
     book.observe("run", "step", 1, 2.0)
@@ -122,14 +122,14 @@ def test_told_is_what_matters_and_each_scope_once(book: ScopeBook[str]) -> None:
 
 
 def test_forgetting_what_is_not_known_is_harmless(book: ScopeBook[str]) -> None:
-    """A scope that only has timers so far has nothing to forget."""
+    """A scope that has only timers has nothing to forget."""
     book.scope("run", "step").timers.add("timer")
     assert (book.forget("run"), book.forget("run", "save"), book.forget("other")) == (0, 0, 0)
     assert book.take_learned() == []
 
 
 def test_a_scope_that_teaches_nothing_leaves_nothing(book: ScopeBook[str]) -> None:
-    """Once its last timer has ended: names that are used once don't fill the book."""
+    """It is dropped after its last timer: names that are used once don't fill the book."""
     for number in range(100):
         scope = book.scope("run", f"epoch {number}")
         scope.timers.add("timer")
@@ -141,7 +141,7 @@ def test_a_scope_that_teaches_nothing_leaves_nothing(book: ScopeBook[str]) -> No
 
 
 def test_a_run_has_so_many_scopes_and_no_more(book: ScopeBook[str]) -> None:
-    """Those that it has go on learning; other runs have their own."""
+    """Its present scopes go on learning; other runs have their own."""
     book.observe("run", "1", 1, 1.0)
     book.observe("run", "2", 1, 1.0)
     with pytest.raises(TooMany) as refusal:
@@ -157,7 +157,7 @@ def test_a_run_has_so_many_scopes_and_no_more(book: ScopeBook[str]) -> None:
 
 
 def test_a_run_is_forgotten_so_long_after_its_last_node(book: ScopeBook[str]) -> None:
-    """Not while one is there; and one that comes back in time finds what was learned."""
+    """It is kept while a node is there; a node that comes back in time finds the learned data."""
     book.enter("run")
     book.enter("run")
     book.observe("run", "step", 3, 1.0)
@@ -194,7 +194,7 @@ def test_a_new_run_takes_the_place_of_the_one_idle_for_longest(book: ScopeBook[s
 
 
 def test_all_runs_together_have_so_many_scopes_and_no_more(book: ScopeBook[str]) -> None:
-    """Those of the run idle for longest make room; without such a run the new scope is refused."""
+    """The scopes of the run idle for longest make room; without such a run the new scope is refused."""
     for run in ("first", "second"):
         book.enter(run)
         book.observe(run, "1", 1, 1.0)
@@ -216,7 +216,7 @@ def test_all_runs_together_have_so_many_scopes_and_no_more(book: ScopeBook[str])
 
 
 def test_what_was_kept_is_taken_up_again(book: ScopeBook[str]) -> None:
-    """In the same order, so that the same run is forgotten first; nobody is told, and more may be known by now."""
+    """The order is kept, so that the same run is forgotten first; nothing is sent, and newer data stays."""
     for when, run in enumerate(["first", "second", "third"]):
         book.enter(run)
         book.observe(run, "step", 3, float(when))
@@ -235,21 +235,21 @@ def test_what_was_kept_is_taken_up_again(book: ScopeBook[str]) -> None:
 
 
 def test_what_waits_to_be_told_is_told_though_it_was_restored_too(book: ScopeBook[str]) -> None:
-    """Reading a file takes no news away."""
+    """Reading a file removes no pending report."""
     book.observe("run", "step", 1, 1.0)
     book.restore("run", Learned("step", 2, 2.0), 0.0)
     assert book.take_learned() == [("run", Learned("step", 2, 2.0))]
 
 
 def test_a_count_stays_within_what_can_be_written_down(book: ScopeBook[str]) -> None:
-    """Whatever is claimed: more than 63 bits don't fit a file, nor 64 the wire."""
+    """More than 63 bits don't fit a file, nor 64 the message."""
     book.learn("run", "step", 2**64 - 1, 1.0)
     book.observe("run", "step", 2**32 - 1, 1.0)
     assert book.learned_of("run")[0].count == 2**63 - 1
 
 
 def test_listing_goes_on_from_a_scope() -> None:
-    """Pages put together are the whole, filtered by run; scopes that nothing is known of are shown with timers."""
+    """All pages together are the whole list, filtered by run; unlearned scopes are shown with their timers."""
     book: ScopeBook[str] = ScopeBook(TimerSettings())
     places = [(run, scope) for run in "rst" for scope in "123"]
     for run, scope in reversed(places):

@@ -1,4 +1,4 @@
-"""Who has come how far, which run stalls, and who stopped first. The clock is the test's."""
+"""The progress of workers, stalled runs, and the worker that stopped first. The clock is the test's."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ STALL_AFTER = 60.0
 
 
 class Board:
-    """A board of one run, whose clock is in the test's hand and which is judged whenever it asks to be."""
+    """A board of one run with the test's clock; it is judged whenever it is due."""
 
     def __init__(self, **settings: float | int | None) -> None:
         self.board = ProgressBoard(ProgressSettings(**{"stall_after": STALL_AFTER, **settings}))  # type: ignore[arg-type]
@@ -22,12 +22,12 @@ class Board:
         self.news: list[Stall] = []
 
     def join(self, node_id: str = "a", stall_after: float | None = None) -> None:
-        """A node whose agent knows of no progress yet."""
+        """Subscribe a node whose agent has no progress yet."""
         self.board.subscribe(RUN, node_id, stall_after, self.now)
         self.board.registered(RUN, node_id, self.now)
 
     def join_two(self, *steps: int) -> None:
-        """Nodes a and b, each with a worker that has told its step."""
+        """Subscribe nodes a and b, each with a worker that has sent its step."""
         for worker, node_id in enumerate(("a", "b")):
             self.join(node_id)
             self.tell(worker, steps[worker], node_id=node_id)
@@ -40,7 +40,7 @@ class Board:
         return taken
 
     def wait(self, seconds: float) -> None:
-        """Lets time pass, and judges each time that the board wants to."""
+        """Let time pass, and judge each time that the board is due."""
         end = self.now + seconds
         while (due := self.board.next_due()) is not None and due <= end:
             self.now = max(self.now, due)
@@ -49,7 +49,7 @@ class Board:
         self.news += self.board.take_new_stalls()
 
     def told(self) -> list[tuple[bool, int, float, int]]:
-        """What was told since: whether it is over, whose rank was first, for how long, how many at its step."""
+        """Return the new reports: True if it is over, the first's rank, seconds, workers at its step."""
         news, self.news = self.news, []
         return [(stall.over, stall.first.rank, round(stall.idle, 3), stall.at_same_step) for stall in news]
 
@@ -60,7 +60,7 @@ def board() -> Board:
 
 
 def test_a_run_stalls_when_nobody_has_advanced_for_long_enough_and_is_told_once(board: Board) -> None:
-    """Not before, not again, and once more when it is over."""
+    """It is not reported before that time, nor twice; its end is reported."""
     board.join()
     for worker in range(4):
         board.tell(worker, 7)
@@ -77,7 +77,7 @@ def test_a_run_stalls_when_nobody_has_advanced_for_long_enough_and_is_told_once(
 
 
 def test_a_run_in_which_one_worker_advances_does_not_stall(board: Board) -> None:
-    """However long the others stand; the slowest are those who stand."""
+    """This holds however long the others stand still; those are the slowest."""
     board.join()
     for worker in range(3):
         board.tell(worker, 7)
@@ -106,7 +106,7 @@ def test_who_stopped_first_has_the_lowest_step_and_came_to_it_first(board: Board
 
 
 def test_any_other_step_is_an_advance_and_the_same_one_is_none(board: Board) -> None:
-    """A worker that went back to its checkpoint works; one that tells its step again doesn't."""
+    """A worker that went back to its checkpoint advances; one that repeats its step does not."""
     board.join()
     board.tell(0, 7)
     board.wait(40)
@@ -119,7 +119,7 @@ def test_any_other_step_is_an_advance_and_the_same_one_is_none(board: Board) -> 
 
 
 def test_the_time_that_passed_before_it_was_told_counts(board: Board) -> None:
-    """An agent that comes back to a new service says how long its workers have been at their steps."""
+    """An agent that comes back to a new service sends how long its workers have been at their steps."""
     board.board.subscribe(RUN, "a", None, board.now)
     board.tell(0, 7, elapsed=50)
     board.tell(1, 7, elapsed=55)
@@ -127,12 +127,12 @@ def test_the_time_that_passed_before_it_was_told_counts(board: Board) -> None:
     board.wait(29)
     assert board.told() == []
     board.wait(2)
-    # The first one to be back may know the one part that stands: the others have 30 s to come.
+    # The first agent to be back may have the one part that stands still: the others have 30 s to come.
     assert board.told() == [(False, 1, 80.0, 2)]
 
 
 def test_the_first_agent_to_be_back_makes_no_stall(board: Board) -> None:
-    """Its workers have stood for long by right; those of the second one have not."""
+    """Its workers have rightly stood still for long; those of the second one have not."""
     board.board.subscribe(RUN, "a", None, board.now)
     board.tell(0, 7, elapsed=500)
     board.board.registered(RUN, "a", board.now)
@@ -145,7 +145,7 @@ def test_the_first_agent_to_be_back_makes_no_stall(board: Board) -> None:
 
 
 def test_a_run_without_an_agent_is_not_judged(board: Board) -> None:
-    """A broken stream tells nothing of the workers behind it; the truth comes with the agent."""
+    """A broken stream gives no information about its workers; the agent's next stream does."""
     board.join()
     board.tell(0, 7)
     board.board.unsubscribe(RUN, "a", board.now)
@@ -161,7 +161,7 @@ def test_a_run_without_an_agent_is_not_judged(board: Board) -> None:
 
 
 def test_a_stall_lasts_while_its_agents_are_away(board: Board) -> None:
-    """An agent that reconnects changes nothing by that."""
+    """A reconnect of an agent changes nothing."""
     board.join()
     board.tell(0, 7)
     board.wait(61)
@@ -176,7 +176,7 @@ def test_a_stall_lasts_while_its_agents_are_away(board: Board) -> None:
 
 
 def test_the_newest_subscriber_decides_after_how_long(board: Board) -> None:
-    """0: never, which ends a stall too; not said: the service's own."""
+    """0 means never, and also ends a stall; unset, the service's own setting is in force."""
     board.join(stall_after=10)
     board.tell(0, 7)
     board.wait(11)
@@ -192,7 +192,7 @@ def test_the_newest_subscriber_decides_after_how_long(board: Board) -> None:
 
 
 def test_a_service_that_never_reports_does_so_only_when_asked() -> None:
-    """None as its own setting."""
+    """The service's own setting is None."""
     board = Board(stall_after=None)
     board.join()
     board.tell(0, 7)
@@ -204,7 +204,7 @@ def test_a_service_that_never_reports_does_so_only_when_asked() -> None:
 
 
 def test_workers_that_are_gone_stand_nowhere(board: Board) -> None:
-    """Cleared, or not told of by their node's next stream. With the last of them, the stall is over."""
+    """Workers are cleared, or missing in their node's next stream. With the last of them, the stall is over."""
     board.join()
     for worker in range(3):
         board.tell(worker, 7 + worker)
@@ -224,7 +224,7 @@ def test_workers_that_are_gone_stand_nowhere(board: Board) -> None:
 
 
 def test_a_node_that_does_not_come_back_is_forgotten(board: Board) -> None:
-    """After the retention, with its run if that was its last one."""
+    """It goes after the retention, together with its run if that was its last node."""
     board.join_two(1, 2)
     for node_id in ("a", "b"):
         board.board.unsubscribe(RUN, node_id, board.now)
@@ -237,7 +237,7 @@ def test_a_node_that_does_not_come_back_is_forgotten(board: Board) -> None:
 
 
 def test_a_lost_node_is_not_taken_for_the_one_that_is_behind(board: Board) -> None:
-    """Soon after it was lost; it may be that only its agent was away."""
+    """It counts for a short time, in which only its agent may be away."""
     board.join_two(7, 8)
     board.board.unsubscribe(RUN, "a", board.now)
     board.wait(29)
@@ -253,7 +253,7 @@ def test_a_lost_node_is_not_taken_for_the_one_that_is_behind(board: Board) -> No
 
 
 def test_a_node_lost_while_nobody_was_there_is_so_once_the_others_are_back(board: Board) -> None:
-    """Until then, what is known last is better than nothing."""
+    """Until then, the last known data is better than none."""
     board.join_two(7, 8)
     for node_id in ("a", "b"):
         board.board.unsubscribe(RUN, node_id, board.now)
@@ -266,7 +266,7 @@ def test_a_node_lost_while_nobody_was_there_is_so_once_the_others_are_back(board
 
 
 def test_a_worker_cleared_while_its_agent_is_away_takes_its_node_along(board: Board) -> None:
-    """Nothing is left of a run of which nothing is known."""
+    """Nothing is left of a run without data."""
     board.join()
     board.tell(0, 1)
     board.board.unsubscribe(RUN, "a", board.now)
@@ -276,7 +276,7 @@ def test_a_worker_cleared_while_its_agent_is_away_takes_its_node_along(board: Bo
 
 
 def test_what_is_kept_is_bounded() -> None:
-    """Per run and in all; who is kept already goes on."""
+    """Workers per run and in all are limited; known ones go on."""
     board = Board(max_workers_per_run=3, max_workers=4)
     board.join()
     assert [board.tell(worker, 1) for worker in range(5)] == [True] * 3 + [False] * 2
@@ -304,7 +304,7 @@ def test_what_is_kept_is_bounded() -> None:
 def test_what_is_malformed_is_refused_and_changes_nothing(
     board: Board, field: str, changes: dict[str, object]
 ) -> None:
-    """With the field's name."""
+    """The error has the field's name."""
     board.join()
     arguments: dict[str, object] = {"worker_id": "w", "rank": 0, "elapsed": 0.0, **changes}
     worker_id = str(arguments.pop("worker_id"))
@@ -315,7 +315,7 @@ def test_what_is_malformed_is_refused_and_changes_nothing(
 
 
 def test_many_runs_that_stall_at_once_are_judged_in_portions() -> None:
-    """The event loop has its turn in between; all are told in the end."""
+    """The event loop runs in between; all are reported in the end."""
     board = ProgressBoard(ProgressSettings(stall_after=1.0))
     for run in range(30):
         board.subscribe(f"run-{run}", "a", None, 0.0)
@@ -346,7 +346,7 @@ def test_an_update_costs_the_same_however_many_workers_there_are() -> None:
 
 @pytest.mark.parametrize("seed", range(200))
 def test_any_history_is_judged_as_a_simple_model_would(seed: int) -> None:
-    """The model looks at every worker at every moment; the board must tell the same at the same time."""
+    """The model looks at every worker at every moment; the board must report the same at the same time."""
     dice = random.Random(seed)
     board = Board(stall_after=50.0)
     nodes = ["a", "b"]
@@ -354,7 +354,7 @@ def test_any_history_is_judged_as_a_simple_model_would(seed: int) -> None:
         board.join(node)
     model: dict[tuple[str, int], tuple[int, float]] = {}
     advanced, stalls = 0.0, False
-    # All agents are there all the time, so that the wait for the others is over after 30 s.
+    # All agents are always subscribed, so the wait for the others is over after 30 s.
     for _ in range(150):
         node, worker = dice.choice(nodes), dice.randrange(3)
         match dice.choice(["tell", "tell", "clear", "wait", "long"]):

@@ -1,4 +1,4 @@
-"""What was learned outlives the process, or the file says why not; it is never half written, and never too high."""
+"""Learned data outlives the process, or an error gives the reason; it is never half written, and never too high."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RUNS = [
 
 
 class WallClock:
-    """Unix seconds, in the test's hand."""
+    """A clock of Unix seconds that the test sets."""
 
     def __init__(self) -> None:
         self.now = 1_700_000_000.5
@@ -44,7 +44,7 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def file(path: Path, wall_clock: WallClock) -> Iterator[LearnedFile]:
-    """Open, and new."""
+    """A new file that is open."""
     file = LearnedFile(path, wall_clock)
     assert file.open(DAY) == []
     yield file
@@ -52,7 +52,7 @@ def file(path: Path, wall_clock: WallClock) -> Iterator[LearnedFile]:
 
 
 def reopened(file: LearnedFile, wall_clock: WallClock, retention: float = DAY) -> list[LearnedRun]:
-    """What the next process finds."""
+    """Return the data that the next process reads."""
     file.close()
     following = LearnedFile(file.path, wall_clock)
     try:
@@ -62,7 +62,7 @@ def reopened(file: LearnedFile, wall_clock: WallClock, retention: float = DAY) -
 
 
 def refused(path: Path) -> str:
-    """The one line with which it is."""
+    """Return the one line of the error that opening raises."""
     with pytest.raises(SettingError) as caught:
         LearnedFile(path).open(DAY)
     (line,) = str(caught.value).splitlines()
@@ -70,26 +70,26 @@ def refused(path: Path) -> str:
 
 
 def test_what_was_written_is_read(file: LearnedFile, wall_clock: WallClock) -> None:
-    """All of it, in its order, to the last digit; the file can be read by people and programs."""
+    """It is complete, in order, to the last digit; people and programs can read the file."""
     file.write(RUNS)
     assert json.loads(file.path.read_bytes())["format"] == FORMAT
     assert reopened(file, wall_clock) == RUNS
 
 
 def test_opening_makes_no_file(file: LearnedFile) -> None:
-    """Only its folder and the lock: there is nothing to keep yet."""
+    """It makes only its folder and the lock: there is no data to keep yet."""
     assert [each.name for each in file.path.parent.iterdir()] == ["learned.json.lock"]
 
 
 def test_an_empty_file_is_written_and_read(file: LearnedFile, wall_clock: WallClock) -> None:
-    """All was forgotten."""
+    """This is the file after all was forgotten."""
     file.write(RUNS)
     file.write([])
     assert reopened(file, wall_clock) == []
 
 
 def test_what_did_not_change_for_long_is_left_out(file: LearnedFile, wall_clock: WallClock) -> None:
-    """Though it is written again and again, and the service started again, with what does change."""
+    """This holds if it is written again and again with changing data, and the service restarts."""
     file.write(RUNS)
     for count in range(3, 9):
         wall_clock.now += 0.3 * DAY
@@ -101,7 +101,7 @@ def test_what_did_not_change_for_long_is_left_out(file: LearnedFile, wall_clock:
 
 
 def test_a_clock_that_was_ahead_keeps_nothing_for_ever(file: LearnedFile, wall_clock: WallClock) -> None:
-    """Once the file is written by a clock that is right, its years begin to count."""
+    """Once the file is written with a correct clock, the age of its data begins to count."""
     wall_clock.now += 3650 * DAY
     file.write(RUNS)
     wall_clock.now -= 3650 * DAY
@@ -111,7 +111,7 @@ def test_a_clock_that_was_ahead_keeps_nothing_for_ever(file: LearnedFile, wall_c
 
 
 def test_every_damaged_byte_is_noticed_and_nothing_is_touched(file: LearnedFile) -> None:
-    """Or it changes nothing, as a blank may. The line says what to do."""
+    """Some damage changes nothing, as a blank may. The error names the remedy."""
     file.write(RUNS)
     file.close()
     whole = file.path.read_bytes()
@@ -138,7 +138,7 @@ def test_every_damaged_byte_is_noticed_and_nothing_is_touched(file: LearnedFile)
 
 @pytest.mark.parametrize("left", [0, 1, 40, 100, -1, -3])
 def test_a_file_that_was_cut_is_refused(file: LearnedFile, left: int) -> None:
-    """Wherever the cut is; an empty one is none that a service ever wrote."""
+    """This holds for any cut; no service ever wrote an empty file."""
     file.write(RUNS)
     file.close()
     file.path.write_bytes(file.path.read_bytes()[:left])
@@ -146,7 +146,7 @@ def test_a_file_that_was_cut_is_refused(file: LearnedFile, left: int) -> None:
 
 
 def written_by_hand(path: Path, runs: str) -> None:
-    """A file whose checksum is right."""
+    """Write a file whose checksum is right."""
     body = f"{runs}\n]}}\n".encode()
     path.parent.mkdir(exist_ok=True)
     path.write_bytes(f'{{"format": 1, "crc32": "{crc32(body):08x}", "runs": [\n'.encode() + body)
@@ -172,7 +172,7 @@ def written_by_hand(path: Path, runs: str) -> None:
     ],
 )
 def test_what_no_service_wrote_is_refused(path: Path, runs: str) -> None:
-    """Even with a checksum that is right: a timer must not run out by it."""
+    """This holds with a correct checksum: no timer may expire by such data."""
     written_by_hand(path, runs)
     assert "is damaged (" in refused(path)
 
@@ -190,13 +190,13 @@ def test_a_newer_format_is_refused(path: Path) -> None:
 
 
 def test_two_services_can_not_share_a_file(file: LearnedFile, wall_clock: WallClock) -> None:
-    """The second one says so; once the first has gone it may."""
+    """The second one reports it; once the first has ended it can open the file."""
     assert "is in use by another process: stop that one, or choose another" in refused(file.path)
     assert reopened(file, wall_clock) == []
 
 
 def test_a_file_that_can_not_be_is_told(tmp_path: Path) -> None:
-    """With the reason: it is a folder, its folder is a file, or can't be made."""
+    """The error has the reason: it is a folder, its folder is a file, or its folder can't be made."""
     (tmp_path / "folder").mkdir()
     assert f"can't be used ({tmp_path / 'folder'}: Is a directory)" in refused(tmp_path / "folder")
     (tmp_path / "file").touch()
@@ -207,7 +207,7 @@ def test_a_file_that_can_not_be_is_told(tmp_path: Path) -> None:
 def test_a_write_that_fails_leaves_the_file_as_it_was(
     file: LearnedFile, wall_clock: WallClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And nothing beside it; what is tried again later succeeds."""
+    """No other file is left; a later attempt succeeds."""
     file.write(RUNS)
     before = file.path.read_bytes()
     with monkeypatch.context() as broken:
@@ -225,7 +225,7 @@ def test_a_write_that_fails_leaves_the_file_as_it_was(
 
 
 def test_only_its_user_can_read_it(file: LearnedFile, wall_clock: WallClock) -> None:
-    """Nor the new one beside it; what others could read is narrowed, by a look into it too."""
+    """This includes the new file beside it; files that others could read are narrowed, also by reading them."""
     beside = file.path.with_name(file.path.name + ".new")
     beside.touch(0o666)
     file.write(RUNS)
@@ -238,7 +238,7 @@ def test_only_its_user_can_read_it(file: LearnedFile, wall_clock: WallClock) -> 
 def test_it_is_on_disk_before_it_takes_the_place_of_the_old_one(
     file: LearnedFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The new file is synced, then renamed, then its folder is synced: else a loss of power leaves an empty one."""
+    """The new file is synced and renamed, then its folder is synced: else a loss of power leaves an empty one."""
     order: list[str] = []
     sync, replace = os.fsync, Path.replace
 

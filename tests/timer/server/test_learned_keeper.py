@@ -1,4 +1,4 @@
-"""What is learned reaches the disk soon, seldom, and beside the event loop, and comes back at the next start."""
+"""Learned data is written soon, seldom and outside the event loop, and read at the next start."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SOON = 0.01
 
 
 class File(LearnedFile):
-    """A file on a disk that can be slow or broken, and counts what is written to it."""
+    """A file on a disk that can be slow or broken; it counts writes."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -52,7 +52,7 @@ def observe(watchdog: Watchdog, scope: str, count: int, run_id: str = "run") -> 
 
 
 async def test_what_was_learned_is_known_to_the_next_service(path: Path) -> None:
-    """All runs; counts are neither lost nor added up, however often it is started."""
+    """All runs are restored; counts are neither lost nor added up over any number of restarts."""
     for _ in range(3):
         watchdog = Watchdog()
         async with keep_learned(watchdog, LearnedFile(path)):
@@ -61,13 +61,13 @@ async def test_what_was_learned_is_known_to_the_next_service(path: Path) -> None
                 observe(watchdog, "load", 7, run_id="other")
             assert watchdog.table.learned_of("run") == [Learned("step", 100, 1.5)]
             assert watchdog.table.learned_of("other") == [Learned("load", 7, 1.5)]
-            # So that it is written each time.
+            # This causes a write each time.
             assert watchdog.on_learned is not None
             watchdog.on_learned(False)
 
 
 async def test_what_is_learned_together_is_written_together(path: Path) -> None:
-    """A thousand observations make one write, beside the event loop's thread."""
+    """A thousand observations make one write, in another thread than the event loop's."""
     file, watchdog = File(path), Watchdog()
     async with keep_learned(watchdog, file, SOON * 10):
         subscription, _ = watchdog.subscribe("run", "a", 0)
@@ -79,7 +79,7 @@ async def test_what_is_learned_together_is_written_together(path: Path) -> None:
 
 
 async def test_nothing_learned_writes_nothing(path: Path) -> None:
-    """Neither while it serves nor at the end."""
+    """There is no write during service, nor at the end."""
     file = File(path)
     async with keep_learned(Watchdog(), file, SOON):
         pass
@@ -87,7 +87,7 @@ async def test_nothing_learned_writes_nothing(path: Path) -> None:
 
 
 async def test_the_end_writes_what_is_not_written_yet(path: Path) -> None:
-    """However long it would have waited; also what is learned while the last write goes on."""
+    """It does not wait for the interval; data learned during the last write is written too."""
     file, watchdog = File(path), Watchdog()
     async with keep_learned(watchdog, file, interval=3600):
         observe(watchdog, "step", 5)
@@ -103,7 +103,7 @@ async def test_the_end_writes_what_is_not_written_yet(path: Path) -> None:
 
 
 async def test_what_is_forgotten_is_written_at_once(path: Path) -> None:
-    """An hour is not waited for: a crash must not bring it back."""
+    """It does not wait for the interval: a crash must not bring the data back."""
     file, watchdog = File(path), Watchdog()
     async with keep_learned(watchdog, file, interval=3600):
         observe(watchdog, "step", 5)
@@ -114,7 +114,7 @@ async def test_what_is_forgotten_is_written_at_once(path: Path) -> None:
 
 
 async def test_a_slow_disk_holds_nobody_up(path: Path) -> None:
-    """While a write waits, the event loop and the watchdog go on; what is learned then is written next."""
+    """While a write waits, the event loop and the watchdog go on; data learned then is written next."""
     file, watchdog = File(path), Watchdog()
     async with keep_learned(watchdog, file, SOON):
         file.let_go.clear()
@@ -129,7 +129,7 @@ async def test_a_slow_disk_holds_nobody_up(path: Path) -> None:
 async def test_a_broken_disk_is_logged_once_and_tried_again(
     path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Serving goes on; when it is mended, all is there."""
+    """The service goes on; after the repair all data is written."""
     caplog.set_level("INFO")
     file, watchdog = File(path), Watchdog()
     async with keep_learned(watchdog, file, SOON):
@@ -144,7 +144,7 @@ async def test_a_broken_disk_is_logged_once_and_tried_again(
 
 
 async def test_a_disk_that_is_broken_at_the_end_lets_the_service_end(path: Path) -> None:
-    """With the file as it was, free for the next."""
+    """The file is unchanged and free for the next service."""
     file, watchdog = File(path), Watchdog()
     async with keep_learned(watchdog, file, SOON):
         file.broken = True
@@ -155,7 +155,7 @@ async def test_a_disk_that_is_broken_at_the_end_lets_the_service_end(path: Path)
 
 
 async def test_much_is_collected_in_portions(path: Path) -> None:
-    """The event loop has its turn every few milliseconds, however much was learned."""
+    """The event loop runs every few milliseconds, however much was learned."""
     watchdog = Watchdog(TimerSettings(max_scopes_per_run=100_000))
     subscription, _ = watchdog.subscribe("run", "a", 0)
     for number in range(20_000):
@@ -173,7 +173,7 @@ async def test_much_is_collected_in_portions(path: Path) -> None:
 async def test_more_than_the_limits_allow_is_not_restored(
     path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """They were lowered: the service starts, and says so."""
+    """After the limits were lowered, the service starts and logs it."""
     watchdog = Watchdog()
     async with keep_learned(watchdog, LearnedFile(path)):
         for number in range(5):
@@ -185,7 +185,7 @@ async def test_more_than_the_limits_allow_is_not_restored(
 
 
 def test_a_damaged_file_keeps_it_from_starting(path: Path) -> None:
-    """And is still there, and can be opened once it is mended: the lock was given back."""
+    """The file is kept, and its lock is released, so a repaired file can be opened."""
 
     async def start() -> None:
         async with keep_learned(Watchdog(), LearnedFile(path)):

@@ -1,4 +1,4 @@
-"""What is to be told to one who doesn't read waits in bounded slots, the latest of each kind."""
+"""Messages for a subscriber that doesn't read wait in bounded slots, the latest of each kind."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ async def test_an_expiry_told_again_takes_the_place_of_its_first() -> None:
 
 
 async def test_of_a_scope_and_of_a_stall_only_the_latest_is_told() -> None:
-    """What came before it is of no use to anybody."""
+    """Earlier ones are useless."""
     mailbox = Outbox()
     for count in range(1, 100):
         mailbox.learn(Learned("s", count, 1.0))
@@ -43,7 +43,7 @@ async def test_of_a_scope_and_of_a_stall_only_the_latest_is_told() -> None:
 
 
 async def test_what_is_learned_anew_does_not_hide_that_it_was_forgotten() -> None:
-    """A subscriber that was busy meanwhile would keep the old longest, and bring it back."""
+    """A subscriber that was busy meanwhile would keep the old longest, and send it back."""
     mailbox = Outbox()
     for longest in (9.0, 1.0):
         mailbox.learn(Learned("s", 5, longest))
@@ -53,7 +53,7 @@ async def test_what_is_learned_anew_does_not_hide_that_it_was_forgotten() -> Non
 
 
 async def test_refusals_are_bounded() -> None:
-    """A subscriber that sends nonsense and doesn't read keeps the last of them, and no more than its beginning."""
+    """For a subscriber that sends invalid actions and doesn't read, the last are kept, and only their first bytes."""
     mailbox = Outbox()
     for number in range(5000):
         mailbox.refuse(Refusal("w" * 5000, "s" * 5000, number, InvalidField("after", "no")))
@@ -72,7 +72,7 @@ async def test_what_was_learned_is_bounded() -> None:
 
 
 async def test_much_is_told_in_portions() -> None:
-    """Each far below the size of a message; the end comes after the last."""
+    """Each is far below the size of a message; the end comes after the last."""
     mailbox = Outbox()
     for number in range(2500):
         mailbox.offer(expiry(number))
@@ -85,7 +85,7 @@ async def test_much_is_told_in_portions() -> None:
 
 
 async def test_an_error_ends_at_once() -> None:
-    """And the first end counts."""
+    """The first end counts."""
     mailbox = Outbox()
     mailbox.offer(expiry(1))
     mailbox.end(ValueError("first"))

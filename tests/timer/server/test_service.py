@@ -1,4 +1,4 @@
-"""The timer service put together, over a real socket: what it learns outlives it, and is counted once."""
+"""The assembled timer service over a real socket: its learned data outlives it, and is counted once."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.integration
 
 @asynccontextmanager
 async def serving(folder: Path, learned: Path | None) -> AsyncIterator[pb_grpc.TimerServiceAsyncStub]:
-    """A service that keeps what it learns in that file."""
+    """Start a service that keeps learned data in that file; yield a stub."""
     async with timer_service(learned=learned) as service:
         server = Server(
             ServerOptions(host=f"unix:{folder / 'timer'}"), services=[service], translate=translate
@@ -38,7 +38,7 @@ async def serving(folder: Path, learned: Path | None) -> AsyncIterator[pb_grpc.T
 
 
 async def tell(stub: pb_grpc.TimerServiceAsyncStub, *actions: pb.SuperviseAction, node_id: str = "a") -> None:
-    """Says it on a stream of its own, which is over when it was taken."""
+    """Send the actions on a new stream; return when the service has accepted them."""
     call = stub.Supervise(timeout=PATIENCE)
     await call.write(pb.SuperviseRequest(actions=[subscribe(node_id), *actions]))
     await call.done_writing()
@@ -60,7 +60,7 @@ def brought(count: int) -> pb.SuperviseAction:
 
 
 async def test_the_file_and_the_agents_tell_of_the_same_completions(tmp_path: Path) -> None:
-    """Their accounts are not added up: a timer must not run out by what was not seen."""
+    """Their counts are not added up: a timer must not expire by completions that never happened."""
     file = tmp_path / "learned.json"
     async with serving(tmp_path, file) as stub:
         await tell(stub, observed(60))
@@ -75,7 +75,7 @@ async def test_the_file_and_the_agents_tell_of_the_same_completions(tmp_path: Pa
 
 
 async def test_what_an_operator_forgot_stays_forgotten(tmp_path: Path) -> None:
-    """The next service learns it anew."""
+    """The next service learns it again from nothing."""
     file = tmp_path / "learned.json"
     async with serving(tmp_path, file) as stub:
         await tell(stub, observed(60))
@@ -88,7 +88,7 @@ async def test_what_an_operator_forgot_stays_forgotten(tmp_path: Path) -> None:
 
 
 async def test_without_a_file_it_is_kept_in_memory(tmp_path: Path) -> None:
-    """For as long as the service lives, agents or not."""
+    """It is kept as long as the service lives, with agents or without."""
     async with serving(tmp_path, None) as stub:
         await tell(stub, observed(60))
         assert await counts(stub) == [("step", 60)]
@@ -97,7 +97,7 @@ async def test_without_a_file_it_is_kept_in_memory(tmp_path: Path) -> None:
 
 
 async def test_a_stream_that_says_nothing_holds_up_no_draining_server(tmp_path: Path) -> None:
-    """Its agent was cut off before it could subscribe: it hears the same as all others."""
+    """Its agent was cut off before it could subscribe: it gets the same error as all others."""
     async with timer_service(learned=None) as service:
         server = Server(
             ServerOptions(host=f"unix:{tmp_path / 'timer'}"), services=[service], translate=translate
@@ -106,7 +106,7 @@ async def test_a_stream_that_says_nothing_holds_up_no_draining_server(tmp_path: 
         async with open_channel(server.address) as channel:
             stub = pb_grpc.TimerServiceStub(channel)
             silent = stub.Supervise(timeout=PATIENCE)
-            await counts(stub)  # comes after it
+            await counts(stub)  # handled after it
             draining = asyncio.create_task(server.drain(60.0))
             with pytest.raises(grpc.aio.AioRpcError) as error:
                 await silent.read()

@@ -1,4 +1,4 @@
-"""The single calls of timer_service.proto, over a real socket."""
+"""The unary calls of timer_service.proto, over a real socket."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.integration
 
 
 async def test_single_calls(service: Service) -> None:
-    """Acquire, list, release; the agent is told with sequence 0."""
+    """Acquire, list, release; the agent receives the expiry with sequence 0."""
     stub = service.stub()
     timer: dict[str, Any] = {"run_id": "run", "node_id": "a", "worker_id": "0@1", "scope": "s"}
     acquired = await stub.AcquireTimer(pb.AcquireTimerRequest(**timer, after=to_duration(0.02)))
@@ -47,7 +47,7 @@ async def test_single_calls(service: Service) -> None:
 
 
 async def test_single_calls_are_refused_with_reasons(quick: Service) -> None:
-    """Every one with a code that tells a program what to do."""
+    """Each error has a code that shows a program how to react."""
     stub = quick.stub()
     timer: dict[str, Any] = {"run_id": "run", "node_id": "a", "worker_id": "0@1", "scope": "s"}
     after = to_duration(60)
@@ -85,7 +85,7 @@ async def test_single_calls_are_refused_with_reasons(quick: Service) -> None:
 
 
 async def test_pages_put_together_are_the_whole(service: Service) -> None:
-    """In order, none twice."""
+    """They are in order, none twice."""
     stub = service.stub()
     for number in range(25):
         await stub.AcquireTimer(
@@ -106,7 +106,7 @@ async def test_pages_put_together_are_the_whole(service: Service) -> None:
 
 @pytest.mark.parametrize("rounds", [300, slow(900)])
 async def test_random_requests_are_answered_in_kind(service: Service, rounds: int) -> None:
-    """Whatever the fields hold, the answer is a result or a refusal, never UNKNOWN, INTERNAL or a failure."""
+    """For any fields, the response is a result or a refusal, never UNKNOWN, INTERNAL or a failure."""
     dice = random.Random(1)
     stub = service.stub()
     answers = set()
@@ -131,7 +131,7 @@ async def test_random_requests_are_answered_in_kind(service: Service, rounds: in
 
 
 async def test_many_actions_in_one_call(quick: Service) -> None:
-    """In order; those that are refused are told and don't hold up the others."""
+    """They are applied in order; refused ones are reported and don't stop the others."""
     stub = quick.stub()
 
     def timer(scope: str, after: float = 60, **more: Any) -> pb.TimerAction:
@@ -195,7 +195,7 @@ async def test_many_actions_in_one_call(quick: Service) -> None:
 async def test_a_malformed_call_takes_none_of_its_actions(
     service: Service, field: str, changes: dict[str, Any]
 ) -> None:
-    """With the field."""
+    """The error names the field."""
     first = pb.TimerAction(acquire=pb.Acquire(worker_id="0@1", scope="s", after=to_duration(60)))
     actions = [first, *changes.pop("actions", [])]
     field = field.replace("1", "2")
@@ -206,7 +206,7 @@ async def test_a_malformed_call_takes_none_of_its_actions(
 
 
 async def test_a_superseded_caller_registers_and_clears_nothing(service: Service) -> None:
-    """LEASE_LOST, as for single timers."""
+    """It gets LEASE_LOST, as for single timers."""
     stub = service.stub()
     actions = [pb.TimerAction(acquire=pb.Acquire(worker_id="0@1", scope="s", after=to_duration(60)))]
     await stub.BatchUpdateTimers(
@@ -224,7 +224,7 @@ async def test_a_superseded_caller_registers_and_clears_nothing(service: Service
 
 
 async def test_timers_are_listed_by_state(service: Service) -> None:
-    """Each state apart, several together, and none given for all; one that learns has no end to tell."""
+    """The filter takes one state, several, or none for all; a timer that learns shows no end."""
     stub, stream = service.stub(), Stream(service)
     await stream.send(
         subscribe(),
@@ -261,7 +261,7 @@ async def test_timers_are_listed_by_state(service: Service) -> None:
 
 
 async def test_scopes_are_listed_and_forgotten(service: Service) -> None:
-    """Page by page, with what the durations come of; a scope that was forgotten has no duration."""
+    """They are listed in pages, with the sources of the durations; a forgotten scope has no duration."""
     stub, stream = service.stub(), Stream(service)
     observed = [
         act(observe=pb.Observe(scope=f"s{n}", count=n + 18, longest=to_duration(n))) for n in range(1, 6)
@@ -293,7 +293,7 @@ async def test_scopes_are_listed_and_forgotten(service: Service) -> None:
 
 
 async def test_progress_of_a_run(service: Service) -> None:
-    """The slowest first, as many as were asked for; a run that told none is no error."""
+    """The slowest come first, as many as requested; a run without progress is no error."""
     stub, stream = service.stub(), Stream(service)
     told = [act(progress=pb.Progress(worker_id=f"{n}@1", rank=n, step=n % 7 + 3)) for n in range(20)]
     await stream.send(subscribe(), *told, act(registered=pb.Registered()))
@@ -335,7 +335,7 @@ async def test_progress_of_a_run(service: Service) -> None:
     ],
 )
 async def test_a_malformed_field_is_named(service: Service, field: str, method: str, request_: Any) -> None:
-    """INVALID_ARGUMENT, whatever the state."""
+    """It gets INVALID_ARGUMENT, in any state."""
     error = await refusal(getattr(service.stub(), method)(request_))
     assert (error.code, error.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_ARGUMENT")
     assert [violation[0] for violation in error.field_violations] == [field]

@@ -29,7 +29,7 @@ ALL_BAD.stall_after.CopyFrom(Duration(seconds=1, nanos=-1))
 
 
 async def test_an_expiry_is_pushed_and_pushed_again_until_acknowledged(quick: Service) -> None:
-    """Under one id; once acknowledged, what comes next is the next timer."""
+    """It keeps its id; after the acknowledgement comes the next timer."""
     stream = Stream(quick)
     await stream.send(subscribe(), acquire("s", 0.02, 7), act(registered=pb.Registered()))
     assert isinstance(await stream.next(), pb.Subscribed)
@@ -46,7 +46,7 @@ async def test_an_expiry_is_pushed_and_pushed_again_until_acknowledged(quick: Se
 
 
 async def test_what_is_released_or_cleared_does_not_run_out(quick: Service) -> None:
-    """The one that is left does."""
+    """Only the remaining one expires."""
     stream = Stream(quick)
     await stream.send(
         subscribe(),
@@ -64,7 +64,7 @@ async def test_what_is_released_or_cleared_does_not_run_out(quick: Service) -> N
 
 
 async def test_registered_drops_what_the_stream_did_not_name(quick: Service) -> None:
-    """What an earlier stream acquired and this one has not is gone; what a single call acquired stays."""
+    """Timers that only an earlier stream acquired are gone; timers of single calls stay."""
     earlier, stub = Stream(quick), quick.stub()
     await earlier.send(subscribe(), acquire("kept", 60, 1), acquire("gone", 60, 2))
     await until(lambda: len(quick.watchdog.table) == 2)
@@ -82,7 +82,7 @@ async def test_registered_drops_what_the_stream_did_not_name(quick: Service) -> 
 
 
 async def test_a_newer_stream_ends_the_older_one(service: Service) -> None:
-    """STREAM_REPLACED with the same lease, LEASE_LOST with a newer one, and the older can't come back."""
+    """It gets STREAM_REPLACED for the same lease, LEASE_LOST for a newer one, and can't come back."""
     first, second, third, fourth = (Stream(service) for _ in range(4))
     await first.send(subscribe(lease=1))
     await first.next()
@@ -100,7 +100,7 @@ async def test_a_newer_stream_ends_the_older_one(service: Service) -> None:
 
 
 async def test_an_action_that_is_refused_is_told_and_the_stream_goes_on(quick: Service) -> None:
-    """Each with its reason."""
+    """Each is reported with its reason."""
     stream = Stream(quick)
     await stream.send(
         subscribe(),
@@ -158,7 +158,7 @@ async def test_an_action_that_is_refused_is_told_and_the_stream_goes_on(quick: S
 async def test_a_stream_that_breaks_the_protocol_ends(
     service: Service, field: str, requests: list[list[pb.SuperviseAction]]
 ) -> None:
-    """INVALID_ARGUMENT, with the field."""
+    """It ends with INVALID_ARGUMENT and the name of the field."""
     stream = Stream(service)
     for actions in requests:
         await stream.send(*actions)
@@ -168,7 +168,7 @@ async def test_a_stream_that_breaks_the_protocol_ends(
 
 
 async def test_an_action_of_a_newer_client_is_ignored(service: Service) -> None:
-    """Unknown to this service: field 99 of SuperviseAction."""
+    """It is unknown to this service: field 99 of SuperviseAction."""
     stream = Stream(service)
     await stream.send(subscribe(), pb.SuperviseAction.FromString(b"\x9a\x06\x00"), acquire("s", 0.01, 1))
     await stream.next()
@@ -176,7 +176,7 @@ async def test_an_action_of_a_newer_client_is_ignored(service: Service) -> None:
 
 
 async def test_draining_is_told_and_ends_the_stream(service: Service) -> None:
-    """With an error to retry: clients take OK for the end of the subscription."""
+    """The error is one to retry: clients treat OK as the end of the subscription."""
     stream = Stream(service)
     await stream.send(subscribe(), acquire("s", 60, 1))
     await stream.next()
@@ -197,7 +197,7 @@ async def test_a_client_that_closes_its_half_ends_the_stream(service: Service) -
 
 
 async def test_a_subscriber_that_does_not_read_delays_nobody(quick: Service) -> None:
-    """Its expiries wait in one slot each, however often they are told again; its neighbour gets its own at once."""
+    """Its expiries wait in one slot each, however often they are sent again; another node gets its own at once."""
     deaf, other = Stream(quick), Stream(quick)
     await deaf.send(subscribe("deaf"), acquire("s", 0.01, 1))
     await other.send(subscribe("other"), acquire("s", 0.3, 1))
@@ -208,7 +208,7 @@ async def test_a_subscriber_that_does_not_read_delays_nobody(quick: Service) -> 
 
 
 async def test_timers_that_learn_run_out_by_what_was_seen_and_say_so(service: Service) -> None:
-    """None before enough was seen; then by the longest, which travels with the expiry."""
+    """None expires before enough completions; then the longest counts, which is sent with the expiry."""
     await service.server.stop()
     await service.start(TimerSettings(learn_warm_up=3, learn_factor=2, learn_least=0.01))
     stream = Stream(service)
@@ -229,7 +229,7 @@ async def test_timers_that_learn_run_out_by_what_was_seen_and_say_so(service: Se
 
 
 async def test_an_expiry_of_a_given_duration_has_nothing_learned(service: Service) -> None:
-    """So that who reads it can tell the two apart."""
+    """Readers can distinguish the two."""
     stream = Stream(service)
     await stream.send(subscribe(), acquire("s", 0.01, 1))
     await stream.next()
@@ -237,7 +237,7 @@ async def test_an_expiry_of_a_given_duration_has_nothing_learned(service: Servic
 
 
 async def test_what_was_learned_comes_back_with_the_agents(service: Service) -> None:
-    """A new service that kept nothing knows it again, the higher of two accounts, and tells the others."""
+    """A new service without data gets it from them, takes the higher of two counts, and sends it to the others."""
     one, two = Stream(service), Stream(service)
     await one.send(
         subscribe("a"),
@@ -254,7 +254,7 @@ async def test_what_was_learned_comes_back_with_the_agents(service: Service) -> 
 
 
 async def test_a_run_that_stalls_is_told_to_its_agents_and_shown(service: Service) -> None:
-    """Once, with who stopped first; and again when it is over. The subscriber said after how long."""
+    """It is sent once, with the worker that stopped first, and its end too. The subscriber sets the time."""
     stream, stub = Stream(service), service.stub()
     await stream.send(
         subscribe(stall_after=0.05),
@@ -285,7 +285,7 @@ async def test_a_run_that_stalls_is_told_to_its_agents_and_shown(service: Servic
 
 @pytest.mark.parametrize("streams", [100, slow(300)])
 async def test_random_streams_are_answered_in_kind(service: Service, streams: int) -> None:
-    """Whatever the actions hold, the stream goes on or ends with a refusal, never UNKNOWN or INTERNAL."""
+    """For any actions, the stream goes on or ends with a refusal, never UNKNOWN or INTERNAL."""
     dice = random.Random(11)
     answers = set()
     for number in range(streams):

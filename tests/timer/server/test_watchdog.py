@@ -1,4 +1,4 @@
-"""The watchdog wakes when it must, whatever happens to it, and tells whom it concerns."""
+"""The watchdog wakes in time after any failure, and reports to the right agents."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ async def mail_of(mailbox: Outbox) -> OutboxBatch:
 
 
 def pass_time(watchdog: Watchdog, clock: Clock, seconds: float) -> None:
-    """Lets it pass, ringing as often as the watchdog wants to be woken."""
+    """Let time pass, and wake the watchdog whenever it is due."""
     end = clock.now + seconds
     while watchdog._due <= end:
         clock.now = max(clock.now, watchdog._due)
@@ -34,7 +34,7 @@ def pass_time(watchdog: Watchdog, clock: Clock, seconds: float) -> None:
 
 
 async def test_it_wakes_by_itself_at_the_deadline_and_not_before() -> None:
-    """By the event loop's clock."""
+    """It uses the event loop's clock."""
     watchdog = Watchdog()
     _, mailbox = watchdog.subscribe("run", "a", 0)
     began = watchdog.now()
@@ -46,7 +46,7 @@ async def test_it_wakes_by_itself_at_the_deadline_and_not_before() -> None:
 
 
 async def test_an_earlier_deadline_moves_the_alarm() -> None:
-    """A timer of a minute doesn't have one of a moment wait for it, with the pulse out of the way."""
+    """A timer of a minute does not delay a timer of a moment, which expires before the pulse."""
     watchdog = Watchdog()
     _, mailbox = watchdog.subscribe("run", "a", 0)
     watchdog.table.acquire(NAME, 60, watchdog.now())
@@ -60,7 +60,7 @@ async def test_an_earlier_deadline_moves_the_alarm() -> None:
 
 
 async def test_a_pause_is_noticed_and_accuses_nobody(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
-    """The alarm rings 20 s late, with a release in the socket: all deadlines move, and the log says so."""
+    """The alarm rings 20 s late, with a release in the socket: all deadlines move, and this is logged."""
     watchdog = Watchdog(clock=clock)
     subscription, mailbox = watchdog.subscribe("run", "a", 0)
     watchdog.table.register(subscription, "0@1", "s", 5.0, clock(), sequence=1)
@@ -76,7 +76,7 @@ async def test_a_pause_is_noticed_and_accuses_nobody(clock: Clock, caplog: pytes
 
 
 async def test_a_failure_does_not_stop_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A bug that strikes once costs one wake-up, not the watchdog."""
+    """A bug that occurs once costs one wake-up, not the watchdog."""
     watchdog = Watchdog()
     _, mailbox = watchdog.subscribe("run", "a", 0)
     failed: list[dict[str, object]] = []
@@ -96,7 +96,7 @@ async def test_a_failure_does_not_stop_the_clock(monkeypatch: pytest.MonkeyPatch
 
 
 async def test_a_watchdog_without_timers_sleeps() -> None:
-    """No alarm, no pulse."""
+    """It has no alarm and no pulse."""
     watchdog = Watchdog()
     subscription, _ = watchdog.subscribe("run", "a", 0)
     watchdog.arm()
@@ -109,7 +109,7 @@ async def test_a_watchdog_without_timers_sleeps() -> None:
 
 
 def standing(watchdog: Watchdog, node_id: str = "a", step: int = 7) -> tuple[Subscription, Outbox]:
-    """A node with one worker, which has just come to a step."""
+    """Subscribe a node with one worker, which has just reached a step."""
     subscription, mailbox = watchdog.subscribe("run", node_id, 0)
     watchdog.report_progress(subscription, "0@1", rank=0, step=step, elapsed=0)
     watchdog.registered(subscription)
@@ -120,7 +120,7 @@ def standing(watchdog: Watchdog, node_id: str = "a", step: int = 7) -> tuple[Sub
 async def test_a_stall_is_told_to_all_agents_of_the_run_and_logged_once(
     clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """With who stopped first; to nobody of another run. And so is its end."""
+    """It has the worker that stopped first; no other run gets it. The same holds for its end."""
     caplog.set_level("INFO")
     watchdog = Watchdog(TimerSettings(stall_after=60), clock)
     (a, first), (_, second) = standing(watchdog, "a"), standing(watchdog, "b", step=8)
@@ -144,7 +144,7 @@ async def test_a_stall_is_told_to_all_agents_of_the_run_and_logged_once(
 
 
 async def test_who_subscribes_while_the_run_stalls_is_told(clock: Clock) -> None:
-    """The stream to which it was told first may have broken before."""
+    """The stream that received it first may have broken before."""
     watchdog = Watchdog(TimerSettings(stall_after=60), clock)
     standing(watchdog)
     pass_time(watchdog, clock, 70)
@@ -156,7 +156,7 @@ async def test_who_subscribes_while_the_run_stalls_is_told(clock: Clock) -> None
 
 
 async def test_a_watchdog_that_was_paused_reports_nobody_for_it(clock: Clock) -> None:
-    """The time for which it was not watching doesn't count, though only progress is being watched."""
+    """The time in which it did not watch doesn't count, also if only progress is watched."""
     watchdog = Watchdog(TimerSettings(stall_after=60), clock)
     _, mailbox = standing(watchdog)
     pass_time(watchdog, clock, 30)
@@ -170,7 +170,7 @@ async def test_a_watchdog_that_was_paused_reports_nobody_for_it(clock: Clock) ->
 
 
 async def test_a_stall_is_noticed_by_itself() -> None:
-    """By the event loop's clock, with no timer that would wake it."""
+    """It uses the event loop's clock; no timer would wake it."""
     watchdog = Watchdog(TimerSettings(stall_after=0.05))
     _, mailbox = standing(watchdog)
     assert (await mail_of(mailbox)).stall is not None
@@ -178,7 +178,7 @@ async def test_a_stall_is_noticed_by_itself() -> None:
 
 
 async def test_an_older_stream_tells_no_progress(clock: Clock) -> None:
-    """What it has to say is of the past."""
+    """Its reports are outdated."""
     watchdog = Watchdog(clock=clock)
     older, _ = standing(watchdog)
     standing(watchdog, step=9)
@@ -190,7 +190,7 @@ async def test_an_older_stream_tells_no_progress(clock: Clock) -> None:
 
 
 async def test_workers_that_are_gone_have_no_progress(clock: Clock) -> None:
-    """Whether their agent or a single call says so; and those of which the next stream does not tell."""
+    """An agent or a single call clears them, or the agent's next stream does not name them."""
     watchdog = Watchdog(clock=clock)
     subscription, _ = standing(watchdog)
     for worker in ("1@1", "2@1"):
@@ -205,7 +205,7 @@ async def test_workers_that_are_gone_have_no_progress(clock: Clock) -> None:
 
 
 async def test_what_is_learned_is_told_to_all_agents_of_the_run(clock: Clock) -> None:
-    """Once enough was seen, to those who come later as well, and when it is forgotten; to no other run."""
+    """Present and later agents get it when there are enough completions, and on forgetting; no other run does."""
     watchdog = Watchdog(TimerSettings(learn_warm_up=3), clock)
     heard: list[bool] = []
     watchdog.on_learned = heard.append
@@ -227,7 +227,7 @@ async def test_what_is_learned_is_told_to_all_agents_of_the_run(clock: Clock) ->
 
 
 async def test_what_was_told_before_the_agent_forgot_is_not_learned_from(clock: Clock) -> None:
-    """It has the old longest in it, and crossed the word that it is forgotten on the way."""
+    """It contains the old longest, and was on the way when the agent was notified to forget."""
     watchdog = Watchdog(TimerSettings(learn_warm_up=3), clock)
     slow, _ = watchdog.subscribe("run", "slow", 0)
     quick, _ = watchdog.subscribe("run", "quick", 0)
@@ -276,7 +276,7 @@ async def test_an_agent_that_never_forgets_is_waited_for_in_bounded_memory(clock
 async def test_what_can_not_be_kept_is_logged_once_and_ends_nothing(
     clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A program that puts a number into its scopes' names has no end of them."""
+    """A program that numbers its scopes creates any number of them."""
     watchdog = Watchdog(TimerSettings(max_scopes_per_run=2), clock)
     subscription, _ = watchdog.subscribe("run", "a", 0)
     for number in range(100):

@@ -1,4 +1,4 @@
-"""The worker's end never raises and never waits for long, and what it holds is what its agent sees."""
+"""The worker's end never raises and never waits for long, and the agent sees exactly the timers that it holds."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SECOND = 1_000_000_000
 
 
 class Clock:
-    """CLOCK_MONOTONIC in nanoseconds, in the test's hand."""
+    """A CLOCK_MONOTONIC in nanoseconds that the test sets."""
 
     def __init__(self) -> None:
         self.now = 1000 * SECOND
@@ -34,7 +34,7 @@ class Clock:
 
 
 def acquire(up: AgentConnection, scope: bytes = b"s", after: float = 60.0) -> int:
-    """As a guard does, by the uplink's clock."""
+    """Acquire a slot as a guard does, by the connection's clock."""
     table = up.table()
     nanoseconds = int(after * SECOND)
     kind = table.kind_of(scope, 0, not nanoseconds)
@@ -55,7 +55,7 @@ def ring(up: AgentConnection, table: TableWriter) -> None:
 
 
 def test_the_table_is_sent_once_and_shows_what_is_held(agent: Agent) -> None:
-    """With CLOCK_MONOTONIC's word for the beginning; closing it ends all."""
+    """It has the start time by CLOCK_MONOTONIC; closing it ends all timers."""
     up = AgentConnection(agent.path, 1.0)
     before = time.monotonic_ns()
     slot = acquire(up)
@@ -71,7 +71,7 @@ def test_the_table_is_sent_once_and_shows_what_is_held(agent: Agent) -> None:
 
 
 def test_nobody_can_change_the_size_of_a_table(agent: Agent) -> None:
-    """An agent would die of reading one that has become shorter."""
+    """An agent that reads a shortened one would be killed."""
     up = AgentConnection(agent.path, 1.0)
     acquire(up)
     assert up._shared is not None
@@ -83,7 +83,7 @@ def test_nobody_can_change_the_size_of_a_table(agent: Agent) -> None:
 
 
 def test_an_agent_that_listens_is_not_rung_for(agent: Agent) -> None:
-    """Neither for timers nor for their end. One that doesn't is."""
+    """No message is sent, for timers or their end. An agent that doesn't listen gets one."""
     up = AgentConnection(agent.path, 1.0)
     acquire(up)
     connection = agent.welcome()
@@ -98,7 +98,7 @@ def test_an_agent_that_listens_is_not_rung_for(agent: Agent) -> None:
 
 
 def test_an_agent_that_does_not_answer_finds_one_message(agent: Agent) -> None:
-    """However much happens; and nothing that happened is unseen once it has read that one."""
+    """One message stands for any number of changes; after reading it the agent sees all of them."""
     up = AgentConnection(agent.path, 1.0)
     for _ in range(5000):
         release(up, acquire(up))
@@ -113,7 +113,7 @@ def test_an_agent_that_does_not_answer_finds_one_message(agent: Agent) -> None:
 
 
 def test_what_is_written_after_a_message_was_read_is_rung_for(agent: Agent) -> None:
-    """However soon: the look that follows the reading may be over already."""
+    """This holds at any time: the look after the reading may be over already."""
     up = AgentConnection(agent.path, 1.0)
     acquire(up)
     connection = agent.welcome()
@@ -146,7 +146,7 @@ def test_a_short_timer_is_rung_for_but_not_all_the_time(agent: Agent) -> None:
 def test_a_kernel_that_does_not_tell_what_is_unread_is_rung_for(
     agent: Agent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rather a message too many than one too few."""
+    """One message too many is better than one too few."""
 
     def refuse(*_: object) -> bytes:
         raise OSError(25, "Inappropriate ioctl for device")
@@ -160,7 +160,7 @@ def test_a_kernel_that_does_not_tell_what_is_unread_is_rung_for(
 
 
 def test_without_an_agent_nothing_happens(tmp_path: Path) -> None:
-    """No exception, and nothing to ring for until the back-off is over."""
+    """There is no exception, and no message until the back-off is over."""
     clock = Clock()
     up = AgentConnection(str(tmp_path / "nobody"), 1.0, clock)
     for _ in range(1000):
@@ -171,14 +171,14 @@ def test_without_an_agent_nothing_happens(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", ["", "x" * 200, "zero\0byte"])
 def test_a_path_that_nobody_can_listen_on_is_like_no_agent(path: str) -> None:
-    """Bad settings surface where they are made, not in the middle of training."""
+    """Bad settings are reported when they are made, not during training."""
     up = AgentConnection(path, 1.0)
     release(up, acquire(up))
     assert up._link is None
 
 
 def test_out_of_descriptors_is_like_no_agent(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker that has used up its files goes on."""
+    """A worker without free descriptors goes on."""
 
     def refuse(*_: object) -> None:
         raise OSError(24, "Too many open files")
@@ -191,7 +191,7 @@ def test_out_of_descriptors_is_like_no_agent(agent: Agent, monkeypatch: pytest.M
 
 
 def test_back_off_doubles_to_its_maximum(tmp_path: Path) -> None:
-    """0.1 s, 0.2 s … 5 s; meanwhile nobody tries."""
+    """It is 0.1 s, 0.2 s … 5 s; there is no attempt in between."""
     clock = Clock()
     up = AgentConnection(str(tmp_path / "nobody"), 1.0, clock)
     waits = []
@@ -207,7 +207,7 @@ def test_back_off_doubles_to_its_maximum(tmp_path: Path) -> None:
 
 
 def test_a_new_connection_is_given_the_same_table(agent: Agent) -> None:
-    """With all that is held, since its beginning; and an earlier agent's promise does not bind the new one."""
+    """It has all held timers and their start times; an earlier agent's promise does not bind the new one."""
     clock = Clock()
     up = AgentConnection(agent.path, 1.0, clock)
     acquire(up, b"first")
@@ -230,7 +230,7 @@ def test_a_new_connection_is_given_the_same_table(agent: Agent) -> None:
 
 
 def test_what_finds_the_connection_broken_is_told_on_the_next_one(agent: Agent) -> None:
-    """At once: it may be the block that hangs, and then nobody would ever ring again."""
+    """It is sent at once: the block may be the one that hangs, and then no later message would come."""
     clock = Clock()
     up = AgentConnection(agent.path, 1.0, clock)
     release(up, acquire(up))
@@ -258,7 +258,7 @@ def test_a_connection_is_closed_only_when_no_thread_can_send_on_it(agent: Agent)
 
 
 def test_a_closed_uplink_stays_closed(agent: Agent) -> None:
-    """Blocks that were entered before end without a word, and without an error."""
+    """Blocks that were entered before end without a message and without an error."""
     up = AgentConnection(agent.path, 1.0)
     slot = acquire(up)
     up.close()
@@ -269,7 +269,7 @@ def test_a_closed_uplink_stays_closed(agent: Agent) -> None:
 
 
 def test_a_ring_during_a_ring_is_not_lost(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another thread's, or a signal handler's, that finds the lock taken: who has it rings once more."""
+    """Another thread or a signal handler finds the lock taken: its holder rings once more."""
     up = AgentConnection(agent.path, 1.0)
     acquire(up)
     connection = agent.welcome()
@@ -279,7 +279,7 @@ def test_a_ring_during_a_ring_is_not_lost(agent: Agent, monkeypatch: pytest.Monk
     def send_and_write(send: Any, self: AgentSocket, message: bytes, descriptor: int = -1) -> None:
         send(self, message, descriptor)
         if next(more, False):
-            # The agent is quick, so that the message of just now does not stand for what follows it.
+            # The agent reads at once, so that the last message does not stand for the next changes.
             assert connection.receive() == wire.Look()
             assert connection.scopes() == ["another", "s"]
             other = threading.Thread(target=acquire, args=(up, b"later"))
@@ -295,14 +295,14 @@ def test_a_ring_during_a_ring_is_not_lost(agent: Agent, monkeypatch: pytest.Monk
 def test_threads_lose_nothing_while_the_connection_breaks(
     agent: Agent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever the agent is told of last is all that is held."""
+    """The agent's last data is exactly the held timers."""
     monkeypatch.setattr(uplink, "_LIVED", 0)
     up = AgentConnection(agent.path, 1.0)
     acquire(up, b"kept")
     done = threading.Event()
 
     def serve() -> Connection:
-        """Takes messages of one connection after another, and cuts each after a few."""
+        """Read messages of one connection after another, and cut each after a few."""
         connection = agent.welcome()
         taken = 0
         while not done.is_set():
@@ -335,7 +335,7 @@ def test_threads_lose_nothing_while_the_connection_breaks(
 
 
 class TestWithoutSharedMemory:
-    """A kernel before 3.17, or a filter of system calls: timers are told with messages."""
+    """With a kernel before 3.17, or a filter of system calls, timers are sent as messages."""
 
     @pytest.fixture(autouse=True)
     def no_memory(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -345,7 +345,7 @@ class TestWithoutSharedMemory:
         monkeypatch.setattr("rallypoint.timer.worker.table.os.memfd_create", refuse)
 
     def test_each_change_is_told(self, agent: Agent) -> None:
-        """Timers, their end, those that learn, and progress."""
+        """Messages are sent for timers, their ends, timers that learn, and progress."""
         up = AgentConnection(agent.path, 1.0)
         since = time.monotonic()
         first = acquire(up, b"first", 60.5)
@@ -363,7 +363,7 @@ class TestWithoutSharedMemory:
         up.close()
 
     def test_a_new_connection_is_told_all_that_is_held(self, agent: Agent) -> None:
-        """And nothing of what ended while there was none."""
+        """It gets no timer that ended while there was none."""
         clock = Clock()
         up = AgentConnection(agent.path, 1.0, clock)
         acquire(up, b"first")
@@ -379,7 +379,7 @@ class TestWithoutSharedMemory:
         up.close()
 
     def test_an_agent_that_does_not_read_costs_the_patience_once(self, agent: Agent) -> None:
-        """Its queue fills up, one call waits, then the connection is given up and the agent sees timers end."""
+        """Its queue fills up, one call waits, then the connection is closed and the agent sees timers end."""
         up = AgentConnection(agent.path, 0.05)
         acquire(up, b"outer")
         began = time.monotonic()
@@ -394,7 +394,7 @@ class TestWithoutSharedMemory:
     def test_a_signal_handler_that_raises_leaves_the_agent_no_timer_too_many(
         self, agent: Agent, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Nobody would tell it the rest, so it is told everything anew."""
+        """No later message would have the rest, so all is sent again."""
         up = AgentConnection(agent.path, 1.0)
         acquire(up, b"kept")
         slot = acquire(up, b"released")
@@ -419,7 +419,7 @@ class TestWithoutSharedMemory:
 
 
 def test_more_timers_than_a_table_holds_are_counted(agent: Agent) -> None:
-    """And are no error."""
+    """They are no error."""
     up = AgentConnection(agent.path, 1.0)
     for _ in range(SLOTS + 2):
         acquire(up)
@@ -430,7 +430,7 @@ def test_more_timers_than_a_table_holds_are_counted(agent: Agent) -> None:
 
 
 def test_an_agent_that_accepts_nobody_is_waited_for_no_longer_than_allowed(tmp_path: Path) -> None:
-    """Its queue of connections is full, as that of an agent is that has been stopped."""
+    """Its queue of connections is full, as when an agent is stopped."""
     agent = Agent(tmp_path / "s")
     agent.listener.listen(0)
     others = []

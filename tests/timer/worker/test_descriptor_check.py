@@ -1,4 +1,4 @@
-"""Programs that close all descriptors they don't know keep their files whole, and their watchdog."""
+"""A program that closes all unknown descriptors keeps its files intact, and its watchdog."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rallypoint.timer.worker.table import DescriptorCheck, SharedMemory
 from support.timer_agent import Agent
 from support.waiting import PATIENCE
 
-# Has used timers, and closes everything. What it opens next gets the numbers that the watchdog had.
+# Uses timers, then closes all descriptors. Files opened next get the watchdog's former numbers.
 CLOSES_ALL = """
 import gc, os, socket, sys, time
 from rallypoint import timer
@@ -55,7 +55,7 @@ def start(agent: Agent, program: str) -> subprocess.Popen[str]:
 
 
 def test_a_number_that_became_another_files_is_noticed(tmp_path: Path) -> None:
-    """Also one that is closed, and one that is of the same kind of file again."""
+    """This includes a closed one, and one that is again of the same kind of file."""
     first, second = socket.socketpair()
     own = DescriptorCheck(first.fileno())
     assert own.is_behind(first.fileno())
@@ -77,7 +77,7 @@ def test_a_number_that_became_another_files_is_noticed(tmp_path: Path) -> None:
     ],
 )
 def test_files_of_the_program_are_neither_written_nor_closed(agent: Agent, afterwards: str) -> None:
-    """Whatever the process does with timers afterwards, in it and in its children."""
+    """This holds for any later use of timers, in the process and in its children."""
     with start(agent, USES_TIMERS + afterwards + USES_TIMERS + ALL_ENDS_ARE_WHOLE) as process:
         agent.welcome()
         process.communicate("go\n", timeout=60)
@@ -85,7 +85,7 @@ def test_files_of_the_program_are_neither_written_nor_closed(agent: Agent, after
 
 
 def test_its_timers_are_told_all_the_same(agent: Agent) -> None:
-    """With messages, since nobody can be given its table any more."""
+    """They are sent as messages, because its table can't be sent to the agent any more."""
     hangs = 'timer.expires(after=60, scope="hangs").__enter__()\nsys.stdin.readline()\n'
     with start(agent, hangs) as process:
         agent.welcome()
@@ -99,7 +99,7 @@ def test_its_timers_are_told_all_the_same(agent: Agent) -> None:
 
 
 def test_memory_that_was_not_finished_is_let_go_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A signal handler raised while it was made: no descriptor stays open, and nothing is complained of."""
+    """A signal handler raised while it was made: no descriptor stays open, and no error is reported."""
     made: list[tuple[int, os.stat_result]] = []
     make = os.memfd_create
 

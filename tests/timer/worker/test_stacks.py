@@ -1,4 +1,4 @@
-"""A worker shows where its threads are when the agent asks, and is never disturbed by being able to."""
+"""A worker dumps the stacks of its threads at the agent's request, and is otherwise not disturbed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from support.waiting import PATIENCE
 
 
 class Fifo:
-    """The agent's end."""
+    """The agent's end of the FIFO."""
 
     def __init__(self, path: Path) -> None:
         os.mkfifo(path)
@@ -25,13 +25,13 @@ class Fifo:
         self.descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
 
     def has_more(self, timeout: float) -> bool:
-        """Whether there is something to read within so many seconds."""
+        """Return True if there is data to read within `timeout` seconds."""
         poll = select.poll()
         poll.register(self.descriptor, select.POLLIN)
         return any(event & select.POLLIN for _, event in poll.poll(timeout * 1000))
 
     def read_until(self, text: str) -> str:
-        """All that comes until the text does."""
+        """Return all output up to and including the text."""
         seen = ""
         while text not in seen:
             assert self.has_more(PATIENCE), f"only this came: {seen}"
@@ -47,7 +47,7 @@ def fifo(tmp_path: Path) -> Iterator[Fifo]:
 
 
 class Program:
-    """A worker's program, until it is done for."""
+    """A worker's program, killed at the end of the block."""
 
     def __init__(self, path: str | None, *lines: str) -> None:
         environment = {key: value for key, value in os.environ.items() if key != STACKS_VARIABLE}
@@ -63,12 +63,12 @@ class Program:
         )
 
     def says(self) -> str:
-        """Its next line."""
+        """Return its next line of output."""
         assert self.process.stdout is not None
         return self.process.stdout.readline().strip()
 
     def catches(self) -> bool:
-        """Whether it has a handler for the signal, by the kernel's word."""
+        """Return True if it has a handler for the signal, according to the kernel."""
         status = Path(f"/proc/{self.process.pid}/status").read_text()
         (mask,) = (line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:"))
         return bool(int(mask, 16) >> STACK_SIGNAL - 1 & 1)
@@ -85,7 +85,7 @@ WAIT = ("print('ready', flush=True)", "sys.stdin.readline()")
 
 
 def test_the_stacks_of_all_threads_are_shown(fifo: Fifo) -> None:
-    """As often as is asked; the worker goes on."""
+    """They are shown at each request; the worker goes on."""
     lines = (
         "def loitering(): threading.Event().wait()",
         "threading.Thread(target=loitering, daemon=True).start()",
@@ -104,14 +104,14 @@ def test_the_stacks_of_all_threads_are_shown(fifo: Fifo) -> None:
             shown = fifo.read_until("in <module>")
             assert "in loitering" in shown
             assert "in waiting" in shown
-            # It answers once the handler is over: while one thread is in it, another one would say nothing.
+            # It replies after the handler: while one thread runs it, another signal would show nothing.
             worker.process.stdin.write("unharmed\n")
             worker.process.stdin.flush()
             assert worker.says() == "unharmed"
 
 
 def test_files_of_a_program_that_closed_all_others_are_not_written_to(fifo: Fifo) -> None:
-    """What it opens then gets the numbers of what it closed."""
+    """Files opened then get the numbers of the closed ones."""
     lines = (
         "configure(required=False)",
         "os.closerange(3, 1024)",
@@ -130,7 +130,7 @@ def test_files_of_a_program_that_closed_all_others_are_not_written_to(fifo: Fifo
     "use", ["with expires(60): pass", "from rallypoint.timer.worker.expires import progress; progress(1)"]
 )
 def test_the_first_use_is_enough(fifo: Fifo, use: str) -> None:
-    """Whichever of the calls it is; importing alone changes nothing."""
+    """Any of the calls is; importing alone changes nothing."""
     before = ("print('imported', flush=True)", "sys.stdin.readline()")
     agentless = "os.environ['RALLYPOINT_TIMER_SOCKET'] = '/nowhere'"
     with Program(fifo.path, *before, agentless, use, *WAIT) as worker:
@@ -163,12 +163,12 @@ def test_a_hang_in_c_code_that_holds_the_interpreter_is_shown(fifo: Fifo) -> Non
     "own",
     [
         "signal.signal(signal.SIGRTMIN + 7, lambda *_: print('mine', flush=True))",
-        # As C code installs one, which Python does not see.
+        # Installed like a handler of C code, which Python does not see.
         "import faulthandler; faulthandler.register(signal.SIGRTMIN + 7, file=sys.stdout)",
     ],
 )
 def test_a_handler_of_the_programs_own_is_kept(fifo: Fifo, own: str) -> None:
-    """It was first, and knows what for."""
+    """It was there first, for a purpose of its own."""
     with Program(fifo.path, own, "configure(required=False)", *WAIT) as worker:
         assert worker.says() == "ready"
         os.kill(worker.process.pid, STACK_SIGNAL)
@@ -177,7 +177,7 @@ def test_a_handler_of_the_programs_own_is_kept(fifo: Fifo, own: str) -> None:
 
 
 def test_a_signal_that_the_program_ignores_stays_ignored(fifo: Fifo) -> None:
-    """For the same reason."""
+    """The program's own choice is kept."""
     ignore = "signal.signal(signal.SIGRTMIN + 7, signal.SIG_IGN)"
     with Program(fifo.path, ignore, "configure(required=False)", *WAIT) as worker:
         assert worker.says() == "ready"
@@ -201,7 +201,7 @@ def test_a_fifo_that_nobody_reads_is_not_waited_for(tmp_path: Path) -> None:
 
 
 def test_a_fifo_that_is_full_is_not_waited_for(fifo: Fifo) -> None:
-    """What does not fit is lost, and the worker goes on."""
+    """Output that does not fit is lost, and the worker goes on."""
     lines = (
         "configure(required=False)",
         "print('ready', flush=True)",
@@ -236,7 +236,7 @@ def test_a_forked_child_answers_for_itself(fifo: Fifo) -> None:
 
 
 def test_a_program_started_by_a_worker_does_not_inherit_the_fifo(fifo: Fifo) -> None:
-    """The agent waits for the end of the FIFO's writers, which must not outlive the worker by that."""
+    """The agent waits for the end of the FIFO's writers, which must not outlive the worker."""
     lines = (
         "configure(required=False)",
         "import subprocess",

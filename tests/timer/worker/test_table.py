@@ -1,4 +1,4 @@
-"""The shared table: what a reader takes for a timer is one, and nothing that was written stays unseen."""
+"""The shared table: a reader never takes other bytes for a timer, and sees all that was written."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def ends() -> tuple[TableWriter, TableReader]:
 
 
 def hold(writer: TableWriter, scope: bytes, after: int = 60) -> int:
-    """Takes a slot as a worker does."""
+    """Take a slot as a worker does."""
     return writer.acquire(
         writer.tick(), time.monotonic_ns(), after, scope, writer.kind_of(scope, 0, not after)
     )
@@ -52,7 +52,7 @@ TIMERS = st.builds(
 
 @given(TIMERS)
 def test_a_timer_arrives_as_it_was_written(timer: TimerSlot) -> None:
-    """Each of its fields, and no trace is left after its end."""
+    """All its fields are read, and nothing is left after its end."""
     writer, reader = ends()
     kind = writer.kind_of(timer.scope, timer.signal, timer.learns)
     slot = writer.acquire(timer.token, timer.since, timer.after, timer.scope, kind)
@@ -62,7 +62,7 @@ def test_a_timer_arrives_as_it_was_written(timer: TimerSlot) -> None:
 
 
 class Model(RuleBasedStateMachine):
-    """Whatever is acquired and released in whatever order, the reader sees just what is held."""
+    """For all acquisitions and releases in any order, the reader sees exactly the held timers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ TestModel = Model.TestCase
 
 @given(st.binary(max_size=400), st.integers(0, SIZE))
 def test_any_bytes_can_be_read(noise: bytes, at: int) -> None:
-    """A worker that writes over its table harms nobody but itself."""
+    """A worker that writes over its table harms only itself."""
     memory = memoryview(bytearray(SIZE))
     writer, reader = TableWriter(memory), TableReader(memory)
     hold(writer, b"s")
@@ -125,7 +125,7 @@ def test_any_bytes_can_be_read(noise: bytes, at: int) -> None:
 
 
 def test_what_is_no_table_is_refused() -> None:
-    """Another size, or another beginning."""
+    """It has another size, or another beginning."""
     with pytest.raises(MalformedTable, match=f"{SIZE} bytes, not 100"):
         TableReader(memoryview(bytearray(100)))
     with pytest.raises(MalformedTable, match="begin"):
@@ -134,7 +134,7 @@ def test_what_is_no_table_is_refused() -> None:
 
 @pytest.mark.parametrize("word", range(5))
 def test_a_half_written_slot_is_no_timer(word: int) -> None:
-    """Whichever of its words is still the former one's: a worker may be killed in the middle."""
+    """This holds if any of its words is still the former one's: a worker may be killed in the middle."""
     memory = memoryview(bytearray(SIZE))
     writer, reader = TableWriter(memory), TableReader(memory)
     slot = writer.acquire(7, 1000, 60, b"former", writer.kind_of(b"former", 0, False))
@@ -156,7 +156,7 @@ def test_a_text_of_another_timer_is_not_taken_for_this_ones() -> None:
 
 
 def test_timers_beyond_the_last_slot_are_counted() -> None:
-    """And those that have one are not disturbed."""
+    """Timers that have one are not disturbed."""
     writer, reader = ends()
     slots = [hold(writer, b"s") for _ in range(SLOTS + 3)]
     assert slots[-3:] == [-1, -1, -1]
@@ -167,7 +167,7 @@ def test_timers_beyond_the_last_slot_are_counted() -> None:
 
 
 def test_scopes_beyond_the_last_that_can_be_told_of_are_still_guarded() -> None:
-    """They learn from others; and a program that makes scopes up fills no memory."""
+    """They learn from others; and a program that generates scopes fills no memory."""
     writer, reader = ends()
     for number in range(LEARNED + 50):
         kind = writer.kind_of(b"scope %d" % number, 0, True)
@@ -180,7 +180,7 @@ def test_scopes_beyond_the_last_that_can_be_told_of_are_still_guarded() -> None:
 
 
 def test_a_step_is_read_whole_or_not_at_all() -> None:
-    """None before the first, and None while it is being written."""
+    """There is none before the first, and none while it is being written."""
     memory = memoryview(bytearray(SIZE))
     writer, reader = TableWriter(memory), TableReader(memory)
     assert reader.step() is None
@@ -191,7 +191,7 @@ def test_a_step_is_read_whole_or_not_at_all() -> None:
 
 
 def test_the_promise_written_is_earlier_than_the_look() -> None:
-    """By far more than a write takes to become visible; who writes after it rings."""
+    """The difference is far more than a write takes to become visible; later writers ring."""
     writer, reader = ends()
     reader.listen_until(10_000_000_000)
     assert 10_000_000_000 - 10_000_000 < writer.listening[0] < 10_000_000_000 - 100_000
@@ -200,7 +200,7 @@ def test_the_promise_written_is_earlier_than_the_look() -> None:
 
 
 def test_a_disowned_table_touches_nothing_that_was_its() -> None:
-    """Neither what it holds nor what it takes from then on; and it is never rung for."""
+    """Its held slots and later ones are not written; and it never rings."""
     memory = memoryview(bytearray(SIZE))
     writer = TableWriter(memory)
     slot = hold(writer, b"s")
@@ -215,7 +215,7 @@ def test_a_disowned_table_touches_nothing_that_was_its() -> None:
 
 
 def test_the_layout_is_the_documented_one() -> None:
-    """What docs/timer-socket.md promises to other languages."""
+    """The layout of docs/timer-socket.md for other languages."""
     memory = memoryview(bytearray(SIZE))
     writer = TableWriter(memory)
     kind = writer.kind_of(b"train.py#12", 10, True)
@@ -243,7 +243,7 @@ def _run(*tasks: Callable[[], None]) -> None:
 
 
 def test_threads_share_a_table() -> None:
-    """None gets another's slot, the reader is told how far to read, and no completion is lost."""
+    """No thread gets another's slot, the reader knows how far to read, and no completion is lost."""
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
@@ -270,7 +270,7 @@ def test_threads_share_a_table() -> None:
 
 
 class Interrupted(bytearray):
-    """Has something else happen in the middle, once: just after it was looked at which slots are in use."""
+    """A bytearray that runs another call in the middle, once: just after the search for free slots."""
 
     meanwhile: Callable[[], object] | None = None
 
@@ -283,7 +283,7 @@ class Interrupted(bytearray):
 
 
 def test_of_two_who_take_new_slots_at_once_both_are_read() -> None:
-    """Though the one who says that fewer are in use writes last."""
+    """This holds if the writer of the smaller count is the last."""
     writer, reader = ends()
     used = writer._used = Interrupted(writer._used)
     used.meanwhile = lambda: hold(writer, b"second")
@@ -294,7 +294,7 @@ def test_of_two_who_take_new_slots_at_once_both_are_read() -> None:
 def test_a_slot_whose_first_taker_was_interrupted_is_read_all_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """By a signal handler that raised before the reader was told of the slot: the next taker tells."""
+    """A signal handler raised before the slot was covered for the reader: the next taker covers it."""
     writer, reader = ends()
 
     def interrupt(*_: object) -> None:
@@ -310,7 +310,7 @@ def test_a_slot_whose_first_taker_was_interrupted_is_read_all_the_same(
 
 
 def test_a_completion_noted_by_who_had_to_leave_it_to_another_is_not_lost() -> None:
-    """Also if that one was done just then, and only had to let go of the lock."""
+    """This holds if the other had just finished and only had to release the lock."""
     writer, reader = ends()
     kind = writer.kind_of(b"s", 0, True)
     late = [(kind, 5)]
@@ -329,7 +329,7 @@ def test_a_completion_noted_by_who_had_to_leave_it_to_another_is_not_lost() -> N
 
 
 def test_no_torn_timer_is_ever_read() -> None:
-    """A process writes as fast as it can, changing every field of a timer each time, while another reads."""
+    """One process writes as fast as it can, changing every field of a timer each time; another reads."""
     shared = SharedMemory(SIZE)
     writer = subprocess.Popen(
         [sys.executable, "-c", WRITER, str(shared.descriptor)],
@@ -357,7 +357,7 @@ def test_no_torn_timer_is_ever_read() -> None:
         writer.stdout.close()
 
 
-# A few slots, taken and freed in turn, for as long as the parent lives.
+# Takes and frees a few slots in turn, for as long as the parent lives.
 WRITER = """
 import mmap, os, sys
 from rallypoint.timer.worker.table import SIZE, TableWriter

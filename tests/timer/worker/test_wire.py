@@ -1,4 +1,4 @@
-"""Messages between worker and agent say what they said, and nothing else passes for one."""
+"""Messages between worker and agent arrive unchanged, and no other bytes are accepted as one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TOKENS = st.integers(0, 2**64 - 1)
 
 @given(TOKENS, st.integers(0, 2**63), st.integers(1, 10**9), st.text(min_size=1, max_size=64))
 def test_an_acquire_arrives(token: int, since: int, after: int, scope: str) -> None:
-    """Token and scope exactly, times to the precision of a float."""
+    """Token and scope are exact, times have the precision of a float."""
     message = wire.decode(wire.acquire(token, since, after / 1000, scope.encode()))
     assert isinstance(message, wire.Acquire)
     assert message == wire.Acquire(token, message.since, message.after, scope)
@@ -26,26 +26,26 @@ def test_an_acquire_arrives(token: int, since: int, after: int, scope: str) -> N
 
 @given(st.sampled_from([0, 1, 15, 64, wire.NO_SIGNAL]))
 def test_a_signal_arrives(signal: int) -> None:
-    """With a timer that is given its duration, and with one that learns it."""
+    """It arrives with a timer that has a given duration, and with one that learns it."""
     for after in (1.0, 0.0):
         message = wire.decode(wire.acquire(1, 0, after, b"s", signal))
         assert message == wire.Acquire(1, 0.0, after, "s", signal)
 
 
 def test_the_shortest_duration_is_no_learning() -> None:
-    """What is less than a nanosecond is one."""
+    """A duration below a nanosecond becomes one."""
     assert wire.decode(wire.acquire(1, 0, 1e-12, b"s")) == wire.Acquire(1, 0.0, 1e-9, "s")
 
 
 @given(st.integers(0, 2**64 - 1), st.integers(0, 2**63))
 def test_progress_arrives(step: int, when: int) -> None:
-    """The step exactly, the time to the precision of a float."""
+    """The step is exact, the time has the precision of a float."""
     assert wire.decode(wire.progress(step, when)) == wire.Progress(step, when / 10**9)
 
 
 @given(TOKENS)
 def test_a_release_arrives(token: int) -> None:
-    """Exactly."""
+    """The token arrives exactly."""
     assert wire.decode(wire.release(token)) == wire.Release(token)
 
 
@@ -62,7 +62,7 @@ def test_anything_else_is_told_apart(message: bytes) -> None:
 
 
 def test_the_layout_is_the_documented_one() -> None:
-    """What docs/timer-socket.md promises to other languages, byte by byte."""
+    """The layout of docs/timer-socket.md for other languages, byte by byte."""
     assert wire.acquire(7, 5, 1.5, b"s#1") == (
         b"\x01\x01\0\0\0\0\0\0" + struct.pack("<QQQ", 7, 5, 1_500_000_000) + b"s#1"
     )
@@ -79,7 +79,7 @@ def test_the_layout_is_the_documented_one() -> None:
 
 
 def test_a_newer_client_is_understood_as_far_as_possible() -> None:
-    """An unknown kind is ignored; an unknown version is not guessed at."""
+    """An unknown kind is ignored; an unknown version is refused."""
     assert wire.decode(b"\x63\x01\0\0\0\0\0\0 anything") == wire.Unknown(0x63)
     with pytest.raises(wire.MalformedMessage, match="version 2"):
         wire.decode(b"\x01\x02" + bytes(30))
@@ -99,7 +99,7 @@ def test_a_newer_client_is_understood_as_far_as_possible() -> None:
     ],
 )
 def test_a_malformed_message_is_refused(message: bytes) -> None:
-    """No scope, one too long, one that isn't text, no such signal, no duration, one too many, bytes left over or
-    missing."""
+    """It has no scope, one too long or one that isn't text, no such signal, no duration or one too many, or bytes left
+    over or missing."""
     with pytest.raises(wire.MalformedMessage):
         wire.decode(message)

@@ -1,4 +1,4 @@
-"""`expires` guards blocks and functions, says clearly when it can't, and costs a worker nothing but the guard."""
+"""`expires` guards blocks and functions, raises a clear error when it can't, and costs a worker only the guard."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Watched:
 
 @pytest.fixture(autouse=True)
 def chosen(monkeypatch: pytest.MonkeyPatch) -> Iterator[ProcessTimers]:
-    """Each test is a process that has chosen nothing yet."""
+    """Reset the process, so that each test starts with nothing chosen."""
     monkeypatch.delenv(SOCKET_VARIABLE, raising=False)
     process.table = process.connection = process.client = None
     yield process
@@ -83,7 +83,7 @@ def watched(chosen: ProcessTimers) -> Iterator[Watched]:
 
 
 def test_a_block_is_guarded_from_its_first_to_its_last_statement(watched: Watched) -> None:
-    """Also when it raises."""
+    """It is guarded too when the block raises."""
     before = time.monotonic_ns()
     with expires(after=60, scope="step"):
         (slot,) = watched.slots
@@ -96,7 +96,7 @@ def test_a_block_is_guarded_from_its_first_to_its_last_statement(watched: Watche
 
 
 def test_the_default_scope_is_the_callers_line(watched: Watched) -> None:
-    """As file#line, which is how torch names it; each line's own, and the same each time."""
+    """It is file#line, torch's form; each line has its own, the same each time."""
     for _ in range(3):
         with expires(after=60):
             assert watched.scopes == [f"{__file__}#{inspect.currentframe().f_lineno - 1}"]  # type: ignore[union-attr]
@@ -106,7 +106,7 @@ def test_the_default_scope_is_the_callers_line(watched: Watched) -> None:
 
 
 def test_a_place_may_give_another_duration_each_time(watched: Watched) -> None:
-    """What is remembered of a place never stands for what it says now."""
+    """Data cached for a call site never replaces its present arguments."""
     for after in (1, 60.5, 2**20, 1, 60.5, "auto", 3):
         for number in (None, 0, 10, None):
             with expires(after, signal=number), expires(after, "s", signal=number):
@@ -134,7 +134,7 @@ def test_one_object_guards_one_block_after_the_other(watched: Watched) -> None:
 
 
 def test_a_function_is_guarded_during_each_call(watched: Watched) -> None:
-    """Recursion and threads included; the scope is the decorator's line."""
+    """Recursion and threads are covered; the scope is the decorator's line."""
     lines = set()
 
     @expires(after=60)
@@ -150,7 +150,7 @@ def test_a_function_is_guarded_during_each_call(watched: Watched) -> None:
 
 
 async def test_a_coroutine_function_is_guarded_while_it_runs(watched: Watched) -> None:
-    """Until it returns or is cancelled, not only until its coroutine was made; tasks don't disturb each other."""
+    """The guard ends when it returns or is cancelled, not when its coroutine was made; tasks are independent."""
     go = asyncio.Event()
 
     @expires(after=60, scope="task")
@@ -170,7 +170,7 @@ async def test_a_coroutine_function_is_guarded_while_it_runs(watched: Watched) -
 
 
 def test_threads_do_not_disturb_each_other(watched: Watched) -> None:
-    """However often they are switched."""
+    """This holds however often they are switched."""
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
 
@@ -202,13 +202,13 @@ def test_a_generator_function_is_refused() -> None:
 
 @pytest.mark.parametrize("after", [0, -1, float("nan"), float("inf"), 1e12])
 def test_a_duration_that_makes_no_sense_is_refused(after: float) -> None:
-    """Where it is written, before any agent is asked."""
+    """The call raises, before any connection to the agent."""
     with pytest.raises(ValueError, match="after is"):
         expires(after=after)
 
 
 def test_what_is_no_duration_scope_or_signal_is_refused() -> None:
-    """With the value in the message."""
+    """The error has the value."""
     with pytest.raises(TypeError, match="after is '60'; expected a number of seconds, or \"auto\""):
         expires(after="60")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="after is None"):
@@ -225,14 +225,14 @@ def test_what_is_no_duration_scope_or_signal_is_refused() -> None:
 
 
 def test_a_signal_to_be_sent_first_may_be_chosen(watched: Watched) -> None:
-    """By number or name; 0 has the expiry reported only, as torch has it."""
+    """It is given by number or name; with 0, as in torch, the expiry is only reported."""
     for given_signal, told in ((None, 0), (signal.SIGUSR1, 10), (9, 9), (0, 255)):
         with expires(60, signal=given_signal):
             assert [slot.signal for slot in watched.slots] == [told]
 
 
 def test_the_shortest_duration_is_no_learning(watched: Watched) -> None:
-    """Less than a nanosecond is one; and the agent is rung for, as it is for all short ones."""
+    """A duration below a nanosecond becomes one; like all short ones it rings for the agent."""
     with expires(1e-12):
         assert [(slot.after, slot.learns) for slot in watched.slots] == [(1, False)]
     assert watched.rings == 1
@@ -243,7 +243,7 @@ def test_the_shortest_duration_is_no_learning(watched: Watched) -> None:
 
 
 def test_what_is_to_be_learned_is_observed(watched: Watched) -> None:
-    """Each completion, also that of a block that raised, and the longest; nested ones and others too."""
+    """Each completion counts, also of a block that raised, and the longest; nested ones and others too."""
 
     @expires("auto", "save")
     def save() -> None:
@@ -263,7 +263,7 @@ def test_what_is_to_be_learned_is_observed(watched: Watched) -> None:
 
 
 def test_of_a_long_scope_the_end_is_kept(watched: Watched) -> None:
-    """256 bytes, cut between characters: in a path, the end says most."""
+    """256 bytes, cut between characters: the end of a path is the most specific."""
     with expires(60, "/" + "ü" * 200 + ".py#7"):
         (scope,) = watched.scopes
     assert len(scope.encode()) in (255, 256)
@@ -271,7 +271,7 @@ def test_of_a_long_scope_the_end_is_kept(watched: Watched) -> None:
 
 
 def test_places_do_not_fill_memory(watched: Watched) -> None:
-    """A program that makes up file names, as notebooks do, or scopes is bounded; and none stands for another."""
+    """A program that generates file names, as notebooks do, or scopes is bounded; no entry replaces another."""
     for number in range(10_000):
         code = compile("once = expires(60)", f"<cell {number}>", "exec")
         names: dict[str, object] = {"expires": expires}
@@ -295,7 +295,7 @@ def test_more_blocks_than_a_process_may_hold_go_unguarded(watched: Watched) -> N
 
 
 def test_a_ring_follows_each_change_that_nobody_looks_at(watched: Watched) -> None:
-    """Entering, leaving, and progress; and none while the agent listens."""
+    """It rings after entering, leaving, and progress; never while the agent listens."""
     with expires(60):
         progress(1)
     assert watched.rings == 0
@@ -311,14 +311,14 @@ def test_a_ring_follows_each_change_that_nobody_looks_at(watched: Watched) -> No
 
 
 class Struck(Exception):
-    """What a signal handler of a test raises."""
+    """The exception that a test's signal handler raises."""
 
 
 @pytest.mark.parametrize("after", [60, "auto"])
 def test_a_signal_handler_that_raises_leaves_no_timer_behind(watched: Watched, after: float) -> None:
-    """Wherever it strikes while a block is being entered: nobody would release the timer.
+    """This holds at any point of entering a block: else the timer would never be released.
 
-    A trace function raises where a signal handler could: before each line, and in what is called.
+    A trace function raises where a signal handler could: before each line, and in called functions.
     """
     strikes = 0
     for when in range(1000):
@@ -351,7 +351,7 @@ def test_a_signal_handler_that_raises_leaves_no_timer_behind(watched: Watched, a
 def test_a_signal_handler_that_raises_while_a_block_is_left_does_not_keep_its_timer(
     watched: Watched, after: float
 ) -> None:
-    """The timer ends before anything is called that a handler could interrupt."""
+    """The timer ends before any call that a handler could interrupt."""
     watched.reader.listen_until(0)
     entered: list[int] = []
 
@@ -373,7 +373,7 @@ def test_a_signal_handler_that_raises_while_a_block_is_left_does_not_keep_its_ti
 
 @given(st.integers(0, 2**64 - 1))
 def test_progress_is_told(step: int) -> None:
-    """The step, and when."""
+    """The step and its time are reported."""
     watched = Watched(process)
     before = time.monotonic_ns()
     progress(step)
@@ -384,7 +384,7 @@ def test_progress_is_told(step: int) -> None:
 
 
 def test_progress_takes_whole_numbers_only(watched: Watched) -> None:
-    """Those of numpy included, and none that a table can't hold."""
+    """Those of numpy are included, and none that a table can't hold."""
 
     class Whole:
         def __index__(self) -> int:
@@ -401,7 +401,7 @@ def test_progress_takes_whole_numbers_only(watched: Watched) -> None:
 
 
 def test_without_an_agent_expires_says_so() -> None:
-    """Nobody should believe to be guarded who is not. Making or decorating is fine, entering is not."""
+    """An unguarded block must not look guarded. Making or decorating is fine, entering is not."""
 
     @expires(60)
     def step() -> None: ...
@@ -417,7 +417,7 @@ def test_without_an_agent_expires_says_so() -> None:
 
 
 def test_without_an_agent_by_choice_expires_does_nothing() -> None:
-    """For scripts that also run by themselves."""
+    """This is for scripts that also run without an agent."""
     configure(required=False)
     with expires(60), expires("auto"), expires(0.01):
         progress(1)
@@ -426,7 +426,7 @@ def test_without_an_agent_by_choice_expires_does_nothing() -> None:
 def test_under_an_agent_the_environment_is_enough(
     chosen: ProcessTimers, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """It is read when a block is first entered; an agent that is gone is no reason to fail."""
+    """It is read when a block is first entered; a missing agent is no error."""
     monkeypatch.setenv(SOCKET_VARIABLE, str(tmp_path / "gone"))
     with expires(60):
         progress(1)
@@ -437,7 +437,7 @@ def test_under_an_agent_the_environment_is_enough(
 def test_threads_choose_one_uplink(
     chosen: ProcessTimers, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """However many enter their first block at once."""
+    """This holds for any number that enter their first block at once."""
     monkeypatch.setenv(SOCKET_VARIABLE, str(tmp_path / "gone"))
     gate, seen = threading.Barrier(8), set()
 
@@ -455,7 +455,7 @@ def test_threads_choose_one_uplink(
 
 
 def test_a_block_is_released_where_it_was_acquired(chosen: ProcessTimers) -> None:
-    """Also when another agent is chosen inside of it."""
+    """This holds when another agent is chosen inside the block."""
     former = Watched(chosen)
     with expires(60, "s"):
         latter = Watched(chosen)
@@ -465,13 +465,13 @@ def test_a_block_is_released_where_it_was_acquired(chosen: ProcessTimers) -> Non
 
 @pytest.mark.parametrize("patience", [0, -1, 61, float("nan")])
 def test_patience_has_bounds(patience: float) -> None:
-    """A worker that waits for ever for its watchdog is what we must not make possible."""
+    """A worker must never wait for ever for its watchdog."""
     with pytest.raises(ValueError, match="patience"):
         configure("/tmp/socket", patience=patience)  # noqa: S108
 
 
 def test_what_the_package_exports_is_what_it_says_whatever_else_was_imported() -> None:
-    """A module of the service that has the name of one of them would take its place."""
+    """A module of the service with the name of an export would replace it."""
     script = (
         "import rallypoint.timer as timer; import rallypoint.timer.server.service, rallypoint.timer.client.client; "
         "print([name for name in timer.__all__ if not callable(getattr(timer, name))])"
