@@ -1,4 +1,4 @@
-"""A worker that dies when another does: chained_worker.py FOLDER UNWINDING DEATH.
+"""A worker that dies after another has died: chained_worker.py FOLDER UNWINDING DEATH.
 
 The last rank raises as soon as the others are connected to it, and takes UNWINDING seconds more to end; they notice,
 and die of it 50 ms later: by DEATH `raise`, `record`, `exit` or `abort`.
@@ -24,7 +24,7 @@ CONNECTED: list[socket.socket] = []
 
 @record
 def raise_when_all_are_there() -> None:
-    """What goes wrong."""
+    """Wait for the other ranks, then fail."""
     listening = socket.create_server(("127.0.0.1", 0))
     unfinished = FOLDER / "port.new"
     unfinished.write_text(str(listening.getsockname()[1]))
@@ -36,14 +36,14 @@ def raise_when_all_are_there() -> None:
 
 
 def unwind() -> None:
-    """What a process group, a profiler or a tracker does at the end."""
+    """Close and wait, as a process group, a profiler or a tracker does at the end."""
     for peer in CONNECTED:
         peer.close()
     time.sleep(UNWINDING)
 
 
 def wait_for_the_end() -> None:
-    """Until the last rank is gone, as a collective would notice."""
+    """Wait until the last rank is gone, as a collective would notice."""
     while not PORT.exists():
         time.sleep(0.01)
     peer = socket.create_connection(("127.0.0.1", int(PORT.read_text())))
@@ -54,7 +54,7 @@ def wait_for_the_end() -> None:
 
 
 def die() -> None:
-    """Of the consequences."""
+    """Die of the last rank's end."""
     wait_for_the_end()
     if DEATH == "exit":
         os._exit(7)

@@ -1,4 +1,4 @@
-"""What a journal has of a run, held against what its nodes and operators were told."""
+"""Compares the journal of a run with the updates that its nodes and operators received."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torture.tormented_node import RUN, Told
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A durable fact, and when that was by the server's wall clock (unix seconds)."""
+    """A durable fact, and its time by the server's wall clock (Unix seconds)."""
 
     revision: int
     time: float
@@ -29,12 +29,12 @@ class Entry:
 
 @dataclass(slots=True)
 class Chronicle:
-    """A run's durable facts, from the first one on, of which the ledger has approved.
+    """A run's durable facts, from the first one on, checked for invariants.
 
     Attributes:
         entries: The facts.
-        starts: When each server that wrote them was started, Unix seconds; the one before was dead by then.
-        ledger: What has approved.
+        starts: Start times of the servers that wrote them, Unix seconds; the one before was dead by then.
+        `ledger`: The invariants, with the facts applied.
     """
 
     entries: Sequence[Entry]
@@ -42,12 +42,12 @@ class Chronicle:
     ledger: Ledger = field(default_factory=Ledger)
 
     def __post_init__(self) -> None:
-        """Have the ledger look at all of them.
+        """Check all facts.
 
         Raises:
-            Violation: They break an invariant by themselves: a round number given out twice, for one.
+            Violation: They break an invariant by themselves, such as a round number used twice.
         """
-        # Servers tell durations by another clock than the one that dates the facts.
+        # Servers measure durations by another clock than the one that dates the facts.
         self.ledger.inexact = 0.01
         starts = deque(self.starts)
         for entry in self.entries:
@@ -56,10 +56,10 @@ class Chronicle:
             self.ledger.record(entry.revision, entry.fact, entry.time)
 
     def check_told(self, node_id: str, told: Iterable[Told]) -> None:
-        """Whether all that a node was told is in the journal, word for word, and in an order that only grows.
+        """Check that all updates of a node are exactly in the journal, in an order that only grows.
 
         Raises:
-            Violation: It was told what is not, or not in order.
+            Violation: An update is not in the journal, or not in order.
         """
         last = 0
         for lease, update in told:
@@ -69,10 +69,10 @@ class Chronicle:
             self.ledger.check_assignment(node_id, lease, update)
 
     def check_admissions(self, node_id: str, leases: Iterable[int]) -> None:
-        """Whether a node that was given these leases has them in the journal.
+        """Check that the journal has all leases that were granted to a node.
 
         Raises:
-            Violation: The journal knows nothing of one.
+            Violation: A lease is not in the journal.
         """
         known = {
             fact.lease
@@ -82,10 +82,10 @@ class Chronicle:
         require(known.issuperset(leases), f"a lease that {node_id} was given is durable")
 
     def check_departures(self, node_id: str, leases: Iterable[int]) -> None:
-        """Whether a node that gave these leases back is known to have.
+        """Check that the journal has all leases that a node gave back.
 
         Raises:
-            Violation: The journal knows nothing of one.
+            Violation: A departure is not in the journal.
         """
         lease, left = 0, set()
         for fact in self._facts():
@@ -96,21 +96,21 @@ class Chronicle:
         require(left.issuperset(leases), f"a leaving that {node_id} was told is done, is durable")
 
     def check_restarts(self, ended_rounds: Iterable[int]) -> None:
-        """Whether the rounds that an operator was told have ended for a restart, have.
+        """Check that the rounds reported to an operator as ended for a restart have ended for it.
 
         Raises:
-            Violation: The journal knows nothing of one.
+            Violation: A restart is not in the journal.
         """
         ended = {fact.end.round for fact in self._facts() if isinstance(fact, facts.RoundEnded)}
         requested = {fact.round for fact in self._facts() if isinstance(fact, facts.RestartRequested)}
         require((ended & requested).issuperset(ended_rounds), "a restart that was answered is durable")
 
     def counts(self) -> Counter[str]:
-        """How many facts of each kind there are."""
+        """Return the number of facts of each kind."""
         return Counter(type(fact).__name__ for fact in self._facts())
 
     def longest_without_final(self) -> float:
-        """The longest time from the end of a FINAL round to the next one, seconds."""
+        """Return the longest time from the end of a FINAL round to the next one, in seconds."""
         longest, since = 0.0, None
         final = False
         for entry in self.entries:
@@ -126,15 +126,15 @@ class Chronicle:
 
 
 def check_one_membership_a_round(told: Iterable[tuple[str, Told]]) -> None:
-    """Whether all that were told of a round were told of the same one, and no two of the same rank.
+    """Check that all nodes received the same membership of each round, and no two the same rank.
 
-    It looks at nothing but what nodes were told, so it holds whatever the journal says.
+    It uses only the updates of nodes, so it holds for any journal.
 
     Args:
-        told: What nodes were told, each with its name.
+        `told`: The updates of nodes, each with its node's name.
 
     Raises:
-        Violation: They were not.
+        Violation: They did not.
     """
     sizes: dict[int, tuple[int, int, int, str]] = {}
     holders: dict[tuple[int, int], tuple[str, int]] = {}
@@ -161,7 +161,7 @@ def check_one_membership_a_round(told: Iterable[tuple[str, Told]]) -> None:
 
 
 def last_revision(journal: Path) -> int:
-    """That of the last durable fact of the nodes' run, in a journal that no process holds; 0: there is none."""
+    """Return the last durable revision of the nodes' run, in a journal that no process holds; 0: there is none."""
     with reading(journal) as connection:
         (revision,) = connection.execute(
             "SELECT max(revision) FROM record WHERE run_id = ?", (RUN,)
@@ -170,11 +170,11 @@ def last_revision(journal: Path) -> int:
 
 
 async def read_chronicle(server: MortalServer) -> Chronicle:
-    """The run of the nodes, as the journal of a server has it that does not run.
+    """Return the run of the nodes from the journal of a stopped server.
 
     Raises:
-        JournalError: It can't be opened.
-        Violation: It breaks an invariant by itself.
+        JournalError: The journal can't be opened.
+        Violation: The run breaks an invariant.
     """
     file = SqliteJournal(server.journal)
     recovered = await file.open()

@@ -1,4 +1,4 @@
-"""What all torture has in common."""
+"""Common fixtures of the torture tests."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def _silent_clients(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hundreds of clients lose their streams over and over; that they say so each time would bury what failed."""
+    """Disable the client's log: hundreds of clients lose streams all the time, and would hide the real failure."""
     monkeypatch.setattr(logging.getLogger("rallypoint.rendezvous.client"), "disabled", True)

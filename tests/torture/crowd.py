@@ -1,4 +1,4 @@
-"""Many nodes of one run, and what they agree on."""
+"""Many nodes of one run, and the state they agree on."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torture.tormented_node import PLAINTEXT, RUN, TormentedNode
 
 
 class Crowd:
-    """Nodes of one run; they are in once `join` was called. `changed` is set whenever one is told something."""
+    """Nodes of one run, in it after `join`. `changed` is set whenever one of them receives an update."""
 
     def __init__(
         self,
@@ -26,7 +26,7 @@ class Crowd:
         *,
         run_id: str = RUN,
     ) -> None:
-        """Make so many nodes."""
+        """Create `count` nodes."""
         self.changed = asyncio.Event()
         self.nodes = [
             TormentedNode(
@@ -36,20 +36,20 @@ class Crowd:
         ]
 
     def join(self) -> None:
-        """Have them all join at once."""
+        """Let all join at once."""
         for node in self.nodes:
             node.join()
 
     def common_round(self) -> int:
-        """The FINAL round in which every node has its place, as each was told last; 0: there is none."""
+        """Return the FINAL round in which every node has its place, by its last update; 0: there is none."""
         rounds = {node.place.round if node.place is not None else 0 for node in self.nodes}
         return rounds.pop() if len(rounds) == 1 else 0
 
     async def until(self, what: str, condition: Callable[[], bool], timeout: float) -> None:
-        """Wait until something is so of what the nodes were told.
+        """Wait until a condition on the nodes' updates is true.
 
         Raises:
-            AssertionError: It did not become so, or a node was refused meanwhile.
+            AssertionError: It did not become true, or a node was refused meanwhile.
         """
         try:
             async with asyncio.timeout(timeout):
@@ -61,17 +61,17 @@ class Crowd:
             raise AssertionError(f"waited {timeout:g} s in vain for {what}; {self.describe()}") from None
 
     async def agree(self, timeout: float, after: int = 0) -> int:
-        """Wait until all of them have a place in one FINAL round, later than `after`; returns its number."""
+        """Wait until all of them have a place in one FINAL round, later than `after`; return its number."""
         await self.until("one FINAL round of all nodes", lambda: self.common_round() > after, timeout)
         return self.common_round()
 
     def check_alive(self) -> None:
-        """Raise what a node was refused with, if one was."""
+        """Raise the error that ended a node, if any."""
         for node in self.nodes:
             node.check_alive()
 
     def describe(self) -> str:
-        """How far they are, for an error."""
+        """Return their phases and rounds, for an error."""
         latest = [node.told[-1].update if node.told else pb.NodeUpdate() for node in self.nodes]
         counts: dict[str, int] = {}
         for update in latest:
@@ -80,7 +80,7 @@ class Crowd:
         return f"nodes were told last: {counts}"
 
     async def die(self) -> None:
-        """End all of them without a word."""
+        """End all of them without notice."""
         await asyncio.gather(*(node.die() for node in self.nodes if node.is_in))
 
 
@@ -94,7 +94,7 @@ async def crowd(
     *,
     run_id: str = RUN,
 ) -> AsyncIterator[Crowd]:
-    """Nodes that have joined, or are about to; none is left afterwards."""
+    """Start nodes that join; end them all afterwards."""
     nodes = Crowd(endpoint, settings, count, draw, security, run_id=run_id)
     nodes.join()
     try:
@@ -108,7 +108,7 @@ _HIGHER = 5
 
 @contextmanager
 def hosts_of_their_own() -> Iterator[None]:
-    """Let the nodes run at a higher priority, where that is allowed: their hosts do not share the service's machine."""
+    """Give the nodes a higher priority, where allowed: their hosts do not share the service's machine."""
     _raise_priority(_HIGHER)
     try:
         yield
@@ -126,7 +126,7 @@ def _raise_priority(by: int) -> None:
 async def calm(
     agree: Callable[[float], Awaitable[int]], restart: Callable[[], Awaitable[None]], patience: float
 ) -> int:
-    """Return the round that forms after trouble, as `agree` does within some seconds.
+    """Return the round that forms after failures, as `agree` does within some seconds.
 
     Newcomers that failed on probation delay all others, by 60 s or more (rendezvous/core/newcomers.py). An operator's
     `restart` ends that delay.

@@ -1,4 +1,4 @@
-"""Many agents of one job, each with its spawner, guard and worker, of which any may be killed at any time."""
+"""Many agents of one job, each with its spawner, guard and worker, any of which may be killed at any time."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from support.waiting import until
 WORKER = Path(__file__).with_name("patient_worker.py")
 RUN = "herd"
 PARTS = ("agent", "guard", "spawner", "worker")
-# As many start at the same time: each spends half a second of processor time on imports.
+# Starts at the same time: each spends half a second of processor time on imports.
 _AT_ONCE = 8
-# What the kernel calls the processes of a spawner.
+# The kernel's names of a spawner's processes.
 _NAMES = {"rallypoint-grd": "guard", "rallypoint-spwn": "spawner"}
 
 
 class Herd:
-    """Agents that a scheduler keeps alive: whoever is killed is started anew, as another node.
+    """Agents that a scheduler keeps alive: a killed one is started again, as another node.
 
     Attributes:
         agents: those that are meant to live.
@@ -38,7 +38,7 @@ class Herd:
     """
 
     def __init__(self, cluster: LocalCluster, folder: Path, size: int, patience: float) -> None:
-        """Start nothing yet. `patience`: seconds to wait for what should take a few."""
+        """Start nothing yet. `patience`: seconds to wait for steps that should take a few."""
         self.agents: list[Program] = []
         self.kills = dict.fromkeys(PARTS, 0)
         self._cluster = cluster
@@ -60,15 +60,15 @@ class Herd:
         self._watch: RunWatch
 
     async def start(self) -> pb.Run:
-        """Start them all; returns when all are in one round."""
+        """Start them all; return when all are in one round."""
         await self._grow()
         self._watch = self._cluster.watch(RUN)
         return await self._whole(after=0)
 
     async def strike(self, draw: random.Random, count: int) -> pb.Run:
-        """Kill so many processes at the same time, start agents for those that died; returns when all are in a round.
+        """Kill `count` processes at once, and start agents for those that died; return when all are in a round.
 
-        Whatever a killed process had started is dead then.
+        All descendants of a killed process are dead then.
         """
         before = (await self._cluster.get_run(RUN)).round
         victims, families = draw.sample(self.agents, count), await _families(self.agents)
@@ -87,20 +87,20 @@ class Herd:
         return run
 
     def _next_part(self, draw: random.Random) -> str:
-        """What to kill: in random order, and none much more often than another."""
+        """Choose the part to kill: in random order, and none much more often than another."""
         if not self._bag:
             self._bag = draw.sample(PARTS, len(PARTS))
         return self._bag.pop()
 
     async def finish(self) -> None:
-        """Let the workers succeed; returns when every agent has ended with 0."""
+        """Let the workers succeed; return when every agent has ended with 0."""
         fcntl.flock(self._lock, fcntl.LOCK_UN)
         codes = await asyncio.gather(*(agent.ended(self._patience) for agent in self.agents))
         self._lock.close()
         assert set(codes) == {0}, [agent.report for agent in self.agents if agent.report]
 
     async def descriptors(self) -> dict[str, dict[int, int]]:
-        """How many descriptors each agent, guard and spawner has, by its process id."""
+        """Return the number of descriptors of each agent, guard and spawner, by its process id."""
         families = await _families(self.agents)
         return {
             part: {family[part].pid: family[part].num_fds() for family in families.values()}
@@ -109,14 +109,14 @@ class Herd:
         }
 
     async def burial(self) -> None:
-        """Wait until nothing below the agents is dead and not buried by its parent."""
+        """Wait until no process below the agents is a zombie."""
         deadline = time.monotonic() + self._patience
         while zombies := await asyncio.to_thread(self._zombies):
             assert time.monotonic() < deadline, f"nobody buries {zombies}"
             await asyncio.sleep(0.1)
 
     def _zombies(self) -> list[str]:
-        """Processes below the agents that are dead, and that nobody has buried, each with its parent."""
+        """Return the zombies below the agents, each with its parent."""
         agents = {agent.pid for agent in self.agents}
         ours = set(agents)
         found: list[str] = []
@@ -139,7 +139,7 @@ class Herd:
         self.agents += await self._cluster.unless_one_fails(start_all(numbers))
 
     async def _whole(self, after: int) -> pb.Run:
-        """Wait until all of them run workers in one round, later than that one."""
+        """Wait until all of them run workers in one round later than `after`."""
 
         def whole(run: pb.Run) -> bool:
             return run.round > after and run.phase == pb.PHASE_FINAL and run.world_size == self._size
@@ -154,7 +154,7 @@ class Herd:
 
 
 async def _families(agents: list[Program]) -> dict[int, dict[str, psutil.Process]]:
-    """The processes of each agent, by what they are; by the agent's process id. In a thread: it takes a moment."""
+    """Return each agent's processes by part, by the agent's process id. In a thread: it takes a moment."""
     return await asyncio.to_thread(_sort_out, [agent.pid for agent in agents])
 
 
@@ -184,13 +184,13 @@ def _name(pid: int) -> str:
 
 def _lives(process: psutil.Process) -> bool:
     with contextlib.suppress(psutil.NoSuchProcess):
-        # Who has lost its parent may be a zombie of this process, which buries nobody.
+        # A process without its parent may be a zombie of this process, which reaps none of them.
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     return False
 
 
 def _locked(path: Path) -> TextIO:
-    """A new file that nobody else can lock while it is open."""
+    """Open a new file, locked against all others while it is open."""
     file = open(path, "w", encoding="utf-8")  # noqa: SIM115 (open for as long as workers are to wait)
     fcntl.flock(file, fcntl.LOCK_EX)
     return file

@@ -1,6 +1,6 @@
-"""A program that takes all that one service gives to one client: hostile_client.py, its Plan as JSON on stdin.
+"""A program that takes all that one service grants to one client: hostile_client.py, its Plan as JSON on stdin.
 
-It says what it got, as JSON, once it has it; it holds that until it is killed.
+It prints its Loot as JSON when complete, and holds all of it until it is killed.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from rallypoint.rpc.endpoint import Plaintext
 from rallypoint.rpc.errors import decode
 from rallypoint.serving.server import raise_open_files
 
-# Of HTTP/2 (RFC 9113): what a client sends first, with a SETTINGS frame; and the head of a PING's answer.
+# HTTP/2 (RFC 9113): the client's preface with a SETTINGS frame, and the head of a PING reply.
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
 _PONG = bytes((0, 0, 8, 6, 1, 0, 0, 0, 0))
 _HEAD, _PING = 9, 6
-# Requests that wait for an answer at the same time, for each thing that is to be filled.
+# Requests that wait for a response at the same time, for each limit to be filled.
 _AT_ONCE = 16
 # Two runs have stores, nodes and watchers; the others only exist.
 _RUNS = ("greedy-0", "greedy-1")
-# A lease that lasts without heartbeats for as long as the attack.
+# A lease that lasts for the whole attack without heartbeats.
 _SETTINGS = pb.RunSettings(
     min_nodes=1, max_nodes=1, keep_alive_interval=to_duration(300.0), disconnect_grace=to_duration(1.0)
 )
@@ -47,31 +47,31 @@ _SETTINGS = pb.RunSettings(
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to do to the service at this address, with this host of it for connections that stay idle."""
+    """An attack on the service at this address, with this address of it for idle connections."""
 
     host: str
     port: int
     requests: int
-    """Hostile ones."""
+    """Hostile requests."""
     connections: int
-    """Idle ones: every other has said nothing at all, the rest speak HTTP/2."""
+    """Idle connections: every other one has sent nothing at all, the rest HTTP/2."""
     value_bytes: int
-    """Of each value in a store."""
+    """The size of each value in a store."""
 
 
 @dataclass(slots=True)
 class Loot:
-    """What it got: how much of each, and the reasons why not more."""
+    """The quantity that it got of each resource, and the reasons why not more."""
 
     taken: dict[str, int] = field(default_factory=dict)
     refusals: dict[str, list[str]] = field(default_factory=dict)
     requests: int = 0
     faults: list[str] = field(default_factory=list)
-    """What was wrong with the answers to hostile requests."""
+    """Faults of the responses to hostile requests."""
 
 
 class _Idle(asyncio.Protocol):
-    """A connection that does nothing but answer pings, so that it is kept."""
+    """A connection that only replies to pings, so that it is kept."""
 
     def __init__(self, *, speaks: bool) -> None:
         self._speaks = speaks
@@ -99,7 +99,7 @@ class _Idle(asyncio.Protocol):
 
 
 class _Greedy:
-    """Takes all of everything, all at the same time."""
+    """Takes as much as possible of each resource, all at the same time."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
@@ -114,7 +114,7 @@ class _Greedy:
         self.loot = Loot()
 
     async def take(self) -> None:
-        """Return once it can get no more."""
+        """Return when it can get no more."""
         idle = await asyncio.gather(*(self._connect(number) for number in range(self._plan.connections)))
         for number in range(len(_RUNS)):
             await self._node(-1 - number)
@@ -137,7 +137,7 @@ class _Greedy:
         self.loot.taken["idle"] = sum(each.is_open for each in idle)
 
     async def _until_refused(self, what: str, begin: Callable[[int], Awaitable[None]]) -> None:
-        """Call `begin` with one number after the other, until each of those that do so was refused something."""
+        """Call `begin` with one number after the other, until each of the concurrent callers was refused."""
         numbers, refusals = itertools.count(), set[str]()
 
         async def begin_one_after_another() -> int:
@@ -240,7 +240,7 @@ async def _attack(plan: Plan) -> None:
 
 
 if __name__ == "__main__":
-    # The others are on hosts of their own; this one may use only what they leave of this machine.
+    # The nodes stand for other hosts; this process may use only the rest of this machine.
     os.nice(19)
     raise_open_files()
     asyncio.run(_attack(Plan(**json.loads(sys.stdin.readline()))))

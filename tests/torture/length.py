@@ -1,4 +1,4 @@
-"""How long the torture lasts: seconds by `make test-slow`, a minute by `make torture`."""
+"""The length of the torture tests: seconds by `make test-slow`, a minute by `make torture`."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import TypeVar
 _T = TypeVar("_T")
 
 FULL_LENGTH = os.environ.get("RALLYPOINT_TORTURE") == "full"
-"""Whether the torture is as long, and the crowds are as large, as they are meant to be."""
+"""True if the tests run at full length, and the crowds have their full size."""
 
 
 def ordinarily(short: _T, *, in_full: _T) -> _T:
-    """A figure of a test: what it is by `make test-slow`, and what it is in full."""
+    """Return a test's value for `make test-slow`, or at full length."""
     return in_full if FULL_LENGTH else short

@@ -11,7 +11,7 @@ from torture.tormented_node import TormentedNode
 
 
 async def hold(endpoint: str, node_id: str, settings: pb.RunSettings) -> None:
-    """Join, and confirm every round, for ever; says `placed` once it has a place in a FINAL round."""
+    """Join, and confirm every round, for ever; print `placed` at the first place in a FINAL round."""
     changed = asyncio.Event()
     node = TormentedNode(node_id, endpoint, settings, random.Random(), changed.set)
     node.join()

@@ -1,4 +1,4 @@
-"""A job on several hosts, whose workers are in touch with one another all the time, and ways to lose a host of it."""
+"""A job on several hosts, whose workers are always connected to one another, and ways to lose one of its hosts."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from support.processes import fresh_marker, living
 WORKER = Path(__file__).with_name("ring_worker.py")
 RUN = "run-1"
 PATIENCE = 90.0
-"""Seconds that a test waits for what takes a few on an idle machine, besides what the scene itself takes."""
+"""Seconds to wait for steps that take a few on an idle machine, besides the scene's own time."""
 
 _SERVICE = "service"
 _PORT = 29400
@@ -50,23 +50,23 @@ class Way(Enum):
 
     @property
     def is_silent(self) -> bool:
-        """Whether its connections stay open, as far as the others can see."""
+        """True if its connections stay open, as far as the others can see."""
         return self in (Way.CUT, Way.POWER_OFF)
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What runs on the hosts.
+    """The job on the hosts.
 
     Attributes:
         hosts: Their names; each is the name of its node, too.
         later: Hosts whose agents are started later.
-        nodes: As `--nnodes` takes it.
-        kind: Of the workers, see `ring_worker.py`.
-        timeout: After which a worker fails whose peer is silent, seconds.
-        workers: Of each host.
+        nodes: As for `--nnodes`.
+        kind: Kind of the workers, see `ring_worker.py`.
+        timeout: Seconds after which a worker with a silent peer fails.
+        workers: Workers of each host.
         max_restarts: Over the whole run.
-        conf: As `--rdzv-conf` takes it.
+        conf: As for `--rdzv-conf`.
     """
 
     hosts: Sequence[str]
@@ -96,11 +96,11 @@ class HostedJob:
 
     @property
     def endpoint(self) -> str:
-        """Where this process reaches the rendezvous service."""
+        """The address at which this process reaches the rendezvous service."""
         return self._endpoint
 
     async def start(self) -> RunWatch:
-        """Start everything; returns once the workers of a full round are in touch."""
+        """Start everything; return when the workers of a full round are connected."""
         self._spawn_service()
         self._endpoint = await self._network.reach(AGENTS, _SERVICE, _PORT)
         await until("the service to be ready", self._service_missing, PATIENCE)
@@ -114,7 +114,7 @@ class HostedJob:
         return self.watch
 
     async def full_round(self, nodes: int, after: int) -> pb.Run:
-        """Wait until a round after that one runs on so many hosts, and its workers are in touch."""
+        """Wait until a round after `after` runs on `nodes` hosts, and its workers are connected."""
 
         def runs(run: pb.Run) -> bool:
             seated = nodes * self.plan.workers
@@ -128,7 +128,7 @@ class HostedJob:
         return run
 
     async def in_touch(self, round_: int, nodes: int) -> list[dict[str, Any]]:
-        """Wait until all workers of a round are in touch; returns what they wrote, by rank."""
+        """Wait until all workers of a round are connected; return their lines, by rank."""
 
         async def look() -> str:
             self.check_survivors()
@@ -139,23 +139,23 @@ class HostedJob:
         return sorted(self.met(round_), key=lambda line: int(line["rank"]))
 
     def met(self, round_: int) -> list[dict[str, Any]]:
-        """What the workers of a round wrote when they were in touch."""
+        """Return the lines that the workers of a round wrote when they were connected."""
         path = self._folder / "met"
         lines = path.read_text().splitlines() if path.exists() else []
         return [line for line in map(json.loads, lines) if line["round"] == round_]
 
     async def kill_agent(self, host: str) -> None:
-        """SIGKILL the agent of a host, of which another is to be started; returns when it is gone."""
+        """SIGKILL the agent of a host, which will get another one; return when it is gone."""
         await self._agents[host].kill()
 
     async def lose(self, host: str, way: Way) -> float:
-        """Lose a host; returns when, in Unix seconds."""
+        """Lose a host; return the time, in Unix seconds."""
         self.lost.append(host)
         began = time.time()
         if way is Way.AGENT_KILLED:
             os.kill(self._agents[host].pid, signal.SIGKILL)
         elif way is Way.TREE_KILLED:
-            # The agent first: it is the oldest, and a host that dies reports nothing of its workers.
+            # The agent first: it is the oldest, and a host that dies reports nothing about its workers.
             for pid in sorted(living(self._mark(host))):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
@@ -173,16 +173,16 @@ class HostedJob:
         self._service.resume()
 
     async def kill_service(self) -> None:
-        """SIGKILL the rendezvous service; returns when it is gone."""
+        """SIGKILL the rendezvous service; return when it is gone."""
         await self._service.kill()
 
     async def restart_service(self) -> None:
-        """Start the rendezvous service again, with its journal; returns once it serves."""
+        """Start the rendezvous service again, with its journal; return when it serves."""
         self._spawn_service()
         await until("the service to be ready", self._service_missing, PATIENCE)
 
     async def wait_for_spares(self, count: int) -> None:
-        """Wait until so many nodes are spares."""
+        """Wait until `count` nodes are spares."""
 
         async def look() -> str:
             run = await self.get_run()
@@ -192,34 +192,34 @@ class HostedJob:
         await until("spares", look, PATIENCE)
 
     async def finish(self) -> dict[str, int]:
-        """Let the workers succeed; the exit codes of the agents that were not lost."""
+        """Let the workers succeed; return the exit codes of the agents that were not lost."""
         (self._folder / "finish").touch()
         survivors = [host for host in self.plan.hosts if host not in self.lost]
         codes = await asyncio.gather(*(self._agents[host].ended(PATIENCE) for host in survivors))
         return dict(zip(survivors, codes, strict=True))
 
     async def get_run(self) -> pb.Run:
-        """The run as the service knows it."""
+        """Return the run from the service."""
         stub = pb_grpc.RendezvousServiceStub(self._channel)
         return (await stub.GetRun(pb.GetRunRequest(run_id=RUN), timeout=PATIENCE)).run
 
     async def events(self) -> list[pb.Event]:
-        """All that happened to the run."""
+        """Return all events of the run."""
         stub = pb_grpc.RendezvousServiceStub(self._channel)
         request = pb.ListEventsRequest(run_id=RUN, page_size=10_000)
         return list((await stub.ListEvents(request, timeout=PATIENCE)).events)
 
     async def rounds(self) -> list[Round]:
-        """What `rallypoint rounds` shows."""
+        """Return the rounds that `rallypoint rounds` shows."""
         return rounds_of(await self.events()).rounds
 
     async def story(self) -> str:
-        """What happened to the run, a line for each event, and the last of what each agent wrote."""
+        """Return the events of the run, one per line, and the last log lines of each agent."""
         lines = [f"{event.time.ToJsonString()} {event.detail}" for event in await self.events()]
         return "\n".join([*lines, self.logs()])
 
     def logs(self) -> str:
-        """The last of what each agent wrote."""
+        """Return the last log lines of each agent."""
         return "\n".join(
             f"--- {host}\n" + "".join(agent.log().splitlines(keepends=True)[-15:])
             for host, agent in self._agents.items()
@@ -236,14 +236,14 @@ class HostedJob:
         self._service.close()
 
     def _mark(self, host: str) -> str:
-        """What all processes of a host, and no others, have in their environment."""
+        """Return the marker in the environment of all processes of a host, and of no others."""
         return f"{self._marker}-{host}."
 
     def check_survivors(self) -> None:
-        """Whether no agent has ended that was not lost.
+        """Check that no agent has ended that was not lost.
 
         Raises:
-            ProcessError: One has.
+            ProcessError: One has ended.
         """
         for host in self.plan.hosts:
             if host not in self.lost:
@@ -268,12 +268,12 @@ class HostedJob:
         return "" if any(map(self.has_joined, self.plan.hosts)) else "no node has joined"
 
     def has_joined(self, host: str) -> bool:
-        """Whether the present agent of a host says that it has joined."""
+        """Return True if the present agent of a host has logged that it joined."""
         agent = self._agents[host]
         return agent.starts > 0 and any(record.get("event") == "joined" for record in records(agent.log()))
 
     def started_round(self, host: str) -> int:
-        """The last round of which the present agent of a host has started workers; 0: none."""
+        """Return the last round in which the host's present agent has started workers; 0: none."""
         started = [
             line for line in records(self._agents[host].log()) if line.get("event") == "starting workers"
         ]
@@ -300,12 +300,12 @@ class HostedJob:
 
 @asynccontextmanager
 async def hosted_job(plan: Plan, folder: Path, *, parts: bool = False) -> AsyncIterator[HostedJob]:
-    """A job whose workers are in touch; afterwards no process and no network of it is left.
+    """Start a job whose workers are connected; remove all its processes and networks afterwards.
 
     Args:
-        plan: What runs.
-        folder: For logs and what workers write; it is made.
-        parts: Whether hosts are to be parted: the test is skipped on a machine where they can't.
+        plan: The job.
+        folder: A new folder for logs and the files of workers.
+        parts: True if hosts will be cut off: the test is skipped on a machine where that is impossible.
     """
     folder.mkdir(parents=True)  # noqa: ASYNC240 (before anything runs)
     async with network_of((_SERVICE, *plan.hosts, *plan.later)) as network:

@@ -24,21 +24,21 @@ from serving.conftest import Certificates
 from support.mortal import mortal
 
 PATIENCE = 60.0
-"""Seconds that are waited for what takes a moment on an idle machine."""
+"""Seconds to wait for steps that take a moment on an idle machine."""
 
 _STARTER = Path(__file__).with_name("starter.py")
-_LOOK = 0.005  # seconds between two looks whether it listens
+_LOOK = 0.005  # seconds between two checks that it listens
 
 
 class MortalServer:
     """One service over all its processes: one port, one journal. Its methods block.
 
     Attributes:
-        endpoint: Where it listens, whenever it does.
-        port: The same without the host.
+        endpoint: Its address while it listens.
+        port: The port of that address.
         journal: The file.
-        pid: Of the present process.
-        kills: How many processes were killed.
+        pid: The id of the present process.
+        kills: The number of killed processes.
     """
 
     def __init__(
@@ -51,22 +51,22 @@ class MortalServer:
         """Start nothing yet.
 
         Args:
-            folder: For the journal and the logs; made where it is missing.
-            certificates: What it serves TLS with; None: plaintext.
+            folder: For the journal and the logs; made if it is missing.
+            certificates: Certificates for TLS; None: plaintext.
             flags: Further flags of `rallypoint serve rendezvous`.
-            program: The command in the place of `rallypoint`.
+            program: The command that replaces `rallypoint`.
         """
         folder.mkdir(exist_ok=True)
         self._certificates = certificates
         self._flags = tuple(flags)
         self._program = tuple(program)
-        # Nobody else is given the port meanwhile. A server can listen there: this only holds it.
+        # This reserves the port, so that no other process gets it. A server can still listen there.
         self._reservation = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         self._reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self._reservation.bind(("127.0.0.1", 0))
         self._address = self._reservation.getsockname()
         self._folder = folder
-        # When each of its processes was started, Unix seconds.
+        # Start time of each of its processes, Unix seconds.
         self.starts: list[float] = []
         self._process: subprocess.Popen[str] | None = None
         self.port = int(self._address[1])
@@ -76,10 +76,10 @@ class MortalServer:
         self.kills = 0
 
     def start(self) -> float:
-        """Start a process; returns, once it listens, how many seconds that took.
+        """Start a process; return, when it listens, the seconds that this took.
 
         Raises:
-            AssertionError: It did not come to that.
+            AssertionError: It did not listen.
         """
         began = time.monotonic()
         self.spawn()
@@ -121,7 +121,7 @@ class MortalServer:
         os.kill(self.pid, signal.SIGCONT)
 
     def terminate(self) -> int:
-        """SIGTERM it, and wait until it is gone; returns its exit code."""
+        """SIGTERM it, and wait until it is gone; return its exit code."""
         os.kill(self.pid, signal.SIGTERM)
         return self._gone()
 
@@ -136,16 +136,16 @@ class MortalServer:
                     pipe.close()
 
     def log(self) -> str:
-        """What the present process, or the last one, has logged."""
+        """Return the log of the present process, or of the last one."""
         return self._log.read_text()
 
     def complaints(self) -> list[str]:
-        """What any of its processes logged as an error, or wrote besides its log. There is to be none."""
+        """Return the errors that its processes logged, and output outside the log. A test expects none."""
         return [line for log in self._folder.glob("server-*.log") for line in _complaints(log)]
 
     @property
     def security(self) -> ClientSecurity:
-        """What clients speak with it."""
+        """The security that its clients use."""
         if (files := self._certificates) is None:
             return Plaintext()
         return ClientTLS(files.ca, files.client, files.client_key)
@@ -172,7 +172,7 @@ class MortalServer:
         return self._folder / f"server-{len(self.starts)}.log"
 
     def _gone(self) -> int:
-        """Wait for the end of the process; returns its exit code, or minus the signal that ended it."""
+        """Wait for the end of the process; return its exit code, or minus the signal that ended it."""
         assert self._process is not None
         return self._process.wait(PATIENCE)
 
@@ -185,7 +185,7 @@ class MortalServer:
 
 
 class QuickServer(MortalServer):
-    """One that starts within some 30 ms, since all that it needs is imported by then; see `starter`."""
+    """A server that starts within some 30 ms, because all imports are done by then; see `starter`."""
 
     def spawn(self) -> None:
         if self._process is None:
@@ -213,7 +213,7 @@ class QuickServer(MortalServer):
 
 @asynccontextmanager
 async def serving(server: MortalServer) -> AsyncIterator[grpc.aio.Channel]:
-    """Have a server serve; yields a channel to it. No process of it is left afterwards."""
+    """Start a server, and yield a channel to it; leave none of its processes behind."""
     channel = open_channel(server.endpoint, server.security)
     try:
         await asyncio.to_thread(server.start)
@@ -225,7 +225,7 @@ async def serving(server: MortalServer) -> AsyncIterator[grpc.aio.Channel]:
 
 def _complaints(log: Path) -> list[str]:
     *lines, last = log.read_text(errors="replace").split("\n")
-    # A process that was killed may have left half a line behind.
+    # A killed process may have left half a line behind.
     return [
         line for line in [*lines, *([last] if not last.startswith("{") and last else [])] if _is_grave(line)
     ]

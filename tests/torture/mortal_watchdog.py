@@ -1,4 +1,4 @@
-"""A timer service that can be paused, killed and started again, and agents that let timers run out."""
+"""A timer service that can be paused, killed and started again, and agents that let timers expire."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rallypoint.timer.v1 import timer_service_pb2_grpc as pb_grpc
 from torture.mortal_server import PATIENCE, MortalServer
 
 RUN = "run-1"
-_LOOK = 0.02  # seconds between two questions
+_LOOK = 0.02  # seconds between two requests
 
 
 class MortalWatchdog(MortalServer):
@@ -27,15 +27,15 @@ class MortalWatchdog(MortalServer):
         """Start nothing yet.
 
         Args:
-            folder: For logs; made where it is missing.
+            folder: For logs; made if it is missing.
             more: Arguments of the command.
-            learned: Where it is to keep what it learns; None: nowhere.
+            learned: The file for learned data; None: there is none.
         """
         super().__init__(folder)
         self._more = (*more, "--learned", str(learned or "none"))
 
     def accused(self) -> list[str]:
-        """Scopes of the timers that ran out, by the log of the present process."""
+        """Return the scopes of expired timers, from the log of the present process."""
         records = (json.loads(line) for line in self.log().splitlines() if line.startswith("{"))
         return [record["scope"] for record in records if record["event"] == "timer expired"]
 
@@ -47,15 +47,15 @@ class MortalWatchdog(MortalServer):
 
 
 class GuardedNode:
-    """An agent's client, which notes what it is told instead of reaping anybody.
+    """An agent's client that records expiries and kills no worker.
 
     Attributes:
-        client: To acquire and release with.
-        reaped: Scopes whose workers it was to reap, with when, in seconds of CLOCK_MONOTONIC.
+        client: To acquire and release timers with.
+        reaped: Scopes whose workers it had to kill, with the time in seconds of CLOCK_MONOTONIC.
     """
 
     def __init__(self, name: str, endpoint: str, reaping: float = 0.0) -> None:
-        """Begin to talk with the service. `reaping`: seconds that it takes to reap a worker."""
+        """Connect to the service. `reaping`: seconds that it takes to kill a worker."""
         self.reaped: list[tuple[str, float]] = []
         self._reaping = reaping
         self._channel = open_channel(endpoint, Plaintext())
@@ -67,13 +67,13 @@ class GuardedNode:
         await asyncio.sleep(self._reaping)
 
     async def close(self) -> None:
-        """End."""
+        """Close the client and its channel."""
         await self.client.close(grace=0)
         await self._channel.close()
 
 
 async def listed(channel: grpc.aio.Channel) -> list[pb.Timer]:
-    """All timers that the service has; it has a thousand at most, as they fit into one answer."""
+    """Return all timers of the service: a thousand at most, which fit into one response."""
     request = pb.ListTimersRequest(run_id=RUN)
     answer = await pb_grpc.TimerServiceStub(channel).ListTimers(
         request, wait_for_ready=True, timeout=PATIENCE
@@ -82,7 +82,7 @@ async def listed(channel: grpc.aio.Channel) -> list[pb.Timer]:
 
 
 async def until_listed(channel: grpc.aio.Channel, count: int) -> None:
-    """Wait until the service has so many timers."""
+    """Wait until the service has `count` timers."""
     deadline = time.monotonic() + PATIENCE
     while (found := len(await listed(channel))) != count:
         assert time.monotonic() < deadline, f"the service has {found} timers, not {count}"

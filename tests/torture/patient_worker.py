@@ -1,4 +1,4 @@
-"""A worker that does nothing until the test lets go of FOLDER/lock, and then succeeds: patient_worker.py FOLDER."""
+"""A worker that waits until the test releases FOLDER/lock, and then succeeds: patient_worker.py FOLDER."""
 
 from __future__ import annotations
 

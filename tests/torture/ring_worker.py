@@ -1,7 +1,7 @@
-"""A worker that is in touch with its peers all the time and fails when one goes: ring_worker.py FOLDER KIND TIMEOUT.
+"""A worker that exchanges data with its peers all the time and fails when one goes: ring_worker.py FOLDER KIND TIMEOUT.
 
 KIND is `sockets`, a ring of TCP connections, or `gloo`, all-reduces of torch. No peer for TIMEOUT seconds is a failure
-too. A line of FOLDER/met says that a rank of a round has been in touch with all others. All succeed together once
+too. A line in FOLDER/met records that a rank of a round has reached all others. All succeed together once
 FOLDER/finish exists.
 """
 
@@ -19,11 +19,11 @@ from pathlib import Path
 FOLDER, KIND, TIMEOUT = Path(sys.argv[1]), sys.argv[2], float(sys.argv[3])
 RANK, WORLD_SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 ROUND = int(os.environ["RALLYPOINT_ROUND"])
-PAUSE = 0.02  # seconds between two meetings
+PAUSE = 0.02  # seconds between two exchanges
 
 
 class Ring:
-    """Each rank sends to the next and receives from the one before; what was said has gone round after n times."""
+    """Each rank sends to the next and receives from the previous one; after n steps a flag has passed all ranks."""
 
     def __init__(self) -> None:
         own = socket.create_server((os.environ["HOST_ADDRESS"], 0))
@@ -45,7 +45,7 @@ class Ring:
         return FOLDER / f"address-{ROUND}-{rank}"
 
     def any(self, flag: bool) -> bool:
-        """Whether the flag of any rank is set; the same on all of them."""
+        """Return True if the flag of any rank is set; the same on all of them."""
         for _ in range(WORLD_SIZE - 1):
             self._next.sendall(bytes([flag]))
             received = self._former.recv(1)
@@ -55,7 +55,7 @@ class Ring:
         return flag
 
     def close(self) -> None:
-        """Nothing is on its way: all ranks have had the same number of meetings."""
+        """Close: no data is on its way, since all ranks have made the same number of exchanges."""
         self._next.close()
         self._former.close()
 
@@ -71,18 +71,18 @@ class Gloo:
         dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT))
 
     def any(self, flag: bool) -> bool:
-        """Whether the flag of any rank is set; the same on all of them."""
+        """Return True if the flag of any rank is set; the same on all of them."""
         self._flags[0] = flag
         self._dist.all_reduce(self._flags, op=self._dist.ReduceOp.MAX)
         return bool(self._flags[0].item())
 
     def close(self) -> None:
-        """Nothing is on its way: all ranks have had the same number of meetings."""
+        """Close: no data is on its way, since all ranks have made the same number of exchanges."""
         self._dist.destroy_process_group()
 
 
 def main() -> None:
-    """Stay in touch to the end."""
+    """Exchange data with the peers to the end."""
     peers: Ring | Gloo = Ring() if KIND == "sockets" else Gloo()
     peers.any(False)
     line = {

@@ -1,4 +1,4 @@
-"""Subscribers that stop reading, and go on some time later: by the contract, with nothing of our clients."""
+"""Subscribers that stop reading, and go on some time later: by the contract, without our client code."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ _HEARTBEAT = 1.0  # seconds
 
 
 def our_channel(endpoint: str) -> grpc.aio.Channel:
-    """A channel as our clients open it: little is under way to one who does not read."""
+    """Open a channel as our clients do: little data is on its way to a subscriber that does not read."""
     return open_channel(endpoint, PLAINTEXT)
 
 
 def foreign_channel(endpoint: str) -> grpc.aio.Channel:
-    """A channel with gRPC's own settings, which let megabytes be under way."""
+    """Open a channel with gRPC's own settings, which let megabytes be on their way."""
     return grpc.aio.insecure_channel(endpoint, options=[("grpc.use_local_subchannel_pool", 1)])
 
 
 class Subscriber(ABC):
-    """One stream at a time of one kind, opened again where it broke.
+    """One stream at a time of one kind, opened again when it broke.
 
     Attributes:
-        revision: What it was told last.
-        ends: How its streams ended.
+        revision: The last revision that it received.
+        ends: The reasons with which its streams ended.
     """
 
     def __init__(self, channel: grpc.aio.Channel, settings: pb.RunSettings, name: str) -> None:
         """Do nothing yet.
 
         Args:
-            channel: For it alone.
-            settings: Of the run.
-            name: Of the node, where it is one.
+            channel: A channel for it alone.
+            settings: Settings of the run.
+            name: The name of the node, if it is one.
         """
         self.revision = 0
         self.ends: list[str] = []
@@ -54,12 +54,12 @@ class Subscriber(ABC):
         self._call: Any = None
 
     async def subscribe(self) -> None:
-        """Open a stream and read its first message, and no other."""
+        """Open a stream and read only its first message."""
         await self._open()
         self._take(await self._call.read())
 
     async def catch_up(self, revision: int) -> None:
-        """Read again, and do as the contract says where the stream has ended, until told of a revision."""
+        """Read again, and after each end of the stream act by the contract, until a revision has come."""
         while self.revision < revision:
             try:
                 if self._call is None:
@@ -74,7 +74,7 @@ class Subscriber(ABC):
                 self._forget(refusal.reason)
 
     async def farewell(self) -> str:
-        """Read to the end of the stream, which an error ends; returns its reason."""
+        """Read to the end of the stream, which an error ends; return its reason."""
         try:
             while True:
                 message = await self._call.read()
@@ -85,7 +85,7 @@ class Subscriber(ABC):
             return decode(error).reason
 
     async def close(self) -> None:
-        """Be gone."""
+        """Close its channel."""
         await self._channel.close()
 
     @abstractmethod
@@ -127,7 +127,7 @@ class EventWatcher(Subscriber):
 
 
 class Spare(Subscriber):
-    """A node that waits beside the round, and says that it is alive while it reads nothing."""
+    """A node that waits beside the round, and sends heartbeats while it reads nothing."""
 
     def __init__(self, channel: grpc.aio.Channel, settings: pb.RunSettings, name: str) -> None:
         super().__init__(channel, settings, name)
@@ -136,8 +136,8 @@ class Spare(Subscriber):
         self._silent = False
 
     async def farewell(self) -> str:
-        """Read to the message that says so, after which the stream ends with an error; returns its reason."""
-        self._silent = True  # a heartbeat that finds the stream ended would hide how it did
+        """Read to the `draining` message, after which the stream ends with an error; return its reason."""
+        self._silent = True  # a heartbeat on the ended stream would hide its error
         while not (message := await self._call.read()).HasField("draining"):
             self._take(message)
         assert message.draining.revision == self.revision, "it names what was told last"
@@ -174,7 +174,7 @@ class Spare(Subscriber):
         # It did not know that its stream was ended, so it did not resume within the disconnect grace.
         if reason == "LEASE_LOST":
             self._lease, self._token = 0, b""
-        # What grpc.aio makes of the end of a stream, whatever it was, that a heartbeat was still written to.
+        # grpc.aio reports this for any end of a stream to which a heartbeat was still written.
         elif reason != "INTERNAL":
             super()._forget(reason)
 
@@ -184,7 +184,7 @@ class Spare(Subscriber):
                 await call.write(pb.JoinRequest(heartbeat=pb.Heartbeat()))
                 await asyncio.sleep(_HEARTBEAT)
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            pass  # the stream has ended; who reads it learns why
+            pass  # the stream has ended; its reader gets the reason
 
     async def _still(self) -> None:
         if self._heart is not None:

@@ -1,8 +1,8 @@
-"""A program that starts `rallypoint` in no time, because it has imported everything: starter.py ARGUMENT…
+"""A program that starts `rallypoint` at once, because it has imported everything: starter.py ARGUMENT…
 
-For each line on stdin, the name of a file for its log, it forks a process that does what the command line does with
+For each line on stdin, the name of a log file, it forks a process that runs the command line of `rallypoint` with
 the arguments, and writes its process id to stdout; when that has ended, its exit code, or minus the signal that ended
-it. Nothing of gRPC runs in this process, so that it may fork.
+it. No code of gRPC runs in this process, so it may fork.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import os
 import signal
 import sys
 
-import rallypoint.cli.serve  # noqa: F401 (what `serve` imports when it is asked to)
+import rallypoint.cli.serve  # noqa: F401 (imported by `serve` on demand)
 from rallypoint.cli.main import main
 
 _PR_SET_PDEATHSIG = 1
 
 
 def start(log: str) -> int:
-    """Fork a process that is a `rallypoint` from then on; returns its id."""
+    """Fork a process that becomes a `rallypoint`; return its id."""
     pid = os.fork()
     if pid:
         return pid
@@ -35,7 +35,7 @@ def start(log: str) -> int:
 
 
 def serve_orders() -> None:
-    """Do so for each line."""
+    """Start one process for each line, and wait for its end."""
     for line in sys.stdin:
         pid = start(line.strip())
         print(pid, flush=True)  # noqa: T201

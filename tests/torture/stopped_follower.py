@@ -15,27 +15,27 @@ from support.mortal import mortal
 from torture.mortal_server import PATIENCE
 from torture.tormented_node import RUN
 
-_LOOK = 0.02  # seconds between two looks at what it has printed
+_LOOK = 0.02  # seconds between two reads of its output
 
 
 class Follower:
     """The process. Its methods block."""
 
     def __init__(self, process: subprocess.Popen[bytes], printed: Path) -> None:
-        """A process that prints into a file."""
+        """Wrap a process that prints into a file."""
         self._process = process
         self._printed = printed
 
     def stop(self) -> None:
-        """Stop the process; what is sent to it stays with the kernel."""
+        """Stop the process; data sent to it stays in the kernel."""
         self._process.send_signal(signal.SIGSTOP)
 
     def go_on(self) -> None:
-        """Let it go on."""
+        """Let it continue."""
         self._process.send_signal(signal.SIGCONT)
 
     def revisions(self) -> list[int]:
-        """Those of the events that it has printed."""
+        """Return the revisions of the events that it has printed."""
         *lines, _unfinished = self._printed.read_text().split("\n")
         return [int(json.loads(line)["revision"]) for line in lines]
 
@@ -43,7 +43,7 @@ class Follower:
         """Wait until it has printed an event.
 
         Raises:
-            AssertionError: It does not come to that.
+            AssertionError: The event does not come.
         """
         end = time.monotonic() + PATIENCE
         while (self.revisions() or [0])[-1] < revision:
@@ -68,7 +68,7 @@ def following(endpoint: str, folder: Path) -> Iterator[Follower]:
     )
     with printed.open("w") as file:
         process = subprocess.Popen(
-            # While it is stopped its own patience runs on: it must be longer than any stop.
+            # While it is stopped its timeout runs on: it must be longer than any stop.
             mortal(*command, "--timeout", str(2 * PATIENCE)),
             stdout=file,
             env=clean_environment(),

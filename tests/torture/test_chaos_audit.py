@@ -45,7 +45,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.integration, pytest.mark.timeout(DUR
 
 @dataclass
 class Person:
-    """A caller that repeats actions, and the reasons in its calls, by how they ended."""
+    """A caller that repeats actions, and the reasons in its calls, by outcome."""
 
     name: str
     answered: set[str] = field(default_factory=set)
@@ -76,7 +76,7 @@ class Person:
 
 
 async def torment(server: QuickServer, nodes: Crowd, draw: random.Random, over: float) -> None:
-    """Kill the server, and nodes; others leave, and all come back."""
+    """Kill the server and some nodes, and start them again, over and over."""
     while time.monotonic() < over:
         await asyncio.sleep(SERVED)
         await asyncio.to_thread(server.kill)
@@ -93,7 +93,7 @@ async def torment(server: QuickServer, nodes: Crowd, draw: random.Random, over: 
 
 
 async def test_every_action_of_a_chaos_run_has_its_actor(tmp_path: Path) -> None:
-    """In the events, and in the audit log, which has each action that was answered, and each refusal, exactly once."""
+    """The events have it; the audit log has each answered action, and each refusal, exactly once."""
     draw = random.Random(NODES)
     files = make_certificates(tmp_path / "tls", "first")
     audit, policy = tmp_path / "audit.jsonl", tmp_path / "policy.toml"

@@ -1,4 +1,4 @@
-"""The referee of the torture: each lie that it is there for is found. A referee that sees nothing proves nothing."""
+"""Tests of the checks for the torture tests: they find each planted error, so that their silence is a proof."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ SETTINGS = RunSettings(min_nodes=1, max_nodes=2)
 
 
 def seat(node_id: str, rank: int, of: int) -> Seat:
-    """A seat of a node of one worker."""
+    """Return the rank assignment of a node with one worker."""
     return Seat(node_id, rank, rank, rank, of, 1)
 
 
 def joined(node_id: str, lease: int) -> facts.NodeJoined:
-    """A node that joined with one worker."""
+    """Return the fact that a node joined with one worker."""
     return facts.NodeJoined(node_id, lease, f"{node_id}.cluster.internal", 1, "trainer")
 
 
-# Two nodes run, one goes and the other runs on, and is told to start anew.
+# Two nodes run, one leaves and the other runs on, until it is restarted on request.
 HISTORY: list[facts.Fact] = [
     facts.RunCreated(SETTINGS),
     joined("a", 2),
@@ -44,12 +44,12 @@ HISTORY: list[facts.Fact] = [
 
 
 def chronicle(history: list[facts.Fact] = HISTORY) -> Chronicle:
-    """What a journal has, one fact a second."""
+    """Return the contents of a journal, one fact a second."""
     return Chronicle([Entry(revision, float(revision), fact) for revision, fact in enumerate(history, 1)])
 
 
 def final(**changed: int | str) -> pb.NodeUpdate:
-    """What node a was told of round 1 when it was FINAL, but for what is changed of its place."""
+    """Return the update of node a about FINAL round 1, with changes of its place."""
     place: dict[str, int | str] = {
         "round": 1,
         "group_rank": 0,
@@ -64,7 +64,7 @@ def final(**changed: int | str) -> pb.NodeUpdate:
 
 
 def test_the_truth_is_no_lie() -> None:
-    """What was told as the journal has it, is taken."""
+    """Updates that agree with the journal are accepted."""
     kept = chronicle()
     kept.check_told("a", [Told(2, final()), Told(2, pb.NodeUpdate(revision=9, phase=pb.PHASE_JOINABLE))])
     kept.check_admissions("a", [2])
@@ -95,13 +95,13 @@ LIES: dict[str, Callable[[Chronicle], None]] = {
 
 @pytest.mark.parametrize("lie", LIES)
 def test_each_lie_is_found(lie: str) -> None:
-    """By its name."""
+    """The error has its name."""
     with pytest.raises(Violation, match=lie):
         LIES[lie](chronicle())
 
 
 def test_a_round_number_that_comes_twice_is_found() -> None:
-    """In the journal itself."""
+    """It is found in the journal itself."""
     again = [*HISTORY[:9], facts.RoundFrozen(1, (seat("a", 0, 1),))]
     with pytest.raises(Violation, match="never given out twice"):
         chronicle(again)
@@ -119,7 +119,7 @@ def test_a_round_number_that_comes_twice_is_found() -> None:
     ],
 )
 def test_two_memberships_under_one_number_are_found(lie: str, other: pb.NodeUpdate) -> None:
-    """By what nodes were told, without any journal."""
+    """They are found by the updates of nodes, without any journal."""
     true = final(group_rank=1, base_rank=1)
     check_one_membership_a_round([("a", Told(2, final())), ("b", Told(3, true)), ("b", Told(3, true))])
     with pytest.raises(Violation, match=lie):
@@ -127,7 +127,7 @@ def test_two_memberships_under_one_number_are_found(lie: str, other: pb.NodeUpda
 
 
 def test_the_time_without_a_final_round_is_that_from_an_end_to_the_next_begin() -> None:
-    """A round that is burnt in between does not shorten it."""
+    """A round in between that never runs does not shorten it."""
     assert chronicle().longest_without_final() == 0.0
     later: list[facts.Fact] = [
         facts.RoundFrozen(3, (seat("a", 0, 1),)),

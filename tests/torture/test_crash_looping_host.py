@@ -1,6 +1,6 @@
-"""A host whose agent joins, dies, and is started again, over and over: the job of the others goes on.
+"""A host's agent joins, dies, and is started again, over and over: the job of the others goes on.
 
-What share of their time that costs is computed for an hour of every schedule in
+The lost share of their time is computed for an hour of every schedule in
 `tests/rendezvous/core/test_crash_looping_joiner.py`.
 """
 
@@ -37,7 +37,7 @@ EVERY = ordinarily(2.0, in_full=10.0)  # seconds between two starts of the joine
 
 
 def share_of_running(states: list[Seen], began: float, ended: float) -> float:
-    """The share of a time (Unix seconds) in which a round was FINAL."""
+    """Return the share of a period (Unix seconds) in which a round was FINAL."""
     ends = [state.time for state in states[1:]] + [ended]
     running = 0.0
     for state, end in zip(states, ends, strict=True):
@@ -48,7 +48,7 @@ def share_of_running(states: list[Seen], began: float, ended: float) -> float:
 
 @pytest.mark.timeout(6 * PATIENCE + 2 * SECONDS)
 async def test_an_agent_that_is_killed_when_it_has_joined_stops_no_worker(tmp_path: Path) -> None:
-    """Under the default policy: a newcomer that can't stay for some seconds is no reason to end a round."""
+    """Under the default policy, a newcomer that can't stay for some seconds is no reason to end a round."""
     async with hosted_job(PLAN, tmp_path / "job") as job:
         before = (await job.get_run()).round
 
@@ -72,7 +72,7 @@ async def test_an_agent_that_is_killed_when_it_has_joined_stops_no_worker(tmp_pa
 
 @pytest.mark.timeout(6 * PATIENCE + 2 * SECONDS_OF_RUNNING)
 async def test_an_agent_that_is_killed_whenever_it_runs_is_let_in_less_and_less(tmp_path: Path) -> None:
-    """Workers of the others fail of it each time: no restart is counted, and the run goes on."""
+    """Workers of the others fail with it each time: no restart is counted, and the run goes on."""
     async with hosted_job(PLAN, tmp_path / "job") as job:
         before = (await job.get_run()).round
         began, lives = time.time(), 0

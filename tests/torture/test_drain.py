@@ -1,4 +1,4 @@
-"""SIGTERM under load: every stream is told to come back, and nobody's workers stop."""
+"""SIGTERM under load: every stream ends with an error to retry, and no workers stop."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SETTINGS = pb.RunSettings(min_nodes=NODES, max_nodes=NODES, keep_alive_interval=
 
 
 async def test_a_restart_in_good_order_is_no_event(tmp_path: Path) -> None:
-    """The server goes and comes back, again and again: the same round, the same leases, every write there once."""
+    """The server stops and restarts, again and again: the same round, the same leases, each write in effect once."""
     server = MortalServer(tmp_path)
     async with AsyncExitStack() as stack:
         channel = await stack.enter_async_context(serving(server))

@@ -25,14 +25,14 @@ pytestmark = [pytest.mark.slow, pytest.mark.integration]
 WORKER = Path(__file__).with_name("chained_worker.py")
 PATIENCE = 60.0
 REPEATS = ordinarily(4, in_full=50)
-# It ends before the others die, long after, or not before it is killed.
+# The first worker ends before the others die, long after, or not before it is killed.
 UNWINDING = ("0", "0.3", "3600")
 DEATHS = ("record", "raise", "abort", "exit")
 
 
 @contextmanager
 def busy(processes: int) -> Iterator[None]:
-    """So many processes beside the test that do nothing as fast as they can."""
+    """Run processes beside the test that use up the processor."""
     loops = [subprocess.Popen(mortal(sys.executable, "-c", "while True: pass")) for _ in range(processes)]
     try:
         yield
@@ -45,10 +45,10 @@ def busy(processes: int) -> Iterator[None]:
 
 @pytest.mark.timeout(REPEATS * PATIENCE)
 async def test_rank_3_raises_and_all_hosts_say_so(tmp_path: Path) -> None:
-    """The others are gone 50 ms later, on both hosts, whether it is slow to unwind and the machine busy or not."""
+    """The others end 50 ms later, on both hosts, with slow or fast unwinding, on a busy machine or an idle one."""
     async with LocalCluster(tmp_path / "cluster") as cluster:
         await cluster.start_rendezvous()
-        # Neither has a period that is a multiple of the other's, so that all pairs come about.
+        # Steps of 7 through the 12 pairs of both, so that within 12 runs all pairs occur.
         ways = islice(cycle(product(UNWINDING, DEATHS)), 0, 7 * REPEATS, 7)
         for number, (unwinding, death) in enumerate(ways):
             folder = tmp_path / str(number)
@@ -59,7 +59,7 @@ async def test_rank_3_raises_and_all_hosts_say_so(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(4 * PATIENCE)
 async def test_a_host_s_only_worker_raises_and_all_hosts_say_so(tmp_path: Path) -> None:
-    """Nobody dies beside it, and its agent looks into its error file only since the end of the run settles."""
+    """No other worker dies there, and its agent reads its error file only when the end of the run settles."""
     async with LocalCluster(tmp_path / "cluster") as cluster:
         await cluster.start_rendezvous()
         for death in ("record", "exit"):
@@ -69,14 +69,14 @@ async def test_a_host_s_only_worker_raises_and_all_hosts_say_so(tmp_path: Path) 
 
 
 def failure_files(folder: Path) -> list[dict[str, Any]]:
-    """What agents left for programs."""
+    """Return the agents' reports for programs."""
     return [json.loads(path.read_text()) for path in folder.glob("logs/*/failure.json")]
 
 
 async def one_run(
     cluster: LocalCluster, folder: Path, run_id: str, unwinding: str, death: str, *, workers: int = 2
 ) -> None:
-    """A job of two hosts, whose worker of the last rank fails first."""
+    """Run a job of two hosts, whose worker of the last rank fails first."""
     command = (str(WORKER), str(folder), unwinding, death)
     job = Job(run_id, command, nodes="2", workers=workers, log_dir=folder / "logs")
     last = 2 * workers - 1

@@ -21,7 +21,7 @@ AGENTS = ordinarily(6, in_full=100)
 KILLS = ordinarily(4, in_full=50)
 AT_ONCE = ordinarily(2, in_full=3)
 PATIENCE = ordinarily(60.0, in_full=300.0)
-# An agent opens connections and files as it goes: a few more than at first are no leak, one for each round would be.
+# An agent opens connections and files as it runs: a few more than at first are no leak, one for each round would be.
 SLACK = 4
 
 
@@ -29,7 +29,7 @@ SLACK = 4
 async def test_agents_killed_at_random_come_to_their_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All are in the next round, and succeed at last; no zombie, no lost descriptor, no temporary folder is left."""
+    """All are in the next round, and succeed at the end; no zombie, no lost descriptor, no temporary folder is left."""
     seed = int(os.environ.get("RALLYPOINT_SEED") or random.SystemRandom().randrange(2**32))
     print(f"seed {seed}")  # noqa: T201
     draw = random.Random(seed)

@@ -1,4 +1,4 @@
-"""The rendezvous service is stopped as a whole, and goes on: no node of its herd is lost for that."""
+"""The rendezvous service is paused as a whole, and goes on: no node of its herd is lost because of it."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from torture.length import ordinarily
 from torture.mortal_server import MortalServer, serving
 from torture.tormented_node import RUN
 
-# Nodes, and whether they speak TLS.
+# Nodes, and True if they use TLS.
 HERDS = ordinarily([(50, True)], in_full=[(1500, False), (500, True)])
-# Seconds. After 15 s without an answer every client has given its connection up; after 5 s, those that waited for one.
+# Seconds. After 15 s without a response, every client has closed its connection; after 5 s, those that awaited one.
 PAUSES = ordinarily((16.0,), in_full=(5.0, 20.0, 60.0))
 # Seconds for a herd of this size to come, or come back, on a machine that is busy with other work.
 PATIENCE = ordinarily(60.0, in_full=300.0)
@@ -37,7 +37,7 @@ pytestmark = [
 async def test_a_pause_of_the_service_loses_no_node(
     count: int, secured: bool, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    """At default settings all nodes come back, resume their leases, and are in the round that they were in."""
+    """With default settings all nodes come back, resume their leases, and are in the same round as before."""
     server = MortalServer(tmp_path, request.getfixturevalue("certificates") if secured else None)
     settings = pb.RunSettings(min_nodes=count, max_nodes=count)
     async with AsyncExitStack() as stack:
@@ -50,7 +50,7 @@ async def test_a_pause_of_the_service_loses_no_node(
         await nodes.agree(PATIENCE)
         rendezvous = pb_grpc.RendezvousServiceStub(channel)
         before = (await rendezvous.GetRun(pb.GetRunRequest(run_id=RUN))).run
-        # A machine that is so busy that nodes are lost for want of heartbeats, with none paused, is none to judge by.
+        # A machine so busy that nodes lose their leases for lack of heartbeats without a pause can't show anything.
         assert not any(node.losses for node in nodes.nodes), "nobody is lost before the first pause"
         for seconds in PAUSES:
             resumed = sum(node.resumptions for node in nodes.nodes)
@@ -69,9 +69,9 @@ async def test_a_pause_of_the_service_loses_no_node(
 
 
 async def _all_back(nodes: Crowd, rendezvous: pb_grpc.RendezvousServiceAsyncStub) -> float:
-    """Wait until every node has a stream again, and has for as long as a lease is spared.
+    """Wait until every node has a stream again, and at least for the term that leases get after a pause.
 
-    Returns the seconds that it took until all had one.
+    Returns the seconds until all had one.
 
     Raises:
         AssertionError: A node was lost.
@@ -92,7 +92,7 @@ async def _all_back(nodes: Crowd, rendezvous: pb_grpc.RendezvousServiceAsyncStub
 
 
 async def _connected(rendezvous: pb_grpc.RendezvousServiceAsyncStub) -> int:
-    """Nodes of which the service has a stream."""
+    """Return the number of nodes with a stream to the service."""
     connected, token = 0, ""
     while True:
         request = pb.ListNodesRequest(run_id=RUN, filter=pb.NodeFilter(connected=True), page_token=token)

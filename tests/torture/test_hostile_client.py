@@ -1,4 +1,4 @@
-"""One client takes all that it can get, in every way: the nodes of others do not notice, and all of it comes back."""
+"""One client takes all that it can get, in every way: other clients' nodes are not affected, and all is freed again."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ RUN = "honest"
 NODES = ordinarily(20, in_full=200)
 HEARTBEAT_EVERY = ordinarily(0.5, in_full=5.0)  # seconds, of each node; 5 are the default
 CALM = ordinarily(2.0, in_full=20.0)  # seconds before the attack
-# Seconds, of 99 in 100 heartbeats. The aim is 0.1, reached on an idle machine of two cores (docs/survival.md); a lease
+# Seconds, for 99 in 100 heartbeats. The aim is 0.1, reached on an idle machine of two cores (docs/survival.md); a lease
 # has 15 s.
 MOST_LATE = 1.0
 PATIENCE = ordinarily(60.0, in_full=300.0)
 MIB = 1 << 20
-# What may be more than before. An attack that is small, as the process is, shows no more than that something is back.
+# Allowed growth, as a factor. A small attack on a small process shows only that some of it is free again.
 GROWTH = ordinarily(1.5, in_full=1.1)
 SPARE_DISK = 8  # MiB that a journal without runs keeps at most, for new rows
 LIMITS = {
@@ -71,7 +71,7 @@ VALUE_BYTES = ordinarily(16 * 1024, in_full=MIB)
 
 
 class Pulse:
-    """Heartbeats of all nodes, each node's at its interval, and how late the service carried them out."""
+    """Sends heartbeats of all nodes at their interval, and measures how late they take effect."""
 
     def __init__(self, nodes: Crowd, notes: Path) -> None:
         self._nodes = nodes
@@ -80,7 +80,7 @@ class Pulse:
 
     @asynccontextmanager
     async def felt(self, what: str) -> AsyncIterator[None]:
-        """Send heartbeats for as long as the context lasts; `p99` is that of these afterwards, seconds."""
+        """Send heartbeats during the context; afterwards `p99` is their 99th percentile, seconds."""
         before = len(self._lateness())
         beating = asyncio.create_task(self._beat())
         yield
@@ -106,7 +106,7 @@ class Pulse:
 
 @asynccontextmanager
 async def attacked(plan: Plan) -> AsyncIterator[Loot]:
-    """A hostile client that has got all that it could; it is killed afterwards."""
+    """Start a hostile client and yield when it has all that it can get; kill it afterwards."""
     process = await asyncio.create_subprocess_exec(
         *mortal(sys.executable, hostile_client.__file__),
         stdin=asyncio.subprocess.PIPE,
@@ -145,7 +145,7 @@ async def test_one_hostile_client_starves_nobody(tmp_path: Path) -> None:
         revision = (await stub.GetRun(pb.GetRunRequest(run_id=RUN))).run.revision
         # To the service, this is another client than the nodes, which come from 127.0.0.1.
         plan = Plan("::1", server.port, REQUESTS, CONNECTIONS, VALUE_BYTES)
-        # What grows once and stays: the heaps of Python and of the C library.
+        # The heaps of Python and of the C library grow once and stay large.
         async with attacked(replace(plan, requests=REQUESTS // 10)):
             pass
         await _clean_up(stub)
@@ -179,7 +179,7 @@ async def test_one_hostile_client_starves_nobody(tmp_path: Path) -> None:
 
 
 async def _clean_up(stub: pb_grpc.RendezvousServiceAsyncStub) -> None:
-    """Delete all runs but that of the honest nodes, as an operator does; states expire by themselves."""
+    """Delete all runs except that of the honest nodes, as an operator does; states expire by themselves."""
     while others := [run_id async for run_id in _runs(stub) if run_id != RUN]:
         for run_id in others:
             with suppress(grpc.aio.AioRpcError):  # it has nodes, until their lease ends with their stream
@@ -198,6 +198,6 @@ async def _runs(stub: pb_grpc.RendezvousServiceAsyncStub) -> AsyncIterator[str]:
 
 
 def _used(server: MortalServer) -> tuple[float, float]:
-    """MiB of memory and of the disk that the service uses, but for the journal's log: that has 32 MiB at most."""
+    """Return the MiB of memory and disk of the service, without the journal's log: that has 32 MiB at most."""
     memory, disk = psutil.Process(server.pid).memory_info().rss, server.journal.stat().st_size
     return round(memory / MIB, 1), round(disk / MIB, 1)

@@ -1,4 +1,4 @@
-"""The server is SIGKILLed over and over under nodes that come and go, and under writers: nobody is told a lie."""
+"""The server is SIGKILLed again and again under nodes that come and go, and writers: all its messages stay true."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.integration]
 DURATION = ordinarily(10.0, in_full=60.0)  # seconds of killing
 NODES = 200
 SERVED = 0.2  # seconds that a server serves before it is killed
-WAVE = 12  # nodes to which something happens at the same time
-CALM = ordinarily(4.0, in_full=20.0)  # seconds at most between two waves
+WAVE = 12  # nodes that are disturbed at the same time
+CALM = ordinarily(4.0, in_full=20.0)  # seconds at most between two such disturbances
 WORKING_NODES = 8  # whose workers write
 WRITERS = 3  # of each kind
 SETTINGS = pb.RunSettings(
@@ -35,7 +35,7 @@ SETTINGS = pb.RunSettings(
     max_nodes=NODES,
     max_restarts=100_000,
     restart_backoff=to_duration(0),
-    # Both shorter than a server lives, since each start begins them anew. So rounds form during the storm, and nodes
+    # Both shorter than a server lives, since each start begins them again. So rounds form during the storm, and nodes
     # that die are also lost, and not only superseded when they come back.
     last_call_timeout=to_duration(0.05),
     disconnect_grace=to_duration(0.05),
@@ -43,11 +43,11 @@ SETTINGS = pb.RunSettings(
 
 
 class Storm:
-    """What is done to the server, and to the nodes, at the same time.
+    """Disturbs the server and the nodes at the same time.
 
     Attributes:
-        restarts: Rounds that an operator was told have ended for a restart.
-        start_ups: Seconds that each start of a server took which was let come to its end.
+        restarts: Rounds that were reported to an operator as ended for a restart.
+        start_ups: Seconds of each completed start of a server.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Storm:
         self._draw = draw
 
     async def rage(self, duration: float) -> None:
-        """Go on for so many seconds; at the end a server serves, and every node has an agent."""
+        """Disturb them for `duration` seconds; at the end a server serves, and every node has an agent."""
         over = time.monotonic() + duration
         churning = asyncio.create_task(self._churn(over))
         try:
@@ -90,7 +90,7 @@ class Storm:
         while time.monotonic() < over:
             some = self._draw.sample(self._nodes.nodes, WAVE)
             await asyncio.gather(self._restart(), *(self._happen(node) for node in some))
-            with suppress(AssertionError):  # a round need not come about; it matters what does
+            with suppress(AssertionError):  # a round need not form; if it does, it is checked
                 await self._nodes.agree(timeout=self._draw.uniform(0.5, 1.0) * CALM)
 
     async def _happen(self, node: TormentedNode) -> None:
@@ -120,7 +120,7 @@ class Storm:
 
 @pytest.mark.timeout(DURATION + 6 * PATIENCE)
 async def test_a_server_killed_again_and_again_tells_no_lie(tmp_path: Path) -> None:
-    """Nothing acknowledged is lost, nothing told was not durable, and no round has two memberships."""
+    """No acknowledged write is lost, all sent facts were durable, and no round has two memberships."""
     seed = random.SystemRandom().randrange(2**32)
     print(f"seed {seed}")  # noqa: T201
     draw = random.Random(seed)

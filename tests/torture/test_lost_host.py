@@ -1,4 +1,4 @@
-"""A host is lost with its workers, whose peers fail of it: no restart is counted, and none blamed but the lost."""
+"""A host is lost with its workers, and their peers fail: no restart is counted, and only the lost host is reported."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ pytestmark = pytest.mark.integration
 
 REPEATS = ordinarily(1, in_full=20)
 LAST_CALL = 3.0
-GRACE = 2.0  # of a node whose connection broke; the default, as all settings here but the last call
-LEASE = 15.0  # of a node that is silent
-# What may be added to these on a machine that has nothing else to do: survivors stop their workers meanwhile.
+GRACE = 2.0  # of a node whose connection broke; the default, as all settings here except the last call
+LEASE = 15.0  # of a node that sends nothing
+# Allowed extra time, on a machine with no other load: survivors stop their workers meanwhile.
 SLACK = 2.0
 
 KINDS = ["sockets", pytest.param("gloo", marks=pytest.mark.torch)]
-# How the host is lost; after how many seconds workers fail of a silent peer, before its lease is over or after; and how
-# many restarts are allowed.
+# The way to lose the host; the seconds after which workers of a silent peer fail, before its lease ends or after; and
+# the number of allowed restarts.
 SCENES = [
     pytest.param(Way.AGENT_KILLED, 30.0, 0, id="agent-killed"),
     slow(Way.TREE_KILLED, 30.0, 0, id="tree-killed"),
@@ -45,7 +45,7 @@ SCENES = [
 async def test_the_others_go_on_without_a_restart(
     tmp_path: Path, kind: str, way: Way, timeout: float, max_restarts: int
 ) -> None:
-    """Though none may be allowed. Each host is lost in its turn, that of rank 0 too."""
+    """This holds if none is allowed. Each host is lost in its turn, also that of rank 0."""
     if kind == "gloo":
         pytest.importorskip("torch")
     if way.is_silent and not FULL_LENGTH:
@@ -84,7 +84,7 @@ async def test_the_others_go_on_without_a_restart(
 async def test_no_healthy_node_is_taken_out_for_the_loss_of_others(
     tmp_path: Path, kind: str, way: Way
 ) -> None:
-    """Three hosts are lost one after the other, more than the failures that a node may have; two had a spare."""
+    """Three hosts are lost one after the other, more than the allowed failures of a node; two had a spare."""
     if kind == "gloo":
         pytest.importorskip("torch")
     if not FULL_LENGTH and (way is not Way.TREE_KILLED or kind == "gloo"):
@@ -122,7 +122,7 @@ async def test_no_healthy_node_is_taken_out_for_the_loss_of_others(
 async def test_a_host_that_is_lost_while_the_service_is_away_costs_no_restart(
     tmp_path: Path, killed: bool
 ) -> None:
-    """The service learns of the failures of its peers first; of the lost node it may learn nothing more."""
+    """The service first receives the failures of its peers; about the lost node it may receive nothing more."""
     if not FULL_LENGTH:
         pytest.skip("takes as long as a lease; it is played at full length")
     plan = Plan(
@@ -144,7 +144,7 @@ async def test_a_host_that_is_lost_while_the_service_is_away_costs_no_restart(
             else:
                 job.pause_service()
             began = await job.lose(victim, Way.TREE_KILLED)
-            # Long enough for the workers of the others to fail, and their agents to find that they can't report it.
+            # Long enough for the workers of the others to fail, and for their agents to find that they can't report it.
             await asyncio.sleep(4.0)
             if killed:
                 await job.restart_service()
@@ -159,15 +159,15 @@ async def test_a_host_that_is_lost_while_the_service_is_away_costs_no_restart(
 
 
 def by_rank(run: pb.Run) -> list[str]:
-    """The participants."""
+    """Return the participants, by rank."""
     seated = [node for node in run.nodes if node.HasField("assignment")]
     return [node.node_id for node in sorted(seated, key=lambda node: node.assignment.group_rank)]
 
 
 async def lose(job: HostedJob, victim: str, way: Way, *, left: int, given_up: bool = False) -> float:
-    """Lose a host, and wait until the workers of the others are in touch; seconds until the next round was FINAL.
+    """Lose a host, and wait until the other workers are connected; return the seconds to the next FINAL round.
 
-    `given_up`: a round may be formed meanwhile that never runs.
+    `given_up`: a round that never runs may form meanwhile.
     """
     before = (await job.get_run()).round
     seen = len(job.watch.states.items)
@@ -185,7 +185,7 @@ async def lose(job: HostedJob, victim: str, way: Way, *, left: int, given_up: bo
 
 
 async def check(job: HostedJob, victims: Sequence[str], *, after: int, given_up: bool = False) -> None:
-    """Only the lost hosts are named, in the order of their loss, and no restart was counted."""
+    """Check that only the lost hosts are named, in the order of their loss, and no restart was counted."""
     run, story = await job.get_run(), await job.story()
     assert run.run_end.outcome == pb.OUTCOME_SUCCEEDED, story
     assert (run.restart_count, run.counted_restarts, list(run.evicted_node_ids)) == (0, 0, []), story
@@ -202,7 +202,7 @@ async def check(job: HostedJob, victims: Sequence[str], *, after: int, given_up:
 
 
 def report(what: str, took: Sequence[float], least: float) -> None:
-    """Print how long it took until workers ran again, and judge it at full length."""
+    """Print the times until workers ran again, and check them at full length."""
     print(  # noqa: T201
         f"{what}, {len(took)} times: the next round ran after {statistics.median(took):.2f} s (median), "
         f"{max(took):.2f} s at most; grace or lease, and last call: {least:g} s"

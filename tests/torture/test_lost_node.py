@@ -1,4 +1,4 @@
-"""One node of many is lost with its process: every other is told, and told why, and the round goes on without it."""
+"""One node of many is lost with its process: all others receive the loss and its reason, and go on without it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NODES = ordinarily(256, in_full=1024)
 GRACE = 2.0  # seconds
 VICTIM = "victim"
 TESTS = Path(lone_node.__file__).parents[1]
-# Nobody's heartbeats are to be in the way of a thousand nodes on a small machine.
+# Rare heartbeats, so that a thousand nodes don't overload a small machine.
 SETTINGS = pb.RunSettings(
     min_nodes=NODES - 1,
     max_nodes=NODES,
@@ -42,27 +42,27 @@ SETTINGS = pb.RunSettings(
 
 
 class Lookout:
-    """Notes when each node was first told something of a kind."""
+    """Checks the updates that each node receives after a round."""
 
     def __init__(self, nodes: Crowd, round_: int) -> None:
-        """Look for what comes after a round."""
+        """Begin with the updates after this one."""
         self._round = round_
         self._nodes = nodes
         self._seen = {node.name: len(node.told) for node in nodes.nodes}
 
     def after(self, node: TormentedNode) -> list[Told]:
-        """What a node was told since."""
+        """Return the updates that a node received since."""
         return node.told[self._seen[node.name] :]
 
     def all_told(self) -> bool:
-        """Whether each was told that the round is over."""
+        """Return True if each received the end of the round."""
         return all(
             any(update.last_round_end.round == self._round for _, update in self.after(node))
             for node in self._nodes.nodes
         )
 
     def all_assigned(self) -> bool:
-        """Whether each has been told its place in the next round."""
+        """Return True if each received its place in the next round."""
         return all(
             any(update.assignment.round > self._round for _, update in self.after(node))
             for node in self._nodes.nodes
@@ -71,7 +71,7 @@ class Lookout:
 
 @asynccontextmanager
 async def victim(endpoint: str) -> AsyncIterator[asyncio.subprocess.Process]:
-    """A process that holds one node of the run."""
+    """Start a process that holds one node of the run; kill it afterwards."""
     process = await asyncio.create_subprocess_exec(
         *mortal(sys.executable, lone_node.__file__, endpoint, VICTIM),
         stdin=asyncio.subprocess.PIPE,

@@ -1,4 +1,4 @@
-"""All certificates are replaced under a run, the authority's too, again and again: no node is lost."""
+"""All certificates of a run, also the authority's, are replaced again and again: no node is lost."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.integration, pytest.mark.timeout((2 
 
 
 async def test_a_run_outlives_all_its_certificates(tmp_path: Path) -> None:
-    """The service starts again with the new ones, and the agents come back with theirs, to the same round."""
+    """The service restarts with the new ones, and the agents come back with theirs, to the same round."""
     if shutil.which("openssl") is None:
         pytest.skip("needs the openssl command (apt install openssl)")
     files = make_certificates(tmp_path / "tls", "authority 0")

@@ -1,4 +1,4 @@
-"""Subscribers stop reading while their run changes all the time: it costs little, and delays nobody."""
+"""Subscribers stop reading while their run changes all the time: it costs little, and delays no node."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ STALL = ordinarily(10.0, in_full=60.0)  # seconds in which nothing is read
 NODES = 48  # of the round
 OF_EACH = 4  # subscribers of each kind, over each kind of channel
 ROUND_EVERY = 0.125  # seconds
-# One subscriber may cost 1 MiB. This is the mean of some that are told much and of others that are told little.
+# One subscriber may cost 1 MiB. This is the mean of some that receive much and of others that receive little.
 MOST_BYTES = 256 * 1024
 SETTINGS = pb.RunSettings(min_nodes=NODES, max_nodes=NODES, last_call_timeout=to_duration(0.1))
-# Told with every round's end, so that a stream which is not read fills its buffers soon.
+# Sent with every round's end, so that an unread stream soon fills its buffers.
 REASON = "because " * 100
 
 
 @dataclass(slots=True)
 class Scene:
-    """A server with a run that an operator restarts over and over; `latencies` is how long each took, seconds."""
+    """A server with a run that an operator restarts over and over; `latencies`: seconds of each restart."""
 
     server: MortalServer
     nodes: Crowd
@@ -48,7 +48,7 @@ class Scene:
     latencies: list[float] = field(default_factory=list)
 
     async def restart(self) -> None:
-        """End the round, and wait until every node was told that the next is FINAL."""
+        """End the round, and wait until every node has received that the next is FINAL."""
         began, round_ = time.perf_counter(), self.nodes.common_round()
         await self.operator.RestartRun(pb.RestartRunRequest(run_id=RUN, reason=REASON))
         await self.nodes.agree(PATIENCE, after=round_)
@@ -57,17 +57,17 @@ class Scene:
             node.told.clear()
 
     async def revision(self) -> int:
-        """That of the run, now."""
+        """Return the run's present revision."""
         return (await self.operator.GetRun(pb.GetRunRequest(run_id=RUN))).run.revision
 
     def memory(self) -> int:
-        """Resident bytes of the server, and what the kernel holds for it that was sent and not taken."""
+        """Return the resident bytes of the server, and the unread bytes that the kernel holds for it."""
         port = int(self.server.endpoint.rpartition(":")[2])
         return int(psutil.Process(self.server.pid).memory_info().rss) + sum(_unsent(port))
 
 
 def _unsent(port: int) -> Sequence[int]:
-    """Bytes in the send queue of each connection of who listens at a port."""
+    """Return the bytes in the send queue of each connection to a port."""
     queues = []
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         for line in Path(table).read_text().splitlines()[1:]:
@@ -79,7 +79,7 @@ def _unsent(port: int) -> Sequence[int]:
 
 @asynccontextmanager
 async def scene(folder: Path) -> AsyncIterator[Scene]:
-    """A server, and a round of all nodes."""
+    """Start a server, and form a round of all nodes."""
     server = MortalServer(folder)
     async with serving(server) as channel, crowd(server.endpoint, SETTINGS, NODES, random.Random(1)) as nodes:
         await nodes.agree(PATIENCE)
@@ -88,7 +88,7 @@ async def scene(folder: Path) -> AsyncIterator[Scene]:
 
 
 async def load(scenes: Sequence[Scene], duration: float) -> None:
-    """Restart the runs of all scenes in step, for so many seconds."""
+    """Restart the runs of all scenes in step, for `duration` seconds."""
     end = time.monotonic() + duration
     while time.monotonic() < end:
         await asyncio.gather(asyncio.sleep(ROUND_EVERY), *(each.restart() for each in scenes))
@@ -96,9 +96,9 @@ async def load(scenes: Sequence[Scene], duration: float) -> None:
 
 @pytest.mark.timeout(2 * STALL + 3 * PATIENCE)
 async def test_subscribers_that_stop_reading_cost_little_and_delay_nobody(tmp_path: Path) -> None:
-    """They cost the server a handful of messages each, however long it lasts, and catch up when they read again."""
+    """They cost the server a handful of messages each over any time, and catch up when they read again."""
     async with AsyncExitStack() as stack:
-        # At the same time, so that whatever else the machine does is done to both.
+        # At the same time, so that other load of the machine affects both.
         quiet = await stack.enter_async_context(scene(tmp_path / "quiet"))
         tried = await stack.enter_async_context(scene(tmp_path / "tried"))
         await load([quiet, tried], duration=2.0)

@@ -1,4 +1,4 @@
-"""Agent and spawner are SIGKILLed over and over: of the workers and all they have started nobody is left."""
+"""Agent and spawner are SIGKILLed over and over: no worker and none of its descendants is left."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ pytestmark = pytest.mark.integration
 
 REPEATS = ordinarily(2, in_full=67)  # of each way to kill
 WORKERS = 2
-LONGEST = 1.0  # seconds that anybody may live on; asked of a machine that has nothing else to do
+LONGEST = 1.0  # most seconds that a process may live on; checked on a machine with no other load
 
 
 def _named(root: int, name: str) -> int | None:
-    """The descendant of a process that has this name."""
+    """Return the descendant of a process that has this name."""
     for process in descendants(root):
         try:
             if Path(f"/proc/{process.pid}/comm").read_text().strip() == name:
@@ -38,7 +38,7 @@ def _named(root: int, name: str) -> int | None:
 
 
 def _wait_for_the_end(marker: str, besides: set[int]) -> float:
-    """Waits until nobody has the marker; when the first look ended that found nobody, in monotonic seconds."""
+    """Wait until no process has the marker; return when the first check without one ended, in monotonic seconds."""
     empty_since: list[float] = []
 
     def nobody() -> bool:
@@ -46,7 +46,7 @@ def _wait_for_the_end(marker: str, besides: set[int]) -> float:
             empty_since.clear()
             return False
         empty_since.append(time.monotonic())
-        # To be sure that nobody has hopped past the look takes more of them, which is no time that anybody has lived.
+        # Further checks ensure that no process has hopped past the first; their time is not part of its life.
         return gone(marker, besides)
 
     wait_until(nobody, "the end of the tree")
@@ -54,7 +54,7 @@ def _wait_for_the_end(marker: str, besides: set[int]) -> float:
 
 
 def _kill_once(folder: Path, victims: tuple[str, ...]) -> float:
-    """Starts a job, kills, and waits for the end; the seconds from the kill until nobody was left."""
+    """Start a job, kill, and wait for the end; return the seconds from the kill until no process was left."""
     folder.mkdir()
     temporary = folder / "tmp"
     temporary.mkdir()
@@ -77,7 +77,7 @@ def _kill_once(folder: Path, victims: tuple[str, ...]) -> float:
             killed = time.monotonic()
             for victim in victims:
                 os.kill(pids[victim], signal.SIGKILL)
-            # An agent that lives, and its guard, go by themselves, once they have said what they have to say.
+            # An agent that lives, and its guard, exit by themselves, after their last output.
             took = _wait_for_the_end(marker, {agent.pid, guard}) - killed
             agent.wait(PATIENCE)
             wait_until(lambda: gone(marker), "the end of the guard")
@@ -93,7 +93,7 @@ def _kill_once(folder: Path, victims: tuple[str, ...]) -> float:
     "victims", [slow(("agent",)), slow(("spawner",)), ("agent", "spawner")], ids="+".join
 )
 def test_nobody_outlives_agent_and_spawner(tmp_path: Path, victims: tuple[str, ...]) -> None:
-    """Workers that ignore SIGTERM, fork, daemonise and hop are all gone, and so are the agent's temporary folders."""
+    """Workers that ignore SIGTERM, fork, daemonise and hop all end, and the agent's temporary folders are removed."""
     took = sorted(_kill_once(tmp_path / str(number), victims) for number in range(REPEATS))
     print(  # noqa: T201
         f"{'+'.join(victims)} killed {len(took)} times: the last descendant gone after {statistics.median(took):.3f} s "

@@ -1,4 +1,4 @@
-"""The watchdog is killed and started again while timers run: each runs out at its deadline, and once."""
+"""The watchdog is killed and started again while timers run: each expires at its deadline, and once."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ TIMERS = 1000  # those of all nodes
 KILLS = ordinarily(2, in_full=8)
 LIFE = ordinarily(3.0, in_full=5.0)  # seconds of service between two kills
 LEAD = 1.0  # seconds from the first timer to the first deadline
-# Seconds that a worker takes to be reaped: long enough for the next service to tell of it meanwhile.
+# Seconds to kill a worker: long enough for the next service to report it meanwhile.
 REAPING = 2.0
-# Seconds before a kill in which a timer may have run out and not be told of.
+# Seconds before a kill in which a timer may have expired and not be reported.
 TELLING = 0.2
-# Seconds in which all agents are back once the service listens, their back-off included.
+# Seconds in which all agents are back once the service listens, including their back-off.
 BACK = 2.0
 
 
 class Outage(NamedTuple):
-    """Seconds of CLOCK_MONOTONIC."""
+    """The times of an outage, in seconds of CLOCK_MONOTONIC."""
 
     killed: float
     listening: float
 
     def explains(self, due: float) -> bool:
-        """Whether a timer that was due then could not be told of in time."""
+        """Return True if a timer that was due then could not be reported in time."""
         return self.killed - TELLING < due < self.listening + BACK
 
 
 async def test_timers_outlive_the_watchdog(tmp_path: Path) -> None:
-    """Agents register again what runs, with the time that is left: none early, none lost, none reaped twice."""
+    """Agents register running timers again, with the time left: none early, none lost, none handled twice."""
     server = MortalWatchdog(tmp_path)
     draw = random.Random(4)
     async with AsyncExitStack() as stack:
@@ -60,7 +60,7 @@ async def test_timers_outlive_the_watchdog(tmp_path: Path) -> None:
         for number in range(TIMERS):
             after = LEAD + draw.uniform(0.0, span)
             due[f"s-{number}"] = began + after
-            # Workers of their own: reaping one of them ends no other timer.
+            # Workers of their own: killing one of them ends no other timer.
             nodes[number % NODES].client.acquire(f"{number}@1", f"s-{number}", after, began)
         outages = []
         for _ in range(KILLS):
@@ -74,7 +74,7 @@ async def test_timers_outlive_the_watchdog(tmp_path: Path) -> None:
         assert set(_reaped(nodes).values()) == {1}, "nobody is reaped twice"
     late = {scope: when - due[scope] for node in nodes for scope, when in node.reaped}
     assert min(late.values()) >= 0, "nobody is reaped before the deadline"
-    # Of the services that came after the first, and had to be told of timers that ran already.
+    # Timers of later services, which got running timers from the agents.
     on_time = sorted(
         each
         for scope, each in late.items()
@@ -83,7 +83,7 @@ async def test_timers_outlive_the_watchdog(tmp_path: Path) -> None:
     assert on_time, "no timer was due while a later service watched"
     waited, middle = max(late.values()), on_time[len(on_time) // 2]
     away = max(outage.listening - outage.killed for outage in outages)
-    # A countdown that a new service begins anew would be a whole life of the old one late.
+    # If a new service restarted countdowns, they would be late by a whole life of the old one.
     assert middle < LIFE / 2
     assert waited < away + PATIENCE
     assert server.complaints() == []

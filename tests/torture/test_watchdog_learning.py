@@ -1,4 +1,4 @@
-"""What a run has learned of its scopes outlives the watchdog: by its agents alone, and by its file alone."""
+"""The learned durations of a run outlive the watchdog: by its agents alone, and by its file alone."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ FACTOR = 2.0
 LEARNING = ("--learn-warm-up", f"{WARM_UP}", "--learn-factor", f"{FACTOR}", "--learn-least", "0.2")
 NODES = 3
 EACH = 20  # completions on each node, before the first kill
-LONGEST = 0.4  # seconds that the longest of them took
+LONGEST = 0.4  # seconds of the longest of them
 KILLS = ordinarily(2, in_full=10)
 
 
 async def learned(channel: grpc.aio.Channel) -> pb.Scope | None:
-    """What the service knows of the scope."""
+    """Return the service's data of the scope."""
     request = pb.ListScopesRequest(run_id=RUN)
     answer = await pb_grpc.TimerServiceStub(channel).ListScopes(
         request, wait_for_ready=True, timeout=PATIENCE
@@ -40,7 +40,7 @@ async def learned(channel: grpc.aio.Channel) -> pb.Scope | None:
 
 
 async def until_learned(channel: grpc.aio.Channel, count: int) -> pb.Scope:
-    """Wait until the service knows of so many completions, at least."""
+    """Wait until the service has at least `count` completions."""
     deadline = time.monotonic() + PATIENCE
     while (scope := await learned(channel)) is None or scope.count < count:
         assert time.monotonic() < deadline, f"{count} completions were seen; the service knows: {scope}"
@@ -49,19 +49,19 @@ async def until_learned(channel: grpc.aio.Channel, count: int) -> pb.Scope:
 
 
 def knows(node: GuardedNode) -> bool:
-    """Whether an agent was told enough for the next service. Nothing but its next stream would show it."""
+    """Return True if an agent has enough for the next service. Only its next stream would show it."""
     lesson = node.client._mirror._learned.get(SCOPE)
     return lesson is not None and lesson.count >= WARM_UP and lesson.longest >= LONGEST
 
 
 def check_duration(scope: pb.Scope) -> None:
-    """The timers of the scope are as long as the longest completion has made them."""
+    """Check that the scope's timeout follows from the longest completion."""
     assert to_seconds(scope.longest) == pytest.approx(LONGEST)
     assert to_seconds(scope.after) == pytest.approx(LONGEST * FACTOR)
 
 
 async def check_guarded(node: GuardedNode, worker: str) -> None:
-    """A worker that hangs in the scope is told of, after what was learned and not before."""
+    """Check that a worker that hangs in the scope is reported after the learned timeout and not before."""
     began = time.monotonic()
     node.client.acquire(worker, f"{SCOPE}~{worker}", 0.0, began, learned_as=SCOPE)
     await until(lambda: f"{SCOPE}~{worker}" in dict(node.reaped), "the worker to be reaped")
@@ -69,7 +69,7 @@ async def check_guarded(node: GuardedNode, worker: str) -> None:
 
 
 async def test_agents_bring_back_what_a_service_without_a_file_had_learned(tmp_path: Path) -> None:
-    """Killed again and again, it never knows of more completions than there were, and always of enough."""
+    """Killed again and again, it never has more completions than there were, and always enough."""
     server = MortalWatchdog(tmp_path, *LEARNING)
     async with AsyncExitStack() as stack:
         channel = await stack.enter_async_context(serving(server))
@@ -93,7 +93,7 @@ async def test_agents_bring_back_what_a_service_without_a_file_had_learned(tmp_p
 
 
 async def test_the_file_alone_brings_back_what_was_learned(tmp_path: Path) -> None:
-    """All agents are gone when the service is killed; those of the run's next start are guarded at once."""
+    """All agents have ended when the service is killed; those of the run's next start are guarded at once."""
     file = tmp_path / "learned.json"
     server = MortalWatchdog(tmp_path / "server", *LEARNING, learned=file)
     async with AsyncExitStack() as stack:

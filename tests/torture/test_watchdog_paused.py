@@ -1,4 +1,4 @@
-"""The watchdog is paused while timers run out that it cannot know to be released: who released in time is safe."""
+"""While the watchdog is paused, timers expire with unread releases: no worker that released in time is killed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.integration, pytest.mark.timeout(3 *
 NODES = 25
 TIMERS = 1000
 HANG_EVERY = 20  # one timer in so many is never released
-# Seconds from the first timer to the first deadline: in which the service gets to know all of them, and is paused.
+# Seconds from the first timer to the first deadline: the service receives all of them, and is paused.
 LEAD = 5.0
 # Seconds from the first deadline to the last.
 SPREAD = ordinarily(2.0, in_full=20.0)
@@ -29,7 +29,7 @@ MARGIN = 1.0  # seconds before its deadline at which a timer is released
 
 @dataclass
 class Timer:
-    """One timer."""
+    """One timer; times in seconds of CLOCK_MONOTONIC."""
 
     node: GuardedNode
     scope: str
@@ -39,7 +39,7 @@ class Timer:
 
 
 async def test_a_pause_of_the_watchdog_accuses_nobody_who_released_in_time(tmp_path: Path) -> None:
-    """Releases wait unread in its sockets when it wakes; it reads them before it judges. Who hangs is told of."""
+    """Releases wait unread in its sockets when it wakes; it reads them first. Hung workers are reported."""
     server = MortalWatchdog(tmp_path)
     async with AsyncExitStack() as stack:
         channel = await stack.enter_async_context(serving(server))
@@ -71,7 +71,7 @@ async def test_a_pause_of_the_watchdog_accuses_nobody_who_released_in_time(tmp_p
 
 
 def _acquire(nodes: list[GuardedNode]) -> list[Timer]:
-    """All timers, in the order of their deadlines; the last one is one that hangs."""
+    """Acquire all timers, in the order of their deadlines; the last one hangs."""
     began = time.monotonic()
     timers = []
     for number in range(TIMERS):

@@ -1,6 +1,6 @@
-"""`rallypoint` with a note of how late each heartbeat is carried out: timed_server.py FILE ARGUMENTS.
+"""`rallypoint` that records how late each heartbeat takes effect: timed_server.py FILE ARGUMENTS.
 
-Nobody answers a heartbeat, so only the service knows when it took effect. A heartbeat carries the time at which it was
+A heartbeat has no response, so only the service knows when it takes effect. It carries the time at which it was
 sent, by the clock that all processes of a machine share; FILE gets a line with the seconds since then.
 """
 
@@ -14,11 +14,11 @@ from rallypoint.rendezvous.runs.engine import RendezvousEngine
 from rallypoint.rendezvous.runs.run import Member
 
 SENT = "sent at "
-"""What the text of a timed heartbeat begins with; the seconds follow."""
+"""The beginning of a timed heartbeat's text; the seconds follow."""
 
 
 def time_heartbeats(path: str) -> None:
-    """Note the lateness of each timed heartbeat from now on; one that is sent again counts once."""
+    """Record the lateness of each timed heartbeat from now on; one that is sent again counts once."""
     notes = open(path, "w", encoding="ascii", buffering=1)  # noqa: SIM115 (open to the end of the process)
     renew, latest = RendezvousEngine.renew, dict[str, str]()
 

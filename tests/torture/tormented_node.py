@@ -1,4 +1,4 @@
-"""A node whose agent joins, leaves, dies and comes back, and which writes down everything it is told."""
+"""A node whose agent joins, leaves, dies and comes back, and which records all updates it receives."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WORKERS = 2
 
 
 class Told(NamedTuple):
-    """What a node was told, and under which lease."""
+    """An update that a node received, and its lease then."""
 
     lease: int
     update: pb.NodeUpdate
@@ -29,7 +29,7 @@ class Told(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """What a node runs: its workers in a FINAL round, under a lease."""
+    """A place of a node's workers in a FINAL round, under a lease."""
 
     round: int
     lease: int
@@ -42,12 +42,12 @@ class TormentedNode:
     Attributes:
         name: Its node_id, the same for all its agents.
         run_id: The run that they join.
-        told: Everything that its agents were told, in order.
-        admissions: The leases that they were given.
-        departures: The leases that they gave back, and were told that it is done.
-        losses: Why a lease ended without their doing, as they were told.
-        resumptions: How often a lease was taken up again on a new stream.
-        place: What it runs; None: nothing.
+        `told`: All updates that its agents received, in order.
+        admissions: The leases that they were granted.
+        departures: The leases that they gave back, confirmed by the service.
+        losses: The reported reasons of leases that ended without their request.
+        resumptions: The number of leases resumed on a new stream.
+        place: The place in which it runs; None: it does not run.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class TormentedNode:
         run_id: str = RUN,
         security: ClientSecurity = PLAINTEXT,
     ) -> None:
-        """Join nothing yet; `on_change` is called whenever it is told something."""
+        """Join nothing yet; `on_change` is called for each event that it receives."""
         self.name = name
         self.run_id = run_id
         self.told: list[Told] = []
@@ -81,12 +81,12 @@ class TormentedNode:
 
     @property
     def lease(self) -> int:
-        """The lease that its agent holds, as far as it knows; 0: none."""
+        """The lease that its agent holds, as far as the agent knows; 0: none."""
         return self._membership.lease if self._membership is not None else 0
 
     @property
     def is_in(self) -> bool:
-        """Whether it has an agent."""
+        """True if it has an agent."""
         return self._life is not None
 
     @property
@@ -107,12 +107,12 @@ class TormentedNode:
         self._life = asyncio.create_task(self._live(), name=self.name)
 
     async def leave(self) -> None:
-        """Have the agent give its lease back; returns when it is done."""
+        """Let the agent give its lease back; return when it has left."""
         assert self._membership is not None
         assert self._life is not None
         lease, losses = self.lease, len(self.losses)
         self.place = None
-        self._leaving = True  # who confirms a round takes that back
+        self._leaving = True  # a confirmation of a round would withdraw it
         self._membership.leave("its time has come")
         await self._life
         self._life = self._membership = None
@@ -120,14 +120,14 @@ class TormentedNode:
             self.departures.append(lease)
 
     async def die(self) -> None:
-        """End the agent and its connection without a word."""
+        """End the agent and its connection without notice."""
         assert self._life is not None
         self._life.cancel()
         await asyncio.wait({self._life})
         self._life = self._membership = self.place = None
 
     def break_worker(self) -> None:
-        """Have the agent report that a worker failed, if one runs."""
+        """Let the agent report that a worker failed, if one runs."""
         if self._membership is not None and self.place is not None:
             self._membership.report_failure(
                 pb.WorkerFailure(round=self.place.round, rank=0, exit_code=1, message="it was told to")
@@ -139,7 +139,7 @@ class TormentedNode:
         self._membership.report_watchdog(trouble)
 
     def check_alive(self) -> None:
-        """Raise what ended the agent, if something has."""
+        """Raise the error that ended the agent, if it has ended."""
         if self._life is not None and self._life.done():
             self._life.result()
             raise AssertionError(f"{self.name} went without being told to")
@@ -154,7 +154,7 @@ class TormentedNode:
             local_world_size=WORKERS,
             role="trainer",
         )
-        # A seed of its own: what one agent draws must not depend on when the others do.
+        # A seed of its own: the draws of one agent must not depend on the times of the others' draws.
         jitter = random.Random(self._draw.random())
         self._membership = Membership(
             board, self._endpoint, join, self._on_event, connect_timeout=600.0, jitter=jitter

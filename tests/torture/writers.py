@@ -1,4 +1,4 @@
-"""Writers that are never told of the server's deaths, and what must be true of all they were answered."""
+"""Writers that do not notice the server's deaths, and checks of all responses that they got."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ STATE = "run-2"
 """The run of the fenced state; it needs no membership."""
 
 QUIET = "run-3"
-"""The run of the store that all but the workers write to: of one node, which stays."""
+"""The run of the store that all but the workers write to; it has one node, which stays."""
 
-# Between two writes of one writer, seconds: they are to be under way at each kill, not to use up the machine.
+# Seconds between two writes of one writer: some are on their way at each kill, and the machine is not overloaded.
 _PAUSE = 0.01
 _PATIENCE = 120.0
 _KINDS = ("add", "set", "compare_set", "set_state")
 
 
 class Writers:
-    """Writers of all kinds, each with a ledger of its own.
+    """Writers of all kinds, each with records of its own.
 
     Attributes:
-        acknowledged: How many writes of each kind were answered.
-        refused: How many writes of each kind were refused by a fence.
+        acknowledged: The number of acknowledged writes of each kind.
+        refused: The number of writes of each kind refused by a fence.
     """
 
     def __init__(
@@ -42,10 +42,10 @@ class Writers:
         """Write nothing yet.
 
         Args:
-            endpoint: Of the server, for the node of `QUIET`.
-            channel: To the server, for all of them.
-            nodes: Whose workers write under their leases, as long as they run.
-            of_each: So many writers of each other kind.
+            endpoint: The server's address, for the node of `QUIET`.
+            channel: A channel to the server, for all of them.
+            nodes: Nodes whose workers write under their leases, as long as they run.
+            of_each: The number of writers of each other kind.
         """
         self.acknowledged: Counter[str] = Counter()
         self.refused: Counter[str] = Counter()
@@ -67,7 +67,7 @@ class Writers:
         self._newest_lease: dict[str, int] = {}
 
     def start(self) -> None:
-        """Let them write."""
+        """Start all writers."""
         self._holder.join()
         for number in range(self._of_each):
             self._begin(self._add())
@@ -78,7 +78,7 @@ class Writers:
             self._begin(self._work(node))
 
     async def go_on(self, round_: int, timeout: float) -> None:
-        """Wait until workers have written in a round, and all others have got answers to what they wrote after that."""
+        """Wait until workers have written in a round, and later writes of all others have been answered."""
         async with asyncio.timeout(timeout):
             await self._until(lambda: self._newest_round >= round_)
             before = Counter(self.acknowledged)
@@ -87,28 +87,28 @@ class Writers:
             )
 
     async def stop(self) -> None:
-        """Wait until each has got the answer to what it wrote last.
+        """Wait until the last write of each has been answered.
 
         Raises:
-            AssertionError: One was answered what can't be.
-            ServiceError: One was refused.
+            AssertionError: A response is impossible.
+            ServiceError: A write was refused.
         """
         self._stopping.set()
         async with asyncio.timeout(_PATIENCE):
             await asyncio.gather(*self._tasks)
 
     async def abandon(self) -> None:
-        """End them wherever they are."""
+        """End them at any point."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._holder.die()
 
     async def check(self) -> None:
-        """Whether all that was acknowledged is there, once; to be asked after `stop`.
+        """Check that every acknowledged write is in the store once; call it after `stop`.
 
         Raises:
-            AssertionError: It is not.
+            AssertionError: One is not.
         """
         store = self._store()
         assert sorted(self._sums) == list(range(1, len(self._sums) + 1)), "every addition counts once"
@@ -123,7 +123,7 @@ class Writers:
         assert int(state.state) == len(self._won)
         if self.acknowledged["work"]:
             done = int(await self._store(RUN).get("work"))
-            # A write whose repetition came after the fence: it took effect before, or never.
+            # A retried write that the fence refused took effect before, or never.
             most = self.acknowledged["work"] + self.refused["work"]
             assert self.acknowledged["work"] <= done <= most, "a worker's addition counts once"
 
@@ -168,7 +168,7 @@ class Writers:
             self._note("set")
 
     async def _swap(self) -> None:
-        """Replace a number by the next one, where nobody was faster."""
+        """Replace a number by the next one, unless another writer was faster."""
         store = await self._writable()
         known = 0
         while await self._goes_on():
@@ -182,7 +182,7 @@ class Writers:
             self._note("compare_set")
 
     async def _win(self) -> None:
-        """The same, with a fenced state."""
+        """Do the same with a fenced state."""
         states = self._states()
         current = await states.get()
         while await self._goes_on():
@@ -196,7 +196,7 @@ class Writers:
             self._note("set_state")
 
     async def _work(self, node: TormentedNode) -> None:
-        """Have a worker write in each round, until that is refused: none of them knows when its time is over."""
+        """Let a worker write in each round, until it is refused: it does not know when its round is over."""
         place = Place(0, 0, b"")
         while await self._goes_on():
             if node.place is not None and node.place != place:
@@ -206,7 +206,7 @@ class Writers:
     async def _work_at(self, node_id: str, place: Place) -> None:
         store = StoreClient(self._channel, RUN, writer=lambda: Writer(node_id, place.lease, place.token))
         while await self._goes_on():
-            # Whoever begins after somebody of a later round, or lease, was let in must not be let in any more.
+            # A write that begins after one of a later round, or lease, was accepted must be refused.
             newest_round, newest_lease = self._newest_round, self._newest_lease.get(node_id, 0)
             try:
                 await store.add("work", 1, writer_round=place.round)
