@@ -51,12 +51,12 @@ BENCHMARKS: dict[str, Benchmark] = {
     "idle": idle,
     "flood": flood,
 }
-_WIDTH = 150  # of the table, where nobody says how wide it may be
+_WIDTH = 150  # columns of the table, if stdout is not a terminal
 ROOT = Path(__file__).parent.parent.parent
 
 
 def _chosen(_: click.Context, __: click.Parameter, names: tuple[str, ...]) -> list[str]:
-    """Takes `--only a --only b` and `--only a,b`."""
+    """Accept `--only a --only b` and `--only a,b`."""
     chosen = [name for part in names for name in part.replace(",", " ").split()]
     for name in chosen:
         if name not in BENCHMARKS:
@@ -65,7 +65,7 @@ def _chosen(_: click.Context, __: click.Parameter, names: tuple[str, ...]) -> li
 
 
 def _sizes(_: click.Context, __: click.Parameter, values: tuple[str, ...]) -> tuple[int, ...]:
-    """Takes `--n 256 --n 1024` and `--n 256,1024`."""
+    """Accept `--n 256 --n 1024` and `--n 256,1024`."""
     sizes = []
     for value in (part for each in values for part in each.replace(",", " ").split()):
         if not value.isdecimal() or not 2 <= int(value) <= 100_000:
@@ -130,9 +130,9 @@ def main(
 ) -> None:
     """Measure Rallypoint against its floor, a bare gRPC server that does no work, and against torch.
 
-    Exit code 0: all was measured and no call was lost. 1: not so. 130: interrupted; what was measured is kept.
+    Exit code 0: all was measured and no call was lost. 1: not so. 130: interrupted; the figures so far are kept.
     """
-    # A benchmark takes minutes: what would spoil its end is better known before.
+    # A benchmark takes minutes: fail now, and not when its results are written.
     for needed in (folder, place.absolute().parent):
         try:
             needed.mkdir(parents=True, exist_ok=True)
@@ -159,13 +159,13 @@ def main(
         console.print(f"FAILED: {failure}", style="red")
     if interrupted:
         console.print("interrupted", style="red")
-        sys.exit(130)  # what a shell reports for Ctrl-C
+        sys.exit(130)  # the exit code of a shell for Ctrl-C
     sys.exit(1 if session.failures else 0)
 
 
 def _measure(name: str, session: Session, figures: list[Figure]) -> None:
     try:
-        figures.extend(BENCHMARKS[name](session))  # what came before an error stays
+        figures.extend(BENCHMARKS[name](session))  # figures before an error are kept
     except BenchmarkError as error:
         session.fail(f"{name}: {error}")
 

@@ -1,4 +1,4 @@
-"""An agent with one worker, as its users start it: a job of this host alone, guarded by a timer service."""
+"""An agent with one worker, as users start it: a job of this host alone, watched by a timer service."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from benchmarks.processes import RALLYPOINT, Server, running
 def agent(
     folder: Path, timers: Server, module: str, order: Any, *, max_restarts: int = 0
 ) -> Iterator[subprocess.Popen[str]]:
-    """An agent that gathers no evidence before it kills, until the context ends.
+    """Run an agent that collects no diagnostics before it kills, until the context ends.
 
     Args:
-        folder: For its log, and for those of its worker, which are removed again.
+        folder: For the agent's log, and its worker's logs, which are removed at the end.
         timers: The timer service.
-        module: Of `benchmarks.clients`: what the worker is.
-        order: What to tell the worker, a dataclass.
-        max_restarts: How often a worker that fails is started again.
+        module: Module of `benchmarks.clients` that is the worker.
+        order: Argument of the worker, a dataclass.
+        max_restarts: Limit of restarts of a failed worker.
     """
     with tempfile.TemporaryDirectory(dir=folder, prefix="workers-") as logs:
         command = [

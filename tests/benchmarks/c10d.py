@@ -18,21 +18,21 @@ from benchmarks.session import Session
 from benchmarks.trials import in_turns, median, ours
 from support.mortal import MORTAL_ONCE_MORE
 
-# Seconds. At 256 nodes some rendezvous take 11, and some go on for ever.
+# Seconds. At 256 nodes some rendezvous take 11, and some never end.
 PATIENCE = 120.0
-_MOST_UNFINISHED = 2  # then there is no more to learn
-# Past it no rendezvous has been seen to come to an end.
+_MOST_UNFINISHED = 2  # more trials would show nothing new
+# With more nodes no rendezvous has been seen to end.
 MOST_NODES = 256
 HANDLERS = (64, 128)
 
-# c10d looks up a name for the address of every connection. Where the look-up goes to a name server, that is what
-# would be measured; so it sees a machine that knows the names of its own files only.
+# c10d looks up a name for the address of every connection. With a name server, that look-up would dominate the
+# measurement; so c10d sees a machine that resolves names from local files only.
 _LOCAL_NAMES = "hosts: files\n"
 _SCRIPT = 'mount --bind "$0" /etc/nsswitch.conf && exec "$@"'
 
 
 def find_torch(root: Path) -> Path | None:
-    """An interpreter that has torch: this one, or that of `make test-torch`."""
+    """Return an interpreter that has torch: this one, or that of `make test-torch`."""
     candidates = (Path(sys.executable), root / ".venv" / "torch" / "bin" / "python")
     return next((each for each in candidates if each.exists() and _has_torch(each)), None)
 
@@ -43,9 +43,9 @@ def _has_torch(python: Path) -> bool:
 
 
 def c10d_rendezvous(session: Session, nodes: int) -> tuple[float | None, str]:
-    """Seconds until the last knows its rank, the median of the runs that came to an end; and a note.
+    """Return the seconds until the last node knows its rank, the median of the finished runs; and a note.
 
-    Where none came to an end, PATIENCE, which is less than they would have taken; the note says so.
+    If no run finished, the seconds are `PATIENCE`, a lower bound; the note gives the count.
     """
     if session.torch is None or nodes > MOST_NODES:
         return None, ""
@@ -73,7 +73,7 @@ def c10d_rendezvous(session: Session, nodes: int) -> tuple[float | None, str]:
 
 
 def c10d_calls(session: Session, kind: str, members: int, each: int = 1) -> C10dResult | None:
-    """Seconds until the first and the last member had done their calls, medians; None where they could not."""
+    """Return the seconds until the first and last member completed their calls, medians; None after a failure."""
     if session.torch is None:
         return None
     order = C10dOrder(kind, members, each)
@@ -108,7 +108,7 @@ def torch_handlers(session: Session) -> Iterator[Figure]:
 
 def _handlers(session: Session, python: Path, order: C10dOrder, journal: str = "") -> C10dResult:
     with ours(journal)(session.folder) if journal else nullcontext() as server:
-        # A process beside each handler of ours starts before the clock.
+        # Each handler of ours has a companion process, which starts before the measurement.
         patience = PATIENCE + order.members if journal else PATIENCE
         return _run(session, python, replace(order, endpoint=server.endpoint if server else ""), patience)
 
@@ -119,9 +119,9 @@ def _run(session: Session, python: Path, order: C10dOrder, patience: float = 0.0
 
 
 def with_local_names(folder: Path) -> list[str]:
-    """What goes before a command, so that names are looked up nowhere but in the machine's own files.
+    """Return the prefix of a command that makes it resolve names from local files only.
 
-    Nothing, where that is not allowed. `folder`: for a file that must last as long as the command.
+    It is empty where user namespaces are not allowed. `folder`: for a file that must exist while the command runs.
     """
     names = folder / "nsswitch.conf"
     names.write_text(_LOCAL_NAMES)

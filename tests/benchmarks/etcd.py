@@ -1,4 +1,4 @@
-"""`etcd`: fenced writes a second, and joining, with the journal on etcd; beside what etcd itself can do."""
+"""`etcd`: fenced writes per second, and joining, with the journal on etcd; compared with etcd's own puts."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ NODES = (256,)
 
 _OURS = "ours"
 _PROCESSES = 2  # of clients
-_STARTING = 6.0  # seconds that they get to connect
-_SECONDS = 4.0  # that are counted
+_STARTING = 6.0  # seconds for clients to connect
+_SECONDS = 4.0  # of the measurement
 _TIMEOUT = 120.0  # seconds
 _SHARDS = 64
 
@@ -115,7 +115,7 @@ def _storm(session: Session, cluster: EtcdCluster, nodes: int) -> Callable[[], _
 def _written(
     session: Session, cluster: EtcdCluster, target: str, callers: int, server: Server | None = None
 ) -> _Writes:
-    """What all client processes wrote, in the same seconds, and what that cost the service and etcd."""
+    """Measure the writes of all client processes in the same seconds, and their cost to the service and etcd."""
     begin = time.monotonic() + _STARTING
     kind = "puts" if server is None else "states"
     shares = [len(range(index, callers, _PROCESSES)) for index in range(_PROCESSES)]
@@ -144,7 +144,7 @@ def _written(
 
 @contextmanager
 def _service(session: Session, cluster: EtcdCluster) -> Iterator[Server]:
-    """The service on a prefix of its own, once it owns all there is to own."""
+    """Start the service on a prefix of its own; yield it when it owns all shards."""
     url = f"{cluster.url}/trial-{time.monotonic_ns()}"
     with our_server(session.folder, url) as server:
         try:

@@ -1,4 +1,4 @@
-"""`expires`: what a guarded block costs a worker."""
+"""`expires`: the cost of a guarded block to a worker."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from benchmarks.trials import median
 
 SIZES = (20_000,)
 
-_PACED = 10  # blocks back to back for one that is paced, which takes a millisecond
-_TORCH = 10  # and of those for one of torch's, which take longer
+_PACED = 10  # blocks back to back per paced block, which takes a millisecond
+_TORCH = 10  # our blocks per block of torch, which is slower
 _TIMEOUT = 300.0  # seconds
 _SCOPES = ("default", "explicit")
 _QUANTITIES = ("median", "p99", "longest")
@@ -53,19 +53,19 @@ def _figures(blocks: int, what: str, costs: _Costs, file: _Costs, queue: _Costs)
 
 
 def _raised(costs: _Costs, scope: str) -> float:
-    """At whatever pace."""
+    """Return the number of blocks that raised an error, over all paces."""
     return sum(costs[f"{scope}.{pace}"].raised for pace in PACES)
 
 
 def _in_trials(session: Session, who: str, measure: Callable[[], _Costs]) -> _Costs:
-    """Medians of `session.trials`; nothing where it could not be measured."""
+    """Return the medians over `session.trials`; empty if all trials failed."""
     trials: list[_Costs] = []
     for trial in range(1, session.trials + 1):
         doing = f"expires {who} {trial}/{session.trials}"
         try:
             trials.append(measure())
         except BenchmarkError as error:
-            # Without torch, ours are measured all the same.
+            # A failure of torch must not fail our figures.
             (session.fail if who == "ours" else session.say)(f"{doing}: {error}")
         else:
             session.say(f"{doing}: {_show(trials[-1])}")
@@ -101,7 +101,7 @@ def _ours(session: Session, blocks: int) -> _Costs:
 
 
 def _torch(session: Session, kind: str, blocks: int) -> _Costs:
-    """What torch's timers cost; nothing where torch is not, or could not be measured."""
+    """Measure torch's timers; return nothing without torch, or if all trials failed."""
     torch = session.torch
     if torch is None:
         return {}

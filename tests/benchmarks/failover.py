@@ -1,4 +1,4 @@
-"""`failover`: the process that holds one node is killed; until the last survivor is told, and is replaced."""
+"""`failover`: time from the kill of one node's process until the last survivor is notified, or has a new round."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from benchmarks.trials import FLOOR, JOURNALS, Start, floor, in_turns, measured,
 
 SIZES = (1024,)
 
-_GRACE = 2.0  # seconds: the disconnect grace of a run whose settings name none
+_GRACE = 2.0  # seconds: the default disconnect grace of a run
 _TIMEOUT = 60.0  # seconds
 
 
@@ -41,7 +41,7 @@ def _show(result: FailoverResult) -> str:
 def _failover(
     session: Session, nodes: int, start: Start, *, spare: bool, grace: float
 ) -> Callable[[], FailoverResult]:
-    """Measures from the SIGKILL, less the grace."""
+    """Measure from the SIGKILL, less the grace."""
 
     def measure() -> FailoverResult:
         with start(session.folder) as server:

@@ -1,4 +1,4 @@
-"""`fanout`: one change of a round that runs, told to all of its nodes."""
+"""`fanout`: one change of an active round, sent to all of its nodes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from benchmarks.trials import FLOOR, JOURNALS, Start, floor, in_turns, measured,
 
 SIZES = (1000,)
 
-_CHANGES = 5  # in a trial; the median counts
+_CHANGES = 5  # in a trial; the result is their median
 _TIMEOUT = 60.0  # seconds
 
 
@@ -20,7 +20,7 @@ def fanout(session: Session) -> Iterator[Figure]:
     """Measure; see docs/benchmarks.md."""
     for nodes in session.sizes_or(SIZES):
         raise_open_files(nodes + 256)
-        # The floor's message has the size of ours, which the first look tells.
+        # The floor's message has the size of ours, so ours is measured first.
         size = int(_fanout(session, nodes, ours("memory"), confirm=True)().message)
         variants = {FLOOR: _fanout(session, nodes, floor("tell-all", size), confirm=False)}
         for name in JOURNALS:

@@ -1,4 +1,4 @@
-"""What was measured, beside the least it could have cost: a row of the table and of `bench.json`."""
+"""A measured value beside the least possible cost: a row of the table and of `bench.json`."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class Figure:
     """One figure of ours, and the same figure of the floor and of the peer, in one unit.
 
     Attributes:
-        name: what was measured: benchmark, figure, variant, with dots between them.
-        n: size: nodes, connections, or writers, as the benchmark says.
+        name: benchmark, figure and variant, with dots between them.
+        n: size: nodes, connections or writers, depending on the benchmark.
         value: ours.
         unit: of value, floor and peer.
-        floor: of the least that could do the work; None where nothing can stand for it.
-        peer: of torch; None where torch is not installed, did not finish, or has nothing like it.
+        floor: value of the least program that could do the work; None if there is none.
+        peer: value of torch; None if torch is not installed, did not finish, or has no equivalent.
         note: for people.
     """
 
@@ -46,7 +46,7 @@ class Figure:
         return _ratio(self.value, self.peer)
 
     def as_record(self) -> dict[str, object]:
-        """As `bench.json` has it."""
+        """The object for `bench.json`."""
         return asdict(self) | {"ratio_to_floor": self.ratio_to_floor, "ratio_to_peer": self.ratio_to_peer}
 
 
@@ -55,7 +55,7 @@ def _ratio(value: float, other: float | None) -> float | None:
 
 
 def write_figures(path: Path, figures: Sequence[Figure]) -> None:
-    """Write `bench.json`: a list with one object a figure."""
+    """Write `bench.json`: a list with one object per figure."""
     path.write_text(json.dumps([figure.as_record() for figure in figures], indent=2) + "\n")
 
 
@@ -83,7 +83,7 @@ def show_figures(console: Console, figures: Sequence[Figure]) -> None:
 
 
 def _number(value: float | None) -> str:
-    """Three digits that matter, as long as that needs no exponent."""
+    """Format with three significant digits, but never with an exponent."""
     if value is None:
         return _UNMEASURED
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"

@@ -1,4 +1,4 @@
-"""`flood`: workers that print 10,000 lines a second each, shown on the console with prefixes."""
+"""`flood`: workers print 10,000 lines per second each; the console shows them with prefixes."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from benchmarks.trials import in_turns
 
 SIZES = (64,)
 
-_RATE = 10_000.0  # lines a second and worker
+_RATE = 10_000.0  # lines per second and worker
 _SECONDS = 10
 _TIMEOUT = 300.0  # seconds
 _LOOK = 0.1  # seconds between two looks at the agent's memory
-# A heartbeat every second, and the lease is gone when three are missed: a third of the default's patience.
+# A heartbeat every second; the lease expires when three are missed: after 3 s instead of the default 15 s.
 _CONF = "keep_alive_interval=1,keep_alive_max_attempt=3"
 
-# The least that has the output in files: a program that starts the workers, and waits for them.
+# The least program with output in files: it starts the workers, and waits for them.
 _BARE = (
     "import os, subprocess, sys\n"
     "folder, count, *command = sys.argv[1:]\n"
@@ -46,10 +46,10 @@ class _Measured:
     """One flood.
 
     Attributes:
-        rate: lines a second of all workers together, from the first one's beginning to the last one's end.
+        rate: lines per second of all workers, from the start of the first to the end of the last.
         behind: seconds from the last worker's end to its last line on the console.
         cpu: processors that the agent kept busy, from its first line on the console to the last.
-        growth: MB that the agent's memory grew by at most, from then on.
+        growth: largest growth of the agent's memory, in MB, after its first line on the console.
     """
 
     rate: float
@@ -141,7 +141,7 @@ def _worker(python: str, folder: Path) -> list[str]:
 
 
 def _flooded(command: list[str], log: Path, folder: Path, workers: int) -> _Measured:
-    """Reads an agent's console to its end."""
+    """Read an agent's console to its end, and measure."""
     expected = workers * int(_RATE * _SECONDS)
     with running(command, log, subprocess.PIPE) as process:
         assert process.stdout is not None

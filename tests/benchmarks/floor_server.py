@@ -1,8 +1,8 @@
-"""The floor: a grpc.aio server on uvloop that moves messages and thinks nothing.
+"""The floor: a grpc.aio server on uvloop that moves messages without any logic.
 
 It serves the method paths of the rendezvous service under the server settings of the product, and passes bytes
-through as they are, so that one and the same client measures both. What a measured service costs above it is
-what the service does.
+through without decoding, so that the same client measures both. The difference between the two is the cost of the
+service's own work.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 import click
 
-import rallypoint.serving  # noqa: F401 (before gRPC is imported, it settles what gRPC may do in this process)
+import rallypoint.serving  # noqa: F401 (before gRPC is imported: it configures gRPC for this process)
 
 # isort: split
 import grpc
@@ -31,7 +31,7 @@ _LEASE = pb.JoinResponse(lease=pb.Lease(number=1, revision=1)).SerializeToString
 
 
 def _update(phase: pb.Phase.ValueType, round_: int, size: int = ASSIGNMENT_BYTES) -> bytes:
-    """What a node is told, of exactly `size` bytes; 0 for `round_`: without a place."""
+    """Return an update for a node, of exactly `size` bytes; with `round_` 0 it has no assignment."""
 
     def padded(padding: int) -> bytes:
         update = pb.NodeUpdate(revision=1, phase=phase)
@@ -40,7 +40,7 @@ def _update(phase: pb.Phase.ValueType, round_: int, size: int = ASSIGNMENT_BYTES
         update.last_round_end.detail = "x" * padding
         return pb.JoinResponse(update=update).SerializeToString()
 
-    # From 128 bytes on, the lengths within take two bytes each; small messages are a few bytes off.
+    # From 128 bytes on, the inner length fields take two bytes each; small messages are a few bytes off.
     padding = max(0, size - (len(padded(128)) - 128))
     return padded(padding)
 
@@ -50,10 +50,10 @@ _FINAL = _update(pb.PHASE_FINAL, 1)
 
 
 class Floor:
-    """What a bare server can do for one benchmark, each of the methods on its own."""
+    """Behaviours of a bare server; each method serves one benchmark."""
 
     def __init__(self, size: int) -> None:
-        """`size`: bytes of what is told to everybody."""
+        """`size`: bytes of each message that is sent to all nodes."""
         self._size = size
         self._contexts: list[_Context] = []
         self._letting_in = asyncio.Lock()
@@ -61,13 +61,13 @@ class Floor:
         self._released = asyncio.Event()
 
     async def one_message(self, _: Any, context: _Context) -> None:
-        """Read one message, write one; stay open."""
+        """Read one message, write one; keep the stream open."""
         await context.read()
         await context.write(_FROZEN)
         await context.read()
 
     async def same_messages(self, _: Any, context: _Context) -> None:
-        """As many messages each way as a node and the service exchange until the node is told FINAL."""
+        """Exchange as many messages as a node and the service do until the node receives FINAL."""
         await context.read()
         await context.write(_LEASE)
         await context.write(_FROZEN)
@@ -76,26 +76,26 @@ class Floor:
         await context.read()
 
     async def read_on(self, _: Any, context: _Context) -> None:
-        """Let a node in, then read what it says."""
+        """Admit a node, then read its messages."""
         await context.read()
         await context.write(_FINAL)
         while isinstance(await context.read(), bytes):
             pass
 
     async def tell_all(self, _: Any, context: _Context) -> None:
-        """Let a node in, then tell everybody something whenever it says something."""
+        """Admit a node, then send an update to all nodes for each message of this one."""
         await self._let_in(context, _FINAL)
         while isinstance(await context.read(), bytes):
             self._round += 1
             await self._tell(_update(pb.PHASE_FROZEN, self._round, self._size))
 
     async def tell_of_loss(self, _: Any, context: _Context) -> None:
-        """Let a node in, then tell everybody else when its stream breaks."""
+        """Admit a node, then notify all other nodes when its stream breaks."""
         await self._let_in(context, _LEASE, _FINAL)
         try:
             await context.read()
         finally:
-            # The handler is cancelled where it waits; what it leaves to be done needs a task of its own.
+            # The waiting handler is cancelled; its last work needs a task of its own.
             self._contexts.remove(context)
             self._telling = asyncio.create_task(self._tell(_update(pb.PHASE_JOINABLE, 0, self._size)))
 
@@ -107,27 +107,27 @@ class Floor:
             self._contexts.append(context)
 
     async def _tell(self, message: bytes) -> None:
-        async with self._letting_in:  # a node may have its message before the write is over here
+        async with self._letting_in:  # a node may receive its message before the write returns here
             pass
         await asyncio.gather(*(context.write(message) for context in self._contexts))
 
     async def answer(self, _: bytes, __: _Context) -> bytes:
-        """Answer with nothing."""
+        """Reply with an empty message."""
         return b""
 
     async def hold_back(self, _: bytes, __: _Context) -> bytes:
-        """Answer with nothing, and not before `release`."""
+        """Reply with an empty message, after `release`."""
         await self._released.wait()
         return b""
 
     async def release(self, _: bytes, __: _Context) -> bytes:
-        """Let everybody have an answer."""
+        """Let all `hold_back` calls return."""
         self._released.set()
         return b""
 
 
 def behaviours(floor: Floor) -> dict[str, tuple[_Stream, Mapping[str, _Unary]]]:
-    """What Join does, and what each call of the store does."""
+    """Return by name the handler of Join and those of the store's calls."""
     return {
         "one-message": (floor.one_message, {}),
         "same-messages": (floor.same_messages, {}),

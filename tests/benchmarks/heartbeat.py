@@ -1,4 +1,4 @@
-"""`heartbeat`: what it costs the server that a node says it is alive."""
+"""`heartbeat`: the server's cost of one heartbeat of a node."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from benchmarks.trials import FLOOR, Start, floor, in_turns, measured, ours
 
 SIZES = (1000,)
 
-_EACH = 20  # heartbeats of a node, in each of the two ways
-# The fleet that the last figure speaks of, and the rate at which it sends; heartbeats are paced at that rate.
+_EACH = 20  # heartbeats of a node, in each of the two modes
+# The fleet of the last figures, and its interval in seconds; paced heartbeats have the fleet's rate.
 _FLEET, _INTERVAL = 10_000, 5.0
 _RATE = _FLEET / _INTERVAL
 _TIMEOUT = 120.0  # seconds
 
 
 def heartbeat(session: Session) -> Iterator[Figure]:
-    """Measure; see docs/benchmarks.md. Heartbeats touch no journal, so one kind will do."""
+    """Measure; see docs/benchmarks.md. Heartbeats do not use the journal, so one kind is enough."""
     for nodes in session.sizes_or(SIZES):
         raise_open_files(nodes + 256)
         variants = {

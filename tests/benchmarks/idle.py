@@ -1,4 +1,4 @@
-"""`idle`: what an agent costs whose workers do nothing."""
+"""`idle`: the cost of an agent whose workers do nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`journal`: facts that the SQLite journal makes durable in a second, one at a time and in groups."""
+"""`journal`: facts per second that the SQLite journal makes durable, one at a time and in groups."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from benchmarks.trials import FLOOR, in_turns
 
 WRITERS = (1, 256)
 
-_FACTS = 100_000  # all writers together, as long as that is not more commits than these
+_FACTS = 100_000  # of all writers together, limited by the number of commits below
 _COMMITS = 1_000
 _TIMEOUT = 120.0  # seconds
 

@@ -1,4 +1,4 @@
-"""`launch`: what an agent adds to the time of the program that it runs."""
+"""`launch`: the time that an agent adds to that of its program."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from benchmarks.session import Session
 from benchmarks.trials import in_turns
 
 SIZES = (2,)
-_TIMES = 5  # a trial
+_TIMES = 5  # per trial
 _TIMEOUT = 300.0  # seconds, of a trial
 
-# The least that runs workers: a program that starts them and waits for them.
+# The least program that runs workers: it starts them and waits for them.
 _BARE = (
     "import subprocess, sys\n"
     "workers = [subprocess.Popen([sys.executable, sys.argv[1]]) for _ in range(int(sys.argv[2]))]\n"
@@ -29,7 +29,7 @@ _BARE = (
 
 @dataclass(frozen=True, slots=True)
 class _Command:
-    """What is launched, and the program alone, which that takes off."""
+    """The measured command, and the program alone, whose time is subtracted."""
 
     command: list[str]
     alone: list[str]
@@ -74,5 +74,5 @@ def measured_launch(session: Session, command: list[str]) -> LaunchResult:
 
 
 def compiled(session: Session) -> str:
-    """Folder for compiled Python files: who installs a package has them, whatever this environment says."""
+    """Return a folder for compiled Python files: an installed package has them, so the measured programs must too."""
     return str(session.folder / "compiled")

@@ -1,4 +1,4 @@
-"""The processes that a benchmark runs: started, waited for, and never left behind."""
+"""The processes of a benchmark: it starts them, waits for them, and never leaves one behind."""
 
 from __future__ import annotations
 
@@ -19,37 +19,37 @@ from typing import Any
 from support.mortal import mortal
 
 RALLYPOINT = Path(sys.executable).with_name("rallypoint")
-# What is set for other programs is none of a benchmark's business.
+# Environment variables of other programs, which must not change a benchmark.
 _FOREIGN = ("RALLYPOINT_", "PET_", "GRPC_", "TORCHELASTIC_")
 _LOG_TAIL = 2_000  # characters
 
 
 class BenchmarkError(Exception):
-    """Something could not be measured; the message says what, and all that is known of the cause."""
+    """A measurement failed; the message names it and its cause, as far as known."""
 
 
 class DidNotFinish(BenchmarkError):
-    """A process took longer than it was given."""
+    """A process exceeded its time limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """A server process that somebody measures."""
+    """A server process that a benchmark measures."""
 
     pid: int
     endpoint: str
     log: Path
 
     def log_tail(self) -> str:
-        """The end of its log, for an error."""
+        """Return the end of its log, for an error message."""
         return tail(self.log)
 
 
 def raise_open_files(needed: int) -> None:
-    """Let this process, and those it starts, hold so many files open.
+    """Raise the open-files limit of this process, and of its children, to `needed`.
 
     Raises:
-        BenchmarkError: The machine does not allow that.
+        BenchmarkError: The hard limit is lower.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft >= needed:
@@ -65,12 +65,12 @@ def raise_open_files(needed: int) -> None:
 def our_server(
     folder: Path, journal: str, security: Sequence[str] = ("--insecure",), *, socket: bool = False
 ) -> Iterator[Server]:
-    """The rendezvous service, as its users start it, until the context ends.
+    """Run the rendezvous service, as users start it, until the context ends.
 
     Args:
         folder: For its log, and for a journal that is a file.
         journal: "memory", "sqlite" for a new file in a folder of its own, or the URL of an etcd.
-        security: Flags for it.
+        security: Command-line flags of the service.
         socket: Listen on a Unix socket in place of a port.
     """
     with tempfile.TemporaryDirectory(dir=folder, prefix="journal-") as place:
@@ -83,12 +83,12 @@ def our_server(
 
 @contextmanager
 def floor_server(folder: Path, behaviour: str, size: int = 200) -> Iterator[Server]:
-    """A bare server without any logic, until the context ends.
+    """Run a bare server without any logic, until the context ends.
 
     Args:
         folder: For its log.
-        behaviour: What it does; see `benchmarks.floor_server`.
-        size: Bytes of what it tells everybody, where it does that.
+        behaviour: Its behaviour; see `benchmarks.floor_server`.
+        size: Bytes of its messages to all nodes, if it sends such.
     """
     command = [sys.executable, "-m", "benchmarks.floor_server", "--behaviour", behaviour, "--size", str(size)]
     with _server(folder / f"floor-{behaviour}.log", command) as server:
@@ -97,7 +97,7 @@ def floor_server(folder: Path, behaviour: str, size: int = 200) -> Iterator[Serv
 
 @contextmanager
 def timer_server(folder: Path) -> Iterator[Server]:
-    """The timer service, as its users start it, until the context ends; `folder` is for its log."""
+    """Run the timer service, as users start it, until the context ends; `folder` is for its log."""
     command = [str(RALLYPOINT), "serve", "timer", "--insecure", "--learned", "none"]
     with _server(folder / "timer.log", command) as server:
         yield server
@@ -105,11 +105,11 @@ def timer_server(folder: Path) -> Iterator[Server]:
 
 @contextmanager
 def timer_floor_server(folder: Path, behaviour: str) -> Iterator[Server]:
-    """A bare server of the timer service's messages, until the context ends.
+    """Run a bare server of the timer service's messages, until the context ends.
 
     Args:
         folder: For its log.
-        behaviour: What it does; see `benchmarks.timer_floor_server`.
+        behaviour: Its behaviour; see `benchmarks.timer_floor_server`.
     """
     command = [sys.executable, "-m", "benchmarks.timer_floor_server", "--behaviour", behaviour]
     with _server(folder / f"timer-floor-{behaviour}.log", command) as server:
@@ -128,7 +128,7 @@ def _server(log: Path, command: Sequence[str], unix: str = "") -> Iterator[Serve
 
 @contextmanager
 def running(command: Sequence[str], log: Path, stdout: int | None = None) -> Iterator[subprocess.Popen[str]]:
-    """A process for as long as the context lasts; then it is killed. What it writes to stderr goes to `log`."""
+    """Run a process until the context ends, then kill it. Its stderr goes to `log`."""
     with log.open("w") as stderr:
         process = subprocess.Popen(
             mortal(*command),
@@ -137,7 +137,7 @@ def running(command: Sequence[str], log: Path, stdout: int | None = None) -> Ite
             stderr=stderr,
             text=True,
             env=_environment(),
-            start_new_session=True,  # Ctrl-C is ours to handle, and its end is that of this context
+            start_new_session=True,  # this process handles Ctrl-C, and ends it with the context
         )
     try:
         yield process
@@ -150,20 +150,20 @@ def running(command: Sequence[str], log: Path, stdout: int | None = None) -> Ite
 
 
 def client_command(module: str, order: Any, python: Path | str = sys.executable) -> list[str]:
-    """The command that has a module of `benchmarks.clients` carry out an order, which is a dataclass."""
+    """Return the command that runs a module of `benchmarks.clients` with an order, which is a dataclass."""
     return [str(python), "-m", f"benchmarks.clients.{module}", json.dumps(asdict(order))]
 
 
 def driven(command: Sequence[str], log: Path, timeout: float) -> dict[str, Any]:
-    """Run a client process to its end; returns the JSON object that it prints.
+    """Run a client process to its end; return the JSON object that it prints.
 
     Args:
         command: See `client_command`.
-        log: For what it writes to stderr.
+        log: File for its stderr.
         timeout: Seconds until it is killed.
 
     Raises:
-        DidNotFinish: It did not come to an end.
+        DidNotFinish: It did not end in time.
         BenchmarkError: It failed.
     """
     with running(command, log, subprocess.PIPE) as process:
@@ -179,7 +179,7 @@ def driven(command: Sequence[str], log: Path, timeout: float) -> dict[str, Any]:
 
 
 def tail(log: Path) -> str:
-    """The end of a log, for an error."""
+    """Return the end of a log, for an error message."""
     return log.read_text(errors="replace")[-_LOG_TAIL:].strip() or "it wrote nothing"
 
 
@@ -191,7 +191,7 @@ def _environment() -> Mapping[str, str]:
 
 @contextmanager
 def free_port() -> Iterator[int]:
-    """A port that the kernel gives to nobody else meanwhile. A server can listen there: this only holds it."""
+    """Reserve a port: the kernel gives it to no other process meanwhile. A server can still listen there."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as reservation:
         reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         reservation.bind(("127.0.0.1", 0))

@@ -1,4 +1,4 @@
-"""`reap`: how long after its deadline a worker that hangs is dead."""
+"""`reap`: time from the deadline of a hung worker to its death."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from benchmarks.session import Session
 
 SIZES = (150,)
 
-_AFTER = 0.3  # seconds that a worker may take
+_AFTER = 0.3  # seconds of a worker's timer, at least
 _START = 60.0  # seconds for an agent to start a worker
-_LOOK = 0.005  # seconds between two looks whether a worker hangs
+_LOOK = 0.005  # seconds between two checks for a hung worker
 _TORCH = 3  # workers of ours for one of torch's
 _TORCH_TIMEOUT = 900.0  # seconds
 _OURS = {"floor", "ours"}
 
 Process: TypeAlias = "subprocess.Popen[str]"
 _Reap = Callable[[Session, int], Sequence[float]]
-"""Has so many workers hang, one after the other; returns the seconds from each one's deadline to its death."""
+"""Lets that many workers hang, one after the other; returns the seconds from each one's deadline to its death."""
 
 
 def reap(session: Session) -> Iterator[Figure]:
@@ -58,7 +58,7 @@ def _p99(late: Sequence[float]) -> float:
 
 
 def _in_trials(session: Session, count: int, variants: dict[str, _Reap]) -> dict[str, list[float]]:
-    """All that was measured, in turns, each time a part of the workers."""
+    """Return all measurements by variant; variants alternate, each trial with a part of the workers."""
     late: dict[str, list[float]] = {}
     for trial in range(1, session.trials + 1):
         for name, measure in variants.items():
@@ -67,7 +67,7 @@ def _in_trials(session: Session, count: int, variants: dict[str, _Reap]) -> dict
                 part = max(1, count // session.trials)
                 found = measure(session, part if name in _OURS else max(1, part // _TORCH))
             except BenchmarkError as error:
-                # Without torch, ours are measured all the same.
+                # A failure of torch must not fail our figures.
                 (session.fail if name in _OURS else session.say)(f"{doing}: {error}")
                 continue
             late.setdefault(name, []).extend(found)
@@ -78,7 +78,7 @@ def _in_trials(session: Session, count: int, variants: dict[str, _Reap]) -> dict
 
 
 def _agent(session: Session, count: int) -> Sequence[float]:
-    """Our agent, which starts another one when it has killed one."""
+    """Measure our agent, which restarts each worker that it has killed."""
     with tempfile.TemporaryDirectory(dir=session.folder) as folder, timer_server(session.folder) as timers:
         order = HangOrder(folder, _AFTER)
         with agent(session.folder, timers, "hanging", order, max_restarts=count + 1) as process:
@@ -87,7 +87,7 @@ def _agent(session: Session, count: int) -> Sequence[float]:
 
 
 def _kill(session: Session, count: int) -> Sequence[float]:
-    """A process that does nothing but sleep until the deadline, and kill."""
+    """Measure the floor: this process sleeps until the deadline, and kills."""
     log = session.folder / "hanging.log"
     late = []
     with tempfile.TemporaryDirectory(dir=session.folder) as folder:
@@ -99,7 +99,7 @@ def _kill(session: Session, count: int) -> Sequence[float]:
 
 
 def _seconds_to_death(folder: Path, starter: Process, log: Path, *, kill: bool = False) -> float:
-    """Wait for the next worker that hangs, and then for its death; or bring that about at its deadline."""
+    """Wait for the next hung worker, then for its death; with `kill`, kill it at its deadline."""
     hanging = _next_hanging(folder, starter, log)
     pidfd = os.pidfd_open(hanging.pid)
     try:

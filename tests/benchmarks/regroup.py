@@ -1,4 +1,4 @@
-"""`restart` and `newcomer`: how long until all workers run again, after a failure and after one more host came."""
+"""`restart` and `newcomer`: time until all workers run again, after a failure and after one more host joined."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from benchmarks.processes import RALLYPOINT, client_command, driven, free_port, 
 from benchmarks.session import Session
 from benchmarks.trials import in_turns
 
-_TIMEOUT = 60.0  # seconds for a world to be there
+_TIMEOUT = 60.0  # seconds until a world is complete
 _RESTARTS = "1000"
 
 
 def restart(session: Session) -> Iterator[Figure]:
     """Measure; see docs/benchmarks.md."""
-    # Each job is harmed once: a run whose rounds fail again and again is made to wait before it restarts.
+    # One failure per job: a run whose rounds fail repeatedly restarts with a back-off.
     for size in session.sizes_or((4,)):
         flags = ["--nnodes", "2", "--nproc-per-node", str(size // 2), "--max-restarts", _RESTARTS]
         variants = {"ours": partial(_ours, session, "restart", flags, 2, size // 2)}
@@ -35,7 +35,7 @@ def restart(session: Session) -> Iterator[Figure]:
 
 def newcomer(session: Session) -> Iterator[Figure]:
     """Measure; see docs/benchmarks.md."""
-    # The last call is for the first world alone: there is nobody to wait for when all three are there.
+    # The last call matters for the first world alone: with three nodes, the maximum, a round does not wait.
     flags = ["--nnodes", "1:3", "--nproc-per-node", "1", "--rdzv-conf", "last_call_timeout=1"]
     variants = {"ours": partial(_ours, session, "newcomer", flags, 2, 1)}
     found = in_turns(session, "newcomer n=3", variants, lambda it: f"{it.seconds:.3f} s")

@@ -1,6 +1,6 @@
-"""`rendezvous`: N nodes connect at once; until the last knows its ranks, and until it knows that all confirmed.
+"""`rendezvous`: N nodes connect at once; time until the last receives its ranks, and until it receives FINAL.
 
-`security`: the same over TLS, and with tokens, against plaintext; and a local command over a socket, against TCP.
+`security`: the same over TLS, and with tokens, against plaintext; and a local command over a Unix socket, against TCP.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SECURITY_SIZES = (1024,)
 _PLAINTEXT = "plaintext"
 
 _SAME_MESSAGES = "floor, same messages"
-_TIMEOUT = 120.0  # seconds; the slowest takes some five
+_TIMEOUT = 120.0  # seconds; the slowest takes about five
 _MIB = 2**20
 
 
@@ -50,7 +50,7 @@ def rendezvous(session: Session) -> Iterator[Figure]:
         storms = _Storms(session, nodes)
         variants = {FLOOR: partial(storms.measure, FLOOR, floor("one-message"), "FROZEN")}
         for name in JOURNALS:
-            # Nobody confirms in these, so that the clients have as much to do as with the floor.
+            # The nodes of these do not confirm, so that the clients have as much work as with the floor.
             variants[_to_ranks(name)] = partial(storms.measure, name, ours(name), "FROZEN")
             variants[name] = partial(storms.measure, name, ours(name), "FINAL")
         variants[_SAME_MESSAGES] = partial(storms.measure, _SAME_MESSAGES, floor("same-messages"), "FINAL")
@@ -100,7 +100,7 @@ def security(session: Session) -> Iterator[Figure]:
 
 
 def _local_commands(session: Session) -> Iterator[Figure]:
-    """A command on the service's own host: over its Unix socket, which asks for no secret, and over plaintext TCP."""
+    """Measure a command on the service's own host: over its Unix socket, which needs no secret, and plaintext TCP."""
 
     def measure(start: Start, *flags: str) -> LaunchResult:
         with start(session.folder) as server, grpc.insecure_channel(server.endpoint) as channel:
@@ -124,7 +124,7 @@ def _rallypoint(*arguments: str) -> str:
 
 
 class _Storms:
-    """Storms of one size; `lost`: by variant, the streams that ended in them although nobody ended them."""
+    """Storms of one size; `lost`: by variant, the number of streams that ended unexpectedly."""
 
     def __init__(self, session: Session, nodes: int) -> None:
         self.lost: Counter[str] = Counter()
@@ -132,7 +132,7 @@ class _Storms:
         self._nodes = nodes
 
     def measure(self, variant: str, start: Start, until: str, ca: str = "", token: str = "") -> _Storm:
-        """One storm, on a server of its own."""
+        """Measure one storm, on a server of its own."""
         with start(self._session.folder) as server:
             order = StormOrder(server.endpoint, server.pid, self._nodes, until, _TIMEOUT, ca, token)
             result = measured(self._session, server, "storm", order, StormResult)

@@ -1,4 +1,4 @@
-"""What every benchmark is given: where to work, how often, and whom to tell."""
+"""The arguments of every benchmark: folder, sizes, number of trials, and where it reports."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ class Session:
     """One run of benchmarks.
 
     Attributes:
-        folder: for logs and journals; on a real disk, or what is said of journals is not true.
-        sizes: sizes to measure; empty: those that a benchmark has of its own.
-        trials: how often each thing is measured; what is told is the median.
+        folder: for logs and journals; on a real disk, or the figures of journals are wrong.
+        sizes: sizes to measure; empty: the benchmark's own sizes.
+        trials: number of measurements of each variant; the result is their median.
         torch: an interpreter that has torch, for the peer; None: there is none.
-        say: takes a line about what is going on.
-        failures: what went wrong. Calls that were lost are told of here, whatever the figures.
+        `say`: prints a line about the progress.
+        failures: failed measurements; also lost calls, even if there are figures.
     """
 
     folder: Path
@@ -31,11 +31,11 @@ class Session:
     failures: list[str] = field(default_factory=list)
 
     def sizes_or(self, own: tuple[int, ...]) -> tuple[int, ...]:
-        """The sizes that were asked for, or a benchmark's own."""
+        """Return the requested sizes, or a benchmark's own."""
         return self.sizes or own
 
     def fail(self, what: str) -> None:
-        """Note that something went wrong, and say so."""
+        """Record a failure, and print it."""
         self.failures.append(what)
         self.say(f"FAILED: {what}")
 

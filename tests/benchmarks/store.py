@@ -1,4 +1,4 @@
-"""`store`: calls a second, and a key that many wait for."""
+"""`store`: calls per second, and a key for which many clients wait."""
 
 from __future__ import annotations
 

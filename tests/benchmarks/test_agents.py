@@ -1,4 +1,4 @@
-"""What is measured of whole agents: each figure is there, and is a plausible number."""
+"""The benchmarks of whole agents yield every figure, with a plausible number."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
 
 @pytest.fixture
 def session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Session:
-    """Measures ours alone, once, and shortly."""
+    """A session that measures ours alone, once, and briefly."""
     monkeypatch.setattr(launching, "_TIMES", 1)
     monkeypatch.setattr(idling, "_SECONDS", 1.0)
     return Session(tmp_path, (), 1, None, lambda line: None)
@@ -42,18 +42,18 @@ def session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Session:
 def test_an_agent_is_measured_without_torch(
     session: Session, benchmark: Callable[[Session], Iterator[Figure]], names: list[str]
 ) -> None:
-    """Ours can be told where the peer is not installed."""
+    """Our figures are there where torch is not installed."""
     figures = list(benchmark(session))
     assert session.failures == []
     assert [figure.name for figure in figures] == names
     for figure in figures:
-        # An agent that idles may use less than the kernel counts in a second.
+        # An idle agent may use less CPU than one tick of the kernel's clock in a second.
         assert figure.value > 0 or figure.name == "idle.cpu"
         assert figure.peer is None
 
 
 def test_a_world_that_does_not_come_about_is_told_of_and_leaves_nobody(tmp_path: Path) -> None:
-    """A benchmark that hangs tells nothing."""
+    """A world that does not come about is an error after the timeout, and not an endless benchmark."""
     agent = [sys.executable, "-c", "import time; time.sleep(100)"]
     order = RegroupOrder("restart", agent, 1, 2, str(tmp_path), str(tmp_path / "log"), timeout=0.5)
     with pytest.raises(BenchmarkError, match=r"the first world: 0 of 2 workers within 0\.5 s"):
@@ -61,7 +61,7 @@ def test_a_world_that_does_not_come_about_is_told_of_and_leaves_nobody(tmp_path:
 
 
 def test_python_files_are_compiled_as_an_installation_has_them(tmp_path: Path) -> None:
-    """Else what is measured is the compiler; the environment of whoever measures may forbid to keep what it makes."""
+    """Otherwise the benchmark would measure the compiler: PYTHONDONTWRITEBYTECODE may be set in its environment."""
     probe = "import sys; print(sys.dont_write_bytecode, sys.pycache_prefix)"
     show = "from benchmarks.clients.launching import with_compiled as it; import json; print(json.dumps(it('/x')))"
     shown = subprocess.run(

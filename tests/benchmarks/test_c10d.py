@@ -1,4 +1,4 @@
-"""The peer does its work where torch is, and spoils nobody's figures where it is not, or does not come to an end."""
+"""The peer is measured where torch is installed; without torch, or if it never ends, other figures are not affected."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _session(folder: Path, torch: Path | None, trials: int = 3) -> Session:
 
 
 def _stand_in(folder: Path, script: str) -> Path:
-    """An interpreter that does something else."""
+    """Return an interpreter that runs a shell script instead."""
     program = folder / "python"
     program.write_text(f"#!/bin/sh\n{script}\n")
     program.chmod(0o755)
@@ -24,7 +24,7 @@ def _stand_in(folder: Path, script: str) -> Path:
 
 
 def test_without_torch_there_is_no_peer(tmp_path: Path) -> None:
-    """Most who measure have no torch."""
+    """Most machines that run the benchmarks have no torch."""
     session = _session(tmp_path, None)
     assert c10d.c10d_rendezvous(session, 8) == (None, "")
     assert c10d.c10d_calls(session, "set", 8) is None
@@ -33,7 +33,7 @@ def test_without_torch_there_is_no_peer(tmp_path: Path) -> None:
 def test_a_rendezvous_without_an_end_is_given_up_and_counts_as_what_it_was_given(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Some c10d rendezvous never end; that is a figure, not a reason to wait for ever or to fail."""
+    """Some c10d rendezvous never end; the result is the time limit, without a failure or an endless wait."""
     monkeypatch.setattr(c10d, "PATIENCE", 0.3)
     session = _session(tmp_path, _stand_in(tmp_path, "exec sleep 60"))
     assert c10d.c10d_rendezvous(session, 8) == (0.3, "c10d: 2 of 2 not finished in 0.3 s")
@@ -41,7 +41,7 @@ def test_a_rendezvous_without_an_end_is_given_up_and_counts_as_what_it_was_given
 
 
 def test_the_median_is_of_those_that_came_to_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that hangs does not make the others slower."""
+    """A trial that hangs does not change the median of the others."""
     monkeypatch.setattr(c10d, "PATIENCE", 2.0)
     hang_once = 'mkdir "$0.hung" 2>/dev/null && exec sleep 60\necho \'{"first": 1, "last": 3}\''
     session = _session(tmp_path, _stand_in(tmp_path, hang_once))
@@ -49,7 +49,7 @@ def test_the_median_is_of_those_that_came_to_an_end(tmp_path: Path, monkeypatch:
 
 
 def test_a_peer_that_fails_is_left_out(tmp_path: Path) -> None:
-    """A broken torch is told of, and ours are measured all the same."""
+    """A broken torch is noted, and does not fail the benchmark."""
     session = _session(tmp_path, _stand_in(tmp_path, "exit 3"))
     assert c10d.c10d_rendezvous(session, 8) == (None, "c10d: failed")
     assert c10d.c10d_calls(session, "set", 8) is None
@@ -58,7 +58,7 @@ def test_a_peer_that_fails_is_left_out(tmp_path: Path) -> None:
 @pytest.mark.torch
 @pytest.mark.timeout(240)  # torch is imported nine times
 def test_torch_does_the_work(tmp_path: Path) -> None:
-    """The peer is torch itself: its members meet, and its store answers."""
+    """The peer is torch itself: its members complete a rendezvous, and its store replies."""
     pytest.importorskip("torch")
     session = _session(tmp_path, Path(sys.executable), trials=1)
     seconds, note = c10d.c10d_rendezvous(session, 2)

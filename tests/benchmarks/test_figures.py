@@ -1,4 +1,4 @@
-"""A figure stands beside its floor and its peer, and `bench.json` says all of it."""
+"""A figure stands beside its floor and its peer, and `bench.json` contains all of it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from benchmarks.figures import Figure, show_figures, write_figures
 
 
 def test_ratios_are_ours_divided_by_theirs_and_absent_where_there_is_nothing_to_divide_by() -> None:
-    """A reader of the file must not have to ask which way round a ratio is."""
+    """Ratios are ours divided by theirs, and None without a divisor."""
     assert Figure("storm", 8, 3.0, "s", floor=2.0, peer=60.0).ratio_to_floor == 1.5
     assert Figure("storm", 8, 3.0, "s", floor=2.0, peer=60.0).ratio_to_peer == 0.05
     assert Figure("storm", 8, 3.0, "s").ratio_to_floor is None
@@ -38,7 +38,7 @@ def test_the_file_is_a_list_with_an_object_for_each_figure(tmp_path: Path) -> No
 
 
 def test_the_table_has_a_row_for_each_figure_and_says_what_was_not_measured() -> None:
-    """People read the table; a dash is no zero."""
+    """The table shows a dash, and not zero, for a missing value."""
     out = io.StringIO()
     show_figures(Console(file=out, width=150), [Figure("storm", 1024, 1234.5, "s", floor=2.0)])
     (row,) = (line for line in out.getvalue().splitlines() if "storm" in line)

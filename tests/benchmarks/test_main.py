@@ -1,4 +1,4 @@
-"""The command measures what it is asked for, writes it down, says what went wrong, and leaves nobody behind."""
+"""The command runs the requested benchmarks, writes the figures, reports failures, and leaves no process behind."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ BLOCK = (
     ),
 )
 
-# What each benchmark tells of when it is asked for a size of 8.
+# The figures of each benchmark at size 8.
 FIGURES = {
     "rendezvous": [f"rendezvous.{journal}.{what}" for journal in JOURNALS for what in STORM],
     "security": [
@@ -66,7 +66,7 @@ FIGURES = {
     "watchdog": ["watchdog.late.p50", "watchdog.late.p99", "watchdog.late.max", "watchdog.cpu"],
     "timer-requests": ["timer-requests.rate", "timer-requests.cpu"],
 }
-# Those of whole agents: test_agents.py has them, at a length that a test can wait for.
+# The benchmarks of whole agents; test_agents.py runs them, shortened.
 OF_AGENTS = ("launch", "restart", "newcomer", "idle")
 NAMES = [*FIGURES, *OF_AGENTS, "flood"]
 NAMES[NAMES.index("journal") : NAMES.index("journal")] = ["torch-store", "torch-handlers"]  # need torch
@@ -110,7 +110,7 @@ def test_each_benchmark_measures_ours_beside_its_floor(name: str, tmp_path: Path
         assert figure["unit"] in done.stdout
         if figure["name"].endswith((".lost", ".raised")):
             assert figure["value"] == 0
-        elif not figure["name"].endswith(".memory"):  # so few nodes fit into what a server has already
+        elif not figure["name"].endswith(".memory"):  # so few nodes fit into memory that the server already has
             assert figure["ratio_to_floor"] == pytest.approx(figure["value"] / figure["floor"])
             assert figure["value"] > 0, figure
 
@@ -127,7 +127,7 @@ def test_each_benchmark_measures_ours_beside_its_floor(name: str, tmp_path: Path
     ],
 )
 def test_a_mistake_is_told_of_before_anything_is_measured(arguments: list[str], sentence: str) -> None:
-    """A benchmark takes minutes; whoever mistyped its name wants to know at once, and which there are."""
+    """A benchmark takes minutes, so a mistyped name fails at once, and the error lists the names."""
     result = CliRunner().invoke(command.main, arguments)
     assert result.exit_code in {1, 2}
     assert sentence in result.output
@@ -136,7 +136,7 @@ def test_a_mistake_is_told_of_before_anything_is_measured(arguments: list[str], 
 def test_names_and_sizes_come_one_by_one_or_as_a_list(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """`make bench ONLY="fanout store" N="8 16"` hands over one word each."""
+    """`make bench ONLY="fanout store" N="8 16"` passes one argument each."""
     seen: list[tuple[str, tuple[int, ...]]] = []
 
     def note(name: str) -> Any:
@@ -158,7 +158,7 @@ def test_names_and_sizes_come_one_by_one_or_as_a_list(
 def test_what_failed_is_in_the_exit_code_and_what_was_measured_is_kept(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A lost call must turn a build red, and must not take the other figures with it."""
+    """A lost call makes the command fail, but the other figures are kept."""
 
     def lossy(session: Session) -> Iterator[Figure]:
         yield Figure("storm.lost", 8, 3, "calls")
@@ -180,7 +180,7 @@ def test_what_failed_is_in_the_exit_code_and_what_was_measured_is_kept(
 @pytest.mark.integration
 @pytest.mark.parametrize("number", [signal.SIGINT, slow(signal.SIGKILL)])
 def test_no_process_outlives_the_command(number: signal.Signals, tmp_path: Path) -> None:
-    """Whoever interrupts a benchmark is not left with its servers; after Ctrl-C the figures so far are kept."""
+    """An interrupted benchmark leaves no server behind; after Ctrl-C the figures so far are kept."""
     with fresh_marker() as marker:
         process = subprocess.Popen(
             _command(tmp_path, "--only", "rendezvous", "--n", "16", "--trials", "100"),

@@ -1,4 +1,4 @@
-"""What the benchmarks of timers are made of measures what it says, and ends when there is nothing to measure."""
+"""The parts of the timer benchmarks measure correctly, and end when there is nothing to measure."""
 
 from __future__ import annotations
 
@@ -36,21 +36,21 @@ def _failing(every: int, error: type[Exception]) -> Callable[[], None]:
 
 
 def test_a_block_that_raises_is_counted_and_not_timed() -> None:
-    """Who raises at once would else look quick."""
+    """Otherwise a block that raises at once would look fast."""
     cost = cost_of(_failing(4, BlockingIOError), 100, PACES["back-to-back"])
     assert cost.raised == 25
     assert 0 < cost.median <= cost.p99 <= cost.longest
 
 
 def test_other_errors_are_not_taken_for_a_cost() -> None:
-    """A mistake of the benchmark must not hide among what a watchdog raises."""
+    """A defect of the benchmark is not counted as an error of a watchdog."""
     with pytest.raises(ZeroDivisionError):
         cost_of(_failing(4, ZeroDivisionError), 100, PACES["back-to-back"])
 
 
 @pytest.mark.parametrize("pace", ["slept", "computed"])
 def test_paced_blocks_begin_no_sooner_than_they_are_due(pace: str) -> None:
-    """One each millisecond, which is the rate that the figures speak of."""
+    """Paced blocks have the rate of the figures: one per millisecond."""
     began: list[float] = []
     start = time.perf_counter()
     cost_of(lambda: began.append(time.perf_counter()), 20, PACES[pace])
@@ -58,13 +58,13 @@ def test_paced_blocks_begin_no_sooner_than_they_are_due(pace: str) -> None:
 
 
 def test_each_block_is_measured_in_each_pace() -> None:
-    """Those that are compared are measured in one process, in turns."""
+    """Blocks to compare are measured in one process, in turns."""
     costs = costs_of({"ours": lambda: None, "floor": lambda: None}, BlocksOrder("", 4, 2, ""))
     assert sorted(costs) == sorted(f"{who}.{pace}" for who in ("ours", "floor") for pace in PACES)
 
 
 def test_each_message_ends_what_the_other_one_starts() -> None:
-    """However often they are sent in turns, no timer is acquired twice, and none is left but those of the last."""
+    """Sent alternately, they acquire no timer twice, and only those of the last message remain."""
     both = [pb.SuperviseRequest.FromString(each) for each in messages(RequestsOrder("", 0, 1, 40, 1.0, 1.0))]
     held: set[tuple[str, str]] = set()
     for turn in range(6):
@@ -79,7 +79,7 @@ def test_each_message_ends_what_the_other_one_starts() -> None:
 
 
 def test_who_waits_for_a_worker_of_an_agent_that_ended_is_told_why(tmp_path: Path) -> None:
-    """A minute later would be a minute too late."""
+    """The error has the end of the agent's log, and comes at once, not after the minute for a start."""
     log = tmp_path / "log"
     with running(["sh", "-c", "echo no such option >&2"], log) as process:
         process.wait()
@@ -88,7 +88,7 @@ def test_who_waits_for_a_worker_of_an_agent_that_ended_is_told_why(tmp_path: Pat
 
 
 def test_the_death_of_a_worker_is_noticed_and_timed(tmp_path: Path) -> None:
-    """From the deadline that the worker told of."""
+    """The time counts from the deadline that the worker reported."""
     log = tmp_path / "log"
     with running(["sleep", "60"], log) as process:
         due = time.monotonic() + 0.2
@@ -101,7 +101,7 @@ def test_the_death_of_a_worker_is_noticed_and_timed(tmp_path: Path) -> None:
 @pytest.mark.torch
 @pytest.mark.timeout(240)  # torch is imported four times
 def test_torch_does_the_work(tmp_path: Path) -> None:
-    """The peer is torch itself: its clients guard blocks, and its servers kill who hangs."""
+    """The peer is torch itself: its clients guard blocks, and its servers kill a hung worker."""
     pytest.importorskip("torch")
     session = _session(tmp_path, Path(sys.executable))
     for kind in ("file", "queue"):

@@ -1,4 +1,4 @@
-"""What is measured in turns: medians of what could be measured, and a word on what could not."""
+"""Measurements in turns give medians of the successful trials, and report the failed ones."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _show(taken: Taken) -> str:
 
 
 def test_variants_take_turns_and_the_median_counts(session: Session) -> None:
-    """A machine that is slow for a while is slow for all of them."""
+    """Variants alternate, so that a slow phase of the machine affects all of them; the result is the median."""
     order: list[str] = []
 
     def variant(name: str, *seconds: float) -> Callable[[], Taken]:
@@ -49,7 +49,7 @@ def test_variants_take_turns_and_the_median_counts(session: Session) -> None:
 
 
 def test_what_could_not_be_measured_is_told_of_and_left_out(session: Session) -> None:
-    """A benchmark that fails now and then must not look as if it had not."""
+    """Failed trials are reported, and left out of the median."""
     left = iter([Taken(1), None, Taken(3)])
 
     def sometimes() -> Taken:

@@ -1,7 +1,7 @@
-"""The floor of the timer service: a grpc.aio server on uvloop that decodes its messages and thinks nothing.
+"""The floor of the timer service: a grpc.aio server on uvloop that decodes messages without further logic.
 
-It serves the same method path under the server settings of the product, so that one and the same client measures
-both. It has no table, checks nothing, and a timer that is released runs out all the same.
+It serves the same method path under the server settings of the product, so that the same client measures both. It
+has no table and checks nothing, and even a released timer expires.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 import click
 
-import rallypoint.serving  # noqa: F401 (before gRPC is imported, it settles what gRPC may do in this process)
+import rallypoint.serving  # noqa: F401 (before gRPC is imported: it configures gRPC for this process)
 
 # isort: split
 import grpc
@@ -26,7 +26,7 @@ _Context: TypeAlias = "grpc.aio.ServicerContext[pb.SuperviseRequest, pb.Supervis
 _Stream: TypeAlias = Callable[[Any, _Context], Awaitable[None]]
 
 LONGEST = 60
-"""Seconds. Timers of less count down; all others are as good as endless, and nothing is done for them."""
+"""Seconds. Shorter timers count down; all others are ignored."""
 
 
 def _response(**event: Any) -> pb.SuperviseResponse:
@@ -37,7 +37,7 @@ _SUBSCRIBED = pb.Subscribed(reoffer_interval=Duration(seconds=60))
 
 
 async def decode(_: Any, context: _Context) -> None:
-    """Let an agent in, then read what it says; a message that ends with a timer of no duration is answered."""
+    """Admit an agent, then read its messages; reply to one that ends with a timer without a duration."""
     await context.read()
     await context.write(_response(subscribed=_SUBSCRIBED))
     while isinstance(request := await context.read(), pb.SuperviseRequest):
@@ -47,7 +47,7 @@ async def decode(_: Any, context: _Context) -> None:
 
 
 async def count_down(_: Any, context: _Context) -> None:
-    """Let an agent in, set a timer of the event loop for each that is short, and tell when it runs out."""
+    """Admit an agent, set a timer of the event loop for each short timer, and report when it expires."""
     due: asyncio.Queue[pb.Acquire] = asyncio.Queue()
     telling = asyncio.create_task(_tell(due, context))
     loop = asyncio.get_running_loop()

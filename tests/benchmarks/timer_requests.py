@@ -1,4 +1,4 @@
-"""`timer-requests`: how many acquires and releases a second the timer service takes from its agents."""
+"""`timer-requests`: acquires and releases per second that the timer service accepts from its agents."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from benchmarks.trials import FLOOR, Start, in_turns, measured
 
 SIZES = (64,)
 
-# What an agent gathers between two looks at its workers' tables, 50 ms apart, where 64 of them make 50,000 a second.
+# Requests of an agent per scan of its workers' tables, every 50 ms, if 64 agents send 50,000 per second in total.
 _BATCH = 40
 _SECONDS = 2.0
 _TIMEOUT = 60.0

@@ -1,4 +1,4 @@
-"""`torch-store`: torch's store client at our ports and at torch's own server, the same processes in turns."""
+"""`torch-store`: torch's store client at our ports and at torch's own server, alternately."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measuring several things in turns, so that the moods of the machine meet them alike."""
+"""Measurements of several variants in turns, so that a slow phase of the machine affects all of them."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ Start = Callable[[Path], AbstractContextManager[Server]]
 JOURNALS = ("memory", "sqlite")
 FLOOR = "floor"
 
-# Seconds that a client process gets beyond the time in which it is to give up itself.
+# Seconds that a client process gets beyond its own timeout.
 _MARGIN = 60.0
 
 
 def ours(journal: str) -> Start:
-    """The rendezvous service with a journal of JOURNALS."""
+    """Return a starter of the rendezvous service with a journal of `JOURNALS`."""
     return partial(our_server, journal=journal)
 
 
 def floor(behaviour: str, size: int = 200) -> Start:
-    """A bare server; see `processes.floor_server`."""
+    """Return a starter of a bare server; see `processes.floor_server`."""
     return partial(floor_server, behaviour=behaviour, size=size)
 
 
@@ -41,10 +41,10 @@ def in_turns(
     """Measure each variant in turn, `session.trials` times over.
 
     Args:
-        session: Is told of each result, and of each failure.
-        what: Is measured, for people.
-        variants: Each measures one variant once; raises BenchmarkError where it can't.
-        show: A result in a few words.
+        session: Receives each result and each failure.
+        `what`: Name of the measurement, for people.
+        variants: Each measures one variant once, or raises BenchmarkError.
+        show: Formats a result in a few words.
 
     Returns:
         For each variant its `median`; variants that always failed are left out.
@@ -64,7 +64,7 @@ def in_turns(
 
 
 def median(results: Iterable[T]) -> T:
-    """A result, which is a dataclass of numbers, whose every field is the median of that field."""
+    """Return a result whose fields are the medians of those of `results`, dataclasses of numbers."""
     rows = list(results)
     kind: Any = type(rows[0])
     names = [field.name for field in fields(kind)]
@@ -73,17 +73,17 @@ def median(results: Iterable[T]) -> T:
 
 
 def measured(session: Session, server: Server, module: str, order: Any, result: Callable[..., T]) -> T:
-    """Have a client process measure a server.
+    """Measure a server with a client process.
 
     Args:
-        session: Names the folder.
-        server: What is measured.
-        module: Of `benchmarks.clients`.
-        order: What to tell the client, a dataclass; its `timeout` is the seconds after which that gives up.
-        result: The dataclass to make of its answer.
+        session: Has the folder for the client's log.
+        server: The measured server.
+        module: Module of `benchmarks.clients`.
+        order: Argument of the client, a dataclass; its `timeout` is the client's own, in seconds.
+        result: The dataclass of the client's result.
 
     Raises:
-        BenchmarkError: It could not be measured.
+        BenchmarkError: The measurement failed.
     """
     command = client_command(module, order)
     try:

@@ -1,4 +1,4 @@
-"""`watchdog`: how late the timer service tells of timers that ran out, and what it costs it, among many others."""
+"""`watchdog`: how late the timer service reports expired timers among many others, and its CPU cost."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from benchmarks.trials import FLOOR, Start, in_turns, measured
 
 SIZES = (64,)
 
-# Of 64 agents: a thousand workers and a hundred thousand timers. Agents of other sizes have as many each.
+# 64 agents have a thousand workers and a hundred thousand timers. With other numbers, each agent has as many.
 _WORKERS, _TIMERS = 16, 98
 _PAIRS, _EXPIRIES = 2000 / 64, 1500 / 64
-# An agent whose workers' timers change looks at their tables every 50 ms.
+# An agent whose workers' timers change scans their tables every 50 ms.
 _LOOK = 0.05
 _SECONDS = 10.0
 _TIMEOUT = 60.0

@@ -1,6 +1,6 @@
-"""A worker that says that it runs and then does nothing, in `restart`, `newcomer` and `idle`.
+"""A worker of `restart`, `newcomer` and `idle` that reports its start, and then does nothing.
 
-Standard library only: it runs under torch's agent too, and what it loads would count as time of the agent's.
+Standard library only: it runs under torch's agent too, and its imports would count as time of the agent.
 """
 
 import ctypes
@@ -13,11 +13,11 @@ import time
 
 PR_SET_PDEATHSIG = 1
 LONGEST = 600.0
-"""Seconds after which it ends by itself, whatever became of who started it."""
+"""Seconds after which it ends by itself, even if its agent is gone."""
 
 
 def announce(place: str) -> None:
-    """Tell the socket of the benchmark which worker this is, and when it came to run."""
+    """Send this worker's rank, world size, process id and start time to the socket of the benchmark."""
     message = {
         "rank": int(os.environ["RANK"]),
         "world": int(os.environ["WORLD_SIZE"]),

@@ -1,6 +1,6 @@
-"""What entering and leaving a guarded block costs: back to back, after a sleep, and in the midst of computing.
+"""The cost of entering and leaving a guarded block: back to back, after a sleep, and during a computation.
 
-Apart from those who measure it, since it is the same for ours, for nothing at all, and for torch.
+One module for all, since the measurement is the same for our timers, for empty blocks, and for torch.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 INTERVAL = 0.001
-"""Seconds from one block to the next, where they are paced."""
+"""Seconds from one paced block to the next."""
 
 _WARM_UP = 100  # blocks that are not counted: connections, caches
-_DATA = bytes(range(256)) * 64  # what is computed with; small enough that a turn takes microseconds
+_DATA = bytes(range(256)) * 64  # input of the computation; small enough that one step takes microseconds
 
 
 @dataclass(frozen=True, slots=True)
 class BlocksOrder:
-    """What to do.
+    """A request to measure blocks.
 
     Attributes:
-        kind: what guards the blocks, where there are several.
-        blocks: how many, back to back.
-        paced: how many, paced.
+        kind: kind of timer, if there are several.
+        blocks: number of blocks back to back.
+        paced: number of paced blocks.
         answer: the file for the result: an object of BlockCost by scope and pace, as in "default.slept".
     """
 
@@ -40,7 +40,7 @@ class BlocksOrder:
 
 @dataclass(frozen=True, slots=True)
 class BlockCost:
-    """Seconds for one block: middle, 99th in a hundred, longest. And how many raised an error."""
+    """Seconds for one block: median, 99th percentile, longest. And the number of blocks that raised an error."""
 
     median: float
     p99: float
@@ -70,7 +70,7 @@ PACES: Mapping[str, Callable[[float], None]] = {
 
 
 def cost_of(block: Callable[[], None], count: int, pace: Callable[[float], None]) -> BlockCost:
-    """Run a block so often; what raises is counted, not timed."""
+    """Run a block `count` times; one that raises is counted, not timed."""
     clock = time.perf_counter_ns
     taken: list[int] = []
     raised = 0
@@ -94,7 +94,7 @@ def cost_of(block: Callable[[], None], count: int, pace: Callable[[float], None]
 
 
 def costs_of(blocks: Mapping[str, Callable[[], None]], order: BlocksOrder) -> dict[str, BlockCost]:
-    """All paces of some blocks, in turns."""
+    """Measure some blocks at all paces, in turns."""
     for block in blocks.values():
         cost_of(block, _WARM_UP, _sleep)
     return {
@@ -105,7 +105,7 @@ def costs_of(blocks: Mapping[str, Callable[[], None]], order: BlocksOrder) -> di
 
 
 def write_costs(answer: str, costs: Mapping[str, BlockCost]) -> None:
-    """Say what was measured, all at once."""
+    """Write the results to a file, atomically."""
     place = Path(answer)
     draft = place.with_suffix(".draft")
     draft.write_text(json.dumps({name: asdict(cost) for name, cost in costs.items()}))
@@ -113,5 +113,5 @@ def write_costs(answer: str, costs: Mapping[str, BlockCost]) -> None:
 
 
 def read_costs(answer: Path) -> dict[str, BlockCost]:
-    """What `write_costs` wrote."""
+    """Read the file of `write_costs`."""
     return {name: BlockCost(**cost) for name, cost in json.loads(answer.read_text()).items()}

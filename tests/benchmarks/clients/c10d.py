@@ -1,9 +1,9 @@
-"""The peer, run by a Python that has torch: what torch's c10d does of the same work.
+"""The peer, run by a Python that has torch: the same work done by torch's c10d.
 
     python -m benchmarks.clients.c10d '{"kind": "rendezvous", "members": 64}'
 
-This process holds the store, which is torch's server. Each member is a thread with a store connection of its
-own, in one of a few further processes, since Python threads share a core.
+This process holds the store, which is torch's server. Each member is a thread with its own store connection, in one
+of a few further processes, since Python threads share a core.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _RUN_ID = "benchmark"
 _HOST = "127.0.0.1"
 _VALUE = "v" * 100
 _GO, _READY, _AWAITED, _ENDED, _OVER = "go", "ready", "awaited", "ended", "over"
-# On two cores 4 processes were fastest; with all threads in one, the interpreter's lock is what is measured.
+# On two cores 4 processes were fastest; with all threads in one, the interpreter's lock limits the result.
 _PROCESSES = 4
-_making = threading.Lock()  # many processes that start at once do not start in time
-_TO_WAIT = 1.0  # seconds that all who wait for a key take to begin
+_making = threading.Lock()  # companions that all start at once would exceed their start timeout
+_TO_WAIT = 1.0  # seconds until all members wait for the key
 
 
 def _connect(port: int) -> dist.TCPStore:
@@ -47,7 +47,7 @@ def _dynamic(order: C10dOrder) -> DynamicRendezvousHandler:
     store, most, backend = _connect(order.port), order.members, None
     if order.endpoint:
         backend = RallypointRendezvousBackend(order.endpoint, _RUN_ID, {"insecure": "1"})
-        backend.get_state()  # connects, as torch's does when it is made
+        backend.get_state()  # connects, as the constructor of torch's backend does
     return DynamicRendezvousHandler.from_backend(
         _RUN_ID, store, backend or C10dRendezvousBackend(store, _RUN_ID), most, most, local_addr=_HOST
     )
@@ -61,7 +61,7 @@ def _plugin(order: C10dOrder) -> RendezvousHandler:
 
 
 def _rejoin(make: Callable[[C10dOrder], RendezvousHandler]) -> Callable[[C10dOrder, int], Callable[[], None]]:
-    """From the call of a handler that is there until the rank is known."""
+    """Measure an existing handler from its call until the rank is known."""
 
     def prepare(order: C10dOrder, number: int) -> Callable[[], None]:
         with _making:
@@ -72,7 +72,7 @@ def _rejoin(make: Callable[[C10dOrder], RendezvousHandler]) -> Callable[[C10dOrd
 
 
 def _call(call: Callable[[dist.TCPStore, str], object]) -> Callable[[C10dOrder, int], Callable[[], None]]:
-    """Calls one after another, on a connection that is open."""
+    """Measure calls one after another, on an open connection."""
 
     def prepare(order: C10dOrder, number: int) -> Callable[[], None]:
         store, key = _connect(order.port), f"{order.port}/{os.getpid()}/{number}"
@@ -81,7 +81,7 @@ def _call(call: Callable[[dist.TCPStore, str], object]) -> Callable[[C10dOrder, 
         def call_on() -> None:
             for _ in range(order.each):
                 call(store, key)
-            # A set is not answered; a key that is asked for is there, so all before it is done.
+            # A set has no reply; the reply to this get means that all sets before it are done.
             store.get(key)
 
         return call_on
@@ -90,7 +90,7 @@ def _call(call: Callable[[dist.TCPStore, str], object]) -> Callable[[C10dOrder, 
 
 
 KINDS: dict[str, Callable[[C10dOrder, int], Callable[[], None]]] = {
-    # From the first connect until the rank is known, as ours is measured.
+    # From the first connect until the rank is known, as for ours.
     "rendezvous": lambda order, number: lambda: _dynamic(order).next_rendezvous() and None,
     "dynamic": _rejoin(_dynamic),
     "plugin": _rejoin(_plugin),
@@ -99,11 +99,11 @@ KINDS: dict[str, Callable[[C10dOrder, int], Callable[[], None]]] = {
     "add": _call(lambda store, key: store.add("sum/" + key, 1)),
     "wait": _call(lambda store, key: store.get(_AWAITED)),
 }
-"""What a member does: prepares, before the clock runs, and then what is measured."""
+"""By kind, a function that prepares a member before the measurement, and returns the measured work."""
 
 
 def hold(order: C10dOrder) -> C10dResult:
-    """Hold the store, and have all members start at once."""
+    """Hold the store, and start all members at once."""
     store = dist.TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
     shares = [len(range(first, order.members, _PROCESSES)) for first in range(min(_PROCESSES, order.members))]
     children = []
@@ -118,7 +118,7 @@ def hold(order: C10dOrder) -> C10dResult:
         time.sleep(_TO_WAIT)
         began = time.perf_counter()
         store.set(_AWAITED, _VALUE)
-    # The clock is one for all processes of a machine.
+    # All processes of a machine share this clock.
     results = [C10dResult(**json.loads(child.communicate()[0])) for child in children]
     return C10dResult(
         min(result.first for result in results) - began, max(result.last for result in results) - began
@@ -126,7 +126,7 @@ def hold(order: C10dOrder) -> C10dResult:
 
 
 def take_part(order: C10dOrder) -> C10dResult:
-    """Do it with one process's share of the members; returns when the first and the last had done it."""
+    """Run one process's share of the members; return the times at which the first and the last were done."""
     ends: list[float] = []
     go = threading.Event()
     prepared = threading.Barrier(order.share + 1)
@@ -151,7 +151,7 @@ def take_part(order: C10dOrder) -> C10dResult:
         thread.join()
     if len(ends) != order.share:
         raise SystemExit(f"{len(ends)} of {order.share} members came to an end")
-    # A handler that is dropped, or whose process ends, ends its companion: not while others are measured.
+    # A handler ends its companion when it is dropped or its process ends: wait until no member is measured.
     if store.add(_ENDED, 1) == min(_PROCESSES, order.members):
         store.set(_OVER, "")
     store.wait([_OVER])
@@ -163,4 +163,4 @@ if __name__ == "__main__":
     _order = C10dOrder(**json.loads(sys.argv[1]))
     sys.stdout.write(json.dumps(asdict(take_part(_order) if _order.share else hold(_order))) + "\n")
     sys.stdout.flush()
-    os._exit(0)  # keep-alive threads would go on
+    os._exit(0)  # keep-alive threads would keep the process alive

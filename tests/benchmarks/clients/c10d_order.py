@@ -1,4 +1,4 @@
-"""What the peer is asked to do, and what it answers; apart from the peer, since this needs no torch."""
+"""The request to the peer, and its result; apart from the peer, since this module needs no torch."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class C10dOrder:
-    """What to do.
+    """A request to the client process.
 
     Attributes:
-        kind: of clients.c10d.KINDS.
-        members: how many do it at once.
-        each: how often each does it.
-        port: the store's, in a process that has a share of the members.
-        share: how many members such a process has.
-        endpoint: of the rendezvous service, for the kinds that are of ours.
+        kind: a key of `clients.c10d.KINDS`.
+        members: number of members, which start at once.
+        each: number of calls of each member.
+        port: port of the store, for a process with a share of the members.
+        share: number of members of such a process.
+        endpoint: address of the rendezvous service, for our kinds.
     """
 
     kind: str
@@ -28,7 +28,7 @@ class C10dOrder:
 
 @dataclass(frozen=True, slots=True)
 class C10dResult:
-    """Seconds from the start until the first and the last member had done it."""
+    """Seconds from the start until the first and the last member were done."""
 
     first: float
     last: float

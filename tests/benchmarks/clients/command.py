@@ -1,4 +1,4 @@
-"""The main program of every client process: an order as JSON in the only argument, the result as JSON on stdout."""
+"""The main program of every client process: the order is a JSON argument, the result is JSON on stdout."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ _Order = TypeVar("_Order")
 
 
 def carry_out(order: Callable[..., _Order], work: Callable[[_Order], Coroutine[Any, Any, Any]]) -> NoReturn:
-    """Do the work under the event loop of the product, print its result, which is a dataclass, and exit.
+    """Run `work` in the event loop of the product, print its result, which is a dataclass, and exit.
 
     Args:
-        order: The dataclass to make of the argument.
-        work: What to do with it.
+        order: The dataclass of the argument.
+        work: Carries out the order.
     """
-    # A pause of the client's garbage collector would be taken for the server's.
+    # A pause of the client's garbage collector would count as time of the server.
     gc.disable()
     run(_finish(work(order(**json.loads(sys.argv[1])))))
 
 
 def obey(order: Callable[..., _Order], work: Callable[[_Order], Any]) -> None:
-    """Do work that needs no event loop, and print its result; see `carry_out`."""
+    """Run `work`, which needs no event loop, and print its result; see `carry_out`."""
     result = work(order(**json.loads(sys.argv[1])))
     sys.stdout.write(json.dumps(asdict(result)) + "\n")
 
@@ -42,4 +42,4 @@ async def _finish(work: Coroutine[Any, Any, Any]) -> NoReturn:
         os._exit(1)
     sys.stdout.write(json.dumps(asdict(result)) + "\n")
     sys.stdout.flush()
-    os._exit(0)  # thousands of connections take longer to close in good order than to measure
+    os._exit(0)  # closing thousands of connections properly takes longer than the measurement

@@ -1,6 +1,6 @@
-"""Client process of `etcd`: writes as fast as they are answered, to etcd itself or to fenced states of the service.
+"""Client process of `etcd`: writes without pause to etcd itself, or to fenced states of the service.
 
-Several of these work at the same time; each counts what is answered within the same few seconds.
+Several of these run at the same time; each counts the replies within the same few seconds.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
-import rallypoint.serving  # noqa: F401 (before gRPC is imported, it settles what gRPC may do in this process)
+import rallypoint.serving  # noqa: F401 (before gRPC is imported: it configures gRPC for this process)
 from rallypoint.rpc.endpoint import Plaintext
 
 # isort: split
@@ -31,20 +31,20 @@ _VALUE = b"v" * 100
 
 _Call: TypeAlias = "grpc.aio.UnaryUnaryMultiCallable[bytes, bytes]"
 Write: TypeAlias = Callable[[int], Awaitable[None]]
-"""Makes the n-th write of one caller."""
+"""Performs the n-th write of one caller."""
 
 
 @dataclass(frozen=True, slots=True)
 class EtcdOrder:
-    """What to do.
+    """A request to the client process.
 
     Attributes:
         kind: "puts" to etcd, or "states" of the service.
         target: URL of the etcd, or endpoint of the service.
-        first: number of the first caller; each has a key, or a run and a connection, of its own.
-        callers: how many there are, each with one write under way at a time.
-        begin: when counting begins, by the clock `time.monotonic`, which all processes share.
-        seconds: how long it lasts.
+        first: number of the first caller; each has its own key, or its own run and connection.
+        callers: number of callers, each with one write in flight.
+        begin: start of the count, by the clock `time.monotonic`, which all processes share.
+        seconds: duration of the count.
     """
 
     kind: str
@@ -57,17 +57,17 @@ class EtcdOrder:
 
 @dataclass(frozen=True, slots=True)
 class EtcdResult:
-    """Writes that were answered in that time, and the seconds that the slowest of them took."""
+    """Number of writes with a reply in that time, and the seconds of the slowest."""
 
     writes: int
     slowest: float
 
 
 async def etcd(order: EtcdOrder) -> EtcdResult:
-    """Carry it out.
+    """Carry out the order.
 
     Raises:
-        SwarmError: It was not ready in time, or a write had no effect.
+        SwarmError: The writers were not ready in time, or a write had no effect.
     """
     numbers = range(order.first, order.first + order.callers)
     writers = await (_puts if order.kind == "puts" else _states)(order.target, numbers)
@@ -82,7 +82,7 @@ async def etcd(order: EtcdOrder) -> EtcdResult:
             if order.begin <= (answered := time.monotonic()) < end:
                 counted.append(answered - sent)
 
-    # One write of each, so that everything is connected and warm.
+    # One write of each, to connect and to warm up.
     await asyncio.gather(*(write(-1) for write in writers))
     if time.monotonic() > order.begin:
         raise SwarmError("the writers were not ready in time")

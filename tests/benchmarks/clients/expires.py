@@ -1,4 +1,4 @@
-"""A worker of an agent, in `expires`: what a guarded block costs it, and one that nothing guards."""
+"""A worker of an agent, in `expires`: measures guarded blocks, and blocks without a timer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SCOPE = "step"
 
 
 class Nothing:
-    """The least that a context manager costs."""
+    """A context manager that does nothing: the least cost of one."""
 
     __slots__ = ()
 

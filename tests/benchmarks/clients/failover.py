@@ -1,4 +1,4 @@
-"""Client process of `failover`: the survivors, which see one node's process killed."""
+"""Client process of `failover`: the surviving nodes, after another node's process is killed."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 
 _JOINABLE = (pb.PHASE_JOINABLE, 0)
 _REPLACED = (pb.PHASE_FROZEN, 2)
-_CALM = 1.0  # seconds between the round's start and the kill, so that the one does not disturb the other
+_CALM = 1.0  # seconds between the round's start and the kill, so that the start does not affect the measurement
 
 
 @dataclass(frozen=True, slots=True)
 class FailoverOrder:
-    """What to do.
+    """A request to the client process.
 
     Attributes:
-        endpoint: of the server.
-        victim: process id of who holds the one other node.
-        places: how many nodes the round takes, the victim's among them.
-        spare: whether one node more joins, to take the victim's place.
+        endpoint: address of the server.
+        `victim`: process id of the client with the one other node, which is killed.
+        places: number of nodes of the round, including that one.
+        spare: True if a spare joins, to replace the lost node.
         timeout: seconds until it counts as failed.
     """
 
@@ -38,17 +38,17 @@ class FailoverOrder:
 
 @dataclass(frozen=True, slots=True)
 class FailoverResult:
-    """Seconds from the SIGKILL until the first and the last survivor were told."""
+    """Seconds from the SIGKILL until the first and the last survivor were notified."""
 
     first: float
     last: float
 
 
 async def failover(order: FailoverOrder) -> FailoverResult:
-    """Carry it out.
+    """Carry out the order.
 
     Raises:
-        SwarmError: Somebody was not told.
+        SwarmError: A node was not notified.
     """
     await ready(order.endpoint)
     own = range(1, order.places + (1 if order.spare else 0))

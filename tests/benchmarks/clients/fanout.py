@@ -1,7 +1,7 @@
-"""Client process of `fanout`: one change of a round that runs, and when each of its nodes was told.
+"""Client process of `fanout`: one change of an active round, and when each of its nodes was notified.
 
-The change is a failed worker: the round ends, the same nodes form the next one at once, and each is told its
-place in it, in one message.
+The change is a failed worker: the round ends, the same nodes form the next one at once, and each receives its ranks
+in it, in one message.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 
 @dataclass(frozen=True, slots=True)
 class FanoutOrder:
-    """What to do.
+    """A request to the client process.
 
     Attributes:
-        endpoint: of the server.
-        nodes: how many.
-        changes: how many changes, one after another.
-        confirm: whether nodes confirm each new round, after the last was told of it; the floor has no rounds.
+        endpoint: address of the server.
+        nodes: number of nodes.
+        changes: number of changes, one after another.
+        confirm: True if nodes confirm each new round, after the last has received it; the floor has no rounds.
         timeout: seconds until it counts as failed.
     """
 
@@ -39,9 +39,9 @@ class FanoutResult:
     """Medians over the changes.
 
     Attributes:
-        first: seconds from the change until the first node was told.
-        last: seconds until the last was.
-        message: bytes of what a node was told.
+        first: seconds from the change until the first node was notified.
+        last: seconds until the last node was.
+        message: bytes of the message to a node.
     """
 
     first: float
@@ -50,10 +50,10 @@ class FanoutResult:
 
 
 async def fanout(order: FanoutOrder) -> FanoutResult:
-    """Carry it out.
+    """Carry out the order.
 
     Raises:
-        SwarmError: Somebody was not told.
+        SwarmError: A node was not notified.
     """
     await ready(order.endpoint)
     requests = join_requests(range(order.nodes), places=order.nodes, max_restarts=order.changes)

@@ -1,7 +1,7 @@
-"""A worker that prints at a pace: `flooding <order>`, or as many lines as it can.
+"""A worker that prints at a fixed rate, or as fast as it can: `flooding <order>`.
 
-A line is `<rank> <number> <filler>`, so that whoever reads the file can tell whether one is missing, double, cut or
-out of order. Standard library only: torch's agent runs it too.
+A line is `<rank> <number> <filler>`, so that a reader detects a line that is missing, double, cut or out of order.
+Standard library only: torch's agent runs it too.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ _FILLER = b"the quick brown fox jumps over the lazy dog"
 
 @dataclass(frozen=True, slots=True)
 class FloodOrder:
-    """What a worker is told.
+    """A request to the worker.
 
     Attributes:
-        folder: where it says when it was done, as `<rank>.json`; it goes on living until `go` is there.
-        lines: how many it prints.
-        rate: lines a second; 0: as many as it can.
-        block: lines in a write(2). Python's own buffer of standard output has about 100 of this length.
+        folder: for its result, `<rank>.json`; the worker ends when a file `go` exists there.
+        lines: number of lines to print.
+        rate: lines per second; 0: as fast as it can.
+        block: lines per write(2). Python's own buffer of standard output holds about 100 of this length.
     """
 
     folder: str
@@ -35,19 +35,19 @@ class FloodOrder:
 
 @dataclass(frozen=True, slots=True)
 class Flooded:
-    """When a worker printed, in seconds of the host's monotonic clock."""
+    """Start and end of a worker's output, in seconds of the host's monotonic clock."""
 
     began: float
     ended: float
 
 
 def lines(rank: int, first: int, count: int) -> bytes:
-    """What the worker of a rank prints: `count` lines from number `first` on."""
+    """Return the output of the worker with a rank: `count` lines from number `first` on."""
     return b"".join(b"%d %08d %b\n" % (rank, number, _FILLER) for number in range(first, first + count))
 
 
 def flood(order: FloodOrder, rank: int) -> Flooded:
-    """Prints; returns when."""
+    """Print the lines; return the start and end times."""
     began = time.monotonic()
     for first in range(0, order.lines, order.block):
         if order.rate:
@@ -59,7 +59,7 @@ def flood(order: FloodOrder, rank: int) -> Flooded:
 
 
 def main() -> None:
-    """Does what the command line says."""
+    """Carry out the order in the first argument."""
     order = FloodOrder(**json.loads(sys.argv[1]))
     rank = int(os.environ["RANK"])
     flooded = flood(order, rank)

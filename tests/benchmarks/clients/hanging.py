@@ -1,4 +1,4 @@
-"""A worker that lets its timer run out, in `reap`."""
+"""A worker that lets its timer expire, in `reap`."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from pathlib import Path
 from rallypoint.timer import configure, expires
 
 DEATH = 30.0
-"""Seconds after its deadline by which a worker has to be dead."""
+"""Seconds after its deadline by which a worker must be dead."""
 
 
 @dataclass(frozen=True, slots=True)
 class HangOrder:
-    """What to do.
+    """A request to the worker.
 
     Attributes:
-        folder: where to say who hangs, in a file for each process.
-        after: seconds that it may take, at least; see `drawn`.
+        folder: for the file in which the worker reports that it hangs.
+        after: seconds of its timer, at least; see `drawn`.
     """
 
     folder: str
@@ -31,7 +31,7 @@ class HangOrder:
 
 @dataclass(frozen=True, slots=True)
 class Hanging:
-    """Who hangs: its process id, and its deadline in seconds of CLOCK_MONOTONIC."""
+    """A hung worker: its process id, and its deadline in seconds of CLOCK_MONOTONIC."""
 
     pid: int
     due: float
@@ -39,12 +39,12 @@ class Hanging:
 
 @dataclass(frozen=True, slots=True)
 class TorchReapOrder:
-    """What the peer is to do.
+    """A request to the peer.
 
     Attributes:
-        kind: file or queue: torch's two; sigkill: nobody watches, the process is killed at its deadline.
-        count: how many workers hang, one after the other.
-        after: seconds that each may take, at least; see `drawn`.
+        kind: file or queue: torch's two; sigkill: without a timer, the process is killed at its deadline.
+        count: number of hung workers, one after the other.
+        after: seconds of each timer, at least; see `drawn`.
     """
 
     kind: str
@@ -60,13 +60,13 @@ class TorchReapResult:
 
 
 def drawn(after: float) -> float:
-    """Up to twice as long: who looks at intervals must not be met at the same point of them each time."""
+    """Return a random time up to twice as long, so that deadlines spread over a watchdog's polling interval."""
     return random.uniform(after, 2 * after)
 
 
 def hang(order: HangOrder) -> None:
-    """Say so, and hang."""
-    # The floor kills the same process, and no agent guards that one.
+    """Write the file, and hang."""
+    # The floor runs the same process without an agent.
     configure(required=False)
     after = drawn(order.after)
     began = time.monotonic()

@@ -1,4 +1,4 @@
-"""Client process of `heartbeat`: messages that nobody answers, on streams that are open."""
+"""Client process of `heartbeat`: messages without a reply, on open streams."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from benchmarks.clients.swarm import FINAL, HEARTBEAT, ServerCost, Swarm, idle, 
 
 @dataclass(frozen=True, slots=True)
 class HeartbeatOrder:
-    """What to do.
+    """A request to the client process.
 
     Attributes:
-        endpoint: of the server.
+        endpoint: address of the server.
         server: its process id.
-        nodes: how many.
-        each: how many heartbeats each sends back to back, and then again at its interval.
-        interval: seconds between two of a node's.
+        nodes: number of nodes.
+        each: number of heartbeats that each node sends back to back, and then again at its interval.
+        interval: seconds between two heartbeats of a node.
         timeout: seconds until it counts as failed.
     """
 
@@ -39,7 +39,7 @@ class HeartbeatResult:
 
 
 async def heartbeat(order: HeartbeatOrder) -> HeartbeatResult:
-    """Carry it out.
+    """Carry out the order.
 
     Raises:
         SwarmError: Streams were lost.
@@ -70,7 +70,7 @@ async def _cost(order: HeartbeatOrder, swarm: Swarm, interval: float) -> float:
     async with asyncio.timeout(order.timeout), asyncio.TaskGroup() as beating:
         for index in range(order.nodes):
             beating.create_task(beat(index))
-    # Nobody says when the server has read the last one.
+    # Heartbeats have no reply: wait until the server has read the last one.
     await idle(order.server)
     return (ServerCost.of(order.server).cpu - before.cpu) / (order.nodes * order.each)
 

@@ -1,4 +1,4 @@
-"""Starts an agent whose workers do nothing, and looks at what it costs, in `idle`."""
+"""Client process of `idle`: starts an agent whose workers do nothing, and measures its cost."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from benchmarks.clients.launching import with_compiled
 from support.mortal import mortal
 
 _START = 60.0  # seconds until all workers run
-_SETTLE = 3.0  # seconds after that until the agent is through with what a start brings
+_SETTLE = 3.0  # seconds after that until the agent has completed its start
 _END = 15.0  # seconds that it may take to end
 _TICK = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True, slots=True)
 class IdleOrder:
-    """What to do.
+    """A request to the client process.
 
     Attributes:
         agent: command of an agent, without the worker's.
-        workers: that it has.
-        seconds: how long to look.
+        workers: number of its workers.
+        seconds: duration of the measurement.
         compiled: folder for compiled Python files, as an installed program has them.
     """
 
@@ -42,11 +42,11 @@ class IdleOrder:
 
 @dataclass(frozen=True, slots=True)
 class IdleResult:
-    """What the agent and its helper processes use, workers aside.
+    """The resources of the agent and its helper processes, without the workers.
 
     Attributes:
         cpu: share of one processor, in percent.
-        memory: bytes, each page that several of them share counted once in all (PSS).
+        memory: bytes; a page that several of them share counts once (PSS).
         resident: bytes of the agent's own process that are in memory, shared or not (RSS).
     """
 
@@ -56,7 +56,7 @@ class IdleResult:
 
 
 def main(order: IdleOrder) -> IdleResult:
-    """Carry it out."""
+    """Carry out the order."""
     with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as here:
         here.bind(f"{folder}/announcements")
         here.settimeout(_START)
@@ -91,7 +91,7 @@ def _watched(agent: int, seconds: float) -> IdleResult:
 
 
 def _supervisors(agent: int) -> list[int]:
-    """The agent and its descendants, without the workers."""
+    """Return the process ids of the agent and its descendants, without the workers."""
     children: dict[int, list[int]] = {}
     for name in os.listdir("/proc"):
         if name.isdigit():

@@ -1,4 +1,4 @@
-"""Client process of `journal`: facts written durably, by the SQLite journal, and by SQLite with nothing around it."""
+"""Client process of `journal`: facts written durably, by the SQLite journal, and by bare SQLite."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rallypoint.rendezvous.journal.journal import Record
 from rallypoint.rendezvous.journal.sqlite import SqliteJournal
 
 _RUNS = 8
-# What makes a commit last, and what keeps SQLite from waiting for others: as the journal has it.
+# The journal's own settings: durable commits, and no waiting for locks of other processes.
 _PRAGMAS = ("locking_mode = EXCLUSIVE", "journal_mode = WAL", "synchronous = FULL")
 _TABLE = """
 CREATE TABLE record (
@@ -32,13 +32,13 @@ CREATE TABLE record (
 
 @dataclass(frozen=True, slots=True)
 class JournalOrder:
-    """What to do.
+    """A request to the client process.
 
     Attributes:
-        folder: where to make the file; on a real disk.
-        kind: of KINDS.
-        writers: how many there are; each writes a fact, waits until it is durable, and writes the next.
-        facts: of each writer, on average.
+        folder: for the database file; on a real disk.
+        kind: a key of `KINDS`.
+        writers: number of writers; each writes a fact, waits until it is durable, and writes the next.
+        facts: number of facts of each writer, on average.
         timeout: seconds until it counts as failed.
     """
 
@@ -57,7 +57,7 @@ class JournalResult:
 
 
 def _records(order: JournalOrder) -> list[Record]:
-    """What all writers write, in that order: facts of a few runs, each that of a node that joined."""
+    """Return the records of all writers, in order: facts of a few runs, each of a joined node."""
 
     def record(number: int) -> Record:
         run_id, revision = f"run-{number % _RUNS}", number // _RUNS + 1
@@ -69,7 +69,7 @@ def _records(order: JournalOrder) -> list[Record]:
 
 
 async def ours(path: Path, records: Sequence[Record], writers: int) -> float:
-    """Seconds that our journal takes; it groups what arrives together by itself."""
+    """Return the seconds of our journal, which itself groups concurrent writes into one commit."""
     journal = SqliteJournal(path)
     await journal.open()
     left = iter(records)
@@ -88,7 +88,7 @@ async def ours(path: Path, records: Sequence[Record], writers: int) -> float:
 
 
 async def bare(path: Path, records: Sequence[Record], writers: int) -> float:
-    """Seconds that SQLite takes, with one fact of each writer in every commit."""
+    """Return the seconds of SQLite, with one fact of each writer in every commit."""
     rows = [(each.run_id, each.revision, each.content, crc32(each.content)) for each in records]
     groups = [rows[first : first + writers] for first in range(0, len(rows), writers)]
     with closing(sqlite3.connect(path, isolation_level=None)) as connection:
@@ -107,7 +107,7 @@ KINDS: dict[str, Callable[[Path, Sequence[Record], int], Awaitable[float]]] = {"
 
 
 async def journal(order: JournalOrder) -> JournalResult:
-    """Carry it out."""
+    """Carry out the order."""
     records = _records(order)
     with tempfile.TemporaryDirectory(dir=order.folder, prefix="journal-") as folder:
         async with asyncio.timeout(order.timeout):

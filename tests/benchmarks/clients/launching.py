@@ -1,4 +1,4 @@
-"""Runs a command again and again, from its start to its end, in `launch`."""
+"""Client process of `launch`: runs a command repeatedly, and measures it from start to end."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from support.mortal import mortal
 
 @dataclass(frozen=True, slots=True)
 class LaunchOrder:
-    """What to do.
+    """A request to the client process.
 
     Attributes:
-        command: to run.
-        times: how often it counts; it is run once before, to fill caches.
+        command: the measured command.
+        times: number of measured executions; one more comes first, to fill caches.
         compiled: folder for compiled Python files, as an installed program has them.
     """
 
@@ -30,20 +30,20 @@ class LaunchOrder:
 
 @dataclass(frozen=True, slots=True)
 class LaunchResult:
-    """Seconds from start to end, and of processor time with that of all its children, medians."""
+    """Medians of the seconds from start to end, and of the CPU seconds of the command and all its children."""
 
     seconds: float
     cpu: float
 
 
 def with_compiled(folder: str) -> dict[str, str]:
-    """The environment in which Python keeps what it compiles in a folder."""
+    """Return an environment in which Python keeps compiled files in a folder."""
     rest = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     return rest | {"PYTHONPYCACHEPREFIX": folder}
 
 
 def main(order: LaunchOrder) -> LaunchResult:
-    """Carry it out; what fails raises CalledProcessError."""
+    """Carry out the order; a failing command raises CalledProcessError."""
     environment = with_compiled(order.compiled)
     seconds: list[float] = []
     cpu: list[float] = []

@@ -1,4 +1,4 @@
-"""Starts agents of one job, harms it, and waits for the next world, in `restart` and `newcomer`."""
+"""Client process of `restart` and `newcomer`: starts the agents of a job, disturbs it, and waits for the next world."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ _END = 15.0  # seconds that an agent may take to end
 
 @dataclass(frozen=True, slots=True)
 class RegroupOrder:
-    """What to do.
+    """A request to the client process.
 
     Attributes:
         kind: "restart": kill a worker with SIGKILL; "newcomer": start one more agent.
         agent: command of an agent, without the worker's.
-        agents: how many are started before.
-        workers: of each.
+        agents: number of agents that are started before.
+        workers: number of workers of each agent.
         compiled: folder for compiled Python files, as an installed program has them.
-        log: file for what agents write.
-        timeout: seconds for a world to be there.
+        log: file for the output of the agents.
+        timeout: seconds until a world is complete.
     """
 
     kind: str
@@ -48,14 +48,14 @@ class RegroupOrder:
 
 @dataclass(frozen=True, slots=True)
 class RegroupResult:
-    """Seconds from the harm until all workers of the next world have said that they run."""
+    """Seconds from the disturbance until all workers of the next world have reported their start."""
 
     seconds: float
 
 
 @dataclass(slots=True)
 class _World:
-    """The workers that have announced themselves since some moment, by rank."""
+    """The workers that have reported their start since some moment, by rank."""
 
     since: float
     size: int
@@ -63,7 +63,7 @@ class _World:
     complete_at: float = 0.0
 
     def take(self, message: bytes) -> bool:
-        """Take an announcement; whether all are there."""
+        """Record an announcement; return True if the world is complete."""
         worker = json.loads(message)
         if worker["at"] >= self.since and worker["world"] == self.size:
             self.pids[worker["rank"]] = worker["pid"]
@@ -72,10 +72,10 @@ class _World:
 
 
 def main(order: RegroupOrder) -> RegroupResult:
-    """Carry it out.
+    """Carry out the order.
 
     Raises:
-        SystemExit: A world did not come about; the message says which.
+        SystemExit: A world was not complete in time; the message names it.
     """
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())

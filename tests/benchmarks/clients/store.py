@@ -1,4 +1,4 @@
-"""Client process of `store`: calls as fast as they are answered, and many that wait for one key."""
+"""Client process of `store`: calls without pause, and many calls that wait for one key."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
 
-import rallypoint.serving  # noqa: F401 (before gRPC is imported, it settles what gRPC may do in this process)
+import rallypoint.serving  # noqa: F401 (before gRPC is imported: it configures gRPC for this process)
 from rallypoint.rpc.endpoint import Plaintext
 
 # isort: split
@@ -29,14 +29,14 @@ _AWAITED = "awaited"
 
 @dataclass(frozen=True, slots=True)
 class StoreOrder:
-    """What to do.
+    """A request to the client process.
 
     Attributes:
-        endpoint: of the server.
+        endpoint: address of the server.
         server: its process id.
-        callers: how many there are, each on a connection of its own, with one call under way at a time.
-        each: how many calls of a kind each makes, one after another.
-        waiting: how many wait for one key, each on a connection of its own; 0: none, and it is not measured.
+        callers: number of callers, each with its own connection and one call in flight.
+        each: number of calls of a kind that each makes, one after another.
+        waiting: number of calls that wait for one key, each on its own connection; 0: not measured.
         timeout: seconds until it counts as failed.
     """
 
@@ -50,11 +50,11 @@ class StoreOrder:
 
 @dataclass(frozen=True, slots=True)
 class StoreResult:
-    """What came of it.
+    """The result of an order.
 
     Attributes:
-        set, get, add: calls per second, all callers together; 0 where not measured.
-        first, last: seconds from setting the awaited key until the first and the last of the waiting had it.
+        set, get, add: calls per second, all callers together; 0 if not measured.
+        first, last: seconds from setting the awaited key until the first and the last waiting call returned.
     """
 
     set: float
@@ -65,13 +65,13 @@ class StoreResult:
 
 
 async def store(order: StoreOrder) -> StoreResult:
-    """Carry it out.
+    """Carry out the order.
 
     Raises:
         AioRpcError: A call failed.
     """
     await ready(order.endpoint)
-    # The store is that of a run, and there is no run without a node.
+    # The store belongs to a run, and a run needs a node.
     node = Swarm(order.endpoint, join_requests(range(1), places=1))
     node.start()
     await node.reached(FINAL, order.timeout)
@@ -85,7 +85,7 @@ async def store(order: StoreOrder) -> StoreResult:
 
 
 def _operation(caller: int, slot: int, number: int) -> pb.StoreOperation:
-    """Every client of ours names its writes, so that repeating one is harmless."""
+    """Return an operation id, which every client of ours sends, so that the service detects a repeated write."""
     return pb.StoreOperation(client_id=f"client-{caller}", slot=slot, sequence=number + 1)
 
 
@@ -107,7 +107,7 @@ def _add(writer: pb.StoreWriter, caller: int, number: int) -> bytes:
     ).SerializeToString()
 
 
-# In this order: what is got has been set.
+# In this order: Get reads the keys of Set.
 _REQUESTS = {"Set": _set, "Get": _get, "Add": _add}
 
 
@@ -147,7 +147,7 @@ async def _waited(order: StoreOrder, writer: pb.StoreWriter) -> tuple[float, flo
         for call in calls:
             waiting.create_task(have(call))
         await asyncio.sleep(0)
-        await idle(order.server)  # nobody says when the last of them waits
+        await idle(order.server)  # the server does not report when the last call waits
         began = time.perf_counter()
         await release(released)
     return answered[0] - began, answered[-1] - began

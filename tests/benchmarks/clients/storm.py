@@ -1,4 +1,4 @@
-"""Client process of `rendezvous`: all nodes at once, from their first connect until the last is told.
+"""Client process of `rendezvous`: all nodes join at once; time until the last is notified.
 
 python -m benchmarks.clients.storm '{"endpoint": "127.0.0.1:29400", "server": 4711, "nodes": 256, "until": "FINAL"}'
 """
@@ -26,15 +26,15 @@ _MOMENTS = {"FROZEN": FROZEN, "FINAL": FINAL}
 
 @dataclass(frozen=True, slots=True)
 class StormOrder:
-    """What to do.
+    """A request to the client process.
 
     Attributes:
-        endpoint: of the server.
+        endpoint: address of the server.
         server: its process id.
-        nodes: how many.
-        until: the last thing that each is told: FROZEN, which gives it its ranks, or FINAL.
+        nodes: number of nodes.
+        until: the last phase that each node receives: FROZEN, which has its ranks, or FINAL.
         timeout: seconds until it counts as failed.
-        ca: file with the authority of the server's certificate; empty: plaintext.
+        ca: file with the CA certificate of the server; empty: plaintext.
         token: file with a token; empty: none.
     """
 
@@ -49,15 +49,15 @@ class StormOrder:
 
 @dataclass(frozen=True, slots=True)
 class StormResult:
-    """What came of it.
+    """The result of an order.
 
     Attributes:
         ranks: seconds from the first connect until the last node knew its ranks.
-        final: seconds until the last was told FINAL; as `ranks` where the order ends there.
-        memory: bytes that the server grew by, all nodes connected.
-        cpu: seconds of the server, up to then.
-        failure: why it has no other figures; empty if it has.
-        lost: streams that ended although nobody ended them, by how.
+        final: seconds until the last received FINAL; equal to `ranks` if the order ends there.
+        memory: growth of the server in bytes, with all nodes connected.
+        cpu: CPU seconds of the server until then.
+        failure: reason for which there are no other figures; empty if there are.
+        lost: number of streams that ended unexpectedly, by status.
     """
 
     ranks: float = 0.0
@@ -69,7 +69,7 @@ class StormResult:
 
 
 async def storm(order: StormOrder) -> StormResult:
-    """Carry it out."""
+    """Carry out the order."""
     tls = ClientTLS(Path(order.ca), token=Path(order.token) if order.token else None)
     security = tls if order.ca else PLAINTEXT
     await ready(order.endpoint, security)

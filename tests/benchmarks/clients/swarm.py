@@ -1,7 +1,7 @@
-"""Many nodes of one run in one process, each on a connection of its own, at the least a client can cost.
+"""Many nodes of one run in one process, each on its own connection, at the least possible cost of a client.
 
-Requests are serialised before the clock runs, bytes pass through gRPC as they are, and no back-off, no
-heartbeat and no second attempt is there to hide anything: a stream that ends is lost, and counted.
+Requests are serialised before the measurement, and gRPC passes raw bytes. There is no back-off, no heartbeat and no
+second attempt that could hide a failure: a stream that ends is lost, and counted.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Self, TypeAlias
 
-import rallypoint.serving  # noqa: F401 (before gRPC is imported, it settles what gRPC may do in this process)
+import rallypoint.serving  # noqa: F401 (before gRPC is imported: it configures gRPC for this process)
 from rallypoint.rpc.endpoint import ClientSecurity, Plaintext
 
 # isort: split
@@ -34,15 +34,15 @@ HEARTBEAT = pb.JoinRequest(heartbeat=pb.Heartbeat()).SerializeToString()
 RUN_ID = "benchmark"
 _READY_TIMEOUT = 30.0  # seconds for a server to start
 _SENTENCE = 160  # characters of an error
-_LOOK = 0.25  # seconds between two looks at a server's CPU time
-# Share of a core that an idle server uses at most. One that admits the requests of one client in turns uses 8 to 16 %.
+_LOOK = 0.25  # seconds between two reads of a server's CPU time
+# Largest share of a core of an idle server. One that admits the requests of one client in turns uses 8 to 16 %.
 _IDLE = 0.02
 _IDLE_TIMEOUT = 60.0  # seconds
-_SETTLE = 1.0  # seconds in which the other losses are awaited, once a stream is lost
+_SETTLE = 1.0  # seconds to wait for further losses, once a stream is lost
 
 _Call: TypeAlias = "grpc.aio.StreamStreamCall[bytes, bytes]"
 Moment: TypeAlias = tuple[pb.Phase.ValueType, int]
-"""What a node is told: a phase, and the number of the round in which it has a place, 0 for none."""
+"""An update for a node: a phase, and the number of the round in which it has ranks, 0 for none."""
 
 JOINED: Moment = (pb.PHASE_UNSPECIFIED, 0)  # its lease: no update
 FROZEN: Moment = (pb.PHASE_FROZEN, 1)
@@ -50,19 +50,19 @@ FINAL: Moment = (pb.PHASE_FINAL, 1)
 
 
 class SwarmError(Exception):
-    """The nodes did not get where they were to get; the message says how far they came."""
+    """The nodes did not reach the expected moment; the message has the number of those that did."""
 
 
 @dataclass(slots=True)
 class Told:
-    """When nodes were told of one moment, by `time.perf_counter`, and how many were."""
+    """The nodes that were notified of one moment: their number, and times by `time.perf_counter`."""
 
     count: int = 0
     first: float = 0.0
     last: float = 0.0
 
     def note(self, now: float) -> None:
-        """One more node was told."""
+        """Count one more notified node."""
         if not self.count:
             self.first = now
         self.last = now
@@ -71,20 +71,20 @@ class Told:
 
 @dataclass(frozen=True, slots=True)
 class ServerCost:
-    """What a server process has used."""
+    """The resources that a server process has used."""
 
     memory: int  # resident bytes
     cpu: float  # seconds, user and system
 
     @classmethod
     def of(cls, pid: int) -> ServerCost:
-        """As of now."""
+        """Read the current values."""
         return cls(psutil.Process(pid).memory_info().rss, time.clock_gettime(_cpu_clock(pid)))
 
 
 @functools.cache
 def _cpu_clock(pid: int) -> int:
-    """The clock of a process's CPU time, in nanoseconds; what psutil reads counts in steps of 10 ms."""
+    """Return the clock of a process's CPU time, in nanoseconds; psutil's has steps of 10 ms."""
     clock = ctypes.c_int()
     if error := ctypes.CDLL(None).clock_getcpuclockid(pid, ctypes.byref(clock)):
         raise OSError(error, os.strerror(error))
@@ -92,9 +92,9 @@ def _cpu_clock(pid: int) -> int:
 
 
 def join_requests(own: Iterable[int], *, places: int, max_restarts: int = 0) -> list[bytes]:
-    """First messages of nodes of a run whose rounds take exactly `places` nodes, so that no last call delays one.
+    """Return the first messages of nodes of a run whose rounds have exactly `places` nodes, so without a last call.
 
-    Nobody has to send heartbeats for as long as a benchmark takes.
+    The keep-alive interval is so long that no node must send heartbeats during a benchmark.
     """
     settings = pb.RunSettings(
         min_nodes=places,
@@ -119,7 +119,7 @@ def join_requests(own: Iterable[int], *, places: int, max_restarts: int = 0) -> 
 
 
 def worker_failed(round_: int) -> bytes:
-    """A report that ends a round."""
+    """Return a failure report, which ends a round."""
     failure = pb.WorkerFailure(
         round=round_, role="trainer", host="host", pid=1, exit_code=1, message="it broke"
     )
@@ -127,7 +127,7 @@ def worker_failed(round_: int) -> bytes:
 
 
 async def idle(server: int) -> None:
-    """Wait until a server process has worked off what it was sent."""
+    """Wait until a server process has processed all messages sent to it."""
     used = -1.0
     async with asyncio.timeout(_IDLE_TIMEOUT):
         while (now := ServerCost.of(server).cpu) - used > _IDLE * _LOOK:
@@ -139,10 +139,10 @@ PLAINTEXT = Plaintext()
 
 
 async def ready(endpoint: str, security: ClientSecurity = PLAINTEXT) -> None:
-    """Wait until a server listens. It also warms gRPC up in this process, which is not what is measured.
+    """Wait until a server listens. It also warms gRPC up in this process, before the measurement.
 
     Raises:
-        SwarmError: None does.
+        SwarmError: The server does not listen in time.
     """
     channel = open_channel(endpoint, security)
     try:
@@ -155,17 +155,17 @@ async def ready(endpoint: str, security: ClientSecurity = PLAINTEXT) -> None:
 
 
 class Swarm:
-    """Nodes that join, confirm every round they have a place in, and note when they were told what.
+    """Nodes that join, confirm every round in which they have ranks, and record the time of each update.
 
-    A context in which to leave them all; a process that ends anyway can do without.
+    As a context manager it closes all streams at its end; a process that ends anyway needs none.
 
     Attributes:
-        told: when nodes were told of each moment.
-        lost: streams that ended, by how. None is to.
+        `told`: the notified nodes of each moment.
+        lost: number of streams that ended, by status; each is a failure.
         calls: streams, in the order of their requests.
-        lease: what a node was given last.
-        confirm: whether nodes confirm a round when they are told of their place in it.
-        last_message_bytes: size of what was told last.
+        lease: the last lease that a node received.
+        confirm: True if nodes confirm a round when they receive their ranks in it.
+        last_message_bytes: size of the last message received.
     """
 
     def __init__(
@@ -176,13 +176,13 @@ class Swarm:
         confirm: bool = True,
         security: ClientSecurity = PLAINTEXT,
     ) -> None:
-        """Do nothing yet.
+        """Create the nodes, without connecting.
 
         Args:
-            endpoint: Where the server is.
+            endpoint: Address of the server.
             requests: Each node's first message.
             confirm: See the attribute.
-            security: Of their connections.
+            security: TLS settings of their connections.
         """
         self.told: dict[Moment, Told] = defaultdict(Told)
         self.lost: Counter[str] = Counter()
@@ -209,16 +209,16 @@ class Swarm:
         await asyncio.gather(*(channel.close() for channel in self._channels))
 
     def start(self) -> float:
-        """Let all nodes connect and join at once; returns when that was."""
+        """Let all nodes connect and join at once; return the time of the start."""
         began = time.perf_counter()
         self._lives = [asyncio.create_task(self._live(request)) for request in self._requests]
         return began
 
     async def reached(self, moment: Moment, timeout: float, count: int | None = None) -> Told:
-        """Wait until all nodes were told of a moment, or `count` of them.
+        """Wait until all nodes were notified of a moment, or `count` of them.
 
         Raises:
-            SwarmError: Streams were lost, or the time (seconds) is over.
+            SwarmError: Streams were lost, or `timeout` (seconds) is over.
         """
         self._awaited, self._awaited_count = moment, len(self._requests) if count is None else count
         self._there.clear()
@@ -239,7 +239,7 @@ class Swarm:
         return self.told[moment]
 
     async def confirm_round(self, round_: int) -> None:
-        """Have all nodes confirm a round."""
+        """Confirm a round for all nodes."""
         await asyncio.gather(*(call.write(_confirmation(round_)) for call in self.calls))
 
     def check_whole(self) -> None:
@@ -252,7 +252,7 @@ class Swarm:
             raise SwarmError(f"streams lost: {dict(self.lost.most_common(3))}")
 
     def _open(self) -> _Call:
-        # Not waiting for a connection: one that can't be made is lost, and counted.
+        # Do not wait for a connection: one that fails counts as a lost stream.
         channel = open_channel(self._endpoint, self._security)
         self._channels.append(channel)
         call: _Call = channel.stream_stream(JOIN)()
@@ -266,7 +266,7 @@ class Swarm:
             while isinstance(data := await call.read(), bytes):
                 await self._obey(call, data)
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            pass  # the call's own code says more
+            pass  # the call's status code has more detail
         self._lose(f"{(await call.code()).name} {_kind(await call.details())}".rstrip())
 
     async def _obey(self, call: _Call, data: bytes) -> None:
@@ -289,7 +289,7 @@ class Swarm:
 
 
 def _kind(details: str | None) -> str:
-    """A sentence without what differs from stream to stream, so that equal losses are counted as equal."""
+    """Return a status message without the parts that differ between streams, so that equal losses count as equal."""
     return re.sub(r"\b(?=\w*\d)[0-9a-f]{4,}\b|\bnode-\d+\b", "…", details or "")[:_SENTENCE]
 
 

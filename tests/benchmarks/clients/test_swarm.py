@@ -1,4 +1,4 @@
-"""A swarm counts who was told what and when, and loses no stream without a word."""
+"""A swarm records the time of each update of its nodes, and reports every lost stream."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
-import rallypoint.serving  # noqa: F401 (before gRPC is imported, it settles what gRPC may do in this process)
+import rallypoint.serving  # noqa: F401 (before gRPC is imported: it configures gRPC for this process)
 
 # isort: split
 import grpc
@@ -43,7 +43,7 @@ async def _swarm(handler: Handler, nodes: int) -> AsyncIterator[Swarm]:
 
 
 async def test_every_node_is_told_and_confirms() -> None:
-    """What ends a storm is the last node, and it is the confirmations that bring FINAL."""
+    """The last node ends a storm, and the confirmations of the nodes lead to FINAL."""
     async with _swarm(Floor(0).same_messages, 5) as swarm:
         final = await swarm.reached(FINAL, 10)
         assert final.count == swarm.told[FROZEN].count == 5
@@ -52,7 +52,7 @@ async def test_every_node_is_told_and_confirms() -> None:
 
 
 async def test_each_node_has_a_connection_of_its_own() -> None:
-    """Nodes are hosts: streams that share a connection would cost a server a fraction."""
+    """Nodes are hosts: streams over a shared connection would cost the server far less."""
     peers = set()
 
     async def note_peer(_: Any, context: Any) -> None:
@@ -65,7 +65,7 @@ async def test_each_node_has_a_connection_of_its_own() -> None:
 
 
 async def test_streams_that_end_are_counted_and_told_apart_by_why_not_by_whom() -> None:
-    """A lost call is a failure, however good the figures of the others."""
+    """A lost stream is a failure, even if the other nodes have good figures; equal losses are counted together."""
     count = 0
 
     async def end_some(_: Any, context: Any) -> None:
@@ -73,7 +73,7 @@ async def test_streams_that_end_are_counted_and_told_apart_by_why_not_by_whom() 
         count += 1
         if count <= 3:
             number = count
-            # A status that meets the client's first write is lost: gRPC's client then has words of its own for it.
+            # A status that arrives during the client's first write is lost: gRPC then reports a message of its own.
             await context.read()
             await context.abort(
                 grpc.StatusCode.UNAVAILABLE, f"incident a1b2c3d{number}: node-{number} is unlucky"
@@ -91,7 +91,7 @@ async def test_streams_that_end_are_counted_and_told_apart_by_why_not_by_whom() 
 
 
 async def test_who_is_not_told_is_not_waited_for_for_ever() -> None:
-    """A server that answers nobody makes a failure, not a benchmark without an end."""
+    """A server that sends no update causes a failure, not an endless benchmark."""
     async with _swarm(Floor(0).read_on, 2) as swarm:
         with pytest.raises(SwarmError, match=r"0 of 2 nodes were told PHASE_FROZEN of round 1 within 0.1 s"):
             await swarm.reached(FROZEN, 0.1)

@@ -1,4 +1,4 @@
-"""Client process of `timer-requests`: agents that tell of timers as fast as the service takes it."""
+"""Client process of `timer-requests`: agents that send timer requests as fast as the service accepts them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-import rallypoint.serving  # noqa: F401 (before gRPC is imported, it settles what gRPC may do in this process)
+import rallypoint.serving  # noqa: F401 (before gRPC is imported: it configures gRPC for this process)
 from rallypoint.rpc.endpoint import Plaintext
 
 # isort: split
@@ -29,14 +29,14 @@ _Call: TypeAlias = "grpc.aio.StreamStreamCall[bytes, bytes]"
 
 @dataclass(frozen=True, slots=True)
 class RequestsOrder:
-    """What to do.
+    """A request to the client process.
 
     Attributes:
-        endpoint: of the server.
+        endpoint: address of the server.
         server: its process id.
-        agents: how many, each with a connection and a stream of its own.
+        agents: number of agents, each with its own connection and stream.
         batch: actions in one message, half of them acquires and half releases; even.
-        seconds: how long they go on.
+        seconds: duration of the measurement.
         timeout: seconds until it counts as failed.
     """
 
@@ -50,7 +50,7 @@ class RequestsOrder:
 
 @dataclass(frozen=True, slots=True)
 class RequestsResult:
-    """Requests that were taken per second, and seconds of the server's CPU for each."""
+    """Accepted requests per second, and CPU seconds of the server for each."""
 
     rate: float
     cpu: float
@@ -61,7 +61,7 @@ def _message(actions: Sequence[pb.SuperviseAction]) -> bytes:
 
 
 def _scopes(order: RequestsOrder, half: int) -> list[tuple[str, str, int]]:
-    """Worker, scope and number of the timers of one of the two messages that take turns."""
+    """Return worker, scope and number of the timers of one of the two alternating messages."""
     count = order.batch // 2
     return [
         (f"{number % _WORKERS}@1", f"/workspace/train.py#{half * count + number}", half * count + number + 1)
@@ -70,7 +70,7 @@ def _scopes(order: RequestsOrder, half: int) -> list[tuple[str, str, int]]:
 
 
 def messages(order: RequestsOrder) -> list[bytes]:
-    """Two messages, each of which ends the timers that the other one starts."""
+    """Return two messages, each of which releases the timers that the other acquires."""
     both = [_scopes(order, half) for half in (0, 1)]
     after = Duration(seconds=60)
     return [
@@ -99,7 +99,7 @@ def messages(order: RequestsOrder) -> list[bytes]:
 
 
 class _Agent:
-    """A stream, which counts what it has sent."""
+    """An agent's stream; it counts its messages."""
 
     def __init__(self, order: RequestsOrder, number: int) -> None:
         subscribe = pb.Subscribe(run_id=RUN_ID, node_id=f"node-{number}", lease=1)
@@ -114,12 +114,12 @@ class _Agent:
         await self._until("subscribed")
 
     async def send(self, both: Sequence[bytes], until: float) -> int:
-        """Send until then; returns how many messages, once the server has taken the last of them."""
+        """Send until then; return the number of messages when the server has processed the last one."""
         sent = 0
         while time.perf_counter() < until:
             await self._call.write(both[sent % 2])
             sent += 1
-        # Messages are taken in order, and a timer without a duration is the one that is answered.
+        # The server processes messages in order, and replies only to a timer without a duration.
         refused = pb.Acquire(worker_id="0@1", scope=_LAST, sequence=2**40)
         await self._call.write(_message([pb.SuperviseAction(acquire=refused)]))
         await self._until("refused")
@@ -135,7 +135,7 @@ class _Agent:
 
 
 async def requests(order: RequestsOrder) -> RequestsResult:
-    """Carry it out.
+    """Carry out the order.
 
     Raises:
         SwarmError: A stream was lost, or an acquire was refused.

@@ -1,7 +1,7 @@
-"""Clients of `torch-store`, run by a Python that has torch: torch's own, each in a process of its own.
+"""Clients of `torch-store`, run by a Python that has torch: torch's own store clients, one per process.
 
-This process imports torch once and forks the clients, which then connect. They are shared out among the ports, as the
-workers of several hosts are among their agents.
+This process imports torch once and forks the clients, which then connect. They are spread over the ports, as the
+workers of several hosts are over their agents.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from benchmarks.clients.torch_store_order import TorchStoreOrder, TorchStoreResu
 
 _HOST = "127.0.0.1"
 _VALUE = "v" * 100
-_ONE_HOST = 8  # clients of a port of ours
+_ONE_HOST = 8  # clients per port of ours
 
 
 def torch_store(order: TorchStoreOrder) -> TorchStoreResult:
-    """Carry it out."""
+    """Carry out the order."""
     timeout = timedelta(seconds=order.timeout)
     with ExitStack() as stack:
         ports, own = _ports(order, timeout)
@@ -42,7 +42,7 @@ def torch_store(order: TorchStoreOrder) -> TorchStoreResult:
 
 
 def _ports(order: TorchStoreOrder, timeout: timedelta) -> tuple[list[int], object]:
-    """The ports of the servers, and what keeps them."""
+    """Return the ports of the servers, and the objects that keep them open."""
     if not order.endpoint:
         server = dist.TCPStore(_HOST, 0, is_master=True, timeout=timeout, wait_for_workers=False)
         return [server.port], server
@@ -54,7 +54,7 @@ def _ports(order: TorchStoreOrder, timeout: timedelta) -> tuple[list[int], objec
 
 
 def _step(clients: Sequence[Connection]) -> float:
-    """Seconds from the start of a step until the last client has done it."""
+    """Return the seconds from the start of a step until the last client has done it."""
     for client in clients:
         client.recv()  # it is ready
     began = time.monotonic()
@@ -72,7 +72,7 @@ def _fork(order: TorchStoreOrder, port: int, number: int, stack: ExitStack) -> C
     try:
         _client(order, port, number, theirs)
     finally:
-        os._exit(0)  # the parent notices a client that has failed by the end of its pipe
+        os._exit(0)  # the end of its pipe shows the parent that a client failed
 
 
 def _client(order: TorchStoreOrder, port: int, number: int, parent: Connection) -> None:

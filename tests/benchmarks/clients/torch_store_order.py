@@ -1,4 +1,4 @@
-"""What torch's store clients are asked to do, and what they answer; apart from them, since this needs no torch."""
+"""The request to torch's store clients, and its result; apart from them, since this module needs no torch."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class TorchStoreOrder:
-    """What to do.
+    """A request to the client process.
 
     Attributes:
-        endpoint: of the rendezvous service; empty: torch's own server is measured.
-        clients: how many processes.
-        each: how many calls of a kind each makes, one after another.
+        endpoint: address of the rendezvous service; empty: torch's own server is measured.
+        clients: number of processes.
+        each: number of calls of a kind that each makes, one after another.
         timeout: seconds until it counts as failed.
     """
 

@@ -3,8 +3,8 @@
     python -m benchmarks.clients.torch_timers blocks '{"kind": "file", …}'
     python -m benchmarks.clients.torch_timers reap '{"kind": "queue", …}'
 
-torch's server is a thread of a process that has nothing else to do. Workers are forks of one that has imported torch,
-so that none of them has to import it again.
+torch's server is a thread of a process that does nothing else. Workers are forked from a process that has imported
+torch, so that they need not import it again.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from benchmarks.clients.hanging import DEATH, TorchReapOrder, TorchReapResult, d
 _MAX_INTERVAL = 0.1  # torchrun's own
 _AFTER = 60
 _SCOPE = "step"
-_SETTLE = 0.3  # seconds that a server gets to begin
+_SETTLE = 0.3  # seconds for a server to start
 
 _FORKING = get_context("fork")
 
@@ -48,7 +48,7 @@ def _explicit() -> None:
 
 @contextmanager
 def _served(kind: str, folder: str) -> Iterator[Callable[[], Any]]:
-    """A server of torch's in a process of its own; yields what makes a client of it, for a fork of this process."""
+    """Run torch's server in its own process; yield a function that makes a client in a fork of this process."""
     place = os.path.join(folder, "timers")
     queue: Any = _FORKING.Queue()
 
@@ -74,12 +74,12 @@ def _served(kind: str, folder: str) -> Iterator[Callable[[], Any]]:
 
 
 def blocks(order: BlocksOrder) -> None:
-    """What a guarded block costs a worker."""
+    """Measure the cost of a guarded block to a worker."""
 
     def work(client_of: Callable[[], Any]) -> None:
         torch_timer.configure(client_of())
         write_costs(order.answer, costs_of({"default": _default, "explicit": _explicit}, order))
-        os._exit(0)  # a queue's thread may have more to send than anybody takes
+        os._exit(0)  # a queue's thread may still wait to send data that is no longer read
 
     with tempfile.TemporaryDirectory() as folder, _served(order.kind, folder) as client_of:
         worker = _FORKING.Process(target=work, args=(client_of,), daemon=True)
@@ -91,7 +91,7 @@ def blocks(order: BlocksOrder) -> None:
 
 
 def reap(order: TorchReapOrder) -> None:
-    """How late a worker is dead. torch's file server ends with the worker, so each has a server of its own."""
+    """Measure how late workers die. torch's file server ends with its worker, so each has its own server."""
     late = [_reap_once(order) for _ in range(order.count)]
     sys.stdout.write(json.dumps(asdict(TorchReapResult(late))) + "\n")
 
@@ -119,7 +119,7 @@ def _reap_once(order: TorchReapOrder) -> float:
 
 
 def _death(order: TorchReapOrder, worker: Any, receiving: int) -> float:
-    """Seconds from the worker's deadline until it is dead."""
+    """Return the seconds from the worker's deadline until it is dead."""
     worker.start()
     pidfd = os.pidfd_open(worker.pid)
     due = float(os.read(receiving, 100))
@@ -136,7 +136,7 @@ def _death(order: TorchReapOrder, worker: Any, receiving: int) -> float:
 
 
 def main() -> None:
-    """Do what the first argument says."""
+    """Carry out the command in the first argument."""
     logging.disable(logging.CRITICAL)
     order = json.loads(sys.argv[2])
     if sys.argv[1] == "blocks":

@@ -1,4 +1,4 @@
-"""Client process of `failover` that is going to be killed: it holds one node, and says so on stdout."""
+"""Client process of `failover` that will be killed: it holds one node, and reports that on stdout."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from benchmarks.clients.swarm import JOINED, Swarm, join_requests, ready
 
 @dataclass(frozen=True, slots=True)
 class VictimOrder:
-    """What to do.
+    """A request to the client process.
 
     Attributes:
-        endpoint: of the server.
-        places: how many nodes a round takes.
+        endpoint: address of the server.
+        places: number of nodes of a round.
         timeout: seconds to join.
     """
 

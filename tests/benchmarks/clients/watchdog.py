@@ -1,4 +1,4 @@
-"""Client process of `watchdog`: agents with many timers, some of which run out while others come and go."""
+"""Client process of `watchdog`: agents with many timers; some expire while others are acquired and released."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from rallypoint.timer.client.client import ExpiredTimer, NodeTimers
 from rallypoint.timer.v1 import timer_service_pb2 as pb
 from rallypoint.timer.v1 import timer_service_pb2_grpc as pb_grpc
 
-_LASTING = 600.0  # seconds of a timer that does not run out here
-# Of a timer that does: from this long after the measurement began until this long before its end, seconds.
+_LASTING = 600.0  # seconds of a timer that does not expire here
+# Timers that do expire stay this many seconds away from the start and the end of the measurement.
 _EARLIEST = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class WatchdogOrder:
-    """What to do.
+    """A request to the client process.
 
     Attributes:
-        endpoint: of the server.
+        endpoint: address of the server.
         server: its process id.
-        agents: how many, each with a connection and a stream of its own.
-        workers: of each agent.
-        timers: that each worker holds all the time.
-        pairs: acquires and releases a second, of all agents.
-        expiries: timers that run out, of all agents.
-        look: seconds between two looks of an agent at its workers' tables.
-        seconds: how long it is measured.
-        count: whether to count the service's timers afterwards; a bare server has none.
+        agents: number of agents, each with its own connection and stream.
+        workers: number of workers of each agent.
+        timers: number of timers that each worker holds all the time.
+        pairs: acquires and releases per second, of all agents.
+        expiries: number of timers that expire, of all agents.
+        look: seconds between two scans of an agent over its workers' tables.
+        seconds: duration of the measurement.
+        count: True to count the service's timers afterwards; a bare server has none.
         timeout: seconds until it counts as failed.
     """
 
@@ -55,14 +55,14 @@ class WatchdogOrder:
 
 @dataclass(frozen=True, slots=True)
 class WatchdogResult:
-    """Seconds from the deadline until the agent is told: middle, 99th in a hundred, latest; and the server's CPU.
+    """Seconds from the deadline until the agent is notified, and the server's CPU.
 
     Attributes:
-        p50: see above.
-        p99: see above.
-        latest: see above.
-        share: of a core.
-        pairs: a second, as it turned out.
+        p50: median of the seconds.
+        p99: 99th percentile of the seconds.
+        latest: maximum of the seconds.
+        share: CPU time of the server, as a share of a core.
+        pairs: measured pairs per second.
     """
 
     p50: float
@@ -73,7 +73,7 @@ class WatchdogResult:
 
 
 class _Agent:
-    """An agent's client, told what its workers would have told."""
+    """An agent's client, with the timers that its workers would have."""
 
     def __init__(self, order: WatchdogOrder, number: int) -> None:
         self.told = asyncio.Event()
@@ -88,7 +88,7 @@ class _Agent:
         )
 
     def start(self) -> None:
-        """Hold the timers that last."""
+        """Acquire the timers that do not expire."""
         self._client.start(self._expired)
         for worker in range(self._order.workers):
             for place in range(self._order.timers):
@@ -97,7 +97,7 @@ class _Agent:
                 self._held.append(name)
 
     def _let_run_out(self) -> None:
-        """Start timers that nobody is going to release: this agent's share."""
+        """Start this agent's share of the timers that are never released."""
         order, now = self._order, time.monotonic()
         draw = random.Random(self._number)
         for number in range(len(range(self._number, order.expiries, order.agents))):
@@ -109,7 +109,7 @@ class _Agent:
             self.told.set()
 
     async def work(self, until: float) -> None:
-        """Look at the tables until then: each time some timers have ended, and begun anew; at first, some to hang."""
+        """Until then, release and acquire some timers at each scan; the first also starts those that expire."""
         order = self._order
         began = time.monotonic() + order.look * self._number / order.agents
         looks = 0
@@ -118,7 +118,7 @@ class _Agent:
             if not looks:
                 self._let_run_out()
             looks += 1
-            # Agents don't all have the same at the same look: the remainders of some come earlier.
+            # Agents round up at different scans, so that their requests spread evenly.
             share = order.pairs / order.agents * order.look
             wanted = int(looks * share + self._number / order.agents)
             for _ in range(wanted - self.pairs):
@@ -136,10 +136,10 @@ class _Agent:
 
 
 async def watchdog(order: WatchdogOrder) -> WatchdogResult:
-    """Carry it out.
+    """Carry out the order.
 
     Raises:
-        SwarmError: Timers did not run out, or the service has not all of them.
+        SwarmError: Timers did not expire, or the service does not have all of them.
     """
     await ready(order.endpoint)
     agents = [_Agent(order, number) for number in range(order.agents)]
@@ -169,7 +169,7 @@ async def watchdog(order: WatchdogOrder) -> WatchdogResult:
 
 
 async def _check_all_are_held(order: WatchdogOrder) -> None:
-    """The service really has as many timers as is said."""
+    """Check that the service has the expected number of timers."""
     expected = order.agents * order.workers * order.timers
     await idle(order.server)
     async with open_channel(order.endpoint, Plaintext()) as channel:
