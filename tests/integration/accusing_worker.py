@@ -1,6 +1,6 @@
-"""A worker that uses torch's timer file by hand: rank 0 names rank 1's process in it, with a timer that runs out.
+"""A worker that writes torch's timer file directly: rank 0 sets a timer for rank 1's process, and lets it expire.
 
-accusing_worker.py FOLDER. It ends once its own timer, which began after that one and kills nobody, has run out too.
+accusing_worker.py FOLDER. It ends when its own timer, which starts later and kills no process, has expired too.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ folder, rank = Path(sys.argv[1]), os.environ["RANK"]
 
 
 def wait_for(path: Path) -> None:
-    """Wait until a file is there."""
+    """Wait until a file exists."""
     for _ in range(6000):
         if path.exists():
             return
@@ -27,7 +27,7 @@ def wait_for(path: Path) -> None:
 
 
 def guard(pid: int, scope: str, after: float, signal: int) -> None:
-    """Write what torch's client writes."""
+    """Write a timer in the format of torch's client."""
     line = {
         "version": 1,
         "pid": pid,

@@ -1,4 +1,4 @@
-"""Agents that a test starts with `rallypoint run`, and kills if it fails."""
+"""Agents that a test starts with `rallypoint run`; they are killed at its end."""
 
 from __future__ import annotations
 
@@ -47,6 +47,6 @@ def waiting_agents(folder: Path, worker: str) -> Iterator[Start]:
 
 
 def ended(agent: subprocess.Popen[str]) -> tuple[int, str]:
-    """How an agent ended, and what it wrote to stderr."""
+    """Wait for the end of an agent; return its exit code and its stderr."""
     _, said = agent.communicate(timeout=2 * PATIENCE)
     return agent.returncode, said

@@ -1,4 +1,4 @@
-"""Agents that run as daemons, in processes of their own, and what people type to run jobs on them."""
+"""Agents that run as daemons, in processes of their own, and the commands of users that run jobs on them."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ class Started:
 
     @property
     def printed(self) -> str:
-        """What it wrote to standard output so far."""
+        """Its standard output so far."""
         return self.out.read_text(errors="replace")
 
     @property
     def said(self) -> str:
-        """What it wrote to standard error so far."""
+        """Its standard error so far."""
         return self.err.read_text(errors="replace")
 
     def ended(self) -> int:
-        """Its exit code, once it has ended."""
+        """Wait for its end; return its exit code."""
         return self.process.wait(PATIENCE)
 
 
@@ -54,7 +54,7 @@ class Host:
 
     Attributes:
         program: its process.
-        address: where it serves.
+        address: the address of its service.
     """
 
     program: Started
@@ -69,11 +69,11 @@ class Host:
 
 @dataclass
 class Cluster:
-    """Daemons, and a person before a terminal.
+    """Daemons, and the commands of a user.
 
     Attributes:
         folder: for all files.
-        marker: in the environment of all that is started.
+        marker: in the environment of every started process.
         hosts: the daemons.
     """
 
@@ -96,13 +96,13 @@ class Cluster:
         return Started(process, out, err)
 
     def run(self, *arguments: str | Path) -> Started:
-        """The same, to its end."""
+        """Run a command of `rallypoint` to its end."""
         started = self.start(*arguments)
         started.ended()
         return started
 
     def serve(self, count: int, *arguments: str) -> None:
-        """Start so many daemons; returns when they serve."""
+        """Start daemons; return when they serve."""
         command = ("serve", "agent", "--port", "0", "--log-format", "json", *arguments)
         for program in [self.start(*command) for _ in range(count)]:
             wait_until(lambda: bool(_address(program)) or program.process.poll() is not None, "the daemon")  # noqa: B023 (called at once)
@@ -110,18 +110,18 @@ class Cluster:
             self.hosts.append(Host(program, _address(program)))
 
     def submit(self, *order: str, flags: tuple[str | Path, ...] = ()) -> Started:
-        """Have a job submitted to all hosts, whose workers follow an order."""
+        """Submit a job to all hosts; its workers follow an order."""
         agents = ",".join(host.address for host in self.hosts)
         return self.start("submit", "--agents", agents, *flags, WORKER, self.folder, *order)
 
     def up(self, *ranks: int, restarts: int = 0) -> None:
-        """Wait for workers that stay."""
+        """Wait until the workers of these ranks run."""
         for rank in ranks:
             wait_until((self.folder / f"up.{rank}.{restarts}").exists, f"rank {rank}")
 
 
 def users_channel(address: str) -> grpc.Channel:
-    """A channel, not of asyncio, to a service on loopback that knows this user."""
+    """Open a synchronous channel to a service on loopback, with the user secret."""
     credentials, name = ClientCredentials(None).of(parse_endpoint(address))
     assert credentials is not None
     return grpc.secure_channel(address, credentials, [("grpc.ssl_target_name_override", name)])
@@ -129,7 +129,7 @@ def users_channel(address: str) -> grpc.Channel:
 
 @contextmanager
 def cluster(folder: Path, hosts: int = 2, *arguments: str) -> Iterator[Cluster]:
-    """Daemons whose workers can be told by their marker; afterwards no process of it is left."""
+    """Run daemons; a marker identifies all their processes, and none of them is left afterwards."""
     with fresh_marker() as marker, ExitStack() as stack:
         made = Cluster(folder, marker, stack)
         made.serve(hosts, *arguments)
@@ -151,5 +151,5 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def interrupt(program: Started) -> None:
-    """Ctrl-C."""
+    """Send SIGINT, as Ctrl-C does."""
     os.kill(program.process.pid, signal.SIGINT)

@@ -1,7 +1,7 @@
-"""A worker that hangs in the way it is told to, inside of `expires`: hanging_worker.py FOLDER WAY RANK AFTER [SIGNAL].
+"""A worker that hangs inside of `expires`, in a chosen way: hanging_worker.py FOLDER WAY RANK AFTER [SIGNAL].
 
-SIGNAL is what `expires` takes under that name, or `unguarded`: without `expires`, and rallypoint not even imported.
-In round 1, the worker of that rank does so; all others, and all of later rounds, wait until FOLDER/finish exists.
+SIGNAL is the argument `signal` of `expires`, or `unguarded`: without `expires`, and without importing rallypoint.
+In round 1, the worker of that rank hangs; all others, and all of later rounds, wait until FOLDER/finish exists.
 """
 
 from __future__ import annotations
@@ -27,43 +27,43 @@ SIGNAL = sys.argv[5] if len(sys.argv) > 5 else ""
 
 
 def say(event: str, **fields: Any) -> None:
-    """A line of JSON, all at once."""
+    """Print a line of JSON in one write."""
     line = {"event": event, "rank": RANK, "round": ROUND, "pid": os.getpid(), "at": time.time(), **fields}
     sys.stdout.write(json.dumps(line) + "\n")
     sys.stdout.flush()
 
 
 def wait() -> None:
-    """Until the test lets it finish."""
+    """Wait until the test creates the file `finish`."""
     while not (FOLDER / "finish").exists():
         time.sleep(0.02)
 
 
 def sleep_with_the_gil() -> None:
-    """In C, as a library without a release of the interpreter does."""
+    """Sleep in C, like a library that does not release the GIL."""
     ctypes.PyDLL(None).sleep(3600)
 
 
 def match_catastrophically() -> None:
-    """A regular expression that backtracks for ever, with the GIL held."""
+    """Match a regular expression that backtracks forever, with the GIL held."""
     re.match(r"(a+)+$", "a" * 64 + "b")
 
 
 def wait_in_a_lock() -> None:
-    """A deadlock."""
+    """Deadlock."""
     lock = threading.Lock()
     with lock, lock:
         pass
 
 
 def stop_itself() -> None:
-    """As a batch system that suspends jobs would do."""
+    """Stop this process, as a batch system that suspends jobs does."""
     os.kill(os.getpid(), signal.SIGSTOP)
     time.sleep(3600)
 
 
 def sleep_beside_others() -> None:
-    """Threads that compute, and so answer whoever looks whether the process lives."""
+    """Sleep while another thread computes, so that the process looks alive."""
 
     def compute() -> None:
         while True:
@@ -74,14 +74,14 @@ def sleep_beside_others() -> None:
 
 
 def start_a_child() -> subprocess.Popen[bytes]:
-    """In a session of its own; it must not outlive the worker. The timer begins later: it may be too short for this."""
+    """Start a child in its own session, before the timer, which may be too short for that."""
     child = subprocess.Popen(["sleep", "3600"], start_new_session=True)
     say("child", child=child.pid)
     return child
 
 
 def wait_for_a_child() -> None:
-    """One that does not end."""
+    """Wait for a child that does not end."""
     assert CHILD is not None
     CHILD.wait()
 
@@ -90,7 +90,7 @@ CHILD = start_a_child() if MEANT and WAY == "child" else None
 
 
 def open_checkpoint() -> int:
-    """On the disk that the test freezes then."""
+    """Open a file on a disk, and wait until the test has frozen it."""
     checkpoint = os.open(FOLDER / "disk" / "checkpoint", os.O_WRONLY | os.O_CREAT)
     say("opened")
     while not (FOLDER / "frozen").exists():
@@ -99,7 +99,7 @@ def open_checkpoint() -> int:
 
 
 def write_to_a_frozen_disk() -> None:
-    """It waits in the kernel, and no signal ends it."""
+    """Block in the kernel, where no signal ends the write."""
     os.write(CHECKPOINT, b"x")
 
 
@@ -118,13 +118,13 @@ WAYS: dict[str, Callable[[], None]] = {
 
 
 def told_to_stop(_number: int, _frame: object) -> None:
-    """As a checkpoint before the end would be written."""
+    """Report SIGTERM and exit, as a worker that writes a last checkpoint."""
     say("told to stop")
     sys.exit(1)
 
 
 def hang() -> None:
-    """As told, once the neighbours have started: that may take longer than the timer."""
+    """Hang in the chosen way, after all workers have started: their start may take longer than the timer."""
     while len([*FOLDER.glob("started.1.*")]) < int(os.environ["WORLD_SIZE"]):
         time.sleep(0.01)
     if SIGNAL == "unguarded":
@@ -140,7 +140,7 @@ def hang() -> None:
 
 
 def main() -> None:
-    """Do as told."""
+    """Hang if this worker is the chosen one, then wait."""
     signal.signal(signal.SIGTERM, told_to_stop)
     say("started")
     (FOLDER / f"started.{ROUND}.{RANK}").touch()

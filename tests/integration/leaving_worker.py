@@ -1,4 +1,4 @@
-"""A worker that saves when its host is to leave: leaving_worker.py FOLDER. It ends when FOLDER/finish exists."""
+"""A worker that saves when its host is drained: leaving_worker.py FOLDER. It ends when FOLDER/finish exists."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FOLDER = Path(sys.argv[1])
 
 
 def say(event: str, **fields: Any) -> None:
-    """A line of JSON, all at once."""
+    """Print a line of JSON in one write."""
     who = {"rank": int(os.environ["RANK"]), "round": int(os.environ["RALLYPOINT_ROUND"]), "pid": os.getpid()}
     sys.stdout.write(json.dumps({"event": event, **who, **fields}) + "\n")
     sys.stdout.flush()

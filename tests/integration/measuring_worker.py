@@ -1,4 +1,4 @@
-"""A worker that measures itself; rank 1 of the first round fails when it is told to, all others end when they are."""
+"""A worker that reports metrics; rank 1 of the first round fails when a file `fail` exists, others end at `finish`."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from rallypoint.worker.metrics import put, timed
 
 @timed(name="step")
 def step() -> None:
-    """Takes no time at all."""
+    """Return at once."""
 
 
 def main(folder: Path) -> None:
-    """`folder`: where it is told what to do."""
+    """Report metrics, then wait for the test's files in `folder`."""
     step()
     put("loss", 0.25)
     first = os.environ["RALLYPOINT_ROUND"] == "1"

@@ -1,5 +1,5 @@
-"""A worker that binds MASTER_PORT late, as those do that import for seconds; meanwhile a program of the host takes all
-ports that the kernel gives away."""
+"""A worker that binds MASTER_PORT late, as after imports that take seconds; before that it takes all ports that the
+kernel assigns, like another program of the host."""
 
 from __future__ import annotations
 

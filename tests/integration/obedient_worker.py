@@ -1,7 +1,7 @@
-"""A worker that says that it has started, and then does as it is told: obedient_worker.py FOLDER ORDER [RANK].
+"""A worker that reports its start, and then follows an order: obedient_worker.py FOLDER ORDER [RANK].
 
-Orders: `wait` until FOLDER/finish exists; `raise`, `hang` or `ignore-interrupt`, where the worker of that rank does
-so in round 1, and all others wait.
+Orders: `wait` until FOLDER/finish exists; `raise`, `hang` or `ignore-interrupt`: the worker of that rank does this
+in round 1, and all others wait.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ OURS = ("RALLYPOINT_", "TORCHELASTIC_")
 
 
 def say(event: str, **fields: Any) -> None:
-    """A line of JSON, all at once."""
+    """Print a line of JSON in one write."""
     sys.stdout.write(
         json.dumps({"event": event, "rank": RANK, "round": ROUND, "pid": os.getpid(), **fields}) + "\n"
     )
@@ -30,18 +30,18 @@ def say(event: str, **fields: Any) -> None:
 
 
 def wait() -> None:
-    """Until the test lets it finish."""
+    """Wait until the test creates the file `finish`."""
     while not (FOLDER / "finish").exists():
         time.sleep(0.02)
 
 
 def load(batch: int) -> None:
-    """Something to find in a traceback."""
+    """Raise an error with a traceback that a test can find."""
     raise ValueError(f"batch {batch} is empty")
 
 
 def main() -> None:
-    """Do as told."""
+    """Follow the order."""
     if ORDER == "ignore-interrupt" and MEANT:
         signal.signal(signal.SIGINT, lambda *_: say("ignored"))
     say("started", at=STARTED_AT, environment=dict(os.environ))

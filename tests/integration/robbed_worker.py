@@ -18,7 +18,7 @@ folder, port = Path(sys.argv[1]), os.environ["MASTER_PORT"]
 
 @record
 def main() -> None:
-    """Meet, or fail for want of the port."""
+    """Meet the other worker, or fail because the port is taken."""
     if os.environ["RANK"] == "0":
         (folder / "new").write_text(port)
         (folder / "new").rename(folder / f"port.{os.environ['RALLYPOINT_ROUND']}")

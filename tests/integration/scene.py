@@ -1,4 +1,4 @@
-"""A cluster of real processes whose workers do as they are told, for tests to do harm to."""
+"""A cluster of real processes whose workers follow orders, for tests that inject failures."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from support.waiting import PATIENCE
 
 WORKER = Path(__file__).with_name("obedient_worker.py")
 RUN = "run-1"
-# Seconds. What a test asserts of times is this far from what an idle machine needs.
 
 
 @dataclass
@@ -31,11 +30,11 @@ class Scene:
     job: Job
 
     async def start_agents(self, *names: str) -> list[Program]:
-        """Start agents at the same time; returns when all have joined."""
+        """Start agents at the same time; return when all have joined."""
         return list(await asyncio.gather(*(self.cluster.start_agent(name, self.job) for name in names)))
 
     async def said(self, event: str, count: int, round_: int = 1) -> list[Mapping[str, Any]]:
-        """Wait until so many workers of a round have said something; returns what, by rank."""
+        """Wait until `count` workers of a round have printed an event; return the fields, ordered by rank."""
 
         def lines() -> list[Line]:
             return [
@@ -53,11 +52,11 @@ class Scene:
         return sorted((line.fields for line in lines()), key=lambda fields: int(fields["rank"]))
 
     async def started(self, count: int, round_: int = 1) -> list[Mapping[str, Any]]:
-        """Wait until so many workers of a round have started; returns what they said, by rank."""
+        """Wait until `count` workers of a round have started; return their fields, ordered by rank."""
         return await self.said("started", count, round_)
 
     async def becomes(self, what: str, condition: Callable[[pb.Run], bool]) -> pb.Run:
-        """Wait until the run is so."""
+        """Wait until the run fulfils a condition; return the run."""
         watch: RunWatch = self.cluster.watch(RUN)
         return (await watch.until(what, condition, PATIENCE)).run
 
@@ -69,7 +68,7 @@ class Scene:
                 assert await program.ended(PATIENCE) == 0, program.report
 
     def report(self, name: str) -> str:
-        """What an agent had to say to people."""
+        """Return an agent's report for users."""
         return self.cluster.programs[name].report
 
 
@@ -83,7 +82,7 @@ async def scene(
     max_restarts: int = 0,
     conf: Mapping[str, str] | None = None,
 ) -> AsyncIterator[Scene]:
-    """A rendezvous service and a job whose workers follow an order; afterwards no process of it is left."""
+    """Run a rendezvous service and a job whose workers follow an order; afterwards none of their processes is left."""
     with fresh_marker() as marker:
         monkeypatch.setenv("SCENE_MARKER", marker)
         async with LocalCluster(folder / "cluster") as cluster:

@@ -1,4 +1,4 @@
-"""A worker that ends at once, or hangs in `expires` for a while and then ends as if nothing were: FOLDER [SECONDS]."""
+"""A worker that ends at once, or hangs in `expires` for a while and then ends normally: FOLDER [SECONDS]."""
 
 from __future__ import annotations
 

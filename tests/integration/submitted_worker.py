@@ -1,4 +1,4 @@
-"""A worker of a submitted job: says where it is, and then does as it is told."""
+"""A worker of a submitted job: prints its rank and folder, and then follows an order."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ RESTARTS = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 
 
 def say(text: str) -> None:
-    """To standard output, at once."""
+    """Print a line to standard output, and flush it."""
     sys.stdout.write(f"{text}\n")
     sys.stdout.flush()
 
 
 def stay() -> NoReturn:
-    """Until somebody ends it."""
+    """Wait for a signal."""
     Path(FOLDER, f"up.{RANK}.{RESTARTS}").touch()
     while True:
         time.sleep(60)
 
 
 def save(number: int, frame: FrameType | None) -> NoReturn:
-    """Takes a moment, and is done."""
+    """Save, which takes a moment, and exit."""
     say(f"rank {RANK} saves")
     time.sleep(0.2)
     Path(FOLDER, f"saved.{RANK}").touch()
@@ -54,6 +54,6 @@ elif ORDER == "fail-once" and RESTARTS == 0 and RANK == "1":
 elif ORDER == "fail" and RANK == "1":
     raise ValueError("it will never be good")
 elif ORDER == "count":
-    # So many numbers, one a line; the first attempt fails at the end of them.
+    # Print that many numbers, one per line; the first attempt fails afterwards.
     say("\n".join(f"{RESTARTS} {number}" for number in range(int(MORE[0]))))
     raise SystemExit(1 if RESTARTS == 0 else 0)

@@ -1,4 +1,4 @@
-"""`rallypoint agent …`: what runs on a host is shown and steered by those who only know its address."""
+"""`rallypoint agent …`: users that know only a host's address can inspect and control its jobs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from support.waiting import PATIENCE, wait_until
 pytestmark = pytest.mark.integration
 
 FLOOD = 40_000_000
-"""Bytes that a worker writes at once: many times what any buffer between it and a reader holds."""
+"""Bytes that a worker writes at once: many times the size of all buffers between it and a reader."""
 
 
 @pytest.fixture
@@ -28,24 +28,24 @@ def host(tmp_path: Path) -> Iterator[Cluster]:
 
 
 def launch(host: Cluster, *order: str, flags: tuple[str, ...] = ()) -> None:
-    """Have a job run, and do not follow it."""
+    """Submit a job, and detach."""
     flags = ("--detach", "--rdzv-id", "run-7", "--nproc-per-node", "2", "--max-restarts", "3", *flags)
     submitted = host.submit(*order, flags=flags)
     assert submitted.ended() == 0, submitted.said
 
 
 def agent(host: Cluster, command: str, *arguments: str) -> Started:
-    """A command about the host, to its end."""
+    """Run a command about the host to its end."""
     return host.run("agent", command, *arguments, "--agent", host.hosts[0].address)
 
 
 def answer(host: Cluster, command: str, *arguments: str) -> Any:
-    """The same as JSON."""
+    """Run a command with `--json`; return its parsed output."""
     return json.loads(agent(host, command, *arguments, "--json").printed)
 
 
 def refused(host: Cluster, command: str, *arguments: str) -> str:
-    """The one line with which a command ends that can't be carried out."""
+    """Run a command that is refused; return the one line of its error."""
     program = agent(host, command, *arguments)
     assert program.ended() == 2
     assert len(program.said.splitlines()) == 1
@@ -54,7 +54,7 @@ def refused(host: Cluster, command: str, *arguments: str) -> str:
 
 @pytest.mark.slow
 def test_a_job_is_looked_at_steered_and_ended(host: Cluster, tmp_path: Path) -> None:
-    """Its state, its workers, what they are doing; one is killed, all are restarted, all are stopped."""
+    """Commands show its state, workers and stacks, kill one worker, restart all, and stop all."""
     assert agent(host, "jobs").printed == "no jobs\n"
     assert "running or ended (NO_JOB)" in refused(host, "workers")
     launch(host, "wait")
@@ -96,7 +96,7 @@ def test_a_job_is_looked_at_steered_and_ended(host: Cluster, tmp_path: Path) -> 
 
 
 def test_a_host_is_drained(host: Cluster, tmp_path: Path) -> None:
-    """Its workers are warned and, after the grace, stopped in good order; then the host has left."""
+    """Its workers are warned and, after the grace, stopped gracefully; then the host leaves the run."""
     launch(host, "save")
     host.up(0, 1)
     drained = agent(host, "drain", "--grace", "0.2", "--reason", "power cut").printed
@@ -109,12 +109,12 @@ def test_a_host_is_drained(host: Cluster, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_logs_are_followed_over_a_restart_complete_and_in_order(host: Cluster) -> None:
-    """Every line of every attempt, once; followed from before the first worker to the end of the job."""
+    """`logs --follow` prints each line of each attempt once, from before the first worker to the end of the job."""
     launch(host, "count", "20000")
     followed = agent(host, "logs", "--follow", "--no-prefix", "--stream", "stdout", "run-7")
     assert followed.ended() == 0, followed.said
     numbers = [line.split() for line in followed.printed.splitlines() if not line.startswith("rank")]
-    # Two workers, either of whose failure ends the first attempt: that of the other may be cut.
+    # The failure of either worker ends the first attempt, so the output of the other may be cut.
     second = [int(number) for attempt, number in numbers if attempt == "1"]
     assert sorted(second) == sorted([*range(20_000)] * 2)
     by_rank = agent(host, "logs", "--stream", "stdout").printed.splitlines()
@@ -130,7 +130,7 @@ def test_logs_are_followed_over_a_restart_complete_and_in_order(host: Cluster) -
 
 @pytest.mark.slow
 def test_a_reader_that_does_not_read_holds_nobody_up(host: Cluster, tmp_path: Path) -> None:
-    """Neither the workers, which come to their end, nor the agent; and it still gets everything when it reads."""
+    """It blocks neither the workers, which end, nor the agent; and it receives all bytes when it reads again."""
     script = tmp_path / "flood.py"
     script.write_text(
         f"import os\nfor _ in range({FLOOD // 1_000_000}):\n    os.write(1, b'x' * 999_999 + b'\\n')\n"
@@ -153,7 +153,7 @@ def test_a_reader_that_does_not_read_holds_nobody_up(host: Cluster, tmp_path: Pa
 
 
 def test_a_script_gets_what_it_needs_from_a_launch_by_hand(host: Cluster) -> None:
-    """The daemon serves rendezvous at its own address, for jobs that name no other."""
+    """The daemon serves rendezvous at its own address, for jobs without an endpoint."""
     address = host.hosts[0].address
     with users_channel(address) as channel:
         stub = pb_grpc.SupervisorServiceStub(channel)

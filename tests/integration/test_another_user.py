@@ -1,4 +1,4 @@
-"""What another user of the host reaches at default settings: nothing, of any service, however it is started."""
+"""At default settings another user of the host can reach no service, regardless of how it was started."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SLEEP = ("--no-python", "sleep", "600")
 
 @contextmanager
 def running(folder: Path, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
-    """A command at its default settings, in a runtime folder of its own; it is killed at the end."""
+    """Run a command at default settings, with its own runtime folder, and kill it at the end."""
     environment = clean_environment(RALLYPOINT_RUNTIME_DIR=str(folder / "r"), RALLYPOINT_LEARNED="none")
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(
@@ -43,7 +43,7 @@ def running(folder: Path, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def outcomes(endpoint: str, secret: str = "") -> dict[str, str]:
-    """How the calls of another user end, by method."""
+    """Call all methods as another user; return the status of each."""
     if os.geteuid() != 0:
         pytest.skip("only root can become another user")
     order = json.dumps({"endpoint": endpoint, "secret": secret})
@@ -61,7 +61,7 @@ def outcomes(endpoint: str, secret: str = "") -> dict[str, str]:
 
 
 def listeners(process: subprocess.Popen[bytes]) -> set[tuple[str, int]]:
-    """Where a process and its children listen for TCP connections."""
+    """Return the TCP addresses at which a process and its children listen."""
     family = psutil.Process(process.pid)
     return {
         (connection.laddr.ip, connection.laddr.port)
@@ -72,7 +72,7 @@ def listeners(process: subprocess.Popen[bytes]) -> set[tuple[str, int]]:
 
 
 def assert_closed_to_others(folder: Path) -> None:
-    """Whether another user gets through to none of the sockets in the runtime folder."""
+    """Check that another user can reach none of the sockets in the runtime folder."""
     sockets = [*(folder / "r").glob("*.sock")]
     assert sockets
     for path in sockets:
@@ -81,7 +81,7 @@ def assert_closed_to_others(folder: Path) -> None:
 
 @pytest.mark.parametrize("role", ROLES)
 def test_a_service_is_out_of_reach(tmp_path_factory: pytest.TempPathFactory, role: str) -> None:
-    """It has a socket that the kernel keeps others from, and no port."""
+    """It has a socket that the kernel protects from other users, and no port."""
     folder = tmp_path_factory.mktemp("s")
     folder.chmod(0o755)
     journal = ("--journal", "memory") if role == "rendezvous" else ()
@@ -102,7 +102,7 @@ def test_a_run_is_out_of_reach(tmp_path_factory: pytest.TempPathFactory) -> None
 
 
 def test_a_submitted_job_is_out_of_reach(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """The agent serves its rendezvous and its timers at the sockets that it has."""
+    """The agent serves its rendezvous and its timers at its sockets, without a port."""
     folder = tmp_path_factory.mktemp("j")
     folder.chmod(0o755)
     with running(folder, "serve", "agent") as process:
@@ -119,7 +119,7 @@ def test_a_submitted_job_is_out_of_reach(tmp_path_factory: pytest.TempPathFactor
 def test_a_job_over_etcd_takes_its_own_agents_only(
     tmp_path_factory: pytest.TempPathFactory, etcd: EtcdCluster
 ) -> None:
-    """Its rendezvous has a port for other hosts, and a secret of the job that only etcd has."""
+    """Its rendezvous has a port for other hosts, and a secret of the job that is stored only in etcd."""
     folder = tmp_path_factory.mktemp("e")
     folder.chmod(0o755)
     place = f"etcd://{etcd.endpoints}/{folder.name}"
@@ -133,7 +133,7 @@ def test_a_job_over_etcd_takes_its_own_agents_only(
 
 @pytest.mark.parametrize("role", ROLES)
 def test_a_port_on_loopback_takes_this_user_only(tmp_path_factory: pytest.TempPathFactory, role: str) -> None:
-    """Neither plaintext nor another secret gets through, and it listens at the named address alone."""
+    """It rejects plaintext and other secrets, and listens only at the named address."""
     folder = tmp_path_factory.mktemp("p")
     journal = ("--journal", "memory") if role == "rendezvous" else ()
     with running(folder, "serve", role, "--host", "127.0.0.1", "--port", "0", *journal) as process:
@@ -147,7 +147,7 @@ def test_a_port_on_loopback_takes_this_user_only(tmp_path_factory: pytest.TempPa
 
 @pytest.mark.parametrize("role", ROLES)
 def test_plaintext_is_chosen_or_refused(tmp_path_factory: pytest.TempPathFactory, role: str) -> None:
-    """With --insecure a stranger's calls get through, which shows that the others were refused for their lack of it."""
+    """With --insecure another user's calls succeed, so in the other tests security alone rejects them."""
     folder = tmp_path_factory.mktemp("i")
     journal = ("--journal", "memory") if role == "rendezvous" else ()
     with running(folder, "serve", role, "--insecure", "--port", "0", *journal) as process:

@@ -1,4 +1,4 @@
-"""What `rallypoint run` is told about its workers' processors, limits and signals holds in the workers."""
+"""Workers have the processors, limits and signals that the flags of `rallypoint run` set."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ while True:
 
 @contextmanager
 def running(folder: Path, *flags: str) -> Iterator[subprocess.Popen[str]]:
-    """Two workers that listen to signals."""
+    """Run two workers that record signals."""
     command = ["run", "--standalone", "--nproc-per-node", "2", "--log-dir", str(folder / "logs"), *flags]
     listener = ["--no-python", "--", sys.executable, "-c", LISTENER, str(folder)]
     with subprocess.Popen(
@@ -78,7 +78,7 @@ def heard(folder: Path) -> list[str]:
 
 @pytest.mark.parametrize("binding", [slow("node"), "socket", slow("core-complex")])
 def test_workers_run_where_they_are_bound(tmp_path: Path, binding: str) -> None:
-    """The mask that the kernel shows a worker is the one that was decided on, within the agent's own."""
+    """A worker's CPU mask in the kernel is the one that `bind` returns, within the agent's own mask."""
     allowed = {max(os.sched_getaffinity(0))}
     flags = ("--standalone", "--nproc-per-node", "2", "--numa-binding", binding, "--no-python", "--")
     ran = rallypoint(
@@ -95,7 +95,7 @@ def test_workers_run_where_they_are_bound(tmp_path: Path, binding: str) -> None:
 
 @pytest.mark.slow
 def test_more_workers_than_cores_can_not_have_some_each(tmp_path: Path) -> None:
-    """It is refused before anything starts, and says so: no restart would mend it."""
+    """`exclusive` with too few cores is refused before a worker starts: no restart would help."""
     many = str(len(os.sched_getaffinity(0)) + 1)
     command = [
         "run",
@@ -115,7 +115,7 @@ def test_more_workers_than_cores_can_not_have_some_each(tmp_path: Path) -> None:
 
 
 def test_workers_have_the_limits_that_were_asked_for(tmp_path: Path) -> None:
-    """Several, soft and hard; in one flag or in more."""
+    """`--rlimit` may be repeated, and sets soft and hard limits."""
     limits = ["--rlimit", "core=0", "--rlimit", "nofile=200:300"]
     command = [
         "run",
@@ -135,7 +135,7 @@ def test_workers_have_the_limits_that_were_asked_for(tmp_path: Path) -> None:
 
 
 def test_users_signals_reach_those_workers_that_expect_them(tmp_path: Path) -> None:
-    """Not their children, and not a worker that it would kill: that one is named in a warning."""
+    """Their children do not receive it, nor does a worker that it would kill: a warning names that one."""
     with running(tmp_path) as agent:
         agent.send_signal(signal.SIGUSR1)
         wait_until(lambda: heard(tmp_path) == ["SIGUSR1.0"], "the signal")
@@ -155,7 +155,7 @@ def test_users_signals_reach_those_workers_that_expect_them(tmp_path: Path) -> N
 def test_workers_are_stopped_by_the_signal_of_the_users_choice(
     tmp_path: Path, sent: signal.Signals, expected: str
 ) -> None:
-    """Whatever the agent was told by, but for Ctrl-C, which stays that."""
+    """`--stop-signal` replaces SIGTERM and SIGHUP; SIGINT is passed on unchanged."""
     with running(tmp_path, "--stop-signal", "SIGUSR2", "--shutdown-timeout", "20") as agent:
         agent.send_signal(sent)
         agent.communicate(timeout=PATIENCE * 2)

@@ -1,4 +1,4 @@
-"""`make demo` breaks a job in four ways while it trains, and it trains to its end all the same."""
+"""`make demo` injects faults into a training job, and the job still completes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.integration]
 
 
 def test_every_fault_is_recovered_and_named(tmp_path: Path) -> None:
-    """The accuracy is reached, the timeline tells of each fault what was done, noticed and measured; nothing stays."""
+    """The accuracy is reached, the timeline shows each fault with its detection and times; no process is left."""
     with fresh_marker() as marker:
         done = subprocess.run(
             [sys.executable, demo.__file__, "--var", str(tmp_path)],

@@ -1,4 +1,4 @@
-"""Hosts that are about to go, or are sick, leave a job that goes on: real processes, from the command line."""
+"""Hosts that are drained, or are unhealthy, leave a job that continues: real processes, from the command line."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ WORKER = Path(__file__).with_name("leaving_worker.py")
 
 
 def with_flags(stage: Scene, *flags: str, worker: Path = WORKER) -> None:
-    """Have the agents that are started from now on run a worker that saves, with these flags."""
+    """Let agents that start from now on have these flags, and a worker that saves."""
     stage.job = replace(stage.job, command=(*flags, str(worker), str(stage.folder)))
 
 
 async def drain(stage: Scene, name: str, *arguments: str) -> str:
-    """Drain an agent's host as an operator does; returns what the command said."""
+    """Drain an agent's host as an operator does; return the output of the command."""
     ready = await stage.cluster.programs[name].log.first(
         f"{name} to be ready", lambda line: line.event == "supervisor ready"
     )
@@ -39,7 +39,7 @@ async def drain(stage: Scene, name: str, *arguments: str) -> str:
 
 
 async def goes_on_without(stage: Scene, name: str, other: str, exit_code: int) -> pb.Run:
-    """Wait until one agent has ended so, and the other's workers run in a round of their own."""
+    """Wait until one agent has ended with `exit_code`, and the other's workers run in a round of their own."""
     assert await stage.cluster.programs[name].ended(PATIENCE) == exit_code, stage.report(name)
     run = await stage.becomes("a round without it", lambda run: run.round > 1 and run.phase == pb.PHASE_FINAL)
     assert run.world_size == 2
@@ -53,7 +53,7 @@ async def goes_on_without(stage: Scene, name: str, other: str, exit_code: int) -
 async def test_a_drained_host_leaves_once_its_workers_have_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Long before its time is over; only its own workers are told, and no restart is used up."""
+    """It leaves long before the end of its grace; only its own workers are notified, and no restart is used."""
     async with scene(tmp_path, monkeypatch, nodes="1:2", conf={"last_call_timeout": "5"}) as stage:
         with_flags(stage)
         await stage.start_agents("a", "b")
@@ -75,7 +75,7 @@ async def test_a_drained_host_leaves_once_its_workers_have_saved(
 async def test_an_announced_maintenance_does_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The program is the operator's: it says that the host goes down, and nobody has to ask the agent."""
+    """A program of the operator announces the maintenance; no request to the agent is needed."""
     async with scene(tmp_path, monkeypatch, nodes="1:2", conf={"last_call_timeout": "15"}) as stage:
         watch = tmp_path / "watch"
         watch.write_text(f"#!/bin/sh\nwhile [ ! -e {tmp_path}/$1 ]; do sleep 0.05; done; echo TERMINATE\n")
@@ -95,7 +95,7 @@ async def test_an_announced_maintenance_does_the_same(
 async def test_a_host_that_turns_sick_leaves_when_a_worker_of_it_has_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The one restart is the job's; the sick host's agent ends with 3, and the other goes on."""
+    """The failure uses the job's one restart; the unhealthy host's agent ends with 3, and the other continues."""
     conf = {"last_call_timeout": "15"}
     async with scene(tmp_path, monkeypatch, nodes="1:2", max_restarts=1, conf=conf) as stage:
         with_flags(stage)
@@ -116,7 +116,7 @@ async def test_a_host_that_turns_sick_leaves_when_a_worker_of_it_has_failed(
 async def test_the_watch_for_maintenance_dies_with_a_killed_agent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With all it has started."""
+    """Its child processes die too, even in another session."""
     async with scene(tmp_path, monkeypatch, nodes="1", workers=1) as stage:
         script = (
             f"setsid sh -c 'echo $$ > {tmp_path}/child; sleep 600' & echo $$ > {tmp_path}/watch; sleep 600"

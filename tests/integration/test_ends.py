@@ -1,4 +1,4 @@
-"""However an agent ends, nothing that it started outlives it."""
+"""All processes that an agent started end with it, in every way of ending."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ pytestmark = pytest.mark.integration
 
 
 async def test_a_killed_agent_takes_everything_along(tmp_path: Path) -> None:
-    """Within a second none of its workers, their children, or the daemons they made exists; on a machine that is busy,
-    within the time of fifty starts of an interpreter, which take less on one that is not."""
+    """Within a second all of its workers, their children, and the daemons they made are dead; on a busy machine, within
+    the time of fifty starts of an interpreter, which take less than a second on an idle one."""
     with fresh_marker() as marker:
         command = [
             str(RALLYPOINT),
@@ -43,7 +43,7 @@ async def test_a_killed_agent_takes_everything_along(tmp_path: Path) -> None:
         start = _seconds_of_a_start()
         killed = await agent.kill(PATIENCE)
         start = max(start, _seconds_of_a_start())
-        # Exact for those that were seen before; one that is never the same process for long was not among them.
+        # Exact for the processes seen before the kill; one that keeps replacing itself by a fork may not be among them.
         seconds = killed.all_dead - killed.at
         print(f"killed → all {len(killed.pids)} dead {seconds:.3f} s, a start {start:.3f} s")  # noqa: T201
         assert seconds < max(1.0, 50 * start)
@@ -51,17 +51,17 @@ async def test_a_killed_agent_takes_everything_along(tmp_path: Path) -> None:
 
 
 def _seconds_of_a_start() -> float:
-    """Measure how long this machine needs now for an interpreter that does nothing."""
+    """Measure the time that this machine now needs to run an empty Python program."""
     began = time.monotonic()
     subprocess.run([sys.executable, "-I", "-S", "-c", ""], check=True)
     return time.monotonic() - began
 
 
 class Terminal:
-    """A job at a terminal of its own, as somebody would type it."""
+    """A job at a terminal of its own, as a user starts it."""
 
     def __init__(self, folder: Path, marker: str, *arguments: str) -> None:
-        """Start it; the marker is in the environment of all that it starts."""
+        """Start it; all its processes have the marker in their environment."""
         self._keyboard, screen = os.openpty()
         self._output = folder / "terminal.out"
         self._errors = folder / "terminal.err"
@@ -87,11 +87,11 @@ class Terminal:
         os.close(screen)
 
     def press_ctrl_c(self) -> None:
-        """The terminal sends SIGINT to what runs in its foreground."""
+        """Let the terminal send SIGINT to its foreground processes."""
         os.write(self._keyboard, b"\x03")
 
     def wait_for(self, event: str, count: int = 1) -> None:
-        """Wait until workers have said something."""
+        """Wait until workers have printed an event `count` times."""
         wait_until(lambda: self._output.read_text().count(f'"event": "{event}"') == count, event)
 
     @property
@@ -101,11 +101,11 @@ class Terminal:
 
     @property
     def errors(self) -> list[str]:
-        """What the agent said to people."""
+        """The agent's reports for users."""
         return [record["report"] for record in self.log if record.get("report")]
 
     def close(self) -> None:
-        """Take the terminal away."""
+        """Kill the job if it runs, and close the terminal."""
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait(PATIENCE)
@@ -114,7 +114,7 @@ class Terminal:
 
 @contextmanager
 def terminal(folder: Path, *arguments: str) -> Iterator[Terminal]:
-    """A job at a terminal; afterwards nothing of it is left."""
+    """Run a job at a terminal; afterwards none of its processes is left."""
     with fresh_marker() as marker:
         shown = Terminal(folder, marker, *arguments)
         try:
@@ -125,7 +125,7 @@ def terminal(folder: Path, *arguments: str) -> Iterator[Terminal]:
 
 
 def test_ctrl_c_interrupts_the_workers_and_kills_those_that_ignore_it(tmp_path: Path) -> None:
-    """Both hear of it; the agent waits as long as it was told, says what it did, and ends with 130."""
+    """Both workers receive it; the agent waits for the shutdown timeout, logs the kill, and ends with 130."""
     order = [
         "--nproc-per-node",
         "2",
@@ -151,12 +151,12 @@ def test_ctrl_c_interrupts_the_workers_and_kills_those_that_ignore_it(tmp_path: 
 
 @pytest.mark.slow
 def test_a_second_ctrl_c_stops_at_once(tmp_path: Path) -> None:
-    """Whoever presses it again does not want to wait for the timeout."""
+    """The second one ends the shutdown timeout."""
     order = ["--shutdown-timeout", "300", str(WORKER), str(tmp_path), "ignore-interrupt"]
     with terminal(tmp_path, *order) as shown:
         shown.wait_for("started")
         shown.press_ctrl_c()
         shown.wait_for("ignored")
-        time.sleep(0.3)  # within a moment of the first it would be the same
+        time.sleep(0.3)  # sooner, it would count as the first one
         shown.press_ctrl_c()
         assert shown.process.wait(PATIENCE) == 128 + signal.SIGINT

@@ -1,4 +1,4 @@
-"""Jobs that have nothing but an etcd, as scripts for torchrun have it: no host is special, and none can't be lost."""
+"""Jobs with only an etcd, as in scripts for torchrun: no host is special, and the loss of any host is survivable."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from support.waiting import wait_until
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
 
-# Seconds. A host that vanished is missed after its leases, and what comes after is quick on an idle machine.
+# Seconds. A vanished host is detected when its leases expire; the rest is quick on an idle machine.
 PATIENCE = 120.0
 WORKER = """
 import os, pathlib, sys, time
@@ -47,13 +47,13 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Starts an agent of a job whose workers wait for the file `finish`."""
+    """A function that starts an agent of a job whose workers wait for the file `finish`."""
     with waiting_agents(tmp_path, WORKER) as start:
         yield start
 
 
 def in_etcd(etcd: EtcdCluster, space: str) -> list[KeyValue]:
-    """All that a run has there."""
+    """Return all entries of a run in etcd."""
 
     async def read() -> list[KeyValue]:
         async with EtcdClient(parse_address(etcd.url, {})) as client:
@@ -65,7 +65,7 @@ def in_etcd(etcd: EtcdCluster, space: str) -> list[KeyValue]:
 def owner_of(
     etcd: EtcdCluster, space: str, agents: list[subprocess.Popen[str]]
 ) -> subprocess.Popen[str] | None:
-    """The agent that serves the run now."""
+    """Return the agent that serves the run now."""
     for pair in in_etcd(etcd, space):
         if pair.key == f"{space}/owners/0000".encode():
             port = int(json.loads(pair.value)["address"].rpartition(":")[2])
@@ -84,12 +84,12 @@ def _listening(pid: int) -> set[int]:
 
 
 def replica_ports(agents: list[subprocess.Popen[str]]) -> list[set[int]]:
-    """Where the agents listen: an agent that has lost its seat listens no more for others."""
+    """Return the ports at which the agents listen: an agent that is no longer a replica has no port for others."""
     return [_listening(agent.pid) for agent in agents]
 
 
 def worlds(folder: Path) -> dict[str, list[str]]:
-    """For each round what its workers have written, by rank."""
+    """Return by round the files of its workers, ordered by rank."""
     found: dict[str, list[str]] = {}
     for path in sorted(folder.glob("[0-9]*.[0-9]*")):
         found.setdefault(path.name.partition(".")[0], []).append(path.read_text())
@@ -97,7 +97,7 @@ def worlds(folder: Path) -> dict[str, list[str]]:
 
 
 def running(folder: Path, size: int) -> Callable[[], bool]:
-    """Whether the latest round has so many workers, all of which have started."""
+    """Return a condition: the latest round has `size` workers, and all have started."""
 
     def all_there() -> bool:
         found = worlds(folder)
@@ -110,7 +110,7 @@ def running(folder: Path, size: int) -> Callable[[], bool]:
 def test_torchruns_flags_and_torchs_url_lead_to_one_run(
     tmp_path: Path, start: Start, etcd: EtcdCluster
 ) -> None:
-    """They mean the same etcd, prefix and run; it ends for all, and etcd is to forget it."""
+    """They name the same etcd, prefix and run; it ends for all, and its entries in etcd have leases."""
     flags = ["--nnodes=2", "--rdzv-backend=etcd", f"--rdzv-endpoint={etcd.endpoints}", "--rdzv-id=two"]
     url = f"{etcd.url}/two?min_workers=2&max_workers=2&timeout=900"
     agents = [start(*flags), start(f"--rdzv-endpoint={url}")]
@@ -130,7 +130,7 @@ def test_torchruns_flags_and_torchs_url_lead_to_one_run(
 
 @pytest.mark.slow
 def test_the_host_that_serves_may_vanish(tmp_path: Path, start: Start, etcd: EtcdCluster) -> None:
-    """Another one takes the run over, and the job goes on with the nodes that are left, as with any lost host."""
+    """Another host takes the run over, and the job continues with the remaining nodes, as after any lost host."""
     url = f"{etcd.url}/vanish?min_workers=2&max_workers=3&last_call_timeout=3&etcd_prefix=/jobs"
     agents = [start(f"--rdzv-endpoint={url}") for _ in range(3)]
     wait_until(running(tmp_path, 3), "the job to run", PATIENCE)
@@ -147,7 +147,7 @@ def test_the_host_that_serves_may_vanish(tmp_path: Path, start: Start, etcd: Etc
 
 @pytest.mark.slow
 def test_the_host_that_serves_may_leave(tmp_path: Path, start: Start, etcd: EtcdCluster) -> None:
-    """It hands the run over first. With c10d this would end the job."""
+    """It first hands the run over to another host. With c10d this would end the job."""
     flags = ["--nnodes=1:2", "--rdzv-backend=etcd-v2", f"--rdzv-endpoint={etcd.endpoints}", "--rdzv-id=leave"]
     agents = [start(*flags, "--rdzv-conf=last_call_timeout=3") for _ in range(2)]
     wait_until(running(tmp_path, 2), "the job to run", PATIENCE)
@@ -163,7 +163,7 @@ def test_the_host_that_serves_may_leave(tmp_path: Path, start: Start, etcd: Etcd
 
 @pytest.mark.slow
 def test_the_host_that_serves_may_be_paused(tmp_path: Path, start: Start, etcd: EtcdCluster) -> None:
-    """The others go on with another one; when it runs again, it has lost its place and joins them as a newcomer."""
+    """Another host takes the run over; when the first one runs again, it has lost its lease and joins as a new node."""
     url = f"{etcd.url}/pause?min_workers=2&max_workers=3&last_call_timeout=3"
     flags = [f"--rdzv-endpoint={url}", "--rdzv-conf=scale_up_delay=1"]
     agents = [start(*flags) for _ in range(3)]
@@ -186,7 +186,7 @@ def test_the_host_that_serves_may_be_paused(tmp_path: Path, start: Start, etcd: 
 def test_a_run_that_etcd_dropped_goes_on_above_all_its_numbers(
     tmp_path: Path, start: Start, etcd: EtcdCluster
 ) -> None:
-    """Its lease ended under agents that could not renew it: they meet anew, and no round has a number twice."""
+    """Its lease expired, and the agents could not renew it: they join again, and each round number is used once."""
     agents = [start("--nnodes=2", f"--rdzv-endpoint={etcd.url}/dropped") for _ in range(2)]
     wait_until(running(tmp_path, 2), "the job to run", PATIENCE)
     space = "/torchelastic/p2p/dropped"
@@ -205,14 +205,14 @@ def test_a_run_that_etcd_dropped_goes_on_above_all_its_numbers(
 
 @pytest.mark.slow
 def test_etcd_may_be_restarted_under_a_job(tmp_path: Path, start: Start) -> None:
-    """Workers neither stop nor start again, however long it was away; the job ends as it would have."""
+    """Workers neither stop nor restart, even in an outage longer than a lease; the job ends normally."""
     with etcd_cluster(tmp_path / "own") as etcd:
         (member,) = etcd.members
         agents = [start("--nnodes=2", f"--rdzv-endpoint={etcd.url}/restart") for _ in range(2)]
         wait_until(running(tmp_path, 2), "the job to run", PATIENCE)
         before = worlds(tmp_path)
         member.kill()
-        # Longer than the lease of who serves the run: it has to let go of it.
+        # An outage longer than the owner's lease: it must stop serving the run.
         owner = replica_ports(agents)
         wait_until(lambda: replica_ports(agents) != owner, "the run to be served by nobody", PATIENCE)
         member.start()
@@ -226,7 +226,7 @@ def test_etcd_may_be_restarted_under_a_job(tmp_path: Path, start: Start) -> None
 
 
 def test_all_of_it_may_be_tls(tmp_path: Path, start: Start, certificates: Certificates) -> None:
-    """etcd with certificates of its own clients, and the rendezvous among the hosts, by the names in those."""
+    """etcd requires client certificates, and the rendezvous among the hosts checks the names in theirs."""
     files = certificates
     with etcd_cluster(tmp_path / "own", tls=EtcdTLS(files.server, files.server_key, files.ca)) as etcd:
         query = f"protocol=https&cert={files.client}&key={files.client_key}&cacert={files.ca}&min_workers=2"
@@ -240,7 +240,7 @@ def test_all_of_it_may_be_tls(tmp_path: Path, start: Start, certificates: Certif
 
 @pytest.mark.slow
 def test_an_etcd_that_is_not_there_is_told(tmp_path: Path, start: Start) -> None:
-    """In one line, before anything has started; on the way at most that it is asked again."""
+    """The error is one line, before a worker starts; at most one warning about a retry comes before it."""
     agent = start(
         "--nnodes=2", f"--rdzv-endpoint=etcd://127.0.0.1:{free_port()}/job", "--rdzv-conf=read_timeout=1"
     )

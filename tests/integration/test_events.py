@@ -1,4 +1,4 @@
-"""A real job tells what happens to it: in a file, in figures, and in a line at the end of a restart."""
+"""A real job records its events in a file, in metrics, and in a log line at the end of a restart."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.integration
 
 
 def _agent(folder: Path, *flags: str) -> AbstractContextManager[subprocess.Popen[bytes]]:
-    """`rallypoint run` of two workers; its log is in `folder`/agent.log."""
+    """Run `rallypoint run` with two workers; its log is in `folder`/agent.log."""
     return _running(
         folder,
         *("run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1", "--log-format", "json"),
@@ -59,7 +59,7 @@ def _up(folder: Path, round_: int) -> None:
 
 
 def _figures(folder: Path) -> dict[str, float]:
-    """What is served where the agent's log says that it is."""
+    """Return the metrics, from the address in the agent's log."""
     log = folder / "agent.log"
     found = re.search(r"http://127\.0\.0\.1:\d+/metrics", log.read_text())
     assert found is not None, log.read_text()
@@ -70,7 +70,7 @@ def _figures(folder: Path) -> dict[str, float]:
 
 
 def test_a_job_that_restarts_tells_so_in_events_figures_and_a_line(tmp_path: Path) -> None:
-    """From the first round to its end; all parts of the restart have their time."""
+    """Events and metrics cover the job from its first round to its end, with the time of each part of the restart."""
     events = tmp_path / "events.jsonl"
     flags = ["--metrics-address", "127.0.0.1:0", "--event-log-handler", f"file:{events}"]
     with _agent(tmp_path, *flags) as agent:
@@ -104,7 +104,7 @@ def test_a_job_that_restarts_tells_so_in_events_figures_and_a_line(tmp_path: Pat
 
 def _assert_story(told: list[dict[str, Any]], parts: tuple[str, ...]) -> None:
     agent = [each["event"] for each in told if each["source"] == "AGENT" and each["event"] != "AGENT_STATE"]
-    # These come at their own time.
+    # These come at no fixed position.
     ordered = [name for name in agent if name not in ("TOLD", "STOPPED", "WATCHDOG")]
     assert ordered == [
         *("RENDEZVOUS", "ASSIGN_WORKER_RANKS", "DETECTED"),
@@ -124,12 +124,12 @@ def _assert_story(told: list[dict[str, Any]], parts: tuple[str, ...]) -> None:
         ]
     )
     (failed,) = [each for each in told if each["event"] == "FAILED"]
-    assert failed["kind"] == "exit_code"  # in the words of failure.json
+    assert failed["kind"] == "exit_code"  # as in failure.json
     (restarted,) = [each for each in told if each["event"] == "RESTARTED"]
     assert tuple(restarted["parts"]) == parts
     assert restarted["restart_count"] == 1
     others = sum(seconds for part, seconds in restarted["parts"].items() if part != "told")
-    # Each part begins where the one before ends; only being told goes on while workers are stopped.
+    # Each part begins where the previous one ends; only `told` overlaps with `stopped`.
     assert restarted["duration"] == pytest.approx(others, abs=1e-3)
     assert all(each.get("duration", 0) >= 0 for each in told)
 
@@ -137,7 +137,7 @@ def _assert_story(told: list[dict[str, Any]], parts: tuple[str, ...]) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
 def test_a_job_does_not_care_that_the_disk_of_its_events_is_full(tmp_path: Path) -> None:
-    """It is told once, and the job succeeds."""
+    """The log has one line about it, and the job succeeds."""
     with _agent(tmp_path, "--event-log-handler", "file:/dev/full") as agent:
         (tmp_path / "fail").touch()
         (tmp_path / "finish").touch()
@@ -147,7 +147,7 @@ def test_a_job_does_not_care_that_the_disk_of_its_events_is_full(tmp_path: Path)
 
 @pytest.mark.slow
 def test_events_on_the_console_are_lines_of_the_agents_log(tmp_path: Path) -> None:
-    """As torchrun's `--event-log-handler console`."""
+    """They are there with the flag of torchrun: `--event-log-handler console`."""
     with _agent(tmp_path, "--event-log-handler", "console") as agent:
         (tmp_path / "fail").touch()
         (tmp_path / "finish").touch()
@@ -160,7 +160,7 @@ def test_events_on_the_console_are_lines_of_the_agents_log(tmp_path: Path) -> No
 
 @pytest.mark.slow
 def test_a_daemon_shows_what_became_of_its_jobs_and_forgets_their_workers(tmp_path: Path) -> None:
-    """Who scrapes it sees counts of all jobs, and workers of those that run."""
+    """Its metrics count all jobs, but have workers of running jobs only."""
     with _running(tmp_path, "serve", "agent", "--port", "0", "--metrics-address", "127.0.0.1:0"):
         log = tmp_path / "agent.log"
         wait_until(lambda: "SupervisorService" in log.read_text(), "the daemon")
@@ -183,7 +183,7 @@ def test_a_daemon_shows_what_became_of_its_jobs_and_forgets_their_workers(tmp_pa
 
 @pytest.mark.slow
 def test_without_anybody_to_tell_workers_are_not_asked_to_measure(tmp_path: Path) -> None:
-    """No socket, no variable, no thread."""
+    """Without an event handler or metrics, workers have no metrics socket in their environment."""
     with _agent(tmp_path) as agent:
         _up(tmp_path, 1)
         (worker, *_) = (

@@ -1,6 +1,6 @@
-"""Workers that print as fast as they can hold up nobody, lose nothing, and cost the agent no memory.
+"""Workers that print at full speed block no process, lose no output, and cost the agent no memory.
 
-`make bench ONLY=flood` has the same at full size, with figures.
+`make bench ONLY=flood` measures the same at full size.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from support.waiting import PATIENCE, wait_until
 pytestmark = pytest.mark.integration
 
 _WORKERS = 8
-_LINES = 30_000  # of each: 13 MB in all
+_LINES = 30_000  # of each worker: 13 MB in total
 _MOST_GROWTH = 6 << 20  # bytes
 _TESTS = str(Path(__file__).parent.parent)
 
 
 @pytest.fixture
 def agent(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[subprocess.Popen[bytes]]:
-    """An agent whose workers flood its console, which nobody reads yet; more of its options come with the test."""
+    """An agent whose workers flood its console, which is not read yet; the test adds options."""
     order = FloodOrder(str(tmp_path), _LINES)
     with open(tmp_path / "agent.log", "wb") as log:
         process = subprocess.Popen(
@@ -56,7 +56,7 @@ def agent(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[subprocess
     "agent", [(), slow(("--log-max-size", "1MiB", "--log-keep-files", "100"))], indirect=True
 )
 def test_a_flood_is_complete_and_costs_no_memory(agent: subprocess.Popen[bytes], tmp_path: Path) -> None:
-    """With a console that stands still until all is written, and then gets every line, of each worker in order."""
+    """The console is not read until all is written, and then receives every line, in order for each worker."""
     assert agent.stdout is not None
     assert select.select([agent.stdout], [], [], PATIENCE)[0]
     before = _memory(agent.pid)
@@ -88,6 +88,6 @@ def test_a_flood_is_complete_and_costs_no_memory(agent: subprocess.Popen[bytes],
 
 
 def _memory(pid: int) -> int:
-    """Bytes that a process had at most so far."""
+    """Return the peak memory of a process, in bytes."""
     status = Path(f"/proc/{pid}/status").read_text()
     return int(status.partition("VmHWM:")[2].split()[0]) * 1024

@@ -1,4 +1,4 @@
-"""docs/grpcurl.md: each command, run as the page has it, gets the reply that the page promises.
+"""docs/grpcurl.md: each command of the page gets the reply that the page shows.
 
 tests/house/test_grpcurl_page.py compares the two tools, and the requests with the contract.
 """
@@ -51,7 +51,7 @@ if rank == 0:
 print(f"rank {rank} trains", flush=True)
 time.sleep(3600)
 """
-# A node whose connection broke keeps its place for longer than the test takes.
+# A node whose connection broke stays in the run for longer than the test takes.
 SETTINGS = {"disconnect_grace": "1800", "keep_alive_max_attempt": "360", "last_call_timeout": "600"}
 WATCHES = 2
 ROLES = {
@@ -66,7 +66,7 @@ class Scene:
     """The services of the page and its runs.
 
     Attributes:
-        folder: Of their sockets, and of the certificates and the token for the service of the network.
+        folder: For the sockets, and for the certificates and the token of the service with a TCP port.
         network: Address of that service.
     """
 
@@ -74,7 +74,7 @@ class Scene:
     network: str
 
     def output(self, example: Example) -> str:
-        """Run a command of the page; one that goes on is interrupted once it has written the promised lines."""
+        """Run a command of the page; kill one that does not end when it has written the expected lines."""
         script = f"{example.before}{example.command}".replace("head:29400", self.network)
         environment = clean_environment(
             RALLYPOINT_RUNTIME_DIR=str(self.folder), PATH=f"{RALLYPOINT.parent}:{os.environ['PATH']}"
@@ -100,7 +100,7 @@ class Scene:
 
 @contextmanager
 def scene(folder: Path) -> Iterator[Scene]:
-    """Start the services, and bring about what the page asks for.
+    """Start the services, and create the state that the page shows.
 
     job-16 has failed. job-17 runs on host-1 and host-2; the agent of host-2 was killed.
     """
@@ -144,7 +144,7 @@ def run_jobs(
     timer: grpc.Channel,
     host: grpc.Channel,
 ) -> None:
-    """Run the jobs of the page; return when all that it asks for can be seen."""
+    """Run the jobs of the page; return when the services have the state that it shows."""
     runs = pb_grpc.RendezvousServiceStub(rendezvous)
     timers = timer_grpc.TimerServiceStub(timer)
     agent = agent_grpc.SupervisorServiceStub(host)
@@ -208,7 +208,7 @@ def test_each_command_gets_the_reply_that_the_page_promises(tool: str) -> None:
     if not shutil.which("jq"):
         pytest.skip("needs jq (apt install jq)")
     wrong = []
-    # A short path: that of a Unix socket has at most 107 bytes.
+    # A short path: a Unix socket's path has at most 107 bytes.
     with tempfile.TemporaryDirectory(prefix="rally") as folder, scene(Path(folder)) as made:
         for example in examples(tool):
             with watched(made.folder) if "TOO_MANY_WATCHERS" in example.reply else nullcontext():

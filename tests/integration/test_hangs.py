@@ -1,4 +1,4 @@
-"""A worker that hangs dies soon after its deadline whatever it hangs in, and alone; its report says where it was."""
+"""A hung worker dies soon after its deadline, for every kind of hang, before the others; its report has its stack."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.integration
 
 WORKER = Path(__file__).with_name("hanging_worker.py")
 AFTER = 0.5
-# Seconds past its deadline at which a worker is dead, even on a machine that is very busy.
+# Seconds after its deadline by which a worker is dead, even on a very busy machine.
 MOST_LATE = 15.0
 
 
@@ -40,7 +40,7 @@ async def hanging(
     after: float = AFTER,
     max_restarts: int = 1,
 ) -> AsyncIterator[Scene]:
-    """One host with two workers, the second of which hangs in round 1."""
+    """Run one host with two workers, the second of which hangs in round 1."""
     async with scene(folder, monkeypatch, nodes="1", max_restarts=max_restarts) as stage:
         command = (str(WORKER), str(folder), way, "1", str(after), *more)
         stage.job = replace(stage.job, command=command)
@@ -48,21 +48,21 @@ async def hanging(
 
 
 async def hangs(stage: Scene) -> Mapping[str, Any]:
-    """Wait until the worker hangs; returns what it said last."""
+    """Wait until the worker hangs; return the fields of its event."""
     (said,) = await stage.said("hanging", 1)
     return said
 
 
 def hang_file(stage: Scene, local_rank: int = 1) -> str:
-    """What the agent found out of that worker in its first attempt."""
+    """Return the agent's diagnostics of that worker in its first attempt."""
     (file,) = (stage.folder / "logs").glob(f"*/attempt_0/{local_rank}/hang.txt")
     return file.read_text()
 
 
 async def reaped(stage: Scene, function: str) -> str:
-    """Wait for the hung worker's end, and for the next round; returns its evidence.
+    """Wait for the hung worker's end, and for the next round; return its diagnostics.
 
-    The neighbour ends later, of the round's end, and in good order.
+    The neighbour ends later, gracefully, because the round ends.
     """
     said = await hangs(stage)
     neighbour = next(line for line in await stage.said("started", 2) if line["rank"] == 0)
@@ -96,11 +96,11 @@ async def reaped(stage: Scene, function: str) -> str:
 async def test_a_hung_worker_dies_soon_and_its_report_says_where_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str, function: str, state: str
 ) -> None:
-    """In C with the GIL held, in a lock, stopped, or with other threads at work; the job runs on and succeeds."""
+    """It hangs in C with the GIL held, in a lock, stopped, or beside busy threads; the job continues and succeeds."""
     async with hanging(tmp_path, monkeypatch, way) as stage:
         await stage.start_agents("a")
         summary = (await reaped(stage, function)).splitlines()[2]
-    # How much it computed is the machine's to say, which may have had no processor for it.
+    # A busy machine may have given it little CPU time, so the summary may differ.
     assert state.split(" ", 1)[0] in summary
     assert re.search(rf"{state}|it computes at the moment|for a part of the time", summary)
     assert re.search(r"it used \d+\.\d s of processor time in the \d\.\d s since it began$", summary)
@@ -110,7 +110,7 @@ async def test_a_hung_worker_dies_soon_and_its_report_says_where_it_was(
 async def test_the_report_of_a_run_that_ends_has_the_stacks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With no restart left, on the console of each host."""
+    """With no restart left, the report on the console has the stacks of the hung worker."""
     async with hanging(tmp_path, monkeypatch, "lock", max_restarts=0) as stage:
         (agent,) = await stage.start_agents("a")
         assert await agent.ended(PATIENCE) == 1
@@ -128,7 +128,7 @@ async def test_the_report_of_a_run_that_ends_has_the_stacks(
 async def test_what_a_hung_worker_has_started_dies_with_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also in a session of its own."""
+    """A child in a session of its own dies too."""
     async with hanging(tmp_path, monkeypatch, "child") as stage:
         await stage.start_agents("a")
         (said,) = await stage.said("child", 1)
@@ -139,10 +139,10 @@ async def test_what_a_hung_worker_has_started_dies_with_it(
 
 @pytest.mark.slow
 async def test_a_chosen_signal_comes_before_the_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker that listens can still say, or write down, what it was at."""
+    """A worker that handles the signal can still report or save its state."""
     async with hanging(tmp_path, monkeypatch, "child", str(int(signal.SIGTERM))) as stage:
         await stage.start_agents("a")
-        # The hung one first, of its own signal; its neighbour because the round ends. Their lines come in any order.
+        # The hung one first, by its timer's signal; its neighbour because the round ends. The order of lines is random.
         told = {line["rank"]: line["at"] for line in await stage.said("told to stop", 2)}
         assert told[1] < told[0]
         await stage.started(2, round_=2)
@@ -153,7 +153,7 @@ async def test_a_chosen_signal_comes_before_the_kill(tmp_path: Path, monkeypatch
 async def test_a_timer_that_only_reports_kills_nobody(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The evidence is gathered, and the job goes on."""
+    """The agent collects the diagnostics, and the job continues."""
     async with hanging(tmp_path, monkeypatch, "others", "0") as stage:
         (agent,) = await stage.start_agents("a")
         said = await hangs(stage)
@@ -170,7 +170,7 @@ async def test_a_timer_that_only_reports_kills_nobody(
 
 
 async def test_a_stranger_sets_no_timer_of_a_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither before its agent subscribes nor afterwards; it would be reaped, with a report as of a hang of its own."""
+    """Neither before nor after its agent subscribes; such a timer would get the worker killed as hung."""
     async with hanging(tmp_path, monkeypatch, "lock", "unguarded") as stage:
         await stage.cluster.start_timer()
         async with open_channel(stage.cluster.timer_endpoint) as channel:
@@ -182,7 +182,7 @@ async def test_a_stranger_sets_no_timer_of_a_worker(tmp_path: Path, monkeypatch:
             said = await hangs(stage)
 
             async with asyncio.timeout(PATIENCE):  # until the agent has subscribed
-                while (await stub.ListTimers(timer_pb.ListTimersRequest())).timers:  # noqa: ASYNC110 (a service says it)
+                while (await stub.ListTimers(timer_pb.ListTimersRequest())).timers:  # noqa: ASYNC110 (a remote state)
                     await asyncio.sleep(0.05)
             for lease in (None, 1, 2**63 - 1):
                 request.lease = lease or 0

@@ -1,4 +1,4 @@
-"""Health of real servers: a service that can't do its work is NOT_SERVING, while the others of its process serve."""
+"""Health of real servers: a service that can't work is NOT_SERVING, while the others of its process serve."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SERVER = "rallypoint.server.v1.ServerService"
 
 
 def serving(channel: grpc.Channel) -> set[str]:
-    """Return the services that serve; "": the server as a whole."""
+    """Return the services that are SERVING; "" is the server as a whole."""
     listed = health_pb2_grpc.HealthStub(channel).List(health_pb2.HealthListRequest(), timeout=PATIENCE)
     return {
         name

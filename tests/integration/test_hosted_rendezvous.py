@@ -1,4 +1,4 @@
-"""Jobs whose rendezvous is in one of their agents, as scripts for torchrun have it, run and end as a whole."""
+"""Jobs with the rendezvous in one of their agents, as in scripts for torchrun, run and end as a whole."""
 
 from __future__ import annotations
 
@@ -30,31 +30,31 @@ while not (folder / "finish").exists():
 
 @pytest.fixture
 def port() -> int:
-    """A port that is free, and the one above it."""
+    """A free port; the next one is free too."""
     return free_port(2)
 
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Starts an agent of a job whose workers wait for the file `finish`."""
+    """A function that starts an agent of a job whose workers wait for the file `finish`."""
     with waiting_agents(tmp_path, WORKER) as start:
         yield start
 
 
 def static(port: int, rank: int, *more: str) -> list[str]:
-    """The flags of one node of two."""
+    """Return the flags of one of two nodes."""
     return ["--nnodes=2", f"--node-rank={rank}", f"--master-port={port}", *more]
 
 
 def running(folder: Path, round_: int) -> Callable[[], bool]:
-    """Whether both workers of a round have started."""
+    """Return a condition: both workers of a round have started."""
     return lambda: all((folder / f"{rank}.{round_}").exists() for rank in (0, 1))
 
 
 def test_static_nodes_have_the_ranks_and_the_master_that_were_given(
     tmp_path: Path, start: Start, port: int
 ) -> None:
-    """Whichever comes first."""
+    """The order in which the nodes start does not matter."""
     agents = [start(*static(port, rank)) for rank in (1, 0)]
     (tmp_path / "finish").touch()
     assert [ended(agent)[0] for agent in agents] == [0, 0]
@@ -64,7 +64,7 @@ def test_static_nodes_have_the_ranks_and_the_master_that_were_given(
 
 @pytest.mark.slow
 def test_a_second_node_of_a_rank_is_refused(tmp_path: Path, start: Start, port: int) -> None:
-    """In one line; the first is not disturbed."""
+    """The error is one line; the first node is not affected."""
     agents = [start(*static(port, rank)) for rank in (0, 1)]
     wait_until(running(tmp_path, 1), "the job to run")
     for rank, told in ((1, "the node rank1 is in run 'none' already"), (0, "another agent does")):
@@ -78,7 +78,7 @@ def test_a_second_node_of_a_rank_is_refused(tmp_path: Path, start: Start, port: 
 
 @pytest.mark.slow
 def test_a_node_that_was_killed_takes_its_place_back(tmp_path: Path, start: Start, port: int) -> None:
-    """With the same rank, in the next round."""
+    """It gets the same rank, in the next round."""
     agents = [start(*static(port, rank)) for rank in (0, 1)]
     wait_until(running(tmp_path, 1), "the job to run")
     agents[1].kill()
@@ -90,7 +90,7 @@ def test_a_node_that_was_killed_takes_its_place_back(tmp_path: Path, start: Star
 
 
 def test_the_host_of_the_rendezvous_that_leaves_ends_the_job(tmp_path: Path, start: Start, port: int) -> None:
-    """For all, with the reason: the others could only wait for one another."""
+    """It ends for all, with the reason: without a rendezvous the others could not form a round."""
     flags = ["--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{port}"]
     host = start(*flags)
     wait_until(lambda: _listens(port), "the first agent to serve rendezvous")
@@ -107,7 +107,7 @@ def test_the_host_of_the_rendezvous_that_leaves_ends_the_job(tmp_path: Path, sta
 def test_the_host_of_the_rendezvous_that_vanishes_ends_the_job(
     tmp_path: Path, start: Start, port: int
 ) -> None:
-    """Nobody can say so, so the others give up after a while."""
+    """It can't notify the others, so they give up after `read_timeout`."""
     host = start(*static(port, 0))
     wait_until(lambda: _listens(port + 1), "the host to serve rendezvous")
     other = start(*static(port, 1, "--rdzv-conf=read_timeout=5"))
@@ -120,7 +120,7 @@ def test_the_host_of_the_rendezvous_that_vanishes_ends_the_job(
 
 @pytest.mark.slow
 def test_the_host_of_the_rendezvous_may_be_started_again(tmp_path: Path, start: Start, port: int) -> None:
-    """Its service is new then, and the others join it."""
+    """Its new service has no state, and the others join it."""
     agents = [start(*static(port, rank, "--rdzv-conf=read_timeout=60")) for rank in (0, 1)]
     wait_until(running(tmp_path, 1), "the job to run")
     for rank in (0, 1):
@@ -138,14 +138,14 @@ def _listens(port: int) -> bool:
 
 
 def test_a_job_of_one_host_needs_no_flag(tmp_path: Path, start: Start) -> None:
-    """As with torchrun."""
+    """The defaults suffice, as with torchrun."""
     (tmp_path / "finish").touch()
     assert ended(start())[0] == 0
     assert (tmp_path / "0.1").exists()
 
 
 async def test_a_second_host_with_node_rank_0_is_refused(tmp_path: Path) -> None:
-    """It would serve a rendezvous of its own, and wait there for hosts that wait at the other one."""
+    """Otherwise it would serve a second rendezvous, and wait for hosts that wait at the first."""
     if why_not := why_no_namespaces():
         pytest.skip(why_not)
     hosts = Namespaces(91, ["one", "two"])

@@ -1,4 +1,4 @@
-"""Anybody can look in with tools of the gRPC world: reflection, health, and calls made by hand."""
+"""Standard gRPC tools can inspect a server: reflection, health, and calls from a command line."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ SERVICES = {
 
 @pytest.fixture(scope="module")
 def addresses() -> Iterator[dict[str, str]]:
-    """Every role, in a process of its own."""
+    """The address of each role, which runs in its own process."""
     with ExitStack() as stack:
         yield {
             role: stack.enter_context(
@@ -50,7 +50,7 @@ def addresses() -> Iterator[dict[str, str]]:
 
 
 def buf(address: str, *arguments: str) -> str:
-    """What `buf curl` prints at a Unix socket; it knows nothing but what reflection tells."""
+    """Run `buf curl` at a Unix socket, with schemas from reflection only; return its output."""
     if not BUF.exists():
         pytest.skip("needs buf (buf-bin)")
     socket = ("--unix-socket", address.removeprefix("unix:"))
@@ -63,7 +63,7 @@ def buf(address: str, *arguments: str) -> str:
 
 
 def call(address: str, method: str, **request: Any) -> dict[str, Any]:
-    """Call a method by hand."""
+    """Call a method with `buf curl`."""
     answer: dict[str, Any] = json.loads(
         buf(address, "--data", json.dumps(request), f"http://localhost/{method}")
     )
@@ -71,7 +71,7 @@ def call(address: str, method: str, **request: Any) -> dict[str, Any]:
 
 
 def reflected(address: str, **request: str) -> Any:
-    """What reflection answers to a request."""
+    """Return the response of the reflection service to a request."""
     with grpc.insecure_channel(address) as channel:
         requests = iter([reflection_pb2.ServerReflectionRequest(**request)])
         stub = reflection_pb2_grpc.ServerReflectionStub(channel)
@@ -88,7 +88,7 @@ def test_reflection_describes_all_that_it_lists(addresses: dict[str, str], role:
 
 @pytest.mark.parametrize("role", SERVICES)
 def test_reflection_lists_the_services(addresses: dict[str, str], role: str) -> None:
-    """What the role serves, health, and reflection itself."""
+    """The list has the services of the role, health, and reflection itself."""
     assert set(buf(addresses[role], "--list-services", "http://localhost").split()) == SERVICES[role] | OF_ALL
 
 
@@ -106,7 +106,7 @@ def test_reflection_lists_the_services(addresses: dict[str, str], role: str) -> 
 def test_reflection_describes_the_api_and_not_the_storage(
     addresses: dict[str, str], request_: dict[str, str], described: bool
 ) -> None:
-    """A server has the descriptions of both, and clients get those of the API and of its errors only."""
+    """A server has the descriptions of both, but clients can read only those of the API and of its errors."""
     answer = reflected(addresses["rendezvous"], **request_)
     assert answer.HasField("file_descriptor_response") == described
     assert answer.error_response.error_code == (0 if described else grpc.StatusCode.NOT_FOUND.value[0])
@@ -114,7 +114,7 @@ def test_reflection_describes_the_api_and_not_the_storage(
 
 @pytest.mark.parametrize("role", SERVICES)
 def test_reflection_has_the_json_names_of_all_fields(addresses: dict[str, str], role: str) -> None:
-    """grpcurl writes them; without them it writes the names of the .proto files, and buf does not."""
+    """grpcurl prints JSON names; if they are missing, it prints the names of the .proto files, unlike buf."""
     for service_name in SERVICES[role]:
         answer = reflected(addresses[role], file_containing_symbol=service_name)
         for content in answer.file_descriptor_response.file_descriptor_proto:
@@ -126,7 +126,7 @@ def test_reflection_has_the_json_names_of_all_fields(addresses: dict[str, str], 
 
 @pytest.mark.parametrize("role", SERVICES)
 def test_every_service_is_serving(addresses: dict[str, str], role: str) -> None:
-    """By its full name, as orchestrators ask for it, and the server as a whole."""
+    """The health check succeeds by full name, as orchestrators send it, and for the server as a whole."""
     with grpc.insecure_channel(addresses[role]) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         for name in ["", *SERVICES[role]]:
@@ -135,7 +135,7 @@ def test_every_service_is_serving(addresses: dict[str, str], role: str) -> None:
 
 
 def test_a_run_can_be_looked_at_and_steered_by_hand(addresses: dict[str, str], tmp_path: Path) -> None:
-    """Launched on a daemon, followed, and closed with nothing but buf curl; `rallypoint status` says the same."""
+    """buf curl alone launches it on a daemon, reads it, and closes it; `rallypoint status` agrees."""
     method = "rallypoint.agent.v1.SupervisorService"
     spec = {
         "runId": "by-hand",
@@ -173,7 +173,7 @@ def test_a_run_can_be_looked_at_and_steered_by_hand(addresses: dict[str, str], t
 
 
 def wait_until_final(address: str, run_id: str) -> None:
-    """Watch a run, from before it is there, until its workers run."""
+    """Wait until a run exists, then watch it until its workers run."""
     with grpc.insecure_channel(address) as channel:
         stub = pb_grpc.RendezvousServiceStub(channel)
         wait_until(

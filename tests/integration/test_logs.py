@@ -1,4 +1,4 @@
-"""Logs of a whole run, as its user finds them."""
+"""Logs of a whole run, as users find them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ time.sleep(600)
 """
 
 
-# The command, whose agent waits for the last lines of a log as long as a loaded machine needs.
+# The command; its agent waits for the last lines of a log as long as a busy machine needs.
 _PATIENT_RALLYPOINT = f"""
 import sys
 from rallypoint.agent.logs import output
@@ -55,7 +55,7 @@ def _run(folder: Path, program: str, *options: str) -> tuple[int, str, Path]:
 
 
 def test_the_report_has_the_last_words_of_a_rotated_log(tmp_path: Path) -> None:
-    """A traceback that is still on its way to the file when the worker has ended is waited for."""
+    """The agent waits for a traceback that is not yet in the file when the worker has ended."""
     code, report, run = _run(tmp_path, _FAILING, "--log-max-size", "16KiB", "--log-keep-files", "2")
     assert code == 1
     assert "reason     RuntimeError: no such layer" in report
@@ -70,7 +70,7 @@ def test_the_report_has_the_last_words_of_a_rotated_log(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_only_the_latest_attempts_are_kept(tmp_path: Path) -> None:
-    """The last one and the one in which a worker failed; names of attempts don't change."""
+    """The last attempt and the last failed one are kept; names of attempts don't change."""
     program = """
 import os, sys
 sys.exit(int(os.environ["TORCHELASTIC_RESTART_COUNT"]) < 4)
@@ -81,7 +81,7 @@ sys.exit(int(os.environ["TORCHELASTIC_RESTART_COUNT"]) < 4)
 
 
 def test_filtered_lines_are_in_one_file(tmp_path: Path) -> None:
-    """Of all workers of the host, with prefixes of the user's choice."""
+    """The file has the lines of all workers of the host, with the user's prefix."""
     program = "import os; print('loss of rank', os.environ['RANK']); print('noise')"
     _, _, run = _run(
         tmp_path,
@@ -97,7 +97,7 @@ def test_filtered_lines_are_in_one_file(tmp_path: Path) -> None:
 
 
 def test_bytes_that_are_no_text_are_kept(tmp_path: Path) -> None:
-    """In the file and on the console; also a line without an end."""
+    """The file has them unchanged, also in a line without an end."""
     program = r"import os; os.write(1, b'\xff\xfe\x00 \r half'); os.write(1, b' a line')"
     _, _, run = _run(tmp_path, program, "--log-max-size", "1MiB")
     for local_rank in range(2):
@@ -108,7 +108,7 @@ def test_bytes_that_are_no_text_are_kept(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="a file system of its own needs root")
 def test_a_full_disk_stops_no_worker(tmp_path: Path) -> None:
-    """Rotated logs that have no room are dropped; the worker goes on, and the log says so, once."""
+    """Output that does not fit is dropped; the worker continues, and the log has one line about it."""
     mount = tmp_path / "small"
     mount.mkdir()
     if os.system(f"mount -t tmpfs -o size=256k none {mount} 2>/dev/null") != 0:  # noqa: S605
@@ -133,7 +133,7 @@ def test_a_full_disk_stops_no_worker(tmp_path: Path) -> None:
 
 
 def test_what_workers_wrote_last_survives_their_agent(tmp_path: Path) -> None:
-    """The agent is killed with its workers' last words still in the pipe: they are in the file, and nobody is left."""
+    """The agent is killed while output is still in the pipe: it gets into the file, and no process is left."""
     program = """
 import os, signal, sys
 from pathlib import Path
@@ -157,7 +157,7 @@ signal.pause()
             env=clean_environment(MARKER=marker),
         )
         try:
-            # By then the copier ignores SIGHUP, which the kernel sends to a stopped group that is orphaned.
+            # Then the copier already ignores SIGHUP, which the kernel sends to a stopped orphaned process group.
             wait_until(lambda: _written(tmp_path) == b"begun\n", "the worker's first words to be in the file")
             (copier,) = [pid for pid in living(marker) if b"copier.py" in _command(pid)]
             os.kill(copier, signal.SIGSTOP)
@@ -166,7 +166,7 @@ signal.pause()
         finally:
             agent.kill()
             agent.wait()
-        # The kernel lets an orphan run on that was stopped, unless whoever runs this test adopts it.
+        # The kernel continues a stopped orphan, unless a subreaper above this test adopts it.
         with suppress(ProcessLookupError):
             os.kill(copier, signal.SIGCONT)
         wait_until(lambda: gone(marker), "the worker to be dead and the copier to be done")

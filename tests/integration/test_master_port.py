@@ -1,4 +1,4 @@
-"""The port at which workers meet is theirs, whatever else is going on on their host."""
+"""The MASTER_PORT of workers is reserved for them, even on a host with other busy programs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.integration
 
 WORKER = Path(__file__).with_name("meeting_worker.py")
 ROBBED_WORKER = Path(__file__).with_name("robbed_worker.py")
-# A host of few ports that the kernel gives away, so that all of them can be taken.
+# A host with few ephemeral ports, so that a test can take all of them.
 SMALL_HOST = "ip link set lo up && echo 40000 40099 > /proc/sys/net/ipv4/ip_local_port_range"
 
 
@@ -44,8 +44,8 @@ def _in_a_small_host(*command: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_no_other_program_is_given_the_workers_port(tmp_path: Path) -> None:
-    """All ports that the kernel gives away are taken between the start of a worker and its bind, which is a plain one.
-    The job ends well with no restart to spare."""
+    """All ephemeral ports are taken between the start of a worker and its bind, which sets no socket options. The job
+    succeeds although no restart is allowed."""
     if shutil.which("unshare") is None or shutil.which("ip") is None or _in_a_small_host("true").returncode:
         pytest.skip("this machine gives no network namespace")
     result = _in_a_small_host(
@@ -61,8 +61,8 @@ def test_no_other_program_is_given_the_workers_port(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["plain", pytest.param("torch", marks=pytest.mark.torch)])
 def test_a_port_that_was_taken_costs_no_restart(tmp_path: Path, how: str) -> None:
-    """A program that binds just this port, after the worker has started, is no failure of the job's: it is tried again
-    at once with another port, though no restart is allowed."""
+    """If another program binds exactly this port after the start of the worker, the job does not count it as a failure:
+    it retries at once with another port, even if no restart is allowed."""
     if how == "torch":
         pytest.importorskip("torch")
     command = [str(RALLYPOINT), "run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "0"]

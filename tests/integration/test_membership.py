@@ -1,4 +1,4 @@
-"""Hosts and the rendezvous service come and go: who is there goes on, and no worker stops for nothing."""
+"""Hosts and the rendezvous service come and go: the remaining hosts continue, and no worker stops without need."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.integration]
 async def test_survivors_of_a_lost_host_form_a_smaller_world_and_grow_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three hosts of 1:3, one loses all its processes: two run on, know why, and a third is let in again."""
+    """One of three hosts (1:3) loses all its processes: two continue, know the reason, and admit a third again."""
     conf = {"last_call_timeout": "1"}
     async with scene(tmp_path, monkeypatch, nodes="1:3", workers=1, conf=conf) as stage:
         agents = await stage.start_agents("a", "b", "c")
@@ -36,7 +36,7 @@ async def test_survivors_of_a_lost_host_form_a_smaller_world_and_grow_again(
         killed = time.time()
         lost.told_to_end = True
         for pid in family:
-            with suppress(ProcessLookupError):  # the others may end of the agent's end
+            with suppress(ProcessLookupError):  # the others may already have ended with the agent
                 os.kill(pid, signal.SIGKILL)
         two = await stage.becomes(
             "a world of two", lambda run: (run.phase, run.world_size) == (pb.PHASE_FINAL, 2)
@@ -58,7 +58,7 @@ async def test_survivors_of_a_lost_host_form_a_smaller_world_and_grow_again(
 async def test_a_rendezvous_service_that_is_killed_stops_no_worker(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Killed and started again: the same workers run in the same round, and no round number is given twice."""
+    """After its restart the same workers run in the same round, and no round number is used twice."""
     async with scene(tmp_path, monkeypatch, max_restarts=1) as stage:
         cluster = stage.cluster
         agents = await stage.start_agents("a", "b")
@@ -93,7 +93,7 @@ async def test_a_rendezvous_service_that_is_killed_stops_no_worker(
 async def test_a_host_that_is_told_to_go_leaves_the_others_running(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SIGTERM to one of two: it leaves in good order and says so, the other goes on in a new round."""
+    """SIGTERM to one of two: it leaves gracefully and reports that, and the other continues in a new round."""
     async with scene(tmp_path, monkeypatch, nodes="1:2", conf={"last_call_timeout": "1"}) as stage:
         goes, stays = await stage.start_agents("a", "b")
         two = await stage.becomes("both to run", lambda run: run.world_size == 4)

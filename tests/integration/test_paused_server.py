@@ -1,4 +1,4 @@
-"""A server that stands still with its connections open is noticed by whoever waits on a stream to it, in time."""
+"""A client that waits on a stream detects in time that the server is paused with its connections open."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from rallypoint.rpc.channel import open_channel
 from support.mortal import mortal
 from support.refusals import refusal
 
-# gRPC's own patience, which our keep-alive is to be shorter than: 60 s beside the 10 s until it asks.
+# Our keep-alive must be shorter than gRPC's own timeout of 60 s, which begins after the 10 s until the ping.
 TOO_LATE = 50.0
 
 
 @pytest.fixture
 def server() -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A service in a process of its own, and its address."""
+    """The process of a service, and its address."""
     command = mortal(str(RALLYPOINT), "serve", "timer", "--port", "0", "--log-format", "json")
     environment = clean_environment(RALLYPOINT_LEARNED="none")
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
@@ -38,7 +38,7 @@ def server() -> Iterator[tuple[subprocess.Popen[str], str]]:
 @pytest.mark.slow
 @pytest.mark.integration
 async def test_a_stream_to_a_paused_server_ends(server: tuple[subprocess.Popen[str], str]) -> None:
-    """It takes 10 s to ask and 5 s for an answer; a node that hears later has lost its lease with the next owner."""
+    """The ping comes after 10 s and waits 5 s for its reply; later, the node would lose its lease at the next owner."""
     process, address = server
     async with open_channel(address) as channel:
         stream = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())

@@ -1,4 +1,4 @@
-"""A job that a scheduler requeues runs again under its id: the recipe of docs/failures.md, with real processes."""
+"""A job that a scheduler requeues runs again with the same id: the recipe of docs/failures.md, with real processes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.integration
 
 PAGE = Path(__file__).parents[2] / "docs" / "failures.md"
 JOB = "4711"
-# What a launch of the job finds in its folder says what its worker does.
+# Files in the job's folder control the worker.
 WORKER = """
 import os, pathlib, signal, sys, time
 folder = pathlib.Path(sys.argv[1])
@@ -44,7 +44,7 @@ while (folder / "wait").exists() or (folder / "fail").exists():
 
 
 class Slurm:
-    """A folder with the batch script of the page, and with programs in the place of Slurm's."""
+    """A folder with the batch script of the page, and with stand-ins for the programs of Slurm."""
 
     def __init__(self, folder: Path, address: str) -> None:
         self.folder = folder
@@ -66,7 +66,7 @@ class Slurm:
         path.chmod(path.stat().st_mode | stat.S_IXUSR)
 
     def start(self, restarts: int) -> subprocess.Popen[str]:
-        """Start the job, as Slurm does for the first time, or after it was requeued so often."""
+        """Start the job, as Slurm does after `restarts` requeues."""
         environment = clean_environment(
             PATH=self._path, SLURM_JOB_ID=JOB, SLURM_RESTART_COUNT=str(restarts), SLURMD_NODENAME="host"
         )
@@ -77,11 +77,11 @@ class Slurm:
         return self._started[-1]
 
     def run(self, restarts: int) -> int:
-        """Start it, and return its exit code."""
+        """Run the job to its end; return its exit code."""
         return self.start(restarts).wait(PATIENCE)
 
     def lines(self, name: str) -> list[str]:
-        """What workers noted in `story`, or Slurm was asked."""
+        """Return the lines of `story`, which workers write, or of `asked`, the calls of Slurm's programs."""
         path = self.folder / name
         return path.read_text().splitlines() if path.exists() else []
 
@@ -107,7 +107,7 @@ def slurm(tmp_path: Path, address: str) -> Iterator[Slurm]:
 
 
 def test_a_job_that_failed_is_requeued_and_runs_again(slurm: Slurm, address: str) -> None:
-    """With all its restarts, in a round of a higher number; once it has succeeded, it does not run again."""
+    """It has all its restarts again, and a higher round number; after a success it does not run again."""
     (slurm.folder / "fail").touch()
     assert slurm.run(0) == 0
     assert slurm.lines("asked") == [f"scontrol requeue {JOB}"]
@@ -127,14 +127,14 @@ def test_a_job_that_failed_is_requeued_and_runs_again(slurm: Slurm, address: str
 
 @pytest.mark.slow
 def test_a_job_that_fails_each_time_is_not_requeued_for_ever(slurm: Slurm) -> None:
-    """The recipe has a bound."""
+    """The recipe has a limit."""
     (slurm.folder / "fail").touch()
     assert slurm.run(5) == 1
     assert slurm.lines("asked") == []
 
 
 def test_a_job_that_runs_is_requeued(slurm: Slurm) -> None:
-    """Slurm ends it with SIGTERM, and may start it again while its agent leaves."""
+    """Slurm ends it with SIGTERM, and may restart it while its agent is still leaving."""
     (slurm.folder / "wait").touch()
     first = slurm.start(0)
     wait_until(lambda: len(slurm.lines("story")) == 1, "the worker runs")
@@ -149,7 +149,7 @@ def test_a_job_that_runs_is_requeued(slurm: Slurm) -> None:
 
 @pytest.mark.slow
 def test_it_starts_when_the_last_agent_of_the_closed_run_has_gone(tmp_path: Path, address: str) -> None:
-    """One host is done at once, another takes its time to stop its worker: no two launches of the job run together."""
+    """One host ends at once, another needs time to stop its worker: two launches of the job never overlap."""
     for name in ("fail", "slow"):
         (tmp_path / name).touch()
     (tmp_path / "worker.py").write_text(WORKER)

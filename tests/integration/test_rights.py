@@ -1,4 +1,4 @@
-"""Every method of every service, called by every role, for its runs and others: with certificates and with tokens."""
+"""Every role calls every method of every service, for its own and other runs, with certificates and with tokens."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ POLICY = "".join(
 
 @dataclass
 class Scene:
-    """A server with all services that gives each role to the client that is named after it, for runs of team-a."""
+    """A server with all services; a client named after a role has that role, for runs of team-a."""
 
     certificates: Certificates
     options: ServerOptions
@@ -80,12 +80,12 @@ class Scene:
 
     @asynccontextmanager
     async def channel(self, name: str) -> AsyncIterator[grpc.aio.Channel]:
-        """The connection of a client of this name."""
+        """Open a connection as the client of this name."""
         async with open_channel(self.address, self.security(f"spiffe://rallypoint.test/{name}")) as channel:
             yield channel
 
     def security(self, name: str) -> ClientSecurity:
-        """Its certificate, or its token beside the authority or the run secret."""
+        """Return its certificate, or its token with the CA or the run secret."""
         if self.options.access.token_keys is None:
             return client_certificate(self.certificates, f"URI:{name}")
         path = self.options.access.token_keys.with_name("token")
@@ -95,14 +95,14 @@ class Scene:
         return ClientTLS(self.certificates.ca, token=path)
 
     def token(self, name: str, *, hours: float = 1.0) -> str:
-        """A token for the role in the name, if it is one."""
+        """Issue a token for the role in the name, if there is one."""
         now = time.time()
         roles = frozenset(role for role in Role if name.endswith(f"/{role}"))
         return issue(self.key, Token(name, roles, ["team-a-*"], now + 3600 * hours), now)
 
     @property
     def audit(self) -> Path:
-        """The audit log."""
+        """The path of the audit log."""
         assert self.options.access.audit_log is not None
         return self.options.access.audit_log
 
@@ -112,12 +112,12 @@ class Scene:
 
 
 def public(key: Ed25519PrivateKey) -> bytes:
-    """The public key for a server."""
+    """Return the public key for a server."""
     return key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
 
 
 def options_for(kind: str, folder: Path, certificates: Certificates, key: Ed25519PrivateKey) -> ServerOptions:
-    """The settings of a server that knows its clients in a way."""
+    """Return the settings of a server that authenticates its clients in one of the ways."""
     policy, keys = folder / "policy.toml", folder / "token.pub"
     policy.write_text(POLICY)
     keys.write_bytes(public(key))
@@ -156,7 +156,7 @@ async def scene(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator
 
 
 async def refusal(channel: grpc.aio.Channel, method: MethodDescriptor, *runs: str) -> ServiceError | None:
-    """The error with which a call about runs ends; None: it is answered, or goes on."""
+    """Call a method about runs; return its error, or None if it succeeds or its stream stays open."""
     request = GetMessageClass(method.input_type)()
     for run in filter(None, runs):
         assert name_run(request, run)
@@ -181,7 +181,7 @@ async def refusal(channel: grpc.aio.Channel, method: MethodDescriptor, *runs: st
 
 
 def name_run(message: Message, run: str) -> bool:
-    """Put the name of a run where a message has a place for it."""
+    """Set the run id in the field of a message, or in that of a nested message; return False if it has none."""
     fields = message.DESCRIPTOR.fields_by_name
     if "run_id" in fields:
         message.run_id = run  # type: ignore[attr-defined]
@@ -194,13 +194,13 @@ def name_run(message: Message, run: str) -> bool:
 
 
 def has_run(kind: Any) -> bool:
-    """Whether messages of a kind, or those within, have a place for the name of a run."""
+    """Return True if messages of a kind, or nested ones, have a field for a run id."""
     within = (field.message_type for field in kind.fields if field.message_type not in (None, kind))
     return "run_id" in kind.fields_by_name or any(map(has_run, within))
 
 
 def documented() -> dict[str, set[str]]:
-    """By method, the roles that the documentation gives."""
+    """Return by method the roles in the documentation."""
     table = (ROOT / "docs/security.md").read_text()
     rows = re.findall(r"^\| `(\w+Service)` \| ([`\w, ]+) \| ([\w, ]+) \|$", table, re.MULTILINE)
     return {
@@ -214,9 +214,9 @@ def documented() -> dict[str, set[str]]:
 async def test_each_role_may_do_what_the_documentation_says_for_its_runs_and_nothing_else(
     scene: Scene,
 ) -> None:
-    """All methods are documented. What a role may not do is refused before the handler sees it.
+    """All methods are documented. A call that the role does not permit is refused before it reaches the handler.
 
-    A method that all roles may call is about no run, so that a role for any runs is enough.
+    A method that all roles may call concerns no run, so a role for any runs is sufficient.
     """
     table = documented()
     assert table.keys() == scene.methods.keys()
@@ -236,7 +236,7 @@ async def test_each_role_may_do_what_the_documentation_says_for_its_runs_and_not
 
 @pytest.mark.parametrize("scene", [CERTIFICATES, TOKENS, RUN_SECRET], indirect=True)
 async def test_a_client_of_any_role_sees_how_rights_are_given_but_no_secret_and_no_file(scene: Scene) -> None:
-    """A client that knows no more than GetServerInfo knows that it may be refused, and by which proof."""
+    """GetServerInfo names the way of authorization, so a client knows which proof may be required."""
     access = scene.options.access
     async with scene.channel("timer") as channel:
         info = await server_info(channel)
@@ -247,7 +247,7 @@ async def test_a_client_of_any_role_sees_how_rights_are_given_but_no_secret_and_
 
 
 async def test_a_message_that_names_a_foreign_run_beside_its_own_is_refused(scene: Scene) -> None:
-    """The actions of a subscription, for one."""
+    """This holds for the actions of a timer subscription."""
     async with scene.channel("node") as channel:
         error = await refusal(channel, scene.methods["TimerService.Supervise"], OWN, FOREIGN)
     assert error is not None
@@ -255,7 +255,7 @@ async def test_a_message_that_names_a_foreign_run_beside_its_own_is_refused(scen
 
 
 async def test_a_caller_without_a_role_for_all_runs_gets_it_when_the_policy_changes(scene: Scene) -> None:
-    """No restart; a policy that can't be read changes nothing."""
+    """It needs no restart, and an invalid policy changes nothing."""
     async with scene.channel("observer") as channel:
         method = scene.methods["RendezvousService.ListRuns"]
         assert await refusal(channel, method, NONE) is not None
@@ -268,7 +268,7 @@ async def test_a_caller_without_a_role_for_all_runs_gets_it_when_the_policy_chan
 
 @pytest.mark.parametrize("scene", [TOKENS, RUN_SECRET], indirect=True)
 async def test_without_a_valid_token_nothing_is_answered(scene: Scene, tmp_path: Path) -> None:
-    """Expired, tampered with, of an unknown key, unsigned, of another audience, no token, and none at all."""
+    """Tokens are rejected if expired, tampered, unsigned, malformed, missing, or of another key or audience."""
     name = "spiffe://rallypoint.test/operator"
     header, _, signature = scene.token(name).split(".")
     stranger = replace(scene, key=Ed25519PrivateKey.generate())
@@ -292,7 +292,7 @@ async def test_without_a_valid_token_nothing_is_answered(scene: Scene, tmp_path:
             path.write_text(token)
             error = await refusal(channel, method, OWN)
             answers[what] = error and error.code
-        path.write_text(scene.token(name))  # the same connection goes on with another token
+        path.write_text(scene.token(name))  # the same connection continues with another token
         error = await refusal(channel, method, OWN)
         assert error is not None
         assert error.reason == "RUN_NOT_FOUND"
@@ -304,7 +304,7 @@ async def test_without_a_valid_token_nothing_is_answered(scene: Scene, tmp_path:
 
 @pytest.mark.parametrize("scene", [RUN_SECRET], indirect=True)
 async def test_a_holder_of_the_run_secret_cannot_certify_a_name(scene: Scene, tmp_path: Path) -> None:
-    """It can sign a certificate for any, since all holders have the authority's key."""
+    """All holders have the CA key, so a holder could sign a certificate for any name."""
     secret = scene.options.run_secret
     assert secret is not None
     now = datetime.now(UTC)
@@ -331,14 +331,14 @@ async def test_a_holder_of_the_run_secret_cannot_certify_a_name(scene: Scene, tm
         ("URI:spiffe://a.test/x.oncall.test", "*.oncall.test", False),
         ("URI:spiffe://a.test/x", "*", False),
         ("URI:spiffe://a.test/x", "spiffe://*", True),
-        ("URI:https://a.test/x", "client", False),  # and "client" is its common name
+        ("URI:https://a.test/x", "client", False),  # although "client" is its common name
         ("email:x@a.test", "client", False),
     ],
 )
 async def test_a_name_is_taken_from_one_place_and_matches_patterns_of_its_kind(
     scene: Scene, name: str, granted: str, permitted: bool
 ) -> None:
-    """A SPIFFE ID ends as its owner likes, and its signer may not check the common name."""
+    """The owner of a SPIFFE ID can choose its ending, and its signer may not check the common name."""
     assert scene.options.access.policy is not None
     scene.options.access.policy.write_text(
         f'[[grant]]\nnames = ["{granted}"]\nroles = ["operator"]\nruns = ["*"]\n'
@@ -350,7 +350,7 @@ async def test_a_name_is_taken_from_one_place_and_matches_patterns_of_its_kind(
 
 @pytest.mark.parametrize("scene", [TOKENS], indirect=True)
 async def test_keys_of_tokens_are_exchanged_while_the_server_runs(scene: Scene) -> None:
-    """Beside each other first; what a removed one signed is not valid any more."""
+    """Two keys may be valid at once; tokens of a removed key are rejected."""
     keys, method, new = (
         scene.options.access.token_keys,
         scene.methods["RendezvousService.GetRun"],
@@ -376,7 +376,7 @@ async def test_keys_of_tokens_are_exchanged_while_the_server_runs(scene: Scene) 
 
 @pytest.mark.parametrize("scene", [CERTIFICATES, TOKENS], indirect=True)
 async def test_every_event_has_its_actor_and_the_audit_log_every_action(scene: Scene) -> None:
-    """The node with its address, the operator with the name in its certificate or token, or the service."""
+    """The actor is a node with its address, an operator with the name in its certificate or token, or the service."""
     async with scene.channel("node") as channel:
         settings = rendezvous_pb.RunSettings(min_nodes=1, max_nodes=1)
         joined = rendezvous_grpc.RendezvousServiceStub(channel).Join()
@@ -411,7 +411,7 @@ async def test_every_event_has_its_actor_and_the_audit_log_every_action(scene: S
 
 @pytest.mark.parametrize("scene", [TOKENS], indirect=True)
 async def test_a_node_is_superseded_only_by_its_own_kind(scene: Scene) -> None:
-    """An agent that starts again takes its name over; another caller does not, while the lease lasts."""
+    """A restarted agent takes over its node id; another caller can't while the lease is valid."""
 
     async def join(name: str) -> ServiceError | None:
         async with scene.channel(name) as channel:
@@ -435,7 +435,7 @@ async def test_a_node_is_superseded_only_by_its_own_kind(scene: Scene) -> None:
 
 
 async def test_what_a_caller_sends_does_not_fill_the_audit_log(scene: Scene) -> None:
-    """Nor does it stop a call that is answered with an error of its own."""
+    """Large requests are cut in the log, and an invalid duration in one causes no unexpected error."""
     async with scene.channel(STRANGER) as channel:
         for _ in range(150):
             await refusal(channel, scene.methods["RendezvousService.CloseRun"], "x" * 100_000)
@@ -450,7 +450,7 @@ async def test_what_a_caller_sends_does_not_fill_the_audit_log(scene: Scene) -> 
 
 
 async def test_the_audit_log_has_every_action_and_every_refusal(scene: Scene) -> None:
-    """With who, from where, what, and which run; a launched command without the values of its environment."""
+    """An entry has caller, peer, method and run; a launched command is logged without the values of its environment."""
     async with scene.channel("operator") as channel:
         await refusal(channel, scene.methods["RendezvousService.GetRun"], OWN)
         request = LaunchJobRequest()

@@ -1,4 +1,4 @@
-"""`make run` trains to the end on a cluster of its own, and can be stopped at any moment."""
+"""`make run` trains to the end on its own cluster, and can be stopped at any time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.integration
 
 @contextmanager
 def started(folder: Path) -> Iterator[subprocess.Popen[str]]:
-    """The example, as from a shell; at the end, nothing of it is left."""
+    """Start the example, as from a shell; at the end, none of its processes is left."""
     with fresh_marker() as marker:
         environment = {**os.environ, "RUN_MARKER": marker}
         command = [sys.executable, run_digits.__file__, "--var", str(folder)]
@@ -34,7 +34,7 @@ def started(folder: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 def test_it_trains_to_the_end_and_says_how_to_look_at_it(tmp_path: Path) -> None:
-    """The console has where everything is, every epoch and the accuracy; the status command it names works."""
+    """The console shows the folders, every epoch and the accuracy; the status command that it names works."""
     with started(tmp_path) as process:
         assert process.stdout is not None
         shown = [process.stdout.readline()]
@@ -56,7 +56,7 @@ def test_it_trains_to_the_end_and_says_how_to_look_at_it(tmp_path: Path) -> None
 
 @pytest.mark.slow
 def test_ctrl_c_stops_everything(tmp_path: Path) -> None:
-    """In the middle of the training: a clear message, the code of a program that Ctrl-C ended, nothing left."""
+    """During the training it prints a clear message, ends with exit code 130, and leaves no process behind."""
     with started(tmp_path) as process:
         assert process.stdout is not None
         while " epoch 1/" not in process.stdout.readline():
@@ -69,7 +69,7 @@ def test_ctrl_c_stops_everything(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_failure_is_reported(tmp_path: Path) -> None:
-    """A job that can't be done ends with exit code 1 and the reason, not with a traceback of ours."""
+    """A job that can't start ends with exit code 1 and the reason, without a traceback of ours."""
     (tmp_path / "runs").write_text("in the way of a folder")
     with started(tmp_path) as process:
         _, errors = process.communicate(timeout=150)

@@ -1,4 +1,4 @@
-"""From a run to its hosts and back: what runs here is found without an address, and its output from any host."""
+"""Commands find the runs of this host without an address, and the output of a run from any host."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Start = Callable[..., subprocess.Popen[bytes]]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Starts agents whose workers say hello, and end when there is a file `done`."""
+    """A function that starts an agent whose workers print hello, and end when the file `done` exists."""
     (tmp_path / "worker.py").write_text(WORKER)
     with ExitStack() as stack:
 
@@ -48,7 +48,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 
 def printed(*arguments: str) -> str:
-    """What a command prints on stdout; it must succeed."""
+    """Run a command, which must succeed; return its stdout."""
     result = rallypoint(*arguments)
     assert result.returncode == 0, result.stderr
     return result.stdout
@@ -59,7 +59,7 @@ def until_prints(text: str, *arguments: str) -> None:
 
 
 def test_jobs_of_this_host_are_found(start: Start, tmp_path: Path) -> None:
-    """The only one without a name; of several, all are named."""
+    """A single job needs no run id; with several, the error lists them."""
     start("--standalone", "--rdzv-id", "one", "--nproc-per-node", "2", "--log-dir", str(tmp_path / "logs"))
     until_prints("hello from 1", "logs", "one", "--rank", "1")
     until_prints("hello from 0", "logs", "one")
@@ -92,7 +92,7 @@ def test_jobs_of_this_host_are_found(start: Start, tmp_path: Path) -> None:
 
 
 def test_the_output_of_all_hosts_is_followed(start: Start, tmp_path: Path) -> None:
-    """Also of one that joins later."""
+    """`logs -f` includes a host that joins later."""
     with service("rendezvous", "--journal", "memory") as endpoint:
         joining = ["--rdzv-endpoint", endpoint, "--rdzv-id", "job", "--nnodes", "1:3"]
         joining += ["--rdzv-conf", "last_call_timeout=0"]
@@ -109,7 +109,7 @@ def test_the_output_of_all_hosts_is_followed(start: Start, tmp_path: Path) -> No
         assert following.stderr is not None
         seen = [following.stdout.readline() for _ in range(2)]
         assert sorted(seen) == ["[0]: hello from 0\n", "[1]: hello from 1\n"]
-        # Found without an address too: by the agent here, which knows the service.
+        # The run is found without an address too: the agent of this host knows the service.
         assert "hello from 1" in printed("logs", "job")
         start(*joining, "--node-id", "b", "--supervisor-address", "127.0.0.1:0")
         until_prints("hello from 2", "logs", "job", "--rdzv-endpoint", endpoint)
@@ -124,7 +124,7 @@ def test_the_output_of_all_hosts_is_followed(start: Start, tmp_path: Path) -> No
 
 
 def test_a_failure_is_shown_with_its_traceback(tmp_path: Path) -> None:
-    """By `events -v`, with the log file."""
+    """`events -v` shows the log file and the traceback."""
     (tmp_path / "worker.py").write_text("def fit():\n    raise ValueError('no such layer')\nfit()\n")
     with service("rendezvous", "--journal", "memory") as endpoint:
         joining = ["--rdzv-endpoint", endpoint, "--rdzv-id", "failing", "--log-dir", str(tmp_path / "logs")]

@@ -1,4 +1,4 @@
-"""docs/slurm.md, docs/systemd.md and docs/kubernetes.md stand alone: their files run, as far as one machine can do it.
+"""The files in docs/slurm.md, docs/systemd.md and docs/kubernetes.md work, as far as one machine can run them.
 
 Slurm's commands are stand-ins. The command lines of units and manifests run as real processes on loopback, with the
 variables, credentials and probes that the files give them.
@@ -32,7 +32,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
 ROOT = Path(__file__).parents[2]
 SECRET = "5d" * 32
-# A host that finds `wait` in the folder trains until it is asked to save; one that finds `fail` fails.
+# With a file `wait` in the folder the worker trains until a checkpoint is requested; with `fail` it fails.
 TRAIN = """
 import os, pathlib, sys, time
 from rallypoint.worker import checkpoint_saved, should_checkpoint
@@ -57,7 +57,7 @@ def blocks(page: str, language: str) -> list[str]:
 
 
 class Machine:
-    """A folder with a training script, and the processes that a test has started in it."""
+    """A folder with a training script, and the processes that a test starts in it."""
 
     def __init__(self, folder: Path, marker: str, stack: ExitStack) -> None:
         self.folder = folder
@@ -67,7 +67,7 @@ class Machine:
         self._stack = stack
 
     def program(self, name: str, script: str) -> None:
-        """Write a program into the folder, which is the first in PATH."""
+        """Write a program into the folder, the first in PATH."""
         (self.folder / name).write_text(f"#!/bin/bash\n{script}\n")
         (self.folder / name).chmod(0o755)
 
@@ -87,12 +87,12 @@ class Machine:
         assert process.wait(2 * PATIENCE) == code, (self.folder / "output").read_text()
 
     def lines(self, name: str = "story") -> list[str]:
-        """The lines of a file."""
+        """Return the lines of a file, if it exists."""
         path = self.folder / name
         return path.read_text().splitlines() if path.exists() else []
 
     def begun(self, workers: int) -> None:
-        """Wait until so many workers have started."""
+        """Wait until this number of workers has started."""
         wait_until(
             lambda: sum(line.startswith("started") for line in self.lines()) == workers,
             f"{workers} workers run",
@@ -102,7 +102,7 @@ class Machine:
 
 @pytest.fixture
 def machine(tmp_path: Path) -> Iterator[Machine]:
-    """A machine, of which no process is left."""
+    """A machine; no process of it is left afterwards."""
     with fresh_marker() as marker, ExitStack() as stack:
         yield Machine(tmp_path, marker, stack)
 
@@ -111,7 +111,7 @@ def machine(tmp_path: Path) -> Iterator[Machine]:
 
 
 def a_batch_job(machine: Machine, hosts: int, restarts: int = 0) -> subprocess.Popen[bytes]:
-    """The batch file of the page, started as by Slurm."""
+    """Start the batch file of the page as Slurm does."""
     (batch,) = blocks("slurm.md", "bash")
     port = machine.folder / "port"
     if not port.exists():
@@ -135,7 +135,7 @@ def a_batch_job(machine: Machine, hosts: int, restarts: int = 0) -> subprocess.P
 
 
 def test_the_batch_file_runs_on_two_hosts(machine: Machine) -> None:
-    """And is not requeued after its success."""
+    """After its success it is not requeued."""
     machine.ends(a_batch_job(machine, 2), 0)
     assert sorted(machine.lines()) == [f"started {rank} of 4" for rank in range(4)]
     assert machine.lines("asked") == []
@@ -144,7 +144,7 @@ def test_the_batch_file_runs_on_two_hosts(machine: Machine) -> None:
 
 @pytest.mark.slow
 def test_a_batch_job_that_fails_is_requeued(machine: Machine) -> None:
-    """Up to five times; then it runs again under its id."""
+    """It is requeued up to five times, and runs again with the same id."""
     (machine.folder / "fail").touch()
     machine.ends(a_batch_job(machine, 1, 5), 1)
     assert machine.lines("asked") == []
@@ -155,7 +155,7 @@ def test_a_batch_job_that_fails_is_requeued(machine: Machine) -> None:
 
 
 def test_a_batch_job_saves_before_the_end_of_its_time(machine: Machine) -> None:
-    """And is requeued."""
+    """It saves, ends, and is requeued."""
     (machine.folder / "wait").touch()
     job = a_batch_job(machine, 1)
     machine.begun(2)
@@ -169,13 +169,13 @@ def test_a_batch_job_saves_before_the_end_of_its_time(machine: Machine) -> None:
 
 
 def units() -> dict[str, str]:
-    """The units of the page by their names."""
+    """Return the units of the page by name."""
     names = re.findall(r"`/etc/systemd/system/(.*?)`", (ROOT / "docs" / "systemd.md").read_text())
     return dict(zip(names, blocks("systemd.md", "ini"), strict=True))
 
 
 def test_systemd_accepts_the_units(machine: Machine) -> None:
-    """All their settings are known to it."""
+    """systemd knows all their settings."""
     if shutil.which("systemd-analyze") is None:
         pytest.skip("systemd is not installed")
     for name, text in units().items():
@@ -191,7 +191,7 @@ def test_systemd_accepts_the_units(machine: Machine) -> None:
 
 
 def test_the_units_run_a_job(machine: Machine) -> None:
-    """The command lines of the units, each with its credential, and those of the page for a job."""
+    """The units' command lines, each with its credential, serve the job that the page's commands start."""
     credentials = machine.folder / "credentials"
     credentials.mkdir()
     (credentials / "run.secret").write_text(SECRET)
@@ -253,12 +253,12 @@ class Cluster:
         )
 
     def container(self, kind: str, name: str) -> Any:
-        """The only container of a workload."""
+        """Return the only container of a workload."""
         (container,) = self.manifests[kind, name]["spec"]["template"]["spec"]["containers"]
         return container
 
     def here(self, text: str) -> str:
-        """A text of a manifest or an image, with this machine's addresses and paths."""
+        """Replace addresses and paths in a text of a manifest or an image by this machine's."""
         text = re.sub(r"\b(rendezvous|timer):(?=29)", "127.0.0.1:", text)
         text = re.sub(r"\b294[01]0\b", lambda port: self.ports[port[0]], text)
         text = text.replace("0.0.0.0", "127.0.0.1").replace(  # noqa: S104
@@ -268,7 +268,7 @@ class Cluster:
         return text.replace("/train/train.py", str(self.machine.folder / "train.py"))
 
     def environment(self, container: Any) -> dict[str, str]:
-        """The variables of the image and of the manifest."""
+        """Return the variables of the image and of the manifest."""
         image = self._images[container["image"].removeprefix("rallypoint-").removesuffix(":latest")]
         values = {name: self.here(value) for name, value in re.findall(r"(RALLYPOINT_\w+)=(\S+)", image)}
         for each in container["env"]:
@@ -308,7 +308,7 @@ class Cluster:
 
 @pytest.mark.slow
 def test_the_manifests_run_a_job(machine: Machine) -> None:
-    """Probes succeed; a pod that is deleted saves and leaves, and the other goes on to the end."""
+    """Probes succeed; a deleted pod saves and leaves, and the other continues to the end."""
     machine.program("python", f'exec {sys.executable} "$@"')
     cluster = Cluster(machine)
     for kind, name in (("StatefulSet", "rendezvous"), ("Deployment", "timer")):
@@ -342,7 +342,7 @@ def test_the_manifests_run_a_job(machine: Machine) -> None:
 
 
 def test_the_time_of_a_pod_is_enough(machine: Machine) -> None:
-    """For its hook, and then for the end of its workers."""
+    """Its termination grace period covers the hook, and then the end of its workers."""
     spec = Cluster(machine).manifests["Job", "train"]["spec"]["template"]["spec"]
     (container,) = spec["containers"]
     grace, pause = map(

@@ -1,4 +1,4 @@
-"""One host, one command: workers see what torchrun would have them see, and their output is kept."""
+"""One host, one command: workers have the environment that torchrun sets, and their output is kept."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from integration.scene import WORKER
 
 pytestmark = pytest.mark.integration
 
-# Of torchrun 2.13, on one host with two workers; and ours.
+# The variables of torchrun 2.13, on one host with two workers; and ours.
 SAME_FOR_ALL = {
     "GROUP_RANK": "0",
     "ROLE_NAME": "trainer",
@@ -34,7 +34,7 @@ SAME_FOR_ALL = {
 
 
 def test_a_standalone_run_is_complete(tmp_path: Path) -> None:
-    """The environment, the output on the console and in files, and the exit code."""
+    """The environment, the output on the console and in files, and the exit code are correct."""
     (tmp_path / "finish").touch()
     result = rallypoint(
         *["run", "--standalone", "--nproc-per-node", "2", "--rdzv-id", "digits", "--node-id", "here"],
@@ -84,7 +84,7 @@ def test_a_standalone_run_is_complete(tmp_path: Path) -> None:
 def test_the_platform_reads_the_first_failure(
     tmp_path: Path, program: tuple[str, ...], reason: str | None, code: int | None
 ) -> None:
-    """In the file that it has named in TORCHELASTIC_ERROR_FILE; it is overwritten in place, as a mount has to be."""
+    """The agent writes it into the platform's TORCHELASTIC_ERROR_FILE, in place, since that file may be a mount."""
     reply = tmp_path / "reply.json"
     reply.write_text("of an earlier attempt")
     before = reply.stat().st_ino

@@ -1,4 +1,4 @@
-"""A worker that the kernel kills for want of memory: the report and failure.json say so, and whose limit it was."""
+"""After an OOM kill of a worker, the report and failure.json name the kill, and the cgroup whose limit was reached."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ pytestmark = [
     pytest.mark.skipif(os.geteuid() != 0, reason="only root may make a cgroup"),
 ]
 
-# Enough for the agent with its services, which must live.
+# Bytes; enough for the agent with its services, which must survive.
 LIMIT = 384 << 20
 
 
 def test_a_starved_worker_is_told_from_one_that_somebody_killed(tmp_path: Path) -> None:
-    """The agent and its workers are in one cgroup, as in a container or a job of Slurm."""
+    """An OOM kill is detected if the agent and its workers share a cgroup, as in a container or a job of Slurm."""
     with small_cgroup(LIMIT) as folder:
         wanted = tmp_path / "wanted.json"
         flags = ("--standalone", "--log-dir", tmp_path, "--failure-file", wanted, "--no-python", "--")

@@ -1,4 +1,4 @@
-"""`rallypoint submit`: a job on the daemons of several hosts, from its launch to its end, whoever dies on the way."""
+"""`rallypoint submit`: a job on the daemons of several hosts, from launch to end, also with failures on the way."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ pytestmark = pytest.mark.integration
 
 @pytest.fixture
 def two_hosts(tmp_path: Path) -> Iterator[Cluster]:
-    """Two daemons of one job each."""
+    """Two daemons, for one job each."""
     with cluster(tmp_path) as made:
         yield made
 
 
 def test_a_job_runs_on_all_hosts_and_its_output_is_told_apart(two_hosts: Cluster, tmp_path: Path) -> None:
-    """The workers have the folder and the variables they were given; the run's name is told."""
+    """Output lines name host and rank; workers have the requested folder and variables; the run's name is printed."""
     flags = ("--nproc-per-node", "2", "--cwd", tmp_path, "--env", "FLAVOUR=a b", "--rdzv-id", "run-7")
     submitted = two_hosts.submit("finish", flags=flags)
     assert submitted.ended() == 0, submitted.said
@@ -41,12 +41,12 @@ def test_a_job_runs_on_all_hosts_and_its_output_is_told_apart(two_hosts: Cluster
 
 @pytest.mark.slow
 def test_restarts_are_told_and_the_job_goes_on(two_hosts: Cluster) -> None:
-    """With the traceback of the worker that failed."""
+    """The output has the traceback of the failed worker, and the new round."""
     submitted = two_hosts.submit("fail-once", flags=("--max-restarts", "2"))
     assert submitted.ended() == 0, submitted.said
     assert "ValueError: the first attempt is never good" in submitted.said
     assert "round 2 runs: 2 workers (restart 1 of 2)" in submitted.said
-    assert submitted.printed.count("rank 1 of 2") == 2  # the other one may be stopped before it says anything
+    assert submitted.printed.count("rank 1 of 2") == 2  # the other one may be stopped before it prints a line
 
 
 @pytest.mark.slow
@@ -54,7 +54,7 @@ def test_restarts_are_told_and_the_job_goes_on(two_hosts: Cluster) -> None:
 def test_a_job_that_fails_has_the_exit_code_of_run_and_its_report(
     log_format: str, two_hosts: Cluster
 ) -> None:
-    """On whichever host it was; for programs, as a field of the last line."""
+    """The report is there for a failure on any host; with a JSON log it is a field of the last line."""
     submitted = two_hosts.submit("fail", flags=("--log-format", log_format))
     assert submitted.ended() == 1, submitted.said
     report = submitted.said
@@ -67,7 +67,7 @@ def test_a_job_that_fails_has_the_exit_code_of_run_and_its_report(
 
 
 def test_ctrl_c_stops_the_job_everywhere_in_good_order(two_hosts: Cluster, tmp_path: Path) -> None:
-    """Workers save what they have."""
+    """Workers on all hosts save before they end."""
     submitted = two_hosts.submit("save")
     two_hosts.up(0, 1)
     interrupt(submitted)
@@ -80,13 +80,13 @@ def test_ctrl_c_stops_the_job_everywhere_in_good_order(two_hosts: Cluster, tmp_p
 
 @pytest.mark.slow
 def test_a_second_ctrl_c_kills_the_workers_everywhere(two_hosts: Cluster) -> None:
-    """Those of the test ignore the first for half an hour; nobody waits for them."""
+    """The workers ignore the first one, and the shutdown timeout of half an hour is cut short."""
     submitted = two_hosts.submit("ignore", flags=("--shutdown-timeout", "1800"))
     two_hosts.up(0, 1)
     interrupt(submitted)
     states = [pb.JOB_STATE_STOPPING] * 2
     wait_until(lambda: [host.job().state for host in two_hosts.hosts] == states, "the first to be heard")
-    time.sleep(0.25)  # sooner, it would be the same request
+    time.sleep(0.25)  # sooner, it would count as the first one
     interrupt(submitted)
     assert submitted.ended() == 130, submitted.said
     assert "killing the workers on all hosts" in submitted.said
@@ -95,7 +95,7 @@ def test_a_second_ctrl_c_kills_the_workers_everywhere(two_hosts: Cluster) -> Non
 
 @pytest.mark.slow
 def test_a_host_that_dies_is_told_and_the_others_go_on(two_hosts: Cluster, tmp_path: Path) -> None:
-    """The run decides: this one goes on with one host. It is followed to its end, and has succeeded."""
+    """The run's settings permit one host, so it continues; the command follows it to its end, which is a success."""
     flags = (
         "--nnodes",
         "1:2",
@@ -118,7 +118,7 @@ def test_a_host_that_dies_is_told_and_the_others_go_on(two_hosts: Cluster, tmp_p
 
 @pytest.mark.slow
 def test_a_job_runs_on_all_hosts_or_on_none(two_hosts: Cluster) -> None:
-    """An agent that has a job already refuses; the others are told to stop, and one line says who and why."""
+    """An agent with another job refuses; the others are stopped, and one line names the agent and the reason."""
     busy = two_hosts.hosts[1]
     first = two_hosts.start("submit", "--agents", busy.address, "--detach", WORKER, two_hosts.folder, "wait")
     assert first.ended() == 0, first.said
@@ -137,7 +137,7 @@ def test_a_job_runs_on_all_hosts_or_on_none(two_hosts: Cluster) -> None:
 
 @pytest.mark.slow
 def test_a_script_that_is_not_there_is_told_by_its_host(two_hosts: Cluster) -> None:
-    """It must be on the hosts, and nobody looks for it here."""
+    """The script must be on the hosts; the command does not check the local files."""
     agents = ",".join(host.address for host in two_hosts.hosts)
     submitted = two_hosts.run("submit", "--agents", agents, "/nowhere/train.py")
     assert submitted.ended() == 1
@@ -147,7 +147,7 @@ def test_a_script_that_is_not_there_is_told_by_its_host(two_hosts: Cluster) -> N
 
 @pytest.mark.slow
 def test_with_tls_only_who_has_a_certificate_may_submit(tmp_path: Path) -> None:
-    """The job's hosts meet at the first daemon by the same certificates, that of each daemon being its client's too."""
+    """Hosts use the same certificates for the rendezvous at the first daemon, each as server and as client."""
     if shutil.which("openssl") is None:
         pytest.skip("needs the openssl command (apt install openssl)")
     files = make_certificates(tmp_path / "tls", "ours")

@@ -1,4 +1,4 @@
-"""The terminal and standard input of `rallypoint run` are a worker's."""
+"""A worker has the terminal and the standard input of `rallypoint run`."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def line():
 
 @pytest.fixture
 def marker() -> Iterator[str]:
-    """In the environment of all processes."""
+    """A marker in the environment of all processes; none of them is left afterwards."""
     with fresh_marker() as marker:
         yield marker
         wait_until(lambda: gone(marker), "the job's processes to be gone")
@@ -84,13 +84,13 @@ class Job:
         )
 
     def log(self, stream: str, rank: int = 0, attempt: int = 0) -> str:
-        """What the log file of a worker has."""
+        """Return the content of a worker's log file."""
         (path,) = self.folder.glob(f"logs/*/attempt_{attempt}/{rank}/{stream}.log")
         return path.read_bytes().decode()
 
 
 def test_a_person_debugs_the_only_worker(job: Job) -> None:
-    """Input with the terminal's own editing, breakpoint() with Python's, and the log has what was shown."""
+    """Line editing works in input() and in breakpoint(), and the log contains the shown output."""
     script = """
 import os, sys
 print([os.isatty(fd) for fd in range(3)], os.get_terminal_size(), open("/dev/tty").isatty())
@@ -106,11 +106,11 @@ print("done")
         terminal.type("Ax\x7fda\r")
         terminal.until("(Pdb) ")
         terminal.type("p na")
-        terminal.until("p na")  # each key at once
+        terminal.until("p na")  # each key is echoed at once
         terminal.type("m\x7fme\r")
         terminal.until("'Ada'")
         terminal.until("(Pdb) ")
-        terminal.type("\x03")  # it is the debugger's, and ends nothing
+        terminal.type("\x03")  # the debugger handles it, and the job continues
         terminal.until("--KeyboardInterrupt--")
         terminal.until("(Pdb) ")
         terminal.type("c\r")
@@ -124,7 +124,7 @@ print("done")
 
 
 def test_a_pipe_is_read_to_its_end(job: Job) -> None:
-    """Every byte, once."""
+    """The worker reads every byte exactly once."""
     result = subprocess.run(
         mortal(str(RALLYPOINT), "run", "--standalone", "--no-python", "cat"),
         input="hi\n" * 100_000,
@@ -138,7 +138,7 @@ def test_a_pipe_is_read_to_its_end(job: Job) -> None:
 
 
 def test_a_restarted_worker_reads_on(job: Job) -> None:
-    """Where its predecessor stopped; of several, only local rank 0 reads."""
+    """It continues where its predecessor stopped; of several workers, only local rank 0 reads."""
     script = f"""{_LINES}
 if os.environ["RANK"] == "0":
     print(line())
@@ -154,7 +154,7 @@ else:
 
 
 def test_a_restarted_worker_has_the_terminal_again(job: Job) -> None:
-    """Killed in the middle of a raw mode: the next one finds usual settings, and what was typed before."""
+    """After a kill in raw mode the next worker has the initial settings, and reads the keys typed before."""
     script = f"""{_LINES}
 import signal, termios, tty
 if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
@@ -173,7 +173,7 @@ print(line(), "again")
 
 
 def test_ctrl_c_ends_the_job(job: Job) -> None:
-    """The worker may ask a last question; the second Ctrl-C kills it, even at a prompt."""
+    """The worker may still prompt for input; the second Ctrl-C kills it, even at a prompt."""
     script = """
 import time
 try:
@@ -190,7 +190,7 @@ except KeyboardInterrupt:
         terminal.type("last.pt\r")
         terminal.until("saved as last.pt")
         terminal.until("and? ")
-        time.sleep(0.25)  # sooner, it would be the same request
+        time.sleep(0.25)  # sooner, it would count as the first one
         terminal.type("\x03")
         assert terminal.ended() == 130
         assert terminal.settings == terminal.initial
@@ -199,7 +199,7 @@ except KeyboardInterrupt:
 
 
 def test_a_window_changes_its_size(job: Job) -> None:
-    """The worker gets the signal, and finds the new size."""
+    """The worker receives SIGWINCH, and reads the new size."""
     script = """
 import os, signal
 signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGWINCH])
@@ -215,7 +215,7 @@ print(os.get_terminal_size())
 
 
 def test_both_streams_keep_their_order(job: Job) -> None:
-    """A progress bar and prints, byte by byte, also with files that are rotated."""
+    """A progress bar and prints keep their order byte by byte, also in rotated files."""
     script = r"""
 import os
 for number in range(5000):
@@ -234,9 +234,9 @@ for number in range(5000):
 
 @pytest.mark.parametrize("colour", [False, True])
 def test_the_report_quotes_the_terminal(job: Job, colour: bool) -> None:
-    """The reason of a failure is the last line of its traceback, in colours too."""
+    """The reason of a failure is the last line of its traceback, even of a coloured one."""
     script = "raise ValueError('no such layer')"
-    if colour:  # as Python 3.13 does by itself
+    if colour:  # as Python 3.13 prints by default
         script = r"""
 import sys
 sys.stderr.write('''Traceback (most recent call last):
@@ -255,7 +255,7 @@ sys.exit(1)
 
 
 def test_a_killed_agent_leaves_a_usable_terminal(job: Job) -> None:
-    """Its guard restores the settings."""
+    """Another process restores the terminal's settings."""
     with job.at_terminal("print('it runs')\nimport time\ntime.sleep(600)") as terminal:
         terminal.until("it runs")
         wait_until(lambda: not terminal.settings[3] & _KEYS, "keys to be delivered one by one")
@@ -266,7 +266,7 @@ def test_a_killed_agent_leaves_a_usable_terminal(job: Job) -> None:
 
 @pytest.mark.slow
 def test_files_that_were_asked_for_stay_files(job: Job, tmp_path: Path) -> None:
-    """Redirected and teed streams, and a stream of this process that is no terminal."""
+    """Redirected and teed streams are files, as are streams of `rallypoint run` that are no terminal."""
     script = """
 import os, sys
 os.write(1, b"out\\n")
@@ -295,7 +295,7 @@ os.write(2, ("err %s\\n" % [os.isatty(fd) for fd in range(3)]).encode())
 
 
 def test_one_of_several_gets_the_terminal(job: Job) -> None:
-    """Its output is the terminal; the others' is shown, with colours and as wide as there is room."""
+    """It writes to the terminal directly; output of others is shown with prefix, colours and the remaining width."""
     script = """
 import os, sys
 names = ("FORCE_COLOR", "TTY_INTERACTIVE", "COLUMNS")
@@ -312,7 +312,7 @@ if os.environ["RANK"] == "1":
         terminal.until_all(*shown)  # in any order
         terminal.type("a line\r")
         assert terminal.ended() == 0
-    # The agent's own log may come between, no output of the other worker.
+    # Lines of the agent's log may come between, but no output of the other worker.
     assert re.search(r"a line\r\n(\x1b\[2m[^\r]*\r\n)*got a line\r\n", terminal.shown), terminal.shown
     job.environment |= {"NO_COLOR": "1", "COLUMNS": "40"}
     with job.at_terminal(script.replace('"1"', '"0"'), *flags) as terminal:
@@ -326,7 +326,7 @@ if os.environ["RANK"] == "1":
 
 
 def test_a_job_in_the_background_takes_no_keys(job: Job) -> None:
-    """They are the shell's, until the job is in the foreground; suspended and continued, it goes on."""
+    """The shell reads them until the job is in the foreground; the job continues after a suspension."""
     script = """
 while (line := input("more? ")) != "stop":
     print("got", line)
@@ -364,7 +364,7 @@ while (line := input("more? ")) != "stop":
 
 
 def test_a_worker_that_never_reads_delays_nobody(job: Job) -> None:
-    """Keys are dropped or wait, and Ctrl-C still works."""
+    """Keys are dropped or buffered, and Ctrl-C still works."""
     with job.at_terminal("print('it runs')\nimport time\ntime.sleep(600)") as terminal:
         terminal.until("it runs")
         for _ in range(40):
@@ -376,7 +376,7 @@ def test_a_worker_that_never_reads_delays_nobody(job: Job) -> None:
 
 
 def test_progress_bars_of_rich_are_drawn(job: Job) -> None:
-    """By the only worker, with its colours; not over one another by several."""
+    """A single worker draws a live bar in colours; several print only its last state."""
     script = """
 from rich.console import Console
 from rich.progress import track
@@ -387,7 +387,7 @@ Console().print("[red]end[/red]", Console().width)
     with job.at_terminal(script) as terminal:
         assert terminal.ended() == 0
     assert "\x1b[31mend\x1b[0m \x1b[1;36m80\x1b[0m" in terminal.shown
-    assert "\x1b[2K" in terminal.shown  # a line is drawn again
+    assert "\x1b[2K" in terminal.shown  # a line is redrawn
     with job.at_terminal(script, "--nproc-per-node", "2") as terminal:
         assert terminal.ended() == 0
     assert terminal.shown.count("\x1b[31mend\x1b[0m \x1b[1;36m80\x1b[0m") == 2
@@ -395,7 +395,7 @@ Console().print("[red]end[/red]", Console().width)
 
 
 def test_agents_output_is_complete_when_it_is_much(job: Job) -> None:
-    """Much faster than a person reads."""
+    """All lines reach the log and the terminal, even at full speed."""
     lines = 200_000
     with job.at_terminal(
         f"import sys\nsys.stdout.write(''.join(f'{{n}}\\n' for n in range({lines})))"

@@ -1,4 +1,4 @@
-"""Ranks of two hosts save one step together when one of the hosts is drained, and the other goes on from there."""
+"""Ranks of two hosts save the same step when one host is drained, and the other host continues from that step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WORKER = Path(__file__).with_name("torch_leaving_worker.py")
 async def test_training_goes_on_from_the_step_that_all_ranks_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As docs/draining.md has it: with an all-reduce of the flag, on a host that is warned and on one that is not."""
+    """With an all-reduce of the flag (docs/draining.md), ranks of the warned and of the other host save together."""
     pytest.importorskip("torch")
     async with scene(tmp_path, monkeypatch, nodes="1:2", conf={"last_call_timeout": "5"}) as stage:
         with_flags(stage, worker=WORKER)

@@ -1,4 +1,4 @@
-"""Code written for torch's timers is guarded as it is: by torch's own client, or with one line changed."""
+"""Code for torch's timers is watched without changes, with torch's own client, or with one line changed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ACCUSING_WORKER = Path(__file__).with_name("accusing_worker.py")
 
 
 def test_a_worker_can_not_have_another_one_killed(tmp_path: Path) -> None:
-    """What rank 0 writes of rank 1's process counts for nothing, and the log says so; its own timers go on to work."""
+    """A timer that rank 0 writes for rank 1's process is ignored with a log line; its own timers still work."""
     flags = ("--standalone", "--nproc-per-node", "2", "--max-restarts", "0", "--log-dir", tmp_path / "logs")
     result = rallypoint("run", *flags, ACCUSING_WORKER, tmp_path, timeout=90)
     assert result.returncode == 0, result.stderr
@@ -29,7 +29,7 @@ def test_a_worker_can_not_have_another_one_killed(tmp_path: Path) -> None:
 def test_a_worker_that_hangs_in_torchs_expires_is_reaped_and_the_job_goes_on(
     tmp_path: Path, client: str
 ) -> None:
-    """Its failure names the scope, its neighbour is started again with it, and the second round ends well."""
+    """Its failure names the scope, its neighbour restarts with it, and the second round succeeds."""
     pytest.importorskip("torch.distributed.elastic.timer")
     flags = ("--standalone", "--nproc-per-node", "2", "--max-restarts", "1", "--log-format", "json")
     result = rallypoint("run", *flags, "--log-dir", tmp_path, WORKER, client, timeout=170)

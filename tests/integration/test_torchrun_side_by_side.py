@@ -1,4 +1,4 @@
-"""What docs/why-not-torchrun.md shows of a first hour under both launchers is what they print."""
+"""The output of both launchers in docs/why-not-torchrun.md is their real output."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ EXPECTED = {
 }
 """Start of the first useful line under `rallypoint run`, and its exit code."""
 
-_COMPARED = 60  # characters: where a line is cut depends on the length of a process id
+_COMPARED = 60  # characters: the cut of a line depends on the length of a process id
 
 
 def cells(name: str) -> list[str]:
-    """Row of a scene on the page: the cells of torchrun and of Rallypoint."""
+    """Return the cells of torchrun and of Rallypoint in the page's row of a scene."""
     scene = SCENES[name]
     _, row, rest = PAGE.read_text().partition(f"| {scene.event} | {scene.useful} | ")
     assert row, f"the page has no row of {name}"
@@ -39,12 +39,12 @@ def cells(name: str) -> list[str]:
 
 
 def regular(text: str) -> str:
-    """Without numbers that differ from run to run."""
+    """Replace numbers, which differ from run to run."""
     return re.sub(r"[0-9a-f]*\d[0-9a-f]*", "N", text)
 
 
 def test_each_scene_is_tried() -> None:
-    """With an expected line."""
+    """Each scene has an expected line."""
     assert EXPECTED.keys() == SCENES.keys()
 
 
@@ -53,7 +53,7 @@ def test_each_scene_is_tried() -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", EXPECTED)
 def test_the_first_useful_line(name: str, tmp_path: Path) -> None:
-    """The page has it as it is printed, and under Rallypoint it is the expected one."""
+    """The page has the printed line, and under Rallypoint it is the expected one."""
     pytest.importorskip("torch")
     for launcher, cell in zip(LAUNCHERS, cells(name), strict=True):
         outcome = play(SCENES[name], launcher, tmp_path / launcher)

@@ -1,4 +1,4 @@
-"""A command line of torchrun's means the same to `rallypoint run`, and where it does not, docs/torchrun.md says why."""
+"""A torchrun command line has the same meaning for `rallypoint run`; docs/torchrun.md explains each difference."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 from integration.torchrun_cases import CASES, Case
 from integration.torchrun_twice import LAUNCHERS, Seen, see
 
-# Each case is a test of a second or two; on a machine that is busy with much else, the first waits for its turn.
+# Each case takes a second or two, but on a busy machine the first may wait long.
 pytestmark = [pytest.mark.torch, pytest.mark.integration, pytest.mark.timeout(600)]
 
 PAGE = Path(__file__).parents[2] / "docs" / "torchrun.md"
@@ -47,18 +47,18 @@ DIFFERENCES: Mapping[str, frozenset[str]] = {
         }
     ),
 }
-"""Every difference, with the cases in which it shows; empty: in any. The page has them all, with the reason."""
+"""Every difference, with the cases that show it; empty: any case may. The page has all, with the reason."""
 
 
 @pytest.fixture(scope="module", autouse=True)
 def torch() -> None:
-    """There is nothing to compare with without it."""
+    """Skip all tests without torch."""
     pytest.importorskip("torch")
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[tuple[str, str], Future[Seen]]]:
-    """All cases under both launchers, two at a time: they don't disturb one another, and torchrun takes its time."""
+    """All cases under both launchers, two at a time: they are independent, and torchrun is slow."""
     folder = tmp_path_factory.mktemp("cases")
     with ThreadPoolExecutor(2) as pool:
         yield {
@@ -72,7 +72,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[tuple[str
 
 @pytest.fixture(scope="module")
 def found() -> set[str]:
-    """The differences that were seen."""
+    """The differences found so far."""
     return set()
 
 
@@ -80,7 +80,7 @@ def found() -> set[str]:
 def test_a_command_line_means_the_same(
     runs: Mapping[tuple[str, str], Future[Seen]], found: set[str], case: Case
 ) -> None:
-    """To workers: environment, arguments, interpreter; to users: console, files, exit code."""
+    """Workers have the same environment, arguments and interpreter; users see the same console, files and exit code."""
     if case.since > _torch_version():
         pytest.skip("torchrun has these flags since torch {}.{}".format(*case.since))
     torchs, ours = (runs[case.name, launcher].result() for launcher in ("torchrun", "rallypoint"))
@@ -97,7 +97,7 @@ def test_a_command_line_means_the_same(
 
 
 def test_the_differences_are_those_of_the_page(found: set[str]) -> None:
-    """Each with its reason, and none that is not one any more."""
+    """The page gives a reason for each, and has no outdated one."""
     assert found == DIFFERENCES.keys()
     section = PAGE.read_text().partition("## Differences")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| `([^`]+)` \|([^|]+)\|([^|]+)\|([^|]+)\|$", section, re.MULTILINE)
@@ -106,7 +106,7 @@ def test_the_differences_are_those_of_the_page(found: set[str]) -> None:
 
 
 def test_every_flag_of_torchruns_is_one_here() -> None:
-    """Whatever torchrun's own parser knows, by all the names it has there."""
+    """`rallypoint run` has every flag of torchrun's own parser, with all its names."""
     from torch.distributed.run import get_args_parser
 
     from rallypoint.cli.run import run
@@ -117,7 +117,7 @@ def test_every_flag_of_torchruns_is_one_here() -> None:
 
 
 def test_every_flag_of_newer_torchruns_is_one_here() -> None:
-    """Of 2.14, under an older torch; RALLYPOINT_TORCH_WHEELS names wheels of others, which are only read."""
+    """The flags of 2.14 are checked under an older torch; RALLYPOINT_TORCH_WHEELS names further wheels to read."""
     from rallypoint.cli.run import run
 
     here = {name for parameter in run.params for name in parameter.opts}
@@ -128,7 +128,7 @@ def test_every_flag_of_newer_torchruns_is_one_here() -> None:
 
 
 def _flags_in(wheel: str) -> set[str]:
-    """The flags of torchrun in a wheel, with dashes."""
+    """Return the flags of torchrun in a wheel, with dashes."""
     with zipfile.ZipFile(wheel) as opened:
         tree = ast.parse(opened.read("torch/distributed/run.py"))
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
@@ -138,7 +138,7 @@ def _flags_in(wheel: str) -> set[str]:
 
 
 def test_every_flag_of_torchruns_is_in_the_table() -> None:
-    """One that nobody tries is one that may mean anything."""
+    """A flag without a case would be untested."""
     from torch.distributed.run import get_args_parser
 
     tried = {_long(flag) for case in CASES for flags in (case.flags, *case.nodes) for flag in flags}
@@ -152,7 +152,7 @@ def test_every_flag_of_torchruns_is_in_the_table() -> None:
         for action in get_args_parser()._actions
         if action.option_strings
     }
-    theirs.discard("--print-completion")  # since 2.14; a script of its own flags can't be the same
+    theirs.discard("--print-completion")  # since 2.14; the completion script depends on the program's own flags
     assert theirs - tried == {"--help"}
 
 
@@ -167,12 +167,12 @@ def _long(flag: str) -> str:
 
 
 def _differences(torchs: Seen, ours: Seen) -> Iterator[tuple[str, object]]:
-    """What is not the same, each under a name that the page has, with the values for whoever looks into it."""
+    """Yield the differences, each with its name on the page, and with the values for a failure message."""
     if torchs.exit_codes != ours.exit_codes:
         theirs, here = torchs.exit_codes[0], ours.exit_codes[0]
         yield f"exit code {theirs}, here {here}", (torchs.exit_codes, ours.exit_codes)
         if not (torchs.workers and ours.workers):
-            return  # one of them refused; that the other went on is the difference
+            return  # one refused and the other did not: that is the difference
     for stream in ("stdout", "stderr"):
         if getattr(torchs, stream) != getattr(ours, stream):
             yield stream, (getattr(torchs, stream), getattr(ours, stream))

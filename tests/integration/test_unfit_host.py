@@ -1,4 +1,4 @@
-"""A host on which a worker can't be killed says so and goes; the others run on without it."""
+"""A host with a worker that can't be killed reports that and leaves; the others continue without it."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ WORKER = Path(__file__).with_name("hanging_worker.py")
 
 
 async def succeeds(command: str) -> bool:
-    """Run a command of the shell."""
+    """Run a shell command; return True if it succeeds."""
     process = await asyncio.create_subprocess_shell(command, stderr=asyncio.subprocess.DEVNULL)
     return await asyncio.wait_for(process.wait(), PATIENCE) == 0
 
 
 @asynccontextmanager
 async def disk_to_freeze(folder: Path) -> AsyncIterator[Path]:
-    """A file system of its own; thawed and gone afterwards."""
+    """Mount a file system of its own; thaw and unmount it afterwards."""
     disk, image = folder / "disk", folder / "disk.img"
     disk.mkdir()
     if not await succeeds(f"truncate -s 16M {image} && mkfs.ext4 -q {image} && mount -o loop {image} {disk}"):
@@ -41,14 +41,14 @@ async def disk_to_freeze(folder: Path) -> AsyncIterator[Path]:
         yield disk
     finally:
         await succeeds(f"fsfreeze -u {disk}")
-        # Lazily: who was frozen dies only now, and still has a file open there.
+        # Lazily: the frozen worker dies only now, and still has a file open there.
         await succeeds(f"umount --lazy {disk}")
 
 
 async def test_a_worker_in_uninterruptible_sleep_makes_its_host_unfit_and_the_others_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It waits for a frozen file system, and SIGKILL does not end it: its host reports that, and ends with 3."""
+    """It waits for a frozen file system, and SIGKILL has no effect: its host reports that, and ends with 3."""
     conf = {"last_call_timeout": "15"}
     async with scene(tmp_path, monkeypatch, nodes="1:2", workers=1, max_restarts=1, conf=conf) as stage:
         async with disk_to_freeze(tmp_path) as disk:
@@ -60,8 +60,8 @@ async def test_a_worker_in_uninterruptible_sleep_makes_its_host_unfit_and_the_ot
             workers = (await stage.cluster.get_job("a")).workers
             fit, unfit = ("b", "a") if workers[0].pid == opened["pid"] else ("a", "b")
             assert await stage.cluster.programs[unfit].ended(2 * PATIENCE) == 3
-            os.kill(opened["pid"], 0)  # it lives
-            # A round of both may have been frozen before the others heard that it goes.
+            os.kill(opened["pid"], 0)  # it is alive
+            # A round of both hosts may have been formed before the other one received the report.
             run = await stage.becomes(
                 "a round without it", lambda run: run.round > 1 and run.phase == pb.PHASE_FINAL
             )
@@ -79,17 +79,17 @@ async def test_a_worker_in_uninterruptible_sleep_makes_its_host_unfit_and_the_ot
 
 
 def starts(stage: Scene, name: str) -> int:
-    """How many groups of workers an agent has started."""
+    """Return the number of worker groups that an agent has started."""
     return sum(line.event == "starting workers" for line in stage.cluster.programs[name].log.items)
 
 
 async def test_a_worker_that_is_stuck_while_it_should_train_is_found_where_torch_s_variable_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No timer guards it, and it would never end: after that time its host leaves, and the others go on."""
+    """It has no timer, and would hang forever: after the variable's time its host leaves, and the others continue."""
     conf = {"last_call_timeout": "15"}
     async with scene(tmp_path, monkeypatch, nodes="1:2", workers=1, conf=conf) as stage:
-        # A cluster passes none of torch's variables on: they might be those of a job around the tests.
+        # A cluster passes none of torch's variables on: they may belong to a job that runs the tests.
         stage.cluster._environment["TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT"] = "1"
         async with disk_to_freeze(tmp_path) as disk:
             order = (str(WORKER), str(tmp_path), "disk", "1", "0.5", "unguarded")

@@ -1,4 +1,4 @@
-"""A worker that says that no restart can mend it ends the whole job at once, and no scheduler starts it again."""
+"""A worker with an unrecoverable error ends the whole job at once, and schedulers do not restart it."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ REASON = {
 
 
 def failure_files(folder: Path) -> list[dict[str, Any]]:
-    """What agents left for programs."""
+    """Return the failure files of all agents."""
     return [json.loads(path.read_text()) for path in folder.glob("logs/*/failure.json")]
 
 
 @pytest.mark.parametrize("way", [slow("raises"), "exits"])
 async def test_all_agents_end_with_93_and_no_restart(tmp_path: Path, way: str) -> None:
-    """However many restarts are left; their failure files say "never"."""
+    """Remaining restarts are not used; the failure files have "retry": "never"."""
     worker = tmp_path / "worker.py"
     worker.write_text(f"import os, sys, time\n{SAYS_SO[way]}\ntime.sleep(3600)\n")
     async with LocalCluster(tmp_path / "cluster") as cluster:

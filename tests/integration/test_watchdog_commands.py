@@ -1,4 +1,4 @@
-"""What operators see of the watchdog is what workers said: their timers, what was learned of them, how far they are."""
+"""The watchdog commands show the reports of workers: their timers, the learned timeouts, and their progress."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WORKER = Path(__file__).with_name("watched_worker.py")
 
 
 async def test_operators_see_what_workers_said(tmp_path: Path) -> None:
-    """Of two workers on each of two hosts, through one timer service; and that it forgets what it is told to."""
+    """One timer service shows two workers on each of two hosts; `scopes --forget` deletes a learned timeout."""
     async with LocalCluster(tmp_path / "cluster") as cluster:
         await cluster.start_rendezvous()
         await cluster.start_timer()

@@ -1,4 +1,4 @@
-"""Workers are guarded, or everybody who looks sees that they are not; and a job may refuse to run without."""
+"""Workers have a watchdog, or its loss is visible everywhere; and a job may refuse to run without one."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ pytestmark = pytest.mark.integration
 
 WORKER = Path(__file__).with_name("second_worker.py")
 OBEDIENT = Path(__file__).with_name("obedient_worker.py")
-# Seconds for which the worker of the second job hangs; then it ends with success, which it must not come to.
+# Seconds for which the worker of the second job hangs; then it would succeed, but it must be killed before.
 HANGS = "40"
-# Seconds without a watchdog after which a host leaves: an agent connects in less, and a service starts again in less.
+# Seconds without a watchdog after which a host leaves; agents connect faster, and the service restarts faster.
 SOON, IN_TIME = 5.0, 20.0
 
 
 @pytest.fixture
 def port() -> int:
-    """One that is free, and the one above it."""
+    """A free port; the next one is free too."""
     return free_port(2)
 
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Starts an agent of a static job, with one worker."""
+    """A function that starts an agent of a static job, with one worker."""
     with agents(tmp_path, "--log-format", "json", PET_RDZV_BACKEND="static") as start:
         yield start
 
 
 def joined(said: str) -> tuple[int, str]:
-    """The lease that an agent was given first, and the node to which."""
+    """Return the first lease of an agent, and its node id."""
     records = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
     lease = next(int(record["lease"]) for record in records if record["event"] == "joined")
     node = next(str(record["node_id"]) for record in records if "node_id" in record)
@@ -49,7 +49,7 @@ def joined(said: str) -> tuple[int, str]:
 
 @pytest.mark.slow
 def test_the_second_job_of_a_host_is_guarded(tmp_path: Path, start: Start, port: int) -> None:
-    """A static rendezvous begins again from low numbers, and the timer service remembers high ones."""
+    """A static rendezvous starts again with low lease numbers, while the timer service remembers higher ones."""
     with service("timer") as timers:
         common = [f"--timer-endpoint={timers}", f"--master-port={port}"]
         agents = [start(*common, "--nnodes=2", f"--node-rank={rank}", WORKER, tmp_path) for rank in (0, 1)]
@@ -63,7 +63,7 @@ def test_the_second_job_of_a_host_is_guarded(tmp_path: Path, start: Start, port:
 
 
 def test_a_job_that_requires_a_watchdog_starts_no_worker_without(tmp_path: Path, port: int) -> None:
-    """It waits for a while, and says what it waited for."""
+    """It waits for the timeout, and the error names the missing timer service."""
     result = rallypoint(
         *("run", "--standalone", "--require-watchdog", "--watchdog-timeout", "0.5"),
         *("--timer-endpoint", f"127.0.0.1:{port}", WORKER, tmp_path),
@@ -78,7 +78,7 @@ def test_a_job_that_requires_a_watchdog_starts_no_worker_without(tmp_path: Path,
 
 @pytest.mark.slow
 async def test_a_watchdog_that_is_gone_is_seen_wherever_one_looks(tmp_path: Path) -> None:
-    """In the status of the run, in the agent's own and in its events; and that there is one again."""
+    """The run's status, the agent's job state and its events show the loss, and the return."""
     events = tmp_path / "events"
     async with LocalCluster(tmp_path / "cluster") as cluster:
         await cluster.start_rendezvous()
@@ -115,7 +115,7 @@ async def test_a_watchdog_that_is_gone_is_seen_wherever_one_looks(tmp_path: Path
 
 
 def requires_a_watchdog(cluster: LocalCluster, folder: Path, timeout: float) -> Job:
-    """A job whose worker waits to be stopped or finished, on hosts that leave without a watchdog."""
+    """Return a job whose worker waits for a signal or `finish`, on hosts that leave without a watchdog."""
     cluster._environment |= {
         "RALLYPOINT_REQUIRE_WATCHDOG": "1",
         "RALLYPOINT_WATCHDOG_TIMEOUT": f"{timeout:g}",
@@ -124,7 +124,7 @@ def requires_a_watchdog(cluster: LocalCluster, folder: Path, timeout: float) -> 
 
 
 async def test_a_host_that_lost_its_watchdog_leaves_a_job_that_requires_one(tmp_path: Path) -> None:
-    """Its workers are stopped in good order, and it says why."""
+    """It stops its workers gracefully, and reports the reason."""
     async with LocalCluster(tmp_path / "cluster") as cluster:
         await cluster.start_rendezvous()
         timer = await cluster.start_timer()
@@ -137,7 +137,7 @@ async def test_a_host_that_lost_its_watchdog_leaves_a_job_that_requires_one(tmp_
 
 @pytest.mark.slow
 async def test_a_watchdog_that_is_back_in_time_is_no_reason_to_leave(tmp_path: Path) -> None:
-    """The time without one ends with the restart of the service."""
+    """The restart of the service ends the time without a watchdog."""
     async with LocalCluster(tmp_path / "cluster") as cluster:
         await cluster.start_rendezvous()
         timer = await cluster.start_timer()

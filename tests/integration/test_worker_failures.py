@@ -1,4 +1,4 @@
-"""A worker that dies, raises or hangs costs one restart, or ends the job with a report that all hosts show."""
+"""A worker that dies, raises or hangs costs one restart, or ends the job with the same report on all hosts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.integration
 
 
 async def test_a_killed_worker_restarts_all_four(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """SIGKILL one worker on one of two hosts: all run again in the next round, and agree on the restart count."""
+    """After SIGKILL of one worker on one of two hosts, all run in the next round, with the same restart count."""
     async with scene(tmp_path, monkeypatch, max_restarts=1) as stage:
         await stage.start_agents("a", "b")
         first = await stage.started(4)
@@ -46,11 +46,11 @@ async def test_a_killed_worker_restarts_all_four(tmp_path: Path, monkeypatch: py
 async def test_a_worker_that_raises_is_reported_on_all_hosts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rank, host, pid, exit code, time and traceback of the first failure, also where all workers were fine."""
+    """The report has rank, host, pid, exit code, time and traceback, also on a host without a failed worker."""
     began = time.time()
     async with scene(tmp_path, monkeypatch, "raise", "3") as stage:
         agents = await stage.start_agents("a", "b")
-        # The other three may be stopped before they have said a word.
+        # The other three may be stopped before they print a line.
         failed = await stage.cluster.output.first(
             "the worker of rank 3", lambda line: line.event == "started" and line.fields["rank"] == 3
         )
@@ -75,7 +75,7 @@ async def test_a_worker_that_raises_is_reported_on_all_hosts(
 async def test_a_hung_worker_is_killed_by_its_timer_and_the_job_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A block that takes longer than it may ends its worker; the round's reason says in which block it hung."""
+    """A block that exceeds its timeout ends its worker; the reason of the round's end names the block."""
     async with scene(tmp_path, monkeypatch, "hang", "2", max_restarts=1) as stage:
         await stage.cluster.start_timer()
         await stage.start_agents("a", "b")

@@ -1,4 +1,4 @@
-"""A host whose workers fail again and again is taken out of the run, and the others go on without it."""
+"""A host whose workers fail repeatedly is evicted from the run, and the others continue without it."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ pytestmark = [pytest.mark.slow, pytest.mark.integration]
 
 
 def runs_after(round_: int, run: pb.Run) -> bool:
-    """Whether a later round runs."""
+    """Return True if a later round is FINAL."""
     return run.round > round_ and run.phase == pb.PHASE_FINAL
 
 
 async def test_a_host_whose_workers_fail_too_often_leaves_as_unfit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One restart for its sake, and then it ends with 3 and says why; the others are not charged for that."""
+    """After one restart it ends with 3 and the reason; its eviction does not increase the restart count."""
     conf = {"last_call_timeout": "5", "max_restarts_per_node": "1"}
     async with scene(tmp_path, monkeypatch, nodes="1:2", workers=1, max_restarts=5, conf=conf) as stage:
         await stage.start_agents("a", "b")

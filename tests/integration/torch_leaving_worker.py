@@ -1,4 +1,4 @@
-"""Trains nothing, over gloo, and saves as docs/draining.md says: torch_leaving_worker.py FOLDER.
+"""A worker with empty training steps over gloo that saves as in docs/draining.md: torch_leaving_worker.py FOLDER.
 
 It ends when FOLDER/finish exists and all ranks have seen that.
 """
@@ -23,13 +23,13 @@ WHO = {"rank": int(os.environ["RANK"]), "round": int(os.environ["RALLYPOINT_ROUN
 
 
 def say(event: str, **fields: Any) -> None:
-    """A line of JSON, all at once."""
+    """Print a line of JSON in one write."""
     sys.stdout.write(json.dumps({"event": event, **WHO, **fields}) + "\n")
     sys.stdout.flush()
 
 
 def save(step: int) -> None:
-    """Rank 0 has all of it."""
+    """Save the step, on rank 0, which has the whole state."""
     if dist.get_rank() == 0:
         CHECKPOINT.with_suffix(".draft").write_text(str(step))
         CHECKPOINT.with_suffix(".draft").rename(CHECKPOINT)
@@ -50,6 +50,6 @@ while True:
         save(step)
         say("saved", step=step, told=should_checkpoint())
         dist.barrier()
-        # The host leaves once its ranks have reported; from then on each rank may be stopped at any moment.
+        # The host leaves when its ranks have reported; after that each rank may be stopped at any time.
         checkpoint_saved()
 dist.destroy_process_group()

@@ -1,6 +1,6 @@
 """A worker that uses torch's timers: torch_timer_worker.py stock|ours|queue. In its first round rank 1 hangs in one.
 
-As `stock` it knows nothing of Rallypoint. With `queue`, a child process hangs, whose requests go to a server of ours.
+As `stock` it does not import Rallypoint. With `queue`, a child process hangs, whose requests go to a server of ours.
 """
 
 from __future__ import annotations

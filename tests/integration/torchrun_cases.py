@@ -1,4 +1,4 @@
-"""Command lines that torchrun and `rallypoint run` are both given: one for every flag, and some together.
+"""Command lines for both torchrun and `rallypoint run`: one for every flag, and some with several.
 
 `{logs}`: a folder; `{port}`: a free port with a free one above it; `{folder}`: where the probe is, which is the
 working directory.
@@ -17,16 +17,16 @@ class Case:
     """A command line.
 
     Attributes:
-        name: What it shows.
-        flags: Before the program.
+        name: The subject of the case.
+        flags: Flags before the program.
         program: The program and its arguments.
-        nodes: Further flags for each node, where there are several.
-        environment: Variables beside the usual ones.
+        nodes: Further flags for each node, if there are several.
+        environment: Variables in addition to the usual ones.
         stdin: Text on standard input; empty: there is none.
-        terminal: Whether all three streams are a terminal, and the text is typed.
-        module: Torch's launcher, where it is not torchrun.
-        here: Flags, program and arguments of ours, where they are not the same.
-        since: The version of torch whose torchrun has these flags first.
+        terminal: True if all three streams are a terminal, and the text is typed.
+        module: Torch's launcher, if it is not torchrun.
+        here: Flags, program and arguments for Rallypoint, if they differ.
+        since: The first version of torch whose torchrun has these flags.
     """
 
     name: str

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""A worker that writes down what it sees, prints a line to each stream, and ends as PROBE_END says.
+"""A worker that records its environment, prints a line to each stream, and ends as PROBE_END selects.
 
 PROBE_READ is the rank that reads a line.
 PROBE_END is RANK:HOW[:NUMBER], as in `1:exit:5`, `0:signal:9`, `0:raise`, `1:record` (fails, with the error file that
@@ -34,7 +34,7 @@ Path(environment["PROBE_FOLDER"], f"{rank}.{attempt}").write_text(json.dumps(see
 
 who, _, how = environment.get("PROBE_END", "").partition(":")
 if who == rank:
-    # Whoever fails ends the others, and some launchers are quick.
+    # A failure ends the other workers, with some launchers at once: wait until all have written their files.
     ranks = range(int(environment["WORLD_SIZE"]))
     while not all(Path(environment["PROBE_FOLDER"], f"{other}.{attempt}").exists() for other in ranks):
         time.sleep(0.01)

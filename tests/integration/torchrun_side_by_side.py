@@ -1,9 +1,9 @@
-"""The scenes of a first hour under torchrun and under `rallypoint run`: the first useful line, and the time until it.
+"""Typical first scenes under torchrun and under `rallypoint run`: the first useful line, and the time until it.
 
     PYTHONPATH=tests .venv/torch/bin/python -m integration.torchrun_side_by_side            # each scene five times
     PYTHONPATH=tests .venv/torch/bin/python -m integration.torchrun_side_by_side --times 1 hello requeue
 
-One worker, which does not import torch: the time is that of the launcher.
+There is one worker, which does not import torch, so that the launcher takes nearly all of the time.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from support.small_cgroup import GLUTTON, small_cgroup
 from support.terminal import at_terminal
 
 _LONGEST = 110  # characters of a line in the table
-_MEMORY = 64 << 20  # bytes for the worker of the scene that runs out of them
+_MEMORY = 64 << 20  # bytes for the worker of the out-of-memory scene
 _PREFIX = re.compile(r"[EWI]\d{4} \S+ \d+ \S+\] |\d\d:\d\d:\d\d ")
 _STORE = (
     "import sys, torch.distributed as dist\n"
@@ -39,23 +39,23 @@ _STORE = (
     "print('ready', flush=True)\n"
     "sys.stdin.read()\n"
 )
-"""A store of torch's c10d rendezvous that outlives a job; it ends with its standard input."""
+"""A store of torch's c10d rendezvous that outlives a job; it ends when its standard input ends."""
 
 
 @dataclass(frozen=True)
 class Scene:
-    """An event that a newcomer meets.
+    """An event that a new user meets.
 
     Attributes:
-        event: For the table.
+        event: Its text in the table.
         useful: The definition of the first useful line, the same for both launchers.
-        line: The same as an expression, searched for in each line of stdout and stderr.
-        source: The program of the worker; empty: `program` has it.
+        line: A regular expression of that line, searched in each line of stdout and stderr.
+        source: The program of the worker; empty: `program` names it.
         program: The command line after the flags.
         stdin: Text on standard input.
-        terminal: Whether all three streams are a terminal.
-        again: Whether it is the second start of a run that has failed before.
-        outlived: Whether the rendezvous of this run outlives the job.
+        terminal: True if all three streams are a terminal.
+        again: True if it is the second start of a run that has failed.
+        outlived: True if the rendezvous of this run outlives the job.
     """
 
     event: str
@@ -145,10 +145,10 @@ class Outcome:
 
     Attributes:
         seconds: From the start of the launcher to the first useful line; None: there was none.
-        line: That line as it was printed; empty: there was none.
+        line: That line as printed; empty: there was none.
         ended: Seconds until the end of the launcher.
-        exit_code: Of the launcher.
-        output: All lines, for those who look into a failure.
+        exit_code: Exit code of the launcher.
+        output: All lines, for the diagnosis of a failure.
     """
 
     seconds: float | None
@@ -248,7 +248,7 @@ def _at_terminal(
 
 
 def cell(outcomes: Sequence[Outcome]) -> str:
-    """The outcomes of a scene under a launcher, in a cell of the table."""
+    """Format the outcomes of a scene under a launcher as a cell of the table."""
     last = outcomes[-1]
     exit_code = "/".join(sorted({str(outcome.exit_code) for outcome in outcomes}))
     seconds = [outcome.seconds for outcome in outcomes if outcome.seconds is not None]

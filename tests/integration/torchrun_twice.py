@@ -1,4 +1,4 @@
-"""Runs a command line under torchrun and under `rallypoint run`, and tells what their workers and users saw."""
+"""Runs a command line under torchrun and `rallypoint run`, and records the environment and output of the workers."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from support.ports import free_port
 from support.terminal import at_terminal
 
 PATIENCE = 120.0
-"""Seconds that a job may take on a machine that is busy with much else."""
+"""Seconds that a job may take on a busy machine."""
 
 _BIN = Path(sys.executable).parent
 LAUNCHERS: Mapping[str, tuple[str, ...]] = {
     "torchrun": (str(_BIN / "torchrun"),),
     "rallypoint": (str(_BIN / "rallypoint"), "run"),
 }
-# The probe's lines with what a launcher puts before them. (A report of a failure quotes them, indented.)
+# The probe's lines, with the launcher's prefix. (Indented ones are quotes in a failure report.)
 _LINE = re.compile(r"^(?:\S.*?)??(?:out|err) \d+ (?:apple|orange)$", re.MULTILINE)
 _MADE_UP = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}|standalone-[0-9a-f]{8}")
 
 
 @dataclass(frozen=True)
 class Worker:
-    """What one start of a worker saw.
+    """The record of one start of a worker.
 
     Attributes:
-        environment: The variables that were not there before, or had another value.
-        rest: Arguments, interpreter, and where it found itself.
+        environment: The variables that are new or have another value than before.
+        rest: Arguments, interpreter, working directory and the like.
     """
 
     environment: Mapping[str, str]
@@ -46,15 +46,15 @@ class Worker:
 
 @dataclass(frozen=True)
 class Seen:
-    """What a command line came to.
+    """The result of a command line.
 
     Attributes:
-        exit_codes: Of each node.
-        workers: By rank and restart count.
+        exit_codes: Exit code of each node.
+        workers: Records by rank and restart count.
         stdout: Lines of the workers on the console, sorted.
-        stderr: Likewise.
-        files: Path below the folder of logs, and content, with what is random in a name put as `*`.
-        said: All that the launcher said, for whoever looks into a failure.
+        stderr: The same for stderr.
+        files: Content by path below the folder of logs; random parts of a name are `*`.
+        `said`: All output of the launcher, for the diagnosis of a failure.
     """
 
     exit_codes: tuple[int, ...]
@@ -80,7 +80,7 @@ def see(case: Case, launcher: str, folder: Path) -> Seen:
     )
     command = LAUNCHERS[launcher]
     if case.module and launcher == "torchrun":
-        command = (str(_BIN / "python3"), "-m", case.module)  # as torchrun is installed for
+        command = (str(_BIN / "python3"), "-m", case.module)  # the interpreter of torchrun
     arguments = [(*case.flags, *more, *case.program) for more in case.nodes]
     if case.here and launcher == "rallypoint":
         arguments = [case.here]
@@ -148,7 +148,7 @@ def _worker(path: Path, environment: Mapping[str, str], folder: Path, port: int)
 
 
 def _regular(value: Any, folder: Path) -> Any:
-    """Without what is made up anew for every job."""
+    """Replace values that are random for every job."""
     if not isinstance(value, str):
         return value
     value = _MADE_UP.sub("<made up>", value.replace(str(folder), "<folder>"))

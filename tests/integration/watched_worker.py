@@ -1,4 +1,4 @@
-"""A worker that says how far it is: watched_worker.py FOLDER. Rank 0 goes on to step 30, the others to 20 only.
+"""A worker that reports its progress: watched_worker.py FOLDER. Rank 0 runs to step 30, the others to 20 only.
 
 Then each waits in a block of ten minutes until FOLDER/finish exists.
 """
