@@ -1,4 +1,4 @@
-"""Plays seeds: one with its whole trace, or a range of them on all cores. `make simulate` and the like call it."""
+"""Run seeds: one with its whole trace, or a range of them on all cores. Called by `make simulate` and similar."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import click
 from simulation.blocks import KINDS, begin_process, play_block, scenario
 from simulation.planted import PLANTED, search_by_name
 
-# Seeds of one errand of a process.
+# Seeds of one task of a process.
 _BLOCK = 50
 # Seconds between two lines of progress.
 _PROGRESS = 5.0
-# Failures after which a range is given up.
+# Failures after which a range is stopped.
 _MOST_FAILURES = 5
 
 
@@ -52,7 +52,7 @@ def _replay(kind: str, seed: int) -> int:
 
 
 def _play_range(kind: str, seeds: range, jobs: int) -> int:
-    """Play a range and say how it goes; returns how many seeds failed."""
+    """Play a range and print the progress; return the number of seeds that failed."""
     begun = said = time.monotonic()
     played = failures = 0
     blocks = iter([seeds[at : at + _BLOCK] for at in range(0, len(seeds), _BLOCK)])
@@ -76,7 +76,7 @@ def _play_range(kind: str, seeds: range, jobs: int) -> int:
 
 
 def _find_planted(kind: str, jobs: int) -> int:
-    """Search for every planted bug of a kind; returns how many are not found."""
+    """Search for every planted bug of a kind; return the number of those not found."""
     missed = 0
     with _processes(jobs) as pool:
         searches = {

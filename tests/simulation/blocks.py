@@ -1,4 +1,4 @@
-"""What a process of its own does for a range of seeds: the module that runs a program can't be imported by them."""
+"""The code that worker processes run for a range of seeds: they can't import the `__main__` module."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SCENARIOS = {
     "replicas": "simulation.replicas.scenario.ReplicaScenario",
 }
 KINDS = tuple(_SCENARIOS)
-"""What a seed may stand for."""
+"""The kinds of simulation."""
 
 
 def scenario(kind: str, seed: int) -> Scenario:
@@ -29,9 +29,9 @@ def scenario(kind: str, seed: int) -> Scenario:
 
 
 def begin_process() -> None:
-    """Have a process end with its parent, however that ends. Ctrl-C goes to both, and is for the parent.
+    """Make the process die with its parent, even if that is killed, and leave Ctrl-C to the parent.
 
-    Garbage is looked for less often: a seed makes millions of objects, and leaves few cycles.
+    Garbage collection runs less often: a seed makes millions of objects, and leaves few cycles.
     """
     gc.set_threshold(200_000)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -39,7 +39,7 @@ def begin_process() -> None:
 
 
 def play_block(kind: str, seeds: range) -> list[str]:
-    """Play seeds; returns a report for each that fails."""
+    """Play seeds; return a report for each that fails."""
     reports: list[str] = []
     for seed in seeds:
         try:

@@ -1,8 +1,8 @@
 """Virtual time: one queue of callbacks and timers for a whole cluster, and an event loop for every process in it.
 
 Each process has its own `asyncio` loop over the one queue. So product code runs unchanged, its clock may be skewed,
-it can be stopped and continued as by SIGSTOP, and when it is killed nothing of it runs any more: no `finally`, no
-callback, as with SIGKILL.
+it can be stopped and continued as by SIGSTOP, and after a kill it runs nothing more: no `finally`, no callback, as with
+SIGKILL.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# No two timers fire without time passing: a clock that stood still would let code that waits for it spin for ever.
+# Time passes between any two timers: if the clock stood still, code that waits for it would spin for ever.
 TICK = 1e-6
-# How much faster or slower than the world's a process's clock may go; real ones err by far less.
+# The largest difference of the rate of a process's clock from the world's; real clocks differ by far less.
 SKEW = 0.03
-# Callbacks that a cluster may need in its life. Past it, it is going round in circles.
+# Limit of the callbacks of one cluster. One that needs more is in an endless loop.
 MOST_STEPS = 100_000
 
 
-# What tells the futures of a cluster apart.
+# Numbers that identify the futures of a cluster.
 _NUMBERS = itertools.count()
 
 
 class Stuck(Exception):
-    """The cluster goes round in circles."""
+    """The cluster is in an endless loop."""
 
 
 class Handle:
-    """A callback that is due, or will be."""
+    """A callback that is due now or later."""
 
     __slots__ = ("args", "callback", "context", "process")
 
@@ -59,17 +59,17 @@ class Handle:
         self.context = context
 
     def cancel(self) -> None:
-        """Take it back."""
+        """Cancel the callback."""
         self.callback = None
         self.args = ()
 
     def cancelled(self) -> bool:
-        """Whether it was taken back."""
+        """Return True if it was cancelled."""
         return self.callback is None
 
 
 class _Numbered:
-    """Has a place in a set that doesn't depend on its address in memory: the product goes through such sets."""
+    """An object whose place in a set does not depend on its address in memory: the product iterates over such sets."""
 
     number: int
 
@@ -83,22 +83,22 @@ class _Numbered:
 
 
 class _Future(_Numbered, asyncio.Future[Any]):
-    """One of the simulated loop."""
+    """A future of the simulated loop."""
 
 
 class _Task(_Numbered, asyncio.Task[Any]):
-    """One of the simulated loop."""
+    """A task of the simulated loop."""
 
 
 class Clockwork:
-    """Makes time pass: runs what is due, then jumps to the next timer."""
+    """The clock of the cluster: runs the callbacks that are due, then jumps to the next timer."""
 
     def __init__(self, ties: random.Random, most_steps: int = MOST_STEPS) -> None:
-        """Set up.
+        """Create the clock.
 
         Args:
             ties: Decides between timers that are due at the same time.
-            most_steps: Callbacks that the cluster may need.
+            most_steps: Limit of the callbacks.
         """
         global _NUMBERS  # noqa: PLW0603 (one cluster at a time)
         _NUMBERS = itertools.count()
@@ -111,33 +111,33 @@ class Clockwork:
         self._most_steps = most_steps
 
     def at(self, when: float, callback: Callable[..., object], *args: Any) -> Handle:
-        """Have something of the world outside all processes happen at a time."""
+        """Schedule a callback that belongs to no process, at a time."""
         return self.schedule(when, Handle(None, callback, args, None))
 
     def after(self, seconds: float, callback: Callable[..., object], *args: Any) -> Handle:
-        """Have something of the world outside all processes happen after a time."""
+        """Schedule a callback that belongs to no process, after a time."""
         return self.schedule(self.now + seconds, Handle(None, callback, args, None))
 
     def schedule(self, when: float, handle: Handle) -> Handle:
-        """Have a callback run at a time."""
+        """Schedule a callback at a time."""
         self._set += 1
         heapq.heappush(self._timers, (max(when, self.now + TICK), self._ties.random(), self._set, handle))
         return handle
 
     def soon(self, handle: Handle) -> None:
-        """Have a callback run before time passes."""
+        """Schedule a callback to run before time passes."""
         self._ready.append(handle)
 
     def run(self, until: float, done: Callable[[], bool], check: Callable[[], None]) -> bool:
-        """Let time pass until something is done, or it is `until`; returns whether it was done.
+        """Let time pass until `done` returns True or it is `until`; return True if it was done.
 
         Args:
             until: Virtual seconds.
-            done: Asked whenever time is about to pass.
-            check: Called after every step; what it raises ends the cluster.
+            done: Called whenever time is about to pass.
+            check: Called after every step; an exception from it ends the cluster.
 
         Raises:
-            Stuck: It would never end.
+            Stuck: It needs too many steps, so it would never end.
         """
         try:
             while True:
@@ -154,17 +154,17 @@ class Clockwork:
             events._set_running_loop(None)
 
     def unwind(self, processes: Sequence[Process]) -> None:
-        """Let go of all that processes were doing, killed or not, by having every task cancelled.
+        """Cancel every task of the processes, killed or not.
 
-        For what awaits in a `finally`, as generators of handlers do, and complains when it is merely dropped.
+        Generators of handlers, for example, await in a `finally`, and warn if they are only dropped.
         """
         self.steps = 0
         try:
             for process in processes:
                 process.alive = True
-                # A task whose next step was dropped, since it was killed, would wait for it for ever.
+                # If the process was killed, the next step of a task may be lost, and the task would wait for ever.
                 process.resume()
-            # What has arrived may begin something new; who has been cancelled twice, has ended.
+            # A delivered message may start a new task; a task that was cancelled twice has ended.
             for _ in range(3):
                 self._timers.clear()
                 for process in processes:
@@ -173,7 +173,7 @@ class Clockwork:
                         task.cancel()
                 self._run_ready(lambda: None)
         except Stuck:
-            pass  # who doesn't end, is dropped
+            pass  # a task that does not end is dropped
         finally:
             events._set_running_loop(None)
             for process in processes:
@@ -210,8 +210,8 @@ class Clockwork:
 class Process:
     """One process: an event loop with a clock of its own, which can be stopped, continued and killed.
 
-    It is no subclass of `asyncio.AbstractEventLoop`: of that, tasks, futures and timeouts use what is here, and
-    product code that asks for more (a socket, a thread, a signal) must fail in a simulation.
+    It is no subclass of `asyncio.AbstractEventLoop`. It has the methods that tasks, futures and timeouts use; product
+    code that needs more (a socket, a thread, a signal) must fail in a simulation.
     """
 
     def __init__(
@@ -223,37 +223,37 @@ class Process:
         rate: float = 1.0,
         offset: float = 0.0,
     ) -> None:
-        """Start it.
+        """Start the process.
 
         Args:
-            clockwork: What makes it go.
-            name: For people.
-            on_error: Called with what no code of it has caught.
-            rate: Seconds of its monotonic clock in one of the world.
-            offset: What its clock shows when the world's shows 0.
+            clockwork: Runs its callbacks.
+            name: Shown in messages and traces.
+            on_error: Called with a description of an exception that its code did not catch.
+            rate: Seconds of its monotonic clock in one second of the world's clock.
+            offset: The time of its clock when the world's clock shows 0, in seconds.
         """
         self.name = name
         self.alive = True
         self.paused = False
         self.paused_since = 0.0
         self.suspended = False
-        # What its work costs; None: nothing.
+        # The cost of its work; None: it costs nothing.
         self.cpu: Cpu | None = None
         self.awake_since = clockwork.now
-        # What falls due while it is stopped, or has been killed.
+        # Callbacks that became due while it was stopped, or after it was killed.
         self.parked: list[Handle] = []
         self._clockwork = clockwork
         self._on_error = on_error
         self._rate = rate
         self._offset = offset
         self._reached = offset
-        # For how long it was suspended, by its clock.
+        # Total seconds for which it was suspended, by its clock.
         self._slept = 0.0
         self._tasks: set[asyncio.Task[Any]] = set()
         self._loop = cast("asyncio.AbstractEventLoop", self)
 
     def run(self, handle: Handle) -> None:
-        """Run one of its callbacks."""
+        """Run a callback of the process."""
         assert handle.context is not None, "callbacks of a process have one"
         assert handle.callback is not None, "what was taken back is not run"
         try:
@@ -262,12 +262,12 @@ class Process:
             self._on_error(f"{self.name}: a callback failed: {error!r}")
 
     def pause(self, *, suspended: bool = False) -> None:
-        """Stop it where it is; its clock goes on, unless it is `suspended`, as with its host (CLOCK_MONOTONIC)."""
+        """Stop it; its clock goes on, unless it is `suspended` with its host (CLOCK_MONOTONIC stands still)."""
         self.paused, self.suspended = True, suspended
         self.paused_since = self._clockwork.now
 
     def resume(self) -> None:
-        """Let it go on, with all that came meanwhile."""
+        """Continue it, with all callbacks that became due in the meantime."""
         if self.suspended:
             slept = self._rate * (self._clockwork.now - self.paused_since)
             self._offset -= slept
@@ -279,36 +279,36 @@ class Process:
         self.parked.clear()
 
     def awake_for(self, seconds: float) -> bool:
-        """Whether it has run for so long without being stopped."""
+        """Return True if it has run for `seconds` without a stop."""
         return not self.paused and self._clockwork.now - self.awake_since >= seconds
 
     def kill(self) -> None:
-        """End it, with nothing of it ever run again."""
+        """End it; none of its code runs again."""
         self.alive = False
         self.paused = self.suspended = False
 
     def dispose(self) -> None:
-        """Let go of what it was doing when it was killed."""
+        """Drop the tasks and callbacks that were left when it was killed."""
         self.alive = False
         self.parked.clear()
         for task in self._tasks:
             task._log_destroy_pending = False  # type: ignore[attr-defined]
             coroutine = task.get_coro()
-            # What awaits something in a `finally` complains; nobody is there to wait for that.
+            # A coroutine that awaits in a `finally` raises an error; it can't be awaited any more.
             with contextlib.suppress(BaseException):
                 cast("Coroutine[Any, Any, Any]", coroutine).close()
         self._tasks.clear()
-        # What a loop keeps there refers to it: a campaign of seeds would never let go of any.
+        # The entry there refers to its loop: a campaign of seeds would keep all loops in memory.
         flow._waits.pop(self._loop, None)
 
     def time(self) -> float:
-        """Its monotonic clock."""
-        # The way to the world's time and back may lose the last bit: a timer that fired is never early.
+        """Its monotonic clock, in seconds."""
+        # Conversion to the world's time and back may lose the last bit; a timer must not fire early.
         self._reached = max(self._reached, self._offset + self._rate * self._clockwork.now)
         return self._reached
 
     def boot_time(self) -> float:
-        """Its clock that counts on while its host is suspended (CLOCK_BOOTTIME)."""
+        """Its clock that goes on while its host is suspended (CLOCK_BOOTTIME), in seconds."""
         return self.time() + self._slept
 
     def call_soon(
@@ -346,7 +346,7 @@ class Process:
     def _fire(
         self, handle: Handle, when: float, callback: Callable[..., object], args: tuple[Any, ...]
     ) -> None:
-        if self._offset + self._rate * self._clockwork.now < when - TICK:  # it was suspended meanwhile
+        if self._offset + self._rate * self._clockwork.now < when - TICK:  # it was suspended in the meantime
             self._clockwork.schedule((when - self._offset) / self._rate, handle)
             return
         self._reached = max(self._reached, when)
@@ -364,18 +364,18 @@ class Process:
         return task
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
-        """Something went wrong that nobody caught."""
+        """Report an exception that no code caught."""
         if self.alive:
             self._on_error(f"{self.name}: {context.get('message')}: {context.get('exception')!r}")
 
     def get_debug(self) -> bool:
-        """Never: it would look at wall clocks."""
+        """Return False: the debug mode reads wall clocks."""
         return False
 
     def is_running(self) -> bool:
-        """As long as it is not killed."""
+        """Return True until it is killed."""
         return self.alive
 
     def is_closed(self) -> bool:
-        """Once it is killed."""
+        """Return True once it is killed."""
         return not self.alive

@@ -27,7 +27,7 @@ from simulation.wire import Channel
 
 
 class Cluster:
-    """Everything of one seed; `trace` says what happened."""
+    """All parts of one seed's simulation; `trace` lists the events."""
 
     judged_by = Referee
 
@@ -54,7 +54,7 @@ class Cluster:
         )
         self._draw = self._stream("draw")
         self._kinds = self._stream("kinds")
-        # By the group whose workers they are.
+        # Users of the store, by the group of their workers.
         self._users: dict[Group, StoreUser] = {}
         self.around = Surroundings(
             self.clockwork,
@@ -71,16 +71,16 @@ class Cluster:
         self.links: list[Link] = []
         self.server: Server | None = None
         self.calm = False
-        # Whether a scheduler starts nodes of a closed run until it is open.
+        # True if a scheduler starts nodes of a closed run until the run is open.
         self.requeued = False
-        # Seconds for which the service is to be stopped when the next failure of a worker is known; 0: it is not.
+        # Seconds for which to stop the service after the next failure report of a worker is durable; 0: do not stop it.
         self.ambush = 0.0
-        # Names of the actions that befell it.
+        # Names of the actions that were applied.
         self.struck: set[str] = set()
         self._skew = self._stream("clocks")
-        # Wall clocks agree within a second or two, and that of a server is set now and then.
+        # Wall clocks differ by up to two seconds, and that of a server is set now and then.
         self._wall_offset = self._skew.uniform(-600, 600)
-        # How far it was set since the last start of a server, seconds.
+        # Seconds by which it was set since the last start of a server.
         self._clock_set = 0.0
         self._lives = 0
         self._lives_of_workers = 0
@@ -100,11 +100,11 @@ class Cluster:
         return random.Random(f"{self.plan.seed}/{purpose}")
 
     def note(self, what: str, *details: Any) -> None:
-        """Write into the trace."""
+        """Add an entry to the trace."""
         self.trace.append((self.clockwork.now, what, details))
 
     def new_process(self, name: str) -> Process:
-        """Start a process, with a clock that goes as it likes."""
+        """Start a process, with a random clock rate and offset."""
         skew = self._skew
         process = Process(
             self.clockwork,
@@ -117,17 +117,17 @@ class Cluster:
         return process
 
     def new_link(self, name: str) -> Link:
-        """Plug a host in."""
+        """Create the link of a host."""
         link = Link(name, self.chance.choice([0.0005, 0.002, 0.02]))
         self.links.append(link)
         return link
 
     def to_service(self, process: Process, link: Link) -> Any:
-        """How a process reaches the service: a channel, or a switchboard."""
+        """Return the client object of a process for the service: a `Channel`; with replicas, a `ReplicaClient`."""
         return Channel(process, link, self.network)
 
     def links_to_service(self, process: Process, link: Link) -> list[Link]:
-        """The links a process may reach the service by."""
+        """Return the links between a process and the service."""
         return [link]
 
     # ---- the service
@@ -142,14 +142,14 @@ class Cluster:
         self._spring(record)
 
     def _check_store(self, record: Record) -> None:
-        """Check that a run begins with nothing in its store, also one that was closed and is opened again."""
+        """Check that the store of a run is empty at its start, also when a closed run is opened again."""
         if DecodedRecord(record.content).fact_name == "run_created":
             kept = [key for key in self.disk.values if key[0] == record.run_id and key[1] != SPACE]
             with self.referee.judging():
                 require(not kept or record.revision == 1, "a run that is opened again has an empty store")
 
     def _spring(self, record: Record) -> None:
-        """Stop the service if it lies in ambush for this record."""
+        """Stop the service soon if `ambush` is set and the record is a worker's failure."""
         if self.ambush and DecodedRecord(record.content).fact_name == "worker_failed":
             seconds, self.ambush = self.ambush, 0.0
             if (process := self.serving) is not None:
@@ -157,11 +157,11 @@ class Cluster:
 
     @property
     def serving(self) -> Process | None:
-        """The process that serves the run, if there is one."""
+        """The process that serves the run; None if there is none."""
         return None if self.server is None else self.server.process
 
     def start_server(self) -> None:
-        """Start the service from what is durable."""
+        """Start the service from its durable records."""
         if self.server is not None:
             return
         process = self.new_process(f"server{len(self.processes)}")
@@ -169,7 +169,7 @@ class Cluster:
         process.cpu = Cpu(self.clockwork, process, self.plan.costs)
         self.note("start", process.name)
         self.referee.ledger(RUN).server_started(self.clockwork.now)
-        # When restarts were is read from a wall clock that was set meanwhile.
+        # The times of restarts are read from a wall clock that was set in the meantime.
         self.referee.ledger(RUN).clock_jumps += self._clock_set
         self._clock_set = 0.0
         self.server = Server(
@@ -190,7 +190,7 @@ class Cluster:
         self.end_server(silently=False)
 
     def end_server(self, *, silently: bool) -> None:
-        """End the present life of the service, and start the next one soon."""
+        """End the service's process, and start the next one soon."""
         server, self.server = self.server, None
         if server is None:
             return
@@ -202,7 +202,7 @@ class Cluster:
         self.clockwork.after(self.chance.choice([0.05, 0.5, 3.0, 8.0]), self.start_server)
 
     def set_clock(self, seconds: float) -> None:
-        """Set the wall clock of the service's host, by so many seconds."""
+        """Change the wall clock of the service's host by `seconds`."""
         self.note("clock", seconds)
         self._wall_offset += seconds
         self._clock_set += abs(seconds)
@@ -210,7 +210,7 @@ class Cluster:
     def _writable_round(self, run_id: str) -> int | None:
         return self.server.writable_round(run_id) if self.server is not None else None
 
-    # ---- who uses the store
+    # ---- users of the store
 
     def _new_user(self, process: Process, link: Link, group: Group | None = None) -> StoreUser:
         chance = self._stream(f"store/{process.name}")
@@ -218,19 +218,19 @@ class Cluster:
         return StoreUser(process, where, chance, RUN, every=every, leases=self._leases, group=group)
 
     def _leases(self) -> list[Writer]:
-        """The leases that agents hold, as far as they know."""
+        """Return the leases that agents hold, as far as they know."""
         held = [(node.node_id, node.membership.held) for node in self.alive]
         return [Writer(node_id, lease.number, lease.token) for node_id, lease in held if lease is not None]
 
     def _use_store(self, group: Group, link: Link) -> None:
-        """Workers start: if they use the store, in a process of their own."""
+        """Workers start: if the plan has users of the store, start one for them, in a process of its own."""
         if self.plan.store_clients:
             self._lives_of_workers += 1
             process = self.new_process(f"{group.node_id}.workers{self._lives_of_workers}")
             self._users[group] = self._new_user(process, link, group)
 
     def _leave_store(self, group: Group) -> None:
-        """Workers are gone."""
+        """Workers are gone: end their user of the store."""
         user = self._users.pop(group, None)
         if user is not None:
             user.process.kill()
@@ -240,11 +240,11 @@ class Cluster:
 
     @property
     def alive(self) -> list[Node]:
-        """Nodes whose agent process is there."""
+        """Nodes whose agent process is alive."""
         return [node for node in self.nodes if node.process.alive]
 
     def start_node(self, node_id: str, link: Link | None = None) -> None:
-        """Start an agent under a name, whoever else has it."""
+        """Start an agent under a name, even if another agent has that name."""
         if self._lives >= self.plan.most_lives and not self.calm:
             return
         self._lives += 1
@@ -265,7 +265,7 @@ class Cluster:
         self.nodes.append(Node(self.around, process, link, request, self._stream(process.name)))
 
     def pause(self, process: Process, seconds: float, *, suspended: bool = False) -> None:
-        """Stop a process for a while; `suspended`: with its host, whose clock stands still."""
+        """Stop a process for `seconds`; `suspended`: with its host, whose clock stands still."""
         if process.paused or not process.alive:
             return
         self.note("suspend" if suspended else "pause", process.name, round(seconds, 2))
@@ -275,26 +275,26 @@ class Cluster:
         self.clockwork.after(seconds, self.resume, process)
 
     def resume(self, process: Process) -> None:
-        """Let a process go on."""
+        """Continue a process."""
         if process.paused:
             self.note("resume", process.name)
             process.resume()
             self.network.resumed(process)
 
     def heal(self, link: Link) -> None:
-        """Mend a link."""
+        """Let a link work again."""
         if not link.whole:
             self.note("heal", link.name)
             self.network.heal(link)
 
     def end_stall(self, link: Link) -> None:
-        """Let connections that are made from now on work as they should."""
+        """Stop delaying the connections that are made from now on."""
         link.stalled = 0.0
 
-    # ---- the end of all trouble
+    # ---- the end of all faults
 
     def calm_down(self) -> None:
-        """No more faults: all that is broken is mended, and who is missing comes back."""
+        """End all faults: repair everything that is broken, and start missing nodes again."""
         self.note("calm")
         self.calm = True
         self.ambush = 0.0
@@ -310,7 +310,7 @@ class Cluster:
         self._keep_up()
 
     def _keep_up(self) -> None:
-        """As people and schedulers do: let nodes in again, and replace those that have gone as far as needed."""
+        """Act as operators and schedulers do: readmit nodes, and replace missing nodes up to `min_nodes`."""
         self.clockwork.after(2.0, self._keep_up)
         if self.over and not self.requeued:
             return
@@ -325,11 +325,11 @@ class Cluster:
 
     @property
     def over(self) -> bool:
-        """Whether the run is over for good."""
+        """True if the run is over and will not be opened again."""
         return self.referee.ledger(RUN).over
 
     def settled(self) -> bool:
-        """Whether all that live agree on a round that runs, or all have gone from a run that is closed."""
+        """Return True if all live nodes agree on a running round, or all nodes have left a closed run."""
         ledger = self.referee.ledger(RUN)
         if self.server is None:
             return False
@@ -358,7 +358,7 @@ class Cluster:
         return set(seats) <= succeeded
 
     def dispose(self) -> None:
-        """Let go of everything."""
+        """Dispose of all processes."""
         for process in self.processes:
             process.alive = False
         for process in self.processes:

@@ -1,4 +1,4 @@
-"""What connections and messages cost a server: it takes them one after the other, and not while it is stopped."""
+"""The CPU cost of connections and messages of a server: it handles them one by one, and none while it is paused."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from simulation.clockwork import Clockwork, Process
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Virtual seconds of a server's processor; 0: none."""
+    """Virtual seconds of CPU time for each connection and message."""
 
     accept: float = 0.0
     message: float = 0.0
@@ -20,26 +20,26 @@ class Costs:
 
 @dataclass(slots=True)
 class Cpu:
-    """The processor of a process: work is done in the order in which it comes."""
+    """The CPU of a process: work is done in order."""
 
     clockwork: Clockwork
     process: Process
     costs: Costs
     _waiting: deque[tuple[float, Callable[..., object], tuple[Any, ...]]] = field(default_factory=deque)
     _busy: bool = False
-    # What was done aside, and is paid for before the next work.
+    # Seconds for messages sent, which delay the next work.
     _owed: float = 0.0
 
     def accept(self, work: Callable[..., object], *args: Any) -> None:
-        """Do what follows a connection."""
+        """Do the work for a new connection."""
         self._take(self.costs.accept, work, *args)
 
     def message(self, work: Callable[..., object], *args: Any) -> None:
-        """Do what follows a message."""
+        """Do the work for a received message."""
         self._take(self.costs.message, work, *args)
 
     def sent(self) -> None:
-        """Pay for a message that leaves."""
+        """Count the cost of a sent message."""
         self._owed += self.costs.message
 
     def _take(self, seconds: float, work: Callable[..., object], *args: Any) -> None:

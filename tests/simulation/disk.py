@@ -1,4 +1,4 @@
-"""The disk that outlives every server, and its journal: commits take their time, fail, or die with the process."""
+"""The disk, which outlives every server, and its journal: commits are slow, fail, or are lost with the process."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from simulation.clockwork import TICK, Clockwork, Process
 
 @dataclass(slots=True)
 class Disk:
-    """What is durable, and how the disk behaves at the moment."""
+    """The durable entries, and the present speed and failure rate of the disk."""
 
     clockwork: Clockwork
     random: random.Random
-    # Called with every record at the moment at which it is durable, and with when it was given to the journal.
+    # Called with every record at the moment at which it is durable, and with the time of its append.
     on_durable: Callable[[Record, float], None]
     on_forgotten: Callable[[Forgotten], None]
     on_stored: Callable[[StoreChange], None]
     note: Callable[..., None]
-    # Typical seconds that a commit takes.
+    # Mean seconds of a commit.
     latency: float = 0.002
     # Chance that a commit fails.
     failing: float = 0.0
@@ -41,7 +41,7 @@ class Disk:
     values: dict[tuple[str, int, str], StoreChange] = field(default_factory=dict)
 
     def keep(self, entries: Sequence[Entry], given_at: float) -> None:
-        """Make entries durable, all at once."""
+        """Make entries durable, atomically."""
         for entry in entries:
             match entry:
                 case Record():
@@ -51,7 +51,7 @@ class Disk:
                     self.note("checkpoint", entry.revision, entry.keep_from)
                     self.checkpoints[entry.run_id] = entry
                     kept = self.records.get(entry.run_id, [])
-                    if not kept:  # the run begins with it
+                    if not kept:  # the run begins with this checkpoint
                         self.on_forgotten(Forgotten(entry.run_id, entry.revision, entry.content))
                     self.records[entry.run_id] = [each for each in kept if each.revision >= entry.keep_from]
                 case Forgotten():
@@ -75,7 +75,7 @@ class Disk:
             self.values[key] = change
 
     def recovered(self) -> Recovered:
-        """All that is durable."""
+        """Return all durable entries."""
         records = [record for kept in self.records.values() for record in kept]
         return Recovered(list(self.checkpoints.values()), records, list(self.values.values()))
 
@@ -88,7 +88,7 @@ class _Commit:
 
 
 class DiskJournal:
-    """The journal of one life of the server."""
+    """The journal of one process of the server."""
 
     def __init__(self, disk: Disk, process: Process) -> None:
         self._disk = disk
@@ -99,15 +99,15 @@ class DiskJournal:
 
     @property
     def busy(self) -> bool:
-        """Whether a commit is under way."""
+        """True if a commit is in flight."""
         return bool(self._under_way)
 
     async def open(self) -> Recovered:
-        """What is durable."""
+        """Return the durable entries."""
         return self._disk.recovered()
 
     async def append(self, entries: Sequence[Entry]) -> None:
-        """Keep entries, once the disk has got round to it."""
+        """Write entries; return when they are durable."""
         if self._broken:
             raise JournalError("the journal failed before; start again from what is durable")
         commit = _Commit(list(entries), self._disk.clockwork.now, self._process.create_future())
@@ -129,7 +129,7 @@ class DiskJournal:
         self._process.call_soon(_settle, commit.done, None)
 
     def _break(self) -> None:
-        """Fail; what was under way may be durable or not, in order."""
+        """Fail; commits in flight may be durable or not, in order."""
         self._broken = True
         error = JournalError("the disk is full")
         waiting = [commit.done for commit in self._under_way]
@@ -138,14 +138,14 @@ class DiskJournal:
             self._process.call_soon(_settle, done, error)
 
     def lose(self) -> None:
-        """End with the process: of what was under way, some of the first commits are durable, the others gone."""
+        """End with the process: of the commits in flight, the first few are durable, the others are lost."""
         kept = self._disk.random.randint(0, len(self._under_way))
         for commit in list(self._under_way)[:kept]:
             self._disk.keep(commit.entries, commit.given_at)
         self._under_way.clear()
 
     async def close(self) -> None:
-        """Nothing to give up."""
+        """Do nothing: there is nothing to close."""
 
 
 def _settle(done: asyncio.Future[None], error: JournalError | None) -> None:

@@ -1,7 +1,7 @@
-"""What may befall a cluster: one function for each thing, with how often it comes.
+"""The faults of a cluster: one function for each, with its weight.
 
-To add one, write a function that does it to a `Cluster` and give it an `@action`. A seed has some of them only, each
-with a weight of its own, so that rare combinations come up.
+To add one, write a function that applies it to a `Cluster` and decorate it with `@action`. A seed has only some of
+them, each with a weight of its own, so that rare combinations occur.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from simulation.node import Node
 
 Action = Callable[[Cluster], None]
 
-# By name: the action, its weight, and whether it is trouble of the server alone.
+# By name: the action, its weight, and True if it is a fault of the server alone.
 ACTIONS: dict[str, tuple[Action, float, bool]] = {}
 
 
 def action(weight: float, *, of_server: bool = False) -> Callable[[Action], Action]:
-    """Make a function an action."""
+    """Register a function as an action."""
 
     def register(act: Action) -> Action:
         ACTIONS[act.__name__] = act, weight, of_server
@@ -31,7 +31,7 @@ def action(weight: float, *, of_server: bool = False) -> Callable[[Action], Acti
 def draw_actions(
     chance: random.Random, actions: dict[str, tuple[Action, float, bool]], *, of_server_only: bool
 ) -> dict[str, float]:
-    """The actions of a seed and their weights: each is in with one half."""
+    """Return the actions of a seed and their weights: each is chosen with probability 0.5."""
     drawn = {
         name: weight * chance.uniform(0.2, 2.0)
         for name, (_, weight, of_server) in actions.items()
@@ -46,7 +46,7 @@ def _some(cluster: Cluster) -> Node | None:
 
 
 def _bring_back(cluster: Cluster, node: Node) -> None:
-    """What was killed is started again, perhaps, and perhaps under another name."""
+    """Start a killed node again, perhaps, and perhaps under another name."""
     chance = cluster.chance
     node_id = node.node_id if chance.random() < 0.7 else chance.choice(cluster.plan.node_ids)
     if chance.random() < 0.8:
@@ -83,7 +83,7 @@ def lose_host(cluster: Cluster) -> None:
 
 @action(1.0)
 def cut_host(cluster: Cluster) -> None:
-    """A host is cut off from the service and from its peers for a while."""
+    """A host reaches neither the service nor its peers for a while."""
     node = _some(cluster)
     if node is not None and node.whole:
         cluster.note("cut host", node.process.name)
@@ -92,7 +92,7 @@ def cut_host(cluster: Cluster) -> None:
 
 @action(1.5)
 def pause_agent(cluster: Cluster) -> None:
-    """An agent is stopped, and its workers run on."""
+    """An agent is paused, and its workers run on."""
     node = _some(cluster)
     if node is not None:
         cluster.pause(node.process, cluster.chance.choice([0.3, 3.0, 12.0, 30.0]))
@@ -109,7 +109,7 @@ def suspend_host(cluster: Cluster) -> None:
 
 @action(2.0)
 def stop_node(cluster: Cluster) -> None:
-    """A node is told to leave."""
+    """A node gets a stop request."""
     node = _some(cluster)
     if node is not None:
         cluster.note("stop", node.process.name)
@@ -118,7 +118,7 @@ def stop_node(cluster: Cluster) -> None:
 
 @action(1.0)
 def start_twin(cluster: Cluster) -> None:
-    """An agent is started under a name that another may still have."""
+    """An agent is started under a name that another agent may still have."""
     cluster.start_node(cluster.chance.choice(cluster.plan.node_ids))
 
 
@@ -127,7 +127,7 @@ def start_twin(cluster: Cluster) -> None:
 
 @action(2.0)
 def cut_link(cluster: Cluster) -> None:
-    """A host can't be reached, can't reach the service, or both, for a while."""
+    """Packets from a host, to it, or both are lost for a while."""
     link = cluster.chance.choice(cluster.links)
     direction = cluster.chance.choice(["up", "down", "both"])
     cluster.note("cut", link.name, direction)
@@ -155,7 +155,7 @@ def stall_openings(cluster: Cluster) -> None:
 
 @action(1.0)
 def slow_link(cluster: Cluster) -> None:
-    """A host's network gets slow, or fast again."""
+    """A host's network becomes slow, or fast again."""
     link = cluster.chance.choice(cluster.links)
     link.latency = cluster.chance.choice([0.0005, 0.02, 0.3, 2.0])
     cluster.note("latency", link.name, link.latency)
@@ -178,7 +178,7 @@ def lose_server_host(cluster: Cluster) -> None:
 
 @action(1.5, of_server=True)
 def pause_server(cluster: Cluster) -> None:
-    """The service is stopped."""
+    """The service is paused."""
     chance = cluster.chance
     seconds = (
         chance.uniform(2.0, 60.0) if cluster.plan.default_terms else chance.choice([0.5, 3.0, 12.0, 30.0])
@@ -196,20 +196,20 @@ def suspend_server(cluster: Cluster) -> None:
 
 @action(0.7, of_server=True)
 def set_clock(cluster: Cluster) -> None:
-    """The wall clock of the service's host is set, by hours."""
+    """The wall clock of the service's host is set back or forward by up to hours."""
     cluster.set_clock(cluster.chance.choice([-1.0, 1.0]) * cluster.chance.uniform(600.0, 20_000.0))
 
 
 @action(1.0)
 def pause_server_at_a_failure(cluster: Cluster) -> None:
-    """The service is stopped once it knows of a failure, and before it knows of those that follow."""
+    """The service is paused after the report of a failure, before the reports of those that follow."""
     cluster.ambush = cluster.chance.choice([3.0, 12.0])
     cluster.note("ambush", cluster.ambush)
 
 
 @action(1.0, of_server=True)
 def drain_server(cluster: Cluster) -> None:
-    """The service is told to end."""
+    """The service is drained."""
     if cluster.server is not None:
         cluster.note("drain", cluster.server.process.name)
         cluster.server.drain()
@@ -217,26 +217,26 @@ def drain_server(cluster: Cluster) -> None:
 
 @action(1.0, of_server=True)
 def change_disk(cluster: Cluster) -> None:
-    """The disk gets slow, or fast again, or full."""
+    """The disk becomes slow, or fast again, or full."""
     disk = cluster.disk
     disk.latency = cluster.chance.choice([0.0005, 0.005, 0.1, 2.0])
     disk.failing = cluster.chance.choice([0.0, 0.0, 0.2])
     cluster.note("disk", disk.latency, disk.failing)
 
 
-# ---- people
+# ---- operators
 
 
 @action(0.7)
 def restart_run(cluster: Cluster) -> None:
-    """An operator wants all workers started anew."""
+    """An operator restarts all workers."""
     cluster.note("restart")
     cluster.operator.restart_run()
 
 
 @action(0.7)
 def evict_node(cluster: Cluster) -> None:
-    """An operator takes a node out, or one that is not in."""
+    """An operator evicts a node, which may not be in the run."""
     node_id = cluster.chance.choice(cluster.plan.node_ids)
     cluster.note("evict", node_id)
     cluster.operator.evict_node(node_id)
@@ -244,7 +244,7 @@ def evict_node(cluster: Cluster) -> None:
 
 @action(0.7)
 def readmit_node(cluster: Cluster) -> None:
-    """An operator lets a node in again, whether or not it was taken out."""
+    """An operator readmits a node, which may not be evicted."""
     node_id = cluster.chance.choice(cluster.plan.node_ids)
     cluster.note("readmit", node_id)
     cluster.operator.readmit_node(node_id)

@@ -1,4 +1,4 @@
-"""A service's handlers as its server calls them: those that generated code registers, with the chassis around them."""
+"""The handlers of a service as its server calls them: registered by generated code, wrapped by the interceptor."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rallypoint.serving.interceptor import CallInterceptor
 
 
 class _Registry:
-    """What generated code takes for a server."""
+    """A stand-in for the server with which generated code registers handlers."""
 
     def __init__(self) -> None:
         self.handlers: dict[str, Any] = {}
@@ -27,7 +27,7 @@ class _Registry:
 
 
 class _Details(grpc.HandlerCallDetails):
-    """Of a call, what interceptors look at."""
+    """The details of a call that interceptors read."""
 
     def __init__(self, method: str) -> None:
         self.method = method
@@ -35,7 +35,7 @@ class _Details(grpc.HandlerCallDetails):
 
 
 async def handlers_of(add: Callable[[Any], None], calls: CallInterceptor) -> dict[str, Any]:
-    """What `add` puts into a server, by the name of the method, each within the interceptor."""
+    """Return the handlers that `add` registers, by method, each wrapped by the interceptor."""
     registry = _Registry()
     add(registry)
     wrapped = {}

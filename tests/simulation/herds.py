@@ -1,6 +1,6 @@
-"""Hundreds of nodes, and a service that is stopped or restarted: no node may be lost for the time until all are back.
+"""Hundreds of nodes, and a service that is paused or restarted: no node may be lost because reconnecting takes time.
 
-Connections and messages cost the server time of its processor, so that a whole herd is not back at once.
+Connections and messages cost the server CPU time, so the nodes of a herd do not all reconnect at once.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from simulation.scenario import ClusterScenario
 from simulation.workers import Fates
 
 NODES = 300
-# Virtual seconds that a herd may take to form a round, and to agree once there is no more trouble.
+# Virtual seconds that a herd may take to form a round, and to agree once the faults have stopped.
 FORM_WITHIN = 120.0
 AGREE_WITHIN = 120.0
-# Processor seconds of a connection, in plaintext and with TLS, and of a message, on a machine that has nothing else to
-# do; and how much longer they take on one that is busy.
+# CPU seconds of a connection, in plaintext and with TLS, and of a message, on an idle machine; and the factors by which
+# they are longer on a busy one.
 _ACCEPT, _ACCEPT_TLS, _MESSAGE = 0.0005, 0.003, 0.0001
 _SLOWER = (1.0, 3.0, 6.0)
 _ACTIONS = {"pause_server": 4.0, "crash_server": 1.0, "drain_server": 1.0, "suspend_server": 1.5}
@@ -27,7 +27,7 @@ _ACTIONS = {"pause_server": 4.0, "crash_server": 1.0, "drain_server": 1.0, "susp
 
 @dataclass(frozen=True, slots=True)
 class _Herd:
-    """The connections of a herd, and how busy the machine of its server is."""
+    """The connections of a herd, and the slowdown of its server's machine."""
 
     tls: bool
     slower: float
@@ -37,7 +37,7 @@ class _Herd:
 
 
 def draw_herd(seed: int) -> Plan:
-    """The plan of a seed."""
+    """Return the plan of a seed."""
     chance = random.Random(f"{seed}/herd")
     herd = _Herd(chance.random() < 0.5, chance.choice(_SLOWER))
     spare = chance.choice([0, 30])

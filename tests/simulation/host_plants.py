@@ -1,4 +1,4 @@
-"""Bugs to plant in the product that hosts, herds, newcomers and clocks bring to light, by the kind of seeds that do."""
+"""Bugs to plant in the product that are found by lost hosts, herds, newcomers and clocks, by kind of simulation."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from support.replacing import instead_of
 
 
 def hold_no_failure_for_a_broken_stream(patch: pytest.MonkeyPatch) -> None:
-    """A worker's failure ends its round though the stream of another participant is broken."""
+    """A worker's failure ends its round even if the stream of another participant is broken."""
     patch.setattr(failures, "misses_participant", lambda state: False)
 
 
 def attribute_no_failure_to_a_loss(patch: pytest.MonkeyPatch) -> None:
-    """Failures count as such though it turns out that a host of their round was lost."""
+    """Failures are counted even if a host of their round turns out to be lost."""
     patch.setattr(failures, "failed_round_of", lambda state, node_id: 0)
 
 
 def end_a_run_while_participants_are_silent(patch: pytest.MonkeyPatch) -> None:
-    """A run fails, or a node is taken out, before the other participants have shown that they are alive."""
+    """A run fails, or a node is evicted, before the other participants have sent a sign of life."""
 
     @instead_of(patch, failures, "is_settled")
     def hasty(is_settled: Any, state: RunState, now: float) -> Any:
@@ -37,7 +37,7 @@ def end_a_run_while_participants_are_silent(patch: pytest.MonkeyPatch) -> None:
 
 
 def overlook_broken_streams(patch: pytest.MonkeyPatch) -> None:
-    """A node whose stream broke is taken for one that is there, for as long as its lease lasts."""
+    """A node whose stream broke counts as connected until its lease expires."""
 
     @instead_of(patch, apply, "disconnect")
     def careless(disconnect: Any, state: RunState, node_id: str, now: float) -> None:
@@ -46,12 +46,12 @@ def overlook_broken_streams(patch: pytest.MonkeyPatch) -> None:
 
 
 def give_up_for_a_late_first_message(patch: pytest.MonkeyPatch) -> None:
-    """A node that is in a run takes it for a refusal that its stream was slow to begin."""
+    """A node in a run treats FIRST_MESSAGE_LATE, the error of a slow stream, as a refusal."""
     patch.setattr(client, "_REFUSALS", client._REFUSALS | {"FIRST_MESSAGE_LATE"})
 
 
 def keep_leases_by_the_wall_clock(patch: pytest.MonkeyPatch) -> None:
-    """Deadlines go by a clock that people and daemons set."""
+    """Deadlines use the wall clock, which operators and daemons set."""
 
     @instead_of(patch, RendezvousEngine, "__init__")
     def naive(init: Any, self: RendezvousEngine, *args: Any, **settings: Any) -> None:
@@ -59,7 +59,7 @@ def keep_leases_by_the_wall_clock(patch: pytest.MonkeyPatch) -> None:
 
 
 def let_every_newcomer_in(patch: pytest.MonkeyPatch) -> None:
-    """A round ends for each newcomer, whatever became of those before."""
+    """A round ends for each newcomer, even if earlier newcomers soon failed."""
     patch.setattr(newcomers, "READY_AFTER", 0.0)
     patch.setattr(newcomers, "_hold", lambda count, longest: 0.0)
 
@@ -67,7 +67,7 @@ def let_every_newcomer_in(patch: pytest.MonkeyPatch) -> None:
 _AGREE = "all live nodes agree on one FINAL round"
 _ALONE = "trouble of the server alone"
 
-# By the kind of seeds that show them: with words of the invariants that each is seen to break.
+# By kind of simulation and plant: a pattern of the invariants that it breaks.
 HOST_PLANTS: dict[str, dict[Plant, str]] = {
     "clusters": {
         hold_no_failure_for_a_broken_stream: "a failure is held",

@@ -1,6 +1,6 @@
-"""Newcomers that join a healthy run and are gone moments later, again and again, for a virtual hour.
+"""Newcomers that join a healthy run and leave moments later, again and again, for a virtual hour.
 
-Healthy nodes must run for nearly all of it: a round that ends for a newcomer costs all of them a restart.
+Healthy nodes must run for nearly all of that time: a round that ends for a newcomer costs all of them a restart.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from simulation.plan import Plan, default_settings
 from simulation.scenario import FORM_WITHIN, ClusterScenario
 from simulation.workers import Fates
 
-# Virtual seconds that newcomers come for, the share of them in which a round must be FINAL, and how long nodes may take
-# to agree afterwards.
+# Virtual seconds in which newcomers come and go, the share of them in which a round must be FINAL, and the seconds in
+# which nodes must agree afterwards.
 HOUR = 3600.0
 LEAST_SHARE = 0.95
 AGREE_WITHIN = 120.0
 
 
 def draw_joiners(seed: int) -> Plan:
-    """The plan of a seed."""
+    """Return the plan of a seed."""
     chance = random.Random(f"{seed}/joiners")
     healthy = chance.randint(2, 3)
     settings = pb.RunSettings(
@@ -45,7 +45,7 @@ def draw_joiners(seed: int) -> Plan:
         server_only=False,
         default_terms=True,
         trouble=HOUR,
-        # How long a newcomer is away before it comes again.
+        # Seconds after which a newcomer comes again.
         pause=chance.choice([1.0, 5.0, 10.0, 30.0, 60.0]),
         finale="nothing",
         requeue="no",
@@ -80,7 +80,7 @@ class Joiners(ClusterScenario):
         self._await("after newcomers stop coming, all live nodes agree on one FINAL round", AGREE_WITHIN)
 
     def _start_newcomers(self) -> None:
-        """Have a newcomer come and go: under one name, or under a new one each time."""
+        """Start a newcomer and end it, again and again: under one name, or under a new one each time."""
         cluster, chance = self.cluster, self.cluster.chance
         names = (f"joiner{number}" for number in count()) if chance.random() < 0.5 else None
         life = chance.choice([0.2, 2.0, 6.0, 20.0, 40.0])
@@ -102,7 +102,7 @@ class Joiners(ClusterScenario):
         come()
 
     def _share_of_final(self, begun: float) -> float:
-        """Share of the time since then in which a round was FINAL."""
+        """Return the share of the time since `begun` in which a round was FINAL."""
         since: float | None = begun
         total = 0.0
         for at, what, details in self.cluster.trace:

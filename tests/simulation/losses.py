@@ -1,8 +1,8 @@
-"""Hosts that are lost, the workers that fail because of it, and what durable facts may make of the two.
+"""Checks of lost hosts and the worker failures they cause, against the durable facts.
 
-The world knows which host was lost when, and whether a worker failed by itself or because a peer was gone. A round
-of which a host was lost first must not count as a failure of its workers: no restart is counted for it in the end, no
-node is blamed, and no run fails of it.
+The simulation knows when each host was lost, and if a worker failed by itself or because a peer was gone. A round
+that lost a host first must not count as a failure of its workers: in the end no restart is counted for it, no node is
+blamed, and no run fails because of it.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from simulation.wire import ServerCall
     from simulation.workers import Crew
 
-# Seconds between a loss and a worker's own failure within which a server can't tell which came first.
+# Seconds between a loss and a worker's own failure within which a server can't know which came first.
 _MARGIN = 0.5
-# Seconds after which a server that runs has set right what it counted, once a loss is durable.
+# Seconds after a loss is durable within which a running server corrects its restart count.
 _SET_RIGHT = 1.0
-# Seconds within which a broken stream and a decision may cross.
+# Seconds within which the order of a broken stream and a decision is undefined.
 _CROSSING = 0.01
-# Seconds between the death of a worker and the failure of its peers; collectives of a host that is silent time out.
+# Seconds between the death of a worker and the failure of its peers; collectives with a silent host time out.
 RESET = (0.02, 0.1)
 TIMEOUT = (1.0, 10.0)
 
@@ -39,56 +39,56 @@ class Loss:
     node_id: str
     lease: int
     at: float
-    # Whether it is gone still: what was cut off comes back.
+    # Returns True if it is still gone: a host that was cut off comes back.
     still: Callable[[], bool]
-    # Whether it is durable that it was lost, and it was gone then; None: it holds its lease.
+    # True if its lease ended by a durable loss while it was gone; None: it holds its lease.
     ended: bool | None = None
 
 
 @dataclass(slots=True)
 class RoundTruth:
-    """What became of a round's hosts and workers, by the world's clock."""
+    """Losses and failures of a round, by the world's clock."""
 
     losses: list[Loss] = field(default_factory=list)
-    # When the first worker failed, and the first that no loss made fail.
+    # The time of the first failure, and of the first that was not caused by a loss.
     failure_at: float = math.inf
     own_failure_at: float = math.inf
 
 
 @dataclass(slots=True)
 class Losses:
-    """Keeps what is true of the rounds of all runs; `later` has something done after so many virtual seconds."""
+    """The losses and failures in the rounds of all runs; `later` schedules a call after a number of virtual seconds."""
 
     now: Callable[[], float]
     later: Callable[..., object]
     judge: Callable[[Callable[[], None]], None]
-    # Whether facts come with the moment of their decision: what waits to be written is decided earlier than it shows.
+    # True if the decision time of each fact is known; a fact may be decided long before it is written.
     decided_is_known: bool = True
-    # Workers that run.
+    # Running groups of workers.
     crews: set[Crew] = field(default_factory=set)
     rounds: dict[tuple[str, int], RoundTruth] = field(default_factory=dict)
-    # Per run, node and lease: the stream that was opened last.
+    # By run, node and lease: the stream that was opened last.
     streams: dict[tuple[str, str, int], ServerCall] = field(default_factory=dict)
 
     def of(self, run_id: str, round_: int) -> RoundTruth:
-        """What is true of a round."""
+        """Return the losses and failures of a round."""
         return self.rounds.setdefault((run_id, round_), RoundTruth())
 
-    # ---- the world
+    # ---- real events
 
     def host_lost(self, run_id: str, round_: int, loss: Loss) -> None:
-        """Note that a host with a seat in a round is gone."""
+        """Note that the host of a participant is gone."""
         self.of(run_id, round_).losses.append(loss)
 
     def failed(self, group: Group, *, own: bool) -> None:
-        """Note that workers fail: by themselves, or because a host is gone."""
+        """Note that workers failed: by themselves, or because a host is gone."""
         truth = self.of(group.run_id, group.round)
         truth.failure_at = min(truth.failure_at, self.now())
         if own:
             truth.own_failure_at = min(truth.own_failure_at, self.now())
 
     def peers(self, group: Group) -> list[Crew]:
-        """Workers of the same round on other hosts."""
+        """Return the workers of the same round on other hosts, by node id."""
         return sorted(
             (
                 crew
@@ -102,12 +102,12 @@ class Losses:
     # ---- the service
 
     def opened(self, call: ServerCall) -> None:
-        """Note that a node that holds a lease has a stream, in the place of the one before."""
+        """Note the new stream of a node with a lease; it replaces the one before."""
         subject = call.subject
         self.streams[subject.run_id, subject.node_id, subject.lease] = call
 
     def _broken_before(self, run_id: str, node_id: str, lease: int, when: float) -> bool:
-        """Whether the server knew by then that the node has no stream open."""
+        """Return True if the server knew by `when` that the node has no open stream."""
         call = self.streams.get((run_id, node_id, lease))
         return (
             self.decided_is_known
@@ -120,7 +120,7 @@ class Losses:
     # ---- durable facts
 
     def durable(self, run_id: str, ledger: RunLedger, fact: facts.Fact, decided_at: float) -> None:
-        """Judge a fact; `decided_at`: when it was given to the journal, by the world's clock."""
+        """Check a fact; `decided_at`: when it was passed to the journal, by the world's clock."""
         match fact:
             case facts.RoundFrozen():
                 for node_id, lease in ledger.rounds[fact.round].leases.items():
@@ -171,14 +171,14 @@ class Losses:
             )
 
     def _lost_first(self, run_id: str, ledger: RunLedger, round_: int, *, known: bool = False) -> bool:
-        """Whether a round lost a host that it needed before any worker failed by itself; `known`: as all know."""
+        """Return True if a round lost a needed host before a worker failed by itself; `known`: the loss is durable."""
         truth, formed = self.rounds.get((run_id, round_)), ledger.rounds.get(round_)
         if truth is None or formed is None:
             return False
         return any(
             formed.leases.get(loss.node_id) == loss.lease
             and loss.node_id not in formed.succeeded
-            # What failed for a host that came back may count, though another is lost by then.
+            # A failure caused by a host that came back may count, even if another host is lost by then.
             and truth.failure_at > loss.at
             and truth.own_failure_at > loss.at + _MARGIN
             and (loss.ended or (loss.ended is None and loss.still() and not known))

@@ -1,4 +1,4 @@
-"""The network: connections that deliver in order and late, and that break, stall and lose what was under way."""
+"""The network: connections that deliver in order and late, and that break, stall and lose messages in flight."""
 
 from __future__ import annotations
 
@@ -10,34 +10,34 @@ from typing import Any, Protocol
 
 from simulation.clockwork import TICK, Clockwork, Process
 
-# What travels: its kind, and what belongs to it.
+# An item in flight: its kind and its content.
 Item = tuple[str, Any]
 
-# When a peer that vanished without a word is given up, seconds: keep-alive ping and its timeout, as in
+# Seconds after which a connection to a peer that vanished is given up: keep-alive ping and its timeout, as in
 # serving.channel.CLIENT_ARGUMENTS and serving.server.SERVER_ARGUMENTS.
 CLIENT_NOTICES = (10.0, 15.0)
 SERVER_NOTICES = (20.0, 30.0)
-# gRPC's pause between two attempts to connect, and how long one may take. Seconds.
+# gRPC's longest pause between two attempts to connect, and the longest duration of one. Seconds.
 LONGEST_RECONNECT = 1.2
 ATTEMPT = 5.0
 
 
 @dataclass(slots=True, eq=False)
 class Link:
-    """How a host reaches the service."""
+    """The network path between a host and the service."""
 
     name: str
     latency: float
     up_blocked: bool = False
     down_blocked: bool = False
-    # Seconds for which what follows the opening of a call is held up.
+    # Seconds by which messages after the opening of a call are delayed.
     stalled: float = 0.0
-    # Counts changes of what is blocked, so that who waited for one knows whether it is still the same.
+    # Counts changes of the blocking, so that a delayed callback can check that it did not change in the meantime.
     epoch: int = 0
 
     @property
     def whole(self) -> bool:
-        """Whether it works in both directions."""
+        """True if it works in both directions."""
         return not (self.up_blocked or self.down_blocked)
 
 
@@ -45,7 +45,7 @@ class End(Protocol):
     """One end of a connection."""
 
     def receive(self, item: Item) -> None:
-        """Take what arrives."""
+        """Take an item that arrives."""
 
 
 class Pipe:
@@ -64,16 +64,16 @@ class Pipe:
         self._last = 0.0
 
     def send(self, item: Item) -> None:
-        """Put something in."""
+        """Send an item."""
         self._flight.append(item)
         self._depart()
 
     def stall(self, seconds: float) -> None:
-        """Let nothing that is sent from now on arrive for so long."""
+        """Delay all items that are sent from now on, by `seconds`."""
         self._last = max(self._last, self._network.clockwork.now + seconds)
 
     def cut(self, *, powerless: bool = False) -> None:
-        """Lose the end of what is under way; `powerless`: nobody sends again what a blocked link lost."""
+        """Lose the last items in flight; `powerless`: the sender is gone and does not resend over a blocked link."""
         keep = self._network.random.randint(0, len(self._flight))
         if powerless and (self._link.up_blocked if self._up else self._link.down_blocked):
             keep = 0
@@ -81,7 +81,7 @@ class Pipe:
             self._flight.pop()
 
     def unblock(self) -> None:
-        """Let what was held up get on."""
+        """Send the items that the blocked link held back."""
         held, self._held = self._held, 0
         for _ in range(held):
             self._depart()
@@ -118,11 +118,11 @@ class Connection:
     server: Process
     client_end: End
     accept: Callable[[Connection, str], End]
-    # Messages to the client that it has not taken, how many there may be, and whether the server waits for that.
+    # Limit of messages that the client has not taken; their number; True if the server waits for room.
     window: int
     untaken: int = 0
     starved: bool = False
-    # Whether it is broken, though an end may not know yet and hear the rest of what was under way.
+    # True if it is broken; an end that does not know yet may still receive items in flight.
     broken: bool = False
     server_end: End | None = None
     up: Pipe = field(init=False)
@@ -140,7 +140,7 @@ class Connection:
         return self.server_end
 
     def unblock(self) -> None:
-        """Send again what a link swallowed that is whole now. A suspended host's kernel sends nothing."""
+        """Resend the items lost on a link that works again. A suspended host's kernel sends nothing."""
         if not (self.link.up_blocked or self.client.suspended):
             self.up.unblock()
         if not (self.link.down_blocked or self.server.suspended):
@@ -154,43 +154,43 @@ class Connection:
             self.up.send(("credit", None))
 
     def client_gives_up(self) -> None:
-        """The client holds the connection for broken."""
+        """The client considers the connection broken."""
         self.broken = True
         self.client.call_soon(self.client_end.receive, ("gone", "keep-alive ping timed out"))
         self.up.cut()
         if self.network.random.random() < 0.5:
             self.up.send(("gone", None))
-        else:  # that is lost as well: the server finds out by itself, or by a newer stream of the same client
+        else:  # that is lost as well: the server notices by its keep-alive, or by a newer stream of the same client
             self.network.leave_to_server(self)
 
     def server_gives_up(self) -> None:
-        """The server holds the connection for broken."""
+        """The server considers the connection broken."""
         self.server.call_soon(self._server_end().receive, ("gone", None))
         self.down.cut()
         self.down.send(("gone", "connection reset by peer"))
 
     def reset(self) -> None:
-        """It breaks, and both ends learn of it."""
+        """Break the connection; both ends receive an error."""
         self.broken = True
         for pipe in (self.up, self.down):
             pipe.cut()
             pipe.send(("gone", "connection reset"))
 
     def ended(self, end: str) -> None:
-        """One end knows that it is over."""
+        """Note that one end knows that the connection is over."""
         self.over.add(end)
         if len(self.over) == 2:
             self.network.connections.pop(id(self), None)
 
 
 class _Opening:
-    """The server's end before it knows what the call is."""
+    """The server's end before the method of the call is known."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
 
     def receive(self, item: Item) -> None:
-        """The first item says it."""
+        """Take the first item: it names the method."""
         kind, value = item
         if kind == "open":
             connection = self._connection
@@ -200,50 +200,50 @@ class _Opening:
 
 
 class Listener(Protocol):
-    """A server that takes connections."""
+    """A server that accepts connections."""
 
     process: Process
 
     def accept(self, connection: Connection, method: str) -> End:
-        """Take a call."""
+        """Accept a call."""
 
 
 class Caller(End, Protocol):
-    """Who opens a connection."""
+    """The client's end, which opens a connection."""
 
     process: Process
     link: Link
     wait_for_ready: bool
-    # Where it wants to: a name of `Network.listeners`.
+    # The server to connect to: a key of `Network.listeners`.
     target: str
 
     @property
     def over(self) -> bool:
-        """Whether it has given up, or is done."""
+        """True if it has given up, or is done."""
 
     def connected(self, connection: Connection) -> None:
-        """The connection is there."""
+        """Take the new connection."""
 
 
 class Network:
-    """All connections, and what befalls them."""
+    """All connections, and their faults."""
 
     def __init__(self, clockwork: Clockwork, chance: random.Random) -> None:
         self.clockwork = clockwork
         self.random = chance
-        # Who takes connections, by name; clients that know of one service only ask for "".
+        # Servers by name; clients that know only one service use "".
         self.listeners: dict[str, Listener] = {}
-        # By identity, in the order of connecting.
+        # Open connections by identity, in the order of connecting.
         self.connections: dict[int, Connection] = {}
         self.window = chance.choice([1, 3, 10])
-        # Who waits for the server to take a connection, and since when.
+        # Callers that wait for the server to accept a connection, and since when.
         self._knocking: dict[Caller, float] = {}
-        # Processes that went with their hosts.
+        # Processes that died with their hosts.
         self._vanished: set[Process] = set()
 
     @property
     def listener(self) -> Listener | None:
-        """Who takes connections where there is one service only."""
+        """The server where there is only one service."""
         return self.listeners.get("")
 
     @listener.setter
@@ -254,11 +254,11 @@ class Network:
             self.listeners[""] = listener
 
     def listening(self, target: str) -> Listener | None:
-        """Who takes connections there; None: nobody."""
+        """Return the server of that name; None: no process listens."""
         return self.listeners.get(target)
 
     def dial(self, caller: Caller) -> None:
-        """Connect a caller, as often as that takes."""
+        """Connect a caller, with retries."""
         self._attempt(caller, self.clockwork.now)
 
     def _attempt(self, caller: Caller, since: float) -> None:
@@ -274,7 +274,7 @@ class Network:
             else:
                 caller.process.call_soon(caller.receive, ("gone", "connection timed out"))
         elif (listener := self.listening(caller.target)) is not None and listener.process.paused:
-            # Its kernel takes the connection, and nothing is answered: the attempt lasts as long as one may.
+            # Its kernel accepts the connection, and the process sends nothing: the attempt ends by its timeout.
             self.clockwork.after(self.random.uniform(0.2, ATTEMPT), self._attempt, caller, since)
         elif listener is not None:
             self._accept(caller, listener, since)
@@ -285,7 +285,7 @@ class Network:
             caller.process.call_soon(caller.receive, ("gone", "connection refused"))
 
     def _accept(self, caller: Caller, listener: Listener, since: float) -> None:
-        """Have the server get round to a connection; if it dies before, the caller tries again."""
+        """Have the server accept a connection, at the cost of its CPU; if it dies before that, the caller retries."""
         cpu = listener.process.cpu
         if cpu is None or not cpu.costs.accept:
             self._connect(caller, listener)
@@ -309,7 +309,7 @@ class Network:
         return [each for each in self.connections.values() if which(each)]
 
     def block(self, link: Link, *, up: bool, down: bool) -> None:
-        """Swallow what travels a link; both ends notice in their time."""
+        """Drop all traffic on a link; both ends notice by their keep-alive."""
         link.up_blocked, link.down_blocked = link.up_blocked or up, link.down_blocked or down
         link.epoch += 1
         epoch = link.epoch
@@ -317,14 +317,14 @@ class Network:
             self._notice(connection, lambda: link.epoch == epoch, client=True, server=True)
 
     def heal(self, link: Link) -> None:
-        """Let a link work again, with what it swallowed sent again."""
+        """Let a link work again; the lost items are resent."""
         link.up_blocked = link.down_blocked = False
         link.epoch += 1
         for connection in self._those(lambda each: each.link is link):
             connection.unblock()
 
     def resumed(self, process: Process) -> None:
-        """A process goes on: if its host was suspended, that sends again now what was swallowed before."""
+        """A process continues: if its host was suspended, the host now resends the items that were lost."""
         for connection in self._those(lambda each: process in (each.client, each.server)):
             connection.unblock()
 
@@ -334,11 +334,11 @@ class Network:
             connection.reset()
 
     def paused(self, process: Process) -> None:
-        """A process was stopped: who talks to it notices in its time, if it is stopped for so long."""
+        """A process was stopped: its peers notice by their keep-alive, if the stop lasts long enough."""
         since = process.paused_since
 
         def still() -> bool:
-            # Who pings it doesn't begin anew when its host goes while it is stopped (seed 120657260 of the replicas).
+            # A peer's keep-alive does not restart if the host goes during the stop (seed 120657260 of the replicas).
             gone = process.paused or process in self._vanished
             return gone and process.paused_since == since
 
@@ -348,7 +348,7 @@ class Network:
             )
 
     def died(self, process: Process, *, silently: bool) -> None:
-        """A process was killed. Silently: with its host, so that nobody is told."""
+        """A process was killed. `silently`: with its host, so that peers receive nothing."""
         if self.listener is None:
             knocking, self._knocking = self._knocking, {}
             for caller, since in knocking.items():
@@ -368,7 +368,7 @@ class Network:
                 pipe.send(("gone", "socket closed"))
 
     def leave_to_server(self, connection: Connection) -> None:
-        """Nobody tells the server that a client has gone."""
+        """The server gets no message that a client has gone; only its keep-alive finds out."""
         self._notice(connection, lambda: True, client=False, server=True)
 
     def _notice(

@@ -1,6 +1,6 @@
-"""One life of an agent: the product's core and its membership, with workers that are simulated.
+"""One process of an agent: the product's core and its membership, with simulated workers.
 
-What `rallypoint.agent.job.job.Job` does around the two, with processes, logs and sockets left out.
+It connects the two as `rallypoint.agent.job.job.Job` does, without processes, logs and sockets.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from simulation.network import Link, Network
 from simulation.referee import Group, Referee
 from simulation.workers import Crew, Fates
 
-# How long a node that leaves waits for the service to take its lease back, seconds.
+# Seconds for which a node that leaves waits for the service to end its lease.
 _CLOSE_TIMEOUT = 5.0
 _CONNECT_TIMEOUT = 60.0
-# Latency of a link, seconds, over which it is known at once that a connection broke.
+# Latency of a link, in seconds, up to which the end of a connection is noticed at once.
 _PROMPT = 0.02
 
 
 @dataclass(slots=True)
 class Surroundings:
-    """What an agent has around it."""
+    """The environment of an agent."""
 
     clockwork: Clockwork
     network: Network
@@ -40,14 +40,14 @@ class Surroundings:
     fates: Fates
     # The round of a run whose workers may write to the service's store; None: there is no service.
     writable_round: Callable[[str], int | None]
-    # How a process on a host, with its link, reaches the service.
+    # Returns the client object for the service, of a process on a host with a link.
     connect: Callable[[Process, Link], Any]
-    # The links of a process on a host, with its link, to the service: all of them.
+    # Returns all links to the service, of a process on a host with a link.
     links: Callable[[Process, Link], list[Link]]
 
 
 class Node:
-    """An agent and its host's workers, from joining the run to the end."""
+    """An agent and its host's workers, from the join to the end."""
 
     def __init__(
         self, around: Surroundings, process: Process, link: Link, request: pb.JoinRun, jitter: random.Random
@@ -75,17 +75,17 @@ class Node:
 
     @property
     def run_id(self) -> str:
-        """The run it is in."""
+        """The id of its run."""
         return self.request.run_id
 
     @property
     def node_id(self) -> str:
-        """Its name."""
+        """The id of the node."""
         return self.request.node_id
 
     @property
     def live(self) -> bool:
-        """Whether it is a node that means to stay."""
+        """True if the node is in the run and is not leaving."""
         return self.process.alive and self.state.leaving is None and not (self.state.left or self.state.out)
 
     @property
@@ -94,19 +94,19 @@ class Node:
 
     @property
     def whole(self) -> bool:
-        """Whether no link of its host to the service is cut."""
+        """True if no link of its host to the service is cut."""
         return all(link.whole for link in self._links)
 
     @property
     def runs(self) -> int:
-        """The round whose workers run here, or have run to their good end; 0: none."""
+        """The round whose workers run here, or have succeeded here; 0: none."""
         state = self.state
         if state.workers is not core.Workers.RUNNING:
             return state.succeeded
         return state.started if self.crew is not None and self.crew.running else 0
 
     def request_stop(self) -> None:
-        """Ask it to leave in good order."""
+        """Request a graceful leave."""
         self.process.call_soon(self._events.put_nowait, core.StopRequested("told to stop"))
 
     async def _run(self) -> None:
@@ -175,7 +175,7 @@ class Node:
         self.process.call_soon(self.membership.report_start, start)
 
     def _failure(self, round_: int) -> pb.WorkerFailure:
-        """A report of it, by a host whose clock may be far off."""
+        """Return the report of a failure, by a host whose wall clock may be wrong."""
         around = self._around
         seconds = around.clockwork.now - self.crew.failed_at if self.crew is not None else 0.0
         failure = pb.WorkerFailure(
@@ -187,9 +187,9 @@ class Node:
             message="it broke",
             permanent=around.chance.random() < around.fates.unmendable and self._failed_by_itself,
         )
-        # By a wall clock that was set to anything.
+        # The wall clock may be wrong by hours.
         failure.time.FromSeconds(round(1.7e9 + around.chance.uniform(-5e4, 5e4)))
-        # Where failures are told apart from those that follow a lost host, their ages are right.
+        # If the referee distinguishes failures from those caused by a lost host, the ages are right.
         ages = [seconds] if around.fates.bereaved else [seconds, seconds, -1e5, 1e5]
         failure.age.FromNanoseconds(round(around.chance.choice(ages) * 1e9))
         return failure
@@ -248,10 +248,10 @@ class Node:
             )
         )
 
-    # ---- how it may die
+    # ---- ways to die
 
     def crash(self) -> None:
-        """The agent is killed; its spawner takes the workers down, and the kernel closes its connections."""
+        """Kill the agent; its spawner kills the workers, and the kernel closes its connections."""
         around, ran = self._around, self.crew is not None and self.crew.running
         self.process.kill()
         around.network.died(self.process, silently=False)
@@ -261,7 +261,7 @@ class Node:
         self._lost(silent=False, after=delay + around.chance.uniform(*(RESET if ran else TIMEOUT)))
 
     def lose_power(self) -> None:
-        """The host is gone, and all that ran on it."""
+        """The host loses power, with all its processes."""
         self.process.kill()
         self._around.network.died(self.process, silently=True)
         if self.crew is not None:
@@ -286,11 +286,11 @@ class Node:
         around.clockwork.after(seconds, back)
 
     def asleep(self) -> bool:
-        """Whether its host is suspended, workers and all."""
+        """Return True if its host is suspended, with its workers."""
         return self.process.suspended
 
     def fall_asleep(self) -> None:
-        """Note that its host is suspended: its peers wait for it in vain."""
+        """Note that its host is suspended: its peers time out."""
         process, since = self.process, self.process.paused_since
         self._lost(
             after=self._around.chance.uniform(*TIMEOUT),
@@ -298,9 +298,9 @@ class Node:
         )
 
     def _lost(self, *, after: float, silent: bool = True, still: Callable[[], bool] = lambda: True) -> None:
-        """Have the workers of its round fail after a while, those of this host as well, if it is gone `still`.
+        """Make the workers of its round fail after a time, on this host as well, if the host is `still` gone.
 
-        `silent`: no connection of it is closed.
+        `silent`: none of its connections is closed.
         """
         around, state = self._around, self.state
         seat = state.assignment
@@ -308,7 +308,7 @@ class Node:
             return
         losses, round_ = around.referee.losses, seat.round
         if silent or (self.whole and all(link.latency <= _PROMPT for link in self._links)):
-            # Otherwise the service may learn of its end long after its peers' failures, and can't tell which was first.
+            # Otherwise the service may learn of its end long after its peers' failures, and can't know which was first.
             loss = Loss(self.node_id, self._lease, around.clockwork.now, still)
             losses.host_lost(self.run_id, round_, loss)
         group = self._group(round_, seat.fencing_token)

@@ -1,4 +1,4 @@
-"""Who is no node: a watcher of the run's states, a reader of its events, and an operator who steers it."""
+"""Clients that are no nodes: a watcher of the run's states, a reader of its events, and an operator."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from simulation.plan import RUN
 from simulation.referee import Referee
 from simulation.wire import Channel
 
-# Seconds until something is tried again.
+# Seconds until a call is retried.
 _PAUSE = 1.5
 
 
 class Onlooker(ABC):
-    """A process with a stub, that follows the run over any number of streams."""
+    """A process that follows the run over any number of streams."""
 
     def __init__(self, process: Process, link: Link, network: Network, referee: Referee) -> None:
         self.process = process
@@ -41,16 +41,16 @@ class Onlooker(ABC):
                 await self.follow()
             except grpc.aio.AioRpcError as error:
                 if decode(error).reason == "EVENTS_COMPACTED":
-                    self.revision = 0  # what is no longer kept can't be missed
+                    self.revision = 0  # compacted events are no longer available
             await asyncio.sleep(_PAUSE)
 
     @abstractmethod
     async def follow(self) -> None:
-        """Live through one stream."""
+        """Follow one stream to its end."""
 
 
 class Watcher(Onlooker):
-    """Follows the run's states: the latest counts, and none comes twice."""
+    """A client that follows the run's states: some may be skipped, and none is sent twice."""
 
     async def follow(self) -> None:
         request = pb.WatchRunRequest(run_id=RUN, after_revision=self.revision)
@@ -64,7 +64,7 @@ class Watcher(Onlooker):
 
 
 class Reader(Onlooker):
-    """Follows the run's events: none is left out, unless it is said so."""
+    """A client that follows the run's events: none is left out, unless the server returns EVENTS_COMPACTED."""
 
     async def follow(self) -> None:
         request = pb.WatchEventsRequest(run_id=RUN, after_revision=self.revision)
@@ -79,7 +79,7 @@ class Reader(Onlooker):
 
 
 class Operator:
-    """Steers the run, and asks again until it is answered."""
+    """An operator of the run; it retries each request until it gets a reply."""
 
     def __init__(self, process: Process, link: Link, network: Network, referee: Referee) -> None:
         self.process = process
@@ -89,22 +89,22 @@ class Operator:
         self._stub: Any = pb_grpc.RendezvousServiceStub(channel)
 
     def close_run(self) -> None:
-        """Have the run closed."""
+        """Close the run."""
         self._referee.ledger(RUN).operator_closes = True
         request = pb.CloseRunRequest(run_id=RUN, reason="enough")
         self._ask(self._stub.CloseRun, request, lambda _: self._referee.closed_by_operator(RUN))
 
     def restart_run(self) -> None:
-        """Have all workers started anew."""
+        """Restart all workers."""
         self._ask(self._stub.RestartRun, pb.RestartRunRequest(run_id=RUN, reason="again"), lambda _: None)
 
     def evict_node(self, node_id: str) -> None:
-        """Have a node taken out."""
+        """Evict a node."""
         request = pb.EvictNodeRequest(run_id=RUN, node_id=node_id, reason="broken")
         self._ask(self._stub.EvictNode, request, lambda _: None)
 
     def readmit_node(self, node_id: str) -> None:
-        """Have a node let in again."""
+        """Readmit a node."""
         request = pb.ReadmitNodeRequest(run_id=RUN, node_id=node_id, reason="mended")
         self._ask(self._stub.ReadmitNode, request, lambda _: None)
 
@@ -121,7 +121,7 @@ class Operator:
                 answered(await method(request, wait_for_ready=True))
             except grpc.aio.AioRpcError as error:
                 if error.code() in (grpc.StatusCode.NOT_FOUND, grpc.StatusCode.FAILED_PRECONDITION):
-                    return  # there is nothing to steer, yet or any more
+                    return  # the run does not exist yet, or is over
                 await asyncio.sleep(_PAUSE)
             else:
                 return

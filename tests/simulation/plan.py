@@ -1,4 +1,4 @@
-"""What a seed stands for: a run's settings, its nodes, how bad the world is, and what may befall it."""
+"""The plan of a seed: a run's settings, its nodes, and the kinds and rates of faults."""
 
 from __future__ import annotations
 
@@ -14,44 +14,44 @@ from simulation.cpu import Costs
 from simulation.workers import Fates
 
 RUN = "run"
-# After so many seconds a run without nodes is forgotten, in some seeds: longer than a node may take to find out that
-# its server has gone, or nodes would come back to a run that was closed, find none, and begin it again.
+# Seconds after which a run without nodes is forgotten, in some seeds. Longer than a node may take to notice that its
+# server has gone: otherwise nodes would come back to a closed run, find none, and create it again.
 SHORT_TTL = 40.0
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Drawn from a seed."""
+    """The random choices of a seed."""
 
     seed: int
     settings: pb.RunSettings
     node_ids: tuple[str, ...]
     fates: Fates
-    # Only the server is in trouble: then no worker may ever be restarted.
+    # Only the server has faults: then no worker may ever be restarted.
     server_only: bool
-    # The terms of leases and rounds are the defaults, and pauses of the server are as long as people make them.
+    # The timeouts of leases and rounds are the defaults, and pauses of the server are as long as operators make them.
     default_terms: bool
-    # How long there is trouble, and how long there is none between two things that happen, seconds.
+    # Seconds of the period with faults, and mean seconds between two faults.
     trouble: float
     pause: float
-    # What happens in the end, to who is left: nothing, everybody succeeds, or an operator closes the run.
+    # The end for the nodes that are left: nothing happens, all workers succeed, or an operator closes the run.
     finale: str
-    # Whether the job is started again under the same name after that: not at all, when all have gone, or at once.
+    # Start of the job under the same name after that: not at all, when all nodes have gone, or at once.
     requeue: str
-    # How much is kept of the run's history, and how often a checkpoint is written.
+    # Records between two checkpoints; limits of the run's history and life.
     records_per_checkpoint: int
     limits: RendezvousLimits = field(default_factory=RendezvousLimits)
-    # Lives that nodes may have while there is trouble, and callbacks that the whole of it may need.
+    # Limits: starts of agents during the faults, and callbacks of the whole cluster.
     most_lives: int = 40
     most_steps: int = MOST_STEPS
-    # Clients that use store and fenced state from outside; 0: no workers do either. Seconds between what one does.
+    # Clients outside the workers that use store and fenced state; 0: no workers do either. Seconds between two calls.
     store_clients: int = 0
     store_pace: float = 1.0
-    # What connections and messages cost the server.
+    # CPU cost of connections and messages for the server.
     costs: Costs = field(default_factory=Costs)
 
     def describe(self) -> str:
-        """One paragraph, for who reads a failure."""
+        """Return one paragraph for the report of a failure."""
         settings = " ".join(str(self.settings).split())
         return (
             f"seed {self.seed}: nodes {' '.join(self.node_ids[:12])}{' …' if len(self.node_ids) > 12 else ''}; "
@@ -123,7 +123,7 @@ def _settings(chance: random.Random, min_nodes: int, max_nodes: int, *, patient:
 
 
 def default_settings(settings: pb.RunSettings) -> pb.RunSettings:
-    """Set the terms of leases and rounds to those that the core has by default."""
+    """Set the timeouts of leases and rounds to the defaults of the core."""
     defaults = RunSettings()
     settings.keep_alive_max_attempt = defaults.keep_alive_max_attempt
     for name in ("keep_alive_interval", "disconnect_grace", "confirm_timeout", "last_call_timeout"):

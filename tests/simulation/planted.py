@@ -1,4 +1,4 @@
-"""Every bug that is planted, by the kind of seeds that show it, and the search for a seed that does."""
+"""All planted bugs, by kind of simulation, and the search for a seed that finds one."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ PLANTED: Mapping[str, Mapping[Plant, str]] = {
     "timers": timer_plants.PLANTS,
     "replicas": REPLICA_PLANTS,
 }
-"""By kind, each with words of the invariants that it is seen to break."""
+"""By kind of simulation and plant: a pattern of the invariants that it breaks."""
 
-# Seeds within which each is found. Those of herds and joiners last a hundred times as long as others.
+# Seeds within which each is found. A seed of herds or joiners takes a hundred times as long as others.
 _SEEDS = {"clusters": 2000, "herds": 20, "joiners": 20, "timers": 2000, "replicas": 2000}
-# What of make shows a seed again.
+# The target of make that replays a seed.
 _REPLAY = {
     "clusters": "simulate",
     "herds": "simulate HERD=1",
@@ -37,8 +37,8 @@ _REPLAY = {
     "timers": "simulate-timers",
     "replicas": "simulate-replicas",
 }
-# Where a bug that few seeds show was found last (`make planted`). A search begins there and goes on from 0, so a number
-# that is out of date costs time and nothing else.
+# The seed that last found a bug that few seeds find (`make planted`). A search begins there and continues from 0, so an
+# outdated number costs only time.
 _FOUND_AT: Mapping[str, Mapping[str, int]] = {
     "clusters": {
         "forget_restarts_in_a_checkpoint": 151,
@@ -65,23 +65,23 @@ _FOUND_AT: Mapping[str, Mapping[str, int]] = {
 
 @dataclass(frozen=True)
 class Found:
-    """A seed that shows a planted bug, and how long the search took, in seconds."""
+    """A seed that finds a planted bug, and the duration of the search in seconds."""
 
     seed: int
     seconds: float
 
 
 def search(kind: str, plant: Plant, *, afresh: bool = False) -> Found | None:
-    """Plant a bug and play seeds until one fails; None if none does.
+    """Plant a bug and play seeds until one fails; return None if none does.
 
     Args:
-        kind: Of seeds.
+        kind: The kind of simulation.
         plant: The bug.
         afresh: Begin at 0 in any case.
 
     Raises:
-        AssertionError: A seed fails otherwise than by an invariant that the bug breaks, or without saying how to see
-            it again.
+        AssertionError: A seed fails by another invariant than those that the bug breaks, or its report does not name
+            the command that replays it.
     """
     begun = time.monotonic()
     with pytest.MonkeyPatch.context() as patch:
@@ -110,5 +110,5 @@ def _seeds(kind: str, first: int | None) -> Iterator[int]:
 
 
 def search_by_name(kind: str, name: str) -> Found | None:
-    """Search from 0 on, in a process that is told what to plant."""
+    """Search from 0 on for a bug named by its function, in a worker process."""
     return search(kind, next(plant for plant in PLANTED[kind] if plant.__name__ == name), afresh=True)

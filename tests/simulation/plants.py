@@ -1,4 +1,4 @@
-"""Bugs to plant in the product: each makes it wrong in one way that simulations must find."""
+"""Bugs to plant in the product: simulations must find each of them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Plant = Callable[[pytest.MonkeyPatch], None]
 
 
 def skip_the_fence(patch: pytest.MonkeyPatch) -> None:
-    """Whoever shows any lease is taken for the node it names, at the core and at the door."""
+    """A request with any lease is accepted for the node that it names, in the core and in the engine."""
 
     def lax(state: RunState, node_id: str, lease: int, token: bytes | None = None) -> None:
         if node_id not in state.nodes:
@@ -46,12 +46,12 @@ def skip_the_fence(patch: pytest.MonkeyPatch) -> None:
 
 
 def tell_before_commit(patch: pytest.MonkeyPatch) -> None:
-    """What happened is told while the journal still writes it."""
+    """Facts are published while the journal still writes them."""
     publish_before_commit(patch, RendezvousEngine)
 
 
 def publish_before_commit(patch: pytest.MonkeyPatch, of: type[CommitLoop[Any]]) -> None:
-    """The loop goes on while the journal still writes."""
+    """The commit loop continues while the journal still writes."""
 
     async def rash(append: Any, entries: Any) -> None:
         asyncio.get_running_loop().create_task(append(entries))
@@ -60,7 +60,7 @@ def publish_before_commit(patch: pytest.MonkeyPatch, of: type[CommitLoop[Any]]) 
 
 
 def take_a_failed_commit_for_durable(patch: pytest.MonkeyPatch) -> None:
-    """The loop publishes a batch whose append failed."""
+    """The commit loop publishes a batch whose append failed."""
 
     async def deaf(append: Any, entries: Any) -> None:
         with suppress(JournalError):
@@ -78,7 +78,7 @@ def _append_with(patch: pytest.MonkeyPatch, wrong: Callable[..., Any], of: type[
 
 
 def forget_round_numbers_in_a_crash(patch: pytest.MonkeyPatch) -> None:
-    """A service that starts again counts the rounds from the beginning."""
+    """A restarted service counts the rounds from the beginning."""
 
     def forgetful(*args: Any) -> Any:
         found = yield from recover(*args)
@@ -91,12 +91,12 @@ def forget_round_numbers_in_a_crash(patch: pytest.MonkeyPatch) -> None:
 
 
 def forget_the_numbers_of_forgotten_runs(patch: pytest.MonkeyPatch) -> None:
-    """A run that comes again after it was forgotten begins at 1, for nothing marks where it ended."""
+    """A run that is created again after it was forgotten begins at revision 1: its last numbers are not kept."""
     patch.setattr(recovery.Numbers, "with_those", lambda self, other: self)
 
 
 def reuse_the_number_of_a_burnt_round(patch: pytest.MonkeyPatch) -> None:
-    """A round that never became FINAL leaves its number to the next."""
+    """The number of a round that never became FINAL is used again for the next."""
 
     def thrifty(fold: Any, fact: facts.RoundEnded, state: RunState, now: float) -> None:
         burnt = state.phase is Phase.FROZEN
@@ -117,7 +117,7 @@ def _fold_with(patch: pytest.MonkeyPatch, kind: type[Any], wrong: Callable[..., 
 
 
 def reopen_over_nodes_that_are_there(patch: pytest.MonkeyPatch) -> None:
-    """A closed run is opened again at once, though nodes of it still stop their workers."""
+    """A closed run is opened again at once, even if its nodes still stop their workers."""
 
     @instead_of(patch, decide, "_reopen")
     def rash(reopen: Any, command: Any, state: RunState) -> Any:
@@ -129,7 +129,7 @@ def reopen_over_nodes_that_are_there(patch: pytest.MonkeyPatch) -> None:
 
 
 def count_rounds_from_the_beginning_when_reopened(patch: pytest.MonkeyPatch) -> None:
-    """A run that is opened again has its first round again."""
+    """A run that is opened again starts at its first round number."""
     again = apply.reopened
 
     def forgetful(state: RunState, last: int) -> RunState:
@@ -140,12 +140,12 @@ def count_rounds_from_the_beginning_when_reopened(patch: pytest.MonkeyPatch) -> 
 
 
 def let_the_agents_of_an_ended_run_in(patch: pytest.MonkeyPatch) -> None:
-    """An agent that lost its lease before its run was closed opens the run again, or joins the next one of its name."""
+    """An agent that lost its lease before its run was closed can open the run again, or join the next of that name."""
     patch.setattr(decide, "end_of", lambda state, incarnation: None)
 
 
 def keep_what_was_used_up_when_reopened(patch: pytest.MonkeyPatch) -> None:
-    """A run that is opened again has no more restarts than it had left."""
+    """A run that is opened again keeps its restart count."""
     again = apply.reopened
 
     def strict(state: RunState, last: int) -> RunState:
@@ -156,12 +156,12 @@ def keep_what_was_used_up_when_reopened(patch: pytest.MonkeyPatch) -> None:
 
 
 def keep_the_store_when_reopened(patch: pytest.MonkeyPatch) -> None:
-    """A run that is opened again has the keys of its earlier life."""
+    """A run that is opened again keeps the keys of its store."""
     patch.setattr(StoreService, "is_empty", lambda self, run_id: True)
 
 
 def forget_who_lingers_in_a_crash(patch: pytest.MonkeyPatch) -> None:
-    """A service that starts again takes all nodes of a closed run for gone."""
+    """A restarted service assumes that all nodes of a closed run have gone."""
 
     @instead_of(patch, apply, "restart_leases")
     def forgetful(restart: Any, state: RunState, now: float, *least: float) -> None:
@@ -175,7 +175,7 @@ def forget_the_confirm_phase(patch: pytest.MonkeyPatch) -> None:
 
 
 def drop_the_last_record(patch: pytest.MonkeyPatch) -> None:
-    """A recovery leaves out the record that was written last."""
+    """Recovery omits the last record."""
 
     def careless(recovered: Recovered, *args: Any) -> Any:
         return recover(replace(recovered, records=recovered.records[:-1]), *args)
@@ -185,7 +185,7 @@ def drop_the_last_record(patch: pytest.MonkeyPatch) -> None:
 
 
 def forget_restarts_in_a_checkpoint(patch: pytest.MonkeyPatch) -> None:
-    """A checkpoint has everything but how many restarts were used up."""
+    """A checkpoint omits the restart count."""
 
     def careless(taken: Any, *clocks: float) -> RunState:
         return restore(replace(taken, restart_count=0), *clocks)
@@ -195,7 +195,7 @@ def forget_restarts_in_a_checkpoint(patch: pytest.MonkeyPatch) -> None:
 
 
 def forget_that_a_start_is_recorded(patch: pytest.MonkeyPatch) -> None:
-    """A checkpoint has everything but that the start of its round is recorded."""
+    """A checkpoint omits that the start of its round is recorded."""
 
     def careless(taken: Any, *clocks: float) -> RunState:
         return restore(replace(taken, start_recorded=False), *clocks)
@@ -205,7 +205,7 @@ def forget_that_a_start_is_recorded(patch: pytest.MonkeyPatch) -> None:
 
 
 def give_no_new_term_to_leases(patch: pytest.MonkeyPatch) -> None:
-    """A service that starts again takes it amiss that it heard nothing while it was away."""
+    """A restarted service does not extend leases for the time in which it was down."""
 
     @instead_of(patch, apply, "restart_leases")
     def strict(restart: Any, state: RunState, now: float, *least: float) -> None:
@@ -217,22 +217,22 @@ def give_no_new_term_to_leases(patch: pytest.MonkeyPatch) -> None:
 
 
 def forgive_no_pause(patch: pytest.MonkeyPatch) -> None:
-    """A service that was stopped holds it against the nodes."""
+    """A service that was paused does not extend leases by the pause."""
     patch.setattr(WatchClock, "observe", lambda self, now, due: 0.0)
 
 
 def lease_out_of_heartbeats(patch: pytest.MonkeyPatch) -> None:
-    """Heartbeats keep no lease alive."""
+    """Heartbeats do not renew leases."""
     patch.setattr(RendezvousEngine, "renew", lambda self, *_: None)
 
 
 def never_lose_a_node(patch: pytest.MonkeyPatch) -> None:
-    """A lease that ran out is honoured for ever."""
+    """A lease never expires."""
     patch.setattr(decide, "_expired_lease", lambda state, now: None)
 
 
 def let_an_old_stream_end_the_new(patch: pytest.MonkeyPatch) -> None:
-    """A stream that ends takes the node's membership with it, though a newer stream took its place."""
+    """The end of a stream disconnects the node, even if a newer stream has replaced it."""
 
     @instead_of(patch, RendezvousEngine, "disconnect")
     def rash(disconnect: Any, self: RendezvousEngine, member: Member) -> None:
@@ -241,7 +241,7 @@ def let_an_old_stream_end_the_new(patch: pytest.MonkeyPatch) -> None:
 
 
 def keep_the_oldest_state(patch: pytest.MonkeyPatch) -> None:
-    """A subscriber that is slow gets the state that it waited for, and none of those since."""
+    """A slow subscriber gets the oldest state that it has not taken, and none of the later ones."""
 
     @instead_of(patch, LatestValue, "put")
     def polite(put: Any, self: LatestValue[Any], value: Any) -> None:
@@ -250,13 +250,13 @@ def keep_the_oldest_state(patch: pytest.MonkeyPatch) -> None:
 
 
 def tell_no_node_that_its_round_ended(patch: pytest.MonkeyPatch) -> None:
-    """Survivors are told of the next round, and not that theirs is over."""
+    """Nodes receive the next round, but not the end of their current one."""
     told = tuple(kind for kind in runs._SENT_TO_NODES if kind is not facts.RoundEnded)
     patch.setattr(runs, "_SENT_TO_NODES", told)
 
 
 def say_nothing_twice(patch: pytest.MonkeyPatch) -> None:
-    """What was said on a stream that broke is not said again on the next."""
+    """Messages that were sent on a broken stream are not sent again on the next."""
 
     @instead_of(patch, Membership, "_live")
     async def forgetful(live: Any, self: Membership, *args: Any) -> None:
@@ -266,7 +266,7 @@ def say_nothing_twice(patch: pytest.MonkeyPatch) -> None:
 
 
 def keep_the_seat_of_a_superseded_lease(patch: pytest.MonkeyPatch) -> None:
-    """A node that joins anew under its name keeps the seat of its old lease."""
+    """A node that joins again under its name keeps the ranks of its old lease."""
 
     def careless(fold: Any, fact: facts.NodeLost, state: RunState, now: float) -> None:
         if fact.reason is LossReason.SUPERSEDED:
@@ -279,7 +279,7 @@ def keep_the_seat_of_a_superseded_lease(patch: pytest.MonkeyPatch) -> None:
 
 
 def one_token_for_all_rounds(patch: pytest.MonkeyPatch) -> None:
-    """The fencing token of a round is its run's, not its own."""
+    """All rounds of a run have the same fencing token."""
 
     def constant(fold: Any, fact: facts.RoundFrozen, state: RunState, now: float) -> None:
         fold(fact, state, now)
@@ -289,7 +289,7 @@ def one_token_for_all_rounds(patch: pytest.MonkeyPatch) -> None:
 
 
 def open_the_store_to_every_round(patch: pytest.MonkeyPatch) -> None:
-    """The store goes on taking writes of the first round."""
+    """The store still accepts writes of the first round in later rounds."""
 
     @instead_of(patch, HostedRun, "keep_writable_round")
     def lax(keep: Any, self: HostedRun) -> None:
@@ -298,7 +298,7 @@ def open_the_store_to_every_round(patch: pytest.MonkeyPatch) -> None:
 
 
 def confirm_while_workers_stop(patch: pytest.MonkeyPatch) -> None:
-    """An agent confirms a round as soon as it hears of it."""
+    """An agent confirms a round as soon as it receives it."""
 
     @instead_of(patch, agent_core, "_next_step")
     def hasty(next_step: Any, state: agent_core.AgentState) -> Any:
@@ -311,7 +311,7 @@ def confirm_while_workers_stop(patch: pytest.MonkeyPatch) -> None:
 
 
 def blame_the_last_report(patch: pytest.MonkeyPatch) -> None:
-    """Whoever reports last is taken for who failed first."""
+    """The last report is recorded as the first failure."""
 
     @instead_of(patch, failures, "take")
     def hasty(take: Any, *args: Any, **more: Any) -> facts.WorkerFailed | None:
@@ -325,7 +325,7 @@ def end_a_run_at_once(patch: pytest.MonkeyPatch) -> None:
 
 
 def restart_what_cant_be_mended(patch: pytest.MonkeyPatch) -> None:
-    """What a worker says of its failure is not listened to."""
+    """The `permanent` flag of a worker's failure is ignored."""
 
     @instead_of(patch, apply, "_apply")
     def deaf(fold: Any, fact: object, state: RunState, now: float) -> None:
@@ -334,29 +334,29 @@ def restart_what_cant_be_mended(patch: pytest.MonkeyPatch) -> None:
 
 
 def let_a_node_fail_for_ever(patch: pytest.MonkeyPatch) -> None:
-    """No node is ever worn out."""
+    """The restart budget of a node is never exhausted."""
     patch.setattr(failures, "_wears_out", lambda state, node_id: False)
 
 
 def hold_nothing_back(patch: pytest.MonkeyPatch) -> None:
-    """Rounds fail and are restarted without a pause."""
+    """Failed rounds are restarted without a back-off."""
     patch.setattr(apply, "_keep_hold", lambda state, now: None)
 
 
 def count_no_restart_in_its_window(patch: pytest.MonkeyPatch) -> None:
-    """Restarts leave their window at once."""
+    """Restarts are never counted in the restart window."""
     patch.setattr(failures, "note", lambda state, round_, node_id, at: None)
 
 
 def count_restarts_for_ever(patch: pytest.MonkeyPatch) -> None:
-    """Restarts never leave their window."""
+    """Restarts never leave the restart window."""
     patch.setattr(failures, "forget_old", lambda state, now: None)
     patch.setattr(failures, "next_to_be_forgotten", lambda state: None)
     patch.setattr(snapshot, "forget_old", lambda state, now: None)
 
 
 def keep_workers_of_a_lost_lease(patch: pytest.MonkeyPatch) -> None:
-    """An agent whose lease ended lets its workers run on, and takes them for those of its next round."""
+    """An agent whose lease ended does not stop its workers, and treats them as stopped."""
 
     @instead_of(patch, agent_core, "_note")
     def calm(note: Any, state: agent_core.AgentState, event: agent_core.Event) -> Any:
@@ -377,13 +377,13 @@ def refuse_a_late_first_message(patch: pytest.MonkeyPatch) -> None:
 
 
 def give_no_time_after_a_pause(patch: pytest.MonkeyPatch) -> None:
-    """A service that was stopped gives nodes whose streams broke meanwhile the usual grace to come back."""
+    """After a pause, a service gives nodes whose streams broke in the meantime only the usual grace to reconnect."""
     for module in (apply, decide):
         patch.setattr(module, "spared_until", lambda state: -math.inf)
 
 
 def put_failures_to_the_clock_of_leases(patch: pytest.MonkeyPatch) -> None:
-    """Failures are as old as the clock says that forgives pauses."""
+    """The age of a failure is measured by the lease clock, which leaves out pauses."""
 
     def forgiving(step: Callable[..., Any]) -> Callable[..., Any]:
         def carry_out(state: RunState, *args: Any) -> Any:
@@ -397,7 +397,7 @@ def put_failures_to_the_clock_of_leases(patch: pytest.MonkeyPatch) -> None:
 
 
 def take_commits_for_pauses(patch: pytest.MonkeyPatch) -> None:
-    """The engine looks at the clock between its steps only."""
+    """The engine checks for pauses only between its steps, so that a long commit counts as a pause."""
     look, watch, patience = LeaseClock._check, LeaseClock.watch, LeaseClock.timeout
 
     def between_steps(self: LeaseClock, *, wanted: bool) -> None:
@@ -417,7 +417,7 @@ _AGREE = "all live nodes agree on one FINAL round"
 _ALONE = "trouble of the server alone"
 _OVER = "nothing is written under a lease that is over"
 
-# With words of the invariants that each is seen to break.
+# By plant: a pattern of the invariants that it breaks.
 PLANTS: dict[Plant, str] = {
     skip_the_fence: f"workers run on a participant|holder|durable|{_AGREE}|whoever waits, waits|{_OVER}",
     tell_before_commit: "durable",

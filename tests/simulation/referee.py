@@ -1,7 +1,7 @@
-"""The referee of a whole cluster: what the journal, the wire, the hosts and the workers may never show together.
+"""The referee of a whole cluster: it checks invariants over the journal, the wire, the hosts and the workers.
 
-Of each run it keeps the `Ledger` of the core's histories, which judges durable facts and what is told of them. It
-adds what only a cluster has: whose workers run when, who writes under which token, and what a client was promised.
+For each run it keeps the `Ledger` of the core's histories, which checks durable facts and the updates sent about them.
+It adds checks that need a cluster: overlap of workers, writes by fencing token, and responses sent to clients.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from simulation.store_truth import StoreTruth
 from simulation.terms import Terms
 from simulation.wire import ServerCall, Status
 
-# Virtual seconds within which a server that runs tells what is durable.
+# Virtual seconds within which a running server sends durable facts.
 AT_ONCE = 0.5
-# A server whose clock is fast takes fewer of the world's seconds for a timeout: by less than this factor.
+# With a fast clock, a server's timeout takes fewer of the world's seconds: by less than this factor.
 _FAST_CLOCK = 1 + 2 * SKEW
-# What a server's clock, an agent's and the world's may differ by together, as a share; and a wall clock that is set, in
-# seconds.
+# The largest difference between the clocks of a server, an agent and the world, as a fraction; and the error of a wall
+# clock that is set, in seconds.
 _INEXACT = 0.15
 _CLOCK_JUMPS = 2.5
-# What a server of ours never answers, and what nothing that our clients send deserves.
+# Codes that our server must never send, or that no request of our clients justifies.
 _NEVER = (grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL, grpc.StatusCode.INVALID_ARGUMENT)
 # Refusals that end the membership of a node that was admitted.
 _FINAL = ("RUN_CLOSED", "NODE_EVICTED", "LEASE_LOST", "SETTINGS_DIFFER", "JOIN_TIMED_OUT")
@@ -45,21 +45,21 @@ _FINAL = ("RUN_CLOSED", "NODE_EVICTED", "LEASE_LOST", "SETTINGS_DIFFER", "JOIN_T
 
 @dataclass(slots=True)
 class Subject:
-    """Whom a server's stream is about, and what it was told."""
+    """The node of a server's stream, and the state that was sent to it."""
 
     run_id: str
     node_id: str
     lease: int = 0
     revision: int = 0
     admitted: bool = False
-    # Whether it stays in a closed run until its workers are gone.
+    # True if it stays in a closed run until its workers are gone.
     stays: bool = False
-    # When a service heard of the node on this stream, or told it of its lease.
+    # When a service received a message from the node on this stream, or sent its lease.
     sign_at: float = -math.inf
 
 
 class Agent(Protocol):
-    """Whose workers they are."""
+    """The agent that owns a group of workers."""
 
     link: Link
 
@@ -78,33 +78,33 @@ class Group:
 
 
 class RunLedger(Ledger):
-    """A run's ledger that remembers how leases ended."""
+    """The `Ledger` of a run, with the way in which leases ended."""
 
     def __init__(self) -> None:
         super().__init__()
         self.inexact, self.clock_jumps = _INEXACT, _CLOCK_JUMPS
-        # Leases whose nodes said, or can't have failed to make sure, that nothing of them runs.
+        # Leases whose nodes reported that none of their workers run, or must have made sure of it.
         self.given_back: set[tuple[str, int]] = set()
         self.ended: set[tuple[str, int]] = set()
-        # All that were ever given.
+        # All leases that were ever granted.
         self.given: set[tuple[str, int]] = set()
         self.operator_closes = False
         self.final_rounds: list[int] = []
-        # The newest that is over.
+        # The newest round that is over.
         self.ended_round = 0
-        # The newest whose workers ever started.
+        # The newest round whose workers started.
         self.started_round = 0
 
         # Leases that were held when the run was closed last.
         self.at_end: set[tuple[str, int]] = set()
         self.ever_evicted: set[str] = set()
         self.ever_closed = False
-        # It is over for good, or was until it was forgotten.
+        # The run is over for good, or was until it was forgotten.
         self.over = False
 
     @property
     def forgotten(self) -> bool:
-        """It expired, and has not come again."""
+        """True if the run expired and has not been created again."""
         return self._begins_at > max(1, self.revision)
 
     def _RunCreated(self, fact: facts.RunCreated) -> None:
@@ -113,16 +113,16 @@ class RunLedger(Ledger):
 
     @property
     def evicted(self) -> frozenset[str]:
-        """Nodes that an operator took out."""
+        """Nodes that an operator evicted."""
         return frozenset(self._evicted)
 
     def counts_restart_of(self, round_: int) -> bool:
-        """Whether a restart counts that ended a round."""
+        """Return True if the end of a round counts as a restart."""
         return any(of_round == round_ for of_round, _, _ in self._caused)
 
     @property
     def phase(self) -> Phase:
-        """Of the run, by its durable facts."""
+        """The phase of the run, by its durable facts."""
         return self._phase
 
     @property
@@ -131,7 +131,7 @@ class RunLedger(Ledger):
         return self._round
 
     def record(self, revision: int, fact: facts.Fact, decided_at: float) -> None:
-        """Take note of a fact that is durable."""
+        """Record a durable fact."""
         before = dict(self.leases)
         super().record(revision, fact, decided_at)
         gone = {(node_id, lease) for node_id, lease in before.items() if self.leases.get(node_id) != lease}
@@ -161,7 +161,7 @@ class FencedResource:
     round: int = 0
 
     def write(self, group: Group) -> bool:
-        """Whether a write is taken."""
+        """Return True if a write is accepted."""
         if group.fencing_token < self.token:
             return False
         require(group.round >= self.round, "no write of a round is taken after one of a newer round")
@@ -171,10 +171,10 @@ class FencedResource:
 
 @dataclass(slots=True)
 class Referee:
-    """Watches a cluster; `violation` is the first thing that it saw."""
+    """The checks of a cluster; `violation` is the first that was found."""
 
     note: Callable[..., None]
-    # Has something done after so many virtual seconds.
+    # Schedules a call after a number of virtual seconds.
     later: Callable[..., object]
     # The world's clock, seconds.
     now: Callable[[], float]
@@ -184,14 +184,14 @@ class Referee:
     groups: list[Group] = field(default_factory=list)
     # Streams of nodes that servers have open, in the order of opening.
     streams: dict[ServerCall, None] = field(default_factory=dict)
-    # Runs, nodes and leases that said that they leave.
+    # (Run, node, lease) of nodes that sent a leave.
     _left: set[tuple[str, str, int]] = field(default_factory=set)
     terms: Terms | None = None
-    # From here on, no worker may be stopped or started anew: only the server is in trouble.
+    # If True, no worker may be stopped or restarted: only the server has faults.
     undisturbed: bool = False
     losses: Losses = field(init=False)
     store: StoreTruth = field(init=False)
-    # Called with workers that start, and the link of their host; and when they are gone.
+    # Called when workers start, with the link of their host; and when they are gone.
     on_started: Callable[[Group, Link], None] = lambda group, link: None
     on_stopped: Callable[[Group], None] = lambda group: None
 
@@ -217,20 +217,20 @@ class Referee:
 
     @contextmanager
     def judging(self) -> Iterator[None]:
-        """Keep a violation to itself: product code that calls into the referee must not catch it."""
+        """Record a violation instead of raising it: product code that calls the referee must not catch it."""
         try:
             yield
         except Violation as violation:
             self.blame(violation)
 
     def blame(self, violation: Violation) -> None:
-        """Note a violation; the first counts."""
+        """Record a violation; the first is kept."""
         if self.violation is None:
             self.violation = violation
             self.note("VIOLATION", violation)
 
     def unforeseen(self, what: str) -> None:
-        """Something failed in a process that nobody caught."""
+        """Report an exception that no code of a process caught."""
         self.blame(Violation(f"nothing fails unforeseen: {what}"))
 
     def check(self) -> None:
@@ -241,7 +241,7 @@ class Referee:
     # ---- the journal
 
     def durable(self, entry: Record, decided_at: float) -> None:
-        """A record became durable; it was decided at that virtual second."""
+        """A record became durable; `decided_at`: the virtual second of the decision."""
         record = DecodedRecord(entry.content)
         with self.judging():
             require(
@@ -264,7 +264,7 @@ class Referee:
                 self.later(AT_ONCE, self._expect_told, entry.run_id, entry.revision)
 
     def _check_gone(self, run_id: str, time_to_live: float, decided_at: float) -> None:
-        """Check that no node of the closed run was heard of late on its stream, unless it said that it goes."""
+        """Check that no node of the closed run sent a message on its stream lately, unless it sent a leave."""
         for call in self.streams:
             subject = call.subject
             held = subject.run_id == run_id and (subject.node_id, subject.lease) in self.ledger(run_id).at_end
@@ -277,7 +277,7 @@ class Referee:
                 require(not fresh, "no run is opened again while a node of it is there")
 
     def forgotten(self, entry: Forgotten) -> None:
-        """A run expired, or one begins where those that expired ended."""
+        """A run expired, or a run begins after the numbers of expired ones."""
         self.note("forgotten", entry.run_id, entry.revision)
         if entry.run_id == MARK:
             return
@@ -291,7 +291,7 @@ class Referee:
             self.store.forget(entry.run_id)
 
     def _expect_told(self, run_id: str, revision: int) -> None:
-        """Whoever has a stream open, and a server that runs, was told of a round's end by now."""
+        """Check that each node with an open stream to a running server was sent a round's end by now."""
         ledger, again = self.ledger(run_id), False
         for call in list(self.streams):
             subject = call.subject
@@ -316,7 +316,7 @@ class Referee:
     # ---- the wire, at the server
 
     def heard(self, call: ServerCall, message: Any) -> None:
-        """A server takes a message of a client."""
+        """A server receives a message of a client."""
         if not isinstance(message, pb.JoinRequest):
             return
         match message.WhichOneof("message"):
@@ -338,7 +338,7 @@ class Referee:
             self.note("heard", call.subject.node_id, message)
 
     def told(self, call: ServerCall, message: Message) -> None:
-        """A server tells a client something."""
+        """A server sends a message to a client."""
         with self.judging():
             match message:
                 case pb.JoinResponse():
@@ -381,7 +381,7 @@ class Referee:
         error = decode(
             grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(*trailing), details=details)
         )
-        if call.subject is not None or error.reason != "RUN_NOT_FOUND":  # onlookers ask until there is one
+        if call.subject is not None or error.reason != "RUN_NOT_FOUND":  # onlookers retry until it exists
             self.note("refused", call.subject or call.method, error.reason, details)
         with self.judging():
             require(code not in _NEVER, f"a service never answers {code.name}")
@@ -395,7 +395,7 @@ class Referee:
             held = call.subject.lease or int(error.metadata.get("lease", "0"))
             lease = call.subject.node_id, held
             if error.reason in ("LEASE_LOST", "JOIN_TIMED_OUT"):
-                # Who was turned away as it joined was never told which lease was over.
+                # A node that was refused when it joined never received the number of the lease.
                 over = lease in ledger.ended or (
                     not held and any(node == lease[0] for node, _ in ledger.ended)
                 )
@@ -409,7 +409,7 @@ class Referee:
     # ---- nodes and their workers
 
     def refused(self, run_id: str, node_id: str, lease: int, error: ServiceError) -> None:
-        """A node gives up for a refusal; `lease`: the last that it was given, 0: none."""
+        """A node gives up because of a refusal; `lease`: the last that it was granted, 0: none."""
         with self.judging():
             if lease:
                 require(error.reason in _FINAL, f"a node that was admitted is not refused for {error.reason}")
@@ -418,14 +418,14 @@ class Referee:
                 require(newer > lease, "an agent gives up a lost lease only to another of its name")
 
     def unreachable(self, node_id: str, *, admitted: bool) -> None:
-        """A node gives up for want of a service."""
+        """A node gives up because no service is reachable."""
         with self.judging():
             require(
                 not admitted, f"{node_id} was admitted, and waits for its service for as long as it takes"
             )
 
     def saw(self, run_id: str, node_id: str, before: int, update: pb.NodeUpdate) -> None:
-        """A node reads an update; `before` is the last revision it saw on this lease."""
+        """A node receives an update; `before` is the last revision it received on this lease."""
         self.note("read", node_id, update)
         with self.judging():
             require(update.revision >= before, "revisions that a node sees only grow")
@@ -437,7 +437,7 @@ class Referee:
             require(not mine, f"who confirms round {round_} has no workers")
 
     def started(self, group: Group) -> None:
-        """Workers start."""
+        """Workers start on a node."""
         self.note("started", group.node_id, group.round)
         with self.judging():
             require(not self.undisturbed, "trouble of the server alone restarts no worker")
@@ -455,7 +455,7 @@ class Referee:
         self.on_started(group, group.agent.link)
 
     def _judge_overlap(self, ledger: RunLedger, other: Group, group: Group) -> None:
-        """Two groups run at once: of one round, or one of them on a host that was lost and may not know it."""
+        """Check two groups that run at once: of one round, or the older on a host that was lost and may not know it."""
         older = other if other.round < group.round else group
         require(other.agent is not group.agent, "a node runs the workers of one round at a time")
         if other.round == group.round:
@@ -467,13 +467,13 @@ class Referee:
         )
 
     def stopped(self, group: Group) -> None:
-        """Workers are gone."""
+        """Workers of a node are gone."""
         self.note("stopped", group.node_id, group.round)
         self.groups.remove(group)
         self.on_stopped(group)
 
     def writes(self, group: Group, writable_round: int | None) -> None:
-        """A worker writes to shared storage, and to the service's store, which has one round that may."""
+        """A worker writes to shared storage, and to the service's store, which accepts writes of one round only."""
         with self.judging():
             ledger = self.ledger(group.run_id)
             if writable_round == group.round:
@@ -484,16 +484,16 @@ class Referee:
                 self.note("fenced off", group.node_id, group.round)
 
     def paused(self, seconds: float) -> None:
-        """A process is stopped: if it is the server, its time does not go on."""
+        """A process is stopped: if it is the server, its time stands still."""
         for ledger in self.ledgers.values():
             ledger.clock_jumps += seconds
 
     def drained_late(self, *, excused: bool) -> None:
-        """A server's grace was over before its calls had ended; excused: by a client, a disk or a pause."""
+        """A server's drain timeout passed before its calls ended; `excused`: because of a client, a disk or a pause."""
         with self.judging():
             require(excused, "a server that is told to end has no call left open by mistake")
 
     def closed_by_operator(self, run_id: str) -> None:
-        """An operator was told that a run is closed."""
+        """An operator received the reply that a run is closed."""
         with self.judging():
             require(self.ledger(run_id).ever_closed, "a run is closed before that is told")

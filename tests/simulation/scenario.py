@@ -1,4 +1,4 @@
-"""A seed, played from the first start of a service to the last node's rest, under the eyes of the referee."""
+"""Run a seed, from the first start of a service to the end of the last node, with the referee's checks."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ from simulation.cluster import Cluster
 from simulation.plan import RUN, SHORT_TTL, Plan, draw_plan
 from simulation.seeds import Scenario
 
-# Virtual seconds that nodes may take to agree once there is no more trouble: the longest terms of a plan (a lease of
-# 15 s, a departure and a confirmation of 20 s each, a keep-alive of 30 s, a restart held back for 30 s) one after the
-# other, and some.
+# Virtual seconds that nodes may take to agree after the faults: the sum of the longest timeouts of a plan (a lease of
+# 15 s, a departure and a confirmation of 20 s each, a keep-alive of 30 s, a restart delayed by 30 s), and a margin.
 AGREE_WITHIN = 210.0
-# Until the first round of a cluster without any trouble runs, and until the last node has gone from a closed run.
+# Seconds until the first round of a cluster without faults runs, and until the last node has left a closed run.
 FORM_WITHIN = 60.0
 END_WITHIN = 90.0
 
@@ -45,7 +44,7 @@ class ClusterScenario(Scenario):
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Write checkpoints so often that a short life sees some; the product's own number is for runs of days."""
+        """Write checkpoints often enough for a short simulation; the product's number is for runs of days."""
         before = run._RECORDS_PER_CHECKPOINT
         run._RECORDS_PER_CHECKPOINT = self.plan.records_per_checkpoint
         try:
@@ -89,7 +88,7 @@ class ClusterScenario(Scenario):
             return
 
         def reopened() -> bool:
-            """By a node that was started just before the close, and joined after it."""
+            """Return True if a node that was started just before the close joined after it."""
             return len(ledger.incarnations) > lives
 
         ended = "a run that is over ends for all its nodes"
@@ -102,7 +101,7 @@ class ClusterScenario(Scenario):
             self._requeue()
 
     def _requeue(self) -> None:
-        """The job is started again under the name of the closed run: it runs again, or it is refused."""
+        """Start the job again under the name of the closed run: it runs again, or it is refused."""
         cluster, ledger = self.cluster, self.cluster.referee.ledger(RUN)
         reopens = self.plan.settings.reopen != pb.REOPEN_NEVER and (
             ledger.closed is not Outcome.SUCCEEDED or self.plan.settings.reopen == pb.REOPEN_ALWAYS
@@ -115,7 +114,7 @@ class ClusterScenario(Scenario):
         if not reopens:
             self._await("who comes to a run that stays closed is refused", END_WITHIN, closed=True)
             return
-        # A join may wait for less than the nodes of the closed run take to go: a scheduler tries again.
+        # A join may time out before the nodes of the closed run have gone: a scheduler tries again.
         cluster.requeued = True
         again = "a job that is requeued runs again"
         self._until(again, AGREE_WITHIN, lambda: cluster.settled() and not cluster.over)
@@ -123,7 +122,7 @@ class ClusterScenario(Scenario):
             raise Violation("a run that is opened again is a new incarnation of it")
 
     def _encore(self) -> None:
-        """A run that was forgotten comes again under its name, with its numbers going on."""
+        """Create a forgotten run again under its name; its numbers continue."""
         cluster = self.cluster
         self._let_run_expire()
         if not cluster.referee.ledger(RUN).forgotten:

@@ -1,4 +1,4 @@
-"""Scenarios of a seed, of any cast: faults come by chance, a referee judges, and all is written into a trace.
+"""Scenarios of a seed, with any cast: random faults, the checks of a referee, and a trace of all events.
 
 The cast is a cluster with its rendezvous service (`simulation.scenario`), one with replicas over etcd
 (`simulation.replicas`), or a timer service with agents and workers (`simulation.timers`).
@@ -16,24 +16,24 @@ from typing import Any, Protocol
 from rendezvous.core.ledger import Violation
 from simulation.clockwork import Stuck
 
-# What of a trace is shown: lines, and characters of each. A replay shows all.
+# The part of a trace that a report has: the last lines, and characters of each. A replay shows all.
 _LAST = 80
 _WIDTH = 240
 
 
 class Failed(AssertionError):
-    """A seed breaks an invariant; the message says which, and how to see it again."""
+    """A seed breaks an invariant; the message names it, and the command that replays the seed."""
 
 
 class Traced(Protocol):
-    """A world that keeps a trace."""
+    """A simulation that keeps a trace."""
 
     trace: list[tuple[float, str, tuple[Any, ...]]]
-    """Virtual time, event, details."""
+    """Entries: virtual time in seconds, event, details."""
 
 
 class Plan(Protocol):
-    """The settings that a seed stands for."""
+    """The settings drawn from a seed."""
 
     @property
     def seed(self) -> int:
@@ -44,24 +44,24 @@ class Plan(Protocol):
         """Mean virtual seconds between two faults."""
 
     def describe(self) -> str:
-        """One paragraph."""
+        """Return one paragraph about the plan."""
 
 
 class Scenario:
-    """One seed; `play` it once. A cast has a subclass."""
+    """One seed; `play` it once. Each cast has a subclass."""
 
     target = ""
-    """The target of make that replays such seeds."""
+    """The target of make that replays its seeds."""
     plan: Plan
     world: Any
     """The cast: it has `chance`, `clockwork`, `referee`, `calm`, `struck`, `note` and `trace`."""
 
     def __init__(self, seed: int) -> None:
-        """Draw the plan of a seed, and build its world."""
+        """Draw the plan of a seed, and build its cast."""
         raise NotImplementedError
 
     def play(self) -> Any:
-        """Play it to the end; returns the world.
+        """Play it to the end; return the cast.
 
         Raises:
             Failed: An invariant is broken.
@@ -77,7 +77,7 @@ class Scenario:
         return self.world
 
     def replay(self) -> tuple[list[str], str]:
-        """Play it; returns the whole trace, and the invariant that was broken, or ""."""
+        """Play it; return the whole trace, and the invariant that was broken, or ""."""
         verdict = ""
         try:
             self.play()
@@ -94,7 +94,7 @@ class Scenario:
         raise NotImplementedError
 
     def _cause_trouble(self, actions: Mapping[str, Any], weights: Mapping[str, float]) -> None:
-        """Start faults, drawn by their weights, at random times until the world is calm."""
+        """Apply faults, drawn by their weights, at random times until `calm` is set."""
         world = self.world
 
         def strike() -> None:
@@ -112,7 +112,7 @@ class Scenario:
         world.clockwork.after(world.chance.expovariate(1 / self.plan.pause), strike)
 
     def _waits_its_turn(self) -> bool:
-        """Return whether the next fault must wait for the end of the one before."""
+        """Return True if the next fault must wait for the end of the one before."""
         return False
 
     def _let_pass(self, seconds: float) -> None:
@@ -129,12 +129,12 @@ def shown(played: Traced) -> list[str]:
 
 
 def fingerprint(played: Traced) -> str:
-    """A hash of all that happened."""
+    """Return a hash of the trace."""
     return hashlib.sha256("\n".join(shown(played)).encode()).hexdigest()
 
 
 def report(error: Exception, played: Traced, plan: Plan, target: str) -> str:
-    """What is said of a seed that broke an invariant; `target`: of make, that plays such seeds."""
+    """Return the report of a seed that broke an invariant; `target`: the target of make that replays it."""
     return "\n".join(
         [
             f"{error}  [seed {plan.seed}]",
@@ -148,7 +148,7 @@ def report(error: Exception, played: Traced, plan: Plan, target: str) -> str:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """No logs, and no garbage collection in the middle: what it would end must not depend on when it comes."""
+    """Disable logs and garbage collection: the events of a seed must not depend on when objects are collected."""
     before, collected = logging.root.manager.disable, gc.isenabled()
     logging.disable(logging.CRITICAL)
     gc.disable()

@@ -1,4 +1,4 @@
-"""One life of the rendezvous service: the product's shard, servicers and interceptor in a simulated process."""
+"""One process of the rendezvous service: the product's shard, servicers and interceptor, simulated."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from simulation.referee import Referee
 from simulation.store_calls import judge_stores
 from simulation.wire import ServerCall
 
-# A pulse of a quarter of a second, the default, would cost more than everything else in a simulation.
+# The default pulse, a quarter of a second, would cost more than everything else in a simulation.
 LAG = LagSettings(tolerance=0.25, pulse=1.0, settle=1.0)
-# How long a draining server waits for its calls to end, and for what it has sent to be on its way. Seconds.
+# Seconds that a draining server waits for its calls to end, and for its last messages to be sent.
 _GRACE = 5.0
 _FLUSH = 0.05
 WALL_TIME = 1.7e9
 
 
 class Server:
-    """A process that serves; `on_exit` is called when it ends by itself."""
+    """A server process; `on_exit` is called when it ends by itself."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class Server:
         return "simulated"
 
     def writable_round(self, run_id: str) -> int | None:
-        """The round of a run whose workers may write; None: there is none, or the server is not ready."""
+        """Return the round of a run whose workers may write; None: there is none, or the server is not ready."""
         return None if self._shard is None else self._shard.engine.writable_round(run_id)
 
     async def _main(self) -> None:
@@ -99,13 +99,13 @@ class Server:
             self._referee.unforeseen(f"the shard failed: {error!r}")
 
     def accept(self, connection: Connection, method: str) -> ServerCall:
-        """Take a call."""
+        """Accept a call."""
         call = ServerCall(connection, method, self._handlers[method], self._referee)
         self._open.append(call)
         return call
 
     def drain(self) -> None:
-        """End in good order."""
+        """Drain the server."""
         if not self.draining:
             self.draining = True
             self.process.create_task(self._drain())
@@ -121,6 +121,6 @@ class Server:
         except TimeoutError:
             stalled = any(call.blocked and not call.done() for call in self._open)
             excused = stalled or self.journal.busy or not self.process.awake_for(_GRACE)
-            self._referee.drained_late(excused=excused)  # what is open still, is cut
+            self._referee.drained_late(excused=excused)  # calls that are still open are cut
         await asyncio.sleep(_FLUSH)
         self._on_exit(self)

@@ -1,4 +1,4 @@
-"""The handlers of store and fenced state, with every request and answer shown to `StoreTruth`."""
+"""The handlers of store and fenced state, which pass every request and response to `StoreTruth`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MODULES = {"StoreService": pb, "StateService": state_pb}
 
 
 def judge_stores(handlers: dict[str, Any], truth: StoreTruth) -> None:
-    """Put the truth around the handlers of unary calls of store and fenced state, in the place of the bare ones."""
+    """Replace the handlers of unary calls of store and fenced state by ones that report to `truth`."""
     for method, handler in handlers.items():
         service, _, name = method.rpartition(".")[2].partition("/")
         if service in _MODULES and handler.unary_unary is not None:
@@ -38,7 +38,7 @@ def _judged(
         asked = truth.asked(request if handler.request_deserializer else request_type.FromString(request))
         answer = await serve(request, context)
         if context.code() is None:
-            # What is returned leaves the server in the same step.
+            # The response is sent in the same step.
             truth.answered(
                 asked, answer if isinstance(answer, answer_type) else answer_type.FromString(answer)
             )

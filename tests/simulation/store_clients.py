@@ -1,7 +1,7 @@
-"""Who uses store and fenced state: the workers of every round, clients of the run, and contenders for its state.
+"""Users of store and fenced state: the workers of every round, clients of the run, and contenders for its state.
 
-Each is a process of its own with the product's client. What it writes is named after it, so that `StoreTruth` can tell
-of which moment an answer is.
+Each is a process of its own with the product's client. Its values contain its name and a count, so that `StoreTruth`
+can find the moment at which a value was current.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from simulation.clockwork import Process
 from simulation.referee import Group
 from simulation.store_truth import CHAIN, COUNTER, END, LOG, PAIR, REGISTER
 
-# Seconds for which one who was refused leaves the service alone.
+# Longest pause after a refusal, in seconds.
 _PAUSE = 3.0
-# What a reader waits for a key that is not there.
+# Seconds that a reader waits for a missing key.
 _SHORT = 0.5
 _FINAL = frozenset({"ROUND_OVER", "LEASE_LOST", "RUN_CLOSED"})
-# Writes while no node holds a lease, and is refused.
+# The writer while no node holds a lease; it is refused.
 _NOBODY = Writer("nobody", 1)
 
 
 class StoreUser:
-    """Writes and reads at random, at the service that is `where`.
+    """A process that writes and reads at random, at the service `where`.
 
-    For `group` if it is a process of its workers; else each write is done for a node of the run, drawn, whose lease may
-    be over.
+    It writes for `group` if that is given; otherwise each write is for a random node of the run, whose lease may be
+    over.
     """
 
     def __init__(
@@ -113,12 +113,12 @@ class StoreUser:
         await self._store.multi_get(keys, round=space, timeout=_SHORT)
 
     async def _swap(self, _: int) -> None:
-        """Compare and set, mostly with what was found the last time."""
+        """Compare and set, expecting the value found by the last call."""
         found = await self._store.compare_set(CHAIN, self._expected, self._fresh(), writer_round=self._round)
         self._expected = found.value or b""
 
     async def _contend(self, _: int) -> None:
-        """Replace the fenced state, with the token that was current a moment ago."""
+        """Replace the fenced state, with the token that was just read."""
         current = await self._states.get()
         if self._chance.random() < 0.7:
             await self._states.set(self._fresh(), None if current is None else current.token)

@@ -21,22 +21,22 @@ from support.replacing import instead_of
 
 
 def acknowledge_writes_before_commit(patch: pytest.MonkeyPatch) -> None:
-    """The store answers while the journal still writes."""
+    """The store responds while the journal still writes."""
     publish_before_commit(patch, RunStore)
 
 
 def set_states_before_commit(patch: pytest.MonkeyPatch) -> None:
-    """The fenced states answer while the journal still writes."""
+    """The fenced-state service responds while the journal still writes."""
     publish_before_commit(patch, FencedStateService)
 
 
 def carry_out_every_repetition(patch: pytest.MonkeyPatch) -> None:
-    """A write that is sent again is a new write."""
+    """A repeated write is carried out again."""
     patch.setattr(writes, "is_repetition", lambda operation, fingerprint, record: False)
 
 
 def forget_operations_in_a_crash(patch: pytest.MonkeyPatch) -> None:
-    """A store that starts again has its values, and doesn't know who wrote them."""
+    """A restarted store has its values, but not the records of the operations that wrote them."""
 
     @instead_of(patch, shard, "_restoring")
     def careless(restoring: Any, recovered: Recovered, *args: Any) -> Any:
@@ -45,7 +45,7 @@ def forget_operations_in_a_crash(patch: pytest.MonkeyPatch) -> None:
 
 
 def lose_a_value_in_a_crash(patch: pytest.MonkeyPatch) -> None:
-    """A recovery leaves out the value that was written last."""
+    """Recovery omits the last value."""
 
     @instead_of(patch, shard, "_restoring")
     def careless(restoring: Any, recovered: Recovered, *args: Any) -> Any:
@@ -55,7 +55,7 @@ def lose_a_value_in_a_crash(patch: pytest.MonkeyPatch) -> None:
 
 
 def take_writes_of_every_round(patch: pytest.MonkeyPatch) -> None:
-    """The store doesn't look at the round that a writer is of, once there is one."""
+    """The store accepts writes of any past round."""
 
     @instead_of(patch, core.RunSpaces, "check_round")
     def lax(check: Any, self: core.RunSpaces, round: int, current_round: int) -> None:
@@ -63,17 +63,17 @@ def take_writes_of_every_round(patch: pytest.MonkeyPatch) -> None:
 
 
 def judge_writes_by_durable_rounds(patch: pytest.MonkeyPatch) -> None:
-    """The store takes writes of a round while the end of it is on its way to the journal."""
+    """The store accepts writes of a round while its end is being written to the journal."""
     patch.setattr(RendezvousEngine, "latest_round", RendezvousEngine.writable_round)
 
 
 def take_writes_under_every_lease(patch: pytest.MonkeyPatch) -> None:
-    """The store doesn't look at the lease of who writes."""
+    """The store does not check the lease of the writer."""
     patch.setattr(RunStore, "_check_writer", lambda self, write: None)
 
 
 def set_a_state_whatever_its_token(patch: pytest.MonkeyPatch) -> None:
-    """Whoever sets a fenced state succeeds."""
+    """A fenced state can be set with any token."""
 
     @instead_of(patch, states.StatesDraft, "set")
     def lax(decide: Any, self: states.StatesDraft, request: states.SetState, nonce: bytes) -> Any:
@@ -82,11 +82,11 @@ def set_a_state_whatever_its_token(patch: pytest.MonkeyPatch) -> None:
 
 
 def one_token_for_two_states(patch: pytest.MonkeyPatch) -> None:
-    """A fenced state that takes the place of another keeps its token."""
+    """A new fenced state keeps the token of the one that it replaces."""
     patch.setattr(states, "next_token", lambda before, nonce: before or next_token(before, nonce))
 
 
-# A service that does not know all that is stored takes the store for empty, and the run is opened again over the rest.
+# A service that misses entries takes the store for empty, and opens the run again over the entries that are left.
 _KEPT = "a run that is opened again has an empty store"
 
 STORE_PLANTS: dict[Plant, str] = {

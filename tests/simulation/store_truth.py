@@ -1,12 +1,12 @@
-"""What store and fenced state may show: every durable value by its key, and every answer held to that.
+"""A model of store and fenced state: it keeps every durable value by key, and checks every response against it.
 
-A value is named so that it is never written twice, with few exceptions, so that an answer says of which moment it is.
-Four rules are kept for every key, by requests and answers as a server takes and sends them:
+With few exceptions, no value is written twice, so a value identifies the moment at which it was current. Four rules are
+checked for every key, on requests and responses as a server receives and sends them:
 
-- what is acknowledged is durable, and stays: the next value goes on from it;
-- a write takes effect once, however often it is sent;
-- who reads sees no earlier value than had been told to anybody when the server took the request;
-- no write of a round is taken once anybody was told of its end, and none under a lease that is over.
+- an acknowledged write is durable, and stays: the next value builds on it;
+- a write takes effect once, even if it is sent several times;
+- a read returns no value older than the newest that a client had received when the server took the request;
+- no write of a round is accepted after a node was sent the end of the round, and none under a lease that is over.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from rallypoint.rendezvous.v1 import store_service_pb2 as pb
 from rendezvous.core.ledger import Violation, require
 
 Key: TypeAlias = tuple[str, int, str]
-"""Run, space and key."""
+"""Run, space and name of a key."""
 _Operation: TypeAlias = tuple[str, int, int]
 
 COUNTER, LOG, REGISTER, PAIR, CHAIN = "counter", "log", "register", "pair", "chain"
-"""Kinds of keys, by which they begin: what is added to by one, appended to, set by one client, set in twos by one
+"""Kinds of keys, the prefixes of their names: incremented by one, appended to, set by one client, set in pairs by one
 client, and compared and set."""
 END = b";"
-"""Ends what is appended to a log. It is in no name."""
+"""Ends each entry of a log. No name contains it."""
 
 
 @dataclass(slots=True)
 class Lifeline:
-    """All values that a key had, the durable one last; and the earliest of them that may still be read."""
+    """All values that a key had, the durable one last; and the index of the earliest that may still be read."""
 
     values: list[bytes | None] = field(default_factory=lambda: [None])
     told: int = 0
@@ -47,11 +47,11 @@ class Lifeline:
         return self.values[-1]
 
     def tell(self, index: int) -> None:
-        """Note that somebody knows of a value."""
+        """Note that a client knows the value."""
         self.told = max(self.told, index)
 
     def find(self, holds: Callable[[Any], bool], since: int = 0) -> int:
-        """Where the first of the values is, from `since` on, for which something holds; -1: it holds for none."""
+        """Return the index of the first value, from `since` on, for which `holds` is true; -1: there is none."""
         for index in range(since, len(self.values)):
             if holds(self.values[index]):
                 return index
@@ -60,40 +60,40 @@ class Lifeline:
 
 @dataclass(slots=True)
 class Asked:
-    """A request that a server has taken."""
+    """A request that a server has received."""
 
     request: Any
-    # By key: the earliest value that the answer may be of.
+    # By key: the earliest value that the response may contain.
     since: dict[Key, int]
-    # It may repeat a write: an earlier request for the same may have been carried out, as far as was said.
+    # True if it may repeat a write: an earlier request for it may have been carried out, as far as is known.
     repeated: bool
     at: float
 
 
 @dataclass(slots=True)
 class StoreTruth:
-    """Looks at what becomes durable of the stores and fenced states of all runs, and at their calls."""
+    """The checks of the durable entries of all stores and fenced states, and of the calls to them."""
 
-    # Called with a violation, instead of raising it in the middle of the product's code.
+    # Called with a violation; raising it here would raise it in the product's code.
     blame: Callable[[Violation], None]
     note: Callable[..., None]
-    # Whether a node's lease is over, by durable facts.
+    # Returns True if a node's lease is over, by durable facts.
     lease_over: Callable[[str, str, int], bool]
-    # The newest round of a run whose end is durable.
+    # Returns the newest round of a run whose end is durable.
     round_over: Callable[[str], int]
     now: Callable[[], float] = lambda: 0.0
     lines: dict[Key, Lifeline] = field(default_factory=dict)
-    # Of a write under way, what was asked, by its operation; when its record became durable.
+    # By operation: the request of a write; the time at which its record became durable.
     writes: dict[_Operation, Any] = field(default_factory=dict)
     durable_at: dict[_Operation, float] = field(default_factory=dict)
-    # Requests for a write, less those of which a server said that nothing was done.
+    # Requests for a write, less those for which a server replied that it did nothing.
     attempts: dict[_Operation, int] = field(default_factory=dict)
-    # Of the counters: operations that were taken, and those that were acknowledged, with their sums.
+    # By counter: operations received, and operations acknowledged, by their sums.
     added: dict[Key, set[_Operation]] = field(default_factory=dict)
     sums: dict[Key, dict[int, _Operation]] = field(default_factory=dict)
-    # When a server told anybody that a round is over, by run: (round, when), both growing.
+    # By run: when a server first sent the end of a round to a node, as (round, time), both growing.
     ends: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
-    # By fencing token: the state that it stands for.
+    # By fencing token: its state.
     states: dict[bytes, bytes] = field(default_factory=dict)
     # By fenced state: its token.
     tokens: dict[bytes, bytes] = field(default_factory=dict)
@@ -101,7 +101,7 @@ class StoreTruth:
     seen: set[str] = field(default_factory=set)
 
     def line(self, key: Key) -> Lifeline:
-        """All that is known of a key."""
+        """Return the values of a key."""
         line = self.lines.get(key)
         if line is None:
             line = self.lines[key] = Lifeline()
@@ -171,25 +171,25 @@ class StoreTruth:
         require(self.tokens.setdefault(state, token) == token, "a write takes effect once")
 
     def forget(self, run_id: str) -> None:
-        """A run was forgotten, and its store with it. What it held may be deleted, and begin anew."""
+        """A run was forgotten, with its store. Its entries may be deleted, and its keys may start again from empty."""
         self.forgotten.add(run_id)
 
-    # ---- what nodes are told
+    # ---- messages to nodes
 
     def round_ended(self, run_id: str, round_: int) -> None:
-        """A server tells somebody that a round is over."""
+        """A server sends a node the end of a round."""
         ends = self.ends.setdefault(run_id, [])
         if not ends or round_ > ends[-1][0]:
             ends.append((round_, self.now()))
 
     def _over_by(self, run_id: str, round_: int, when: float) -> bool:
-        """Whether somebody had been told before a time that a round is over."""
+        """Return True if a node had been sent the end of a round before a time."""
         return any(ended >= round_ and at < when for ended, at in self.ends.get(run_id, ()))
 
-    # ---- calls, as servers take and answer them
+    # ---- calls, as servers receive and answer them
 
     def asked(self, request: Any) -> Asked:
-        """A server takes a request."""
+        """A server receives a request."""
         repeated = False
         if (operation := _operation_of(request)) is not None:
             self.writes[operation] = request
@@ -200,7 +200,7 @@ class StoreTruth:
         return Asked(request, {key: self.line(key).told for key in _keys_of(request)}, repeated, self.now())
 
     def undone(self, asked: Asked) -> None:
-        """A server answers that it did nothing of a request."""
+        """A server replies that it did nothing for a request."""
         if (operation := _operation_of(asked.request)) is not None:
             self.attempts[operation] -= 1
 
@@ -221,7 +221,7 @@ class StoreTruth:
 
     def _judge_writer(self, asked: Asked, answer: Any) -> None:
         request = asked.request
-        # The write itself was in time: a repetition of it may be answered later than that.
+        # The write itself was in time: a repetition of it may be acknowledged after the end of the round.
         if _operation_of(request) is None or asked.repeated:
             return
         if isinstance(answer, pb.CompareSetResponse) and not answer.swapped:
@@ -233,7 +233,7 @@ class StoreTruth:
             require(not over, "no write of a round is acknowledged after its end was told")
 
     def _must_be(self, asked: Asked, key: Key, holds: Callable[[Any], bool], what: str) -> None:
-        """An answer shows a value that the key had since the request was taken; from now on all know of it."""
+        """Check that a response has a value that was current at or after the request; it is known from now on."""
         line = self.line(key)
         index = line.find(holds, asked.since.get(key, 0))
         require(index >= 0, what)
@@ -336,18 +336,18 @@ def _values_between(key: Key, before: bytes | None, value: bytes | None) -> list
 
 
 def _parted(value: bytes) -> tuple[bytes, bytes]:
-    """Token and state, of an entry of the journal: a byte of layout, the token, the state."""
+    """Return token and state of a journal entry, which is a layout byte, the token and the state."""
     return value[1 : 1 + TOKEN_BYTES], value[1 + TOKEN_BYTES :]
 
 
 def _operation_of(request: Any) -> _Operation | None:
-    """The name of a write; None: the request is no write."""
+    """Return the operation of a write; None: the request is no write."""
     operation = getattr(request, "operation", None)
     return None if operation is None else (operation.client_id, operation.slot, operation.sequence)
 
 
 def _keys_of(request: Any) -> list[Key]:
-    """All keys that a request is about."""
+    """Return the keys that a request reads."""
     match request:
         case state_pb.GetStateRequest() | state_pb.SetStateRequest():
             return [(request.run_id, SPACE, STATE_KEY)]

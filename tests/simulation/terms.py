@@ -1,4 +1,4 @@
-"""Leases end in their time: a node that gave no sign of life for a whole term holds none, whatever the disk does."""
+"""The check that leases expire on time: no sign of life for a time to live ends a lease, even if the disk is slow."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ if TYPE_CHECKING:
     from simulation.server import Server
     from simulation.wire import ServerCall
 
-# Virtual seconds after a start of the service, and after a pause, for which it may spare leases.
+# Virtual seconds after a start of the service, and after a pause, for which it may extend leases.
 _AFTER_START, _AFTER_PAUSE = 10.0, 75.0
 _SLACK = 0.2
 
 
 @dataclass(slots=True)
 class Terms:
-    """The signs of life that a service had of its nodes; `now` is the world's clock."""
+    """The signs of life that a service received from its nodes; `now` is the world's clock."""
 
     now: Callable[[], float]
-    # By node and lease.
+    # Time of the last one, by node and lease.
     _signs: dict[tuple[str, int], float] = field(default_factory=dict)
-    # Streams on which a node has asked to be taken in again: while such a one is open, the node is there.
+    # Streams on which a node has sent a resume: the node counts as alive while such a stream is open.
     _returning: dict[ServerCall, None] = field(default_factory=dict)
-    # When the last commit was decided.
+    # The time at which the last commit was decided.
     _decided_at: float = 0.0
 
     def heard(self, call: ServerCall) -> None:
-        """Note that a service takes a message on a stream."""
+        """Note that a service receives a message on a stream."""
         subject = call.subject
         if subject is not None and subject.lease:
             self.told(subject)
@@ -41,16 +41,16 @@ class Terms:
                 self._returning[call] = None
 
     def told(self, subject: Subject) -> None:
-        """Note that a node is told that it holds a lease, or is heard."""
+        """Note that a service sends a node its lease, or receives a message from it."""
         self._signs[subject.node_id, subject.lease] = subject.sign_at = self.now()
 
     def durable(
         self, server: Server | None, leases: Mapping[str, int], time_to_live: float, decided_at: float
     ) -> None:
-        """Judge the leases that stood when the commit before this one was decided, if this is another one.
+        """Check the leases that were held when the commit before this one was decided, if this commit is new.
 
         Raises:
-            Violation: One had run out by then.
+            Violation: A lease had expired by then.
         """
         before, self._decided_at = self._decided_at, decided_at
         if decided_at <= before or server is None or server.draining:

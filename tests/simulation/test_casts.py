@@ -1,4 +1,4 @@
-"""Large herds and crash-looping newcomers: no node is lost for a pause of the service, and healthy nodes run on.
+"""Large herds and crash-looping newcomers: no node is lost by a pause of the service, and healthy nodes run on.
 
 A failure names its seed: `make simulate HERD=1 SEED=3` or `make simulate JOINERS=1 SEED=3` replays it.
 """

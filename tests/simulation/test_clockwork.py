@@ -1,4 +1,4 @@
-"""A simulated process behaves as one: its clock is its own, it can be stopped, and when it is killed it is gone."""
+"""A simulated process behaves like a real one: it has its own clock, can be stopped, and runs nothing once killed."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ def never() -> bool:
 
 
 def nothing() -> None:
-    """No referee looks on."""
+    """Check nothing: there is no referee."""
 
 
 class Stage:
-    """A clockwork, and what went wrong in its processes."""
+    """A clockwork, and the errors of its processes."""
 
     def __init__(self) -> None:
         self.clockwork = Clockwork(random.Random(1))
@@ -40,7 +40,7 @@ def stage() -> Stage:
 
 
 def test_a_process_sleeps_by_its_own_clock(stage: Stage) -> None:
-    """A clock twice as fast makes a sleep of ten seconds one of five, and never wakes anybody early."""
+    """With a clock twice as fast, a sleep of ten seconds takes five, and never ends early."""
     woken: list[tuple[float, float]] = []
     process = stage.process(rate=2.0, offset=1e6)
 
@@ -57,7 +57,7 @@ def test_a_process_sleeps_by_its_own_clock(stage: Stage) -> None:
 
 
 def test_a_stopped_process_does_in_the_end_what_it_missed(stage: Stage) -> None:
-    """What falls due while a process is stopped happens when it goes on, and its clock has gone on."""
+    """Callbacks that become due while a process is stopped run when it continues, and its clock has gone on."""
     process, seen = stage.process(), list[float]()
     process.call_later(1.0, lambda: seen.append(process.time()))
     process.pause()
@@ -69,7 +69,7 @@ def test_a_stopped_process_does_in_the_end_what_it_missed(stage: Stage) -> None:
 
 
 def test_a_killed_process_runs_nothing_any_more(stage: Stage) -> None:
-    """No callback and no `finally` of it runs after a kill, as with SIGKILL."""
+    """After a kill, none of its callbacks and no `finally` runs, as with SIGKILL."""
     process, seen = stage.process(), list[str]()
 
     async def work() -> None:
@@ -87,7 +87,7 @@ def test_a_killed_process_runs_nothing_any_more(stage: Stage) -> None:
 
 
 def test_what_nobody_catches_is_reported(stage: Stage) -> None:
-    """A callback that fails is reported with its process, and the others go on."""
+    """An exception in a callback is reported with its process, and other callbacks still run."""
     process, seen = stage.process(), list[str]()
 
     def fail() -> None:
@@ -105,7 +105,7 @@ def test_a_cluster_that_goes_round_in_circles_is_stopped(stage: Stage) -> None:
     process = stage.process()
 
     async def spin() -> None:
-        while True:  # noqa: ASYNC110 (it is what must be stopped)
+        while True:  # noqa: ASYNC110 (the test needs a busy loop)
             await asyncio.sleep(0)
 
     process.create_task(spin())
@@ -116,7 +116,7 @@ def test_a_cluster_that_goes_round_in_circles_is_stopped(stage: Stage) -> None:
 
 
 def test_time_stops_where_something_is_done(stage: Stage) -> None:
-    """`run` returns as soon as it is done, and not before."""
+    """`run` returns as soon as `done` is True, and not before."""
     seen: list[str] = []
     stage.clockwork.at(3.0, seen.append, "event")
     assert stage.run(10.0, lambda: bool(seen))
@@ -126,7 +126,7 @@ def test_time_stops_where_something_is_done(stage: Stage) -> None:
 
 
 def test_a_suspended_host_sends_nothing_again(stage: Stage) -> None:
-    """What a link swallowed before the host fell asleep arrives once both are back, not with the link."""
+    """A message lost on a link before its host was suspended arrives after both are back, not when the link is."""
     network, link = Network(stage.clockwork, random.Random(1)), Link("host", 0.01)
     client, server, heard = stage.process(), stage.process(), list[Item]()
 

@@ -1,10 +1,10 @@
-"""No seed of any simulation breaks an invariant; each is one history; together they reach every kind of trouble.
+"""No seed breaks an invariant; each seed is one history; together they reach every kind of fault.
 
 `clusters` has the engine, the servicer, the interceptor, the membership client and the agent's core of the product,
 on a simulated network, disk, clock and processes. `replicas` has the product's replicas, journals and client of etcd on
 a model of etcd (`etcd_model`). `timers` has the table, the watchdog and the servicer, the agent's client, mirror,
 socket and tables, and the worker's `expires` and connection, on simulated processes, sockets and reapers.
-docs/simulation.md says what is checked.
+docs/simulation.md lists the checks.
 
 A failure names its seed: `make simulate SEED=137` (`simulate-replicas`, `simulate-timers`) replays that one with its
 whole trace; `RALLYPOINT_SIMULATIONS=5` plays five times as many seeds here.
@@ -28,7 +28,7 @@ from simulation.timers import faults as timer_faults
 from support.marks import slow
 
 FACTOR = int(os.environ.get("RALLYPOINT_SIMULATIONS", "1"))
-# Of each kind: the seeds, the tests that share them, and how many of those `make test` has.
+# By kind: the number of seeds, of tests that share them, and of those tests that `make test` runs.
 SEEDS = {"clusters": (1000, 40, 2), "timers": (300, 10, 2), "replicas": (15, 6, 3)}
 TESTS = Path(__file__).parent.parent
 
@@ -44,7 +44,7 @@ TESTS = Path(__file__).parent.parent
     ids=str,
 )
 def test_no_seed_breaks_an_invariant(kind: str, seeds: range) -> None:
-    """No seed breaks an invariant, and each ends with all well: a round of all live nodes, or a run that is closed."""
+    """No seed breaks an invariant, and each ends well: with a round of all live nodes, or a closed run."""
     for seed in seeds:
         scenario(kind, seed).play()
 
@@ -54,7 +54,7 @@ def test_no_seed_breaks_an_invariant(kind: str, seeds: range) -> None:
     ("kind", "seeds"), [("clusters", (3, 7, 11)), ("timers", (3, 7, 11)), slow("replicas", (3, 7))], ids=str
 )
 def test_a_seed_is_one_history(kind: str, seeds: tuple[int, ...]) -> None:
-    """The same seed is the same history, to the last message, and in a process that hashes differently too."""
+    """The same seed gives the same history, to the last message, also in a process with another hash seed."""
     play = f"print(*[fingerprint(scenario({kind!r}, seed).play()) for seed in {seeds}])"
     code = f"from simulation.blocks import scenario; from simulation.seeds import fingerprint; {play}"
     here = [fingerprint(scenario(kind, seed).play()) for seed in seeds]
@@ -75,9 +75,9 @@ def test_a_seed_is_one_history(kind: str, seeds: tuple[int, ...]) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_clusters_reach_every_corner() -> None:
-    """A few hundred seeds have every fact, every loss, every end of a round and of a run, and every kind of trouble.
+    """A few hundred seeds have every fact, every loss, every end of a round and of a run, and every kind of fault.
 
-    And every call of store and fenced state.
+    They also have every call of store and fenced state.
     """
     seen: set[str] = set()
     struck: set[str] = set()
@@ -123,7 +123,7 @@ def test_clusters_reach_every_corner() -> None:
 
 @pytest.mark.slow
 def test_timers_reach_every_corner() -> None:
-    """A few dozen seeds have every action, reapings by every kind of timer, and every message of agent and service."""
+    """A few dozen seeds have every fault, reapings by every kind of timer, and every message of agent and service."""
     seen: set[str] = set()
     struck: set[str] = set()
     for seed in range(60):
@@ -144,7 +144,7 @@ def test_timers_reach_every_corner() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_replicas_reach_every_kind_of_trouble() -> None:
-    """A few dozen seeds have elections, leases that end, take-overs, and all that may happen to them."""
+    """A few dozen seeds have elections, expired leases, take-overs, and every kind of fault."""
     struck: set[str] = set()
     seen: set[str] = set()
     for seed in range(40):

@@ -1,4 +1,4 @@
-"""Bugs planted in the product are found: a referee that never whistles proves nothing."""
+"""Bugs planted in the product are found: this proves that the referee's checks can fail."""
 
 from __future__ import annotations
 
@@ -34,5 +34,5 @@ QUICK = {
     ids=lambda value: getattr(value, "__name__", value),
 )
 def test_a_planted_bug_is_found(kind: str, plant: Plant) -> None:
-    """Every planted bug breaks an invariant it should, and the failure names a seed that shows it again."""
+    """Every planted bug breaks one of its expected invariants, and the failure names the command that replays it."""
     assert search(kind, plant)

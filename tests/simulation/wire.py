@@ -1,7 +1,7 @@
 """gRPC as far as our services and their clients use it, over the simulated network.
 
-Stubs and servicers are the generated ones, messages travel as bytes, and the chassis' own interceptor stands around
-every handler, so that errors are mapped, sent and understood as in production.
+Stubs and servicers are the generated ones, messages are sent as bytes, and the product's interceptor wraps every
+handler, so that errors are mapped, sent and decoded as in production.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import grpc
 from simulation.clockwork import Process
 from simulation.network import ATTEMPT, LONGEST_RECONNECT, Connection, Item, Link, Listener, Network
 
-# Of a call: code, details, trailing metadata.
+# The end of a call: code, details, trailing metadata.
 Status = tuple[grpc.StatusCode, str, tuple[tuple[str, bytes], ...]]
 _IDLE, _CONNECTING = grpc.ChannelConnectivity.IDLE, grpc.ChannelConnectivity.CONNECTING
 _READY, _FAILED = grpc.ChannelConnectivity.READY, grpc.ChannelConnectivity.TRANSIENT_FAILURE
@@ -26,7 +26,7 @@ _CANCELLED: Status = (grpc.StatusCode.CANCELLED, "Locally cancelled by applicati
 
 
 class ClientCall:
-    """A call as its client sees it: written to and read from until its status has come."""
+    """The client's end of a call: written to and read from until its status arrives."""
 
     def __init__(
         self,
@@ -52,11 +52,11 @@ class ClientCall:
 
     @property
     def over(self) -> bool:
-        """Whether it has its status."""
+        """True once it has its status."""
         return self._status is not None
 
     def connected(self, connection: Connection) -> None:
-        """The connection is there."""
+        """Take the new connection."""
         self._connection = connection
         connection.up.send(("open", self._method))
         if self.link.stalled:
@@ -64,7 +64,7 @@ class ClientCall:
         connection.down.send(("connected", None))
 
     def receive(self, item: Item) -> None:
-        """Take what arrives."""
+        """Take an item that arrives."""
         kind, value = item
         if kind == "connected":
             self._sent_metadata.set()
@@ -85,7 +85,7 @@ class ClientCall:
             self._connection.ended("client")
 
     async def wait_for_connection(self) -> None:
-        """Returns when there is one."""
+        """Return when there is a connection."""
         await self._sent_metadata.wait()
         if self._status is not None:
             self._raise_for_status()
@@ -103,12 +103,12 @@ class ClientCall:
         await asyncio.sleep(0)
 
     async def done_writing(self) -> None:
-        """Send nothing more."""
+        """Half-close the call: send nothing more."""
         if self._status is None and self._connection is not None:
             self._connection.up.send(("half-close", None))
 
     async def read(self) -> Any:
-        """The next message; EOF at an orderly end."""
+        """Return the next message; EOF if the call ended with OK."""
         while not self._inbox and self._status is None:
             self._news.clear()
             await self._news.wait()
@@ -130,7 +130,7 @@ class ClientCall:
             )
 
     def cancel(self) -> bool:
-        """End it."""
+        """End the call."""
         if self._status is not None:
             return False
         if self._connection is not None:
@@ -142,7 +142,7 @@ class ClientCall:
 
 
 class Channel:
-    """What a stub is made with: a host's way to the service."""
+    """A channel to the service, from which stubs are made."""
 
     def __init__(self, process: Process, link: Link, network: Network, target: str = "") -> None:
         self.process = process
@@ -154,7 +154,7 @@ class Channel:
         self._changed = asyncio.Event()
 
     def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
-        """Whether there is somebody at the other end. Calls have connections of their own."""
+        """Return READY if a server listens at the other end. Calls have connections of their own."""
         if self._state is _READY and self.network.listening(self.target) is not self._met:
             self._enter(_IDLE)
         if self._state is _IDLE and try_to_connect:
@@ -163,13 +163,13 @@ class Channel:
         return self._state
 
     async def wait_for_state_change(self, last: grpc.ChannelConnectivity) -> None:
-        """Return once the state is another."""
+        """Return once the state is not `last`."""
         while self._state is last:
             self._changed.clear()
             await self._changed.wait()
 
     async def close(self) -> None:
-        """Nothing to give up."""
+        """Do nothing: there is nothing to close."""
 
     def _enter(self, state: grpc.ChannelConnectivity) -> None:
         self._state = state
@@ -195,7 +195,7 @@ class Channel:
     def stream_stream(
         self, method: str, request_serializer: Any, response_deserializer: Any, **_: Any
     ) -> Callable[..., ClientCall]:
-        """A method that is called with a stream and answers with one."""
+        """Return a method with a stream of requests and a stream of responses."""
 
         def call(wait_for_ready: bool = False, **_: Any) -> ClientCall:
             return ClientCall(self, method, request_serializer, response_deserializer, wait_for_ready)
@@ -205,7 +205,7 @@ class Channel:
     def unary_stream(
         self, method: str, request_serializer: Any, response_deserializer: Any, **_: Any
     ) -> Callable[..., AsyncIterator[Any]]:
-        """A method that is called with a message and answers with a stream."""
+        """Return a method with one request and a stream of responses."""
 
         async def answers(request: Any, wait_for_ready: bool = False) -> AsyncIterator[Any]:
             call = ClientCall(self, method, request_serializer, response_deserializer, wait_for_ready)
@@ -222,7 +222,7 @@ class Channel:
     def unary_unary(
         self, method: str, request_serializer: Any, response_deserializer: Any, **_: Any
     ) -> Callable[..., Awaitable[Any]]:
-        """A method that is called with a message and answers with one."""
+        """Return a method with one request and one response."""
 
         async def answer(
             request: Any, wait_for_ready: bool = False, timeout: float | None = None, **_: Any
@@ -245,27 +245,27 @@ class Channel:
 
 
 class Observer(Protocol):
-    """Who looks at what a server hears and says."""
+    """An observer of the messages that a server receives and sends."""
 
     def heard(self, call: ServerCall, message: Any) -> None:
-        """A message is taken by the handler."""
+        """The handler takes a message."""
 
     def told(self, call: ServerCall, message: Any) -> None:
-        """A message leaves the server."""
+        """The server sends a message."""
 
     def answered(self, call: ServerCall, status: Status) -> None:
-        """A status leaves the server."""
+        """The server sends a status."""
 
 
 class ServerCall:
-    """A call as its server sees it: the context of its handler, and the messages of its client."""
+    """The server's end of a call: the context of its handler, and the messages of its client."""
 
     def __init__(self, connection: Connection, method: str, handler: Any, observer: Observer) -> None:
         self.method = method
         self.process = connection.server
-        # Whether a message waits until the client has room for it.
+        # True while a message waits until the client has room for it.
         self.blocked = False
-        # What the observer knows of it.
+        # Data of the observer about the call.
         self.subject: Any = None
         self._connection = connection
         self._handler = handler
@@ -275,7 +275,7 @@ class ServerCall:
         self._news = asyncio.Event()
         self._room = asyncio.Event()
         self._gone = False
-        # When its connection broke, by the world's clock.
+        # The time at which its connection broke, by the world's clock.
         self.broken_at: float | None = None
         self._code: grpc.StatusCode | None = None
         self._details = ""
@@ -284,11 +284,11 @@ class ServerCall:
 
     @property
     def broken(self) -> bool:
-        """Whether its connection is broken, known here or not."""
+        """True if its connection is broken, even if this end does not know yet."""
         return self._connection.broken
 
     def receive(self, item: Item) -> None:
-        """Take what arrives."""
+        """Take an item that arrives."""
         kind, value = item
         if kind == "data":
             self._inbox.append(value)
@@ -363,7 +363,7 @@ class ServerCall:
         return decode(data) if decode is not None else data
 
     async def send_initial_metadata(self, _metadata: object) -> None:
-        """Headers wait for nobody, and tell nobody anything."""
+        """Do nothing: headers have no effect here."""
 
     async def write(self, message: Any) -> None:
         """Send a message, as soon as the client has room for it."""
@@ -394,15 +394,15 @@ class ServerCall:
         raise grpc.aio.AbortError("Locally aborted.")
 
     def set_code(self, code: grpc.StatusCode) -> None:
-        """The code with which the call ends."""
+        """Set the code with which the call ends."""
         self._code = code
 
     def set_details(self, details: str) -> None:
-        """What is said with it."""
+        """Set the message of the status."""
         self._details = details
 
     def set_trailing_metadata(self, trailing: Any) -> None:
-        """What a program is told with it."""
+        """Set the trailing metadata, for programs."""
         self._trailing = tuple(trailing)
 
     def trailing_metadata(self) -> tuple[Any, ...]:
@@ -415,17 +415,17 @@ class ServerCall:
         return self._details
 
     def auth_context(self) -> dict[str, list[bytes]]:
-        """Nobody shows a certificate."""
+        """Return nothing: no client has a certificate."""
         return {}
 
     def peer(self) -> str:
-        """Where the client is."""
+        """Return the address of the client."""
         return "ipv4:10.0.0.1:40000"
 
     def invocation_metadata(self) -> tuple[Any, ...]:
-        """None."""
+        """Return an empty tuple: clients send no metadata."""
         return ()
 
     def done(self) -> bool:
-        """Whether nothing can be sent any more."""
+        """Return True if nothing can be sent any more."""
         return self._gone

@@ -1,4 +1,4 @@
-"""The workers of a round on one host: processes that start, run, write, end and are stopped, each in its time."""
+"""The workers of a round on one host: processes that start, run, write, end and are stopped, at random times."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from simulation.referee import Group, Referee
 
 @dataclass(slots=True)
 class Fates:
-    """What becomes of workers; times in seconds."""
+    """Probabilities and durations of the workers' behaviour; times in seconds."""
 
-    # Chances of a group that it fails, and, if it does not, that it succeeds.
+    # Chance that a group fails, and, if it does not, that it succeeds.
     failing: float = 0.0
     succeeding: float = 0.0
-    # How long it runs before that, at most.
+    # Longest run before that.
     longest: float = 30.0
-    # How long it may take to stop.
+    # Longest time to stop.
     slowest_stop: float = 1.0
-    # Chance that workers die of it when others of their round fail, and how soon at the latest.
+    # Chance that a failure of other workers of the round makes workers fail, and the longest delay.
     infectious: float = 0.0
     within: float = 0.3
     # Chance that workers fail because a host of their round is gone.
     bereaved: float = 0.0
-    # Chance that no restart can mend a failure.
+    # Chance that a failure is permanent.
     unmendable: float = 0.0
-    # From now on workers run until they are stopped.
+    # If True, workers run until they are stopped.
     steady: bool = False
-    # From now on workers succeed as soon as they can.
+    # If True, workers succeed as soon as they can.
     finishing: bool = False
 
 
 class Crew:
-    """A group and its fate; the agent is told by the callbacks, unless it has abandoned the group."""
+    """A group of workers; the callbacks notify the agent, unless it has abandoned the group."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class Crew:
         self.group = group
         self.running = False
         self.failed_at = 0.0
-        # Whether what failed it was its own doing, and not that of a host that was lost.
+        # True if it failed by itself, and not because a host was lost.
         self.own_failure = True
         self._losses = losses
         self._asleep = asleep
@@ -73,7 +73,7 @@ class Crew:
         self._after(chance.uniform(0.0, 0.3), self._start)
 
     def _after(self, seconds: float, what: Callable[..., object], *args: object) -> None:
-        """Have something befall the workers, or soon after their host wakes if it is suspended then."""
+        """Schedule an event of the workers; if their host is suspended then, it happens soon after the resume."""
 
         def befall() -> None:
             if self._asleep():
@@ -102,12 +102,12 @@ class Crew:
             self._after(when, self._end, self._on_success)
 
     def lose_peer(self, seconds: float) -> None:
-        """Fail in so many seconds, perhaps: a host of the round is gone."""
+        """Fail after `seconds`, perhaps: a host of the round is gone."""
         if self._chance.random() < self._fates.bereaved:
             self._after(seconds, self._fail, False)
 
     def _fail(self, own: bool = True) -> None:
-        """Fail, and take others along; `own`: no lost host is behind it."""
+        """Fail, perhaps with other workers; `own`: the cause is not a lost host."""
         fates, chance = self._fates, self._chance
         if fates.steady or not self.running:
             return
@@ -131,7 +131,7 @@ class Crew:
         tell()
 
     def succeed(self) -> None:
-        """End with success now."""
+        """Succeed now."""
         if self.running:
             self.vanish()
             self._on_success()
@@ -153,7 +153,7 @@ class Crew:
         self._clockwork.after(delay, gone)
 
     def vanish(self) -> None:
-        """Be gone at once, with nobody told."""
+        """End all workers at once, without a callback."""
         for handle in self._pending:
             handle.cancel()
         self._pending.clear()

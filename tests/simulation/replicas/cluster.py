@@ -42,7 +42,7 @@ _PREFIX = "/rallypoint"
 
 
 class ReplicaCluster(Cluster):
-    """Everything of one seed."""
+    """All parts of one seed's simulation."""
 
     def __init__(self, plan: Plan) -> None:
         self.etcd: EtcdModel | None = None
@@ -63,36 +63,36 @@ class ReplicaCluster(Cluster):
         )
         super().__init__(plan)
 
-    # ---- who is where
+    # ---- addresses and links
 
     def dial(self, process: Process, target: str) -> Channel:
-        """A channel of a process to an address."""
+        """Return a channel of a process to an address."""
         return Channel(process, self.pair(self._host(process), target), self.network, target)
 
     def _host(self, process: Process) -> str:
         return self.hosts.get(process, process.name.partition("#")[0].partition(".")[0])
 
     def pair(self, host: str, target: str) -> Link:
-        """The link between a host and an address."""
+        """Return the link between a host and an address."""
         link = self.pairs.get((host, target))
         if link is None:
             link = self.pairs[host, target] = self.new_link(f"{host}>{target}")
         return link
 
     def to_service(self, process: Process, _: Link) -> Any:
-        """How a client reaches the service: by all of its addresses."""
+        """See `Cluster`: a client that knows the addresses of all replicas."""
         chance = self._stream(f"route/{process.name}")
         pace = Pace(process.time, asyncio.sleep, chance.random)
         return ReplicaClient(",".join(_REPLICA_ADDRESSES), Plaintext(), pace=pace)
 
     def links_to_service(self, process: Process, _: Link) -> list[Link]:
-        """See `Cluster`: those of its host to each replica."""
+        """See `Cluster`: the links of its host to each replica."""
         return [self.pair(self._host(process), target) for target in _REPLICA_ADDRESSES]
 
     # ---- etcd and the replicas
 
     def start_server(self) -> None:
-        """Start what is missing of etcd and of the replicas."""
+        """Start the missing members of etcd and the missing replicas."""
         if self.etcd is None:
             self.referee.ledger(RUN).inexact = 1.0
             self.referee.ledger(RUN).clock_jumps = math.inf
@@ -123,13 +123,13 @@ class ReplicaCluster(Cluster):
                     self.referee.forgotten(entry)
                 case Checkpoint():
                     ledger = self.referee.ledger(entry.run_id)
-                    if ledger.revision == 0 or ledger.forgotten:  # the run begins with it
+                    if ledger.revision == 0 or ledger.forgotten:  # the run begins with this checkpoint
                         self.referee.forgotten(Forgotten(entry.run_id, entry.revision, entry.content))
                 case StoreChange():
                     self.referee.store.durable(entry)
 
     def start_member(self, index: int) -> None:
-        """Start a member of etcd that is not there."""
+        """Start a member of etcd, unless it runs."""
         assert self.etcd is not None
         if self.etcd.members[index] is None:
             member = Member(self.etcd, index, self.new_process(f"etcd{index}"))
@@ -151,7 +151,7 @@ class ReplicaCluster(Cluster):
         self.clockwork.after(self.chance.choice([0.3, 3.0, 10.0]), self.start_member, index)
 
     def start_replica(self, index: int) -> None:
-        """Start a replica that is not there."""
+        """Start a replica, unless it runs."""
         if self.replicas[index] is not None:
             return
         name = f"replica{index}"
@@ -178,7 +178,7 @@ class ReplicaCluster(Cluster):
         self.network.listeners[_REPLICA_ADDRESSES[index]] = server
 
     def end_replica(self, index: int, server: ReplicaServer | None = None, *, silently: bool) -> None:
-        """End the present life of a replica, and start the next one soon."""
+        """End the process of a replica, and start the next one soon."""
         present = self.replicas[index]
         if present is None or (server is not None and present is not server):
             return
@@ -191,7 +191,7 @@ class ReplicaCluster(Cluster):
 
     @property
     def served(self) -> dict[int, Shard]:
-        """The run's shard at the replicas that serve it, as they believe."""
+        """The run's shard at each replica that believes it serves it."""
         number = shard_of(RUN, self.shards)
         return {
             index: each.services.replica.shard_manager.serving[number]
@@ -209,13 +209,13 @@ class ReplicaCluster(Cluster):
 
     @property
     def serving(self) -> Process | None:
-        """See `Cluster`: that of the first owner, as they believe."""
+        """See `Cluster`: the process of the first replica that believes it owns the run."""
         owner = next((self.replicas[index] for index in self.owners), None)
         return None if owner is None else owner.process
 
     def _writable_round(self, run_id: str) -> int | None:
-        # Of the owner that etcd has. Another replica may still know the last round: one that hands the shard over takes
-        # no write (seed 120638951), and those of one that was paused fail (seed 120646021).
+        # The round of the owner in etcd. Another replica may still have the last round: one that hands the shard over
+        # accepts no write (seed 120638951), and writes to one that was paused fail (seed 120646021).
         assert self.etcd is not None
         pair = self.etcd.store.pairs.get(Keys(_PREFIX).owner(shard_of(RUN, self.shards)))
         instance = "" if pair is None else Owner.decode(pair.value).instance
@@ -238,12 +238,12 @@ class ReplicaCluster(Cluster):
         return super().settled()
 
     def dispose(self) -> None:
-        """See `Cluster`. A replica has much to end in good order that waits."""
+        """See `Cluster`. The tasks of a replica wait when they are cancelled, so they are run to their end."""
         self.clockwork.unwind(self.processes)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Have the product's clients open simulated channels, and its leases count by simulated clocks."""
+        """Make the product's clients open simulated channels, and its leases use simulated clocks."""
         with pytest.MonkeyPatch.context() as patch:
             tapped(patch, self.tap)
             patch.setattr(
@@ -274,7 +274,7 @@ def _parted(address: str) -> tuple[str, int]:
 
 
 def random_listener(cluster: ReplicaCluster) -> Callable[[str], Listener | None]:
-    """Who is met by clients that know of one address only: any of the replicas that take connections."""
+    """Return a lookup of listeners: clients without an address get a random replica that takes connections."""
 
     def listening(target: str) -> Listener | None:
         listeners = cluster.network.listeners

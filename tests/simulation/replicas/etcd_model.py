@@ -1,11 +1,11 @@
 """An etcd cluster of three members: keys with revisions, transactions, leases, watches, compaction, a quota, elections.
 
-What a majority has agreed on is one store. Its members differ in what they can do: one that reaches the leader passes
-on what it is asked; one that doesn't, keeps its callers waiting, and then says that it has no leader. A leader that was
-cut off or paused goes on for a moment in the belief that it leads, and prolongs leases, which counts for nothing.
-An answer may be lost though something was done, and something may be done long after nobody waits for it any more.
+The state that a majority has agreed on is one store. A member that reaches the leader forwards its requests; one that
+does not keeps its callers waiting, then refuses them with "no leader". A leader that was cut off or paused believes for
+a moment that it still leads, and renews leases, without effect. The response of a request that was carried out may be
+lost, and a request may be carried out long after its client has given up.
 
-Left out: fragments of large watches, users, learners, and members that lag behind while they reach the leader.
+Not modelled: fragments of large watches, users, learners, and members that lag behind while they reach the leader.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from simulation.wire import ServerCall, Status
 
 MEMBERS = 3
 _MAJORITY = 2
-# Seconds: how often members look for a leader and for leases that ended; how long they do without one before they
-# elect another; how long a leader that lost its majority believes that it leads; what a member waits for the majority.
+# Seconds: between two checks for a leader and for expired leases; without a leader before an election; for which a
+# leader that lost its majority believes that it leads; for which a member waits for the majority.
 _LOOK = 0.25
 _ELECTION = (1.0, 1.8)
 _BELIEF = 2.0
@@ -46,7 +46,7 @@ class _Lease:
 
 @dataclass(slots=True, eq=False)
 class Commit:
-    """A transaction that was done: what it put and deleted, at which revision, and the keys before it."""
+    """A committed transaction: its puts and deleted keys, its revision, and the keys before it."""
 
     revision: int
     puts: Sequence[kv_pb2.PutRequest]
@@ -55,7 +55,7 @@ class Commit:
 
 
 class Store:
-    """What the majority has agreed on."""
+    """The state that the majority has agreed on."""
 
     def __init__(self) -> None:
         self.revision = 1
@@ -66,7 +66,7 @@ class Store:
         self.events: list[watch_pb2.Event] = []
 
     def select(self, key: bytes, end: bytes) -> list[kv_pb2.KeyValue]:
-        """The keys of a range, in order."""
+        """Return the keys of a range, in order."""
         if not end:
             pair = self.pairs.get(key)
             return [] if pair is None else [pair]
@@ -75,7 +75,7 @@ class Store:
         ]
 
     def read(self, request: kv_pb2.RangeRequest) -> kv_pb2.RangeResponse:
-        """A range, as it is now."""
+        """Return a range at the present revision."""
         found = self.select(request.key, request.range_end)
         answer = kv_pb2.RangeResponse(count=len(found))
         if request.count_only:
@@ -90,14 +90,14 @@ class Store:
         return answer
 
     def holds(self, compare: kv_pb2.Compare) -> bool:
-        """Whether a comparison holds."""
+        """Return True if a comparison holds."""
         pair = self.pairs.get(compare.key)
         if compare.target == kv_pb2.Compare.COMPARE_TARGET_CREATE:
             return (0 if pair is None else pair.create_revision) == compare.create_revision
         return (0 if pair is None else pair.mod_revision) == compare.mod_revision
 
     def put(self, request: kv_pb2.PutRequest) -> None:
-        """Write a key, at the revision after the present one."""
+        """Write a key at the next revision."""
         now = self.revision + 1
         before = self.pairs.get(request.key)
         self._detach(before)
@@ -115,7 +115,7 @@ class Store:
         self.events.append(watch_pb2.Event(type=watch_pb2.Event.EVENT_TYPE_PUT, kv=pair))
 
     def delete(self, key: bytes) -> None:
-        """Remove a key, at the revision after the present one."""
+        """Delete a key at the next revision."""
         self._detach(self.pairs.pop(key))
         gone = kv_pb2.KeyValue(key=key, mod_revision=self.revision + 1)
         self.events.append(watch_pb2.Event(type=watch_pb2.Event.EVENT_TYPE_DELETE, kv=gone))
@@ -134,13 +134,13 @@ class Store:
         return keys
 
     def compact(self, revision: int) -> None:
-        """Forget the events up to a revision."""
+        """Drop the events up to a revision."""
         self.compacted = max(self.compacted, revision)
         self.events = [event for event in self.events if event.kv.mod_revision > self.compacted]
 
 
 class Refusal(Exception):
-    """What etcd answers instead."""
+    """An error that etcd returns."""
 
     def __init__(self, code: grpc.StatusCode, text: str) -> None:
         super().__init__(text)
@@ -148,7 +148,7 @@ class Refusal(Exception):
 
 
 class EtcdModel:
-    """The cluster."""
+    """The etcd cluster."""
 
     def __init__(
         self,
@@ -157,14 +157,14 @@ class EtcdModel:
         note: Callable[..., None],
         on_commit: Callable[[Commit], None],
     ) -> None:
-        """`on_commit`: called with every transaction and every end of a lease at the moment at which it is done."""
+        """`on_commit`: called for every transaction and every end of a lease, at the moment of the commit."""
         self.clockwork = clockwork
         self.chance = chance
         self.note = note
         self.store = Store()
         self.term = 2
         self.leader = 0
-        # Typical seconds that a majority takes; now and then one takes much longer.
+        # Mean seconds until a majority agrees, and the chance that it takes much longer.
         self.latency = 0.002
         self.straggling = 0.0
         self.members: list[Member | None] = [None] * MEMBERS
@@ -173,19 +173,19 @@ class EtcdModel:
         self._on_commit = on_commit
         self._led_at = 0.0
         self._patience = chance.uniform(*_ELECTION)
-        # By member: until when it believes that it leads, though it doesn't, and the term of which it does.
+        # By former leader: the time until which it believes that it leads, and its term.
         self._beliefs: dict[int, tuple[float, int]] = {}
         self._look()
 
-    # ---- who leads
+    # ---- leadership
 
     def up(self, index: int) -> bool:
-        """Whether a member runs."""
+        """Return True if a member runs."""
         member = self.members[index]
         return member is not None and member.process.alive and not member.process.paused
 
     def reach(self, one: int, other: int) -> bool:
-        """Whether two members reach each other."""
+        """Return True if two members reach each other."""
         return self.up(one) and self.up(other) and frozenset((one, other)) not in self.cut
 
     def _has_majority(self, index: int) -> bool:
@@ -193,15 +193,15 @@ class EtcdModel:
 
     @property
     def led(self) -> bool:
-        """Whether the leader has a majority."""
+        """True if the leader has a majority."""
         return self._has_majority(self.leader)
 
     def in_touch(self, index: int) -> bool:
-        """Whether a member reaches a leader that has a majority."""
+        """Return True if a member reaches a leader that has a majority."""
         return self.led and self.reach(index, self.leader)
 
     def stale_term(self, index: int) -> int:
-        """The term of a former leader that a member reaches, which takes itself for the leader; 0: there is none."""
+        """Return the term of a reachable former leader that believes that it leads; 0: there is none."""
         for former, (until, term) in self._beliefs.items():
             if self.clockwork.now < until and self.reach(index, former):
                 return term
@@ -222,12 +222,12 @@ class EtcdModel:
                 member.look()
 
     def changed(self) -> None:
-        """To be called when members were cut off, paused, or killed: who led may go on as if it weren't so."""
+        """Call it after members were cut off, paused or killed: the former leader may believe that it still leads."""
         if not self.led:
             self._beliefs[self.leader] = self.clockwork.now + _BELIEF, self.term
 
     def woke(self, index: int) -> None:
-        """A member goes on after a pause. If it led, it believes that it does."""
+        """A member continues after a pause. If it was the leader, it believes that it still leads."""
         until, term = self._beliefs.get(index, (0.0, 0))
         if term:
             self._beliefs[index] = max(until, self.clockwork.now + 0.3), term
@@ -248,10 +248,10 @@ class EtcdModel:
             self.note("lease expired", f"{number:x}")
             self.end_lease(number)
 
-    # ---- what is agreed on
+    # ---- commits
 
     def submit(self, index: int, apply: Apply) -> asyncio.Future[Any]:
-        """Have something done by a majority, at some time; what came of it, if the member learns of it."""
+        """Submit a change to the majority; return a future of its result, which is set if the member learns of it."""
         member = self.members[index]
         assert member is not None, "who is asked is there"
         done = member.process.create_future()
@@ -263,7 +263,7 @@ class EtcdModel:
 
     def _agree(self, member: Member, index: int, apply: Apply, done: asyncio.Future[Any]) -> None:
         if not self.led:
-            # The leader took it down before it lost the others, perhaps: then the next one may have it.
+            # The leader may have replicated it before it lost its majority: then the next leader may commit it.
             if self.chance.random() < 0.3:
                 self.clockwork.after(self.chance.uniform(0.5, 3.0), self._agree, member, index, apply, done)
             return
@@ -278,7 +278,7 @@ class EtcdModel:
             member.process.call_soon(_settle, done, result)
 
     def transact(self, request: kv_pb2.TxnRequest) -> kv_pb2.TxnResponse:
-        """Do a transaction."""
+        """Carry out a transaction."""
         store = self.store
         succeeded = all(store.holds(compare) for compare in request.compare)
         operations = request.success if succeeded else request.failure
@@ -313,20 +313,20 @@ class EtcdModel:
         return answer
 
     def end_lease(self, number: int) -> None:
-        """End a lease, if it is there."""
+        """End a lease, if it exists."""
         if number in self.store.leases:
             keys = self.store.revoke(number)
             self._on_commit(Commit(self.store.revision, (), {}, keys))
 
     def grant(self, ttl: int) -> lease_pb2.LeaseGrantResponse:
-        """Make a lease."""
+        """Grant a lease of `ttl` seconds."""
         ttl = max(ttl, _SHORTEST_LEASE)
         number = self.chance.getrandbits(62) + 1
         self.store.leases[number] = _Lease(ttl, self.clockwork.now + ttl)
         return lease_pb2.LeaseGrantResponse(id=number, ttl=ttl)
 
     def prolong(self, number: int) -> int:
-        """Prolong a lease; its seconds, 0: it has ended."""
+        """Renew a lease; return its time to live in seconds, 0: it has ended."""
         lease = self.store.leases.get(number)
         if lease is None:
             return 0
@@ -335,7 +335,7 @@ class EtcdModel:
 
 
 class _Nobody:
-    """Looks at nothing."""
+    """An observer that does nothing."""
 
     def heard(self, call: ServerCall, message: Any) -> None:
         """See `wire.Observer`."""
@@ -348,16 +348,16 @@ class _Nobody:
 
 
 class Member:
-    """One life of a member; takes connections."""
+    """One process of a member; it accepts connections."""
 
     def __init__(self, model: EtcdModel, index: int, process: Process) -> None:
         self.process = process
         self._model = model
         self._index = index
-        # The revision up to which it knows what was agreed on.
+        # The revision up to which it knows the store.
         self._known = model.store.revision
         self._in_touch_at = model.clockwork.now
-        # One for each watch.
+        # One event for each watch.
         self._news: dict[asyncio.Event, None] = {}
         unary, stream = grpc.unary_unary_rpc_method_handler, grpc.stream_stream_rpc_method_handler
         self._handlers: dict[str, Any] = {
@@ -378,11 +378,11 @@ class Member:
         }
 
     def accept(self, connection: Connection, method: str) -> ServerCall:
-        """Take a call."""
+        """Accept a call."""
         return ServerCall(connection, method, self._handlers[method], _Nobody())
 
     def look(self) -> None:
-        """Learn what was agreed on, if the leader is within reach."""
+        """Learn new commits, if the member reaches the leader."""
         if self._model.in_touch(self._index):
             self._in_touch_at = self._model.clockwork.now
             if self._known != self._model.store.revision:
@@ -400,7 +400,7 @@ class Member:
         return self._model.clockwork.now > self._in_touch_at + _ELECTION[1]
 
     async def _agreed(self, context: Any, apply: Apply) -> Any:
-        """What comes of something that a majority does; None: the call was ended with an error."""
+        """Return the encoded response of a request that needs the majority; aborts the call on an error."""
         if self._leaderless and not self._model.in_touch(self._index):
             await self._refuse(context, grpc.StatusCode.UNAVAILABLE, _LEADERLESS)
         try:
@@ -425,7 +425,7 @@ class Member:
 
         def read() -> kv_pb2.RangeResponse:
             if 0 < request.revision < store.revision:
-                # Of the past, nothing is kept here but by the store's compaction: pages are read at one revision.
+                # Pages are read at one revision; past values are not kept here, see `_past`.
                 return _past(store, request)
             return store.read(request)
 
@@ -540,7 +540,7 @@ class Member:
 
 
 def _past(store: Store, request: kv_pb2.RangeRequest) -> kv_pb2.RangeResponse:
-    """A range as it was at a revision, as far as its events were not compacted away."""
+    """Return a range at a revision; raise Refusal if it was compacted, or the range has changed since."""
     if request.revision < store.compacted:
         text = "etcdserver: mvcc: required revision has been compacted"
         raise Refusal(grpc.StatusCode.OUT_OF_RANGE, text)
@@ -548,7 +548,7 @@ def _past(store: Store, request: kv_pb2.RangeRequest) -> kv_pb2.RangeResponse:
     if any(
         request.key <= key and (key < request.range_end or not request.range_end) for key in sorted(changed)
     ):
-        # The values of then are not kept: as if they had just been compacted, which a reader must be ready for.
+        # Past values are not kept: act as if they had just been compacted, which a reader must handle.
         text = "etcdserver: mvcc: required revision has been compacted"
         raise Refusal(grpc.StatusCode.OUT_OF_RANGE, text)
     return store.read(request)

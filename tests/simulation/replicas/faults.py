@@ -1,4 +1,4 @@
-"""What may befall replicas and their etcd; nodes and people are in trouble as in `simulation.faults`."""
+"""The faults of replicas and their etcd; those of nodes and operators are in `simulation.faults`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _action(
 
 
 def _some_replica(cluster: ReplicaCluster) -> int:
-    """A replica, mostly one that owns the run."""
+    """Return the index of a replica, mostly of one that owns the run."""
     owners = cluster.owners
     if owners and cluster.chance.random() < 0.7:
         return owners[0]
@@ -51,7 +51,7 @@ def kill_replica(cluster: ReplicaCluster) -> None:
 
 @_action(2.0)
 def pause_replica(cluster: ReplicaCluster) -> None:
-    """A replica is stopped, and goes on."""
+    """A replica is paused, and continues."""
     replica = cluster.replicas[_some_replica(cluster)]
     if replica is not None:
         cluster.pause(replica.process, cluster.chance.choice([0.5, 3.0, 6.0, 12.0, 25.0]))
@@ -59,7 +59,7 @@ def pause_replica(cluster: ReplicaCluster) -> None:
 
 @_action(1.0)
 def drain_replica(cluster: ReplicaCluster) -> None:
-    """A replica is told to end."""
+    """A replica is drained."""
     replica = cluster.replicas[_some_replica(cluster)]
     if replica is not None:
         cluster.note("drain", replica.process.name)
@@ -68,7 +68,7 @@ def drain_replica(cluster: ReplicaCluster) -> None:
 
 @_action(1.5)
 def cut_replica_from_etcd(cluster: ReplicaCluster) -> None:
-    """A replica doesn't reach etcd, or only some of its members."""
+    """A replica does not reach etcd, or only some of its members."""
     name = f"replica{_some_replica(cluster)}"
     links = [link for (host, _), link in cluster.pairs.items() if host == name]
     if cluster.chance.random() < 0.4:
@@ -79,7 +79,7 @@ def cut_replica_from_etcd(cluster: ReplicaCluster) -> None:
 
 @_action(1.0, of_server=False)
 def cut_replica_from_clients(cluster: ReplicaCluster) -> None:
-    """Clients and nodes don't reach a replica, which reaches etcd."""
+    """Clients and nodes do not reach a replica, which reaches etcd."""
     index = _some_replica(cluster)
     replica = cluster.replicas[index]
     if replica is not None:
@@ -96,7 +96,7 @@ def kill_member(cluster: ReplicaCluster) -> None:
 
 @_action(1.0)
 def pause_member(cluster: ReplicaCluster) -> None:
-    """A member of etcd is stopped, the leader as a rule."""
+    """A member of etcd is paused, mostly the leader."""
     etcd = cluster.etcd
     assert etcd is not None
     index = etcd.leader if cluster.chance.random() < 0.6 else cluster.chance.randrange(MEMBERS)
@@ -111,7 +111,7 @@ def pause_member(cluster: ReplicaCluster) -> None:
 
 @_action(1.5)
 def part_members(cluster: ReplicaCluster) -> None:
-    """Some members of etcd don't reach each other: one is alone, or two are parted and the third reaches both."""
+    """Some members of etcd do not reach each other: one is isolated, or two are and the third reaches both."""
     etcd, chance = cluster.etcd, cluster.chance
     assert etcd is not None
     one = etcd.leader if chance.random() < 0.6 else chance.randrange(MEMBERS)
@@ -127,7 +127,7 @@ def part_members(cluster: ReplicaCluster) -> None:
 
 @_action(1.0)
 def slow_etcd(cluster: ReplicaCluster) -> None:
-    """etcd gets slow, or fast again, or takes very long now and then."""
+    """etcd becomes slow, or fast again, or very slow now and then."""
     etcd, chance = cluster.etcd, cluster.chance
     assert etcd is not None
     etcd.latency = chance.choice([0.0005, 0.005, 0.05, 0.3])
@@ -137,7 +137,7 @@ def slow_etcd(cluster: ReplicaCluster) -> None:
 
 @_action(1.0)
 def compact_etcd(cluster: ReplicaCluster) -> None:
-    """etcd forgets what was."""
+    """etcd compacts its history."""
     etcd = cluster.etcd
     assert etcd is not None
     etcd.store.compact(max(0, etcd.store.revision - cluster.chance.choice([0, 0, 3, 20])))
@@ -146,7 +146,7 @@ def compact_etcd(cluster: ReplicaCluster) -> None:
 
 @_action(0.5)
 def fill_etcd(cluster: ReplicaCluster) -> None:
-    """etcd takes no writes, or takes them again."""
+    """etcd refuses writes because its quota is used up, or accepts them again."""
     etcd = cluster.etcd
     assert etcd is not None
     etcd.store.full = not etcd.store.full

@@ -1,4 +1,4 @@
-"""Bugs to plant in replicas, their leases and their journals; those of `ha.planted` are among them."""
+"""Bugs to plant in replicas, their leases and their journals, including those of `ha.planted`."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ def _without(patch: pytest.MonkeyPatch, kind: type) -> None:
 
 
 def commit_whoever_owns_the_shard(patch: pytest.MonkeyPatch) -> None:
-    """Commits don't compare who owns the shard."""
+    """Commits do not compare the owner of the shard."""
     _without(patch, CreateRevision)
 
 
 def commit_whatever_came_before(patch: pytest.MonkeyPatch) -> None:
-    """Commits don't compare what was committed last."""
+    """Commits do not compare the last commit."""
     _without(patch, ModRevision)
 
 
 def acknowledge_before_commit(patch: pytest.MonkeyPatch) -> None:
-    """What is appended is taken for durable as soon as it is on its way."""
+    """An append returns as soon as its entries are sent, before they are durable."""
 
     @instead_of(patch, EtcdJournal, "append")
     async def rash(append: Any, self: EtcdJournal, entries: Sequence[Entry]) -> None:
@@ -47,11 +47,11 @@ def acknowledge_before_commit(patch: pytest.MonkeyPatch) -> None:
 
 
 def believe_in_a_lease_for_ever(patch: pytest.MonkeyPatch) -> None:
-    """A replica answers for as long as it was not told that its lease is lost: after a pause too."""
+    """A replica serves until it receives the loss of its lease, also after a pause."""
     patch.setattr(Session, "held", lambda self: not self._lost.is_set())
 
 
-# A refusal is an announcement too: a lease that is superseded, but durably stands, must not be refused yet (seed 0).
+# A refusal also announces a fact: a lease must not be refused before its supersession is durable (seed 0).
 _TOLD = "nothing is told before it is durable|what is acknowledged is durable|a lease that stands is honoured"
 
 REPLICA_PLANTS: dict[Plant, str] = {

@@ -1,4 +1,4 @@
-"""One life of a replica: the product's replica, its client of etcd, and its servicers, in a simulated process."""
+"""One process of a replica: the product's replica, its client of etcd, and its servicers, simulated."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from simulation.referee import Referee
 from simulation.store_calls import judge_stores
 from simulation.wire import ServerCall
 
-# What a replica that drains gives its calls, and what it has sent, seconds.
+# Seconds that a draining replica waits for its calls to end, and for its last messages to be sent.
 _GRACE = 5.0
 _FLUSH = 0.05
 _WALL_TIME = 1.7e9
 
 
 class ReplicaServer:
-    """A process that serves its share of the shards."""
+    """A process that serves a part of the shards."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class ReplicaServer:
 
     @property
     def serves(self) -> bool:
-        """Whether it serves a shard."""
+        """True if it serves a shard."""
         return self.services is not None and bool(self.services.locator.shards())
 
     async def _main(self) -> None:
@@ -99,16 +99,16 @@ class ReplicaServer:
         self._on_exit(self)
 
     def _failed(self, error: BaseException) -> None:
-        # Another process of our name may be alive still: a supervisor starts this one again.
+        # Another process of the same name may still be alive; a supervisor restarts this one.
         self._referee.note("replica failed", self.name, error)
         self.process.call_later(_FLUSH, self._on_exit, self)
 
     def accept(self, connection: Connection, method: str) -> ServerCall:
-        """Take a call."""
+        """Accept a call."""
         return ServerCall(connection, method, self._handlers[method], self._referee)
 
     def drain(self) -> None:
-        """End in good order."""
+        """Drain the replica."""
         if not self.draining and self.services is not None:
             self.draining = True
             self.process.create_task(self._drain())
@@ -125,6 +125,6 @@ class ReplicaServer:
                 await asyncio.gather(*drains)
                 await self._calls.idle()
         except TimeoutError:
-            pass  # what is open still, is cut
+            pass  # calls that are still open are cut
         await asyncio.sleep(_FLUSH)
         self._ended.set()

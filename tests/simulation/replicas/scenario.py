@@ -1,4 +1,4 @@
-"""A seed of replicas: as `simulation.scenario`, with three replicas and their etcd in the place of the one service."""
+"""A seed of replicas: as `simulation.scenario`, with three replicas and their etcd in place of one service."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from simulation.scenario import ClusterScenario
 
 
 class ReplicaReferee(Referee):
-    """Who is connected to a replica that lost its runs, and doesn't know it yet, can't be told what happens to them.
+    """A referee that allows a stale replica to send no updates: it may not know yet that it lost its runs.
 
-    Nor does what is written say when it was decided: it waits for the commit before, and for etcd.
+    The decision time of a commit is not known either: a commit waits for the commit before it, and for etcd.
     """
 
     def __post_init__(self) -> None:
@@ -36,8 +36,8 @@ class ReplicaScenario(ClusterScenario):
     target = "simulate-replicas"
 
     def build(self) -> Cluster:
-        """The cluster of the plan."""
-        # Three replicas and three members of etcd take some 450 steps a second.
+        """Build the cluster of the plan."""
+        # Three replicas and three members of etcd take about 450 steps per virtual second.
         self.plan: Plan = replace(
             self.plan, store_clients=max(1, self.plan.store_clients), most_steps=1_000_000
         )
@@ -49,11 +49,11 @@ class ReplicaScenario(ClusterScenario):
 
     @property
     def actions(self) -> dict[str, tuple[faults.Action, float, bool]]:
-        """What may befall it, by name."""
+        """The faults, by name."""
         return ACTIONS
 
     def _let_run_expire(self) -> None:
-        """A replica that takes the run over gives it a new term. Offers that nobody takes come ever more seldom."""
+        """Wait for the expiry again after each take-over, which restarts it. Refused offers of a shard become rare."""
         assert isinstance(self.cluster, ReplicaCluster)
         served = None
         while served != (served := self.cluster.served):
@@ -61,7 +61,7 @@ class ReplicaScenario(ClusterScenario):
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Replace the product's connections to etcd by simulated ones, too."""
+        """Replace the product's connections to etcd by simulated ones, as well."""
         assert isinstance(self.cluster, ReplicaCluster)
         with self.cluster.in_place(), super().in_place():
             yield

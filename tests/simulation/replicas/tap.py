@@ -1,7 +1,7 @@
-"""What is in the journals on etcd, told to the referee at the moment at which etcd has it.
+"""A tap on the journals in etcd: it passes entries to the referee at the moment at which etcd commits them.
 
-A commit of the product is packed, and merged with others. Here each is known by the id in its head, drawn when it is
-sent: what was appended is kept under that id until etcd has done the transaction that bears it.
+The product packs entries, and merges several appends into one commit. Each commit has a random id in its head, drawn
+when it is sent: its entries are kept here under that id until etcd has committed the transaction with it.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from support.replacing import instead_of
 
 
 class Given(list[Entry]):
-    """What one call has the journal write."""
+    """The entries of one append."""
 
     at: float
-    """When: all of it was decided just before. It may be sent later than that, and again (seed 120676196)."""
+    """Time of the append, just after the decision. They may be sent later, and again (seed 120676196)."""
 
 
 @dataclass(slots=True)
 class Tap:
-    """Follows every commit of one cluster."""
+    """The observer of every commit of one cluster."""
 
     keys: Keys
     now: Callable[[], float]
@@ -42,7 +42,7 @@ class Tap:
     sent: dict[bytes, Sequence[Given]] = field(default_factory=dict)
 
     def committed(self, commit: Commit) -> None:
-        """etcd has done a transaction."""
+        """etcd has committed a transaction."""
         for put in commit.puts:
             if (shard := self.keys.shard_owned(put.key)) is not None:
                 self.on_owner(shard)
@@ -62,7 +62,7 @@ class Tap:
 
 
 def tapped(patch: pytest.MonkeyPatch, tap: Tap) -> None:
-    """Have the journals of all replicas tell a tap of what they send."""
+    """Patch the journals of all replicas to pass the entries that they send to a tap."""
     commit, write = journal.EtcdJournal._commit, journal.EtcdJournal._write
 
     @instead_of(patch, journal.EtcdJournal, "append")

@@ -1,4 +1,4 @@
-"""What may befall a scene. Each action is a function of it; a seed has about half of them."""
+"""The faults of a scene. Each action is a function of the scene; a seed has about half of them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ACTIONS: dict[str, tuple[Action, float]] = {}
 
 
 def action(weight: float) -> Callable[[Action], Action]:
-    """Make a function an action, more or less frequent."""
+    """Register a function as an action, with a weight."""
 
     def register(function: Action) -> Action:
         ACTIONS[function.__name__] = (function, weight)
@@ -23,7 +23,7 @@ def action(weight: float) -> Callable[[Action], Action]:
 
 
 def draw_actions(chance: random.Random) -> dict[str, float]:
-    """The actions of a seed, each with its weight: about half of them, so that rare combinations come up."""
+    """Return the actions of a seed and their weights: about half of them, so that rare combinations occur."""
     chosen = {name: weight * chance.uniform(0.2, 2.0) for name, (_, weight) in ACTIONS.items()}
     return {name: weight for name, weight in chosen.items() if chance.random() < 0.5} or chosen
 
@@ -34,13 +34,13 @@ def _host(scene: Scene) -> Host | None:
 
 @action(2.0)
 def kill_service(scene: Scene) -> None:
-    """The service is gone with all that it knows."""
+    """The service is killed, and loses its state."""
     scene.end_service(silently=scene.chance.random() < 0.2)
 
 
 @action(1.0)
 def drain_service(scene: Scene) -> None:
-    """The service ends in good order, and another one starts."""
+    """The service is drained, and another one starts."""
     if scene.service is not None:
         scene.note("drain", scene.service.process.name)
         for host in scene.hosts:
@@ -51,27 +51,27 @@ def drain_service(scene: Scene) -> None:
 
 @action(2.0)
 def pause_service(scene: Scene) -> None:
-    """The service stands still."""
+    """The service is paused."""
     scene.pause_service(scene.chance.choice([0.05, 0.3, 1.0, 4.0, 12.0]))
 
 
 @action(1.5)
 def pause_agent(scene: Scene) -> None:
-    """An agent stands still, and its workers go on."""
+    """An agent is paused, and its workers run on."""
     if host := _host(scene):
         scene.stop_agent(host, scene.chance.choice([0.05, 0.3, 1.0, 4.0]))
 
 
 @action(1.5)
 def pause_host(scene: Scene) -> None:
-    """An agent stands still with its workers."""
+    """An agent is paused with its workers."""
     if host := _host(scene):
         scene.stop_host(host, scene.chance.choice([0.3, 0.6, 2.0, 8.0]))
 
 
 @action(0.7)
 def pause_everything(scene: Scene) -> None:
-    """A machine stands still on which there is all."""
+    """A machine with the service, all agents and all workers is paused."""
     seconds = scene.chance.choice([0.6, 2.0, 8.0])
     scene.pause_service(seconds)
     for host in scene.alive:
@@ -80,7 +80,7 @@ def pause_everything(scene: Scene) -> None:
 
 @action(0.7)
 def stop_worker(scene: Scene) -> None:
-    """A process of a worker is stopped, which is its own fault."""
+    """A process of a worker is stopped: that counts as a hang."""
     if (host := _host(scene)) and host.programs and not host.stillness.standing:
         process = scene.chance.choice(host.programs).process
         if process.alive and not process.paused:
@@ -97,7 +97,7 @@ def _let_go(host: Host, process: object) -> None:
 
 @action(1.5)
 def block_link(scene: Scene) -> None:
-    """The network swallows everything, for longer or shorter than a keep-alive takes."""
+    """The network drops everything, for longer or shorter than a keep-alive takes."""
     up, down = scene.chance.choice([(True, True), (True, False), (False, True)])
     link = scene.chance.choice(scene.links)
     scene.block(link, up=up, down=down, seconds=scene.chance.choice([0.3, 2.0, 20.0]))
@@ -105,7 +105,7 @@ def block_link(scene: Scene) -> None:
 
 @action(1.5)
 def cut_off(scene: Scene) -> None:
-    """Connections break, and no other comes about for a while."""
+    """Connections break, and new ones fail for a while."""
     link = scene.chance.choice(scene.links)
     if link.whole:
         scene.reset(link)
@@ -114,14 +114,14 @@ def cut_off(scene: Scene) -> None:
 
 @action(1.0)
 def save_learned(scene: Scene) -> None:
-    """What runs have learned is written down for the services to come."""
+    """The learned timeouts of runs are saved for the next service."""
     if scene.service is not None and not scene.service.process.paused:
         scene.save_learned(scene.service)
 
 
 @action(0.5)
 def forget_scopes(scene: Scene) -> None:
-    """An operator has the run learn anew."""
+    """An operator makes the run forget its learned timeouts."""
     if scene.service is not None:
         scene.note("forget", scene.service.process.name)
         scene.service.process.call_soon(scene.service.watchdog.forget_scopes, RUN, "")
@@ -135,7 +135,7 @@ def reset_link(scene: Scene) -> None:
 
 @action(0.5)
 def crash_agent(scene: Scene) -> None:
-    """An agent dies, and its workers with it."""
+    """An agent dies with its workers."""
     if host := _host(scene):
         scene.crash_host(host, silently=scene.chance.random() < 0.3)
 
@@ -150,21 +150,21 @@ def renew_lease(scene: Scene) -> None:
 
 @action(0.4)
 def begin_anew(scene: Scene) -> None:
-    """The rendezvous service has lost all that it knew: its run begins again, with leases from the first number on."""
+    """The rendezvous service has lost its state: its run begins again, with leases from the first number on."""
     if not any(host.process.paused for host in scene.alive):
         scene.begin_anew()
 
 
 @action(0.4)
 def second_job(scene: Scene) -> None:
-    """Another job of the run's name begins on a host, while the agent of the one before is still there."""
+    """Another job with the run's name starts on a host, while the agent of the previous one still runs."""
     if (host := _host(scene)) and not host.process.paused:
         scene.second_job(host)
 
 
 @action(0.4)
 def lose_lease(scene: Scene) -> None:
-    """A node's lease is another agent's for a moment, so that its own is refused until it has joined again."""
+    """Another agent has a node's lease for a moment, so the node's own is refused until it has joined again."""
     service = scene.service
     if service is None or not (host := _host(scene)) or host.process.paused:
         return
@@ -181,7 +181,7 @@ def _join_again(host: Host) -> None:
 
 @action(0.3)
 def stall_opening(scene: Scene) -> None:
-    """The network swallows all between an agent's next call and the first message of it, for longer than is waited."""
+    """The network drops the first message of an agent's next call, for longer than the service waits for it."""
     if scene.service is not None and (host := _host(scene)) and host.link.whole:
         scene.note("stall opening", host.name)
         scene.service.when_called(host.link, lambda: scene.stall(host.link, 12.0))
@@ -190,7 +190,7 @@ def stall_opening(scene: Scene) -> None:
 
 @action(0.4)
 def stumble(scene: Scene) -> None:
-    """An agent stands still, and soon after it its whole host does."""
+    """An agent is paused, and soon after it its whole host."""
     if (host := _host(scene)) and not host.process.paused:
         first, between = scene.chance.choice([0.6, 1.0]), scene.chance.uniform(0.0, 0.3)
         scene.stop_agent(host, first)
@@ -204,7 +204,7 @@ def _stop(scene: Scene, host: Host, seconds: float) -> None:
 
 @action(1.0)
 def cut_line(scene: Scene) -> None:
-    """A worker's process loses the connection to its agent, and comes back."""
+    """A worker's process loses the connection to its agent, and reconnects."""
     if (host := _host(scene)) and host.programs:
         program = scene.chance.choice(host.programs)
         scene.note("cut", program.process.name)
@@ -220,14 +220,14 @@ def kill_worker(scene: Scene) -> None:
 
 @action(1.0)
 def fork_worker(scene: Scene) -> None:
-    """A worker forks a process that has timers of its own."""
+    """A worker forks a process with its own timers."""
     if (host := _host(scene)) and host.workers:
         host.fork(scene.chance.choice(list(host.workers.values())))
 
 
 @action(0.7)
 def end_child(scene: Scene) -> None:
-    """A forked process is gone."""
+    """A forked process dies."""
     if host := _host(scene):
         children = [
             program for program in host.programs if program is not host.workers[program.worker_id].programs[0]

@@ -1,4 +1,4 @@
-"""One life of an agent: the product's timer socket and client, its host's workers, and a reaper that may fail."""
+"""One process of an agent: the product's timer socket and client, its host's workers, and a reaper that may fail."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from simulation.wire import Channel
 from support.host_workers import HostWorkers
 
 RUN = "run"
-# Process ids begin above those that a kernel gives out: what the product reads of them in /proc is not there.
+# Process ids begin above the kernel's maximum: the product finds none of them in /proc.
 _FIRST_PID = 2**22
-# How many of all programs use the product's `expires`.
+# Share of the programs that use the product's `expires`.
 _BY_TABLE = 0.7
-# Seconds until the agent hears that a process has started. It may connect before.
+# Longest delay in seconds until the agent learns that a process has started. The process may connect before.
 _BIRTH_NEWS = 0.1
-# Seconds for which a process may take a connection for whole that broke: as long as it need not ring, and some.
+# Seconds for which a process may not notice a broken connection: while it need not send a wake-up, and a margin.
 _UNNOTICED = 3.0
-# Seconds until the agent hears that a worker has died, and until another takes its place.
+# Longest delays in seconds until the agent learns that a worker has died, and until another replaces it.
 _NEWS = 0.3
 _REPLACED = 1.0
 
 
 @dataclass(slots=True)
 class Reaping:
-    """How reapers of a seed are: how often one fails or raises, and how long evidence takes at most, seconds."""
+    """The reapers of a seed: chance of a failure and of an exception, and the longest diagnosis in seconds."""
 
     failing: float
     raising: float
@@ -46,33 +46,33 @@ class Reaping:
 
 @dataclass(slots=True, eq=False)
 class Worker:
-    """A worker: its first process, and those that it forked."""
+    """A worker: its first process, and its forked ones."""
 
     worker_id: str
     programs: list[Program] = field(default_factory=list)
 
     @property
     def alive(self) -> bool:
-        """Whether it lives."""
+        """True if its first process is alive."""
         return self.programs[0].process.alive
 
     def die(self) -> None:
-        """All its processes are killed."""
+        """Kill all its processes."""
         for program in self.programs:
             program.die()
 
 
 class _Socket(TimerSocket):
-    """The product's, at a door that is simulated."""
+    """The product's socket, over a simulated listener."""
 
     def begin(self, process: ReadingProcess, door: Listener) -> None:
-        """What `start` does."""
+        """Start it, as `start` does."""
         process.add_reader(door, self._accept, door)
         self._timers.start(self._judge, self._tables.forget)
 
 
 class Host(HostWorkers):
-    """An agent's life on a host."""
+    """An agent on a host, with its workers."""
 
     def __init__(
         self,
@@ -90,21 +90,21 @@ class Host(HostWorkers):
         temper: Temper,
         reaping: Reaping,
     ) -> None:
-        """Start it without workers.
+        """Start the agent without workers.
 
         Args:
-            clockwork: What makes it go.
-            network: What it reaches the service by.
-            referee: Who is told what happens.
-            chance: What decides here.
-            link: Its way into the network.
-            name: Of the node.
-            life: Another number for each life of an agent of any node.
-            lease: Of the node; more than in its earlier lives in that incarnation of the run.
-            incarnation: Of the run.
+            clockwork: Runs its callbacks.
+            network: Connects it to the service.
+            referee: Receives the real events.
+            chance: The source of its random choices.
+            link: The host's link to the service.
+            name: The id of the node.
+            life: The number of this agent process, unique among all nodes.
+            lease: The node's lease; higher than its earlier ones in that incarnation of the run.
+            incarnation: The incarnation of the run.
             new_process: Starts a process of the host; all have one clock.
-            temper: How its workers are.
-            reaping: How its reaper is.
+            temper: The behaviour of its workers.
+            reaping: The behaviour of its reaper.
         """
         super().__init__()
         self.name = name
@@ -113,13 +113,13 @@ class Host(HostWorkers):
         self.workers: dict[str, Worker] = {}
         self.lease = lease
         self.incarnation = incarnation
-        # Its job is over, and it has not noticed: it starts no worker any more.
+        # True if its job is over and the agent still runs: it starts no more workers.
         self.over = False
-        # The agent of its node in another life of the run.
+        # The agent of its node in another incarnation of the run.
         self.rival: Host | None = None
-        # When a service last heard of all its timers; None: its stream is broken, or what it says is held up.
+        # The time at which a service last had all its timers; None: its stream is broken, or its messages are delayed.
         self.registered_at: float | None = None
-        # When its agent, its network or its service last went on after it had been stopped.
+        # The time at which its agent, its network or its service last continued after a pause.
         self.shaken_at = -1e9
         self._clockwork = clockwork
         self._referee = referee
@@ -153,12 +153,12 @@ class Host(HostWorkers):
         return line
 
     def now(self) -> float:
-        """The world's time."""
+        """Return the world's time, in seconds."""
         return self._clockwork.now
 
     @property
     def programs(self) -> list[Program]:
-        """All processes of its workers, the dead ones included."""
+        """All processes of its workers, including dead ones."""
         return [program for worker in self.workers.values() for program in worker.programs]
 
     def guards(self, span: Span, *, all_along: bool = False) -> bool:
@@ -171,7 +171,7 @@ class Host(HostWorkers):
     # ---- workers
 
     def start_worker(self) -> None:
-        """Start one more."""
+        """Start another worker."""
         if not self.process.alive or self.over:
             return
         self._born += 1
@@ -181,7 +181,7 @@ class Host(HostWorkers):
         self._start_program(worker)
 
     def fork(self, worker: Worker) -> None:
-        """One of its processes forks."""
+        """Fork a process of a worker."""
         if worker.alive:
             self._start_program(worker)
 
@@ -205,7 +205,7 @@ class Host(HostWorkers):
             self.socket.introduce()
 
     def lose_worker(self, worker: Worker) -> None:
-        """A worker dies, whoever killed it; after a while the agent hears of it."""
+        """Kill a worker, for any cause; after a while the agent receives its exit."""
         if not worker.alive:
             return
         self._referee.note("gone", worker.worker_id)
@@ -226,15 +226,15 @@ class Host(HostWorkers):
     # ---- reaping
 
     def worker_of(self, pid: int) -> str | None:
-        """One of those that were introduced."""
+        """Return the worker of a process that the agent knows."""
         return self.pids.get(pid)
 
     def rank_of(self, worker: str) -> int | None:
-        """Unknown: progress is not simulated."""
+        """Return None: progress is not simulated."""
         return None
 
     async def reap(self, hang: HungWorker) -> bool | None:
-        """Take its time, and fail at times."""
+        """Reap a worker after a delay; fail or raise at random."""
         referee, chance, reaping = self._referee, self._chance, self._reaping
         referee.reap_asked(self, hang)
         try:
@@ -252,16 +252,16 @@ class Host(HostWorkers):
         finally:
             referee.reap_over(self, hang)
 
-    # ---- what befalls it
+    # ---- its faults
 
     def stop(self) -> None:
-        """The whole host stands still."""
+        """Pause the whole host."""
         self.stillness.begin(self.now())
         for process in self._those():
             process.pause()
 
     def go_on(self, arrivals_first: bool) -> None:
-        """The host goes on."""
+        """Continue the host."""
         self.stillness.end(self.now())
         for process in self._those():
             resume(process, arrivals_first)
@@ -271,13 +271,13 @@ class Host(HostWorkers):
         return [self.process, *live]
 
     def outlive_its_job(self) -> None:
-        """Its workers are gone, and it goes on for a while."""
+        """End the job: its workers are gone, and the agent runs on for a while."""
         self.over = True
         for worker in list(self.workers.values()):
             self.lose_worker(worker)
 
     def renew(self, lease: int, incarnation: str) -> None:
-        """The node gets another lease."""
+        """Give the node a new lease."""
         self.lease, self.incarnation, self.registered_at = lease, incarnation, None
         self.process.call_soon(self.client.renew, lease, incarnation)
 
@@ -286,7 +286,7 @@ class Host(HostWorkers):
         return self.rival is not None and self.rival.process.alive
 
     def crash(self) -> None:
-        """The agent is killed, and its spawner takes the workers down."""
+        """Kill the agent; its spawner kills the workers."""
         self.process.kill()
         self._referee.agent_died(self)
         for worker in self.workers.values():
@@ -294,7 +294,7 @@ class Host(HostWorkers):
 
 
 def resume(process: Process, arrivals_first: bool) -> None:
-    """Let a process go on. What has arrived meanwhile comes before or after what has fallen due: as loops differ."""
+    """Continue a process. It handles received messages before or after due timers, since event loops differ in that."""
     if arrivals_first:
         process.parked.sort(key=lambda handle: "_fire" in getattr(handle.callback, "__name__", ""))
     process.resume()

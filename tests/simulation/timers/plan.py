@@ -1,4 +1,4 @@
-"""What a seed stands for: how its workers and reapers are, what the service goes by, and how bad the world is."""
+"""The plan of a seed: its workers and reapers, the settings of the service, and the rate of faults."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from simulation.timers.programs import Temper
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Drawn from a seed."""
+    """The random choices of a seed."""
 
     seed: int
     hosts: int
@@ -20,14 +20,14 @@ class Plan:
     temper: Temper
     reaping: Reaping
     settings: TimerSettings
-    # One way through the network, how long there is trouble, and how long there is none between two things that
-    # happen, seconds.
+    # Seconds: latency of the network in one direction; duration of the period with faults; mean time between two
+    # faults.
     latency: float
     trouble: float
     pause: float
 
     def describe(self) -> str:
-        """One paragraph, for who reads a failure."""
+        """Return one paragraph for the report of a failure."""
         settings = self.settings
         return (
             f"seed {self.seed}: {self.hosts} hosts with {self.workers} workers each; trouble for "

@@ -1,4 +1,4 @@
-"""Bugs to plant in the product: each makes it wrong in one way that simulations of timers must find."""
+"""Bugs to plant in the product: simulations of timers must find each of them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from support.replacing import instead_of
 
 
 def forget_to_register_again(patch: pytest.MonkeyPatch) -> None:
-    """An agent believes that a new stream knows what the one before was told."""
+    """An agent assumes that its timers from the previous stream are known on a new stream."""
 
     def lazy(self: TimerMirror) -> None:
         self._gone.clear()
@@ -33,7 +33,7 @@ def forget_to_register_again(patch: pytest.MonkeyPatch) -> None:
 
 
 def send_no_elapsed(patch: pytest.MonkeyPatch) -> None:
-    """A timer that is told again begins anew."""
+    """A timer that is sent again restarts from zero."""
 
     @instead_of(patch, TimerMirror, "take")
     def fresh(take: Any, self: TimerMirror, *args: Any) -> Any:
@@ -45,7 +45,7 @@ def send_no_elapsed(patch: pytest.MonkeyPatch) -> None:
 
 
 def measure_elapsed_before_connecting(patch: pytest.MonkeyPatch) -> None:
-    """What has passed of a timer is what had passed when the attempt to connect began."""
+    """The elapsed time of a timer is measured when the attempt to connect begins."""
     tell, now = NodeTimers._send, NodeTimers._changes
 
     async def hasty(self: NodeTimers, call: Any) -> None:
@@ -57,12 +57,12 @@ def measure_elapsed_before_connecting(patch: pytest.MonkeyPatch) -> None:
 
 
 def obey_an_expiry_that_crossed_a_release(patch: pytest.MonkeyPatch) -> None:
-    """An agent reaps whom the service names."""
+    """An agent reaps every worker that the service reports, even if it has released the timer."""
     patch.setattr(NodeTimers, "holds", lambda self, expired: True)
 
 
 def judge_without_a_look(patch: pytest.MonkeyPatch) -> None:
-    """An agent reaps by what it saw in the tables when it last looked."""
+    """An agent reaps by its last read of the tables, without reading them again."""
 
     async def rash(self: TimerSocket, expired: ExpiredTimer) -> bool | None:
         async with self._judging.setdefault(expired.worker_id, asyncio.Lock()):
@@ -74,7 +74,7 @@ def judge_without_a_look(patch: pytest.MonkeyPatch) -> None:
 
 
 def judge_two_at_once(patch: pytest.MonkeyPatch) -> None:
-    """Two timers of a worker that run out have it reaped twice."""
+    """Two expired timers of a worker have it reaped twice."""
 
     @instead_of(patch, TimerSocket, "_judge")
     async def eager(judge: Any, self: TimerSocket, expired: ExpiredTimer) -> Any:
@@ -83,7 +83,7 @@ def judge_two_at_once(patch: pytest.MonkeyPatch) -> None:
 
 
 def acknowledge_before_it_is_dealt_with(patch: pytest.MonkeyPatch) -> None:
-    """An expiry counts as dealt with as soon as it has come, whatever becomes of the reaping."""
+    """An expiry is acknowledged as soon as it arrives, before the reaping, which may fail."""
 
     @instead_of(patch, NodeTimers, "_handle")
     async def rash(handle: Any, self: NodeTimers, expired: ExpiredTimer) -> None:
@@ -94,7 +94,7 @@ def acknowledge_before_it_is_dealt_with(patch: pytest.MonkeyPatch) -> None:
 
 
 def take_a_failed_reaping_for_done(patch: pytest.MonkeyPatch) -> None:
-    """A reaper that could not is not asked again."""
+    """A failed reaping is not retried."""
 
     @instead_of(patch, NodeTimers, "start")
     def begin(start: Any, self: NodeTimers, on_expired: Any, *args: Any) -> None:
@@ -105,12 +105,12 @@ def take_a_failed_reaping_for_done(patch: pytest.MonkeyPatch) -> None:
 
 
 def obey_though_our_host_was_paused(patch: pytest.MonkeyPatch) -> None:
-    """An agent takes the service's word for it that a timer has run out."""
+    """An agent does not check by its own clock that a timer has expired."""
     patch.setattr(NodeTimers, "_ran_out", lambda self, expired: True)
 
 
 def tell_an_expiry_once(patch: pytest.MonkeyPatch) -> None:
-    """An expiry that is not acknowledged is not told again."""
+    """An expiry that is not acknowledged is not sent again."""
 
     @instead_of(patch, TimerTable, "__init__")
     def once(begin: Any, self: TimerTable, now: float, settings: TimerSettings) -> None:
@@ -118,7 +118,7 @@ def tell_an_expiry_once(patch: pytest.MonkeyPatch) -> None:
 
 
 def keep_expiries_from_a_new_stream(patch: pytest.MonkeyPatch) -> None:
-    """What ran out while no agent was there is not told to the one that comes."""
+    """Timers that expired while no agent was connected are not sent to the next agent."""
 
     def silent(self: Countdown, node: Any, now: float) -> None:
         self._queue.drop(node)
@@ -140,7 +140,7 @@ def drop_what_was_registered(patch: pytest.MonkeyPatch) -> None:
 
 
 def keep_the_deadline_of_a_replaced_timer(patch: pytest.MonkeyPatch) -> None:
-    """A timer that is acquired anew runs out when the former one would have."""
+    """A timer that is acquired again keeps its former deadline."""
 
     def sticky(self: TimerMirror, worker_id: str, scope: str, after: float, since: float, *args: Any) -> None:
         former = self.find(worker_id, scope)
@@ -153,7 +153,7 @@ def keep_the_deadline_of_a_replaced_timer(patch: pytest.MonkeyPatch) -> None:
 
 
 def skip_the_last_look(patch: pytest.MonkeyPatch) -> None:
-    """An agent does not look at a table after the moment until which its worker need not ring."""
+    """An agent does not read a table after the time until which its worker need not send a wake-up."""
 
     @instead_of(patch, OpenTable, "poll")
     def hasty(attend: Any, self: OpenTable) -> bool:
@@ -161,12 +161,12 @@ def skip_the_last_look(patch: pytest.MonkeyPatch) -> None:
 
 
 def count_a_table_again_after_a_reconnect(patch: pytest.MonkeyPatch) -> None:
-    """A process that brings its table again is taken for a new one."""
+    """A process that sends its table again is taken for a new one."""
     patch.setattr(Tables, "_remember", lambda self, worker_id, identity: {})
 
 
 def tell_completions_again_on_a_new_stream(patch: pytest.MonkeyPatch) -> None:
-    """Completions that were told are told again, in case they were lost."""
+    """Completions that were sent are counted and sent again on a new stream."""
 
     @instead_of(patch, TimerMirror, "restart")
     def careful(restart: Any, self: TimerMirror) -> None:
@@ -177,12 +177,12 @@ def tell_completions_again_on_a_new_stream(patch: pytest.MonkeyPatch) -> None:
 
 
 def add_what_agents_bring_back(patch: pytest.MonkeyPatch) -> None:
-    """What several agents say of the same completions is added up."""
+    """The counts that several agents report of the same completions are added."""
     patch.setattr(ScopeBook, "learn", ScopeBook.observe)
 
 
 def ignore_the_warm_up(patch: pytest.MonkeyPatch) -> None:
-    """One completion is enough to judge by."""
+    """One completion is enough to learn a timeout."""
 
     @instead_of(patch, ScopeBook, "__init__")
     def rash(begin: Any, self: ScopeBook[Any], settings: TimerSettings) -> None:
@@ -190,7 +190,7 @@ def ignore_the_warm_up(patch: pytest.MonkeyPatch) -> None:
 
 
 def go_by_what_was_learned_first(patch: pytest.MonkeyPatch) -> None:
-    """A longer completion makes nobody more patient."""
+    """A longer completion does not raise the learned timeout."""
 
     @instead_of(patch, ScopeBook, "_raise")
     def stubborn(grow: Any, self: ScopeBook[Any], scope: Scope[Any], *args: Any) -> Any:
@@ -201,12 +201,12 @@ def go_by_what_was_learned_first(patch: pytest.MonkeyPatch) -> None:
 
 
 def compare_leases_of_all_lives(patch: pytest.MonkeyPatch) -> None:
-    """A lease is superseded by any higher number, of whichever life of the run."""
+    """A lease is superseded by any higher number, of any incarnation of the run."""
     patch.setattr(TimerNode, "began_again", lambda self, incarnation: False)
 
 
 def give_up_when_refused(patch: pytest.MonkeyPatch) -> None:
-    """An agent takes a refusal for the last word, and no other lease for a reason to try again."""
+    """An agent never retries after a refusal, not even with another lease."""
 
     @instead_of(patch, NodeTimers, "_rest")
     async def rest(wait: Any, self: NodeTimers, seconds: float) -> Any:
@@ -216,7 +216,7 @@ def give_up_when_refused(patch: pytest.MonkeyPatch) -> None:
 
 
 def look_as_seldom_as_ever_after_a_pause(patch: pytest.MonkeyPatch) -> None:
-    """Looks are a pulse apart, also right after a pause."""
+    """The watch clock looks once a pulse, also right after a pause."""
     patch.setattr(WatchClock, "next_look", lambda self, now: now + self._settings.pulse)
 
 
@@ -251,4 +251,4 @@ PLANTS: dict[Plant, str] = {
     look_as_seldom_as_ever_after_a_pause: _IN_VAIN,
     go_by_what_was_learned_first: "a learned duration is the factor times the longest",
 }
-"""What to plant, and the invariant that it must break."""
+"""By plant: a pattern of the invariants that it breaks."""

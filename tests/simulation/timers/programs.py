@@ -1,6 +1,6 @@
-"""Workers and what they do: scopes that they leave in time, on the brink, late, or never; threads, forks and deaths.
+"""Workers and their behaviour: scopes that they leave in time, just in time, late, or never; threads, forks, deaths.
 
-What a program does is drawn by the way; what it really did goes to the referee, whatever it tells its agent.
+A program draws its actions at random; it reports its real actions to the referee, independently of its agent.
 """
 
 from __future__ import annotations
@@ -17,53 +17,53 @@ from simulation.timers.speech import ByMessages, ByTable, Speech
 from simulation.timers.truth import Span, Stillness
 
 _NANOSECONDS = 1_000_000_000
-# A scope that is left on the brink has so many seconds left: more than what clocks of two hosts may differ in it.
+# Seconds left of a scope that is left just in time: more than the clocks of two hosts may differ in its duration.
 _BRINK = 0.03
-# A lull between two scopes after which an agent is about to stop looking by itself, seconds.
+# Seconds of a pause between two scopes after which an agent is about to stop polling the table.
 _LULL = (1.96, 2.06)
 
 
 @dataclass(slots=True)
 class Temper:
-    """How workers of a seed are."""
+    """The behaviour of the workers of a seed."""
 
-    # Weights of how a scope ends.
+    # Weights of the ways in which a scope ends.
     ends: dict[str, float]
-    # How often a scope's time is learned, another is entered within it, it is acquired anew (by message).
+    # Chance that the timeout of a scope is learned, that it has a nested scope, that it is acquired again (by message).
     learning: float
     nesting: float
     renewing: float
-    # How often there is a lull between two scopes.
+    # Chance of a pause between two scopes.
     lulls: float
-    # How many threads have scopes of their own; the shortest and the longest scopes, seconds.
+    # Number of threads with scopes of their own; the shortest and the longest scopes, seconds.
     threads: int
     shortest: float
     longest: float
-    # No scope is left late any more; and none is entered.
+    # If True, no scope is left late; and no scope is entered.
     steady: bool = False
     finishing: bool = False
 
 
 class Witness(Protocol):
-    """Who is told what really happens."""
+    """An observer of the real events."""
 
     def entered(self, span: Span) -> None:
-        """A scope was entered."""
+        """A program has entered a scope."""
 
     def left(self, span: Span, completed: bool) -> None:
-        """It was left: by the program, or with it."""
+        """A scope has ended: the program left it, or died."""
 
 
 class Surroundings(Protocol):
-    """What a program has around it: its host."""
+    """The environment of a program: its host."""
 
     stillness: Stillness
 
     def connect(self, pid: int) -> Line:
-        """A process opens a connection to its agent. Raises OSError: there is none."""
+        """Open a connection of a process to its agent. Raises OSError: there is no agent."""
 
     def now(self) -> float:
-        """The world's time."""
+        """Return the world's time, in seconds."""
 
 
 @dataclass(slots=True, eq=False)
@@ -78,14 +78,14 @@ class Program:
     temper: Temper
     chance: random.Random
     by_table: bool
-    # When it last lost its connection, seconds of the world.
+    # The time at which it last lost its connection, by the world's clock.
     cut_off_at: float = -1e9
     _held: dict[int, Span] = field(default_factory=dict)
     _tokens: count[int] = field(default_factory=lambda: count(1))
     _speech: Speech = field(init=False)
 
     def start(self) -> None:
-        """Let it live."""
+        """Start its threads."""
         if self.by_table:
             self._speech = ByTable(self.process.name, self._clock, self._connect)
         else:
@@ -94,7 +94,7 @@ class Program:
             self.process.create_task(self._live())
 
     def die(self) -> None:
-        """It is gone; the kernel closes what it had open."""
+        """Die; the kernel closes the connection."""
         if not self.process.alive:
             return
         self.process.kill()
@@ -104,7 +104,7 @@ class Program:
             self._speech.line.end()
 
     def cut(self, seconds: float) -> None:
-        """Its connection breaks; it may come back after some time."""
+        """Break its connection; it reconnects after `seconds`."""
         line = self._speech.line
         if line is not None and not line.over and self.process.alive:
             line.end()
@@ -113,11 +113,11 @@ class Program:
 
     @property
     def guarded(self) -> bool:
-        """Whether its agent can know what it does."""
+        """True if its agent can receive its timers."""
         line = self._speech.line
         return self.process.alive and line is not None and not line.over
 
-    # ---- what it does
+    # ---- its scopes
 
     async def _live(self) -> None:
         await asyncio.sleep(self.chance.uniform(0.0, 0.5))
@@ -149,7 +149,7 @@ class Program:
         self._end(token, completed=True)
 
     def _gap(self) -> float:
-        """How long to be in no scope, seconds."""
+        """Return the seconds for which to be in no scope."""
         chance = self.chance
         if chance.random() < self.temper.lulls:
             return chance.uniform(*_LULL)
@@ -161,7 +161,7 @@ class Program:
         return self.chance.choices(list(self.temper.ends), list(self.temper.ends.values()))[0]
 
     def _duration(self, span: Span, how: str) -> float:
-        """How much longer to stay, seconds."""
+        """Return the seconds for which to stay in a scope."""
         chance, after = self.chance, span.after
         if after is None:
             whole = chance.uniform(0.02, 0.2) * (20.0 if how == "late" else 1.0)
@@ -177,13 +177,13 @@ class Program:
         return self.around.stillness.ran(span.since, self.around.now())
 
     async def _work(self, seconds: float) -> None:
-        """Compute for so long: while the host stands still, it doesn't."""
+        """Compute for `seconds` of the host's running time: pauses of the host do not count."""
         still = self.around.stillness
         begun, before = self.around.now(), still.total
-        while (left := seconds - (self.around.now() - begun - (still.total - before))) > 1e-6:  # noqa: ASYNC110 (its clock)
+        while (left := seconds - (self.around.now() - begun - (still.total - before))) > 1e-6:  # noqa: ASYNC110 (clock)
             await asyncio.sleep(left)
 
-    # ---- what it tells
+    # ---- its messages to the agent
 
     def _clock(self) -> int:
         return int(self.process.time() * _NANOSECONDS)

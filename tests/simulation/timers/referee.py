@@ -1,14 +1,14 @@
-"""The referee of the watchdog: holds every verdict, and every silence, against what workers really did.
+"""The referee of the watchdog: it checks every reaping, and every missing one, against the real events in workers.
 
-**Never in vain.** Whoever is to be reaped holds a scope, of that name and duration, for which its time is up: what
-counts of it (see truth.py) is the whole duration, but for what two clocks may differ in it. So no worker is reaped that
-released all its timers in time, nor one for a timer that it acquired anew in time, whatever was lost, late, paused or
-restarted. A duration that was learned rests on completions that really happened, and on enough of them.
+**Never in vain.** A worker that is reaped holds a scope of that name and duration whose time is up: the time that
+counts (see truth.py) is the whole duration, except for the difference of two clocks. So no worker is reaped that
+released all its timers in time, or for a timer that it acquired again in time, even if messages were lost or late, or
+processes paused or restarted. A learned duration is based on real completions, and on enough of them.
 
-**Always in the end.** A scope whose time is up has its worker reaped: within `PROMPT` of its deadline, or of the moment
-at which its agent's stream has told all timers, if nothing was paused or slow since it began; else within `AT_LAST`
-after all trouble is over, pauses that a watch clock forgives not counted (twice: it forgives up to twice as much).
-Nothing is asked for a process that its agent cannot know of, or of which not enough was learned.
+**Always in the end.** The worker of a scope whose time is up is reaped: within `PROMPT` of its deadline, or of the time
+at which its agent has sent all timers on its stream, if nothing was paused or slow since it began; else within
+`AT_LAST` after the end of all faults, without the pauses that a watch clock leaves out (twice: it may leave out twice
+as much). Nothing is required for a process that its agent cannot know, or a scope with too few completions.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from simulation.network import ATTEMPT, LONGEST_RECONNECT
 from simulation.timers.truth import Completions, Span
 from simulation.wire import ServerCall, Status
 
-# How much faster or slower than the world's a clock may go: as much as one that is disciplined does.
+# The largest difference of the rate of a clock from the world's: that of a disciplined clock.
 DRIFT = 5e-4
-# Seconds from a deadline to the reaper's being asked: looks, gathering, two ways through the network.
+# Seconds from a deadline to the call of the reaper: polling, batching, two messages over the network.
 PROMPT = 0.25
-# Seconds for all that may follow the end of trouble: a broken connection that nobody noticed (15), the longest wait
-# before the next attempt (5), an expiry that is told again (5), and evidence of the worker's other scopes.
+# Seconds for all delays after the end of the faults: a broken connection that is not noticed yet (15), the longest wait
+# before the next attempt (5), an expiry that is sent again (5), and diagnostics of the worker's other scopes.
 AT_LAST = 40.0
-# Seconds for which a host may be without the service after something stood still: an attempt to connect that began
-# meanwhile lasts as long as one may, and the next comes after a pause.
+# Seconds for which a host may be without the service after a pause: an attempt to connect that began during it lasts
+# until its timeout, and the next comes after a back-off.
 _RECONNECTING = ATTEMPT + LONGEST_RECONNECT
-# What a service of ours never answers, or not to such agents.
+# Status codes that our service must never return to these agents.
 _NEVER = ("UNKNOWN", "INTERNAL", "INVALID_ARGUMENT", "RESOURCE_EXHAUSTED")
 
 
 class Reaper(Protocol):
-    """A host, as its verdicts are judged."""
+    """A host whose reapings are checked."""
 
     name: str
     lease: int
@@ -50,14 +50,14 @@ class Reaper(Protocol):
 
     @property
     def rivals(self) -> bool:
-        """Whether an agent of another incarnation of its run is still there."""
+        """True if an agent of another incarnation of its run still runs."""
 
     def guards(self, span: Span, *, all_along: bool = False) -> bool:
-        """Whether it lives and can know of a scope, and has been able to since it began."""
+        """Return True if it is alive and can know a scope; `all_along`: since the scope began."""
 
 
 class Referee:
-    """Looks at all that happens in a seed."""
+    """The checks of all events in a seed."""
 
     def __init__(
         self,
@@ -66,36 +66,36 @@ class Referee:
         at: Callable[..., object],
         now: Callable[[], float],
     ) -> None:
-        """`settings`: the service's; `at`: has something called later."""
+        """`settings`: of the service; `at`: schedules a call at a time."""
         self.note = note
         self.settings = settings
         self.completions = Completions()
-        # Hosts that live, by name: the newest life of each.
+        # By name: the newest agent of each host.
         self.hosts: dict[str, Reaper] = {}
-        # What was reaped, and why; for the tests' sake.
+        # Worker and scope of each reaping, for tests.
         self.reaped: list[tuple[str, str]] = []
         self._at = at
         self._now = now
-        # Scopes that processes are in, by worker.
+        # By worker: the scopes that its processes are in.
         self._open: dict[str, dict[Span, None]] = {}
-        # And those that they left too late.
+        # By worker: the scopes that its processes have left.
         self._overdue: dict[str, list[Span]] = {}
         self._asked: dict[str, Reaper] = {}
         self._broken: list[str] = []
-        # With what calls began that are not over yet.
+        # By open call: its `subscribe` action.
         self._subscribed: dict[ServerCall, pb.Subscribe] = {}
 
     def check(self) -> None:
-        """Called after each step.
+        """Raise the first violation, if there is one; called after each step.
 
         Raises:
-            Violation: something was wrong.
+            Violation: An invariant is broken.
         """
         if self._broken:
             raise Violation(self._broken[0])
 
     def unforeseen(self, what: str) -> None:
-        """Something went wrong that nobody caught."""
+        """Report an exception that no code caught."""
         self._break(f"no exception is left uncaught: {what}")
 
     def _break(self, invariant: str) -> None:
@@ -103,7 +103,7 @@ class Referee:
         self.note("VIOLATION", invariant)
         self._broken.append(invariant)
 
-    # ---- what workers do
+    # ---- actions of workers
 
     def entered(self, span: Span) -> None:
         """A process entered a scope."""
@@ -113,7 +113,7 @@ class Referee:
             self._at(self._now() + span.after + PROMPT, self._expect, span)
 
     def left(self, span: Span, completed: bool) -> None:
-        """It left it, acquired it anew, or is gone."""
+        """A process left a scope, acquired it again, or died."""
         self.note("leave", span.describe())
         del self._open[span.worker_id][span]
         if span.after is None and completed:
@@ -122,7 +122,7 @@ class Referee:
         self._overdue.setdefault(span.worker_id, []).append(span)
 
     def _expect(self, span: Span) -> None:
-        """By now its worker is being reaped, if nothing stood in the way."""
+        """Check that the worker of a scope is being reaped by now, unless a fault delayed it."""
         now = self._now()
         host = self.hosts.get(span.worker_id.partition(".")[0])
         if span.ended is not None or host is None or not host.guards(span, all_along=True):
@@ -134,10 +134,10 @@ class Referee:
         elif span.worker_id not in self._asked:
             self._break(f"who is late is reaped within {PROMPT} s: {span.describe()}")
 
-    # ---- what is decided
+    # ---- reapings
 
     def reap_asked(self, host: Reaper, hang: HungWorker) -> None:
-        """A worker is to be reaped."""
+        """An agent calls its reaper for a worker."""
         now = self._now()
         self.note("reap", hang)
         if hang.worker_id in self._asked:
@@ -156,12 +156,12 @@ class Referee:
             self._judge_learned(hang.scope, hang.after, hang.learned_from)
 
     def reap_over(self, host: Reaper, hang: HungWorker) -> None:
-        """It was, or could not be."""
+        """The reaping of a worker is over, with or without success."""
         self.note("reap over", hang.worker_id, hang.scope)
         self._asked.pop(hang.worker_id, None)
 
     def agent_died(self, host: Reaper) -> None:
-        """What it was about to do, it does no more."""
+        """An agent died: its reapings are over."""
         for worker_id in [worker_id for worker_id, reaper in self._asked.items() if reaper is host]:
             del self._asked[worker_id]
 
@@ -179,15 +179,15 @@ class Referee:
             self._break(f"no learned duration is below the least: {scope} {after}")
 
     def saw_count(self, scope: str, count: int) -> None:
-        """A service says that it has seen so many completions."""
+        """Check the number of completions that a service reports."""
         really = self.completions.counts[scope]
         if count > really:
             self._break(f"no completion is counted twice: {scope} has {really}, {count} are told")
 
-    # ---- what goes over the wire
+    # ---- messages
 
     def heard(self, call: ServerCall, message: Any) -> None:
-        """A service reads a message."""
+        """A service receives a message."""
         for action in message.actions:
             kind = action.WhichOneof("action")
             self.note("heard", call.subject, kind, getattr(action, kind))
@@ -198,7 +198,7 @@ class Referee:
                 host.registered_at = self._now()
 
     def told(self, call: ServerCall, message: Any) -> None:
-        """A service says something."""
+        """A service sends a message."""
         if isinstance(message, bytes):
             message = pb.SuperviseResponse.FromString(message)
         for event in message.events:
@@ -233,7 +233,7 @@ class Referee:
         self._subscribed.pop(call, None)
 
     def _holder(self, call: ServerCall) -> Reaper | None:
-        """The host that is its node's agent now, if the call is made by it and with its lease."""
+        """Return the host whose agent made a call, if it is its node's newest and the call has its lease."""
         subscribe = self._subscribed.get(call)
         host = self.hosts.get(subscribe.node_id) if subscribe is not None else None
         if host is None or subscribe is None:
@@ -244,10 +244,10 @@ class Referee:
     # ---- in the end
 
     def owed(self, ripe: Callable[[str], bool]) -> list[Span]:
-        """Scopes whose worker is to be reaped some time, or that are still to be left.
+        """Return the open scopes that must still be left, or whose worker must be reaped.
 
         Args:
-            ripe: whether a service knows how long a scope may take.
+            ripe: Returns True if a service has learned the timeout of a scope.
         """
         owed = []
         for spans in self._open.values():

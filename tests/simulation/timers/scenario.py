@@ -1,4 +1,4 @@
-"""A seed, played from the first start of a service until nobody is in a scope any more, under the referee's eyes."""
+"""Run a seed, from the first start of a service until no worker is in a scope, with the referee's checks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from simulation.timers.referee import AT_LAST
 from simulation.timers.scene import Scene
 from simulation.timers.speech import simulated_links
 
-# Virtual seconds from the end of trouble in which workers go on without hanging.
+# Virtual seconds after the end of the faults in which workers run without hanging.
 _STEADY = 3.0
 
 

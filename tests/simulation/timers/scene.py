@@ -1,4 +1,4 @@
-"""All of one seed: a timer service, agents with their workers, the network between them, and what befalls them."""
+"""All parts of one seed: a timer service, agents with their workers, the network between them, and their faults."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from simulation.timers.referee import DRIFT, Referee
 from simulation.timers.service import Service
 from simulation.timers.sockets import ReadingProcess
 
-# Lives that agents of one seed may have.
+# Limit of the starts of agents in one seed.
 _MOST_LIVES = 12
-# Seconds between two lives of a run, as a process takes to start: which of two leases is the newer can't be told from
-# their ages if these differ by less than what messages travel.
+# Seconds between two incarnations of a run, as long as a process takes to start: the ages of two leases do not show
+# which is newer if they differ by less than the latency of messages.
 _APART = 1.0
 
 
 class Scene:
-    """Everything of one seed; `trace` says what happened."""
+    """All parts of one seed's simulation; `trace` lists the events."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -40,20 +40,20 @@ class Scene:
         self.links: list[Link] = []
         self.calm = False
         self.struck: set[str] = set()
-        # Seconds for which something stood still that a watch clock forgives.
+        # Total seconds of pauses that a watch clock leaves out.
         self.forgivable = 0.0
         self._processes: list[Process] = []
         self._clocks = self._stream("clocks")
         self._services = 0
         self._saved: list[tuple[str, Learned]] = []
         self._lives = 0
-        # Lives of the run; and of each node the newest incarnation in which it was, and the next lease there.
+        # Number of incarnations of the run; by node, the newest incarnation in which it was, and the next lease there.
         self._incarnations = 1
         self._anew_at = 0.0
         self._leases: dict[str, tuple[str, int]] = {}
-        # Links that are not mended before their time.
+        # Links that are not healed before the end of their stall.
         self._stalled: set[str] = set()
-        # Agents whose job is over.
+        # Agents that still run after the end of their job.
         self._lingering: list[Host] = []
         self._temper = replace(plan.temper)
         self.start_service()
@@ -66,12 +66,12 @@ class Scene:
         return random.Random(f"{self.plan.seed}/{purpose}")
 
     def note(self, what: str, *details: Any) -> None:
-        """Write into the trace."""
+        """Add an entry to the trace."""
         if not self._over:
             self.trace.append((self.clockwork.now, what, details))
 
     def _machine(self) -> Callable[[str], ReadingProcess]:
-        """What starts processes with one clock."""
+        """Return a function that starts processes with one clock."""
         rate, offset = self._clocks.uniform(1 - DRIFT, 1 + DRIFT), self._clocks.uniform(10.0, 1e6)
 
         def start(name: str) -> ReadingProcess:
@@ -84,7 +84,7 @@ class Scene:
     # ---- the service
 
     def start_service(self) -> None:
-        """Start one that knows nothing."""
+        """Start a service with no state, unless one runs."""
         if self.service is not None:
             return
         self._services += 1
@@ -105,12 +105,12 @@ class Scene:
         self.network.listener = service
 
     def save_learned(self, service: Service) -> None:
-        """Keep what it has learned for the next one."""
+        """Save the learned timeouts for the next service."""
         self._saved = list(service.watchdog.table.all_learned())
         self.note("save", *self._saved)
 
     def end_service(self, *, silently: bool) -> None:
-        """End its present life with all that it knows, and start the next one soon."""
+        """End the service's process, with its state, and start the next one soon."""
         service, self.service = self.service, None
         if service is None:
             return
@@ -124,7 +124,7 @@ class Scene:
         self.clockwork.after(self.chance.choice([0.02, 0.5, 3.0]), self.start_service)
 
     def pause_service(self, seconds: float) -> None:
-        """Stop it for a while."""
+        """Pause the service for `seconds`."""
         service = self.service
         if service is None or service.process.paused:
             return
@@ -145,11 +145,11 @@ class Scene:
 
     @property
     def alive(self) -> list[Host]:
-        """Hosts whose agent lives."""
+        """Hosts whose agent is alive."""
         return [host for host in self.hosts if host.process.alive]
 
     def start_host(self, link: Link) -> None:
-        """Start an agent with its workers; its lease is a newer one of the incarnation in which its node was last."""
+        """Start an agent with its workers; it has a new lease of the last incarnation that its node was in."""
         if self._lives >= _MOST_LIVES and not self.calm:
             return
         self._lives += 1
@@ -181,7 +181,7 @@ class Scene:
             host.start_worker()
 
     def crash_host(self, host: Host, *, silently: bool) -> None:
-        """An agent dies with its workers, or its whole host does; another one comes."""
+        """Kill an agent with its workers, or its whole host; another agent starts soon."""
         self.note("crash", host.process.name)
         if host.stillness.standing:
             host.stillness.end(self.clockwork.now)
@@ -190,7 +190,7 @@ class Scene:
         self.clockwork.after(self.chance.choice([0.1, 1.0, 4.0]), self.start_host, host.link)
 
     def begin_anew(self) -> None:
-        """All nodes join another life of the run."""
+        """Make all nodes join a new incarnation of the run."""
         if self.clockwork.now < self._anew_at + _APART:
             return
         self._incarnations += 1
@@ -201,7 +201,7 @@ class Scene:
             host.renew(lease, f"run {self._incarnations}")
 
     def second_job(self, host: Host) -> None:
-        """A host is in another life of the run, with another agent; the one before is still there."""
+        """Start another agent on a host, in a new incarnation of the run; the previous agent still runs."""
         if self._lives >= _MOST_LIVES or self.clockwork.now < self._anew_at + _APART:
             return
         self._incarnations += 1
@@ -221,7 +221,7 @@ class Scene:
             self.network.died(host.process, silently=False)
 
     def stop_agent(self, host: Host, seconds: float) -> None:
-        """Stop an agent for a while; its workers go on."""
+        """Pause an agent for `seconds`; its workers run on."""
         if host.process.paused or not host.process.alive:
             return
         self.note("stop agent", host.process.name, round(seconds, 2))
@@ -232,7 +232,7 @@ class Scene:
         self.clockwork.after(seconds, self._go_on, host)
 
     def stop_host(self, host: Host, seconds: float) -> None:
-        """Stop an agent and its workers for a while."""
+        """Pause an agent and its workers for `seconds`."""
         if host.process.paused or not host.process.alive:
             return
         self.note("stop host", host.process.name, round(seconds, 2))
@@ -253,7 +253,7 @@ class Scene:
         self._shake()
 
     def block(self, link: Link, *, up: bool, down: bool, seconds: float) -> None:
-        """Swallow what travels a link, for a while."""
+        """Drop all traffic on a link for `seconds`."""
         if not link.whole:
             return
         self.note("block", link.name, f"up={up} down={down}", round(seconds, 2))
@@ -263,7 +263,7 @@ class Scene:
         self.clockwork.after(seconds, self.heal, link)
 
     def stall(self, link: Link, seconds: float) -> None:
-        """Swallow what clients send over a link, for that long, whatever else befalls it meanwhile."""
+        """Drop client messages on a link for `seconds`; no other fault ends it early."""
         if link.whole and not self.calm:
             self.forgivable += seconds
             self._stalled.add(link.name)
@@ -275,15 +275,15 @@ class Scene:
         self.heal(link)
 
     def heal(self, link: Link) -> None:
-        """Mend a link."""
+        """Let a link work again, unless it is stalled."""
         if not link.whole and link.name not in self._stalled:
             self.note("heal", link.name)
             self.network.heal(link)
-            # What was under way arrives now, and is as old as it is.
+            # Messages in flight arrive now, late.
             self._shake()
 
     def reset(self, link: Link) -> None:
-        """Break what connections a link has."""
+        """Break all connections of a link."""
         self.note("reset", link.name)
         self.network.reset(link)
         self._unsettle(link)
@@ -294,7 +294,7 @@ class Scene:
                 host.registered_at = None
 
     def _shake(self) -> None:
-        """Something stands still, or goes on: nobody who depends on it can be expected to be prompt."""
+        """Note which hosts are affected by a pause or fault: their workers need not be reaped promptly."""
         service = self.service
         for host in self.hosts:
             still = host.process.paused or not host.link.whole or (service and service.process.paused)
@@ -303,10 +303,10 @@ class Scene:
             elif host.shaken_at == math.inf:
                 host.shaken_at = self.clockwork.now
 
-    # ---- the end of all trouble
+    # ---- the end of all faults
 
     def calm_down(self) -> None:
-        """No more trouble: all that is broken is mended, and nobody hangs who does not already."""
+        """End all faults: repair everything that is broken; from now on no further worker hangs."""
         self.note("calm")
         self.calm = True
         self._temper.steady = True
@@ -327,18 +327,18 @@ class Scene:
                 self.start_host(link)
 
     def finish(self) -> None:
-        """Nobody enters a scope any more."""
+        """From now on workers enter no scope."""
         self.note("finish")
         self._temper.finishing = True
 
     def settled(self) -> bool:
-        """Whether every agent is watched, and nobody in a scope any more who is to be out of it, or reaped."""
+        """Return True if every agent is watched, and no worker is in a scope that must end or must be reaped."""
         service = self.service
         return service is not None and not self.unwatched and not self.referee.owed(service.ripe)
 
     @property
     def unwatched(self) -> list[str]:
-        """Agents whose workers nobody guards, with why."""
+        """Agents whose timers the service does not watch, with the reason."""
         watched = self.service.watched if self.service is not None else set()
         return [
             f"{host.process.name}: {host.client.trouble}"
@@ -347,6 +347,6 @@ class Scene:
         ]
 
     def dispose(self) -> None:
-        """Let go of everything."""
+        """End all processes."""
         self._over = True
         self.clockwork.unwind(self._processes)

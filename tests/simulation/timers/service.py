@@ -1,4 +1,4 @@
-"""One life of the timer service: the product's watchdog, servicer and interceptor in a simulated process."""
+"""One process of the timer service: the product's watchdog, servicer and interceptor, simulated."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from simulation.network import Connection, Link
 from simulation.timers.referee import Referee
 from simulation.wire import ServerCall
 
-# How long a draining server waits for its calls to end, and for what it has sent to be on its way. Seconds.
+# Seconds that a draining server waits for its calls to end, and for its last messages to be sent.
 _GRACE = 5.0
 _FLUSH = 0.05
 
 
 class Service:
-    """A process that serves. It keeps nothing."""
+    """A process of the service. It stores nothing."""
 
     def __init__(
         self,
@@ -63,16 +63,16 @@ class Service:
         self._on_ready(self)
 
     def accept(self, connection: Connection, method: str) -> ServerCall:
-        """Take a call."""
+        """Accept a call."""
         self._when_called.pop(connection.link.name, lambda: None)()
         return ServerCall(connection, method, self._handlers[method], self._referee)
 
     def when_called(self, link: Link, happens: Callable[[], None]) -> None:
-        """Something happens with the next call that comes over a link, before anything that is sent on it."""
+        """Call `happens` at the next call over a link, before the messages that are sent on it."""
         self._when_called[link.name] = happens
 
     def drain(self) -> None:
-        """End in good order."""
+        """Drain the service."""
         if not self.watchdog.draining:
             self.process.create_task(self._drain())
 
@@ -85,25 +85,25 @@ class Service:
             async with asyncio.timeout(_GRACE):
                 await self._calls.idle()
         except TimeoutError:
-            self._referee.note("drained late")  # what is open still, is cut
+            self._referee.note("drained late")  # calls that are still open are cut
         await asyncio.sleep(_FLUSH)
         self._on_exit(self)
 
     def intrude(self, run_id: str, node_id: str, lease: int, incarnation: str) -> None:
-        """Another agent of a node comes with a newer lease, and goes."""
+        """Subscribe as another agent of a node, with a newer lease, and unsubscribe."""
         if not self.watchdog.draining:
             subscribe = partial(self.watchdog.subscribe, run_id, node_id, lease, incarnation=incarnation)
-            with suppress(TakeoverUnconfirmed):  # it asks again then
+            with suppress(TakeoverUnconfirmed):  # an agent retries then
                 subscribe()
             subscription, _ = subscribe()
             self.watchdog.unsubscribe(subscription)
 
     @property
     def watched(self) -> set[tuple[str, str, int]]:
-        """The nodes that are subscribed, each with its incarnation and lease."""
+        """The subscribed nodes, each with its incarnation and lease."""
         subscriptions = [subscription for subscription, _ in self.watchdog._outboxes.values()]
         return {(each.node_id, each.incarnation, each.lease) for each in subscriptions}
 
     def ripe(self, scope: str) -> bool:
-        """Whether enough was seen of a scope."""
+        """Return True if a scope has enough completions."""
         return any(view.learned.scope == scope and view.after for view in self.watchdog.table.scopes())

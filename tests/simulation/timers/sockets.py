@@ -1,7 +1,7 @@
-"""Sockets between worker processes and their agent, as the kernel keeps them: ordered, lossless, and quick.
+"""Sockets between worker processes and their agent, like the kernel's: ordered, lossless, and fast.
 
-The agent's end is used by the product's `TimerSocket` through what it asks of a socket and of an event loop.
-Descriptors that travel are real ones, of real memory: what is mapped and refused is up to the product and the kernel.
+The product's `TimerSocket` uses the agent's end through the methods of a socket and of an event loop. The descriptors
+that are sent are real, of real memory: the product and the kernel map or refuse them.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ _DESCRIPTOR = struct.Struct("i")
 
 
 class Source(Protocol):
-    """What a process may wait for."""
+    """A source that a process may wait for."""
 
     wake: Callable[[], None]
 
     @property
     def readable(self) -> bool:
-        """Whether there is something to read."""
+        """True if there is something to read."""
 
 
 class ReadingProcess(Process):
-    """A process whose loop waits for sockets, too; level-triggered, as asyncio's."""
+    """A process whose loop also waits for sockets; level-triggered, like asyncio's."""
 
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
@@ -60,7 +60,7 @@ class ReadingProcess(Process):
 
 
 class Listener:
-    """The socket at which workers knock."""
+    """The listening socket of the agent, to which workers connect."""
 
     def __init__(self) -> None:
         self.wake: Callable[[], None] = _nobody
@@ -71,7 +71,7 @@ class Listener:
         return bool(self._waiting)
 
     def knock(self, line: Line) -> None:
-        """A process connects."""
+        """Connect a process."""
         self._waiting.append(line)
         self.wake()
 
@@ -82,7 +82,7 @@ class Listener:
 
 
 class Line:
-    """A connection. What the worker's end sends waits until the agent reads it, whatever becomes of the sender."""
+    """A connection. Messages of the worker's end wait until the agent reads them, even if the sender dies."""
 
     type = socket.SOCK_SEQPACKET
 
@@ -96,24 +96,24 @@ class Line:
     # ---- the worker's end
 
     def send(self, message: bytes, descriptor: int | None = None) -> None:
-        """Put a message in; nothing happens if the agent has closed it."""
+        """Send a message; it is dropped if an end is closed."""
         if not self.over:
             self._waiting.append((message, descriptor))
             self.wake()
 
     def end(self) -> None:
-        """Close it."""
+        """Close the worker's end."""
         self._ended = True
         self.wake()
 
     @property
     def over(self) -> bool:
-        """Whether one end is closed."""
+        """True if one end is closed."""
         return self._ended or self._closed
 
     @property
     def unread(self) -> int:
-        """How many messages wait."""
+        """The number of waiting messages."""
         return len(self._waiting)
 
     # ---- the agent's end
@@ -134,15 +134,15 @@ class Line:
         raise BlockingIOError
 
     def getsockopt(self, level: int, option: int, size: int) -> bytes:
-        """See socket: who the peer is."""
+        """Return the credentials of the peer, as a socket does for SO_PEERCRED."""
         return _CREDENTIALS.pack(self._pid, 0, 0)
 
     def setblocking(self, flag: bool) -> None:
-        """See socket."""
+        """Do nothing: the socket never blocks."""
 
     def close(self) -> None:
         self._closed = True
 
 
 def _nobody() -> None:
-    """Nobody waits for it."""
+    """Do nothing: no process waits."""

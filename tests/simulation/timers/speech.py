@@ -1,8 +1,8 @@
-"""How a worker's process tells its agent of scopes: as the product's `expires` does, or by messages of its own.
+"""Two ways for a worker's process to send its scopes to the agent: the product's `expires`, and its own messages.
 
-In the first way all of the worker's side is the product's: `expires`, the table, and the uplink that rings and
-reconnects; the memory is real. The second is what a program in another language may do: one timer for each token,
-acquired anew by telling it again.
+In the first way the whole worker's side is the product's: `expires`, the table, and the connection that sends wake-ups
+and reconnects; the memory is real. The second is possible in any language: one timer for each token, which is acquired
+again by sending it again.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rallypoint.timer.worker.process import PATIENCE
 from rallypoint.timer.worker.process import ProcessTimers as Timers
 from simulation.timers.sockets import Line
 
-# Messages that a socket holds for an agent that doesn't read.
+# Messages that a socket holds for an agent that does not read.
 _ROOM = 500
 
 Clock = Callable[[], int]
@@ -26,22 +26,22 @@ Connect = Callable[[], Line]
 
 
 class Speech(Protocol):
-    """A way to tell."""
+    """A way to send scopes to the agent."""
 
     line: Line | None
 
     def enter(self, token: int, scope: str, after: float | None) -> None:
-        """A scope is entered; a token that is known is acquired anew. `after`: None if it is learned."""
+        """Enter a scope; a known token is acquired again. `after`: seconds; None: the timeout is learned."""
 
     def leave(self, token: int) -> None:
-        """It is left."""
+        """Leave a scope."""
 
     def reconnect(self) -> None:
-        """The connection broke a while ago."""
+        """Reconnect, some time after the connection broke."""
 
 
 class Link:
-    """Takes the place of rallypoint.timer.worker.connection.Link."""
+    """A replacement of rallypoint.timer.worker.connection.Link."""
 
     def __init__(self, line: Line, opened_at: int) -> None:
         self.opened_at = opened_at
@@ -61,16 +61,16 @@ class Link:
         self._line.end()
 
     def close(self) -> None:
-        """See the product's."""
+        """Do nothing: `shut` has ended the connection."""
 
 
-# Who speaks by which path, while a seed is played.
+# By socket path: the program that connects there, in the seed that runs.
 _speakers: dict[str, ByTable] = {}
 
 
 @contextmanager
 def simulated_links() -> Iterator[None]:
-    """Has the product's uplinks connect to simulated agents."""
+    """Make the product's worker connections connect to simulated agents."""
     module: Any = connection
     before = module.AgentSocket
     module.AgentSocket = lambda path, patience, opened_at: _speakers[path].open(opened_at)
@@ -82,10 +82,10 @@ def simulated_links() -> Iterator[None]:
 
 
 class ByTable:
-    """With `expires`."""
+    """Sends scopes with `expires`."""
 
     def __init__(self, name: str, clock: Clock, connect: Connect) -> None:
-        """`name`: no other speaker's; `clock`: CLOCK_MONOTONIC, in nanoseconds; `connect`: raises OSError."""
+        """`name`: unique in the seed; `clock`: CLOCK_MONOTONIC, in nanoseconds; `connect`: may raise OSError."""
         self.line: Line | None = None
         self._clock = clock
         self._connect = connect
@@ -96,12 +96,12 @@ class ByTable:
         _speakers[name] = self
 
     def open(self, opened_at: int) -> Link:
-        """Connect, as the uplink asks."""
+        """Connect, called by the product's connection."""
         self.line = self._connect()
         return Link(self.line, opened_at)
 
     def enter(self, token: int, scope: str, after: float | None) -> None:
-        """See Speech; no token is acquired anew."""
+        """See Speech; no token is acquired again."""
         guard = self._guards[token] = expires("auto" if after is None else after, scope)
         guard.__enter__(self._timers, self._clock)
 
@@ -113,11 +113,11 @@ class ByTable:
             guard.__exit__(None, None, None)
 
     def reconnect(self) -> None:
-        """The uplink does, when there is something to ring for."""
+        """Do nothing: the product's connection reconnects when it has a wake-up to send."""
 
 
 class ByMessages:
-    """With a message for each change."""
+    """Sends a message for each change."""
 
     def __init__(self, clock: Clock, connect: Connect) -> None:
         self.line: Line | None = None
@@ -135,7 +135,7 @@ class ByMessages:
         self._send(wire.release(token))
 
     def reconnect(self) -> None:
-        """Connects and tells all that is held."""
+        """Connect, and send all held scopes."""
         try:
             self.line = self._connect()
         except OSError:

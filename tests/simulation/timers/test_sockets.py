@@ -1,4 +1,4 @@
-"""Simulated sockets behave as the kernel's: in order, nothing lost, and a reader is called until it has read."""
+"""Simulated sockets behave like the kernel's: ordered, lossless, and a reader is called until it has read all."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def never() -> bool:
 
 
 def nothing() -> None:
-    """No referee looks on."""
+    """Check nothing: there is no referee."""
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def read(line: Line) -> bytes:
 
 
 def test_a_reader_is_called_until_nothing_waits(clockwork: Clockwork, process: ReadingProcess) -> None:
-    """It reads one message at a time, those that were sent before it waited included, and the end last."""
+    """A reader gets one message at a time, also those sent before it was added, and the end last."""
     line, seen = Line(1), list[bytes]()
 
     def take() -> None:
@@ -57,7 +57,7 @@ def test_a_reader_is_called_until_nothing_waits(clockwork: Clockwork, process: R
 
 
 def test_who_does_not_wait_is_not_called(clockwork: Clockwork, process: ReadingProcess) -> None:
-    """A reader that was taken back is not called for what arrived before."""
+    """A removed reader is not called for a message that arrived before."""
     line = Line(1)
     process.add_reader(line, pytest.fail)
     line.send(b"one")
@@ -82,7 +82,7 @@ def test_a_descriptor_travels_as_a_copy() -> None:
 
 
 def test_an_empty_socket_blocks() -> None:
-    """As non-blocking sockets do: there is nothing to accept, and nothing to read."""
+    """With no connection to accept, or no message to read, BlockingIOError is raised, as by a non-blocking socket."""
     with pytest.raises(BlockingIOError):
         Listener().accept()
     with pytest.raises(BlockingIOError):

@@ -1,4 +1,4 @@
-"""What counts of a scope's time is what its host ran, but for pauses that no watch clock could tell."""
+"""A scope's time counts while its host runs; pauses that a watch clock can't detect count as well."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from simulation.timers.truth import APART, NOTICEABLE, Span, Stillness
 
 
 def test_a_pause_of_the_host_does_not_count() -> None:
-    """A scope over a pause was held for what the host ran, also while the pause lasts."""
+    """The time of a scope over a pause is the time for which its host ran, also during the pause."""
     host = Stillness()
     span = Span("worker", 1, "scope", 5.0, 10.0, host)
     host.begin(12.0)
@@ -21,7 +21,7 @@ def test_a_pause_of_the_host_does_not_count() -> None:
 
 
 def test_a_pause_that_nobody_could_notice_counts() -> None:
-    """One that is too short, or too soon after another."""
+    """A pause that is too short, or too soon after another, counts."""
     host = Stillness()
     host.begin(1.0)
     host.end(1.0 + NOTICEABLE / 2)
