@@ -1,4 +1,4 @@
-"""Agents that do what a test says, served as real ones are."""
+"""Agents that a test controls, served like real ones."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rallypoint.submission.following import RemoteAgent
 
 
 class FakeAgent(pb_grpc.SupervisorServiceServicer):
-    """Takes a job on, or refuses it; tells the states and the output that a test puts into its hands."""
+    """An agent that accepts or refuses a job; it sends the states and the output that a test puts into its queues."""
 
     def __init__(self, label: str) -> None:
         self.label = label
@@ -32,12 +32,12 @@ class FakeAgent(pb_grpc.SupervisorServiceServicer):
         self.refusals: list[ServiceError] = []
         self.launching: asyncio.Event | None = None
         self.job: pb.Job | None = None
-        # What streams say next: a message, an error to end with, or None for the end.
+        # The next items of the streams: a message, an error to end with, or None for the end.
         self.states: asyncio.Queue[pb.Job | ServiceError | None] = asyncio.Queue()
         self.output: asyncio.Queue[pb.StreamLogsResponse | ServiceError | None] = asyncio.Queue()
 
     async def LaunchJob(self, request: pb.LaunchJobRequest, context: Any) -> pb.LaunchJobResponse:
-        """Take the job on, unless there is a refusal."""
+        """Accept the job, unless a refusal is set."""
         self.launches.append(request)
         if self.refusals:
             raise self.refusals.pop(0)
@@ -47,25 +47,25 @@ class FakeAgent(pb_grpc.SupervisorServiceServicer):
         return pb.LaunchJobResponse(node_id=self.label, rendezvous_endpoint="rendezvous:1")
 
     async def GetJob(self, request: pb.GetJobRequest, context: Any) -> pb.GetJobResponse:
-        """The job, if there is one."""
+        """Return the job, if there is one."""
         if self.job is None:
             raise ServiceError(grpc.StatusCode.NOT_FOUND, "NO_JOB", "no job")
         return pb.GetJobResponse(job=self.job)
 
     async def StopJob(self, request: pb.StopJobRequest, context: Any) -> pb.StopJobResponse:
-        """Note it."""
+        """Record the request."""
         self.stops.append(request)
         return pb.StopJobResponse()
 
     async def WatchJob(self, request: pb.WatchJobRequest, context: Any) -> None:  # type: ignore[override]
-        """Tell the states that a test has."""
+        """Send the states from the test."""
         while (job := await self.states.get()) is not None:
             if isinstance(job, ServiceError):
                 raise job
             await context.write(pb.WatchJobResponse(job=job))
 
     async def StreamLogs(self, request: pb.StreamLogsRequest, context: Any) -> None:  # type: ignore[override]
-        """Tell the output that a test has."""
+        """Send the output from the test."""
         self.log_requests.append(request)
         while (piece := await self.output.get()) is not None:
             if isinstance(piece, ServiceError):
@@ -74,24 +74,24 @@ class FakeAgent(pb_grpc.SupervisorServiceServicer):
 
 
 def refusal(reason: str, code: grpc.StatusCode = grpc.StatusCode.FAILED_PRECONDITION) -> ServiceError:
-    """What an agent says that won't."""
+    """Return the error of an agent that refuses."""
     return ServiceError(code, reason, "the agent will not")
 
 
 def piece(data: bytes, offset: int, *, rank: int = 0, stream: int = 1, attempt: int = 0) -> Any:
-    """A piece of output that ends at an offset."""
+    """Return a piece of output that ends at an offset."""
     cursor = pb.LogCursor(local_rank=rank, stream=stream, attempt=attempt, offset=offset)  # type: ignore[arg-type]
     return pb.StreamLogsResponse(rank=rank, cursor=cursor, data=data)
 
 
 def _fake(label: str) -> FakeAgent:
-    # The methods that are left out are never called here.
+    # The missing methods are never called here.
     return FakeAgent(label)  # type: ignore[abstract]
 
 
 @asynccontextmanager
 async def gone_agent(label: str) -> AsyncIterator[RemoteAgent]:
-    """An agent that is not there any more."""
+    """Yield an agent whose server has stopped."""
     async with agents(label) as (_, (former,)):
         pass
     async with open_channel(former.endpoint) as channel:
@@ -100,7 +100,7 @@ async def gone_agent(label: str) -> AsyncIterator[RemoteAgent]:
 
 @asynccontextmanager
 async def agents(*names: str) -> AsyncIterator[tuple[list[FakeAgent], list[RemoteAgent]]]:
-    """Agents that serve, and how they are called."""
+    """Yield agents that serve, and their clients."""
     async with AsyncExitStack() as stack:
         fakes, remotes = [_fake(name) for name in names], []
         for fake in fakes:

@@ -1,4 +1,4 @@
-"""A job is followed over broken connections without a gap, until it has ended or its agent is lost."""
+"""A job is followed over broken connections without a gap, until it ends or its agent is lost."""
 
 from __future__ import annotations
 
@@ -20,33 +20,33 @@ BREAK = refusal("UNEXPECTED_ERROR", grpc.StatusCode.UNAVAILABLE)
 
 
 class Passing:
-    """Time that passes only while somebody waits."""
+    """A clock that advances only by its own `sleep`."""
 
     def __init__(self) -> None:
         self.now = 0.0
 
     async def sleep(self, seconds: float) -> None:
-        """Wait."""
+        """Advance the clock at once."""
         self.now += seconds
         await asyncio.sleep(0)
 
     def pace(self) -> Pace:
-        """As clients have it."""
+        """Return the pace for a client."""
         return Pace(clock=lambda: self.now, sleep=self.sleep, draw=lambda: 1.0)
 
 
 def state(number: pb.JobState.ValueType, launch_id: str = "launch-1", **fields: int) -> pb.Job:
-    """A state of the job."""
+    """Return a state of the job."""
     return pb.Job(run_id="run-1", launch_id=launch_id, state=number, **fields)  # type: ignore[arg-type]
 
 
 def followed(remote: RemoteAgent, notes: list[str]) -> Followed:
-    """An agent that is followed, with patience for a minute that passes at once."""
+    """Return the follower of an agent, with a timeout of a minute of simulated time."""
     return Followed(remote, LAUNCH, None, timeout=60.0, note=notes.append, pace=Passing().pace())
 
 
 async def watched(fake: FakeAgent, remote: RemoteAgent) -> tuple[Followed, list[int], list[str]]:
-    """Watch to the end; the agent, the states that were told, and what was said of the connection."""
+    """Watch to the end; return the follower, the states that it reported, and its notes about the connection."""
     notes: list[str] = []
     states: list[int] = []
     following = followed(remote, notes)
@@ -60,7 +60,7 @@ async def watched(fake: FakeAgent, remote: RemoteAgent) -> tuple[Followed, list[
 
 
 async def test_a_job_is_watched_to_its_end_over_breaks() -> None:
-    """Each break is told once, and that it is over."""
+    """Each break of the connection is reported once, and its end once."""
     async with agents("a") as ((fake,), (remote,)):
         ending = (pb.JOB_STATE_RUNNING, BREAK, BREAK, pb.JOB_STATE_RUNNING, pb.JOB_STATE_ENDED)
         for each in ending:
@@ -76,7 +76,7 @@ async def test_a_job_is_watched_to_its_end_over_breaks() -> None:
 
 
 async def test_an_agent_that_stays_away_is_lost() -> None:
-    """After a time; the others go on without it."""
+    """An agent that does not answer within the timeout is lost."""
     async with agents("a") as ((fake,), (remote,)):
         for _ in range(200):
             fake.states.put_nowait(BREAK)
@@ -96,7 +96,7 @@ async def test_an_agent_that_stays_away_is_lost() -> None:
 async def test_an_agent_that_knows_the_job_no_more_is_lost_at_once(
     told: pb.Job | Exception, why: str
 ) -> None:
-    """Waiting for it would be in vain."""
+    """An agent that no longer has the job is lost without waiting for the timeout."""
     async with agents("a") as ((fake,), (remote,)):
         fake.states.put_nowait(told)  # type: ignore[arg-type]
         following, _, _ = await watched(fake, remote)
@@ -104,7 +104,7 @@ async def test_an_agent_that_knows_the_job_no_more_is_lost_at_once(
 
 
 async def test_certificates_are_not_suspected_once_an_agent_has_answered() -> None:
-    """A connection that was closed in the midst of a job is the host's end: to look at flags would lead astray."""
+    """A connection that is closed during a job means that the host died: a hint at TLS flags would be misleading."""
     closed = refusal("UNAVAILABLE", grpc.StatusCode.UNAVAILABLE)
     closed.message = "Stream removed (Socket closed)"
     async with agents("a") as ((fake,), (remote,)):
@@ -123,7 +123,7 @@ async def test_certificates_are_not_suspected_once_an_agent_has_answered() -> No
 
 
 async def test_output_is_read_on_where_it_was() -> None:
-    """Every break brings a request with the places that were reached."""
+    """After every break, the next request has the offsets that were reached."""
     async with agents("a") as ((fake,), (remote,)):
         for each in (
             piece(b"one", 3),
@@ -153,7 +153,7 @@ async def test_output_is_read_on_where_it_was() -> None:
 
 
 async def test_who_reads_once_is_told_at_once_that_nobody_is_there() -> None:
-    """No patience: a person sits before it."""
+    """A single read does not retry: an operator waits for it."""
     async with gone_agent("a") as remote:
         pieces = LogPieces(remote.stub, pb.StreamLogsRequest(), None, lambda: 0.0)
         with pytest.raises(Lost):
@@ -162,7 +162,7 @@ async def test_who_reads_once_is_told_at_once_that_nobody_is_there() -> None:
 
 
 async def test_a_job_is_told_to_stop_until_its_agent_has_heard() -> None:
-    """A break must not leave a job running on one host; one that has ended is not told."""
+    """A stop is retried until the agent has received it, so that no host keeps running; an ended job gets none."""
     async with agents("a") as ((fake,), (remote,)):
         following = followed(remote, [])
         assert await following.stop("Ctrl-C", now=True, timeout=10.0) is None
@@ -175,7 +175,7 @@ async def test_a_job_is_told_to_stop_until_its_agent_has_heard() -> None:
 
 
 async def test_retries_come_slower_until_patience_is_over() -> None:
-    """And patience begins anew when the agent has answered."""
+    """Retries end after the timeout, which starts again when the agent has answered."""
     time = Passing()
     retries = Retries(lambda: 10.0, time.pace())
     with suppress(Lost):
@@ -197,5 +197,5 @@ async def test_retries_come_slower_until_patience_is_over() -> None:
     ],
 )
 def test_output_names_the_host(endpoints: list[str], expected: list[str]) -> None:
-    """Of several agents on one host, the endpoint."""
+    """Output has the host name as its label, or the endpoint if several agents run on one host."""
     assert labels(endpoints) == expected

@@ -1,4 +1,4 @@
-"""A job runs on all agents or on none, whatever refuses, breaks or is broken off."""
+"""A job runs on all agents or on none, even if one refuses, a connection breaks, or the launch is cancelled."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ REQUEST = pb.LaunchJobRequest(spec=pb.JobSpec(run_id="run-1", command=["true"]),
 
 
 async def at_once(_: float) -> None:
-    """Time that does not pass."""
+    """Sleep without delay."""
     await asyncio.sleep(0)
 
 
@@ -25,7 +25,7 @@ PACE = Pace(sleep=at_once)
 
 
 async def test_all_agents_get_the_job() -> None:
-    """The same, and at the same time."""
+    """All agents get the same request."""
     async with agents("a", "b") as (fakes, remotes):
         answers = await launch_everywhere(remotes, REQUEST, None)
         assert [answer.node_id for answer in answers] == ["a", "b"]
@@ -34,7 +34,7 @@ async def test_all_agents_get_the_job() -> None:
 
 
 async def test_if_one_refuses_the_others_stop() -> None:
-    """At once; who refused is named, with why, and its own job is left alone."""
+    """The others stop at once; the error names the refusing agent and its reason, and its own job is not stopped."""
     async with agents("a", "b", "c") as (fakes, remotes):
         fakes[1].refusals.append(refusal("JOB_RUNNING"))
         fakes[1].job = pb.Job(run_id="run-1", launch_id="somebody else's", state=pb.JOB_STATE_RUNNING)
@@ -51,7 +51,7 @@ async def test_if_one_refuses_the_others_stop() -> None:
 
 
 async def test_an_agent_that_is_not_there_is_tried_for_a_while() -> None:
-    """It may be starting; then the others are told to stop."""
+    """An agent that may be starting is retried until the timeout; then the others get a stop request."""
     now = [0.0]
 
     async def passing(seconds: float) -> None:
@@ -73,7 +73,7 @@ async def test_an_agent_that_is_not_there_is_tried_for_a_while() -> None:
 
 
 async def test_an_agent_that_is_gone_is_told_as_that() -> None:
-    """With gRPC's words, since nobody else has any."""
+    """An unreachable agent is named in the error, and the others get a stop request with its name."""
     async with agents("a", "b") as (fakes, remotes):
         async with gone_agent("gone") as gone:
             with pytest.raises(NotLaunched, match=f"agent {gone.endpoint} did not accept the job"):
@@ -82,7 +82,7 @@ async def test_an_agent_that_is_gone_is_told_as_that() -> None:
 
 
 async def test_a_launch_that_is_broken_off_is_taken_back() -> None:
-    """Ctrl-C while an agent takes its time."""
+    """If a launch is cancelled (Ctrl-C) while an agent is still starting the job, all agents get a stop request."""
     async with agents("a", "b") as (fakes, remotes):
         fakes[1].launching = asyncio.Event()
         launching = asyncio.create_task(launch_everywhere(remotes, REQUEST, None))

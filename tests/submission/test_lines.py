@@ -1,4 +1,4 @@
-"""Lines of many workers come out whole, each with its prefix, byte for byte."""
+"""Lines of many workers are written whole, each with its prefix, byte for byte."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from rallypoint.submission.output import LONGEST, Lines
 
 
 class Screen:
-    """Keeps what it is given."""
+    """A writer that records its writes."""
 
     def __init__(self) -> None:
         self.writes: list[bytes] = []
@@ -18,7 +18,7 @@ class Screen:
 
 
 async def shown(*pieces: tuple[str, bytes], finish: bool = True) -> list[bytes]:
-    """What is written of pieces of output of sources, by the name of the source."""
+    """Return the writes for pieces of output, given as (source, data)."""
     screen = Screen()
     lines: Lines[str] = Lines({1: screen})
     for source, data in pieces:
@@ -30,24 +30,24 @@ async def shown(*pieces: tuple[str, bytes], finish: bool = True) -> list[bytes]:
 
 
 async def test_each_line_gets_its_prefix() -> None:
-    """Empty ones too; nothing is decoded."""
+    """Each line gets its prefix, also an empty one; bytes are not decoded."""
     assert await shown(("a", b"one\n\n\xff\x00\n")) == [b"[a]: one\n[a]: \n[a]: \xff\x00\n"]
 
 
 async def test_lines_of_two_sources_do_not_mix() -> None:
-    """A line waits for its end; what is left at the end of the output goes out with one."""
+    """A line is written when it is complete; an incomplete last line is written with an end of line."""
     found = await shown(("a", b"o"), ("b", b"two\n"), ("a", b"ne"), ("a", b"\nrest"), ("b", b""))
     assert found == [b"[b]: two\n", b"[a]: one\n", b"[a]: rest\n"]
 
 
 async def test_a_line_without_an_end_is_not_kept_for_ever() -> None:
-    """It goes out in pieces, with one prefix."""
+    """A very long line is written in pieces, with one prefix."""
     found = await shown(("a", b"x" * LONGEST), ("a", b"y"), ("a", b"z\nnext\n"))
     assert found == [b"[a]: " + b"x" * LONGEST, b"yz\n[a]: next\n"]
 
 
 async def test_any_cut_of_the_output_gives_the_same_lines() -> None:
-    """Pieces end where they like."""
+    """The lines do not depend on the sizes of the pieces."""
     draw = random.Random(7)
     text = b"".join(b"x" * draw.randrange(9) + b"\n" for _ in range(50)) + b"end"
     for _ in range(50):

@@ -1,4 +1,4 @@
-"""A submitted job is carried out to its end, and nothing of what its workers said is lost on the way."""
+"""A submitted job is followed to its end, and no output of its workers is lost."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from support.waiting import PATIENCE
 
 
 async def test_the_last_words_of_workers_are_shown_though_their_line_has_no_end() -> None:
-    """Those of a progress bar, or of a program that died while it wrote; of each worker of each host."""
+    """An incomplete last line, as of a progress bar or a program that died, is shown for each worker of each host."""
     async with agents("a", "b") as (fakes, remotes):
         for fake in fakes:
             for rank in (0, 1):

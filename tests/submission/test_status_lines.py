@@ -1,4 +1,4 @@
-"""What happens to a submitted job is told once, and only what is worth it."""
+"""Each relevant state change of a submitted job is reported once."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from rallypoint.submission.output import JobStatusLines
 
 
 def job(state: pb.JobState.ValueType, round_: int = 0, detail: str = "", **fields: int) -> pb.Job:
-    """A state of the job on a host."""
+    """Return a state of the job on a host."""
     return pb.Job(state=state, round=round_, detail=detail, world_size=4, **fields)  # type: ignore[arg-type]
 
 
 def test_what_all_hosts_say_is_told_once() -> None:
-    """Of a job of two hosts whose worker failed once."""
+    """A state change that all hosts report is written once: here for two hosts with one failed worker."""
     story = JobStatusLines(max_restarts=3)
     waiting = job(pb.JOB_STATE_WAITING, detail="waits for a round of 2 nodes")
     first = job(pb.JOB_STATE_RUNNING, 1)
@@ -38,7 +38,7 @@ def test_what_all_hosts_say_is_told_once() -> None:
 
 
 def test_a_job_that_waits_between_rounds_says_what_for() -> None:
-    """A host has gone, and the others are too few: nothing runs, and somebody must bring one."""
+    """A job with too few hosts for a round reports its reason to wait: an operator must add a host."""
     story = JobStatusLines(max_restarts=3)
     why = "waits for a round of 2 nodes; the previous round ended: node b left"
     states = [job(pb.JOB_STATE_RUNNING, 1), job(pb.JOB_STATE_WAITING, 1, why), job(pb.JOB_STATE_RUNNING, 2)]
@@ -49,7 +49,7 @@ def test_a_job_that_waits_between_rounds_says_what_for() -> None:
 
 
 def test_hosts_that_go_are_named() -> None:
-    """Each once, with how."""
+    """Each host that leaves or is lost is named once, with the reason."""
     story = JobStatusLines(max_restarts=0)
     drained = job(pb.JOB_STATE_DRAINING, 1, "power cut")
     over = job(pb.JOB_STATE_ENDED, 1, "left the run", exit_code=143)
