@@ -1,4 +1,4 @@
-"""A filter lets through what matches all of its fields, and one that makes no sense is refused by its field."""
+"""A filter accepts an event that matches all of its fields; a refused filter names the field that is wrong."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ LOST = facts.NodeLost("a", LossReason.DISCONNECTED)
 ENDED = facts.RoundEnded(RoundEnd(2, RoundEndCause.NODE_LOST, "a", "it was lost"), 0)
 CONFIRMED = facts.NodeConfirmed(3, "b", 29500)
 FINAL = facts.RoundFinalized(3)
-HISTORY: list[facts.Fact] = [LOST, ENDED, CONFIRMED, FINAL]  # one a second, from 100 s on
+HISTORY: list[facts.Fact] = [LOST, ENDED, CONFIRMED, FINAL]  # one per second, from 100 s on
 
 
 def at(seconds: int, nanos: int = 0) -> Timestamp:
-    """A time."""
+    """Return a time."""
     return Timestamp(seconds=seconds, nanos=nanos)
 
 
@@ -47,7 +47,7 @@ def at(seconds: int, nanos: int = 0) -> Timestamp:
     ],
 )
 def test_events_match_every_field_that_is_set(filter_: pb.EventFilter, matching: list[facts.Fact]) -> None:
-    """One of the nodes, of the kinds, of the rounds; `since` is within, `until` is not."""
+    """One of the nodes, of the kinds, of the rounds; `since` is inclusive, `until` is not."""
     check = parse_filter(filter_)
     matched = [
         fact
@@ -80,7 +80,7 @@ def test_events_match_every_field_that_is_set(filter_: pb.EventFilter, matching:
     ],
 )
 def test_a_filter_that_makes_no_sense_is_refused(field: str, given: dict[str, Any], complaint: str) -> None:
-    """By the field, and with what is wrong."""
+    """The refusal names the field, and describes the error."""
     with pytest.raises(ServiceError) as error:
         parse_filter(pb.EventFilter(**given))
     ((named, description),) = error.value.field_violations

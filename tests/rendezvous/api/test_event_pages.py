@@ -1,4 +1,4 @@
-"""Pages of events leave nothing out and repeat nothing, whatever comes meanwhile, and none is too large or too slow."""
+"""Pages of events omit nothing and repeat nothing while events are added, and none is too large or too slow."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ NO_BOUND = 10**9
 
 
 def record(revision: int, fact: facts.Fact | None = None) -> Record:
-    """A record of a run."""
+    """Return a record of a run."""
     fact = fact or facts.NodeConfirmed(1, f"n{revision}", 29500)
     return Record("run", revision, encode_record("run", revision, fact, 1.7e9, SERVICE))
 
 
 def history(first: int, last: int, most_events: int = 50_000) -> History:
-    """A run's records, numbered."""
+    """Return a run's history with these revisions."""
     kept = History(most_events, NO_BOUND)
     for revision in range(first, last + 1):
         kept.add(record(revision))
@@ -40,27 +40,27 @@ def history(first: int, last: int, most_events: int = 50_000) -> History:
 def reader(
     of: History, cursor: int, backwards: bool = False, wanted: EventFilter = EVERYTHING
 ) -> EventReader:
-    """A reader that has seen `cursor`."""
+    """Return a reader that has read up to `cursor`."""
     return EventReader(of, RunSettings(), wanted, cursor, backwards)
 
 
 async def page(
     of: EventReader, most_events: int = NO_BOUND, most_bytes: int = NO_BOUND, most_looked_at: int = NO_BOUND
 ) -> list[pb.Event]:
-    """What comes next."""
+    """Return the next page."""
     events: list[pb.Event] = []
     await of.fill(events, most_events=most_events, most_bytes=most_bytes, most_looked_at=most_looked_at)
     return events
 
 
 def revisions(events: list[pb.Event]) -> list[int]:
-    """Their numbers."""
+    """Return their revisions."""
     return [event.revision for event in events]
 
 
 @asynccontextmanager
 async def turns() -> AsyncIterator[list[int]]:
-    """Counts the turns that somebody else gets; one entry, the count."""
+    """Count the turns that other tasks get; yields a list with one entry, the count."""
     taken = [0]
 
     async def count() -> None:
@@ -79,7 +79,7 @@ async def turns() -> AsyncIterator[list[int]]:
 @pytest.mark.parametrize("backwards", [False, True])
 @pytest.mark.parametrize("size", [1, 7, 100, 101, 250, 1000])
 async def test_pages_put_together_are_the_history(size: int, backwards: bool) -> None:
-    """In order, each event once, and the last page knows that it is."""
+    """In order, each event once, and the last page is marked as the last."""
     kept = history(51, 300)
     at = reader(kept, 301 if backwards else 50, backwards)
     seen: list[int] = []
@@ -92,7 +92,7 @@ async def test_pages_put_together_are_the_history(size: int, backwards: bool) ->
 
 
 async def test_events_that_come_between_pages_shift_none() -> None:
-    """Newest first they are not seen; oldest first they are the last."""
+    """Newest first, they are not read; oldest first, they are the last."""
     kept = history(1, 10)
     down, up = reader(kept, 11, backwards=True), reader(kept, 0)
     assert revisions(await page(down, most_events=4)) == [10, 9, 8, 7]
@@ -104,7 +104,7 @@ async def test_events_that_come_between_pages_shift_none() -> None:
 
 @pytest.mark.parametrize("backwards", [False, True])
 async def test_events_that_come_within_a_page_shift_nothing(backwards: bool) -> None:
-    """Others write while it is being filled."""
+    """Other tasks write while it is being filled."""
     kept = history(1, 500)
     at = reader(kept, 501 if backwards else 0, backwards)
     filling = asyncio.create_task(page(at))
@@ -117,7 +117,7 @@ async def test_events_that_come_within_a_page_shift_nothing(backwards: bool) -> 
 
 @pytest.mark.parametrize("backwards", [False, True])
 async def test_a_page_ends_where_it_would_grow_too_large(backwards: bool) -> None:
-    """Failures carry tracebacks; what did not fit comes next."""
+    """Failures carry tracebacks; events that did not fit come on the next page."""
     kept = History(NO_BOUND, NO_BOUND)
     failure = ReportedFailure(1, 0, 0, "t", "n1", "h", 1, 1, 1.7e9, "it broke", "x" * 16_000, "")
     for revision in range(1, 41):
@@ -133,14 +133,14 @@ async def test_a_page_ends_where_it_would_grow_too_large(backwards: bool) -> Non
 
 
 async def test_one_event_always_fits() -> None:
-    """Or a reader would stand still for ever."""
+    """Otherwise a reader would never advance."""
     at = reader(history(1, 2), 0)
     assert revisions(await page(at, most_bytes=1)) == [1]
     assert revisions(await page(at, most_bytes=1)) == [2]
 
 
 async def test_a_page_that_finds_nothing_ends_after_bounded_work() -> None:
-    """It comes back short, and the next goes on from there."""
+    """It comes back short, and the next page goes on from there."""
     at = reader(history(1, 1_000), 0, wanted=EventFilter(node_ids=frozenset({"n950"})))
     assert await page(at, most_looked_at=500) == []
     assert (at.cursor, at.at_end) == (500, False)
@@ -175,7 +175,7 @@ def _padding(size: int) -> bytes:
 
 
 async def test_a_page_overtaken_by_compaction_comes_back_as_it_is() -> None:
-    """What it has is worth having; that something is missing after it is told to whoever goes on."""
+    """Its events are returned; the next read reports that later events are missing."""
     kept = history(1, 300, most_events=300)
     at = reader(kept, 0)
     filling = asyncio.create_task(page(at))
@@ -206,7 +206,7 @@ async def test_a_page_overtaken_by_compaction_comes_back_as_it_is() -> None:
 def test_a_cursor_must_lead_to_what_is_kept(
     cursor: int, backwards: bool, error: type[Exception] | None
 ) -> None:
-    """Nothing is left out in silence."""
+    """No event is omitted without an error."""
     at = reader(history(51, 300), cursor, backwards)
     if error is None:
         at.check("run")

@@ -1,4 +1,4 @@
-"""An event says in one sentence what happened and why, and carries what a program needs of it."""
+"""An event describes in one sentence its fact and the cause, and carries the fields that programs need."""
 
 from __future__ import annotations
 
@@ -99,14 +99,14 @@ CASES: list[tuple[facts.Fact, str]] = [
 
 
 def of(fact: facts.Fact, settings: RunSettings = SETTINGS) -> pb.Event:
-    """The event of a fact."""
+    """Return the event of a fact."""
     actor = Actor(ActorKind.NODE, "n3", "ipv4:10.0.0.3:7")
     return event_of(DecodedRecord(encode_record("run", 12, fact, 1.7e9 + 0.25, actor)), settings)
 
 
 @pytest.mark.parametrize(("fact", "expected"), CASES, ids=lambda value: type(value).__name__)
 def test_every_fact_is_told_with_its_subject(fact: facts.Fact, expected: str) -> None:
-    """Kind, node, round and sentence; when, who caused it and its number."""
+    """Kind, node, round and sentence; time, actor and revision."""
     event = of(fact)
     kind = pb.EventKind.Name(event.kind).removeprefix("EVENT_KIND_")
     assert f"{kind} {event.node_id or '-'} {event.round}: {event.detail}" == expected
@@ -116,19 +116,19 @@ def test_every_fact_is_told_with_its_subject(fact: facts.Fact, expected: str) ->
 
 
 def test_no_fact_and_no_kind_is_forgotten() -> None:
-    """Whatever a journal may hold can be told, and every kind that is promised comes of something."""
+    """Every fact of a journal has an event, and every kind of event has a fact."""
     assert {type(fact) for fact, _ in CASES} == set(get_args(facts.Fact))
     assert {of(fact).kind for fact, _ in CASES} == set(pb.EventKind.values()) - {pb.EVENT_KIND_UNSPECIFIED}
 
 
 def test_a_loss_is_explained_by_the_runs_own_settings() -> None:
-    """A time that the run does not have would send people looking in the wrong place."""
+    """A time that the run does not have would mislead operators."""
     event = of(facts.NodeLost("n3", LossReason.DISCONNECTED), RunSettings(disconnect_grace=0.5))
     assert event.detail.endswith("did not come back within 0.5 s")
 
 
 def test_a_start_has_what_a_program_needs_of_it() -> None:
-    """A duration that is not known is not there; who did not report, and what was long ago, is said."""
+    """An unknown duration is absent; the sentence has nodes that did not report, and the age of an old start."""
     event = of(facts.RoundStarted(8, 2, 2, "n1", PARTS, duration=5.25, age=0.01))
     assert (event.group_world_size, event.round_start.reported_nodes) == (2, 2)
     assert event.round_start.slowest_node_id == "n1"
@@ -144,7 +144,7 @@ def test_a_start_has_what_a_program_needs_of_it() -> None:
 
 
 def test_one_of_a_thing_is_not_several() -> None:
-    """Sentences are read by people."""
+    """The sentences are for people."""
     seats = (Seat("n1", 0, 0, 0, 1, 1),)
     assert of(facts.RoundFrozen(1, seats)).detail == "round 1 frozen: 1 node, 1 worker"
     created = of(facts.RunCreated(RunSettings(max_nodes=1, max_restarts=1)), SETTINGS).detail
@@ -154,7 +154,7 @@ def test_one_of_a_thing_is_not_several() -> None:
 
 
 def test_budgets_are_told_as_the_run_has_them() -> None:
-    """Those of the run and of a node, within what time; which restart it is, and how long it is held back."""
+    """The budgets of the run and of a node, and their window; the number of the restart, and its back-off."""
     budgets = RunSettings(max_restarts=5, restart_window=600.0, max_restarts_per_node=2)
     assert of(facts.RunCreated(budgets), budgets).detail.endswith(
         "and 5 restarts in 600 s may be used, 2 for one node"
@@ -166,12 +166,12 @@ def test_budgets_are_told_as_the_run_has_them() -> None:
 
 
 def test_a_record_of_an_earlier_version_says_how_many_restarts_there_were() -> None:
-    """It has no other number; then, all counted."""
+    """It has no other number; at that time, all restarts counted."""
     assert of(facts.RoundEnded(FAILED, 2)).detail.endswith("(restart 2 of 3)")
 
 
 def test_a_failure_is_told_with_its_age_and_whether_it_was_the_first() -> None:
-    """A report may have been on its way for long, and still name the first failure."""
+    """A report may arrive late, and still name the first failure."""
     event = of(facts.WorkerFailed(replace(FAILURE, age=12.5), earliest=True))
     assert event.earliest
     assert event.detail == (
@@ -181,7 +181,7 @@ def test_a_failure_is_told_with_its_age_and_whether_it_was_the_first() -> None:
 
 
 def test_a_node_that_failed_too_often_was_taken_out_by_nobody() -> None:
-    """But by the service itself."""
+    """The service evicted it, not an operator."""
     reason = "its workers failed 4 times in 600 s, last that of rank 3: killed by SIGKILL"
     event = of(facts.NodeEvicted("n1", reason, 3, by_service=True))
     assert event.detail == f"node n1 was taken out: {reason}"
@@ -191,7 +191,7 @@ def test_a_node_that_failed_too_often_was_taken_out_by_nobody() -> None:
 
 
 def test_programs_get_what_the_sentence_is_made_of() -> None:
-    """The failure with its traceback, the ends, the size of a round; and only where they belong."""
+    """The failure with its traceback, the ends, the size of a round; each only in the events that have it."""
     assert of(facts.WorkerFailed(FAILURE)).failure == api_messages.to_message(FAILURE)
     assert of(facts.RoundEnded(LOST, 0)).round_end == api_messages.to_message(LOST)
     end = RunEnd(Outcome.FAILED, "no restart left", FAILURE)

@@ -1,4 +1,4 @@
-"""Every field from the wire is checked, and a bad one is refused by its name, with what was expected."""
+"""Every field of a request is checked; a refusal names the bad field and the expected value."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ NOT_NEGATIVE = "must be at least 0 and at most 2160000 seconds"
 
 
 def good_join() -> pb.JoinRun:
-    """A join that nothing is wrong with."""
+    """Return a valid join."""
     return pb.JoinRun(
         run_id="run",
         node_id="node1",
@@ -47,7 +47,7 @@ def good_join() -> pb.JoinRun:
 
 
 def violation(join: pb.JoinRun) -> tuple[str, str]:
-    """The field that is refused, and why."""
+    """Return the refused field, and the reason."""
     with pytest.raises(ServiceError) as refusal:
         join_command(join, CALLER)
     error = refusal.value
@@ -58,7 +58,7 @@ def violation(join: pb.JoinRun) -> tuple[str, str]:
 
 
 def test_a_good_join_is_taken_as_it_is() -> None:
-    """With the defaults in the place of what is absent."""
+    """Defaults replace the absent fields."""
     command = join_command(good_join(), CALLER)
     assert (command.node_id, command.address, command.local_world_size, command.role) == (
         "node1",
@@ -70,7 +70,7 @@ def test_a_good_join_is_taken_as_it_is() -> None:
 
 
 def test_settings_that_are_there_are_taken() -> None:
-    """Each of them, also zero where zero means something."""
+    """Each of them, also zero where zero has a meaning."""
     message = pb.RunSettings(
         min_nodes=2,
         max_nodes=3,
@@ -123,7 +123,7 @@ def test_settings_that_are_there_are_taken() -> None:
     ids=lambda value: " ".join(str(value).split()),
 )
 def test_budgets_that_make_no_sense_are_refused(settings: pb.RunSettings, named: str) -> None:
-    """One that never comes to bear, and one that could not be kept."""
+    """A limit that never takes effect, and one that could not be kept."""
     join = good_join()
     join.settings.MergeFrom(settings)
     assert violation(join)[0] == named
@@ -171,7 +171,7 @@ def test_budgets_that_make_no_sense_are_refused(settings: pb.RunSettings, named:
     ids=lambda value: value if isinstance(value, str) and "must" not in value else "",
 )
 def test_a_bad_field_is_refused_by_name(name: str, value: object, description: str) -> None:
-    """The message says which field it was, what was expected, and what came."""
+    """The message has the field, the expected value and the given value."""
     join = good_join()
     head, _, field = name.rpartition(".")
     part = join.settings if head else join
@@ -183,7 +183,7 @@ def test_a_bad_field_is_refused_by_name(name: str, value: object, description: s
 
 
 def test_settings_that_are_not_there_at_all_are_refused() -> None:
-    """There is no run of zero nodes."""
+    """A run of zero nodes does not exist."""
     join = good_join()
     join.ClearField("settings")
     with pytest.raises(ServiceError) as refused:
@@ -195,7 +195,7 @@ def test_settings_that_are_not_there_at_all_are_refused() -> None:
 
 
 def test_the_largest_run_has_ranks_of_32_bits() -> None:
-    """As many nodes as may be, each with as many workers as may be, still fit the messages."""
+    """The most nodes, each with the most workers, still fit the messages."""
     assert MOST_NODES * MOST_WORKERS_PER_NODE < 2**31
     nodes = [Node(f"n{n}", n, "a", MOST_WORKERS_PER_NODE, "t", "", 0.0, 0.0) for n in range(3)]
     last = assign_seats(nodes, {})[-1]
@@ -204,7 +204,7 @@ def test_the_largest_run_has_ranks_of_32_bits() -> None:
 
 @given(nanoseconds=st.integers(1, int(LONGEST * 1e9)))
 def test_a_time_from_the_wire_is_the_same_after_a_restart(nanoseconds: int) -> None:
-    """Settings are compared as they are: one bit lost in the journal, and every node would be refused after it."""
+    """Settings are compared exactly: if the journal lost one bit, every node would be refused after a restart."""
     message = pb.RunSettings(min_nodes=1, max_nodes=1)
     message.join_timeout.FromNanoseconds(nanoseconds)
     of_wire = run_settings(message)
@@ -212,10 +212,10 @@ def test_a_time_from_the_wire_is_the_same_after_a_restart(nanoseconds: int) -> N
 
 
 class TestFailureReports:
-    """A report that is too long, or odd, is not a report lost: it is cut to what can be kept."""
+    """A report that is too long or malformed is not lost: it is cut to the part that can be kept."""
 
     def test_the_node_is_who_reports_it(self) -> None:
-        """Whatever the report says."""
+        """The name in the report is ignored."""
         assert worker_failure(pb.WorkerFailure(node_id="somebody else"), "node1").node_id == "node1"
 
     def test_it_is_kept_as_it_is_where_it_can_be(self) -> None:
@@ -266,18 +266,18 @@ class TestFailureReports:
         ids=str,
     )
     def test_an_age_that_can_not_be_is_one_that_can(self, age: Duration, kept: float) -> None:
-        """A host's clock may be broken; its failure is one all the same."""
+        """A host's clock may be wrong; its failure still counts."""
         assert worker_failure(pb.WorkerFailure(age=age), "n").age == kept
 
     def test_a_kind_of_a_newer_agent_is_not_known(self) -> None:
-        """And no reason to lose the report."""
+        """And the report is not lost."""
         message = pb.WorkerFailure(message="it broke")
         message.kind = 99  # type: ignore[assignment]
         failure = worker_failure(message, "n")
         assert (failure.kind, failure.message) == (FailureKind.UNKNOWN, "it broke")
 
     def test_the_end_of_a_long_traceback_is_kept(self) -> None:
-        """That is where the error stands; a character that was cut in two goes."""
+        """The error is there; a character that was cut in two is dropped."""
         failure = worker_failure(pb.WorkerFailure(traceback="ä" * 20_000 + "!"), "n")
         assert failure.traceback == "ä" * 8191 + "!"
 
@@ -304,7 +304,7 @@ class TestFailureReports:
         ids=str,
     )
     def test_a_time_that_can_not_be_is_left_out(self, time: Timestamp) -> None:
-        """It is for people only, and must not stop a server that has to write it down."""
+        """It is for people only, and must not stop a server that writes it to the journal."""
         failure = worker_failure(pb.WorkerFailure(time=time), "n")
         assert failure.time == 0.0
         assert math.isclose(api_messages.to_message(failure).time.ToNanoseconds(), 0)

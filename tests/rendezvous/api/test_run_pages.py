@@ -1,4 +1,4 @@
-"""However many runs there are, however many nodes, and however long their names: every answer fits a message."""
+"""Every response fits a message, however many runs and nodes there are, and however long their names are."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SETTINGS = RunSettings(min_nodes=1, max_nodes=100_000)
 
 
 def run_of(nodes: int, long: bool = False) -> RunState:
-    """A run that nodes have joined; `long`: with the longest names that there may be."""
+    """Return a run that nodes have joined; `long`: with the longest names allowed."""
 
     def name(text: str) -> str:
         return text.ljust(NAME_BYTES, "x") if long else text
@@ -48,12 +48,12 @@ def run_of(nodes: int, long: bool = False) -> RunState:
 
 
 def runs_named(*names: str) -> list[RunState]:
-    """Runs without nodes."""
+    """Return runs without nodes."""
     return [RunState(name, settings=SETTINGS) for name in names]
 
 
 def listed(runs: list[RunState], page_size: int) -> list[list[str]]:
-    """The names on each page."""
+    """Return the names on each page."""
     pages, token = [], ""
     while True:
         response = RunsPage(pb.ListRunsRequest(page_size=page_size, page_token=token)).of(runs)
@@ -72,7 +72,7 @@ def test_runs_are_listed_by_name_a_page_at_a_time() -> None:
 
 
 def test_runs_that_come_and_go_between_pages_shift_no_other() -> None:
-    """What is there all the time is seen once."""
+    """A run that exists all the time is listed once."""
     first = RunsPage(pb.ListRunsRequest(page_size=2)).of(runs_named("b", "c", "d", "e"))
     assert [run.run_id for run in first.runs] == ["b", "c"]
     request = pb.ListRunsRequest(page_size=2, page_token=first.next_page_token)
@@ -81,7 +81,7 @@ def test_runs_that_come_and_go_between_pages_shift_no_other() -> None:
 
 
 def test_a_page_of_runs_with_long_failures_fits_a_message() -> None:
-    """It has fewer of them then, and the others follow."""
+    """The page then has fewer runs, and the others follow."""
     failure = ReportedFailure(
         *(1, 0, 0, "r" * NAME_BYTES, "n" * NAME_BYTES, "h" * NAME_BYTES, 1, 1, 1.7e9),
         *("m" * SENTENCE_BYTES, "t" * TRACEBACK_BYTES, "f" * PATH_BYTES),
@@ -95,7 +95,7 @@ def test_a_page_of_runs_with_long_failures_fits_a_message() -> None:
 
 
 def test_the_nodes_of_a_large_run_come_a_page_at_a_time() -> None:
-    """All of them, each once, in the order that one message would have them in."""
+    """All nodes, each once, in the order of a single message."""
     state = run_of(5_000)
     names, token, pages = [], "", 0
     while True:
@@ -111,7 +111,7 @@ def test_the_nodes_of_a_large_run_come_a_page_at_a_time() -> None:
 
 
 def test_the_largest_page_with_the_longest_names_fits_a_message() -> None:
-    """Whoever joined."""
+    """Also with an evicted node."""
     state = run_of(NODES_PER_MESSAGE + 1, long=True)
     carry_out(state, commands.Evict("x" * NAME_BYTES, "why"), 0.0)
     page = NodesPage(pb.ListNodesRequest()).read(state)
@@ -122,7 +122,7 @@ def test_the_largest_page_with_the_longest_names_fits_a_message() -> None:
 
 
 def test_nodes_that_do_not_fit_a_message_come_on_the_next_page() -> None:
-    """Each may have a sentence about its watchdog, and the run as many evicted nodes as it may."""
+    """Each may have a sentence about its watchdog, and the run the largest number of evicted nodes."""
     state = run_of(NODES_PER_MESSAGE, long=True)
     for node in state.nodes.values():
         node.watchdog_trouble = "x" * SENTENCE_BYTES
@@ -154,7 +154,7 @@ def test_nodes_that_do_not_fit_a_message_come_on_the_next_page() -> None:
     ],
 )
 def test_a_page_that_can_not_be_is_refused(page: Any, request_: dict[str, Any], told: str) -> None:
-    """Naming the field, and what is expected in it."""
+    """The error names the field and the expected value."""
     kind = pb.ListRunsRequest if page is RunsPage else pb.ListNodesRequest
     with pytest.raises(ServiceError, match=told):
         page(kind(**request_))
@@ -179,7 +179,7 @@ def test_the_largest_page_is_returned_to_who_wants_a_larger_one() -> None:
     ],
 )
 def test_nodes_that_match_a_filter_are_listed(filter_: dict[str, Any], names: list[str]) -> None:
-    """Page for page, with as many on each as were wanted."""
+    """Page by page, with the requested page size."""
     state = run_of(3)
     state.nodes["node-00002"].broken_at = 0.0
     for size in (1, 2_000):
@@ -209,7 +209,7 @@ def test_a_filter_with_names_that_no_node_has_or_too_many_is_refused(names: list
 
 
 def test_a_page_past_the_end_is_empty() -> None:
-    """Nodes may have left since the page before."""
+    """Nodes may have left since the previous page."""
     first = NodesPage(pb.ListNodesRequest(page_size=3)).read(run_of(4))
     page = NodesPage(pb.ListNodesRequest(page_token=first.next_page_token)).read(run_of(3))
     assert (len(page.nodes), page.next_page_token) == (0, "")
@@ -219,7 +219,7 @@ def test_a_page_past_the_end_is_empty() -> None:
 
 
 class Reader:
-    """Some of the runs; `vanish` is called between two looks at them."""
+    """Some of the runs; `vanish` is called after each read of them."""
 
     def __init__(
         self, runs: list[RunState], vanish: Callable[[list[RunState]], None] = lambda _: None
@@ -246,7 +246,7 @@ async def pages_of(readers: Sequence[Reader], page_size: int) -> list[pb.ListRun
 
 @pytest.mark.parametrize("seed", range(10))
 async def test_runs_of_many_readers_are_listed_as_if_they_were_one_readers(seed: int) -> None:
-    """However they are spread: page for page the same, unless some are so large that pages end for lack of room."""
+    """However they are spread, the pages are the same, unless pages end early because runs are large."""
     draw = Random(seed)
     runs = runs_named(*(f"run-{number:03}" for number in range(draw.randrange(60))))
     large = seed % 2 == 1
@@ -265,7 +265,7 @@ async def test_runs_of_many_readers_are_listed_as_if_they_were_one_readers(seed:
 
 
 async def test_what_one_reader_had_no_room_for_is_not_passed_over() -> None:
-    """Its next run comes on the next page, though those of another that come later would have fitted into this one."""
+    """Its next run comes on the next page, although later runs of another reader would have fitted into this one."""
     runs = runs_named(*(f"run-{number:03}" for number in range(40)))
     for run in runs[::2]:
         run.run_end = RunEnd(Outcome.FAILED, "x" * 400_000)
@@ -274,7 +274,7 @@ async def test_what_one_reader_had_no_room_for_is_not_passed_over() -> None:
 
 
 async def test_runs_that_vanish_in_between_hide_no_others() -> None:
-    """Whatever expires between two looks at the readers, what is left is listed."""
+    """Runs that expire between two reads do not hide the runs that remain."""
     draw = Random(1)
     names = [f"run-{number:03}" for number in range(100)]
     stay = set(names[::3])
@@ -293,7 +293,7 @@ async def test_runs_that_vanish_in_between_hide_no_others() -> None:
 async def test_readers_are_not_asked_for_more_summaries_than_the_page_has(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """They take a thousand times as long as names."""
+    """A summary takes a thousand times as long as a name."""
     made: list[str] = []
 
     def summary(state: RunState) -> pb.Run:

@@ -1,4 +1,4 @@
-"""The contract of rendezvous_service.proto over real gRPC: streams that live, break and resume; every refusal."""
+"""The contract of rendezvous_service.proto over real gRPC: streams that break and resume; every refusal."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ class NodeStream:
         await self.call.write(pb.JoinRequest(**message))
 
     async def hear(self) -> pb.JoinResponse:
-        """The next message, or what is left of one that brought the lease and more."""
+        """Return the next message, or the rest of a message after its lease was taken."""
         unread, self._unread = self._unread, None
         response = await self.call.read() if unread is None else unread
         assert isinstance(response, pb.JoinResponse), "the stream is over"
         return response
 
     async def admission(self) -> pb.Lease:
-        """The lease, which is in the first message; what came with it is left to be heard."""
+        """Return the lease of the first message; keep the rest of that message for `hear`."""
         response = await self.hear()
         assert response.HasField("lease")
         self.lease.CopyFrom(response.lease)
@@ -73,13 +73,13 @@ class NodeStream:
         return response.update
 
     async def until(self, phase: pb.Phase.ValueType) -> pb.NodeUpdate:
-        """The next update in that phase."""
+        """Return the next update in that phase."""
         while (update := await self.update()).phase != phase:
             pass
         return update
 
     async def ended(self) -> ServiceError | None:
-        """Read to the end; the error that the stream ended with, if any."""
+        """Read to the end; return the error that the stream ended with, if any."""
         try:
             while await self.call.read() is not grpc.aio.EOF:
                 pass
@@ -90,7 +90,7 @@ class NodeStream:
 
 
 class Served:
-    """A rendezvous service on a real socket, over a journal and a clock that the test holds."""
+    """A rendezvous service on a real socket; the test controls its journal and its clock."""
 
     def __init__(self, stage: Stage, server: Server, servicer: RendezvousServicer) -> None:
         self.stage = stage
@@ -100,7 +100,7 @@ class Served:
         self._streams: list[NodeStream] = []  # held: a call that is collected as garbage is cancelled
 
     def channel(self) -> grpc.aio.Channel:
-        """A connection of its own."""
+        """Open a new connection."""
         self._channels.append(open_channel(self.server.address))
         return self._channels[-1]
 
@@ -125,7 +125,7 @@ class Served:
         return stream
 
     async def running(self, *node_ids: str) -> list[NodeStream]:
-        """Streams of nodes whose round runs."""
+        """Return the streams of nodes whose round runs."""
         streams = [await self.join(node_id) for node_id in node_ids]
         for stream in streams:
             update = await stream.until(pb.PHASE_FROZEN)
@@ -138,9 +138,9 @@ class Served:
         return await self.stage.engine.get_run(RUN)
 
     async def until(self, holds: Callable[[pb.Run], bool]) -> pb.Run:
-        """Wait until the run is as it should be."""
+        """Wait until the condition holds for the run."""
         async with asyncio.timeout(PATIENCE):
-            # Evidence (who is connected, which lease was renewed) is no fact, so no watcher is told of it.
+            # Connections and lease renewals are not facts, so watchers receive no update about them.
             while not holds(run := await self.run()):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         return run
@@ -153,7 +153,7 @@ class Served:
 
 @pytest.fixture
 async def served() -> AsyncIterator[Served]:
-    """The service, with reflection and health as every server of ours has them."""
+    """The service, with reflection and health, like every Rallypoint server."""
     async with staged(Stage()) as stage:
         servicer = RendezvousServicer(home_of(stage.engine))
         add = partial(pb_grpc.add_RendezvousServiceServicer_to_server, servicer)
@@ -183,7 +183,7 @@ def report_of(round_: int = 1, **parts: Duration) -> pb.ReportStart:
 
 
 def field_of(error: ServiceError | None) -> str:
-    """The field that a request is refused for."""
+    """Return the name of the field for which a request is refused."""
     assert error is not None
     assert (error.code, error.reason) == (Code.INVALID_ARGUMENT, "INVALID_ARGUMENT")
     ((field, description),) = error.field_violations
@@ -195,7 +195,7 @@ def field_of(error: ServiceError | None) -> str:
 
 
 async def test_two_nodes_form_a_round(served: Served) -> None:
-    """Lease, assignment, confirmation, FINAL: each is told its place, and all the same world."""
+    """Lease, assignment, confirmation, FINAL: each node gets its own ranks, and all get the same world size."""
     a, b = await served.join("a"), await served.join("b")
     assert (a.lease.time_to_live.seconds, a.lease.keep_alive_interval.seconds) == (15, 5)
     frozen = [await a.until(pb.PHASE_FROZEN), await b.until(pb.PHASE_FROZEN)]
@@ -211,7 +211,7 @@ async def test_two_nodes_form_a_round(served: Served) -> None:
 
 
 async def test_a_killed_client_is_noticed_after_the_grace(served: Served) -> None:
-    """Its connection breaks; the survivor is told as soon as the grace is over, and by whom it was left."""
+    """Its connection breaks; when the grace is over, the survivor gets the end of the round, with the lost node."""
     a, b = await served.running("a", "b")
     b.call.cancel()
     await served.until(lambda run: not all(node.connected for node in run.nodes))
@@ -223,7 +223,7 @@ async def test_a_killed_client_is_noticed_after_the_grace(served: Served) -> Non
 
 
 async def test_a_closed_connection_is_a_broken_stream(served: Served) -> None:
-    """The kernel ends both, as when the whole process goes; a channel that is closed leaves that to its calls."""
+    """The kernel ends both connections, as when a process dies; closing a channel would only end its calls."""
     await served.running("a", "b")
     port = int(served.server.address.rpartition(":")[2])
     for connection in psutil.Process().net_connections("tcp"):
@@ -236,7 +236,7 @@ async def test_a_closed_connection_is_a_broken_stream(served: Served) -> None:
 
 
 async def test_a_client_that_stops_talking_for_good_is_a_broken_stream(served: Served) -> None:
-    """Who can't send heartbeats any more has ended its stream; the server ends its side in order."""
+    """A client that can't send heartbeats has ended its stream; the server ends its side with OK."""
     a, _ = await served.running("a", "b")
     await a.call.done_writing()
     assert await a.ended() is None
@@ -244,7 +244,7 @@ async def test_a_client_that_stops_talking_for_good_is_a_broken_stream(served: S
 
 
 async def test_a_heartbeat_keeps_the_lease(served: Served) -> None:
-    """Who sends them stays; who only has its stream open does not."""
+    """A node that sends heartbeats stays; an open stream alone is not enough."""
     a, _ = await served.running("a", "b")
     deadline = served.stage.engine._runs[RUN].state.nodes["a"].lease_deadline
     await served.stage.later(14)
@@ -257,7 +257,7 @@ async def test_a_heartbeat_keeps_the_lease(served: Served) -> None:
 
 
 async def test_a_node_whose_workers_nobody_guards_is_seen(served: Served) -> None:
-    """As it says in each heartbeat; other messages say nothing of it, and what does not fit on a line is cut."""
+    """Each heartbeat reports the trouble; other messages leave it unchanged. It becomes one line and is cut."""
     stream = await served.join("a")
     stub = served.stub()
 
@@ -277,7 +277,7 @@ async def test_a_node_whose_workers_nobody_guards_is_seen(served: Served) -> Non
 
 
 async def test_a_broken_stream_is_resumed_with_the_lease(served: Served) -> None:
-    """Same lease, present state, and nobody was lost."""
+    """The lease is the same, the client gets the present state, and no node is lost."""
     a, b = await served.running("a", "b")
     a.call.cancel()
     await served.until(lambda run: not all(node.connected for node in run.nodes))
@@ -291,7 +291,7 @@ async def test_a_broken_stream_is_resumed_with_the_lease(served: Served) -> None
 
 
 async def test_a_lease_that_ended_is_not_resumed(served: Served) -> None:
-    """LEASE_LOST: as a newcomer, or not at all."""
+    """LEASE_LOST: the client may join as a new node, or not at all."""
     a = await served.join("a")
     error = await (await served.resume("a", pb.Lease(number=7))).ended()
     assert error is not None
@@ -300,7 +300,7 @@ async def test_a_lease_that_ended_is_not_resumed(served: Served) -> None:
 
 
 async def test_who_reads_a_run_can_not_act_for_its_nodes(served: Served) -> None:
-    """The number of a lease is public, and its token is not: no read has it, and without it nobody resumes."""
+    """The number of a lease is public and its token is not: no read returns it, and no stream resumes without it."""
     a, b = await served.running("a", "b")
     stub = served.stub()
     reads = [
@@ -323,7 +323,7 @@ async def test_who_reads_a_run_can_not_act_for_its_nodes(served: Served) -> None
 
 
 async def test_a_restart_that_an_agent_asks_for_has_the_name_of_its_operator(served: Served) -> None:
-    """Beside the agent's own, which is the one that was checked."""
+    """The event also names the agent, whose identity was checked."""
     await served.running("a", "b")
     stub = served.stub()
     await stub.RestartRun(pb.RestartRunRequest(run_id=RUN, reason="new data", on_behalf_of="alice"))
@@ -335,7 +335,7 @@ async def test_a_restart_that_an_agent_asks_for_has_the_name_of_its_operator(ser
 
 
 async def test_what_an_operator_expects_is_checked(served: Served) -> None:
-    """So that a request may be sent again without a second effect."""
+    """A request can be sent again without a second effect."""
     await served.running("a", "b")
     stub = served.stub()
     round_ = (await served.run()).round
@@ -353,7 +353,7 @@ async def test_what_an_operator_expects_is_checked(served: Served) -> None:
 
 
 async def test_a_node_is_shown_with_the_address_of_its_agent(served: Served) -> None:
-    """That is where its workers can be looked at."""
+    """Clients connect there to inspect its workers."""
     stream = served.stream()
     join = good_join("a")
     join.supervisor_address = "10.0.0.1:29402"
@@ -364,7 +364,7 @@ async def test_a_node_is_shown_with_the_address_of_its_agent(served: Served) -> 
 
 
 async def test_a_superseded_node_is_told_by_whom(served: Served) -> None:
-    """Another agent joined under its name: its stream ends, and so does its right to anything."""
+    """Another agent joined under its name: its stream ends, and its lease is no longer valid."""
     old = await served.join("a")
     new = await served.join("a")
     error = await old.ended()
@@ -375,7 +375,7 @@ async def test_a_superseded_node_is_told_by_whom(served: Served) -> None:
 
 
 async def test_the_newer_of_two_streams_of_one_lease_lives(served: Served) -> None:
-    """The older one ends ABORTED, which is not for ever."""
+    """The older one ends with ABORTED, which a client may retry."""
     old = await served.join("a")
     new = await served.resume("a", old.lease)
     assert (await new.hear()).lease.number == old.lease.number
@@ -387,7 +387,7 @@ async def test_the_newer_of_two_streams_of_one_lease_lives(served: Served) -> No
 
 
 async def test_who_departs_and_leaves_is_let_go_in_peace(served: Served) -> None:
-    """The others are told at once; its stream ends OK."""
+    """The other nodes get the end of the round at once; the stream of the leaving node ends with OK."""
     a, b = await served.running("a", "b")
     await b.say(depart=pb.DepartRun(reason="SIGTERM"))
     update = await a.until(pb.PHASE_JOINABLE)
@@ -399,7 +399,7 @@ async def test_who_departs_and_leaves_is_let_go_in_peace(served: Served) -> None
 
 
 async def test_the_success_of_all_ends_every_stream_in_order(served: Served) -> None:
-    """CLOSED with the outcome, then OK."""
+    """The stream sends CLOSED with the outcome, then ends with OK."""
     streams = await served.running("a", "b")
     for stream in streams:
         await stream.say(succeeded=pb.ReportSuccess(round=1))
@@ -410,7 +410,7 @@ async def test_the_success_of_all_ends_every_stream_in_order(served: Served) -> 
 
 
 async def test_nothing_goes_over_the_wire_before_it_is_durable(served: Served) -> None:
-    """Neither the lease of who joins nor the news to who is there."""
+    """Neither the lease of a joining node nor the updates to the other nodes."""
     a = await served.join("a")
     served.stage.journal.hold()
     b = served.stream()
@@ -426,7 +426,7 @@ async def test_nothing_goes_over_the_wire_before_it_is_durable(served: Served) -
 
 
 async def test_a_broken_journal_ends_every_call_as_unavailable(served: Served) -> None:
-    """Come back: the service starts again."""
+    """UNAVAILABLE: the client connects again after the service has restarted."""
     a = await served.join("a")
     served.stage.journal.break_()
     error = await refusal(served.stub().CloseRun(pb.CloseRunRequest(run_id=RUN)))
@@ -436,7 +436,7 @@ async def test_a_broken_journal_ends_every_call_as_unavailable(served: Served) -
     assert (ended.code, ended.reason) == (Code.UNAVAILABLE, "JOURNAL_BROKEN")
 
 
-# ---- what is refused
+# ---- refused requests
 
 
 @pytest.mark.parametrize(
@@ -453,7 +453,7 @@ async def test_a_broken_journal_ends_every_call_as_unavailable(served: Served) -
     ids=lambda message: message.WhichOneof("message") or "empty",
 )
 async def test_the_first_message_must_be_join_or_resume(served: Served, first: pb.JoinRequest) -> None:
-    """Whatever else comes first is refused by name."""
+    """Any other first message is refused, and the refusal names it."""
     stream = served.stream()
     await stream.call.write(first)
     error = await stream.ended()
@@ -463,7 +463,7 @@ async def test_the_first_message_must_be_join_or_resume(served: Served, first: p
 
 
 async def test_a_stream_without_a_word_is_refused(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that ends at once, for good; one that never says what it is for may try again, for it may be a stall."""
+    """A stream that ends at once is refused for good; one that sends nothing may be retried: it may be a stall."""
     stream = served.stream()
     await stream.call.done_writing()
     assert field_of(await stream.ended()) == "message"
@@ -502,7 +502,7 @@ async def test_a_stream_without_a_word_is_refused(served: Served, monkeypatch: p
 async def test_a_bad_field_of_the_first_message_is_named(
     served: Served, field: str, message: dict[str, Any]
 ) -> None:
-    """INVALID_ARGUMENT with a BadRequest, which names all of them; the run is not made."""
+    """INVALID_ARGUMENT with a BadRequest that names all of them; the run is not created."""
     stream = served.stream()
     await stream.say(**message)
     error = await stream.ended()
@@ -530,7 +530,7 @@ async def test_a_bad_field_of_the_first_message_is_named(
 async def test_a_bad_field_of_a_later_message_is_named(
     served: Served, field: str, message: dict[str, Any]
 ) -> None:
-    """The stream ends, the lease lives on: a client that is put right can resume."""
+    """The stream ends, but the lease stays valid: a corrected client can resume."""
     a = await served.join("a")
     await a.say(**message)
     assert field_of(await a.ended()) == field
@@ -539,7 +539,7 @@ async def test_a_bad_field_of_a_later_message_is_named(
 
 
 async def test_other_settings_are_refused_by_name(served: Served) -> None:
-    """With the run's own in the metadata."""
+    """The metadata has the run's own settings."""
     await served.join("a")
     stream = served.stream()
     join = good_join("b")
@@ -554,7 +554,7 @@ async def test_other_settings_are_refused_by_name(served: Served) -> None:
 
 
 async def test_a_hostile_report_stops_nobody(served: Served) -> None:
-    """Numbers that no clock shows, control characters, texts without end: it is cut, and the run goes on."""
+    """Impossible numbers, control characters and very long texts are cut, and the run goes on."""
     a, _ = await served.running("a", "b")
     failure = pb.WorkerFailure(
         round=1,
@@ -573,7 +573,7 @@ async def test_a_hostile_report_stops_nobody(served: Served) -> None:
 
 
 async def test_the_start_of_a_round_is_one_event_and_no_commit_each(served: Served) -> None:
-    """However often it is reported; a node that resumes knows that it is recorded, and no watcher is woken for it."""
+    """However often it is reported. A node that resumes learns that it is recorded; watchers get no update for it."""
     a, b = await served.running("a", "b")
     before = (await served.run()).revision
     for _ in range(100):
@@ -596,18 +596,18 @@ async def test_the_start_of_a_round_is_one_event_and_no_commit_each(served: Serv
 
 
 async def test_garbage_is_refused(served: Served) -> None:
-    """Bytes that are no message."""
+    """Bytes that are not a message."""
     call: Any = served.channel().stream_stream(f"/{SERVICE}/Join")(timeout=PATIENCE)
     await call.write(b"\xff\xff\xff")
     error = await refusal(call.read())
     assert (error.code, error.reason) == (Code.INVALID_ARGUMENT, "MALFORMED_MESSAGE")
 
 
-# ---- people and tools
+# ---- operators and tools
 
 
 async def test_a_run_can_be_looked_at(served: Served) -> None:
-    """GetRun has every node, ListRuns a line per run."""
+    """GetRun returns every node, ListRuns one summary per run."""
     await served.running("a", "b")
     await served.join("x", run_id="another")
     stub = served.stub()
@@ -622,7 +622,7 @@ async def test_a_run_can_be_looked_at(served: Served) -> None:
 
 
 async def test_a_run_that_waits_says_for_how_long(served: Served) -> None:
-    """For min_nodes, then for the end of the last call, by the service's clock; with as many nodes as asked for."""
+    """The time left for min_nodes, then for the last call, by the service's clock; with `most_nodes` nodes."""
     stub = served.stub()
 
     async def waiting(most_nodes: int | None = None) -> tuple[float | None, float | None, int]:
@@ -655,7 +655,7 @@ async def test_a_run_that_waits_says_for_how_long(served: Served) -> None:
 
 @pytest.mark.parametrize("method", ["GetRun", "WatchRun", "CloseRun", "DeleteRun"])
 async def test_a_run_that_is_not_there_is_not_found(served: Served, method: str) -> None:
-    """And not made by asking for it; a name that can't be is a bad request."""
+    """The request does not create it; an invalid name is a bad request."""
     stub = served.stub()
     request = getattr(pb, method + "Request")
 
@@ -674,7 +674,7 @@ async def test_a_run_that_is_not_there_is_not_found(served: Served, method: str)
 
 
 async def test_closing_a_run_tells_everybody(served: Served) -> None:
-    """Nodes and watchers get the last state, and their streams end OK; a second closing says how it ended."""
+    """Nodes and watchers get the last state, and their streams end with OK; a second close returns the same end."""
     nodes = await served.running("a", "b")
     stub = served.stub()
     watching = stub.WatchRun(pb.WatchRunRequest(run_id=RUN), timeout=PATIENCE)
@@ -694,7 +694,7 @@ async def test_closing_a_run_tells_everybody(served: Served) -> None:
 
 
 async def test_deleting_a_run_frees_its_name(served: Served) -> None:
-    """Not while it has nodes."""
+    """A run that still has nodes is not deleted."""
     nodes = await served.running("a", "b")
     stub = served.stub()
     error = await refusal(stub.DeleteRun(pb.DeleteRunRequest(run_id=RUN)))
@@ -714,7 +714,7 @@ async def test_deleting_a_run_frees_its_name(served: Served) -> None:
 
 
 async def test_who_comes_to_a_closed_run_is_told_how_it_ended(served: Served) -> None:
-    """A newcomer is refused, with the outcome; who was in it gets the last state."""
+    """A new node is refused, with the outcome; a node that was in the run gets the last state."""
     a, newcomer = served.stream(), served.stream()
     joins = [good_join("a"), good_join("b")]
     for join in joins:
@@ -734,7 +734,7 @@ async def test_who_comes_to_a_closed_run_is_told_how_it_ended(served: Served) ->
 
 
 async def test_who_comes_to_a_run_that_is_ending_waits_until_its_nodes_have_gone(served: Served) -> None:
-    """It is told why; a node that stays keeps its stream, and is gone when it leaves."""
+    """It gets the reason; a node that stays keeps its stream until it leaves."""
     a, b = served.stream(), served.stream()
     await a.say(join=good_join("a", stays_until_gone=True))
     lease = await a.admission()
@@ -742,7 +742,7 @@ async def test_who_comes_to_a_run_that_is_ending_waits_until_its_nodes_have_gone
     assert (await a.until(pb.PHASE_CLOSED)).run_end.outcome == pb.OUTCOME_CANCELLED
     await b.say(join=good_join("b", stays_until_gone=True))
     assert "node a of it did not leave yet" in (await b.hear()).waiting.detail
-    # What it had to say before it knew of the end does no harm.
+    # Messages that it sent before it knew of the end do no harm.
     await a.say(confirm=pb.ConfirmRound(round=1))
     await a.say(heartbeat=pb.Heartbeat())
     again = served.stream()
@@ -760,7 +760,7 @@ async def test_who_comes_to_a_run_that_is_ending_waits_until_its_nodes_have_gone
 
 @pytest.mark.parametrize("stays", [False, True])
 async def test_a_join_waits_no_longer_than_its_join_timeout(served: Served, *, stays: bool) -> None:
-    """Then it is refused, with the number of nodes that are there."""
+    """Then it is refused, with the number of nodes that are still in the run."""
     a, b = await served.join("a"), served.stream()
     await served.stage.engine.close_run(RUN, "enough")
     assert await a.ended() is None
@@ -774,7 +774,7 @@ async def test_a_join_waits_no_longer_than_its_join_timeout(served: Served, *, s
 
 
 async def test_a_join_that_waits_is_ended_with_the_server(served: Served) -> None:
-    """The client connects again, to the next one."""
+    """The client connects again, to the next server."""
     await served.join("a")
     await served.stage.engine.close_run(RUN, "enough")
     b = served.stream()
@@ -805,7 +805,7 @@ async def test_a_join_that_waits_may_go_away(served: Served) -> None:
 
 
 async def test_a_watcher_resumes_where_it_was(served: Served) -> None:
-    """The present state first, or only what is newer than it saw; revisions only grow."""
+    """It gets the present state first, or only newer states than it has seen; revisions only grow."""
     await served.join("a")
     stub = served.stub()
     first = stub.WatchRun(pb.WatchRunRequest(run_id=RUN), timeout=PATIENCE)
@@ -827,7 +827,7 @@ async def test_a_watcher_resumes_where_it_was(served: Served) -> None:
 
 
 async def large_run(served: Served, nodes: int = 300) -> list[Member]:
-    """A run whose state is a message of some 150 KB: a few of them fill what a connection takes unread."""
+    """Create a run whose state is a message of some 150 KB: a few of them fill the buffers of a connection."""
     stage = served.stage
     members = await asyncio.gather(*(stage.join(f"n{number:03}" + "x" * 200) for number in range(nodes)))
     return list(members)
@@ -839,13 +839,13 @@ async def read_to_the_end(call: Any) -> None:
 
 
 async def test_a_watcher_that_does_not_read_is_told_the_latest_only(served: Served) -> None:
-    """A hundred changes while it looks away: it gets what was on its way, and then the present state."""
+    """A hundred changes while it does not read: it gets the messages in flight, and then the present state."""
     members = await large_run(served)
     watching = served.stub().WatchRun(pb.WatchRunRequest(run_id=RUN), timeout=PATIENCE)
     await watching.read()
     for member in members[100:200]:
         await served.stage.leave(member)
-    last = (await served.stage.later(1.0)).revision  # large runs are told now and then only
+    last = (await served.stage.later(1.0)).revision  # watchers of large runs get an update only now and then
     revisions = [0]
     while revisions[-1] < last:
         response = await watching.read()
@@ -856,7 +856,7 @@ async def test_a_watcher_that_does_not_read_is_told_the_latest_only(served: Serv
 
 
 async def test_a_watcher_that_never_reads_is_ended(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After the write timeout, so that it costs nothing; it may resume. Others are told as ever."""
+    """It ends after the write timeout, so it costs nothing; it may resume. Other calls are served as before."""
     monkeypatch.setattr(flow, "WRITE_TIMEOUT", 0.5)
     members = await large_run(served)
     stub = served.stub()
@@ -874,11 +874,11 @@ async def test_a_watcher_that_never_reads_is_ended(served: Served, monkeypatch: 
     assert (await stub.GetRun(pb.GetRunRequest(run_id=RUN), timeout=PATIENCE)).run.node_count > 0
 
 
-# ---- the server's own coming and going
+# ---- the server's start and drain
 
 
 async def test_a_draining_server_says_so_and_ends_every_stream(served: Served) -> None:
-    """Nodes get the message and an orderly end, watchers and newcomers an error to retry; no node is lost by it."""
+    """Nodes get the message and then an error, watchers and newcomers an error to retry; no node is lost."""
     nodes = await served.running("a", "b")
     watching = served.stub().WatchRun(pb.WatchRunRequest(run_id=RUN), timeout=PATIENCE)
     await watching.read()
@@ -895,7 +895,7 @@ async def test_a_draining_server_says_so_and_ends_every_stream(served: Served) -
         assert (ended.code, ended.reason) == (Code.UNAVAILABLE, "DRAINING")
     error = await refusal(watching.read())
     assert (error.code, error.reason) == (Code.UNAVAILABLE, "DRAINING")
-    # One that arrives as the server closes is cancelled by gRPC itself: to clients the two mean the same.
+    # gRPC itself cancels a call that arrives as the server closes: to clients the two mean the same.
     error = await refusal(late.ListRuns(pb.ListRunsRequest(), timeout=PATIENCE))
     assert error.code in {Code.UNAVAILABLE, Code.CANCELLED}
     await draining
@@ -904,7 +904,7 @@ async def test_a_draining_server_says_so_and_ends_every_stream(served: Served) -
 
 
 async def test_a_stream_that_opens_while_the_server_drains_ends_with_the_others(served: Served) -> None:
-    """Its node was admitted in the last moment: it is told to come back, and holds nobody up."""
+    """Its node was admitted at the last moment: it gets `draining` like the others, and does not delay the drain."""
     await served.join("a")
     served.stage.journal.hold()
     late = served.stream()
@@ -925,10 +925,10 @@ async def test_a_stream_that_opens_while_the_server_drains_ends_with_the_others(
 
 
 async def test_a_stream_that_says_nothing_holds_up_no_draining_server(served: Served) -> None:
-    """Its client was cut off before it could say what it wants: it hears the same as all others."""
+    """Its client was cut off before its first message: it gets the same error as all others."""
     stub = served.stub()
     silent = stub.Join(timeout=PATIENCE)
-    await stub.ListRuns(pb.ListRunsRequest())  # comes after it
+    await stub.ListRuns(pb.ListRunsRequest())  # arrives after it
     draining = asyncio.create_task(served.server.drain(PATIENCE))
     error = await refusal(silent.read())
     assert (error.code, error.reason) == (Code.UNAVAILABLE, "DRAINING")
@@ -936,7 +936,7 @@ async def test_a_stream_that_says_nothing_holds_up_no_draining_server(served: Se
 
 
 async def test_reflection_and_health_are_served(served: Served) -> None:
-    """grpcurl finds the service, and whoever asks for its health hears SERVING."""
+    """grpcurl finds the service, and a health check returns SERVING."""
     channel = served.channel()
     reflection = reflection_pb2_grpc.ServerReflectionStub(channel)
     asked = iter([reflection_pb2.ServerReflectionRequest(list_services="")])

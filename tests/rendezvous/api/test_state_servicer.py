@@ -60,7 +60,7 @@ async def served(tmp_path: Path) -> AsyncIterator[Served]:
 
 
 async def test_every_row_of_the_table(served: Served) -> None:
-    """What GetState and SetState answer, field by field."""
+    """The responses of GetState and SetState, field by field."""
     stub = served.stub
     assert await stub.GetState(pb.GetStateRequest(run_id=RUN)) == pb.GetStateResponse()
     for token in (b"", b"foreign"):
@@ -81,7 +81,7 @@ async def test_every_row_of_the_table(served: Served) -> None:
 
 
 async def test_the_largest_state_goes_both_ways(served: Served) -> None:
-    """With the longest name of a run, and everything else that a request may have."""
+    """With the longest run name, and every other field that a request may have."""
     run_id, state = "r" * 256, bytes(range(256)) * (MAX_VALUE_BYTES // 256)
     first = await served.stub.SetState(pb.SetStateRequest(run_id=run_id))
     won = await served.stub.SetState(
@@ -124,7 +124,7 @@ async def test_clients_whose_sets_lose_get_turns(served: Served, monkeypatch: py
 async def test_no_client_waits_for_one_that_does_not_set(
     served: Served, monkeypatch: pytest.MonkeyPatch, limit: str
 ) -> None:
-    """A turn ends in time, and each client waits so long at most; also one that asks what the others set."""
+    """A turn ends in time, and each client waits at most that long; also one that reads with `after_turns`."""
     for name in ("_TURN", "_LONGEST_WAIT"):
         monkeypatch.setattr(state_servicer, name, 0.2 if name == limit else 2 * PATIENCE)
     lost = pb.SetStateRequest(run_id=RUN, state=b"x", token=b"foreign")
@@ -189,7 +189,7 @@ async def test_limits_say_when_to_come_back(served: Served) -> None:
 
 
 async def test_a_watcher_is_pushed_what_changes(served: Served) -> None:
-    """From the headers on, which come although there is nothing to tell."""
+    """It receives every change after the headers, which come even if there is no change to send."""
     first = await served.stub.SetState(pb.SetStateRequest(run_id=RUN, state=b"x"))
     watching = served.stub.WatchState(pb.WatchStateRequest(run_id=RUN, token=first.current.token))
     await watching.initial_metadata()
@@ -224,7 +224,7 @@ async def read_to_the_end(watching: grpc.aio.UnaryStreamCall[Any, Any]) -> None:
 
 
 async def test_a_watcher_that_reads_nothing_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It keeps neither its place nor what is meant for it."""
+    """It keeps neither its slot nor the data queued for it."""
     monkeypatch.setattr(flow, "WRITE_TIMEOUT", 0.2)
     states, path = open_states(TestJournal()), f"{tmp_path}/state.sock"
     async with serving(states, path), channel_to(path) as channel:

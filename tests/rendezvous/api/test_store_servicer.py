@@ -105,7 +105,7 @@ async def test_a_short_printable_value_is_text_too(served: Served, value: bytes,
 
 
 async def test_a_reader_is_told_by_the_write_it_waits_for(served: Served) -> None:
-    """And not before that is durable."""
+    """And not before that write is durable."""
     waiting = asyncio.ensure_future(served.stub.Get(pb.GetRequest(run_id=RUN, key="k", timeout=LONG)))
     served.journal.hold()
     setting = asyncio.ensure_future(served.stub.Set(pb.SetRequest(**WRITING, key="k", value=b"1")))
@@ -117,7 +117,7 @@ async def test_a_reader_is_told_by_the_write_it_waits_for(served: Served) -> Non
     await setting
 
 
-# The largest that a request can be around a value: every name as long as it may be.
+# The largest request around a value: every name has the greatest length.
 PLACE: dict[str, Any] = {
     "run_id": "r" * 256,
     "round": 2**31 - 1,
@@ -166,7 +166,7 @@ async def test_every_bad_field_of_a_request_is_named(served: Served, methods: st
 
 @pytest.mark.parametrize("name", LARGEST)
 async def test_the_largest_value_and_one_byte_more(served: Served, name: str) -> None:
-    """Goes both ways, through every write and every read, under the longest of names; a byte more is refused
+    """It passes through every write and every read, with the longest names; one byte more is refused
     with the field and the limit, and changes nothing."""
     field, send = LARGEST[name]
     served.rounds.of[PLACE["run_id"]] = PLACE["round"]
@@ -183,7 +183,7 @@ async def test_the_largest_value_and_one_byte_more(served: Served, name: str) ->
 
 
 async def test_the_most_that_can_be_set_at_once_can_be_read_at_once(served: Served) -> None:
-    """10,000 entries that fill a message; one byte more is refused either way, with what to do."""
+    """10,000 entries that fill a message; one byte more is refused in both directions, with the remedy."""
     served.rounds.of[PLACE["run_id"]] = PLACE["round"]
     keys = [f"{number:04}" for number in range(10_000)]
     size = MAX_MULTI_BYTES // len(keys) - 20
@@ -213,7 +213,7 @@ async def test_append_past_the_largest_value_is_refused(served: Served) -> None:
 
 
 def writes(stub: rpc.StoreServiceAsyncStub, place: dict[str, Any]) -> list[Awaitable[object]]:
-    """One of each."""
+    """Return one write of each kind."""
     return [
         stub.Set(pb.SetRequest(**place, key="k")),
         stub.Add(pb.AddRequest(**place, key="n")),
@@ -225,7 +225,7 @@ def writes(stub: rpc.StoreServiceAsyncStub, place: dict[str, Any]) -> list[Await
 
 
 async def test_every_write_is_fenced_by_its_lease(served: Served) -> None:
-    """Each of them, with the reason of the one who knows."""
+    """Each of them, with the reason that the lease check gives."""
     asked: list[tuple[str, str, int]] = []
     lease_error: Refused = LeaseLost(RUN, "node", 7, None)
 
@@ -247,7 +247,7 @@ async def test_every_write_is_fenced_by_its_lease(served: Served) -> None:
 
 
 async def test_no_write_goes_without_a_lease(served: Served) -> None:
-    """The refusal names the field, and says where the lease comes from. Reads and waits go on without one."""
+    """The refusal names the field, and the source of a lease. Reads and waits need none."""
     calls = writes(served.stub, {"run_id": RUN})
     wire = pb.DESCRIPTOR.services_by_name["StoreService"].methods
     assert len(calls) == sum("writer" in method.input_type.fields_by_name for method in wire)
@@ -266,7 +266,7 @@ async def test_no_write_goes_without_a_lease(served: Served) -> None:
 
 async def test_who_waits_in_a_run_that_is_forgotten_is_told(served: Served) -> None:
     waiting = asyncio.ensure_future(served.stub.Get(pb.GetRequest(run_id=RUN, key="k", timeout=LONG)))
-    await served.stub.Set(pb.SetRequest(**WRITING, key="other"))  # so the wait has arrived, or is next
+    await served.stub.Set(pb.SetRequest(**WRITING, key="other"))  # so the wait has arrived, or arrives next
     served.journal.drop_run(RUN)
     del served.rounds.of[RUN]
     served.store.forget_run(RUN)
@@ -275,7 +275,7 @@ async def test_who_waits_in_a_run_that_is_forgotten_is_told(served: Served) -> N
 
 
 async def test_refusals_carry_their_reason(served: Served) -> None:
-    """One of each that a test can bring about; `test_each_refusal_has_a_code` looks at the table."""
+    """One of each that a test can cause; `test_the_table` in test_errors.py checks the table."""
     stub = served.stub
     malformed: list[tuple[Awaitable[object], grpc.StatusCode, str]] = [
         (stub.Set(pb.SetRequest(run_id="other", writer=WRITER, key="k")), Code.NOT_FOUND, "RUN_NOT_FOUND"),
@@ -325,7 +325,7 @@ async def test_who_waits_in_a_round_that_ends_is_told(served: Served) -> None:
     )
     await served.stub.Set(
         pb.SetRequest(**WRITING, round=1, key="other")
-    )  # so the wait has arrived, or is next
+    )  # so the wait has arrived, or arrives next
     served.rounds.of[RUN] = 2
     served.store.forget_rounds_before(RUN, 2)
     error = await refusal(waiting)
@@ -348,6 +348,6 @@ async def test_a_caller_that_goes_is_forgotten(served: Served) -> None:
     await served.stub.Set(pb.SetRequest(**WRITING, key="other"))
     call.cancel()
     async with asyncio.timeout(PATIENCE):
-        # The server learns of it before it answers what was sent later on the same connection, or soon after.
+        # The server learns of it before it answers a later request on the same connection, or soon after.
         while served.store._runs[RUN].waits.rounds:
             await served.stub.Check(pb.CheckRequest(run_id=RUN, keys=["k"]))

@@ -1,4 +1,4 @@
-"""However much there is to do, and for however many, the event loop has its turn after each slice."""
+"""However much work there is, and for however many callers, the event loop gets a turn after each time slice."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rendezvous.turn_counter import TickingClock, Turns, counting
 
 
 class _Parts:
-    """Work, and what has been done of it."""
+    """Work, and counts of its progress."""
 
     def __init__(self, turns: Turns) -> None:
         self.turns = turns
@@ -37,12 +37,12 @@ class _Parts:
 
 @pytest.fixture
 def slices() -> CooperativeRunner:
-    """Of parts that take a millisecond each."""
+    """A runner whose parts take a millisecond each."""
     return CooperativeRunner(TickingClock(0.001))
 
 
 async def test_others_have_their_turns(slices: CooperativeRunner) -> None:
-    """After every slice, which is some ten milliseconds."""
+    """After every time slice, which is some ten milliseconds."""
     async with counting() as turns:
         assert await slices.carry_out(_Parts(turns).work(1_000)) == 1_000
     assert turns.taken >= 100
@@ -50,7 +50,7 @@ async def test_others_have_their_turns(slices: CooperativeRunner) -> None:
 
 
 async def test_one_work_is_done_at_a_time(slices: CooperativeRunner) -> None:
-    """CooperativeRunner of many works in one turn of the loop would hold it for as long as all of them together."""
+    """One slice for each of many works in one turn would hold the loop for as long as all of them together."""
     async with counting() as turns:
         parts = _Parts(turns)
         done = await asyncio.gather(*(slices.carry_out(parts.work(100 + each)) for each in range(16)))
@@ -60,7 +60,7 @@ async def test_one_work_is_done_at_a_time(slices: CooperativeRunner) -> None:
 
 
 async def test_work_that_fails_or_is_cancelled_lets_the_next_begin(slices: CooperativeRunner) -> None:
-    """It is ended where it is."""
+    """Its generator is closed."""
     async with counting() as turns:
         parts = _Parts(turns)
         with pytest.raises(KeyError):

@@ -1,4 +1,4 @@
-"""Every refusal has its code and reason, as the contract says, and carries what a program needs."""
+"""Every refusal has the code and reason of the contract, and carries the fields that programs need."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Row: TypeAlias = tuple[Exception, str, float | None, dict[str, str]]
 
 
 def row(error: Exception, reason: str, retry_after: float | None = None, **metadata: str) -> Row:
-    """An error, and what the wire has of it; `retry_after`: None where the same request would not succeed either."""
+    """Return an error and its fields on the wire; `retry_after`: None if the same request would fail again."""
     return error, reason, retry_after, metadata
 
 
@@ -154,7 +154,7 @@ TABLE: dict[Code, list[Row]] = {
     [pytest.param(code, each, id=each[1]) for code, rows in TABLE.items() for each in rows],
 )
 def test_the_table(code: Code, expected: Row) -> None:
-    """Code for generic clients, reason, facts and when to come back for ours, one sentence for people."""
+    """Code for generic clients; reason, metadata and retry time for ours; one sentence for people."""
     error, reason, retry_after, metadata = expected
     told = translate(error)
     assert told is not None
@@ -166,14 +166,14 @@ def test_the_table(code: Code, expected: Row) -> None:
 
 
 def test_whoever_comes_past_a_limit_is_told_when_to_try_again() -> None:
-    """In RetryInfo; the sentence names the limit, and the remedy."""
+    """RetryInfo has the time; the sentence has the limit and the remedy."""
     told = translate(LimitReached("TOO_MANY_RUNS", "r", "as many as may", "delete some", 10, retry_after=7.0))
     assert told is not None
     assert (told.retry_after, told.message) == (7.0, "as many as may (the limit is 10); delete some")
 
 
 def test_what_was_refused_is_told_apart_from_what_may_have_been_done() -> None:
-    """In the reason and in the sentence; where to ask next is the same."""
+    """The reason and the sentence differ; the next address is the same."""
     refused = NotOwner("r", "b:1")
     unknown = of_unknown_outcome(refused)
     assert str(refused) == "nothing was done: run 'r' belongs to the replica at b:1; send the request there"

@@ -1,4 +1,4 @@
-"""Work that is not to be paused is carried out to its end."""
+"""Work that must not be paused runs to its end."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ def _count(to: int) -> Work[int]:
 
 
 def test_all_of_it_is_done() -> None:
-    """What comes of it is returned, also if there is nothing to do."""
+    """Its result is returned, also if there is nothing to do."""
     assert [finish(_count(to)) for to in (0, 1, 5)] == [0, 1, 5]
 
 
 def test_its_error_is_raised() -> None:
-    """As it is."""
+    """Unchanged."""
     with pytest.raises(ValueError, match="too far"):
         finish(_count(6))

@@ -1,4 +1,4 @@
-"""Who may have lost its runs tells nothing of them: whatever no commit has just vouched for is asked about first."""
+"""A process that may have lost its runs sends nothing about them: a reply without a commit needs an ownership check."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from rallypoint.rendezvous.state.core import SetState
 from rallypoint.rendezvous.store.writes import CompareSet, DeleteKey, Set
 from rendezvous.shard_fixtures import RUN, Scene, begun, idle, opened, refusal_of
 
-# What is asked, and is answered without a commit, besides what `Scene.requests` has.
+# Requests that are answered without a commit, besides those of `Scene.requests`.
 Asks = Callable[[Scene], Awaitable[object]]
 
 
 async def wait_in_vain(scene: Scene) -> object:
-    """For a key that is not there, for so long that the guard would have been asked at the beginning only."""
+    """Wait for an absent key, long enough that an ownership check only at the beginning would miss the loss."""
     waiting = asyncio.create_task(scene.shard.store.get(RUN, 0, "nowhere", 0.2))
     await idle()
     scene.lost = OSError("the session is lost")
@@ -56,8 +56,8 @@ WITH_A_COMMIT = ["join", "execute", "close", "set", "set state"]
 
 @pytest.mark.parametrize("name", WITHOUT_A_COMMIT)
 async def test_what_needs_no_commit_is_not_told(name: str) -> None:
-    """Neither an answer nor a refusal: both may be outdated. It is told once the guard allows it, so it was no other's
-    fault."""
+    """Neither a response nor a refusal is sent: both may be outdated. Once the check passes, the request gets another
+    result, so the check was the only cause."""
     async with opened() as scene:
         ask = WITHOUT_A_COMMIT[name]
         appends = scene.journal.appends
@@ -73,7 +73,7 @@ async def test_what_needs_no_commit_is_not_told(name: str) -> None:
 
 
 async def test_reads_are_not_answered() -> None:
-    """Whatever is read, at once or in a step, and whoever begins to watch."""
+    """Every read, at once or in a step, and every new watch."""
     async with opened() as scene:
         asks = {name: ask for name, ask in scene.requests().items() if name not in WITH_A_COMMIT}
         assert len(asks) == 14
@@ -86,7 +86,7 @@ async def test_reads_are_not_answered() -> None:
 
 
 async def test_a_wait_that_is_over_says_nothing_of_the_key() -> None:
-    """Elsewhere it may have been set."""
+    """Another owner may have set it."""
     async with opened() as scene:
         assert isinstance(await refusal_of(wait_in_vain(scene)), NotOwner)
         scene.lost = None
@@ -94,7 +94,7 @@ async def test_a_wait_that_is_over_says_nothing_of_the_key() -> None:
 
 
 async def test_a_commit_vouches_by_itself() -> None:
-    """What it made durable is told without the guard: the journal has looked already."""
+    """Its results are sent without another check: the journal has checked already."""
     async with opened() as scene:
         token = scene.token
         scene.journal.hold()
@@ -112,14 +112,14 @@ async def test_a_commit_vouches_by_itself() -> None:
 
 
 async def test_watchers_are_told_nothing() -> None:
-    """A step without a commit tells neither members nor watchers, though it has something for them."""
+    """A step without a commit sends updates neither to members nor to watchers, although some are due."""
     async with opened() as scene:
         watcher = await scene.shard.engine.watch(RUN, scene.revision)
         run = scene.shard.engine._runs[RUN]
         for lost in (OSError("the session is lost"), None):
             scene.lost = lost
             run.watchers._published = (
-                None  # as if it were a large run, which is told to watchers only now and then
+                None  # as if it were a large run, whose watchers get an update only now and then
             )
             scene.shard.engine._schedule.put(RUN, scene.now)
             (reading,) = await begun(scene.shard.engine.get_run(RUN))
@@ -130,7 +130,7 @@ async def test_watchers_are_told_nothing() -> None:
 
 
 async def test_a_lost_process_that_stays_does_not_spin() -> None:
-    """A deadline that came up is left alone once the guard refuses: nothing wakes the engine again and again."""
+    """After the check refuses, a deadline that has passed stays unhandled: it does not wake the engine repeatedly."""
     async with opened() as scene:
         scene.lost = OSError("the session is lost")
         scene.shard.engine._schedule.put(RUN, scene.now)
@@ -142,7 +142,7 @@ async def test_a_lost_process_that_stays_does_not_spin() -> None:
 
 
 async def test_a_lease_that_is_refused_is_no_news_before_it_is_durable() -> None:
-    """As ever: who shows a lease that was lost is told so when the loss is durable, and that vouches for it."""
+    """A lost lease is refused once the loss is durable; that commit proves ownership."""
     async with opened() as scene:
         member = scene.members[0]
         leave = commands.Leave(member.node_id, member.lease.number, "told to stop")
@@ -159,7 +159,7 @@ async def test_a_lease_that_is_refused_is_no_news_before_it_is_durable() -> None
 
 
 async def test_what_was_lost_behind_a_commit_is_not_told() -> None:
-    """The guard allowed it when it came; by the time that it is decided, it does no longer."""
+    """The check passed when the request came, but fails when it is decided."""
     async with opened() as scene:
         store, states, token = scene.shard.store, scene.shard.states, scene.token
         operation = Operation("client", 0, 1)
@@ -181,7 +181,7 @@ async def test_what_was_lost_behind_a_commit_is_not_told() -> None:
 
 
 async def test_a_repetition_is_guarded_too() -> None:
-    """Its first attempt may have been repeated elsewhere, and its slot have gone on."""
+    """The first attempt may have been repeated at another owner, and its slot used again."""
     async with opened() as scene:
         operation = Operation("client", 0, 1)
         write = Set(writer=scene.writer, round=0, key="key", value=b"value", operation=operation)

@@ -1,4 +1,4 @@
-"""What a service is told to allow reaches the part of it that has to keep to it."""
+"""The limits given to a service reach the part of it that must enforce them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from support.waiting import PATIENCE
 
 
 async def test_the_streams_of_nodes_are_metered_and_no_others() -> None:
-    """Heartbeats come by the clock; what workers store comes as they work."""
+    """Heartbeats come at a fixed interval; store requests come as workers need them."""
     limits = RendezvousLimits(messages_per_second=7.0, message_burst=9)
     async with rendezvous_services(MemoryJournal(), limits=Limits(limits)) as services:
         rates = {service.service_name.rpartition(".")[2]: service.message_rate for service in services}
@@ -42,7 +42,7 @@ async def test_the_limits_of_states_hold() -> None:
                 await refusal(stub.SetState(pb.SetStateRequest(run_id="b"), timeout=PATIENCE))
             ).reason == "TOO_MANY_STATES"
             now[0] += 61.0
-            # Decided with the state that has just expired still there, and then without it.
+            # The first request still counts the expired state, the next one does not.
             with pytest.raises(grpc.aio.AioRpcError):
                 await stub.SetState(pb.SetStateRequest(run_id="b"), timeout=PATIENCE)
             assert (await stub.SetState(pb.SetStateRequest(run_id="b"), timeout=PATIENCE)).has_set

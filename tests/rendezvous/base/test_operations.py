@@ -1,4 +1,4 @@
-"""A record is read as it was written, and stays away from the keys of clients."""
+"""A record is decoded as it was written, and its key is outside the keys of clients."""
 
 from __future__ import annotations
 

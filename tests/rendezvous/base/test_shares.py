@@ -36,7 +36,7 @@ from rendezvous.shard_fixtures import RUN, Scene, ShardJournal, begun, opened, r
 
 @asynccontextmanager
 async def together(limits: Limits | None = None) -> AsyncIterator[tuple[Scene, Scene, SharedTotals]]:
-    """Two empty shards of one process."""
+    """Return two empty shards of one process."""
     totals = SharedTotals()
     async with AsyncExitStack() as stack:
         one, other = [
@@ -47,7 +47,7 @@ async def together(limits: Limits | None = None) -> AsyncIterator[tuple[Scene, S
 
 
 def used(totals: SharedTotals) -> dict[str, int]:
-    """What is counted, by name."""
+    """Return the counters, by name."""
     return {
         "runs": totals.runs.used,
         "event_bytes": totals.events.bytes,
@@ -69,7 +69,7 @@ async def set_state(
 
 
 def test_a_share_knows_its_own_part_and_all_others() -> None:
-    """And gives back what is its own."""
+    """And releases its own part only."""
     total = SharedTotal()
     mine, theirs = Quota(total), Quota(total)
     mine.add(3)
@@ -81,11 +81,11 @@ def test_a_share_knows_its_own_part_and_all_others() -> None:
 
 
 async def test_runs() -> None:
-    """One more anywhere is one too many, until one is forgotten somewhere."""
+    """The limit counts the runs of both shards; a forgotten run makes room in both."""
     async with together(Limits(RendezvousLimits(runs=2, run_ttl=60.0))) as (one, other, totals):
         member = await one.join("a", "first")
         await other.join("a", "second")
-        await other.join("b", "second")  # no new run
+        await other.join("b", "second")  # not a new run
         for scene in (one, other):
             refusal = await refusal_of(scene.join("a", "third"))
             assert isinstance(refusal, LimitReached)
@@ -99,12 +99,12 @@ async def test_runs() -> None:
 
 
 async def test_runs_of_a_client() -> None:
-    """Who has created as many as one may leaves room for the others, until one of them is forgotten."""
+    """A client at its limit leaves room for other clients; a forgotten run of its own makes room again."""
     limits = Limits(RendezvousLimits(runs=9, runs_per_client=2, run_ttl=60.0))
     async with together(limits) as (one, other, totals):
         member = await one.join("a", "first", client="10.0.0.1")
         await other.join("a", "second", client="10.0.0.1")
-        await other.join("b", "second", client="10.0.0.2")  # a run of the first one's
+        await other.join("b", "second", client="10.0.0.2")  # joins a run of the first client
         for scene in (one, other):
             refusal = await refusal_of(scene.join("a", "third", client="10.0.0.1"))
             assert isinstance(refusal, LimitReached)
@@ -152,7 +152,7 @@ async def test_states_of_a_client() -> None:
 
 
 async def test_bytes_of_the_states_of_a_client() -> None:
-    """They grow with the states that it has created, whoever sets them; to make one smaller is always allowed."""
+    """The bytes of the states that it has created count, for any client that sets them; a state may always shrink."""
     most = 2 * STATE_OVERHEAD_BYTES + 100
     async with together(Limits(state=StateLimits(client_bytes=most))) as (one, other, _):
         token = await set_state(one, "first", b"x" * 60, client="10.0.0.1")
@@ -166,7 +166,7 @@ async def test_bytes_of_the_states_of_a_client() -> None:
 
 
 async def test_bytes_of_states() -> None:
-    """Also of those that are being committed: both shards can't take the same room."""
+    """States that are being committed count too: both shards can't take the same room."""
     most = 2 * (STATE_OVERHEAD_BYTES + 100)
     async with together(Limits(state=StateLimits(state_bytes=most))) as (one, other, _):
         await set_state(one, "first", b"x" * 100)
@@ -189,7 +189,7 @@ async def set_key(scene: Scene, member: Member, key: str = "k") -> None:
 
 
 async def test_bytes_of_the_stores_of_a_client() -> None:
-    """Others have room beside it; and it has room again once a run of it is forgotten."""
+    """Other clients still have room; the client has room again once one of its runs is forgotten."""
     most = 2 * entry_bytes("k", VALUE)
     limits = Limits(RendezvousLimits(run_ttl=60.0), store=StoreLimits(client_bytes=most))
     async with together(limits) as (one, other, totals):
@@ -213,7 +213,7 @@ async def test_bytes_of_the_stores_of_a_client() -> None:
 
 
 async def test_bytes_of_stores() -> None:
-    """Of all runs together, those that are being committed too; a forgotten run and an ended round make room again."""
+    """All runs count, also writes being committed; a forgotten run and an ended round make room again."""
     most = 2 * entry_bytes("k", VALUE)
     limits = Limits(RendezvousLimits(run_ttl=60.0), store=StoreLimits(all_bytes=most))
     async with together(limits) as (one, other, totals):
@@ -229,7 +229,7 @@ async def test_bytes_of_stores() -> None:
         other.journal.release()
         await setting
         assert isinstance(await refusal_of(set_key(other, third)), StoresFull)
-        await set_key(other, second)  # it grows nothing
+        await set_key(other, second)  # it does not grow
         await one.shard.engine.execute("first", commands.Leave(member.node_id, member.lease.number, "done"))
         one.now += 61.0
         assert await one.shard.engine.read_runs(list) == []
@@ -239,7 +239,7 @@ async def test_bytes_of_stores() -> None:
 
 
 async def test_bytes_of_states_that_wait() -> None:
-    """A slow journal of one shard is felt by the other, which would need the same memory."""
+    """A slow journal of one shard limits the other too, because they share the memory."""
     async with together(Limits(state=StateLimits(queued_bytes=2_000))) as (one, other, totals):
         one.journal.hold()
         await begun(set_state(one, "first"))
@@ -253,7 +253,7 @@ async def test_bytes_of_states_that_wait() -> None:
 
 
 async def test_watchers_of_states() -> None:
-    """Each gives its place back when it goes, whatever has become of its shard."""
+    """Each watcher frees its slot when it ends, also after its shard has ended."""
     async with together(Limits(state=StateLimits(watchers=2))) as (one, other, totals):
         slots = [(each, each.shard.states.watch(RUN, None)) for each in (one, other)]
         with pytest.raises(TooManyWatchers):
@@ -266,7 +266,7 @@ async def test_watchers_of_states() -> None:
 
 
 async def test_bytes_of_events() -> None:
-    """Past the bound the longest history is shortened, whichever shard it is of."""
+    """Past the limit the longest history is shortened, in either shard."""
     limits = RendezvousLimits(event_bytes=20_000)
     async with together(Limits(limits)) as (one, other, totals):
         await one.join("a", "long")
@@ -284,7 +284,7 @@ async def test_bytes_of_events() -> None:
 
 @pytest.mark.parametrize("end", ["retire", "halt"])
 async def test_what_a_shard_had_is_free_for_others_once_it_has_ended(end: str) -> None:
-    """All of it, also what waited and what was being committed."""
+    """All of it, also queued writes and those being committed."""
     totals = SharedTotals()
     async with opened(totals=totals) as scene:
         await scene.shard.store.write(RUN, Set(writer=scene.writer, round=0, key="k", value=b"v"))

@@ -1,4 +1,4 @@
-"""A slot holds the latest state only, and its end comes after what waits in it."""
+"""A slot holds the latest state only, and its end comes after the state that waits in it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rendezvous.engine_fixtures import begun
 
 
 async def test_a_reader_waits_for_a_value() -> None:
-    """And gets it as soon as it is there."""
+    """And gets it as soon as it is put."""
     slot: LatestValue[int] = LatestValue()
     (reading,) = await begun(slot.take())
     assert not reading.done()
@@ -20,7 +20,7 @@ async def test_a_reader_waits_for_a_value() -> None:
 
 
 async def test_a_slow_reader_skips_values() -> None:
-    """However many were put, one waits."""
+    """However many were put, only the latest waits."""
     slot: LatestValue[int] = LatestValue()
     for value in range(100_000):
         slot.put(value)
@@ -31,7 +31,7 @@ async def test_a_slow_reader_skips_values() -> None:
 
 
 async def test_the_end_comes_after_the_value_that_waits() -> None:
-    """Nobody is cut off from the last state."""
+    """Every reader gets the last state."""
     slot: LatestValue[int] = LatestValue()
     slot.put(1)
     slot.end()
@@ -39,7 +39,7 @@ async def test_the_end_comes_after_the_value_that_waits() -> None:
 
 
 async def test_an_error_comes_after_the_value_that_waits() -> None:
-    """And every time it is asked again."""
+    """And on every later read."""
     slot: LatestValue[int] = LatestValue()
     slot.put(1)
     slot.end(KeyError("why"))
@@ -60,7 +60,7 @@ async def test_the_end_wakes_who_waits(error: Exception | None) -> None:
 
 
 async def test_the_first_end_counts() -> None:
-    """What comes after it changes nothing: no value, no other end."""
+    """Later calls change nothing: no value, no other end."""
     slot: LatestValue[int] = LatestValue()
     slot.end()
     slot.end(KeyError("too late"))

@@ -16,7 +16,7 @@ _prefixes = count()
 
 @pytest.fixture
 def address(etcd: EtcdCluster) -> EtcdAddress:
-    """A prefix in it that nobody used before."""
+    """A new prefix in it."""
     return parse_address(f"{etcd.url}/test{next(_prefixes)}?{PATIENT}")
 
 

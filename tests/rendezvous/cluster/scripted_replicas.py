@@ -1,4 +1,4 @@
-"""Replicas that decide as the real ones do, around an etcd that is a dictionary, in a time of their own."""
+"""Replicas that decide as the real ones do; etcd is a dictionary, and the clock is simulated."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LEASE = 5.0
 
 @dataclass(eq=False)
 class Scripted:
-    """One replica: what it knows, which is old, and what it has under way."""
+    """One replica: its view, which may be old, and its pending actions."""
 
     name: str
     number: int
@@ -43,7 +43,7 @@ class Scripted:
 
 
 class World:
-    """The replicas and their etcd. `owners` is the truth; each replica hears of it a little later, in order."""
+    """The replicas and their etcd. `owners` is the truth; each replica receives it a little later, in order."""
 
     def __init__(self, seed: int, shards: int, moves: MoveSettings) -> None:
         self.random = Random(seed)
@@ -61,7 +61,7 @@ class World:
         self._heard: dict[Scripted, float] = {}
 
     def start(self, name: str, *, unable: bool = False) -> Scripted:
-        """A replica comes."""
+        """Start a replica."""
         replica = Scripted(name, len(self.replicas), unable=unable)
         self.replicas.append(replica)
         self.registered[name] = replica
@@ -72,7 +72,7 @@ class World:
         return replica
 
     def kill(self, replica: Scripted) -> None:
-        """It does nothing any more, and what it had goes with its lease."""
+        """Stop it without clean-up; its keys are deleted when its lease ends."""
         replica.alive = False
         self.at(LEASE, lambda: self._expire(replica))
 
@@ -84,14 +84,14 @@ class World:
         self._tell()
 
     def drain(self, replica: Scripted) -> None:
-        """It goes away in good order."""
+        """Stop it gracefully."""
         replica.draining = True
         self.registered.pop(replica.name, None)
         self._tell()
         self._look(replica)
 
     def at(self, delay: float, event: Callable[[], None]) -> None:
-        """Something happens later."""
+        """Schedule an event."""
         self._serial += 1
         heapq.heappush(self._events, (self.now + delay, self._serial, event))
 
@@ -108,7 +108,7 @@ class World:
         self.free_since[shard] = self.now
 
     def _tell(self) -> None:
-        """Everybody is told of the present, each in its own time, and nobody of an older present after a newer."""
+        """Send the present state to each replica with its own delay, but never an older state after a newer one."""
         instances = {name: replica.number for name, replica in self.registered.items()}
         owners = {shard: owner.number for shard, owner in self.owners.items()}
         for replica in self.replicas:
@@ -176,7 +176,7 @@ class World:
         if shard in self.owners:
             replica.not_before[shard] = self.now + 1.0
         elif replica.unable:
-            # The worst way: it got the key, and can't serve.
+            # The worst case: it got the key, and can't serve.
             self.owners[shard] = replica
             replica.not_before[shard] = self.now + 5.0
             self._tell()

@@ -49,7 +49,7 @@ class Served:
 
     @property
     def address(self) -> str:
-        """Where it listens."""
+        """The address at which it listens."""
         return self.server.address
 
     @property
@@ -60,19 +60,19 @@ class Served:
 
     @property
     def known_owners(self) -> dict[int, str]:
-        """Who owns what, as far as it knows."""
+        """The owner of each shard, as far as it knows."""
         cluster = self.services.replica.cluster
         return {shard: owned.owner.replica for shard, owned in cluster.owned.items()} if cluster else {}
 
     @property
     def rendezvous(self) -> pb_grpc.RendezvousServiceAsyncStub:
-        """A stub that follows nobody."""
+        """A stub that follows no redirect."""
         stub: pb_grpc.RendezvousServiceAsyncStub = pb_grpc.RendezvousServiceStub(self.channel)
         return stub
 
     @property
     def states(self) -> state_grpc.StateServiceAsyncStub:
-        """The same, of the fenced states."""
+        """The same for the fenced states."""
         stub: state_grpc.StateServiceAsyncStub = state_grpc.StateServiceStub(self.channel)
         return stub
 
@@ -86,7 +86,7 @@ class Served:
         return await self.states.SetState(request, timeout=PATIENCE)
 
     async def get_state(self, run_id: str) -> state_pb.FencedState:
-        """What it says that a state is; asked again if it sent us to the owner, so that the use is counted there."""
+        """Return its view of a state; retry once if it redirects to the owner, which it does to count the use there."""
         request = state_pb.GetStateRequest(run_id=run_id)
         try:
             return (await self.states.GetState(request, timeout=PATIENCE)).current
@@ -96,7 +96,7 @@ class Served:
             return (await self.states.GetState(request, timeout=PATIENCE)).current
 
     async def listed(self, run_id: str = "") -> pb.ListReplicasResponse:
-        """What it says of all of them."""
+        """Return its list of all replicas."""
         return await self.rendezvous.ListReplicas(pb.ListReplicasRequest(run_id=run_id), timeout=PATIENCE)
 
 
@@ -112,7 +112,7 @@ async def served(
     clock: Callable[[], float] = time.monotonic,
     state_ttl: float = STATE_TTL,
 ) -> AsyncIterator[Served]:
-    """A replica that has begun to serve; at the end it is gone, without having handed anything over."""
+    """Run a replica that has begun to serve; at the end it stops without handing its shards over."""
     async with AsyncExitStack() as stack:
         readiness: list[bool] = []
 
@@ -141,7 +141,7 @@ async def served(
 
 
 async def shared_out(*replicas: Served, shards: int = SHARDS) -> None:
-    """Wait until every shard is served by the replica that is preferred, and all of them know it."""
+    """Wait until every shard is served by the preferred replica, and all of them know it."""
     names = [replica.name for replica in replicas]
     owners = {shard: by_preference(shard, names)[0] for shard in range(shards)}
 
@@ -155,12 +155,12 @@ async def shared_out(*replicas: Served, shards: int = SHARDS) -> None:
 
 
 def run_in(shard: int, shards: int = SHARDS) -> str:
-    """The name of a run that is in a shard."""
+    """Return the name of a run in a shard."""
     return next(name for number in range(9999) if shard_of(name := f"run-{number}", shards) == shard)
 
 
 async def insisting(call: Callable[[], Awaitable[_T]]) -> _T:
-    """Call again while a shard is on its way from one owner to the next."""
+    """Retry a call while a shard moves from one owner to the next."""
     began = time.monotonic()
     while True:
         try:
@@ -174,7 +174,7 @@ async def insisting(call: Callable[[], Awaitable[_T]]) -> _T:
 
 
 async def joined(replica: Served, run_id: str) -> Any:
-    """The open stream of a run's only node, with its lease read."""
+    """Return the open stream of a run's only node, with its lease read."""
     stream = replica.rendezvous.Join(timeout=PATIENCE)
     await stream.write(join_request(run_id))
     first = await stream.read()

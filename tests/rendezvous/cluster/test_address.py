@@ -25,7 +25,7 @@ from rallypoint.rpc.endpoint import SettingError
 def test_the_advertised_address_is_one_that_others_can_use(
     advertise: str, listening: str, address: str
 ) -> None:
-    """What was given, else where it listens, else this machine's name."""
+    """The given address, else the listening one, else this machine's name."""
     assert advertised_address(advertise, listening) == address
 
 
@@ -44,7 +44,7 @@ def test_the_advertised_address_is_one_that_others_can_use(
     ],
 )
 def test_an_address_that_nobody_could_reach_is_refused(advertise: str, listening: str, told: str) -> None:
-    """In one line, at the start and not when a client is sent there."""
+    """In one line, at the start and not when a client is redirected there."""
     with pytest.raises(SettingError, match=told.replace("[", r"\[")) as refused:
         advertised_address(advertise, listening)
     assert "\n" not in str(refused.value)
@@ -75,12 +75,12 @@ def test_a_name_that_is_none_is_refused(name: str) -> None:
     ],
 )
 def test_the_number_of_shards_is_taken_out_of_the_url(url: str, rest: str, shards: int | None) -> None:
-    """What is left is the URL of an etcd cluster, which knows nothing of shards."""
+    """The rest is the URL of an etcd cluster, which has no shards."""
     assert split_shards(url) == (rest, shards)
 
 
 @pytest.mark.parametrize("value", ["", "0", "4097", "-1", "x", "8&shards=9"])
 def test_a_number_of_shards_that_there_cannot_be_is_refused(value: str) -> None:
-    """One line, with what could be."""
+    """In one line, with the valid range."""
     with pytest.raises(SettingError, match="expected one number from 1 to 4096"):
         split_shards(f"etcd://a:1/p?shards={value}")

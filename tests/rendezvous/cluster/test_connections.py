@@ -1,4 +1,4 @@
-"""Who is connected to a run is known to its owner only: nobody else says that a node is not."""
+"""Only the owner of a run knows its connections: no other replica reports a node as disconnected."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ async def _status(run_id: str, endpoint: str) -> str:
 
 
 async def test_who_is_connected_is_asked_of_the_owner(address: EtcdAddress) -> None:
-    """Another replica says that it does not know, and who does; `rallypoint status` finds out, or says so as well."""
+    """Another replica reports `durable_only` and the owner; `rallypoint status` asks the owner, or reports unknown."""
     async with served(address, "a", ttl=LONG) as a, served(address, "b", ttl=LONG) as b:
         await shared_out(a, b)
         run_id = run_in(min(b.serving))
@@ -70,7 +70,7 @@ async def test_who_is_connected_is_asked_of_the_owner(address: EtcdAddress) -> N
 
         (line,) = [line for line in (await _status(run_id, a.address)).splitlines() if "node-1" in line]
         assert line.split()[-1] == "yes"
-        await b.server.stop()  # its lease goes on: etcd still names it
+        await b.server.stop()  # its lease stays: etcd still names it
         told = (await _status(run_id, a.address)).splitlines()
         (line,) = [line for line in told if "node-1" in line]
         assert line.split()[-1] == "-"

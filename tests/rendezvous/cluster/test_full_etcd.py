@@ -1,4 +1,4 @@
-"""An etcd whose database is full: what is written waits, what is asked for anew is refused, and nobody loses a run."""
+"""If the database of etcd is full, accepted writes wait, new ones are refused, and no run is lost."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _FILLING, _MEBIBYTE = b"/filling/", 1 << 20
 
 
 class Filled:
-    """A small etcd, one replica on it, and a way to fill it and to make room again."""
+    """A small etcd with one replica; the test can fill it and make room again."""
 
     def __init__(self, cluster: EtcdCluster, client: EtcdClient, replica: Served) -> None:
         self.client = client
@@ -42,7 +42,7 @@ class Filled:
         self._cluster = cluster
 
     async def fill(self) -> None:
-        """Until etcd takes nothing more."""
+        """Write until etcd refuses."""
         for number in itertools.count():
             try:
                 await self.client.transact(Txn([], [Put(_FILLING + b"%d" % number, bytes(_MEBIBYTE))]))
@@ -52,7 +52,7 @@ class Filled:
                 return
 
     async def make_room(self) -> None:
-        """As the docs tell an operator to."""
+        """Make room as the docs describe it."""
         await self.client.transact(Txn([], [Delete(_FILLING, _FILLING[:-1] + b"0")]))
         await compact(self.client, (await self.client.get(b"/nothing")).revision)
         for command in (["defrag"], ["alarm", "disarm"]):
@@ -66,7 +66,7 @@ class Filled:
 
 @pytest.fixture
 async def filled(tmp_path: Path) -> AsyncIterator[Filled]:
-    """Not filled yet; every shard is served."""
+    """An etcd that is not filled yet; every shard is served."""
     with etcd_cluster(tmp_path, extra=["--quota-backend-bytes", str(20 * _MEBIBYTE)]) as cluster:
         address = parse_address(f"{cluster.url}/full")
         async with EtcdClient(address) as client, served(address, "a") as replica:
@@ -83,7 +83,7 @@ def _known_full(replica: Served) -> bool:
 
 
 async def test_writes_wait_until_there_is_room(filled: Filled) -> None:
-    """Those under way are done then. New ones are refused at once, with what to do; reads are answered."""
+    """The waiting writes then complete. New ones are refused at once, with the remedy; reads are answered."""
     replica, run_id = filled.replica, run_in(0)
     before = (await replica.set_state(run_id, b"before")).current
     await filled.fill()
@@ -100,14 +100,14 @@ async def test_writes_wait_until_there_is_room(filled: Filled) -> None:
     answer = await waiting
     assert answer.has_set
     assert answer.current.state == b"after"
-    # Nothing moved, and the session was kept: the next write is as any other.
+    # No shard moved, and the session was kept: the next write succeeds as usual.
     assert replica.serving == set(range(SHARDS))
     assert replica.readiness == [True]
     assert (await replica.set_state(run_id, b"again", answer.current.token)).has_set
 
 
 async def test_who_asks_for_a_run_that_nobody_can_own_is_told_why(filled: Filled) -> None:
-    """A shard whose owner key is gone can't be claimed in a full etcd; it is, as soon as there is room."""
+    """A shard without an owner key can't be claimed while etcd is full; once there is room, it is claimed."""
     replica = filled.replica
     await filled.fill()
     await filled.client.transact(Txn([], [Delete(Keys(filled.client.address.prefix).owner(3))]))

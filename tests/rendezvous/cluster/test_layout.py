@@ -1,4 +1,4 @@
-"""The layout of a prefix: agreed once, and kept by everybody."""
+"""The layout of a prefix is agreed once, and all replicas keep to it."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from rallypoint.rpc.endpoint import SettingError
 
 @pytest.fixture
 def keys(address: EtcdAddress) -> Keys:
-    """Of a new prefix."""
+    """The keys of a new prefix."""
     return Keys(address.prefix)
 
 
 async def test_whoever_comes_first_decides_how_many_shards_there_are(client: EtcdClient, keys: Keys) -> None:
-    """Those who name no number take what there is; so does who names the same."""
+    """Replicas without a number, or with the same number, use the agreed one."""
     assert await agreed_shards(client, keys, 16) == 16
     assert await agreed_shards(client, keys, None) == 16
     assert await agreed_shards(client, keys, 16) == 16
 
 
 async def test_all_who_come_at_once_agree(client: EtcdClient, keys: Keys) -> None:
-    """However many begin on a new prefix at the same time, one layout comes of it."""
+    """However many start on a new prefix at the same time, they agree on one layout."""
     answers = await asyncio.gather(*(agreed_shards(client, keys, None) for _ in range(20)))
     assert set(answers) == {DEFAULT_SHARDS}
 
 
 async def test_another_number_of_shards_is_refused(client: EtcdClient, keys: Keys) -> None:
-    """Runs would be looked for where they are not."""
+    """Otherwise runs would be looked up in the wrong shard."""
     await agreed_shards(client, keys, 16)
     with pytest.raises(SettingError, match=r"has 16 shards, not 32: use another prefix"):
         await agreed_shards(client, keys, 32)
@@ -52,7 +52,7 @@ async def test_another_number_of_shards_is_refused(client: EtcdClient, keys: Key
 async def test_what_is_not_understood_is_refused(
     client: EtcdClient, keys: Keys, content: bytes, told: str
 ) -> None:
-    """And never written over: it may be another program's, or a newer version's."""
+    """And never overwritten: it may belong to another program, or to a newer version."""
     await client.transact(Txn([], [Put(keys.layout, content)]))
     with pytest.raises(SettingError, match=told) as refused:
         await agreed_shards(client, keys, None)

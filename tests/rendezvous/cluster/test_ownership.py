@@ -1,4 +1,4 @@
-"""What a replica does about shards, case by case."""
+"""The decisions of a replica about shards, case by case."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _standing(name: str, **known: object) -> ReplicaState:
 
 
 def test_a_free_shard_is_claimed_at_once_by_the_preferred_replica() -> None:
-    """Nobody waits for a bound to pass when the one who should have a shard is there."""
+    """If the preferred replica is live, it does not wait."""
     decision = decide(_standing("a", free={OF_A: 100.0}), 100.0, MOVES)
     assert decision.actions == [Claim(OF_A, MoveReason.PREFERRED)]
     assert decision.decide_again_at is None
@@ -38,7 +38,7 @@ def test_a_free_shard_is_claimed_at_once_by_the_preferred_replica() -> None:
 
 @pytest.mark.parametrize(("name", "wait"), [("b", 3.0), ("c", 6.0)])
 def test_a_shard_that_the_preferred_replica_does_not_claim_goes_to_the_next(name: str, wait: float) -> None:
-    """One that is alive and unable to claim must not keep a shard from being served; each has its turn."""
+    """A replica that is alive but unable to claim must not keep a shard unserved; each one gets its turn."""
     standing = _standing(name, free={OF_A: 100.0})
     waiting = decide(standing, 100.0 + wait - 0.1, MOVES)
     assert waiting.actions == []
@@ -47,26 +47,26 @@ def test_a_shard_that_the_preferred_replica_does_not_claim_goes_to_the_next(name
 
 
 def test_a_turn_counts_from_when_the_order_last_changed() -> None:
-    """A shard may have been free for long when a replica comes that is preferred: it gets its full time."""
+    """A shard may have been free for long when a preferred replica comes: that one gets its full time."""
     standing = _standing("b", free={OF_A: 0.0}, live_since=100.0)
     assert decide(standing, 102.9, MOVES).actions == []
     assert decide(standing, 103.0, MOVES).actions == [Claim(OF_A, MoveReason.NOT_CLAIMED)]
 
 
 def test_a_replica_that_is_not_registered_claims_nothing() -> None:
-    """The others don't count with it: they would claim the same shards."""
+    """The others do not count it: they would claim the same shards."""
     assert decide(_standing("a", live=("b", "c"), free={OF_A: 0.0}), 100.0, MOVES).actions == []
 
 
 def test_claims_are_bounded_and_none_is_made_twice() -> None:
-    """Each reads a whole shard; what is under way is not begun again."""
+    """Each claim reads a whole shard; a pending one is not repeated."""
     free = dict.fromkeys(range(20), 0.0)
     standing = _standing("a", live=("a",), free=free, claiming=(0, 1, 2))
     assert decide(standing, 100.0, MOVES).actions == [Claim(3, MoveReason.PREFERRED)]
 
 
 def test_after_a_failed_claim_the_next_try_waits() -> None:
-    """A shard that can't be opened must not be hammered."""
+    """A shard that can't be opened must not be retried all the time."""
     standing = _standing("a", free={OF_A: 0.0}, not_before={OF_A: 50.0})
     assert decide(standing, 49.0, MOVES).actions == []
     assert decide(standing, 49.0, MOVES).decide_again_at == 50.0
@@ -83,7 +83,7 @@ def test_a_shard_moves_to_who_is_preferred_only_when_who_is_live_has_settled() -
 
 
 def test_shards_move_few_at_a_time() -> None:
-    """Each is unavailable for a blink while it moves."""
+    """Each is unavailable for a short time while it moves."""
     of_b = [shard for shard in range(999) if by_preference(shard, NAMES)[0] == "b"][:5]
     standing = _standing("a", owned=of_b, serving=of_b)
     assert len(decide(standing, 100.0, MOVES).actions) == 2
@@ -92,7 +92,7 @@ def test_shards_move_few_at_a_time() -> None:
 
 
 def test_a_shard_that_was_declined_stays_for_a_while() -> None:
-    """A preferred replica that can't claim must not make a shard go to and fro for ever."""
+    """Otherwise a preferred replica that can't claim would make a shard move to and fro for ever."""
     standing = _standing("a", owned=(OF_B,), serving=(OF_B,), declined={OF_B: 500.0})
     assert decide(standing, 499.0, MOVES).actions == []
     assert decide(standing, 500.0, MOVES).actions == [HandOver(OF_B, "b", MoveReason.BALANCE)]
@@ -100,7 +100,7 @@ def test_a_shard_that_was_declined_stays_for_a_while() -> None:
 
 
 def test_a_draining_replica_hands_everything_over_and_claims_nothing() -> None:
-    """So many at a time, each to the one that is preferred among the others; nobody need have settled."""
+    """At most three at a time, each to the preferred one of the others, without waiting for the settle time."""
     standing = _standing(
         "a",
         live=("b", "c"),
@@ -116,13 +116,13 @@ def test_a_draining_replica_hands_everything_over_and_claims_nothing() -> None:
 
 
 def test_the_last_replica_lets_go_of_its_shards_when_it_drains() -> None:
-    """There is nobody to wait for."""
+    """It does not wait for a successor."""
     standing = _standing("a", live=(), owned=(OF_A,), serving=(OF_A,), draining=True)
     assert decide(standing, 0.0, MOVES).actions == [HandOver(OF_A, None, MoveReason.DRAIN)]
 
 
 @pytest.mark.parametrize("draining", [False, True])
 def test_an_owner_key_without_a_shard_is_let_go_of(draining: bool) -> None:
-    """While it stands nobody else can claim, and who lost the shard's journal can't serve it."""
+    """While it exists no other replica can claim, and a replica that lost the shard's journal can't serve it."""
     standing = _standing("a", owned=(1, 2, 3), claiming=(2,), leaving=(3,), draining=draining)
     assert decide(standing, 0.0, MOVES).actions == [DeleteOwnerKey(1)]

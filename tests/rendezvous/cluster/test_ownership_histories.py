@@ -1,4 +1,4 @@
-"""Replicas that come, go, die and fail at random: every shard finds an owner, and moves no more than it must."""
+"""Replicas start, stop, die and fail at random: every shard gets an owner, and moves no more than it must."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _serves_all(world: World) -> bool:
 
 @pytest.mark.parametrize("seed", range(60))
 def test_every_shard_ends_with_the_replica_that_is_preferred(seed: int) -> None:
-    """Whatever happened before, in the end all agree on the same owners, and nobody serves what it doesn't own."""
+    """After any history all agree on the same owners, and no replica serves a shard that it doesn't own."""
     world = World(seed, SHARDS, MOVES)
     for name in "abc":
         world.start(name)
@@ -43,14 +43,14 @@ def test_every_shard_ends_with_the_replica_that_is_preferred(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_a_replica_that_cannot_serve_keeps_no_shard_from_being_served(seed: int) -> None:
-    """It is alive, and preferred for a third of them; the others take turns, and stop offering it what it declines."""
+    """It is alive, and preferred for a third of them; the others claim them, and stop offering it declined shards."""
     world = World(seed, SHARDS, MOVES)
     world.start("a")
     world.start("b", unable=True)
     world.start("c")
     world.run(60.0)
     served = sum(shard in owner.serving for shard, owner in world.owners.items())
-    assert served >= SHARDS * 3 // 4  # what is on offer just now aside
+    assert served >= SHARDS * 3 // 4  # the others are being offered just now
     before = world.moved.total()
     world.run(3600.0)
     # A third of the shards, offered in vain at most every half minute, then every minute, and so on.
@@ -63,7 +63,7 @@ def test_a_replica_that_cannot_serve_keeps_no_shard_from_being_served(seed: int)
 
 @pytest.mark.parametrize("seed", range(20))
 def test_a_dead_replicas_shards_are_claimed_at_once_when_its_lease_ends(seed: int) -> None:
-    """No more time passes without an owner than a message and a claim take."""
+    """The time without an owner is that of one message and one claim."""
     world = World(seed, SHARDS, MOVES)
     for name in "abc":
         world.start(name)
@@ -78,7 +78,7 @@ def test_a_dead_replicas_shards_are_claimed_at_once_when_its_lease_ends(seed: in
 
 @pytest.mark.parametrize("seed", range(20))
 def test_a_rolling_restart_moves_each_shard_no_more_than_there_are_restarts(seed: int) -> None:
-    """Away from each replica that goes and back once all have settled: shards don't follow every coming and going."""
+    """Away from each replica that stops and back after the settle time: shards don't follow every restart."""
     world = World(seed, SHARDS, MOVES)
     replicas: dict[str, Scripted] = {name: world.start(name) for name in "abc"}
     world.run(120.0)
@@ -99,7 +99,7 @@ def test_a_rolling_restart_moves_each_shard_no_more_than_there_are_restarts(seed
 
 @pytest.mark.parametrize("seed", range(20))
 def test_a_replica_that_dies_again_and_again_is_given_nothing(seed: int) -> None:
-    """What it got would be without an owner for a lease, each time: first it must have stayed for a while."""
+    """Its shards would have no owner until its lease ends, each time: first it must have stayed for a while."""
     world = World(seed, SHARDS, MOVES)
     world.start("a")
     world.start("b")

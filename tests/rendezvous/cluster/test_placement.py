@@ -1,4 +1,4 @@
-"""Where runs and shards belong."""
+"""The shard of a run, and the preferred replicas of a shard."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ NAMES = ["a-29400", "b-29400", "c-29400"]
     [("job", 64, 36), ("job", 1, 0), ("", 64, 52), ("größe/1", 64, 21), ("job", 4096, 3876)],
 )
 def test_the_shard_of_a_run_is_the_same_for_ever(run_id: str, shards: int, shard: int) -> None:
-    """What another version wrote is looked for where it put it: these numbers never change."""
+    """Every version must find the runs that another version wrote: these numbers never change."""
     assert shard_of(run_id, shards) == shard
 
 
 def test_the_preferences_of_a_shard_are_the_same_for_everybody() -> None:
-    """All replicas agree without a word, whatever order they learnt of one another in; so must all versions."""
+    """All replicas, of all versions, agree without messages, in any order of the names."""
     assert [by_preference(shard, NAMES)[0][0] for shard in range(16)] == list("cbcaacccbcacbbbc")
     assert all(by_preference(shard, NAMES) == by_preference(shard, NAMES[::-1]) for shard in range(64))
 
@@ -35,7 +35,7 @@ def test_a_replica_that_goes_moves_its_own_shards_only() -> None:
 
 
 def test_shards_and_runs_are_spread_evenly() -> None:
-    """No replica and no shard gets much more than its share."""
+    """No replica and no shard gets much more than its part."""
     owners = Counter(by_preference(shard, NAMES)[0] for shard in range(3000))
     assert all(900 < count < 1100 for count in owners.values())
     shards = Counter(shard_of(f"run-{number}", 64) for number in range(64_000))

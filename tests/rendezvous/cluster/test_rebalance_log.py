@@ -1,4 +1,4 @@
-"""Shards that move alike and soon after one another are told of together, and none is forgotten."""
+"""Shards that move alike and soon after one another are logged together, and none is omitted."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WENT = ReleasedShards(None, MoveReason.DRAIN, declined=False)
 
 
 async def test_a_wave_is_told_of_once_when_it_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With what it was in all; what is not alike is another wave."""
+    """With its totals; a move of another kind is logged separately."""
     monkeypatch.setattr(rebalance_log, "QUIET", 0.05)
     monkeypatch.setattr(rebalance_log, "LONGEST", 3600.0)
     told: asyncio.Queue[tuple[object, RebalanceBatch]] = asyncio.Queue()

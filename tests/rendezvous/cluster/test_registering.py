@@ -1,4 +1,4 @@
-"""A name is taken by whoever is alive under it, and by nobody who is dead."""
+"""A registered name belongs to a live replica, and becomes free when a dead one's lease ends."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ OURS = ReplicaRegistration("10.9.9.8:29400", "ours", 0.0, lease_ttl=0.5)
 
 @pytest.mark.slow
 async def test_an_election_is_no_sign_of_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It gives the lease of a dead one its full time anew; only one that outlives that time without one is alive."""
+    """It gives the lease of a dead replica its full time again; only a lease that outlives it without one is alive."""
     monkeypatch.setattr(registering, "_ENDING", 0.5)
     with etcd_cluster(tmp_path) as cluster:
         address = parse_address(f"{cluster.url}/x")
@@ -40,7 +40,7 @@ async def test_an_election_is_no_sign_of_life(tmp_path: Path, monkeypatch: pytes
             waits_again = asyncio.Event()
 
             async def term() -> int:
-                """The first is asked before an election, the second after it, as it waits once more."""
+                """Return the old term first; the second call comes after the election, when the wait starts again."""
                 nonlocal asked
                 asked += 1
                 if asked == 2:
@@ -60,7 +60,7 @@ async def test_an_election_is_no_sign_of_life(tmp_path: Path, monkeypatch: pytes
 async def test_a_pause_of_ours_is_no_sign_of_life_either(
     client: EtcdClient, address: EtcdAddress, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever was stopped while the other one's lease ended finds its own time over, and the name free."""
+    """A replica that was stopped while the other's lease ended finds its own wait over, and the name free."""
     monkeypatch.setattr(registering, "_ENDING", 0.5)
     keys = Keys(address.prefix)
     await client.transact(Txn([], [Put(keys.replica("a"), OTHERS.encode())]))
@@ -71,7 +71,7 @@ async def test_a_pause_of_ours_is_no_sign_of_life_either(
         async with EtcdClient(address) as other:
             await other.transact(Txn([], [Delete(keys.replica("a"))]))
 
-    # Nothing of this process's loop goes on meanwhile, as if it were stopped.
+    # Meanwhile this process's event loop does not run, as if the process were stopped.
     thread = threading.Thread(target=asyncio.run, args=(end(),))
     thread.start()
     thread.join()

@@ -1,4 +1,4 @@
-"""Shards that are read from etcd: always the present, and never read again without need."""
+"""Shards that are read from etcd are always up to date, and are not read again without need."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _T = TypeVar("_T")
 
 
 class Readers:
-    """What reads a prefix, and how often it read whole shards."""
+    """A reader of a prefix that records how often it read whole shards."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class Readers:
             most_bytes=most_bytes,
         )
 
-    def _build(self, shard: int, recovered: Recovered) -> Work[Any]:  # it stands for its own reader
+    def _build(self, shard: int, recovered: Recovered) -> Work[Any]:  # stands for its own reader
         self.built.append(shard)
         self.now += self.reading_takes
         yield
@@ -63,20 +63,20 @@ class Readers:
             raise NotOwner("", self.owner)
 
     async def values(self, shard: int) -> list[bytes | None]:
-        """The values that a shard has."""
+        """Return the values of a shard."""
         recovered = await self.elsewhere.reader(shard)
         return [each.value for each in recovered.store_entries]  # type: ignore[attr-defined]
 
 
 @pytest.fixture
 def readers(client: EtcdClient, address: EtcdAddress) -> Readers:
-    """Of a new prefix."""
+    """The reader of a new prefix."""
     return Readers(client, address.prefix)
 
 
 @pytest.fixture
 async def journals(client: EtcdClient, address: EtcdAddress) -> AsyncIterator[list[EtcdJournal]]:
-    """The journals of three shards, which somebody owns."""
+    """The journals of three shards that have an owner."""
     session = await Session.open(client, 60.0)
     keys = Keys(address.prefix)
     opened = []
@@ -93,7 +93,7 @@ async def journals(client: EtcdClient, address: EtcdAddress) -> AsyncIterator[li
 
 
 class _Busy(CooperativeRunner):
-    """Counts who came to have work done."""
+    """Counts the requests for work."""
 
     def __init__(self) -> None:
         super().__init__(TickingClock(0.001))
@@ -111,7 +111,7 @@ def _entry(value: bytes) -> StoreChange:
 async def test_what_was_acknowledged_is_read_and_what_did_not_change_is_not_read_again(
     readers: Readers, journals: list[EtcdJournal]
 ) -> None:
-    """One small request says whether what is kept is the present."""
+    """One small request finds out if the kept copy is up to date."""
     for number in range(3):
         await journals[0].append([_entry(b"%d" % number)])
         for _ in range(3):
@@ -128,7 +128,7 @@ async def test_a_shard_that_nobody_ever_wrote_is_empty(readers: Readers) -> None
 async def test_all_shards_are_looked_at_at_once_and_only_those_that_changed_are_read(
     readers: Readers, journals: list[EtcdJournal]
 ) -> None:
-    """Listing runs costs one request where nothing happened since."""
+    """Listing runs costs one request if nothing has changed."""
     assert sorted(await readers.elsewhere.readers(range(3), 3)) == [0, 1, 2]
     await journals[1].append([_entry(b"new")])
     readers.built.clear()
@@ -140,7 +140,7 @@ async def test_all_shards_are_looked_at_at_once_and_only_those_that_changed_are_
 async def test_many_who_ask_at_once_cost_two_reads_at_most(
     readers: Readers, journals: list[EtcdJournal]
 ) -> None:
-    """One that is under way, and one for all who came meanwhile."""
+    """The pending one, and one for all callers that came meanwhile."""
     await journals[0].append([_entry(b"x")])
     answers = await asyncio.gather(*(readers.values(0) for _ in range(50)))
     assert answers == [[b"x"]] * 50
@@ -150,7 +150,7 @@ async def test_many_who_ask_at_once_cost_two_reads_at_most(
 async def test_what_is_kept_is_bounded(
     client: EtcdClient, address: EtcdAddress, journals: list[EtcdJournal]
 ) -> None:
-    """Those read last stay; one always does."""
+    """The most recently read shards stay; at least one is kept."""
     readers = Readers(client, address.prefix, most_bytes=1_000)
     for journal in journals:
         await journal.append([_entry(bytes(600))])
@@ -162,7 +162,7 @@ async def test_what_is_kept_is_bounded(
 async def test_a_shard_that_takes_long_and_changes_is_left_to_its_owner(
     readers: Readers, journals: list[EtcdJournal]
 ) -> None:
-    """Reading it for everybody who asks would leave no time for anything else; unchanged, it is answered here."""
+    """Reading it for every caller would leave no time for other work; while it is unchanged, it is read here."""
     readers.reading_takes, readers.owner = 1.0, "owner:1"
     await journals[0].append([_entry(b"1")])
     assert await readers.values(0) == [b"1"]
@@ -171,7 +171,7 @@ async def test_a_shard_that_takes_long_and_changes_is_left_to_its_owner(
     with pytest.raises(NotOwner) as refused:
         await readers.values(0)
     assert refused.value.owner == "owner:1"
-    readers.owner = None  # nobody else could answer
+    readers.owner = None  # no other replica could answer
     assert await readers.values(0) == [b"2"]
     readers.owner = "owner:1"
     await journals[0].append([_entry(b"3")])
@@ -194,7 +194,7 @@ async def test_a_read_that_an_outage_delayed_refuses_no_others_for_long(
 async def test_whoever_wants_all_shards_is_never_sent_to_an_owner(
     readers: Readers, journals: list[EtcdJournal]
 ) -> None:
-    """Two owners of shards that take long and change would send it to each other for ever."""
+    """Otherwise two owners of slow, changing shards would redirect it to each other for ever."""
     readers.reading_takes, readers.owner = 1.0, "owner:1"
     await journals[0].append([_entry(b"1")])
     assert await readers.values(0) == [b"1"]
@@ -202,14 +202,14 @@ async def test_whoever_wants_all_shards_is_never_sent_to_an_owner(
     found = await readers.elsewhere.readers(range(3), 3)
     assert [each.value for each in found[0].store_entries] == [b"2"]  # type: ignore[attr-defined]
     await journals[0].append([_entry(b"3")])
-    with pytest.raises(NotOwner):  # who wants that one alone still is
+    with pytest.raises(NotOwner):  # a read of that shard alone is still redirected
         await readers.values(0)
 
 
 async def test_waiting_for_other_work_of_the_process_is_no_reason_to_refuse(
     client: EtcdClient, address: EtcdAddress, journals: list[EtcdJournal]
 ) -> None:
-    """A small shard is read in no time, however long it waited behind those of a take-over."""
+    """A small shard is read quickly, however long it waited behind the work of a take-over."""
     runner = _Busy()
     readers = Readers(client, address.prefix, runner=runner)
     readers.owner = "owner:1"
@@ -227,7 +227,7 @@ async def test_waiting_for_other_work_of_the_process_is_no_reason_to_refuse(
 
 
 async def test_without_etcd_nothing_is_told(address: EtcdAddress) -> None:
-    """Not even what was read a moment ago: it may be old by now."""
+    """Not even a value that was just read: it may be outdated."""
     async with EtcdClient(replace(address, request_timeout=3.0)) as client:
         readers = Readers(client, address.prefix)
         assert await readers.values(0) == []

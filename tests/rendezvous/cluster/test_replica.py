@@ -1,4 +1,4 @@
-"""Several replicas over one etcd: who serves what, and what clients are told elsewhere."""
+"""Several replicas over one etcd: the shards that each serves, and the redirects that clients get."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ pytestmark = NEEDS_ETCD
 
 
 async def test_shards_are_shared_out_among_all_who_come(address: EtcdAddress) -> None:
-    """The first one has them all at once; the others get theirs when they come."""
+    """The first one gets them all at once; the others get theirs when they start."""
     async with served(address, "a") as a:
         await shared_out(a)
         async with served(address, "b") as b, served(address, "c") as c:
@@ -44,7 +44,7 @@ async def test_shards_are_shared_out_among_all_who_come(address: EtcdAddress) ->
 
 
 async def test_a_run_elsewhere_is_refused_with_the_address_of_its_owner(address: EtcdAddress) -> None:
-    """Nothing was done, and clients know where to go without asking anybody."""
+    """Nothing was done, and clients know the owner without another request."""
     async with served(address, "a") as a, served(address, "b") as b:
         await shared_out(a, b)
         run_id = run_in(min(b.serving))
@@ -57,7 +57,7 @@ async def test_a_run_elsewhere_is_refused_with_the_address_of_its_owner(address:
 
 
 async def test_nobody_is_sent_to_the_replica_that_sends(address: EtcdAddress) -> None:
-    """A shard that is being handed over, or claimed, is its own by etcd: clients would go in a circle."""
+    """etcd names it as owner of a shard that it hands over or claims: clients would go in a circle."""
     async with served(address, "a") as a, served(address, "b") as b:
         await shared_out(a, b)
         known = {shard: a.services.replica.owner_address(shard) for shard in range(SHARDS)}
@@ -65,7 +65,7 @@ async def test_nobody_is_sent_to_the_replica_that_sends(address: EtcdAddress) ->
 
 
 async def test_every_replica_reads_what_was_acknowledged_by_any(address: EtcdAddress) -> None:
-    """Each read sees the write that came before it, wherever it is asked, and whatever it was told a moment ago."""
+    """Each read sees the previous write, at every replica, also right after an older value was read."""
     async with served(address, "a") as a, served(address, "b") as b:
         await shared_out(a, b)
         run_id = run_in(min(b.serving))
@@ -79,7 +79,7 @@ async def test_every_replica_reads_what_was_acknowledged_by_any(address: EtcdAdd
 
 
 async def test_a_state_that_is_only_read_through_another_replica_lives_on(address: EtcdAddress) -> None:
-    """As long as one that is read where it is. Of many reads some are sent to the owner, which counts them as use."""
+    """As long as one that is read at its owner. Some reads are redirected to the owner, which counts them as use."""
     ttl, ahead = 1000.0, 0.0
 
     def clock() -> float:
@@ -98,7 +98,7 @@ async def test_a_state_that_is_only_read_through_another_replica_lives_on(addres
         sent = 0
         for _ in range(120):
             ahead += ttl / 80
-            await b.set_state(beside, b"")  # the owner looks at its clock
+            await b.set_state(beside, b"")  # the owner reads its clock
             try:
                 answer = await a.states.GetState(request, timeout=PATIENCE)
             except grpc.aio.AioRpcError as error:
@@ -116,7 +116,7 @@ async def test_a_state_that_is_only_read_through_another_replica_lives_on(addres
 async def test_a_run_that_can_not_be_taken_over_is_stopped_and_its_shard_is_not(
     address: EtcdAddress, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A mistake of ours with one run: the next owner refuses it, and serves all others of the shard."""
+    """A bug with one run: the next owner refuses it, and serves all other runs of the shard."""
     fold = recovery._fold
 
     def trip(run: Any, record: Any, *rest: Any) -> None:
@@ -142,7 +142,7 @@ async def test_a_run_that_can_not_be_taken_over_is_stopped_and_its_shard_is_not(
 
 
 async def test_what_was_decided_stays_when_a_replica_goes_in_order(address: EtcdAddress) -> None:
-    """Its shards are with the others before it ends; streams end when it is known where to go, and are told."""
+    """Its shards move to the others before it ends; its streams end, with the address, once the new owner is known."""
     async with served(address, "a") as a, served(address, "b") as b:
         await shared_out(a, b)
         run_id = run_in(min(b.serving))
@@ -165,7 +165,7 @@ async def test_what_was_decided_stays_when_a_replica_goes_in_order(address: Etcd
 async def test_who_drains_hands_over_to_whoever_came_before(
     address: EtcdAddress, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also if it has not heard of the newcomer yet: streams that are sent to nobody search for their run."""
+    """Also if it does not know of the new replica yet: a stream without a redirect must search for its run."""
     watch, late = EtcdClient.watch, set[EtcdClient]()
 
     async def told_late(client: EtcdClient, key: bytes, end: bytes, revision: int) -> AsyncIterator[Any]:
@@ -193,7 +193,7 @@ async def test_who_drains_hands_over_to_whoever_came_before(
 
 
 async def test_who_drains_is_shown_as_leaving_and_then_not_at_all(address: EtcdAddress) -> None:
-    """An operator sees who serves what, by any replica, and where a run is."""
+    """Any replica lists the shards of all, and the owner of a run."""
     async with served(address, "a") as a, served(address, "b") as b:
         await shared_out(a, b)
         run_id = run_in(min(b.serving))
@@ -218,7 +218,7 @@ async def test_who_drains_is_shown_as_leaving_and_then_not_at_all(address: EtcdA
 
 
 async def test_a_replica_that_vanishes_is_replaced_when_its_lease_ends(address: EtcdAddress) -> None:
-    """Cut off from etcd it lets go of everything by its own clock; what was acknowledged is with the next owner."""
+    """Cut off from etcd it releases everything by its own clock; the next owner has all acknowledged writes."""
     async with CutProxy(str(address.endpoints[0])) as proxy:
         cut_off = replace(address, endpoints=(parse_endpoint(proxy.address),))
         async with served(address, "a") as a, served(cut_off, "b") as b:
@@ -267,7 +267,7 @@ async def test_runs_of_all_replicas_are_listed_by_each(address: EtcdAddress) -> 
             assert answer.lease.number
             streams.append(stream)
         for asked in (a, b):
-            for _ in range(2):  # from etcd, and from what was kept
+            for _ in range(2):  # from etcd, and from the kept copy
                 listed = await asked.rendezvous.ListRuns(pb.ListRunsRequest(), timeout=PATIENCE)
                 assert [run.run_id for run in listed.runs] == run_ids
         for stream in streams:
@@ -276,7 +276,7 @@ async def test_runs_of_all_replicas_are_listed_by_each(address: EtcdAddress) -> 
 
 @pytest.mark.slow
 async def test_a_second_replica_of_the_same_name_is_refused(address: EtcdAddress) -> None:
-    """With the address of the one that has it; the first one is not disturbed."""
+    """The error has the address of the first one, which is not disturbed."""
     async with AsyncExitStack() as stack:
         first = await stack.enter_async_context(served(address, "a"))
         await shared_out(first)
@@ -295,7 +295,7 @@ async def test_a_second_replica_of_the_same_name_is_refused(address: EtcdAddress
 async def test_a_replica_that_was_killed_is_followed_by_the_next_of_its_name(
     address: EtcdAddress, client: EtcdClient
 ) -> None:
-    """It waits for the dead one's lease, which ends by itself."""
+    """It waits until the dead one's lease ends."""
     lease, _ = await client.grant(2)
     keys = Keys(address.prefix)
     dead = ReplicaRegistration("10.9.9.9:29400", "dead", 0.0, lease_ttl=2.0)
@@ -308,21 +308,21 @@ async def test_a_replica_that_was_killed_is_followed_by_the_next_of_its_name(
 async def test_an_owner_key_that_somebody_deletes_costs_nothing_but_a_blink(
     address: EtcdAddress, client: EtcdClient
 ) -> None:
-    """The owner's next commit fails, and the shard is claimed and read anew, with all that was acknowledged."""
+    """The owner's next commit fails; the shard is claimed and read again, with all acknowledged writes."""
     async with served(address, "a") as a:
         await shared_out(a)
         run_id = run_in(3)
         token = (await a.set_state(run_id, b"before")).current.token
         await client.transact(Txn([], [Delete(Keys(address.prefix).owner(3))]))
         answer = await insisting(lambda: a.set_state(run_id, b"after", token))
-        # Whether an attempt that ended with "outcome unknown" had set it, the token tells.
+        # If an attempt with "outcome unknown" has set it, the token shows that.
         assert answer.current.state == b"after"
 
 
 async def test_an_owner_whose_key_somebody_deletes_tells_nothing_more(
     address: EtcdAddress, client: EtcdClient
 ) -> None:
-    """Also if it has nothing to write: others may claim the shard from now on, and it would answer from memory."""
+    """Also without a write: others may now claim the shard, and its reply from memory may be outdated."""
     async with served(address, "a") as a:
         await shared_out(a)
         run_id = run_in(3)
@@ -334,13 +334,13 @@ async def test_an_owner_whose_key_somebody_deletes_tells_nothing_more(
         assert (await refusal(watch.read())).reason == "NOT_OWNER"
         await shared_out(a)
         assert await a.get_state(run_id) == set_.current
-        assert a.readiness == [True]  # nobody who is served in another shard notices
+        assert a.readiness == [True]  # clients of other shards are not affected
 
 
 async def test_a_registration_that_somebody_deletes_comes_back(
     address: EtcdAddress, client: EtcdClient
 ) -> None:
-    """At once, and in the same session: nobody who is served here notices."""
+    """At once, and in the same session: its clients are not affected."""
     key = Keys(address.prefix).replica("a")
     async with served(address, "a") as a:
         await shared_out(a)
@@ -356,7 +356,7 @@ async def test_a_registration_that_somebody_deletes_comes_back(
 async def test_what_changed_while_a_replica_could_not_hear_is_known_afterwards(
     address: EtcdAddress, client: EtcdClient
 ) -> None:
-    """Even if etcd has compacted the changes away: then all is read anew."""
+    """Even if etcd has compacted the changes: then all is read again."""
     async with CutProxy(str(address.endpoints[0])) as proxy:
         deaf = replace(address, endpoints=(parse_endpoint(proxy.address),))
         async with served(deaf, "a", ttl=30.0) as a:
@@ -375,7 +375,7 @@ async def test_what_changed_while_a_replica_could_not_hear_is_known_afterwards(
 
 
 async def test_replicas_that_disagree_about_the_shards_do_not_mix(address: EtcdAddress) -> None:
-    """The later one ends with what to do, before it has touched anything."""
+    """The later one ends with the remedy, before it has changed anything."""
     async with served(address, "a", shards=8) as a:
         await shared_out(a)
         async with served(address, "b", shards=16) as b:
@@ -384,7 +384,7 @@ async def test_replicas_that_disagree_about_the_shards_do_not_mix(address: EtcdA
 
 
 async def test_a_start_without_etcd_waits_for_it(address: EtcdAddress) -> None:
-    """It listens and says that it is not ready; when etcd comes, so is it."""
+    """It listens and reports that it is not ready; it gets ready when etcd is reachable."""
     async with CutProxy(str(address.endpoints[0])) as proxy:
         proxy.refuse()
         late = replace(address, endpoints=(parse_endpoint(proxy.address),), request_timeout=1.0)
@@ -398,7 +398,7 @@ async def test_a_start_without_etcd_waits_for_it(address: EtcdAddress) -> None:
 
 
 async def test_many_replicas_that_come_and_go_leave_no_shard_behind(address: EtcdAddress) -> None:
-    """In order and without: in the end the one that is left serves everything that was acknowledged."""
+    """With and without a drain: in the end the last replica serves everything that was acknowledged."""
     async with served(address, "z") as last:
         await shared_out(last)
         tokens: dict[int, bytes] = {}
@@ -436,7 +436,7 @@ async def _compact(address: EtcdAddress, revision: int) -> None:
 async def test_advice_on_etcd_is_a_warning_only_to_who_keeps_it(
     address: EtcdAddress, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, keeps_etcd: bool
 ) -> None:
-    """The user of a job can't mend it; told is it all the same."""
+    """The user of a job can't act on it, so it is logged at INFO."""
 
     async def advice(client: EtcdClient) -> list[str]:
         return ["upgrade it"]

@@ -1,4 +1,4 @@
-"""The shards of one session: what is begun goes by what holds then, not by what held when it was decided."""
+"""The shards of one session: an action checks the state when it begins, not the state when it was decided."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ async def _never(shard: int, on_failure: Callable[[BaseException], None], /) -> 
 
 
 async def test_a_shard_that_breaks_whenever_it_is_claimed_is_claimed_seldom() -> None:
-    """Each claim reads the whole shard: the pauses grow, up to half a minute, until it has held for as long."""
+    """Each claim reads the whole shard: the pauses grow up to half a minute, until it has held for as long."""
     now = 0.0
     broken: list[Callable[[BaseException], None]] = []
 
@@ -88,7 +88,7 @@ async def test_a_shard_that_breaks_whenever_it_is_claimed_is_claimed_seldom() ->
 async def test_an_owner_key_that_went_meanwhile_is_not_let_go_of(
     then: list[KeyValue], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Between the decision to delete an owner key of ours and the deletion it went: with its lease, or to another."""
+    """Between the decision to delete our owner key and the deletion, it went: with its lease, or to another owner."""
     released: list[int] = []
 
     async def release(shard: int, fence: int, /) -> None:
@@ -114,13 +114,13 @@ async def _opened(shard: int, on_failure: Callable[[BaseException], None], /) ->
 
 
 async def _released(shard: int, fence: int, /) -> None:
-    """Nothing is in etcd here."""
+    """Do nothing: there is no etcd here."""
 
 
 async def _serving(
     monkeypatch: pytest.MonkeyPatch, successor_within: float
 ) -> tuple[Cluster, Notifier, ShardManager]:
-    """The shards of a session that has one, beside another replica."""
+    """Return a session that serves one shard, beside another replica."""
     monkeypatch.setattr(hosting_module, "_SUCCESSOR_WITHIN", successor_within)
     cluster, changes = Cluster(_KEYS, 8), Notifier()
     hosting = _manager(cluster, changes, _opened, _released)
@@ -151,7 +151,7 @@ async def test_a_successor_that_leaves_as_well_is_not_waited_for(
 async def test_a_successor_that_does_not_come_is_worth_a_warning(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is there, and does not take the shard: its runs are served by no replica."""
+    """It is live, and does not take the shard: no replica serves its runs."""
     _, changes, hosting = await _serving(monkeypatch, 0.01)
     hosting.begin(HandOver(_SHARD, "replica-1", MoveReason.DRAIN))
     assert await changes.until(lambda: hosting.empty, 30.0)
@@ -163,7 +163,7 @@ async def test_a_successor_that_does_not_come_is_worth_a_warning(
 async def test_what_is_finished_needs_no_successor(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another replica may take the shards of runs that are over. It is not waited for, and no line says so."""
+    """Another replica may take the shards of ended runs. It is not waited for, and this is not logged."""
     caplog.set_level(logging.INFO)
     _, changes, hosting = await _serving(monkeypatch, 3600.0)
     caplog.clear()

@@ -1,4 +1,4 @@
-"""Whoever reads a replica's log is told in one line that it took shards over, from whom and why, or lost them."""
+"""A replica logs in one line that it took shards over, from which owner and why, or that it lost them."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from support.waiting import until
 
 pytestmark = NEEDS_ETCD
 
-# Nothing is spread evenly while a test looks.
+# No shard is moved for balance during a test.
 _STAYING = MoveSettings(settle=3600.0, claim_interval=1.0)
 
 
 class _Told:
-    """The events of replicas at info and above, the spread of shards at their start left out."""
+    """The events of replicas at info and above, without the spread of shards at their start."""
 
     def __init__(self, caplog: pytest.LogCaptureFixture) -> None:
         self._caplog = caplog
         caplog.set_level(logging.INFO)
 
     def of(self, event: str) -> list[dict[str, Any]]:
-        """The fields of each event of that name, but for how long it took."""
+        """Return the fields of each event of that name, without its duration."""
         fields = [each.fields for each in log_events(self._caplog.records) if each.name == event]
         return [{key: value for key, value in each.items() if key != "seconds"} for each in fields]
 
@@ -43,20 +43,20 @@ class _Told:
         return fields
 
     def forget(self) -> None:
-        """What was told so far is of no interest."""
+        """Drop the events so far."""
         self._caplog.clear()
 
 
 @pytest.fixture
 def told(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> _Told:
-    # A machine that stalls for a second makes two waves of one.
+    # With the default, a machine that stalls for a second would split one batch into two.
     monkeypatch.setattr(rebalance_log, "QUIET", 3.0)
     monkeypatch.setattr(rebalance_log, "LONGEST", 30.0)
     return _Told(caplog)
 
 
 async def test_a_takeover_is_one_line(address: EtcdAddress, told: _Told) -> None:
-    """Of the first to come as of who takes over from one that vanished: how many, with how many runs, and whose."""
+    """For the first replica and for one that takes over: the number of shards and runs, and the previous owner."""
     async with served(address, "a", moves=_STAYING) as a:
         fields = await told.once("took free shards")
         assert (fields["shards"], fields["runs"]) == (SHARDS, 0)
@@ -66,7 +66,7 @@ async def test_a_takeover_is_one_line(address: EtcdAddress, told: _Told) -> None
             await until(lambda: "b" in _live(a), "a to know of b")
             await until(lambda: len(b.known_owners) == SHARDS, "b to know whose the shards are")
             told.forget()
-            await a.services.end()  # as one that vanishes, but that its lease ends at once
+            await a.services.end()  # as one that vanishes, but its lease ends at once
             fields = await told.once("took shards over")
             assert len(b.serving) == SHARDS
     assert fields == {
@@ -96,7 +96,7 @@ async def test_a_drain_is_one_line_on_either_side(address: EtcdAddress, told: _T
 
 @pytest.mark.slow
 async def test_the_loss_of_all_shards_is_a_warning_with_its_cause(address: EtcdAddress, told: _Told) -> None:
-    """One line; and one when there is a session again."""
+    """One line; and another when there is a session again."""
     async with CutProxy(str(address.endpoints[0])) as proxy:
         cut_off = replace(address, endpoints=(parse_endpoint(proxy.address),))
         async with served(cut_off, "a") as a:

@@ -1,4 +1,4 @@
-"""One read serves all who want it, and nobody is told what was before it asked."""
+"""One read serves all its callers, and none gets a value from before its call."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rallypoint.rendezvous.cluster.lookup import SharedRead
 
 
 class _Source:
-    """Reads that end when they are told to; each returns its number."""
+    """Reads that the test ends; each returns its number."""
 
     def __init__(self) -> None:
         self.begun = 0
@@ -29,7 +29,7 @@ async def _turns() -> None:
 
 
 async def test_who_asks_while_a_read_is_under_way_shares_the_next_one() -> None:
-    """The one under way may have looked before they asked: it would be stale for them."""
+    """The pending read may have begun before their call: its value would be stale for them."""
     source = _Source()
     shared = SharedRead(source.read)
     first = asyncio.create_task(shared.read())
@@ -59,7 +59,7 @@ async def test_who_gives_up_takes_nothing_from_the_others() -> None:
 
 
 async def test_a_read_that_fails_fails_for_those_who_share_it_only() -> None:
-    """The next one is another try."""
+    """The next read is a new attempt."""
     source = _Source()
     shared = SharedRead(source.read)
     failing = [asyncio.create_task(shared.read()) for _ in range(2)]

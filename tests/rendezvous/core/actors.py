@@ -1,4 +1,4 @@
-"""Who is told of a run in a random history: agents, which obey, and watchers, which look on."""
+"""The clients of a run in a random history: agents, which follow updates, and watchers, which only read."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rendezvous.core.ledger import require
 
 @dataclass(eq=False, slots=True)
 class Agent:
-    """One life of one node's agent: what it was told, and the workers that it runs because of it."""
+    """One life of one node's agent: the updates that it got, and the workers that it runs because of them."""
 
     node_id: str
     local_world_size: int
@@ -22,8 +22,8 @@ class Agent:
     view: pb.NodeUpdate | None = None
     revision: int = 0
     workers_of: int | None = None
-    # Whether it stays in a closed run until its workers are gone; when the server last got a sign of life of it; and
-    # the incarnation of the run in which it was last.
+    # `stays`: it stays in a closed run until its workers are gone. `seen_at`: the time of the server's last sign of
+    # life of it. `incarnation`: that of the run in which it was last.
     stays: bool = False
     seen_at: float = 0.0
     incarnation: str = ""
@@ -32,7 +32,7 @@ class Agent:
         self.inbox = update
 
     def read(self) -> None:
-        """Take the latest update and obey it."""
+        """Take the latest update and follow it."""
         update, self.inbox = self.inbox, None
         if update is None:
             return
@@ -49,14 +49,14 @@ class Agent:
             self.workers_of = None
 
     def lose_lease(self) -> None:
-        """The server refused the lease: nothing of it holds any more."""
+        """The server refused the lease: drop everything that depends on it."""
         self.lease, self.connected, self.asked = None, False, False
         self.inbox = self.view = self.workers_of = None
 
 
 @dataclass(eq=False, slots=True)
 class Watcher:
-    """Somebody who looks on, over any number of streams."""
+    """A watcher, over any number of streams."""
 
     connected: bool = False
     inbox: pb.Run | None = None

@@ -1,7 +1,7 @@
-"""Two healthy nodes and a third that joins, dies and joins again, for as long as the test likes; on a clock of its own.
+"""Two healthy nodes and a third that joins, dies and joins again, for as long as the test likes; on a simulated clock.
 
-It drives the core by its commands, leases, `settle` and `next_deadline` only, and takes the time in which the healthy
-nodes' workers run.
+It drives the core only by its commands, leases, `settle` and `next_deadline`, and measures the time in which the
+healthy nodes' workers run.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _TO_FAIL_OF_IT = 0.05
 
 
 class Ending(Enum):
-    """How each life of the joiner ends."""
+    """The end of each life of the joiner."""
 
     KILLED_AT_ONCE = "its agent is killed a second after it joined"
     KILLED_UNCONFIRMED = "its agent is killed when it got a place, before it confirms"
@@ -53,10 +53,10 @@ class CrashLoop:
         """Start nothing yet.
 
         Args:
-            settings: Of the run.
-            ending: How each life of the joiner ends.
+            settings: The settings of the run.
+            ending: The end of each life of the joiner.
             every: Seconds between two starts of the joiner; none is started while one lives.
-            fresh_names: Whether each life has a node name of its own.
+            fresh_names: Each life has a node name of its own.
         """
         self.state = RunState("run")
         self.settings = settings
@@ -83,7 +83,7 @@ class CrashLoop:
         self.running = 0.0
 
     def start_joining(self) -> None:
-        """Start the joiner now, and again and again from here on."""
+        """Start the joiner now, and repeatedly from here on."""
         self._tick()
 
     def join(self, node_id: str, *, crashes: bool = False) -> Process | None:
@@ -111,7 +111,7 @@ class CrashLoop:
     # ---- time
 
     def _step(self, until: float) -> None:
-        """Go on to the next moment at which something happens, and let it happen."""
+        """Advance to the time of the next event, and process it."""
         deadline = decide.next_deadline(self.state)
         assert deadline is None or deadline > self.now, "the run is settled"
         due = self._agenda[0][0] if self._agenda else until
@@ -135,7 +135,7 @@ class CrashLoop:
         except Refused:
             self.refused += 1
             return None
-        # A joiner must be known before it is given a place.
+        # A joiner must be known before it gets an assignment.
         self._after(0.0, lambda: self._react(happened))
         return happened
 
@@ -185,7 +185,7 @@ class CrashLoop:
             self._carry_out(command)
 
     def _fail(self, process: Process, round_: int, message: str) -> None:
-        """Report that a worker of the process failed; what the others then do is nothing that they would report."""
+        """Report that a worker of the process failed; the consequences for other nodes are not reported."""
         seat = self.state.seats.get(process.node_id)
         if self.state.phase is not Phase.FINAL or self.state.round != round_ or seat is None:
             return
@@ -202,7 +202,7 @@ class CrashLoop:
         apply.disconnect(self.state, process.node_id, self.now)
         if process.node_id not in self.seated:
             return
-        # Their workers wait for one that is no longer there.
+        # Their workers wait for a process that is gone.
         self._broken_round = broken = self.state.round
         if self._ending is Ending.KILLED_AND_PEERS_FAIL:
             for node_id in HEALTHY:

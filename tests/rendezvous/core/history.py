@@ -1,7 +1,7 @@
-"""A random history of one run: nodes that come, go, hang and fail; a server that crashes; time that passes.
+"""A random history of one run: nodes join, leave, hang and fail; a server crashes; time passes.
 
-The core is the real one. Around it stands a model of the engine (facts are told when they were committed, and a
-crash loses what was not), of agents, and of watchers. The `Ledger` referees.
+The core is the real one. Around it stands a model of the engine (facts are sent once they are committed, and a
+crash loses the others), of agents, and of watchers. The `Ledger` checks the invariants.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from rendezvous.core.ledger import Ledger, Violation, require
 
 RUN = "run"
 NAMES = [f"node{number}" for number in (1, 2, 3, 9, 10, 11)]
-# The server's wall clock, as far as it is ahead of its monotonic clock; both go on while it is away.
+# The server's wall clock minus its monotonic clock; both go on while it is away.
 TO_WALL = 1.7e9
 TOLD_TO_NODES = (
     facts.RoundFrozen,
@@ -53,7 +53,7 @@ TOLD_TO_NODES = (
 
 @dataclass(slots=True)
 class Server:
-    """One life of the server: its memory, and what it has not committed yet."""
+    """One life of the server: its memory, and its uncommitted facts."""
 
     state: RunState
     # With the time at which each was decided.
@@ -61,14 +61,14 @@ class Server:
     answers: list[Callable[[], None]] = field(default_factory=list)
     members: dict[str, Agent] = field(default_factory=dict)
     watchers: list[Watcher] = field(default_factory=list)
-    # Whether members were told that the end of the round settles.
+    # Members were notified that the end of the round settles.
     settling: bool = False
     # The snapshot with which the closed run begins again, until that is committed.
     reopening: bytes | None = None
 
 
 class History:
-    """A history that is drawn from a seed, step by step; `trace` says what happened."""
+    """A history that is drawn from a seed, step by step; `trace` records the steps and facts."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
@@ -93,7 +93,7 @@ class History:
         self.now = 1000.0
         self.journal: list[bytes] = []
         self.checkpoint: bytes | None = None
-        # What is left of the run's earlier life, if it had one that expired.
+        # The tombstone of the run's earlier life, if it had one that expired.
         self.tombstone: bytes | None = None
         self.settings = replace(
             self.settings,
@@ -102,15 +102,15 @@ class History:
         self.ledger = Ledger()
         self.ledger.at_most_late = 5.0
         self.server = Server(RunState(RUN))
-        # By the latest facts, committed or not: who holds which lease in the server's memory.
+        # By the latest facts, committed or not: the leases in the server's memory.
         self.held: dict[str, int] = {}
-        # The leases at the end of a closed run, of nodes that have not said that they go.
+        # The leases at the end of a closed run, of nodes that have not left yet.
         self.lingering: dict[str, int] = {}
         self.evicted: set[str] = set()
-        # Whose stream the server knows to be broken, and the participants that are to run, or do.
+        # The nodes whose stream the server knows to be broken, and the participants that are to run, or do.
         self.broken: set[str] = set()
         self.at_work: set[str] = set()
-        # Whether a sign of life came that the run may have waited for.
+        # A sign of life came that the run may have waited for.
         self.due = False
         self.agents: dict[str, Agent] = {}
         self.stale: list[tuple[str, int]] = []
@@ -150,7 +150,7 @@ class History:
             require(not there or silent, "no two incarnations of a run are there at once")
 
     def execute(self, command: commands.Command) -> list[facts.Fact] | None:
-        """Carry a command out; None: it was refused, which is told like everything else when all is durable."""
+        """Carry a command out; None: it was refused, which is sent like every reply when all is durable."""
         revision = self.server.state.revision
         shown = getattr(command, "lease", None)
         holds = self.lingering if isinstance(command, commands.Leave) and not self.held else self.held
@@ -172,7 +172,7 @@ class History:
         return happened
 
     def _check_streams(self, fact: facts.Fact) -> None:
-        """Check that nothing is decided over a participant with a broken stream that its loss would make wrong."""
+        """Check that no decision ignores a broken stream of a participant whose loss would change it."""
         match fact:
             case facts.NodeJoined(node_id=node_id):
                 self.broken.discard(node_id)
@@ -201,7 +201,7 @@ class History:
             self.ledger.check_wait(self.now)
 
     def commit(self) -> None:
-        """Make durable what has happened, then tell of it, as the engine does."""
+        """Commit the facts, then publish them, as the engine does."""
         server, happened = self.server, [fact for fact, _ in self.server.uncommitted]
         for fact, decided_at in server.uncommitted:
             self.journal.append(
@@ -234,7 +234,7 @@ class History:
         self._check_nobody_missed_anything()
 
     def _end_streams_of_gone(self) -> None:
-        """End the streams of nodes that have gone from the closed run, or are not in the one that it became."""
+        """End the streams of nodes that have left the closed run, or are not in its next incarnation."""
         for agent in list(self.server.members.values()):
             if not self._holds(agent):
                 del self.server.members[agent.node_id]
@@ -268,7 +268,7 @@ class History:
         watcher.inbox = message
 
     def _check_nobody_missed_anything(self) -> None:
-        """Whoever is connected has been told, or is about to read, what it must act on now."""
+        """Check that each connected client has got, or is about to read, everything that it must act on now."""
         state = self.server.state
         for agent in self.server.members.values():
             latest = agent.inbox or agent.view
@@ -276,7 +276,7 @@ class History:
                 require(state.phase is Phase.JOINABLE, "a node is told every phase but the one it came in")
                 continue
             if agent.node_id in state.departing:
-                continue  # it has given its place up by itself
+                continue  # it has given up its assignment itself
             now = node_update(state, agent.node_id)
             require(self._matters(latest) == self._matters(now), "nobody misses a phase that still matters")
         for watcher in self.server.watchers:
@@ -291,16 +291,16 @@ class History:
         kept.CopyFrom(update)
         kept.revision, kept.start_recorded = 0, False
         if kept.phase == pb.PHASE_FROZEN:
-            kept.assignment.master_port = 0  # known, and told, when the round is FINAL
+            kept.assignment.master_port = 0  # known, and sent, when the round is FINAL
         if kept.last_round_end.cause == pb.ROUND_END_CAUSE_WORKER_FAILED:
-            # For people, who may come to know only later which failure was the first.
+            # For people; the first failure may become known only later.
             kept.last_round_end.node_id = kept.last_round_end.detail = ""
         return kept.SerializeToString(deterministic=True)
 
     def crash(self) -> None:
-        """Kill the server and start it again: what was not committed is gone, and nobody ever heard of it."""
+        """Kill the server and start it again: uncommitted facts are gone, and no client ever got them."""
         durable = None if self.server.uncommitted else self._durable_view()
-        # Of a closed run; a lease may be over although its agent does not know it yet.
+        # Nodes of a closed run; a lease may be over although its agent does not know it yet.
         known = set() if self.server.uncommitted else set(self.server.state.lingering)
         for agent in self.agents.values():
             agent.connected = agent.asked = False
@@ -325,7 +325,7 @@ class History:
         self.settle()
 
     def recover(self) -> RunState:
-        """The state that the journal holds, as the engine gets at it: from the last checkpoint on."""
+        """Return the state that the journal holds, as the engine restores it: from the last checkpoint on."""
         folded = self._folded(self._restored(self.tombstone))
         state = self._folded(self._restored(self.checkpoint or self.tombstone))
         require(
@@ -354,7 +354,7 @@ class History:
         return view
 
     def expire(self) -> None:
-        """Forget a run that nobody is in, as the engine does when it has been idle for long enough."""
+        """Forget a run without nodes, as the engine does when it has been idle for long enough."""
         self.tombstone = encode_snapshot(take_tombstone(self.server.state))
         self.checkpoint = None
         self.ledger.forget()
@@ -368,14 +368,14 @@ class History:
         self.server.watchers.clear()
         self.server.state = self._restored(self.tombstone)
 
-    # ---- what nodes and watchers do
+    # ---- nodes and watchers
 
     def _pick(self, having: Callable[[Agent], bool]) -> Agent | None:
         candidates = [agent for agent in self.agents.values() if having(agent)]
         return self.random.choice(candidates) if candidates else None
 
     def _new_agent(self, node_id: str) -> Agent:
-        """Start an agent, in the place of one of that name, which is then gone, or believes it still is one."""
+        """Start an agent in the place of one of that name; the server may not notice the end of the old one."""
         self._kill(node_id, silently=self.random.random() < 0.5)
         agent = Agent(node_id, self.random.choice([1, 2, 4]), self.random.choice(["trainer", "evaluator"]))
         agent.stays = self.random.random() < 0.7
@@ -482,7 +482,7 @@ class History:
             self.due |= leases.renew(self.server.state, agent.node_id, self.now)
 
     def _holds(self, agent: Agent) -> bool:
-        """Whether the server keeps a lease of it, also past the end of the run."""
+        """Return True if the server keeps a lease of it, also past the end of the run."""
         node = self.server.state.holders.get(agent.node_id)
         return node is not None and node.lease == agent.lease
 
@@ -511,7 +511,7 @@ class History:
         )
 
     def let_time_pass(self, seconds: float, silent: set[str] = frozenset()) -> None:  # type: ignore[assignment]
-        """Heartbeats arrive from everybody but the silent."""
+        """Let time pass; heartbeats arrive from all agents but the silent."""
         until = self.now + seconds
         while self.now < until:
             self.now = min(until, self.now + self.settings.keep_alive_interval)
@@ -552,7 +552,7 @@ class History:
         "watch": 4,
         "close": 0.05,
     }
-    # Where hosts and network are well, and the workers are not.
+    # Hosts and network are healthy, and the workers are not.
     OF_BAD_WORKERS: ClassVar[dict[str, float]] = {
         "confirm": 60,
         "read": 60,
@@ -577,7 +577,7 @@ class History:
                 watcher.read()
 
     def _read(self, agent: Agent) -> bool:
-        """An agent reads what it was told; returns whether it goes, since the run is closed."""
+        """Let an agent read its update; return True if it leaves because the run is closed."""
         agent.read()
         closed = agent.view is not None and agent.view.phase == pb.PHASE_CLOSED
         if closed and agent.stays and self.random.random() < 0.5:
@@ -618,14 +618,14 @@ class History:
                 self.let_time_pass(0.5)
 
     def _fail_too(self, round_: int) -> None:
-        """Others fail of it, and some say so when the round has ended."""
+        """Let other nodes fail of it, some with a report after the end of the round."""
         for agent in list(self.agents.values()):
             if agent.connected and agent.lease is not None and self.random.random() < 0.5:
                 failure = replace(self._failure(agent, round_), local_rank=self.random.choice([0, 0, 1]))
                 self.execute(commands.ReportFailure(agent.node_id, agent.lease, failure))
 
     def _step_start(self) -> None:
-        """Agents report that their workers run, some of a round that is over, and some again."""
+        """Let agents report that their workers run; some reports are repeated, or of an ended round."""
         for agent in list(self.agents.values()):
             if agent.connected and agent.workers_of is not None and self.random.random() < 0.6:
                 parts = RecoveryParts(*(self.random.choice([0.0, 0.5, 4.0, 1e6]) for _ in range(5)))
@@ -667,11 +667,11 @@ class History:
             self._kill(agent.node_id, silently=self.random.random() < 0.5)
 
     def _step_stale_command(self) -> None:
-        """What a zombie says, or a message that was long on its way."""
+        """Send a command of an old lease, or one that arrives late."""
         node_id, lease = self.random.choice(self.stale) if self.stale else ("nobody", 1)
         agent = self._pick(lambda agent: agent.connected)
         if agent is not None and agent.lease is not None and self.random.random() < 0.5:
-            node_id, lease = agent.node_id, agent.lease  # who says it is in, but the round is another one
+            node_id, lease = agent.node_id, agent.lease  # a valid lease, but another round
         round_ = max(0, self.server.state.round + self.random.choice([-2, -1, 1, 5]))
         if lease != self.held.get(node_id):
             round_ = self.server.state.round
@@ -686,7 +686,7 @@ class History:
         command = self.random.choice(stale)
         happened = self.execute(command) or []
         if isinstance(command, commands.ReportFailure):
-            # It may have been the first failure of the round that has just ended: the ledger knows whether it may.
+            # It may have been the first failure of the round that has just ended: the `Ledger` checks that.
             happened = [fact for fact in happened if not isinstance(fact, facts.WorkerFailed)]
             unmendable = failure.permanent and not any(
                 isinstance(fact, facts.RoundEnded) for fact in happened
@@ -707,7 +707,7 @@ class History:
 
         def subscribe() -> None:
             if watcher.connected or not server.state.created:
-                return  # it asked twice, or there is no run yet, or no more
+                return  # it subscribed twice, or the run does not exist
             check_revision(server.state, watcher.revision)
             watcher.connected, watcher.inbox = True, None
             server.watchers.append(watcher)
@@ -726,7 +726,7 @@ class History:
         self._operate(commands.Readmit(self.random.choice(NAMES), "mended"))
 
     def _operate(self, command: commands.Command) -> None:
-        """An operator can do nothing to a run that is not there."""
+        """Carry out an operator's command, if the run exists."""
         if self.server.state.created:
             self.execute(command)
 
@@ -745,10 +745,10 @@ class History:
     # ---- the end of all faults
 
     def reach_agreement(self) -> None:
-        """Let enough well-behaved nodes answer for as long as it may take: they agree on a round.
+        """Let enough well-behaved nodes answer for as long as it may take, until they agree on a round.
 
         Raises:
-            Violation: They don't.
+            Violation: They don't agree.
         """
         self.trace.append("---- no more faults")
         for name in sorted(self.evicted):
@@ -782,7 +782,7 @@ class History:
             self._confirm(agent, agent.view.assignment.round)
 
     def _agreed(self) -> bool:
-        """Whether the round is FINAL, and all its participants run its workers."""
+        """Return True if the round is FINAL, and all its participants run its workers."""
         state = self.server.state
         if state.phase is not Phase.FINAL:
             return False
@@ -798,7 +798,7 @@ def play(seed: int, steps: int = 200) -> History:
     """Play the history of a seed to its end.
 
     Raises:
-        Violation: With the seed and the last of what happened.
+        Violation: An invariant is broken; the message has the seed and the last steps.
     """
     history = History(seed)
     try:

@@ -1,7 +1,7 @@
-"""The referee of random histories: knows what may never happen, and nothing of how the core decides.
+"""The invariant checks of random histories, independent of the core's decisions.
 
-It follows a run by its durable facts and by what is told to nodes and watchers, and holds both against the
-invariants of the design. It never looks into a `RunState`.
+They follow a run by its durable facts and by the updates to nodes and watchers, and compare both with the
+invariants of the design. They never read a `RunState`.
 """
 
 from __future__ import annotations
@@ -45,21 +45,21 @@ class FrozenRound:
     fencing_token: int
     confirmed: set[str] = field(default_factory=set)
     succeeded: set[str] = field(default_factory=set)
-    # When it was decided, seconds, that the round is FINAL, and that the first of it succeeded.
+    # The times, in seconds, at which FINAL was decided, and at which its first node succeeded.
     final_at: float = math.inf
     first_success_at: float = math.inf
     barrier_passed: bool = False
-    # Whether the server still knows by its own clock when that was.
+    # The server still knows these times by its own clock.
     seen: bool = False
-    # Who failed: (node_id, local_rank), and when the first report of it was taken.
+    # The failed workers, as (node_id, local_rank), and the time of the first report.
     failed: set[tuple[str, int]] = field(default_factory=set)
     first_report_at: float = math.inf
-    # The failure that counts as the first, and when it was by the reports: -inf once the server has started again.
+    # The failure that counts as the first, and its time by the reports: -inf once the server has started again.
     first: ReportedFailure | None = None
     first_failed_at: float = -math.inf
-    # The node whose loss turned out to be what its workers failed of.
+    # The lost node to which the failure was attributed.
     lost: str = ""
-    # Whether its start is recorded.
+    # Its start is recorded.
     started: bool = False
 
 
@@ -95,34 +95,34 @@ class Ledger:
         self.closed: Outcome | None = None
         self._workers: dict[str, tuple[int, str]] = {}
         self._departing: set[str] = set()
-        # Whose workers had not succeeded when the last round ended.
+        # The nodes whose workers had not succeeded when the last round ended.
         self._at_work: set[str] = set()
         self._evicted: set[str] = set()
         self._evicted_by_service: set[str] = set()
-        # Of the run, in order: each time it was created or reopened.
+        # The incarnations of the run, in order: one each time it was created or reopened.
         self.incarnations: list[str] = []
         self._begins_at = 1
         self._now = 0.0
         self._last_lease = 0
         self._round = 0
-        # How exactly a server tells the time and the ages of what is reported, as a share of them.
+        # The error of a server's times and of reported ages, as a fraction of them.
         self.inexact = 0.0
-        # How far, in seconds, its wall clock may have been set between two lives of it, and how late it may look.
+        # The largest change of its wall clock between two lives of it, and its largest delay, in seconds.
         self.clock_jumps = 0.0
         self.at_most_late = math.inf
         self._started_at = -math.inf
         self._restarts = 0
-        # The round that each restart ended, when, and whom it counts against.
+        # The ended round, the time and the responsible node of each restart.
         self._caused: list[tuple[int, float, str]] = []
         self._quick = self._failed_scale_ups = 0
         # The round that ended with a counted restart, until the next one is FINAL.
         self._counted_round = 0
         self._unmendable: ReportedFailure | None = None
         self._last_end: facts.RoundEnded | None = None
-        # Whether an operator would not have the next round held back.
+        # An operator has ended the back-off of the next round.
         self._hurried = False
         self._ended_at = -math.inf
-        # When the last round ended that was FINAL.
+        # The end of the last round that was FINAL.
         self._ran_until = -math.inf
         self._phase = Phase.JOINABLE
         # (phase, round) after every revision.
@@ -133,7 +133,7 @@ class Ledger:
         return self.rounds[self._round]
 
     def record(self, revision: int, fact: facts.Fact, decided_at: float) -> None:
-        """Take note of a fact that is durable, and was decided at that time (seconds)."""
+        """Record a durable fact that was decided at that time (seconds)."""
         require(revision == self.revision + 1, "revisions are 1, 2, 3, …")
         self.revision = revision
         self._now = decided_at
@@ -147,7 +147,7 @@ class Ledger:
         self._at.append((self._phase, self._round))
 
     def _reopen(self, fact: facts.RunCreated) -> None:
-        """Take note that the closed run begins again: as a new run, but for the numbers and whom operators barred."""
+        """Record that the closed run begins again, as a new run with the same numbers and the operators' evictions."""
         require(fact.reopened, "a run is created once, and then reopened")
         allowed = {
             Reopen.NEVER: (),
@@ -163,7 +163,7 @@ class Ledger:
         self._evicted |= barred
 
     def forget(self) -> None:
-        """Take note that the run expired: whoever takes its name begins anew, but for the numbers."""
+        """Record that the run expired: the next run of this name is new, but its numbers continue."""
         require(not self.leases, "a run expires when nobody is in it")
         self.closed, self._phase = None, Phase.JOINABLE
         self._begins_at = self.revision + 1
@@ -176,13 +176,13 @@ class Ledger:
         self._unmendable = self._last_end = None
 
     def begin_after(self, revision: int) -> None:
-        """Take note that the run, which there is not, begins after a revision that is not its own."""
+        """Record that the run, which does not exist, begins after a revision that is not its own."""
         require(revision >= self.revision, "a run that comes again goes on from its numbers")
         self._at += [(self._phase, self._round)] * (revision - self.revision)
         self.revision, self._begins_at = revision, revision + 1
 
     def server_started(self, now: float) -> None:
-        """Take note that a server started: it does not know when what is durable happened by its clock."""
+        """Record that a server started: it does not know the times of durable facts by its clock."""
         self._started_at = now
         for formed in self.rounds.values():
             formed.first_failed_at, formed.seen = -math.inf, False
@@ -395,7 +395,7 @@ class Ledger:
         self._phase = Phase.JOINABLE
 
     def _counted(self, slack: float = 0.0) -> list[str]:
-        """Whom the restarts count against that are not older than the window and so much."""
+        """Return the nodes of the restarts in the window; `slack` widens or narrows it by the errors of the clocks."""
         window = self.settings.restart_window
         return [
             node
@@ -429,7 +429,7 @@ class Ledger:
         self._check_settled()
 
     def _check_quick(self, fact: facts.RoundEnded) -> None:
-        """How many restarts in a row came soon; a server that did not see a round begin takes it for a long one."""
+        """Check the count of quick restarts; a server that did not see a round begin takes it for a long one."""
         ran = self._now - self._current.final_at if self._phase is Phase.FINAL else 0.0
         steady = max(STEADY_AFTER, 2 * hold(self.settings, self._quick))
         unsure = abs(ran - steady) <= self.inexact * steady + self.clock_jumps or not self._current.seen
@@ -445,7 +445,7 @@ class Ledger:
         self._quick = fact.quick_restarts
 
     def _check_hold(self) -> None:
-        """The restart is held back, if it is to be."""
+        """Check that the restart had its back-off."""
         last = self._last_end
         if last is None or last.end.cause is not RoundEndCause.WORKER_FAILED or self._hurried:
             return
@@ -470,7 +470,7 @@ class Ledger:
             self._check_settled()
 
     def _check_settled(self) -> None:
-        """Others had their time to report an earlier failure, or have nothing to report."""
+        """Check that other nodes had time to report an earlier failure, or have nothing to report."""
         current = self._current
         heard = {node_id for node_id, _ in current.failed} | current.succeeded | self._departing
         gone = {node_id for node_id, lease in current.leases.items() if self.leases.get(node_id) != lease}
@@ -514,12 +514,12 @@ class Ledger:
         self.leases.clear()
 
     def check_told(self, update: pb.NodeUpdate | pb.Run) -> None:
-        """Nothing is told that is not durable, and a phase is told as it was."""
+        """Check that an update is durable, and has the phase of its revision."""
         require(update.revision <= self.revision, "nothing is told before it is durable")
         require(Phase(update.phase) is self._at[update.revision][0], "the phase is that of the revision")
 
     def check_assignment(self, node_id: str, lease: int, update: pb.NodeUpdate) -> None:
-        """An assignment is the seat that the journal has, and it is told to the holder of the seat."""
+        """Check that an assignment is the seat of the journal, and goes to the lease that holds the seat."""
         phase, round_ = self._at[update.revision]
         formed = self.rounds.get(round_) if phase in (Phase.FROZEN, Phase.FINAL) else None
         if not update.HasField("assignment"):

@@ -1,4 +1,4 @@
-"""A run driven sentence by sentence, with a clock of its own, for tests that read like a specification."""
+"""A run that is driven step by step, with a simulated clock, for tests that read like a specification."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _F = TypeVar("_F", bound=facts.Fact)
 
 
 class ScriptedRun:
-    """A run whose nodes do as they are told. Nodes go on sending heartbeats unless they are said to be silent.
+    """A run whose nodes act when the test calls a method. Nodes send heartbeats unless they are `silent`.
 
-    Restarts are held back where `restart_backoff` is given only.
+    Restarts have a back-off only if `restart_backoff` is given.
     """
 
     def __init__(self, min_nodes: int = 1, max_nodes: int = 1, **settings: object) -> None:
@@ -25,7 +25,7 @@ class ScriptedRun:
         self.now = 100.0
         self.facts: list[facts.Fact] = []
 
-    # ---- what happens to it
+    # ---- events
 
     def do(self, command: commands.Command) -> list[facts.Fact]:
         happened = decide.execute(self.state, command, self.now)
@@ -33,13 +33,13 @@ class ScriptedRun:
         return happened
 
     def join(self, *node_ids: str, workers: int = 1, role: str = "trainer") -> int:
-        """Nodes join, in this order; returns the lease of the last."""
+        """Let nodes join, in this order; return the lease of the last."""
         for node_id in node_ids:
             self.do(commands.Join(node_id, self.settings, f"{node_id}.cluster", workers, role))
         return self.of_type(facts.NodeJoined)[-1].lease
 
     def let_in(self, *node_ids: str) -> None:
-        """Nodes join, and stay connected for as long as a newcomer must before a round ends for it."""
+        """Let nodes join, and stay connected for as long as a newcomer must before a round ends for it."""
         self.join(*node_ids)
         self.later(READY_AFTER)
 
@@ -49,12 +49,12 @@ class ScriptedRun:
             self.do(commands.Confirm(node_id, self.lease(node_id), number, port))
 
     def start(self, *node_ids: str) -> None:
-        """Nodes join and confirm: a round of them runs."""
+        """Let nodes join and confirm: their round runs."""
         self.join(*node_ids)
         self.run_round()
 
     def run_round(self) -> None:
-        """The last call is over, if there is one, and all participants confirm."""
+        """Wait for the end of the last call, if there is one, and let all participants confirm."""
         if self.state.last_call_deadline is not None:
             self.later(self.state.last_call_deadline - self.now)
         self.confirm(*self.ranks)
@@ -63,7 +63,7 @@ class ScriptedRun:
     def failure(
         self, node_id: str, message: str = "it broke", *, round_: int | None = None
     ) -> ReportedFailure:
-        """What a node reports of its first worker."""
+        """Return a failure of a node's first worker."""
         number = self.state.round if round_ is None else round_
         seat = self.state.seats.get(node_id)
         rank = seat.base_rank if seat is not None else 0
@@ -72,7 +72,7 @@ class ScriptedRun:
     def fail(
         self, node_id: str, message: str = "it broke", *, round_: int | None = None, **more: object
     ) -> list[facts.Fact]:
-        """A node reports a failure of its first worker, or as `more` says."""
+        """Let a node report a failure of its first worker; `more` replaces fields."""
         failure = replace(self.failure(node_id, message, round_=round_), **more)  # type: ignore[arg-type]
         return self.do(commands.ReportFailure(node_id, self.lease(node_id), failure))
 
@@ -97,13 +97,13 @@ class ScriptedRun:
         return self.do(commands.Readmit(node_id, "mended"))
 
     def lose(self, *node_ids: str) -> None:
-        """The nodes' agents are killed: their streams break, and the disconnect grace is over."""
+        """Kill the nodes' agents: their streams break, and the disconnect grace passes."""
         for node_id in node_ids:
             apply.disconnect(self.state, node_id, self.now)
         self.later(self.settings.disconnect_grace, silent=node_ids)
 
     def resume(self, *node_ids: str) -> list[facts.Fact]:
-        """The nodes' streams are open again; returns what comes of that."""
+        """Reopen the nodes' streams; return the facts that follow."""
         for node_id in node_ids:
             apply.renew(self.state, node_id, self.now)
         happened = decide.settle(self.state, self.now)
@@ -111,7 +111,7 @@ class ScriptedRun:
         return happened
 
     def later(self, seconds: float, silent: tuple[str, ...] = ()) -> list[facts.Fact]:
-        """Time passes; whoever is not silent sends heartbeats all along. Returns what happened by itself."""
+        """Let time pass; nodes that are not silent send heartbeats. Return the facts that `settle` made."""
         happened: list[facts.Fact] = []
         until = self.now + seconds
         while self.now < until:
@@ -123,7 +123,7 @@ class ScriptedRun:
         self.facts += happened
         return happened
 
-    # ---- what can be seen of it
+    # ---- observable state
 
     @property
     def phase(self) -> Phase:

@@ -12,7 +12,7 @@ from rendezvous.core.scripted_run import ScriptedRun
 
 
 def replay(run: ScriptedRun, now: float) -> RunState:
-    """What a server makes of the run's facts that starts at `now`."""
+    """Return the state of a server that starts at `now` and replays the run's facts."""
     state = RunState("run")
     for fact in run.facts:
         apply(state, fact, now)
@@ -28,7 +28,7 @@ def test_every_fact_is_one_revision() -> None:
 
 
 def test_a_replay_makes_the_same_run() -> None:
-    """Phase, round, ranks, counts, reasons: everything but evidence is in the facts."""
+    """Phase, round, ranks, counts, reasons: everything but connections is in the facts."""
     run = ScriptedRun(min_nodes=1, max_nodes=3, max_restarts=1)
     run.start("a", "b", "c")
     run.fail("b")
@@ -43,7 +43,7 @@ def test_a_replay_makes_the_same_run() -> None:
 
 @pytest.mark.parametrize("at", ["joining", "last call", "frozen", "departing", "exit barrier", "idle"])
 def test_a_replay_gives_every_deadline_a_full_new_term(at: str) -> None:
-    """A server that was away accuses nobody of what it could not see: however old the facts, time starts now."""
+    """A server that was away could not see heartbeats: however old the facts are, time starts now."""
     run = ScriptedRun(min_nodes=2, max_nodes=3)
     run.join("a")
     if at != "joining":
@@ -77,7 +77,7 @@ def test_a_replay_gives_every_deadline_a_full_new_term(at: str) -> None:
 
 
 def test_a_round_has_the_address_of_its_first_node() -> None:
-    """When rank 0 changes, so does the master address: nobody is sent to a dead node."""
+    """When rank 0 changes, so does the master address: no node connects to a dead one."""
     run = ScriptedRun(min_nodes=1, max_nodes=2)
     run.start("a", "b")
     assert run.state.master_address == "a.cluster"
@@ -105,7 +105,7 @@ def test_no_port_of_an_earlier_round_is_left() -> None:
 
 
 def test_a_round_that_is_over_leaves_nothing_behind() -> None:
-    """In JOINABLE there is no world, no seat, no rank."""
+    """In JOINABLE there is no world size, no assignment, no rank."""
     run = ScriptedRun(min_nodes=2, max_nodes=2)
     run.start("a", "b")
     run.lose("b")
@@ -115,7 +115,7 @@ def test_a_round_that_is_over_leaves_nothing_behind() -> None:
 
 
 def test_an_exit_barrier_leaves_nothing_behind() -> None:
-    """Nobody is told of the barrier of a round that is over, whether the next one forms or the run is closed."""
+    """An update has no barrier of an ended round, both when the next one forms and when the run is closed."""
     run = ScriptedRun(min_nodes=2, max_nodes=2, exit_barrier_timeout=10.0)
     run.start("a", "b")
     run.succeed("a")
@@ -129,7 +129,7 @@ def test_an_exit_barrier_leaves_nothing_behind() -> None:
 
 
 def test_a_run_is_idle_since_its_last_node_went() -> None:
-    """However it went, and no longer once somebody comes; a closed run has no nodes."""
+    """For every kind of end, and until the next node joins; a closed run has no nodes."""
     run = ScriptedRun(min_nodes=1, max_nodes=3)
     assert run.state.idle_since is None
     run.start("a", "b")
@@ -149,7 +149,7 @@ def test_a_run_is_idle_since_its_last_node_went() -> None:
 
 
 def test_the_seat_of_a_node_that_succeeded_is_not_for_its_successor() -> None:
-    """An agent that starts again under the name of one that is done waits; the world is as large as it was told."""
+    """An agent that starts again under the name of a finished one waits; the announced world size stays."""
     run = ScriptedRun(min_nodes=2, max_nodes=2)
     run.start("a", "b")
     run.succeed("a")
@@ -159,13 +159,13 @@ def test_the_seat_of_a_node_that_succeeded_is_not_for_its_successor() -> None:
 
 
 def test_what_is_no_fact_is_a_bug() -> None:
-    """And not taken for one that changes nothing."""
+    """It is not ignored like a fact that changes nothing."""
     with pytest.raises(TypeError, match="not a fact"):
         apply(RunState("run"), "joined", 0.0)  # type: ignore[arg-type]
 
 
 def test_every_kind_of_fact_is_known() -> None:
-    """No fact can be decided that can't be folded."""
+    """Every fact that can be decided can be folded."""
     kinds = set(facts.Fact.__args__)
     from rallypoint.rendezvous.core.apply import _apply
 

@@ -14,14 +14,14 @@ from rendezvous.core.scripted_run import ScriptedRun
 
 HOUR = 3600.0
 
-# As `rallypoint run --nnodes 2:3` has them: newcomers are let in at once, and no restart is allowed.
+# The settings of `rallypoint run --nnodes 2:3`: newcomers are let in at once, and no restart is allowed.
 DEFAULTS = RunSettings(min_nodes=2, max_nodes=3)
-# As docs/rounds.md advises for an elastic number of nodes.
+# The settings that docs/rounds.md advises for an elastic number of nodes.
 WITH_BUDGETS = RunSettings(min_nodes=2, max_nodes=3, max_restarts=1000, max_restarts_per_node=2)
 
 
 def settings_for(ending: Ending) -> RunSettings:
-    """A failed worker ends a run that allows no restart: that is nothing a newcomer's back-off could mend."""
+    """Return the settings: a failed worker ends a run without restarts, which no newcomer's back-off can prevent."""
     return WITH_BUDGETS if ending is Ending.WORKER_CRASHES else DEFAULTS
 
 
@@ -31,7 +31,7 @@ def settings_for(ending: Ending) -> RunSettings:
 def test_healthy_nodes_run_for_more_than_95_percent_of_an_hour(
     ending: Ending, every: float, fresh_names: bool
 ) -> None:
-    """Whatever the joiner dies of, however often, and whether or not it has a new name each time."""
+    """For every cause of the joiner's death, however often it dies, with the same name or a new one each time."""
     loop = CrashLoop(settings_for(ending), ending, every, fresh_names=fresh_names)
     loop.start_healthy()
     loop.start_joining()
@@ -44,7 +44,7 @@ def test_healthy_nodes_run_for_more_than_95_percent_of_an_hour(
 
 @pytest.mark.parametrize("ending", Ending, ids=lambda ending: ending.name.lower())
 def test_a_joiner_that_dies_uses_up_no_restart(ending: Ending) -> None:
-    """Its loss is a change of membership, whatever the workers of the others report of it."""
+    """Its loss is a change of membership, also if the workers of the others fail because of it."""
     if ending is Ending.WORKER_CRASHES:
         pytest.skip("a failed worker is a failed worker")
     loop = CrashLoop(DEFAULTS, ending, 10.0, fresh_names=False)
@@ -56,7 +56,7 @@ def test_a_joiner_that_dies_uses_up_no_restart(ending: Ending) -> None:
 
 
 def test_a_newcomer_that_stays_is_let_in_soon() -> None:
-    """The price of all this is seconds for who is well, where nothing has failed before."""
+    """If nothing has failed before, a healthy newcomer waits only seconds."""
     loop = CrashLoop(DEFAULTS, Ending.KILLED_AT_ONCE, 10.0, fresh_names=False)
     loop.start_healthy()
     loop.join("c")
@@ -68,7 +68,7 @@ def test_a_newcomer_that_stays_is_let_in_soon() -> None:
 @pytest.mark.parametrize("room", [3, 4, 8])
 @pytest.mark.parametrize("ending", Ending, ids=lambda ending: ending.name.lower())
 def test_a_newcomer_that_stays_is_let_in_at_last_beside_one_that_does_not(ending: Ending, room: int) -> None:
-    """Whether it has to share a round with it or not; and while others have room, within some minutes."""
+    """In one round with the other or not; and while there is room, within some minutes."""
     settings = replace(settings_for(ending), max_nodes=room)
     loop = CrashLoop(settings, ending, 30.0, fresh_names=True)
     loop.start_healthy()
@@ -80,7 +80,7 @@ def test_a_newcomer_that_stays_is_let_in_at_last_beside_one_that_does_not(ending
 
 
 def test_a_participant_is_passed_over_for_nobody() -> None:
-    """However often it failed as a newcomer: its workers may still be stopping, and only its confirmation says so."""
+    """However often it failed as a newcomer: its workers may still be stopping until it confirms."""
     run = ScriptedRun()
     run.start("a")
     for _ in range(3):
@@ -92,7 +92,7 @@ def test_a_participant_is_passed_over_for_nobody() -> None:
 
 
 def test_probation_ends_though_the_service_was_paused_before() -> None:
-    """What a pause took from the clock of leases is not missing from the time that a round ran."""
+    """A pause that leases were forgiven does not count against the time that a round ran."""
     run = ScriptedRun(min_nodes=1, max_nodes=2)
     run.state.forgiven = 3600.0
     run.start("a")

@@ -23,10 +23,10 @@ from rendezvous.core.scripted_run import ScriptedRun
 
 
 class TestJoining:
-    """How a round comes about."""
+    """The start of a round."""
 
     def test_the_first_node_brings_the_settings(self) -> None:
-        """The run is created with the settings of who joins first, and its lease is the revision of its joining."""
+        """The first node's settings become those of the run, and its lease is the revision of its joining."""
         run = ScriptedRun(min_nodes=2, max_nodes=4)
         assert run.join("a") == 2
         assert run.facts[0] == facts.RunCreated(run.settings)
@@ -65,7 +65,7 @@ class TestJoining:
         assert (run.phase, run.ranks) == (Phase.FROZEN, ["a", "b"])
 
     def test_the_last_call_is_off_below_min_nodes(self) -> None:
-        """When a node goes and too few are left, the call is off; it starts afresh with the next that comes."""
+        """When a node goes and too few are left, the call is off; it starts again with the next that comes."""
         run = ScriptedRun(min_nodes=2, max_nodes=4, last_call_timeout=30.0)
         run.join("a", "b")
         run.later(20)
@@ -79,7 +79,7 @@ class TestJoining:
         assert run.ranks == ["a", "c"]
 
     def test_max_nodes_freeze_at_once(self) -> None:
-        """With max_nodes there, nobody is waited for."""
+        """With max_nodes present, the round waits for no other node."""
         run = ScriptedRun(min_nodes=1, max_nodes=3, last_call_timeout=1000.0)
         run.join("a", "b", "c")
         assert (run.phase, run.ranks) == (Phase.FROZEN, ["a", "b", "c"])
@@ -102,7 +102,7 @@ class TestJoining:
         assert run.phase is Phase.JOINABLE
 
     def test_spares_wait_without_limit(self) -> None:
-        """The join timeout is about too few nodes: who waits for a seat in a run that goes on is not turned away."""
+        """The join timeout is about too few nodes: a node that waits for a seat in a running run is not turned away."""
         run = ScriptedRun(min_nodes=1, max_nodes=1, join_timeout=600.0)
         run.start("a")
         run.join("spare")
@@ -119,7 +119,7 @@ class TestJoining:
         assert run.later(1) == [facts.NodeLost("a", LossReason.JOIN_TIMED_OUT)]
 
     def test_settings_that_differ_are_refused_by_name(self) -> None:
-        """Who joins with other settings is refused, and told each that differs, in words."""
+        """A node that joins with other settings is refused, with each difference in words."""
         run = ScriptedRun(min_nodes=1, max_nodes=2, restart_backoff=30.0)
         run.join("a")
         other = RunSettings(min_nodes=1, max_nodes=4, scale_up_policy=ScaleUpPolicy.ON_RESTART)
@@ -137,7 +137,7 @@ class TestJoining:
 
 
 class TestConfirming:
-    """How a round becomes FINAL."""
+    """The confirmation of a round, until it is FINAL."""
 
     def test_a_round_is_final_when_all_confirmed(self) -> None:
         """Not one participant less; the port is that of the node of group rank 0."""
@@ -150,7 +150,7 @@ class TestConfirming:
         assert run.state.master_address == "a.cluster"
 
     def test_confirming_twice_changes_nothing(self) -> None:
-        """A node that repeats itself after a reconnect does no harm."""
+        """A node that repeats its message after a reconnect does no harm."""
         run = ScriptedRun(min_nodes=2, max_nodes=2)
         run.join("a", "b")
         run.confirm("a")
@@ -158,7 +158,7 @@ class TestConfirming:
 
     @pytest.mark.parametrize("round_", [-1, 0, 1, 3])
     def test_another_round_is_not_confirmed(self, round_: int) -> None:
-        """What is said of a round that is over, or not there yet, is not taken for the present one."""
+        """A confirmation of another round, past or future, does not count for the present one."""
         run = ScriptedRun(min_nodes=1, max_nodes=2)
         run.join("a", "b")
         run.lose("b")
@@ -168,7 +168,7 @@ class TestConfirming:
         assert run.phase is Phase.FROZEN
 
     def test_all_who_are_silent_for_the_confirm_timeout_are_dropped_at_once(self) -> None:
-        """One timeout finds all of them; who confirmed stays, and the number of the round is burnt."""
+        """One timeout finds all of them; a node that confirmed stays, and the number of the round is used up."""
         run = ScriptedRun(min_nodes=1, max_nodes=4, confirm_timeout=60.0)
         run.join("a", "b", "c", "d")
         run.confirm("b", "d")
@@ -191,7 +191,7 @@ class TestConfirming:
         assert run.of_type(facts.RoundFrozen)[-1].round == 2
 
     def test_a_spare_takes_no_part_in_confirming(self) -> None:
-        """Who has no seat has nothing to confirm, and is not waited for."""
+        """A node without a seat has nothing to confirm, and is not waited for."""
         run = ScriptedRun(min_nodes=1, max_nodes=1)
         run.join("a", "spare")
         assert run.do(commands.Confirm("spare", run.lease("spare"), 1, 1)) == []
@@ -200,17 +200,17 @@ class TestConfirming:
 
 
 class TestReforming:
-    """How a run gets going again after a change."""
+    """The next round after a change."""
 
     def test_the_same_nodes_freeze_at_once(self) -> None:
-        """A failed worker with no node lost: nobody is waited for, no survivor is asked to join."""
+        """A failed worker with no node lost: the round waits for no node, and survivors need not join again."""
         run = ScriptedRun(min_nodes=1, max_nodes=4, max_restarts=3, last_call_timeout=30.0)
         run.start("a", "b")
         run.fail("a")
         assert (run.phase, run.round, run.ranks) == (Phase.FROZEN, 2, ["a", "b"])
 
     def test_a_spare_for_each_lost_node_freezes_at_once(self) -> None:
-        """With a replacement for everybody who is gone, there is nobody to wait for."""
+        """With a replacement for every lost node, the round waits for no other."""
         run = ScriptedRun(min_nodes=2, max_nodes=2)
         run.start("a", "b")
         run.join("c", "d")
@@ -246,7 +246,7 @@ class TestReforming:
         assert (sorted(run.ranks), run.waiting) == (["b", "z"], ["c"])
 
     def test_survivors_keep_their_ranks(self) -> None:
-        """In a smaller round as in a larger one; only who must move moves."""
+        """In a smaller round as in a larger one; a rank changes only if it must."""
         run = ScriptedRun(min_nodes=1, max_nodes=4)
         run.start("a", "b", "c", "d")
         run.lose("a")
@@ -256,7 +256,7 @@ class TestReforming:
         assert run.ranks == ["d", "b", "c", "a"]
 
     def test_a_node_that_joins_again_goes_before_a_spare(self) -> None:
-        """Though the spare has waited longer: the place is that of who was in the round."""
+        """Although the spare has waited longer: a former participant comes first."""
         run = ScriptedRun(min_nodes=1, max_nodes=2)
         run.start("a", "b")
         run.join("spare")
@@ -264,7 +264,7 @@ class TestReforming:
         assert (run.ranks, run.waiting) == (["a", "b"], ["spare"])
 
     def test_a_spare_takes_no_seat_that_nobody_left(self) -> None:
-        """A restart for a failed worker seats the same nodes."""
+        """A restart for a failed worker has the same participants."""
         run = ScriptedRun(min_nodes=1, max_nodes=2, max_restarts=1)
         run.start("b", "c")
         run.join("a")
@@ -272,7 +272,7 @@ class TestReforming:
         assert (run.ranks, run.waiting) == (["b", "c"], ["a"])
 
     def test_a_node_that_joins_again_supersedes_itself(self) -> None:
-        """An agent that was killed and started again: the old lease is worth nothing, the round re-forms at once."""
+        """An agent that was killed and started again: its old lease is invalid, the round re-forms at once."""
         run = ScriptedRun(min_nodes=1, max_nodes=2)
         run.start("a", "b")
         old = run.lease("a")
@@ -283,7 +283,7 @@ class TestReforming:
             check_lease(run.state, "a", old)
 
     def test_leaving_in_good_order_ends_the_round_and_not_the_run(self) -> None:
-        """The others go on without, and read why."""
+        """The others go on without it, and get the reason."""
         run = ScriptedRun(min_nodes=1, max_nodes=2)
         run.start("a", "b")
         run.leave("a", "SIGTERM")
@@ -294,7 +294,7 @@ class TestReforming:
 
 
 class TestDeparting:
-    """A node that says it will go: the round ends at once, and the next waits until its workers are gone."""
+    """A node announces that it will leave: the round ends at once, and the next waits until its workers are gone."""
 
     def test_the_round_ends_at_once(self) -> None:
         """The others need not find out by failing."""
@@ -309,7 +309,7 @@ class TestDeparting:
         )
 
     def test_no_round_is_formed_before_it_has_gone(self) -> None:
-        """Even with a spare at hand: its old workers may still be alive."""
+        """Even if there is a spare: its old workers may still be alive."""
         run = ScriptedRun(min_nodes=1, max_nodes=2)
         run.start("a", "b")
         run.join("spare")
@@ -320,7 +320,7 @@ class TestDeparting:
         assert (run.phase, sorted(run.ranks)) == (Phase.FROZEN, ["b", "spare"])
 
     def test_it_is_dropped_after_the_confirm_timeout(self) -> None:
-        """A node that hangs while it goes holds nobody up for longer than that."""
+        """A node that hangs while it leaves delays the others no longer than that."""
         run = ScriptedRun(min_nodes=1, max_nodes=1, confirm_timeout=60.0)
         run.start("a")
         run.join("spare")
@@ -330,7 +330,7 @@ class TestDeparting:
         assert run.ranks == ["spare"]
 
     def test_it_does_not_count_as_present(self) -> None:
-        """min_nodes are counted without it: no last call is on for the sake of a node that goes."""
+        """min_nodes are counted without it: no last call starts for a node that leaves."""
         run = ScriptedRun(min_nodes=2, max_nodes=2)
         run.start("a", "b")
         run.depart("a")
@@ -340,7 +340,7 @@ class TestDeparting:
         assert run.phase is Phase.JOINABLE
 
     def test_saying_it_twice_changes_nothing(self) -> None:
-        """A node that repeats itself after a reconnect gets no more time by that."""
+        """A node that repeats its message after a reconnect gets no more time by that."""
         run = ScriptedRun(min_nodes=1, max_nodes=1)
         run.start("a")
         run.depart("a")
@@ -360,10 +360,10 @@ class TestDeparting:
 
 
 class TestScalingUp:
-    """What a newcomer does to a round with room to spare."""
+    """The effect of a newcomer on a round with room to spare."""
 
     def test_immediate_ends_the_round_for_a_newcomer(self) -> None:
-        """As soon as it is ready, the round re-forms with the newcomer in, and says so."""
+        """As soon as it is ready, the round re-forms with the newcomer in, and with that reason."""
         run = ScriptedRun(min_nodes=1, max_nodes=3, last_call_timeout=30.0)
         run.start("a")
         run.join("b")
@@ -409,7 +409,7 @@ class TestFailing:
     """Failed workers, and the budget of restarts."""
 
     def test_restarts_are_counted_per_run(self) -> None:
-        """Whichever node the worker was on, there is one count, and all nodes see it."""
+        """There is one count for the workers of all nodes, and all nodes see it."""
         run = ScriptedRun(min_nodes=1, max_nodes=2, max_restarts=3)
         run.start("a", "b")
         run.fail("a")
@@ -419,7 +419,7 @@ class TestFailing:
         assert [ended.restart_count for ended in run.of_type(facts.RoundEnded)] == [1, 2]
 
     def test_the_reason_names_rank_node_and_message(self) -> None:
-        """What a person reads says who failed, and how."""
+        """The sentence for people names the failed worker and its error."""
         run = ScriptedRun(min_nodes=2, max_nodes=2, max_restarts=1)
         run.start("a", "b")
         run.fail("b", "CUDA out of memory")
@@ -443,7 +443,7 @@ class TestFailing:
         assert end.detail == "worker of rank 1 on node b failed: second; the only restart was used up"
 
     def test_without_a_budget_the_first_failure_closes_the_run(self) -> None:
-        """max_restarts 0 allows none, and the sentence says so."""
+        """max_restarts 0 allows none, and the sentence has that reason."""
         run = ScriptedRun()
         run.start("a")
         run.fail("a")
@@ -451,7 +451,7 @@ class TestFailing:
         assert run.state.run_end.detail.endswith("no restarts were allowed")
 
     def test_the_failures_that_follow_from_the_first_count_for_nothing(self) -> None:
-        """When one worker fails, its peers fail of it: one round ends once."""
+        """When one worker fails, its peers fail because of it: one round ends once."""
         run = ScriptedRun(min_nodes=2, max_nodes=2, max_restarts=3)
         run.start("a", "b")
         run.fail("a")
@@ -472,7 +472,7 @@ class TestFailing:
 
     @pytest.mark.parametrize("round_", [0, 1, 7])
     def test_a_failure_in_another_round_is_not_taken(self, round_: int) -> None:
-        """A report that was long on its way ends nothing."""
+        """A report that arrives late ends nothing."""
         run = ScriptedRun(min_nodes=1, max_nodes=1, max_restarts=3)
         run.start("a")
         run.fail("a")
@@ -483,10 +483,10 @@ class TestFailing:
 
 
 class TestSucceeding:
-    """How a run ends well."""
+    """The end of a run that succeeds."""
 
     def test_the_success_of_all_closes_the_run(self) -> None:
-        """CLOSED/SUCCEEDED when the last participant said so, and that is the exit barrier."""
+        """CLOSED/SUCCEEDED once the last participant has reported success; that is the exit barrier."""
         run = ScriptedRun(min_nodes=2, max_nodes=2)
         run.start("a", "b")
         run.succeed("b")
@@ -497,7 +497,7 @@ class TestSucceeding:
         assert run.state.run_end.detail == "all 2 workers of round 1 succeeded"
 
     def test_saying_it_twice_changes_nothing(self) -> None:
-        """A node that repeats itself after a reconnect is one node."""
+        """A node that repeats its message after a reconnect counts once."""
         run = ScriptedRun(min_nodes=2, max_nodes=2)
         run.start("a", "b")
         run.succeed("a")
@@ -515,7 +515,7 @@ class TestSucceeding:
         assert run.phase is Phase.CLOSED
 
     def test_a_spare_has_no_say(self) -> None:
-        """The success of who has no seat is not asked for, and not taken."""
+        """The success of a node without a seat is neither needed nor counted."""
         run = ScriptedRun(min_nodes=1, max_nodes=1)
         run.start("a")
         run.join("spare")
@@ -523,7 +523,7 @@ class TestSucceeding:
         assert run.phase is Phase.FINAL
 
     def test_a_failure_takes_the_success_of_others_back(self) -> None:
-        """In the next round everybody's workers run again, and all must succeed again."""
+        """In the next round all workers run again, and all must succeed again."""
         run = ScriptedRun(min_nodes=2, max_nodes=2, max_restarts=1)
         run.start("a", "b")
         run.succeed("a")
@@ -548,7 +548,7 @@ class TestClosed:
         assert run.state.run_end.detail == "closed by an operator: wrong data"
 
     def test_a_closed_run_refuses_everybody(self) -> None:
-        """Whoever asks is told how it ended, and that another run id is needed."""
+        """The refusal has the outcome, and the advice to use another run id."""
         run = ScriptedRun(reopen=Reopen.NEVER)
         lease = run.join("a")
         run.do(commands.Close("enough"))
@@ -584,7 +584,7 @@ class TestClosed:
 
 
 class TestRefusing:
-    """Every write carries a lease, and a stale one is refused, whatever it says."""
+    """Every write carries a lease, and any write with a stale one is refused."""
 
     @pytest.mark.parametrize("how", ["never held", "superseded", "left", "expired"])
     def test_a_stale_lease_is_refused(self, how: str) -> None:
@@ -614,20 +614,20 @@ class TestRefusing:
         assert run.state.revision == revision
 
     def test_the_refusal_tells_what_became_of_the_lease(self) -> None:
-        """A person who reads it knows whether another agent is the reason."""
+        """It shows whether another agent is the reason."""
         assert str(LeaseLost("r", "n", 3, 7)) == (
             "node 'n' no longer holds lease 3 in run 'r': lease 7 superseded it"
         )
         assert str(LeaseLost("r", "n", 3, None)).endswith(": it expired, or was given back")
 
     def test_a_cursor_from_the_future_is_refused(self) -> None:
-        """Its owner saw another run, or another journal."""
+        """The client saw another run, or another journal."""
         state = RunState("run", revision=5)
         check_revision(state, 5)
         with pytest.raises(RevisionAhead, match="revision 6 of run 'run' was never given out; it is at 5"):
             check_revision(state, 6)
 
     def test_what_is_no_command_is_a_bug(self) -> None:
-        """And not taken for something harmless."""
+        """It is not ignored."""
         with pytest.raises(TypeError, match="not a command"):
             decide(RunState("run", revision=1), "join", 1.0)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""A step is carried through to all its consequences, and whoever waits for the next one knows until when."""
+"""A step includes all its consequences, and `next_deadline` is the time of the next one."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def exit_barrier_whose_first_has_gone(run: ScriptedRun) -> None:
 def test_the_next_deadline_is_when_something_happens(
     set_up: Callable[[ScriptedRun], None], seconds: float, happens: object
 ) -> None:
-    """Whoever sleeps until then misses nothing, and has something to do."""
+    """A caller that sleeps until then misses nothing, and has something to do."""
     run = ScriptedRun(
         min_nodes=2,
         max_nodes=3,
@@ -127,7 +127,7 @@ def test_the_next_deadline_is_when_something_happens(
 
 
 def test_a_last_call_that_is_over_wakes_nobody_while_somebody_departs() -> None:
-    """No round is formed before the node has gone, so there is nothing to wake up for, over and over."""
+    """No round is formed before the node has gone, so the server must not wake up repeatedly."""
     run = ScriptedRun(min_nodes=1, max_nodes=3, last_call_timeout=30.0, confirm_timeout=60.0)
     run.start("a", "b", "c")
     run.depart("a")

@@ -1,4 +1,4 @@
-"""Participants that succeeded wait for the others, and past the barrier's timeout they may go."""
+"""Participants that succeeded wait for the others; after the barrier's timeout they may leave."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rendezvous.core.scripted_run import ScriptedRun
 
 @pytest.fixture
 def run() -> ScriptedRun:
-    """A round of three nodes whose exit barrier holds for a hundred seconds."""
+    """Return a round of three nodes whose exit barrier holds for a hundred seconds."""
     run = ScriptedRun(
         min_nodes=1, max_nodes=3, max_restarts=5, exit_barrier_timeout=100.0, last_call_timeout=30.0
     )
@@ -33,7 +33,7 @@ def test_it_holds_for_its_timeout_from_the_first_success(run: ScriptedRun) -> No
 
 
 def test_it_passes_once(run: ScriptedRun) -> None:
-    """Whoever succeeds after it need not wait, and the barrier comes due no second time."""
+    """A node that succeeds after it need not wait, and the barrier does not expire a second time."""
     run.succeed("a")
     run.later(100)
     run.succeed("b")
@@ -42,7 +42,7 @@ def test_it_passes_once(run: ScriptedRun) -> None:
 
 
 def test_it_is_told_to_nodes_while_the_round_runs(run: ScriptedRun) -> None:
-    """In their updates, from the moment that it passes; before, and in the next round, it is not."""
+    """Their updates have it from the moment that it passes, but not before, and not in the next round."""
     run.succeed("a")
     assert not node_update(run.state, "a").exit_barrier_passed
     run.later(100)
@@ -54,7 +54,7 @@ def test_it_is_told_to_nodes_while_the_round_runs(run: ScriptedRun) -> None:
 
 @pytest.mark.parametrize("gone", ["a", "ab"])
 def test_who_goes_past_it_ends_no_round(run: ScriptedRun, gone: str) -> None:
-    """The others are at work as before, and the run succeeds with the last of them."""
+    """The others go on, and the run succeeds with the last of them."""
     run.succeed("a", "b")
     run.later(100)
     for node_id in gone:
@@ -66,7 +66,7 @@ def test_who_goes_past_it_ends_no_round(run: ScriptedRun, gone: str) -> None:
 
 
 def test_a_failure_after_some_went_starts_those_that_are_left(run: ScriptedRun) -> None:
-    """At once: nobody is missing that the round was waiting for."""
+    """At once: no node is missing that the round waited for."""
     run.succeed("a")
     run.later(100)
     run.leave("a")
@@ -76,7 +76,7 @@ def test_a_failure_after_some_went_starts_those_that_are_left(run: ScriptedRun) 
 
 
 def test_every_round_has_its_own(run: ScriptedRun) -> None:
-    """What passed in one round holds again in the next."""
+    """After it passed in one round, it holds again in the next."""
     run.succeed("a")
     run.later(100)
     run.fail("b")
@@ -99,7 +99,7 @@ def test_a_node_lost_past_it_ends_the_round_of_those_at_work(run: ScriptedRun) -
 
 
 def test_nobody_wakes_up_for_a_barrier_of_a_round_that_is_over(run: ScriptedRun) -> None:
-    """In a round that is being confirmed only confirming counts."""
+    """A round that is being confirmed waits for confirmations only."""
     run.succeed("a")
     run.later(50)
     run.fail("b")

@@ -1,4 +1,4 @@
-"""A lost node's loss is told in one sentence, with the figures that a person needs to judge it."""
+"""The loss of a node is explained in one sentence, with the figures that an operator needs."""
 
 from __future__ import annotations
 

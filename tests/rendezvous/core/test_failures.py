@@ -1,4 +1,4 @@
-"""Which failure of a round was the first, over all nodes, and what it means for the run."""
+"""The first failure of a round, over all nodes, and its consequences for the run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rendezvous.core.scripted_run import ScriptedRun
 
 
 def running(*node_ids: str, workers: int = 1, **settings: object) -> ScriptedRun:
-    """A round of so many nodes, which has run for an hour."""
+    """Return a run whose round of these nodes has run for an hour."""
     run = ScriptedRun(min_nodes=1, max_nodes=len(node_ids), **settings)
     run.join(*node_ids, workers=workers)
     run.run_round()
@@ -29,7 +29,7 @@ def end_of(run: ScriptedRun) -> RunEnd:
 
 
 def first_of(run: ScriptedRun) -> str:
-    """The node whose failure ended the run."""
+    """Return the node whose failure ended the run."""
     failure = end_of(run).failure
     assert failure is not None
     return failure.node_id
@@ -37,7 +37,7 @@ def first_of(run: ScriptedRun) -> str:
 
 class TestTheEndOfARun:
     def test_it_names_the_earliest_failure_whichever_was_reported_first(self) -> None:
-        """Reports come in any order; the age of each tells when it was, by the server's clock."""
+        """Reports come in any order; the age of each gives its time, by the server's clock."""
         run = running("a", "b", "c")
         run.fail("b", "connection reset", age=0.01)
         assert run.phase is Phase.FINAL
@@ -49,7 +49,7 @@ class TestTheEndOfARun:
         assert end.detail == "worker of rank 0 on node a failed: CUDA error; no restarts were allowed"
 
     def test_an_older_report_that_is_younger_is_not_the_first(self) -> None:
-        """What comes later and was later changes nothing but the event log."""
+        """A later report of a later failure changes nothing but the event log."""
         run = running("a", "b", "c")
         run.fail("b", age=0.2)
         run.later(0.1)
@@ -59,7 +59,7 @@ class TestTheEndOfARun:
         assert [fact.earliest for fact in run.of_type(facts.WorkerFailed)] == [True, False]
 
     def test_several_workers_of_one_node_may_fail(self) -> None:
-        """The earliest of them counts, each is known once, and a number that no worker has is one of the node's."""
+        """The earliest of them counts, each is known once, and an unknown rank counts as one of the node's workers."""
         run = running("a", "b", workers=2)
         run.fail("a", "second", local_rank=1, age=0.1)
         run.fail("a", "first", local_rank=0, age=0.4)
@@ -107,7 +107,7 @@ class TestTheEndOfARun:
         assert first_of(run) == "a"
 
     def test_a_lost_participant_that_comes_back_has_no_seat(self) -> None:
-        """A node that joins under its name while the end settles is a newcomer: the one before is lost."""
+        """A node that joins under its name during the settle window is a new one: the one before is lost."""
         run = running("a", "b", "c")
         run.fail("a")
         happened = run.do(commands.Join("b", run.settings, "b.cluster", 1, "trainer"))
@@ -123,7 +123,7 @@ class TestTheEndOfARun:
         assert run.phase is Phase.CLOSED
 
     def test_an_operator_may_close_it_meanwhile(self) -> None:
-        """Then it was that, and nothing is settled any more."""
+        """Then the close is the end, and the settle window is over."""
         run = running("a", "b")
         run.fail("a")
         run.do(commands.Close("enough"))
@@ -131,7 +131,7 @@ class TestTheEndOfARun:
         assert run.later(SETTLE_WINDOW) == []
 
     def test_a_newcomer_changes_nothing_meanwhile(self) -> None:
-        """Not even one that the round has room for: it would be let into a run that is over."""
+        """Also if the round has room for it: it would join a run that is over."""
         run = ScriptedRun(min_nodes=1, max_nodes=3, last_call_timeout=1.0)
         run.start("a", "b")
         run.fail("a")
@@ -147,20 +147,20 @@ class TestTheEndOfARun:
         for number, name in enumerate(names):
             run.fail(name, age=0.4 if number == len(names) - 1 else 0.1)
         assert len(run.of_type(facts.WorkerFailed)) == MOST_FAILURES + 1
-        assert run.phase is Phase.FINAL  # some that were heard are not kept: it waits its time
+        assert run.phase is Phase.FINAL  # some received failures are not kept: the round waits its full time
         run.later(SETTLE_WINDOW)
         assert first_of(run) == names[-1]
 
 
 class TestARestart:
     def test_it_is_told_at_once(self) -> None:
-        """It waits for no report of others: every moment of it is downtime."""
+        """It waits for no other reports: the workers are down all the while."""
         run = running("a", "b", max_restarts=1)
         happened = run.fail("a")
         assert [type(fact) for fact in happened] == [facts.WorkerFailed, facts.RoundEnded, facts.RoundFrozen]
 
     def test_an_earlier_failure_that_is_reported_late_is_named_from_then_on(self) -> None:
-        """Nodes were told already; who looks is told right, and so are the event log and the budgets of nodes."""
+        """Nodes have the old cause already; reads, the event log and the budgets of nodes get the right one."""
         run = running("a", "b", max_restarts=3, max_restarts_per_node=2)
         run.fail("b", "connection reset")
         assert run.state.last_round_end is not None
@@ -173,20 +173,20 @@ class TestARestart:
         assert run.phase is Phase.FROZEN
 
     def test_late_reports_count_until_the_next_round_runs(self) -> None:
-        """Then they are of a round that is over."""
+        """Then they belong to a round that is over."""
         run = running("a", "b", max_restarts=3)
         run.fail("b")
         run.confirm("a", "b")
         assert run.fail("a", round_=1, age=0.5) == []
 
     def test_late_reports_of_a_round_that_no_failure_ended_are_ignored(self) -> None:
-        """Workers that die because a node was lost are no news."""
+        """Workers that die because a node was lost give no new information."""
         run = running("a", "b", max_restarts=3)
         run.lose("b")
         assert run.fail("a", round_=1, age=5.0) == []
 
     def test_who_joined_anew_has_nothing_to_say_of_the_round_before(self) -> None:
-        """It was not in it, whatever its name."""
+        """It was not in it, under any name."""
         run = running("a", "b", "c", max_restarts=3)
         run.fail("b")
         run.join("a")
@@ -204,7 +204,7 @@ class TestAges:
         assert first_of(run) == "b"
 
     def test_no_failure_is_yet_to_come(self) -> None:
-        """A negative age is none."""
+        """A negative age counts as 0."""
         run = running("a", "b", "c")
         run.fail("b", age=-50.0)
         run.later(0.1)
@@ -213,7 +213,7 @@ class TestAges:
         assert first_of(run) == "b"
 
     def test_a_failure_that_was_durable_before_the_server_started_again_stays_the_first(self) -> None:
-        """By which clock it was is not known any more: what comes now may be old by the time the server was away."""
+        """Its time by the server's clock is lost: a new report may be as old as the time that the server was away."""
         run = running("a", "b", "c")
         run.fail("b", age=0.1)
         restart_leases(run.state, run.now)
@@ -224,7 +224,7 @@ class TestAges:
 
 
 def test_a_round_that_is_about_to_end_waits_for_nothing_else() -> None:
-    """A newcomer that is to be let in, and an exit barrier that is over, must not wake the server all the time
+    """A newcomer that waits, and an exit barrier that is over, must not wake the server all the time
     (seed 7000985)."""
     delayed = {"scale_up_policy": ScaleUpPolicy.DELAYED, "scale_up_delay": 0.1, "exit_barrier_timeout": 0.1}
     run = ScriptedRun(min_nodes=2, max_nodes=4, **delayed)
@@ -240,7 +240,7 @@ def test_a_round_that_is_about_to_end_waits_for_nothing_else() -> None:
 
 
 def test_ages_are_those_of_a_clock_that_forgives_no_pause() -> None:
-    """A failure from within a pause came after the one before it, though the clock of leases has not moved."""
+    """A failure during a pause came after the one before it, although the clock of leases has not moved."""
     run = running("a", "b", "c")
     run.fail("a")
     run.state.forgiven = 20.0
@@ -251,7 +251,7 @@ def test_ages_are_those_of_a_clock_that_forgives_no_pause() -> None:
 
 class TestWhatNoRestartCanMend:
     def test_it_ends_the_run_whatever_its_budget(self) -> None:
-        """After the settling, and the sentence says why."""
+        """After the settle window, and the sentence has the reason."""
         run = running("a", "b", max_restarts=10)
         run.fail("a", "no such data set", permanent=True)
         assert run.phase is Phase.FINAL
@@ -266,7 +266,7 @@ class TestWhatNoRestartCanMend:
         assert end.detail == expected
 
     def test_it_is_told_even_if_others_failed_before(self) -> None:
-        """An earlier failure that a restart might have mended is not why the run ends."""
+        """The run ends because of it, not of an earlier failure that a restart might have repaired."""
         run = running("a", "b", "c")
         run.fail("b", age=0.2)
         run.fail("a", permanent=True)
@@ -274,7 +274,7 @@ class TestWhatNoRestartCanMend:
         assert first_of(run) == "a"
 
     def test_it_ends_a_round_that_is_being_formed_again(self) -> None:
-        """Another failure came first, and a restart was told: it is taken back."""
+        """Another failure came first, and a restart was announced: it is taken back."""
         run = running("a", "b", max_restarts=10)
         run.fail("b")
         assert run.phase is Phase.FROZEN
@@ -285,7 +285,7 @@ class TestWhatNoRestartCanMend:
 
 class TestANodeThatFailsTooOften:
     def test_it_is_taken_out_and_the_others_go_on(self) -> None:
-        """By the service itself, with the reason; the run's budget is not used up by that."""
+        """By the service itself, with the reason; that does not use the run's budget."""
         run = running("a", "b", "c", max_restarts=9, max_restarts_per_node=2, last_call_timeout=1.0)
         for _ in range(2):
             run.fail("b")
@@ -325,7 +325,7 @@ class TestANodeThatFailsTooOften:
         assert run.ranks == ["a", "c"]
 
     def test_without_enough_nodes_the_others_wait_for_another(self) -> None:
-        """For the join timeout, with the reason at hand; the one that was taken out is none of them."""
+        """For the join timeout, with the reason; the removed node does not count."""
         settings = {"max_restarts": 9, "max_restarts_per_node": 1, "join_timeout": 600.0}
         run = ScriptedRun(min_nodes=2, max_nodes=2, **settings)
         run.start("a", "b")
@@ -350,7 +350,7 @@ class TestANodeThatFailsTooOften:
         assert run.of_type(facts.NodeLost)[-1] == facts.NodeLost("a", LossReason.JOIN_TIMED_OUT)
 
     def test_the_last_node_may_be_taken_out_too(self) -> None:
-        """The run has no node then, is not over, and goes on with the next that comes."""
+        """Then the run has no node, is not over, and goes on with the next that joins."""
         run = running("a", max_restarts=9, max_restarts_per_node=1)
         run.fail("a")
         run.run_round()
@@ -361,7 +361,7 @@ class TestANodeThatFailsTooOften:
         assert run.ranks == ["b"]
 
     def test_the_node_that_failed_first_is_blamed(self) -> None:
-        """Its end takes as long to settle as the end of a run: what follows from another's failure must not count."""
+        """Its removal has the settle window of the end of a run: failures caused by another's must not count."""
         run = running("a", "b", "c", max_restarts=9, max_restarts_per_node=1)
         run.fail("b")
         run.run_round()
@@ -373,7 +373,7 @@ class TestANodeThatFailsTooOften:
         assert not run.state.evicted
 
     def test_once_readmitted_it_begins_anew(self) -> None:
-        """An operator has seen to it: its node's budget is whole, the run's is not."""
+        """An operator has checked it: its node's budget is whole again, the run's is not."""
         run = running("a", "b", max_restarts=9, max_restarts_per_node=1, last_call_timeout=1.0)
         run.fail("b")
         run.run_round()
@@ -390,7 +390,7 @@ class TestANodeThatFailsTooOften:
     def test_a_run_that_can_refuse_nobody_more_counts_it_as_a_restart(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """The list of who is refused is bounded."""
+        """The list of evicted nodes is bounded."""
         monkeypatch.setattr(failures, "MOST_EVICTED", 1)
         run = running("a", "b", max_restarts=9, max_restarts_per_node=1)
         run.evict("x")
@@ -412,7 +412,7 @@ class TestANodeThatFailsTooOften:
 
 
 def test_a_restarted_server_lets_the_end_settle_again() -> None:
-    """Reports are said again on new streams: a server that was away has heard none of them."""
+    """Nodes repeat their reports on new streams: a server that was away has received none of them."""
     run = running("a", "b")
     run.fail("a")
     state = restore(take_snapshot(run.state), 5000.0)

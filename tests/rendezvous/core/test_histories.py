@@ -1,15 +1,15 @@
-"""Whatever happens to a run, in whatever order, the invariants of the design hold, and it gets going again.
+"""In any history of a run the invariants of the design hold, and a round runs again at the end.
 
 A history is drawn from one seed: nodes join, confirm, fail, succeed, leave, hang, vanish and come back under their
-old names; stale messages arrive; the server crashes and starts again from what it had committed. After every step:
+old names; stale messages arrive; the server crashes and starts again from its committed facts. After every step:
 
 - a round number is never given to two memberships, across restarts too (invariant 2);
 - no node is in two rounds, and the ranks of a round are exactly 0 … n-1, of workers and of roles (invariant 3);
-- a stale lease is refused, whatever it says (invariant 4);
+- a stale lease is refused in every command (invariant 4);
 - the revisions that a node or watcher sees only grow, and it misses no phase that still matters (invariant 5);
-- nothing is told that is not durable (invariant 1);
-- the first failure over all nodes is the one that is told of, budgets of restarts are kept, by run and by node, and
-  rounds that fail soon are held back.
+- nothing is sent before it is durable (invariant 1);
+- the first failure over all nodes is reported as the cause, budgets of restarts are kept, by run and by node, and
+  rounds that fail soon have a back-off.
 
 And once faults stop, as many nodes as are needed agree on a round.
 
@@ -58,7 +58,7 @@ SEED = os.environ.get("RALLYPOINT_HISTORY_SEED")
 
 
 def blocks() -> list[Any]:
-    """The seeds to play, a test for every block of them."""
+    """Return the seeds to play, a test for every block of them."""
     if SEED is not None:
         return [range(int(SEED), int(SEED) + 1)]
     return [
@@ -70,7 +70,7 @@ def blocks() -> list[Any]:
 
 
 def play_all(seeds: range) -> History:
-    """Play the histories of the seeds; returns the last."""
+    """Play the histories of the seeds; return the last."""
     for seed in seeds:
         played = play(seed)
     return played
@@ -81,11 +81,11 @@ def test_the_invariants_hold_in_every_history(seeds: range) -> None:
     """No history breaks an invariant, and each ends with a round that runs, or a run that is closed."""
     played = play_all(seeds)
     if SEED is not None:
-        print("\n".join(played.trace))  # noqa: T201 (what a replay is for; pytest -s shows it)
+        print("\n".join(played.trace))  # noqa: T201 (the purpose of a replay; pytest -s shows it)
 
 
 def test_a_seed_is_one_history() -> None:
-    """The same seed plays the same history, to the last byte of its journal: a failure can be looked at again."""
+    """The same seed plays the same history, to the last byte of its journal: a failure can be reproduced."""
     first, second = play(11), play(11)
     assert first.trace == second.trace
     assert first.journal == second.journal
@@ -117,7 +117,7 @@ def test_histories_reach_every_corner() -> None:
     assert not {corner for corner in wanted | corners if corner not in text}
 
 
-# ---- bugs planted on purpose: a referee that never whistles proves nothing
+# ---- bugs planted on purpose, to prove that the checks find them
 
 
 def reuse_round_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,7 +155,7 @@ def give_two_nodes_the_same_workers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def skip_the_lease_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever says it is a node is taken for it."""
+    """Any lease is accepted."""
     monkeypatch.setattr(decide, "check_lease", lambda *_: None)
 
 
@@ -167,7 +167,7 @@ def take_reports_of_any_round(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def tell_before_commit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nodes are told at once, and what they were told becomes durable later."""
+    """Nodes get an update at once, before its facts are durable."""
 
     @instead_of(monkeypatch, History, "_take_note")
     def rash(take_note: Any, self: History, happened: list[facts.Fact]) -> None:
@@ -200,7 +200,7 @@ def never_end_the_last_call(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def let_evicted_nodes_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who was taken out may join again at once."""
+    """An evicted node may join again at once."""
 
     @instead_of(monkeypatch, decide, "decide")
     def lenient(whole: Any, state: RunState, command: commands.Command, now: float) -> Any:
@@ -214,7 +214,7 @@ def let_evicted_nodes_in(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def pass_the_exit_barrier_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever succeeds first may go."""
+    """The first node that succeeds may leave at once."""
     whole = decide._in_final
 
     def hasty(state: RunState, now: float) -> facts.Fact | None:
@@ -226,7 +226,7 @@ def pass_the_exit_barrier_early(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def forget_who_was_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server that starts again from a checkpoint lets everybody in."""
+    """A server that starts again from a checkpoint admits all nodes."""
     whole = snapshot.restore
 
     def forgetful(taken: RunSnapshot, *clocks: float) -> RunState:
@@ -236,7 +236,7 @@ def forget_who_was_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def let_no_newcomer_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every newcomer ends the round at once, whatever the policy."""
+    """Every newcomer ends the round at once, under every policy."""
 
     @instead_of(monkeypatch, newcomers, "next_scale_up")
     def hasty(whole: Any, state: RunState) -> Any:
@@ -249,7 +249,7 @@ def let_no_newcomer_wait(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def take_finished_work_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A newcomer ends the round though participants have succeeded."""
+    """A newcomer ends the round although participants have succeeded."""
     whole = decide._in_final
 
     def greedy(state: RunState, now: float) -> facts.Fact | None:
@@ -296,19 +296,19 @@ def wait_for_reports_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def take_a_node_out_for_its_first_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Any node is worn out that may be."""
+    """A node's budget is exhausted at its first failure."""
     monkeypatch.setattr(
         failures, "_wears_out", lambda state, node_id: state.settings.max_restarts_per_node > 0
     )
 
 
 def hold_every_round_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever ends a round counts as a failure that came soon."""
+    """Every end of a round counts as a failure that came soon."""
     monkeypatch.setattr(failures, "quick_restarts_after", lambda state, cause, now: state.quick_restarts + 1)
 
 
 def forget_how_long_ago_restarts_were(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server that starts again counts all that are in its checkpoint as if they were just made."""
+    """A server that starts again counts all restarts in its checkpoint as if they were just made."""
     whole = snapshot.restore
 
     def forgetful(taken: RunSnapshot, now: float, to_wall: float) -> RunState:

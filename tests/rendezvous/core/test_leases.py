@@ -12,7 +12,7 @@ from rendezvous.core.scripted_run import ScriptedRun
 
 
 def run_of_two() -> ScriptedRun:
-    """Two nodes run: leases live 15 s, the disconnect grace is 2 s."""
+    """Return a run of two nodes: leases live 15 s, the disconnect grace is 2 s."""
     run = ScriptedRun(min_nodes=1, max_nodes=2, keep_alive_interval=5.0, keep_alive_max_attempt=3)
     run.start("a", "b")
     return run
@@ -43,7 +43,7 @@ def test_a_broken_stream_shortens_the_lease_to_the_grace() -> None:
 
 
 def test_a_broken_stream_does_not_prolong_a_lease() -> None:
-    """A node that was silent for long gets no grace on top; what is said of its loss is the time that applied."""
+    """A node that was silent for long gets no grace on top; the loss reports the limit that applied."""
     run = run_of_two()
     run.later(14.5, silent=("a",))
     apply.disconnect(run.state, "a", run.now)
@@ -63,7 +63,7 @@ def test_a_lease_that_is_shorter_than_the_grace_is_what_is_lost() -> None:
 
 
 def paused_and_disconnected() -> ScriptedRun:
-    """A run whose server wakes up from a pause, and finds that the streams of both nodes broke meanwhile."""
+    """Return a run whose server wakes up from a pause; the streams of both nodes broke meanwhile."""
     run = run_of_two()
     run.state.woke_at = run.now
     for node_id in ("a", "b"):
@@ -72,7 +72,7 @@ def paused_and_disconnected() -> ScriptedRun:
 
 
 def test_after_a_pause_no_lease_ends_before_nodes_could_come_back() -> None:
-    """They have as long as after a restart, however long the grace; a stream that ends later is spared as long."""
+    """They have as long as after a restart, however long the grace; so has a stream that ends later."""
     run = paused_and_disconnected()
     assert run.later(9.9) == []
     assert decide.next_deadline(run.state) == pytest.approx(run.now + 0.1)
@@ -81,7 +81,7 @@ def test_after_a_pause_no_lease_ends_before_nodes_could_come_back() -> None:
 
 
 def test_after_a_pause_none_is_lost_while_others_come_back() -> None:
-    """A service that is busy with a herd has not read them all; but a node that comes and goes spares none for ever."""
+    """A busy service has not read all nodes that come back; but one that comes and goes delays no loss for ever."""
     run = paused_and_disconnected()
     for _ in range(19):
         run.state.returned_at = run.now
@@ -91,7 +91,7 @@ def test_after_a_pause_none_is_lost_while_others_come_back() -> None:
 
 
 def test_nodes_that_come_back_without_a_pause_spare_nobody() -> None:
-    """As a rule a node whose stream broke has the grace."""
+    """Normally a node with a broken stream has the grace."""
     run = run_of_two()
     apply.disconnect(run.state, "a", run.now)
     run.state.returned_at = run.now
@@ -110,7 +110,7 @@ def test_a_node_that_comes_back_within_the_grace_is_as_before() -> None:
 
 
 def test_a_restarted_server_gives_every_lease_a_full_new_term() -> None:
-    """Also those that were about to end: it has no evidence against anybody."""
+    """Also those that were about to end: the server could not see heartbeats."""
     run = run_of_two()
     apply.disconnect(run.state, "a", run.now)
     run.now += 10_000
@@ -134,7 +134,7 @@ def test_after_a_restart_a_short_lease_lives_long_enough_to_be_resumed() -> None
 
 
 def test_after_a_restart_an_old_request_to_resume_takes_no_time_from_a_lease() -> None:
-    """Its client has given it up, and comes again later than the grace; a node that was heard later has the grace."""
+    """Its client gave up, and comes again later than the grace; a node with a later sign of life has the grace."""
     run = run_of_two()
     apply.restart_leases(run.state, run.now)
     for node_id in ("a", "b"):
@@ -148,7 +148,7 @@ def test_after_a_restart_an_old_request_to_resume_takes_no_time_from_a_lease() -
 
 
 def test_the_lease_of_a_node_that_joined_again_is_another_one() -> None:
-    """What the old lease left in the queue ends nothing."""
+    """The old lease's entry in the queue ends nothing."""
     run = run_of_two()
     apply.disconnect(run.state, "a", run.now)
     run.join("a")
@@ -170,8 +170,8 @@ def test_reconnecting_leaves_nothing_behind() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_leases_end_exactly_when_they_should(seed: int) -> None:
-    """Whatever the order of joins, heartbeats, broken streams and returns: a lost node is one whose time was over,
-    nobody whose time is over stays, and whoever waits for `next_deadline` is never late."""
+    """After joins, heartbeats, broken streams and returns in any order: a node is lost exactly when its time is over,
+    and a caller that waits for `next_deadline` is never late."""
     draw = random.Random(seed)
     run = ScriptedRun(min_nodes=50, max_nodes=50, join_timeout=1e9)
     names = [f"n{number}" for number in range(8)]
@@ -201,7 +201,7 @@ def test_leases_end_exactly_when_they_should(seed: int) -> None:
 
 
 def test_a_renewal_says_whether_it_brings_the_end_nearer() -> None:
-    """As the first one after a restart may: whoever sleeps until the next deadline has to be told."""
+    """As the first one after a restart may: a caller that sleeps until the next deadline must then wake up."""
     run = ScriptedRun(min_nodes=1, max_nodes=2, keep_alive_interval=0.5, keep_alive_max_attempt=3)
     run.start("a", "b")
     assert not apply.renew(run.state, "a", run.now + 1)

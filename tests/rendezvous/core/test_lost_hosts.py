@@ -1,4 +1,4 @@
-"""A lost host costs no restart and is held against no other node, although its peers' workers fail before it is known.
+"""A lost host costs no restart and no other node's budget, although its peers' workers fail before the loss is known.
 
 Workers see a connection reset within milliseconds of their peer's end; the service knows of the loss after the
 disconnect grace (2 s), or after a lease (15 s) if no connection was closed.
@@ -19,7 +19,7 @@ from rendezvous.core.scripted_run import ScriptedRun
 
 
 def running(*node_ids: str, **settings: object) -> ScriptedRun:
-    """A round of these nodes that has run for an hour; as many are needed as are left once one is lost."""
+    """Return a run of these nodes whose round has run for an hour; it needs all but one of them."""
     run = ScriptedRun(min_nodes=len(node_ids) - 1, max_nodes=len(node_ids), **settings)
     run.start(*node_ids)
     run.later(3600)
@@ -36,7 +36,7 @@ def pass_grace(run: ScriptedRun, *silent: str) -> None:
 
 
 def require_lost(run: ScriptedRun, node_id: str, *, rounds: int = 1) -> None:
-    """Round 1 ended by the loss of that node, which cost nothing."""
+    """Check that the round ended by the loss of that node, which cost nothing."""
     end = run.state.last_round_end
     assert end is not None
     assert (end.round, end.cause, end.node_id) == (rounds, RoundEndCause.NODE_LOST, node_id)
@@ -63,7 +63,7 @@ class TestAKilledAgent:
         assert (run.round, run.ranks) == (2, ["a", "b"])
 
     def test_a_report_may_come_before_the_stream_breaks(self, budget: int) -> None:
-        """By up to the settling time."""
+        """By up to the settle window."""
         run = running("a", "b", "c", max_restarts=budget)
         run.fail("a", "connection reset")
         run.later(SETTLE_WINDOW - 0.01)
@@ -80,7 +80,7 @@ class TestAKilledAgent:
         require_lost(run, "c", rounds=run.round if budget else 1)
 
     def test_all_may_have_reported_before_it_goes(self, budget: int) -> None:
-        """What can't be taken back waits for the settling time all the same."""
+        """A decision that can't be taken back still waits for the settle window."""
         run = running("a", "b", "c", max_restarts=budget)
         for node_id in ("c", "a", "b"):
             run.fail(node_id, round_=1)
@@ -122,7 +122,7 @@ def test_a_node_that_comes_back_was_not_the_cause() -> None:
 
 
 def test_a_run_without_restarts_ends_once_the_node_is_back() -> None:
-    """No longer held; but others have their moment to report."""
+    """The failure is no longer held; but others have their moment to report."""
     run = running("a", "b", "c", max_restarts=0)
     break_stream(run, "c")
     run.fail("a")
@@ -134,7 +134,7 @@ def test_a_run_without_restarts_ends_once_the_node_is_back() -> None:
 
 
 def test_a_participant_that_succeeded_may_go() -> None:
-    """Its workers have ended in good order, and no other fails of that."""
+    """Its workers have ended normally, and no other fails because of that."""
     run = running("a", "b", "c", max_restarts=3)
     run.succeed("c")
     break_stream(run, "c")
@@ -146,10 +146,10 @@ def test_a_participant_that_succeeded_may_go() -> None:
 
 
 class TestAHostThatVanishes:
-    """No connection is closed: the service knows when the lease is over."""
+    """No connection is closed: the service knows of the loss when the lease is over."""
 
     def test_a_run_without_restarts_waits_for_a_sign_of_life(self) -> None:
-        """Its end can't be taken back. Peers fail of a timeout at 5 s, the lease is over at 15 s."""
+        """Its end can't be taken back. Peers fail with a timeout at 5 s, the lease is over at 15 s."""
         run = running("a", "b", "c", max_restarts=0)
         run.later(5.0, silent=("c",))
         run.fail("a", "timed out after 5 s")
@@ -163,7 +163,7 @@ class TestAHostThatVanishes:
         require_lost(run, "c")
 
     def test_a_sign_of_life_ends_the_wait(self) -> None:
-        """Agents are told that the round settles, and answer at once."""
+        """Agents get the notice that the round settles, and answer at once."""
         run = running("a", "b", "c", max_restarts=0)
         run.fail("a")
         run.later(SETTLE_WINDOW, silent=("c",))
@@ -185,7 +185,7 @@ class TestAHostThatVanishes:
         assert (run.round, run.ranks, run.state.restart_count) == (3, ["a", "b"], 0)
 
     def test_a_pause_of_the_service_excuses_nobody_but_the_lost_host(self) -> None:
-        """The clock of leases steps back after it: the last sign of life seems to be of later (seed 120629724)."""
+        """Afterwards the clock of leases steps back: the last sign of life seems to be of later (seed 120629724)."""
         run = running("a", "b", "c", max_restarts=3)
         run.later(5.0)
         run.now -= 0.7
@@ -210,9 +210,9 @@ class TestAHostThatVanishes:
 
 @pytest.mark.parametrize("seconds", [0.0, 1.0])
 def test_a_host_that_vanishes_as_it_departs_may_be_the_cause(seconds: float) -> None:
-    """After a pause of the service its last words and its peers' failures come in any order (seed 120311146).
+    """After a pause of the service its last messages and its peers' failures come in any order (seed 120311146).
 
-    But if it was seen to be there for longer, a worker of another host had failed by itself.
+    But if it was alive for longer after that, a worker of another host had failed by itself.
     """
     run = running("a", "b", "c", max_restarts=3)
     run.fail("a", "connection reset")
@@ -226,7 +226,7 @@ def test_a_host_that_vanishes_as_it_departs_may_be_the_cause(seconds: float) -> 
 
 
 def test_three_hosts_lost_one_after_the_other_are_held_against_no_other() -> None:
-    """Budgets of nodes are for what their own workers do."""
+    """The budget of a node counts only failures of its own workers."""
     run = ScriptedRun(
         min_nodes=1, max_nodes=4, max_restarts=9, max_restarts_per_node=2, last_call_timeout=1.0
     )
@@ -319,7 +319,7 @@ def test_all_of_it_outlives_the_server() -> None:
 
 
 def test_a_silent_participant_that_is_turned_away_was_lost_first() -> None:
-    """The next round waits for another node for `join_timeout`, which is shorter than what is left of its lease."""
+    """The next round waits for another node for `join_timeout`, which is shorter than the rest of its lease."""
     run = ScriptedRun(min_nodes=3, max_nodes=3, max_restarts=1, join_timeout=8.0)
     run.start("a", "b", "c")
     run.later(3600)

@@ -1,4 +1,4 @@
-"""What operators can do to a run: start it anew, take a node out, let it in again."""
+"""The actions of operators on a run: restart it, evict a node, readmit it."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class TestRestarting:
         assert run.ranks == ["a", "b"]
 
     def test_a_round_that_is_being_confirmed_is_burnt(self) -> None:
-        """And all confirm the next, also who had confirmed this one."""
+        """And all confirm the next, also those that had confirmed this one."""
         run = ScriptedRun(min_nodes=2, max_nodes=2)
         run.join("a", "b")
         run.confirm("a")
@@ -75,7 +75,7 @@ class TestRestarting:
         assert (run.phase, run.round) == (Phase.FROZEN, 2)
 
     def test_a_run_without_a_round_stays_as_it_is(self) -> None:
-        """There is nothing to restart; nor is there once it is closed."""
+        """There is nothing to restart, also once it is closed."""
         run = ScriptedRun(min_nodes=2, max_nodes=2)
         run.join("a")
         assert run.restart() == []
@@ -83,7 +83,7 @@ class TestRestarting:
         assert run.restart() == []
 
     def test_what_succeeded_is_done_again(self) -> None:
-        """All workers are started anew, and the exit barrier with them."""
+        """All workers start again, and the exit barrier with them."""
         run = ScriptedRun(min_nodes=2, max_nodes=2)
         run.start("a", "b")
         run.succeed("a")
@@ -92,7 +92,7 @@ class TestRestarting:
         assert (run.ranks, run.state.succeeded, run.state.exit_barrier_deadline) == (["a", "b"], set(), None)
 
     def test_waiting_nodes_are_let_in_by_it(self) -> None:
-        """The round ends anyway, so it re-forms as large as it may be."""
+        """The round ends anyway, so it re-forms as large as possible."""
         run = ScriptedRun(min_nodes=1, max_nodes=2, scale_up_policy=ScaleUpPolicy.ON_RESTART)
         run.start("a")
         run.join("b")
@@ -104,7 +104,7 @@ class TestEvicting:
     """EvictNode."""
 
     def test_the_round_re_forms_without_the_node(self) -> None:
-        """A spare takes its place at once; the reason is told."""
+        """A spare takes its place at once; the end of the round has the reason."""
         run = ScriptedRun(min_nodes=2, max_nodes=2)
         run.start("a", "b")
         run.join("spare")
@@ -130,7 +130,7 @@ class TestEvicting:
         assert (run.phase, run.ranks) == (Phase.FROZEN, ["b"])
 
     def test_a_round_that_is_being_confirmed_waits_for_it_no_longer(self) -> None:
-        """It is burnt, and the next has the others."""
+        """Its number is used up, and the next has the others."""
         run = ScriptedRun(min_nodes=1, max_nodes=3, last_call_timeout=0.0)
         run.join("a", "b", "c")
         run.confirm("b", "c")
@@ -146,7 +146,7 @@ class TestEvicting:
         assert run.later(60) == []
 
     def test_a_node_that_departs_holds_nobody_up_once_it_is_taken_out(self) -> None:
-        """The operator knows what has become of it."""
+        """The operator knows the state of its workers."""
         run = ScriptedRun(min_nodes=1, max_nodes=2)
         run.start("a", "b")
         run.join("spare")
@@ -164,7 +164,7 @@ class TestEvicting:
         assert (run.phase, run.ranks) == (Phase.FINAL, ["b"])
 
     def test_a_name_with_a_star_refuses_those_that_come(self) -> None:
-        """And removes none that is there; each node of a host has such a name, with another end."""
+        """And removes no present node; all nodes of a host have such a name, with different ends."""
         run = ScriptedRun(min_nodes=1, max_nodes=3)
         run.start("host_1", "other")
         run.evict("host_*", reason="bad memory")
@@ -177,7 +177,7 @@ class TestEvicting:
         assert set(run.state.nodes) == {"host_1", "other", "host", "host-2", "host_2"}
 
     def test_nothing_it_says_counts_and_it_can_not_join(self) -> None:
-        """It is told that, and by whom, and not that its lease is lost: it is not to try again."""
+        """The refusal names the operator and the reason, not a lost lease: it must not try again."""
         run = ScriptedRun(min_nodes=1, max_nodes=2)
         run.start("a", "b")
         lease = run.lease("a")
@@ -197,7 +197,7 @@ class TestEvicting:
             check_lease(run.state, "a", lease)
 
     def test_a_node_that_is_not_there_can_be_barred(self) -> None:
-        """Before it comes: that disturbs nobody, and the fact says that it held no lease."""
+        """Before it comes: that disturbs no node, and the fact has lease 0."""
         run = ScriptedRun(min_nodes=1, max_nodes=2)
         run.start("a", "b")
         run.evict("c")
@@ -207,7 +207,7 @@ class TestEvicting:
             run.join("c")
 
     def test_a_node_that_has_joined_again_since_is_not_meant(self) -> None:
-        """It holds another lease; and with the one it holds, the request is carried out."""
+        """It holds another lease; with its present lease, the request is carried out."""
         run = ScriptedRun(min_nodes=1, max_nodes=2)
         run.start("a", "b")
         former = run.state.nodes["a"].lease
@@ -230,7 +230,7 @@ class TestEvicting:
         assert run.state.evicted == {"a": Eviction("bad memory")}
 
     def test_as_many_as_the_run_can_keep_in_mind(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """One more is refused, and disturbs nobody; evicting one of them again is not one more."""
+        """One more is refused, and disturbs no node; evicting one of them again is not one more."""
         monkeypatch.setattr(decide, "MOST_EVICTED", 2)
         run = ScriptedRun(min_nodes=1, max_nodes=4)
         run.start("a", "b", "c", "d")
@@ -251,7 +251,7 @@ class TestEvicting:
         assert list(run_message(run.state).evicted_node_ids) == ["b", "c"]
 
     def test_a_closed_run_has_nobody_to_take_out(self) -> None:
-        """And says how it ended."""
+        """And the refusal has its outcome."""
         run = ScriptedRun()
         run.start("a")
         run.do(commands.Close("enough"))
@@ -261,10 +261,10 @@ class TestEvicting:
 
 
 class TestReadmitting:
-    """EvictNode, the other way round."""
+    """ReadmitNode."""
 
     def test_the_node_may_join_again_as_a_newcomer(self) -> None:
-        """Under a new lease; the old one stays worth nothing."""
+        """Under a new lease; the old one stays invalid."""
         run = ScriptedRun(min_nodes=1, max_nodes=2)
         run.start("a", "b")
         old = run.lease("a")
@@ -274,7 +274,7 @@ class TestReadmitting:
         assert sorted(run.ranks) == ["a", "b"]
 
     def test_readmitting_alone_brings_nobody_back(self) -> None:
-        """The node has to come by itself."""
+        """The node has to join by itself."""
         run = ScriptedRun(min_nodes=2, max_nodes=2)
         run.start("a", "b")
         run.evict("a")

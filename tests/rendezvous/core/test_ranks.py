@@ -1,4 +1,4 @@
-"""Ranks of a round are exactly 0 … n-1, survivors keep theirs, and names are ordered as people count."""
+"""Ranks of a round are exactly 0 … n-1, survivors keep theirs, and numbers in names are ordered by value."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def node(
 
 
 def order(nodes: list[str], former: list[str]) -> list[str]:
-    """The node_ids by their new group ranks."""
+    """Return the node_ids by their new group ranks."""
     return ids(assign_seats([node(node_id) for node_id in nodes], ranks(former)))
 
 
 def ranks(former: list[str]) -> dict[str, int]:
-    """The group ranks of the round before; "-" is a rank that nobody has any more."""
+    """Return the group ranks of the previous round; "-" is a rank without a node."""
     return {node_id: rank for rank, node_id in enumerate(former) if node_id != "-"}
 
 
@@ -69,7 +69,7 @@ def test_the_policy_stable(nodes: str, former: str, expected: str) -> None:
     ],
 )
 def test_the_policy_sorted(nodes: str, expected: str) -> None:
-    """By address; who had which rank before does not matter."""
+    """By address; former ranks do not matter."""
     members = [node(node_id, address=node_id) for node_id in nodes.split()]
     for former in (nodes.split(), nodes.split()[::-1], []):
         assert ids(assign_seats(members, ranks(former), RankPolicy.SORTED)) == expected.split()
@@ -115,7 +115,7 @@ def test_the_policy_topology(places: str, former: str, expected: str) -> None:
 
 @pytest.mark.parametrize("policy", RankPolicy)
 def test_the_order_of_joining_gives_nobody_a_rank(policy: RankPolicy) -> None:
-    """The same nodes get the same ranks, whoever came first: it is chance."""
+    """The same nodes get the same ranks in any order of joining, which is chance."""
     members = [node(f"n{number}", topology=f"r{number % 3}") for number in range(7)]
     expected = ids(assign_seats(members, {"n5": 0, "n1": 3}, policy))
     for rotation in range(7):
@@ -195,7 +195,7 @@ def test_under_topology_every_place_is_one_stretch_of_ranks(
 def test_under_topology_the_most_senior_survivor_is_the_first(
     members: list[tuple[str, int, str, str]], former: list[str]
 ) -> None:
-    """So the master address changes only when its node has gone; and in its place the survivors keep their order."""
+    """So the master address changes only when its node has gone; within a place the survivors keep their order."""
     former_ranks = ranks(former)
     order = ids(assign_seats([node(*member) for member in members], former_ranks, RankPolicy.TOPOLOGY))
     survivors = sorted(

@@ -1,4 +1,4 @@
-"""A closed run is opened again by a join: when, for whom, and with what is left of it."""
+"""A join reopens a closed run: the conditions, the nodes that may do it, and the state that is kept."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rendezvous.core.scripted_run import ScriptedRun
 
 
 def closed(outcome: Outcome = Outcome.FAILED, **settings: object) -> ScriptedRun:
-    """A run of the nodes a and b that came to this end in its first round."""
+    """Return a run of the nodes a and b that came to this end in its first round."""
     run = ScriptedRun(2, 2, **settings)
     run.start("a", "b")
     run.state.incarnation = "first"
@@ -42,7 +42,7 @@ def join(run: ScriptedRun, node_id: str = "a", incarnation: str = "second", **mo
 
 
 def leave(run: ScriptedRun, *node_ids: str) -> None:
-    """Nodes of the closed run have stopped their workers."""
+    """Let nodes of the closed run leave, after they have stopped their workers."""
     for node_id in node_ids:
         assert run.do(commands.Leave(node_id, run.state.lingering[node_id].lease, "no worker is left")) == []
 
@@ -59,7 +59,7 @@ def leave(run: ScriptedRun, *node_ids: str) -> None:
     ],
 )
 def test_the_setting_of_the_run_decides(outcome: Outcome, reopen: Reopen, *, opens: bool) -> None:
-    """Not that of the node that comes, which becomes the setting of the next incarnation."""
+    """Not that of the joining node, which becomes the setting of the next incarnation."""
     run = closed(outcome, reopen=reopen)
     leave(run, "a", "b")
     run.settings = replace(run.settings, reopen=Reopen.ALWAYS if reopen is Reopen.NEVER else Reopen.NEVER)
@@ -124,7 +124,7 @@ def test_a_node_that_an_operator_evicted_opens_nothing() -> None:
 
 
 class TestNodesThatLinger:
-    """The run is opened again when the last node that was in it at its end has gone."""
+    """The run can be reopened when the last node that was in it at its end has gone."""
 
     def test_it_waits_for_each(self) -> None:
         """Their workers may be alive."""
@@ -161,7 +161,7 @@ class TestNodesThatLinger:
         join(run)
 
     def test_they_have_no_rights(self) -> None:
-        """Only their going matters."""
+        """They can only leave."""
         run = closed()
         lease = run.state.lingering["a"].lease
         with pytest.raises(RunIsClosed):
@@ -199,7 +199,7 @@ class TestFence:
     """Nothing of an earlier incarnation is accepted in a later one."""
 
     def reopened(self) -> tuple[ScriptedRun, int]:
-        """Return a run that was opened again by node b, and the lease of node a before."""
+        """Return a run that node b reopened, and the previous lease of node a."""
         run = closed(Outcome.CANCELLED)
         lease = run.state.lingering["a"].lease
         leave(run, "a", "b")
@@ -208,7 +208,7 @@ class TestFence:
 
     @pytest.mark.parametrize("is_back", [False, True])
     def test_a_lease(self, *, is_back: bool) -> None:
-        """Its owner learns how its own run ended, not that another agent has its name."""
+        """The refusal has the end of its own run, and does not blame another agent of its name."""
         run, lease = self.reopened()
         if is_back:
             join(run, "a")
@@ -238,7 +238,7 @@ class TestFence:
         join(run, "c", former_incarnation="of a run that nobody remembers")
 
     def test_a_close(self) -> None:
-        """One that was meant for the earlier incarnation finds it closed."""
+        """A close of the earlier incarnation finds it closed."""
         run, _ = self.reopened()
         assert run.do(commands.Close("late", "first")) == []
         with pytest.raises(RunNotFound):

@@ -1,4 +1,4 @@
-"""Budgets of restarts, their window, and how long a restart is held back."""
+"""Budgets of restarts, their window, and the back-off of restarts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rendezvous.core.scripted_run import ScriptedRun
 
 
 def fail_again(run: ScriptedRun, node_id: str = "a", *, after: float = 0.0) -> None:
-    """A round runs for so long, and fails; what is held back is waited for, and confirmed."""
+    """Let a round run for `after` seconds and fail; wait for the back-off, and confirm the next round."""
     run.later(after)
     run.fail(node_id)
     while run.state.hold_until is not None:
@@ -25,7 +25,7 @@ def fail_again(run: ScriptedRun, node_id: str = "a", *, after: float = 0.0) -> N
 class TestAPortThatWasTaken:
     @pytest.mark.parametrize("budget", [{"max_restarts": 0}, {"max_restarts": 3, "max_restarts_per_node": 1}])
     def test_it_costs_no_restart(self, budget: dict[str, int]) -> None:
-        """However often it happens, and whatever the peers fail of meanwhile; the round is tried again at once."""
+        """However often it happens, and also if peers fail because of it; the next round forms at once."""
         run = ScriptedRun(min_nodes=2, max_nodes=2, **budget)
         run.start("a", "b")
         for round_ in (2, 3, 4):
@@ -40,7 +40,7 @@ class TestAPortThatWasTaken:
         assert (run.state.last_round_end.node_id, run.state.run_end, run.state.evicted) == ("a", None, {})
 
     def test_the_first_is_tried_again_at_once_and_many_are_held_back(self) -> None:
-        """What goes on for ever must not keep the run's hosts busy."""
+        """An endless failure must not keep the run's hosts busy."""
         run = ScriptedRun(restart_backoff=60.0)
         run.start("a")
         holds = []
@@ -56,7 +56,7 @@ class TestAPortThatWasTaken:
 
 class TestTheWindow:
     def test_restarts_that_are_older_no_longer_count(self) -> None:
-        """A job may live for ever with a failure now and then; the count that workers are told goes on."""
+        """A job may live for ever with a failure now and then; the count that workers get keeps growing."""
         run = ScriptedRun(max_restarts=2, restart_window=600.0)
         run.start("a")
         for _ in range(20):
@@ -65,7 +65,7 @@ class TestTheWindow:
         assert run.state.restart_count == 20
 
     def test_as_many_within_it_as_the_budget_has_end_the_run(self) -> None:
-        """And the sentence says within what time."""
+        """And the sentence has the length of the window."""
         run = ScriptedRun(max_restarts=2, restart_window=600.0)
         run.start("a")
         fail_again(run)
@@ -76,7 +76,7 @@ class TestTheWindow:
         assert run.state.run_end.detail.endswith("all 2 restarts were used up in 600 s")
 
     def test_what_has_left_it_is_forgotten_in_time(self) -> None:
-        """Whoever looks is told what counts now, whether or not anything happens."""
+        """The state shows the current count, also if nothing else happens."""
         run = ScriptedRun(max_restarts=2, restart_window=600.0, keep_alive_interval=1e6)
         run.start("a")
         fail_again(run)
@@ -87,7 +87,7 @@ class TestTheWindow:
         assert run.state.restarts == []
 
     def test_nodes_have_it_too(self) -> None:
-        """A node is worn out by failures within the window only."""
+        """Only failures within the window exhaust a node's budget."""
         run = ScriptedRun(
             min_nodes=1, max_nodes=2, max_restarts=9, max_restarts_per_node=2, restart_window=600.0
         )
@@ -115,7 +115,7 @@ class TestTheWindow:
 
     @pytest.mark.parametrize(("away", "counted"), [(0.0, 2), (300.0, 2), (450.0, 1), (700.0, 0)])
     def test_a_server_that_starts_again_knows_how_long_ago_they_were(self, away: float, counted: int) -> None:
-        """By the wall clock: restarts must neither be forgotten nor count for longer because the server was away."""
+        """By the wall clock: restarts must neither be dropped nor count for longer because the server was away."""
         run = ScriptedRun(max_restarts=5, restart_window=600.0)
         run.start("a")
         fail_again(run)
@@ -143,7 +143,7 @@ class TestHoldingBack:
         assert hold(RunSettings(restart_backoff=0.5), 2) == 0.5
 
     def test_rounds_that_fail_soon_wait(self) -> None:
-        """The round is not formed, and nobody is told to start, until the pause is over."""
+        """The round is not formed, and no node starts workers, until the pause is over."""
         run = ScriptedRun(2, 2, max_restarts=9, restart_backoff=30.0, keep_alive_interval=60.0)
         run.start("a", "b")
         run.fail("a")
@@ -160,7 +160,7 @@ class TestHoldingBack:
             run.run_round()
 
     def test_a_round_that_ran_for_a_while_is_restarted_at_once(self) -> None:
-        """It failed of something else."""
+        """Its failure has another cause."""
         run = ScriptedRun(max_restarts=99, restart_backoff=30.0)
         run.start("a")
         for _ in range(5):
@@ -171,7 +171,7 @@ class TestHoldingBack:
         assert run.state.quick_restarts == 1
 
     def test_a_while_is_longer_where_pauses_are(self) -> None:
-        """A pause of ten minutes is not made up for by a minute of running."""
+        """A minute of running does not make up for a pause of ten minutes."""
         run = ScriptedRun(max_restarts=99, restart_backoff=600.0)
         run.start("a")
         for _ in range(9):
@@ -183,7 +183,7 @@ class TestHoldingBack:
         assert run.state.quick_restarts == 10
 
     def test_changes_of_membership_are_not_held_back(self) -> None:
-        """However the rounds before ended; and they don't make the next failure an old one."""
+        """However the previous rounds ended; and they don't reset the count of quick failures."""
         run = ScriptedRun(min_nodes=1, max_nodes=3, max_restarts=9, restart_backoff=30.0)
         run.start("a", "b")
         fail_again(run)
@@ -195,7 +195,7 @@ class TestHoldingBack:
         assert run.state.hold_until == run.now + 2.0
 
     def test_an_operators_restart_breaks_the_row(self) -> None:
-        """Something may have been mended."""
+        """The operator may have repaired the cause."""
         run = ScriptedRun(max_restarts=9, restart_backoff=30.0)
         run.start("a")
         fail_again(run)
@@ -207,7 +207,7 @@ class TestHoldingBack:
         assert run.phase is Phase.FROZEN
 
     def test_an_operator_may_end_the_pause(self) -> None:
-        """Whoever has mended something need not wait for it to end; the budget is none the wiser."""
+        """After a repair an operator need not wait for its end; the budget is unchanged."""
         run = ScriptedRun(max_restarts=9, restart_backoff=30.0)
         run.start("a")
         fail_again(run)
@@ -221,13 +221,13 @@ class TestHoldingBack:
         assert run.phase is Phase.FROZEN
 
     def test_a_pause_that_an_operator_has_ended_does_not_come_again(self) -> None:
-        """Not with a server that starts again while too few nodes are there."""
+        """Also not if the server starts again while there are too few nodes."""
         settings = {"restart_backoff": 30.0, "disconnect_grace": 0.25}
         run = ScriptedRun(min_nodes=2, max_nodes=2, max_restarts=9, **settings)
         run.start("a", "b")
         fail_again(run)
         run.fail("a")
-        run.later(0.6)  # later, and the loss of b would be why a failed
+        run.later(0.6)  # otherwise the failure of a would be attributed to the loss of b
         run.lose("b")
         assert len(run.restart()) == 1
         assert run.restart() == []
@@ -246,13 +246,13 @@ class TestHoldingBack:
         assert run.phase is Phase.CLOSED
 
     def test_who_comes_and_goes_meanwhile_changes_nothing(self) -> None:
-        """The pause is the run's; who is there at its end is in, and a last call goes on beside it."""
+        """The pause belongs to the run; the nodes present at its end take part, and a last call runs beside it."""
         settings = {"restart_backoff": 30.0, "last_call_timeout": 3.0, "disconnect_grace": 0.25}
         run = ScriptedRun(min_nodes=1, max_nodes=3, max_restarts=9, **settings)
         run.start("a", "b")
         fail_again(run)
         run.fail("a")
-        run.later(0.6)  # later, and the loss of b would be why a failed
+        run.later(0.6)  # otherwise the failure of a would be attributed to the loss of b
         run.lose("b")
         run.join("c")
         assert run.phase is Phase.JOINABLE
@@ -260,7 +260,7 @@ class TestHoldingBack:
         assert run.ranks == ["a", "c"]
 
     def test_it_ends_although_everybody_has_gone(self) -> None:
-        """Nothing is waited for once it is over, and whoever comes then has a round at once."""
+        """Once it is over nothing is waited for, and the next node that joins gets a round at once."""
         run = ScriptedRun(max_restarts=9, restart_backoff=30.0)
         run.start("a")
         fail_again(run)
@@ -273,7 +273,7 @@ class TestHoldingBack:
         assert run.ranks == ["b"]
 
     def test_it_may_be_closed_meanwhile(self) -> None:
-        """No round comes of it."""
+        """No round follows."""
         run = ScriptedRun(max_restarts=9, restart_backoff=30.0)
         run.start("a")
         fail_again(run)
@@ -293,7 +293,7 @@ class TestHoldingBack:
         assert again.hold_until == 501.0
 
     def test_the_numbers_are_in_the_journal(self) -> None:
-        """So that they can be told, and outlive the server."""
+        """So they can be reported, and outlive the server."""
         run = ScriptedRun(max_restarts=9, restart_backoff=30.0)
         run.start("a")
         fail_again(run)

@@ -1,4 +1,4 @@
-"""Newcomers are gathered for a while, and cost the round that has room for them one restart together."""
+"""Newcomers wait for a delay, and join a round that has room with one restart for all of them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rendezvous.core.scripted_run import ScriptedRun
 
 @pytest.fixture
 def run() -> ScriptedRun:
-    """A round of two nodes that has room for two more, and gathers newcomers for ten seconds."""
+    """Return a run of two nodes with room for two more, and a delay of ten seconds."""
     run = ScriptedRun(
         min_nodes=1,
         max_nodes=4,
@@ -42,7 +42,7 @@ def test_newcomers_are_let_in_together(run: ScriptedRun) -> None:
 
 
 def test_who_comes_later_prolongs_nothing() -> None:
-    """Or a trickle of newcomers would keep all of them out."""
+    """Otherwise frequent newcomers would keep all of them out."""
     run = ScriptedRun(min_nodes=1, max_nodes=9, scale_up_policy=ScaleUpPolicy.DELAYED, scale_up_delay=10.0)
     run.start("a")
     for number in range(4):
@@ -76,7 +76,7 @@ def test_nobody_is_waited_for_when_the_newcomer_has_gone(run: ScriptedRun) -> No
 
 
 def test_a_newcomer_that_departs_counts_no_longer(run: ScriptedRun) -> None:
-    """Who is going is no reason to end a round."""
+    """A leaving node is no reason to end a round."""
     run.join("c")
     run.depart("c")
     assert run.state.scale_up_deadline is None
@@ -85,7 +85,7 @@ def test_a_newcomer_that_departs_counts_no_longer(run: ScriptedRun) -> None:
 
 
 def test_a_newcomer_during_the_confirming_is_gathered_from_the_start_of_the_round() -> None:
-    """A round that is being confirmed is not disturbed, and workers that just started get their while."""
+    """A round that is being confirmed is not disturbed, and workers that have just started run for the whole delay."""
     run = ScriptedRun(
         min_nodes=1,
         max_nodes=3,
@@ -103,7 +103,7 @@ def test_a_newcomer_during_the_confirming_is_gathered_from_the_start_of_the_roun
 
 
 def test_the_end_of_the_delay_is_a_deadline(run: ScriptedRun) -> None:
-    """Whoever sleeps until the next one is awake then."""
+    """A caller that sleeps until the next one is awake then."""
     run.join("c")
     assert next_deadline(run.state) == run.now + 10
     assert settle(run.state, run.now + 9.999) == []
@@ -111,7 +111,7 @@ def test_the_end_of_the_delay_is_a_deadline(run: ScriptedRun) -> None:
 
 
 def test_a_round_that_ends_for_another_reason_takes_the_gathered_along(run: ScriptedRun) -> None:
-    """They are there; and no old deadline is left to end the next round."""
+    """They are present; and no old deadline is left to end the next round."""
     run.join("c")
     run.later(5)
     run.fail("a")
@@ -122,7 +122,7 @@ def test_a_round_that_ends_for_another_reason_takes_the_gathered_along(run: Scri
 
 
 def test_a_full_round_gathers_nobody(run: ScriptedRun) -> None:
-    """Spares wait for a place, not for a restart."""
+    """Spares wait for a free rank, not for a restart."""
     run.let_in("c", "d")
     run.run_round()
     run.join("spare")
@@ -131,7 +131,7 @@ def test_a_full_round_gathers_nobody(run: ScriptedRun) -> None:
 
 
 def test_a_place_that_falls_free_is_no_reason_once_a_node_has_succeeded(run: ScriptedRun) -> None:
-    """The run is about to end: nobody is let in, and nobody wakes up for it over and over."""
+    """The run is about to end: no node is let in, and the server does not wake up repeatedly."""
     run.let_in("c", "d")
     run.run_round()
     run.join("spare")

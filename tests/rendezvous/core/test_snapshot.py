@@ -1,6 +1,6 @@
-"""A snapshot is the run but for evidence and deadlines, and a tombstone is what must outlive it.
+"""A snapshot is the run without connections and deadlines; a tombstone is the part that must outlive the run.
 
-That a snapshot at any point of any history is the fold of what came before it is held by `test_histories`.
+`test_histories` checks that a snapshot at any point of any history is the fold of all facts before it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from rallypoint.rendezvous.core.state import FailureKind, Phase, RunState
 from rallypoint.rendezvous.journal.codec import decode_snapshot, encode_snapshot
 from rendezvous.core.scripted_run import ScriptedRun
 
-# What is no part of a snapshot: evidence, deadlines, and what every run has that is restored at all.
+# Not part of a snapshot: connections, deadlines, and fields that every restored run has.
 NOT_KEPT = {
     "created",
     "last_call_deadline",
@@ -55,13 +55,13 @@ NOT_KEPT = {
 
 
 def kept(run: ScriptedRun) -> RunState:
-    """A run that was written down and read back, by a server with another monotonic clock and the same wall clock."""
+    """Return a run that was stored and restored, by a server with another monotonic clock and the same wall clock."""
     snapshot = decode_snapshot(encode_snapshot(take_snapshot(run.state)))
     return restore(snapshot, 90_000.0, run.now - 90_000.0)
 
 
 def replayed(run: ScriptedRun) -> RunState:
-    """What a server makes of all of the run's facts at that time."""
+    """Return the state of a server that replays all of the run's facts at that time."""
     state = RunState("run")
     for fact in run.facts:
         apply(state, fact, 90_000.0)
@@ -189,7 +189,7 @@ def run(request: pytest.FixtureRequest) -> ScriptedRun:
 
 
 def test_what_is_read_back_is_what_a_replay_makes(run: ScriptedRun) -> None:
-    """Every field of the run, its deadlines too: they all start afresh when the server does, either way."""
+    """Every field of the run, its deadlines too: they all start again when the server does, either way."""
     restored, folded = kept(run), replayed(run)
     for state in (restored, folded):
         restart_leases(state, 90_000.0)
@@ -198,7 +198,7 @@ def test_what_is_read_back_is_what_a_replay_makes(run: ScriptedRun) -> None:
 
 
 def test_order_is_kept(run: ScriptedRun) -> None:
-    """Who joined first, who departed first: places and deadlines go by it, and equal dicts may differ in it."""
+    """Ranks and deadlines depend on the order of joining and departing; equal dicts may differ in it."""
     restored = kept(run)
     assert list(restored.nodes) == list(run.state.nodes)
     assert list(restored.departing) == list(run.state.departing)
@@ -212,7 +212,7 @@ def test_a_snapshot_of_what_was_read_back_is_the_same(run: ScriptedRun) -> None:
 
 
 def test_a_run_that_was_read_back_goes_on_as_the_other_does(run: ScriptedRun) -> None:
-    """Told the same things at the same time, both do the same, for as long as it takes to get a round going."""
+    """The same commands at the same times have the same results, until a round runs."""
     runs = [kept(run), replayed(run)]
     for state in runs:
         restart_leases(state, 90_000.0)
@@ -242,7 +242,7 @@ def test_a_run_that_was_read_back_goes_on_as_the_other_does(run: ScriptedRun) ->
 
 
 def test_every_field_of_a_run_is_kept_or_known_not_to_be() -> None:
-    """A field that is added to the one and forgotten in the other would be lost with the next restart."""
+    """A field that is added only to the run would be lost with the next restart."""
     of_the_run = {field.name for field in fields(RunState)}
     of_the_snapshot = {field.name for field in fields(RunSnapshot)}
     assert of_the_run - of_the_snapshot == NOT_KEPT
@@ -250,7 +250,7 @@ def test_every_field_of_a_run_is_kept_or_known_not_to_be() -> None:
 
 
 def test_a_tombstone_has_the_numbers_and_nothing_else() -> None:
-    """Whatever the run was: a run that takes its name starts with nothing but them."""
+    """A run that takes the name of any earlier run starts with its numbers only."""
     run = ScriptedRun(min_nodes=1, max_nodes=2, max_restarts=3)
     run.start("a", "b")
     run.fail("a")
@@ -279,7 +279,7 @@ def test_numbers_go_on_in_a_run_that_comes_again() -> None:
 
 
 def test_what_was_used_of_the_budgets_of_a_run_without_an_end_outlives_it() -> None:
-    """Whatever else is lost: a run that goes on with it has no more restarts left than before, nor evicted nodes."""
+    """Such a run goes on without its other state, but with no more restarts left, and with its evicted nodes."""
     run = ScriptedRun(
         min_nodes=1, max_nodes=2, max_restarts=1, restart_window=3600.0, max_restarts_per_node=3
     )

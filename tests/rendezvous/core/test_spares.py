@@ -1,4 +1,4 @@
-"""Spares wait beside a round that is full, take the place of who goes, and hold nobody up."""
+"""Spares wait beside a full round, take the rank of a node that goes, and delay no round."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_who_waits_beside_a_full_round_is_a_spare() -> None:
 
 
 def test_while_a_round_is_formed_everybody_waits() -> None:
-    """Nobody is a spare of a round that is not there."""
+    """Without a round there are no spares."""
     run = ScriptedRun(min_nodes=2, max_nodes=2)
     run.join("a")
     assert states(run.state) == {"a": pb.NODE_STATE_WAITING}
@@ -48,7 +48,7 @@ def test_a_spare_that_departs_holds_up_no_round() -> None:
 
 
 def test_a_participant_that_departs_does_even_beside_a_spare_that_does() -> None:
-    """Whose workers may be alive is waited for, whoever else goes."""
+    """The round waits for workers that may be alive, also if a spare departs too."""
     run = ScriptedRun(min_nodes=1, max_nodes=2)
     run.start("a", "b")
     run.join("c", "d")
@@ -60,7 +60,7 @@ def test_a_participant_that_departs_does_even_beside_a_spare_that_does() -> None
 
 
 def test_a_spare_that_departs_and_hangs_is_dropped() -> None:
-    """After the confirm timeout, and the round that runs does not notice."""
+    """After the confirm timeout, and the running round is not affected."""
     run = ScriptedRun(min_nodes=1, max_nodes=1, confirm_timeout=60.0)
     run.start("a")
     run.join("spare")
@@ -72,7 +72,7 @@ def test_a_spare_that_departs_and_hangs_is_dropped() -> None:
 
 
 def test_a_spare_that_departs_gets_no_seat() -> None:
-    """It has other plans; the round is formed without it though it is still there."""
+    """It is about to leave; the round is formed without it although it is still present."""
     run = ScriptedRun(min_nodes=1, max_nodes=2, last_call_timeout=30.0)
     run.start("a", "b")
     run.join("spare")
@@ -84,7 +84,7 @@ def test_a_spare_that_departs_gets_no_seat() -> None:
 
 
 def test_a_former_participant_that_is_a_spare_now_is_a_spare() -> None:
-    """It was lost and came back too late: what it had of workers is not of the round that ended last."""
+    """It was lost and came back too late: its old workers are not of the round that ended last."""
     run = ScriptedRun(min_nodes=2, max_nodes=2)
     run.start("a", "b")
     run.join("c")

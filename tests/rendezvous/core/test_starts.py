@@ -1,4 +1,4 @@
-"""The start of a round is recorded once: when all have reported it, or with what is known when the round ends."""
+"""The start of a round is recorded once: when all have reported it, or when the round ends before that."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def run_of_three(**settings: object) -> ScriptedRun:
 def report(
     run: ScriptedRun, node_id: str, parts: RecoveryParts = SHORT, *, age: float = 0.0, round_: int = 0
 ) -> list[facts.Fact]:
-    """A node reports that its workers run; returns what comes of that."""
+    """Let a node report that its workers run; return the facts that follow."""
     due = starts.note(run.state, node_id, StartReport(round_ or run.state.round, parts, age), run.now)
     return run.resume() if due else []
 
 
 def test_the_last_report_records_the_start_with_the_slowest_node() -> None:
-    """The slowest is the one that took longest by itself: the others waited for it, and say so in `reformed`."""
+    """The slowest took longest by itself: the others waited for it, and report that in `reformed`."""
     run = run_of_three()
     run.restart()
     run.later(2.0)
@@ -47,7 +47,7 @@ def test_the_last_report_records_the_start_with_the_slowest_node() -> None:
 
 
 def test_a_report_that_repeats_or_concerns_another_round_changes_nothing() -> None:
-    """After a broken stream a node says it again; before and after the record."""
+    """A node repeats it after a broken stream, before and after the record."""
     run = run_of_three()
     for node_id, parts in (("a", SHORT), ("a", LONG), ("b", SHORT), ("b", LONG)):
         assert report(run, node_id, parts) == []
@@ -86,7 +86,7 @@ def test_who_has_no_seat_reports_nothing() -> None:
     ids=["failed", "left", "restarted", "closed", "succeeded", "grown"],
 )
 def test_a_round_that_ends_before_is_recorded_with_what_is_known(end: object, ends_with: type) -> None:
-    """Before its end, or its first failure. Where no node reported, there is nothing to record."""
+    """Before its end, or its first failure. If no node has reported, there is nothing to record."""
     for reports in (0, 2):
         run = ScriptedRun(3, 4, max_restarts=5)
         run.start("a", "b", "c")
@@ -113,7 +113,7 @@ def test_what_is_reported_of_a_round_that_failed_is_not_recorded() -> None:
 
 
 def test_a_server_that_starts_again_records_no_start_twice_and_hears_the_others_again() -> None:
-    """By its snapshot; reports are no facts, and a duration that it did not see is not known."""
+    """It has the record in its snapshot; reports are no facts, and a duration that it did not measure is unknown."""
     run = run_of_three()
     report(run, "a", LONG)
     run.state = restore(take_snapshot(run.state), run.now)
@@ -126,7 +126,7 @@ def test_a_server_that_starts_again_records_no_start_twice_and_hears_the_others_
 
 
 def test_an_age_from_before_the_round_counts_as_its_beginning() -> None:
-    """Also one that no clock shows: no recovery takes longer than since the round before."""
+    """Also an absurd one: no recovery takes longer than the time since the previous round."""
     run = run_of_three()
     run.restart()
     run.later(2.0)
@@ -139,7 +139,7 @@ def test_an_age_from_before_the_round_counts_as_its_beginning() -> None:
 
 
 def test_a_pause_of_the_server_counts() -> None:
-    """It is forgiven to leases, and nothing was faster for it."""
+    """Leases do not count it, but the recovery took that time."""
     run = run_of_three()
     run.restart()
     run.confirm("a", "b", "c")
@@ -152,7 +152,7 @@ def test_a_pause_of_the_server_counts() -> None:
 
 @pytest.mark.parametrize("lost", [False, True])
 def test_to_an_older_version_it_changes_nothing(lost: bool) -> None:
-    """That reads RoundFinalized once more, for a round that is FINAL, also if the round is about to end."""
+    """It reads RoundFinalized once more, for a round that is FINAL, also if the round is about to end."""
     run = run_of_three()
     if lost:
         apply(run.state, facts.NodeLeft("a", "told to"), run.now)
@@ -164,7 +164,7 @@ def test_to_an_older_version_it_changes_nothing(lost: bool) -> None:
 
 
 def test_a_report_costs_the_same_however_many_there_are() -> None:
-    """At thousands of nodes: the participants are looked through once, when as many have reported."""
+    """At thousands of nodes: the participants are compared once, when as many have reported."""
 
     class Counted(set[str]):
         looks = 0

@@ -1,4 +1,4 @@
-"""Journals: SQLite's in a folder of its own, etcd's in a place of its own."""
+"""Journals: SQLite's in a folder of its own, etcd's in a location of its own."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from support.etcd_server import EtcdCluster
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """Where the journal is, in a folder of its own."""
+    """The path of the journal, in a folder of its own."""
     folder = tmp_path / "var"
     folder.mkdir()
     return folder / "rendezvous.db"
@@ -31,6 +31,6 @@ async def journal(path: Path) -> AsyncIterator[SqliteJournal]:
 
 @pytest.fixture
 async def shelf(etcd: EtcdCluster) -> AsyncIterator[EtcdShelf]:
-    """A place for a journal on etcd that nobody used before."""
+    """A new location for a journal on etcd."""
     async with etcd_shelf(etcd.url) as opened:
         yield opened

@@ -20,7 +20,7 @@ def checkpoint(revision: int, keep_from: int, run_id: str = "run") -> Checkpoint
 
 
 def forgotten(revision: int, run_id: str = "run") -> Forgotten:
-    """The end of all that is kept of a run but this."""
+    """The entry that replaces everything kept of a run."""
     return Forgotten(run_id, revision, b"rest %d\x00\xff" % revision)
 
 
@@ -30,7 +30,7 @@ def change(key: str, value: bytes | None, round_: int = 1, run_id: str = "run") 
 
 
 def as_written_before(entry: Entry) -> Entry:
-    """An entry as a version wrote it that knew neither windows nor budgets of nodes nor which failure was the first."""
+    """Return an entry as a version wrote it without restart windows, budgets of nodes and the earliest failure."""
     match entry:
         case Record():
             record = journal_pb2.JournalRecord.FromString(entry.content)
@@ -61,7 +61,7 @@ def as_written_before(entry: Entry) -> Entry:
                 node.ClearField("token")
             snapshot.failure.ClearField("age")
             if snapshot.phase == journal_pb2.PHASE_FROZEN:
-                snapshot.ClearField("failure")  # it was forgotten as soon as the next round had its number
+                snapshot.ClearField("failure")  # it was dropped as soon as the next round had its number
             return replace(entry, content=snapshot.SerializeToString())
         case _:
             return entry

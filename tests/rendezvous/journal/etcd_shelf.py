@@ -1,4 +1,4 @@
-"""A place for a journal on a real etcd, and a client of it whose requests and answers can be lost, or come late."""
+"""A location for a journal on a real etcd, and a client of it whose requests and responses can be lost or late."""
 
 from __future__ import annotations
 
@@ -25,28 +25,28 @@ TTL = 60.0
 
 
 class Fate(Enum):
-    """What becomes of a transaction."""
+    """The fate of a transaction."""
 
     ANSWERED = auto()
-    ANSWER_LOST = auto()  # it is done, and nobody hears of it
-    REQUEST_LOST = auto()  # it is not done, and nobody hears of it
-    LAST = auto()  # it is done, and at that moment whoever sent it is killed
-    NEVER = auto()  # before it is sent, whoever would send it is killed
+    ANSWER_LOST = auto()  # etcd applies it, and the response is lost
+    REQUEST_LOST = auto()  # the request is lost
+    LAST = auto()  # etcd applies it, and at that moment the sender is killed
+    NEVER = auto()  # the sender is killed before it sends it
 
 
 class Killed(asyncio.CancelledError):
-    """Whoever sent a transaction does nothing any more."""
+    """The sender of a transaction was killed."""
 
 
 class LossyClient(EtcdClient):
-    """A client of which every transaction has a fate.
+    """A client that gives every transaction a fate.
 
     Attributes:
         sent: All transactions, in order.
-        fate: What becomes of the n-th from now, from 0 on.
-        killed: Whether somebody was.
-        hold: Answers wait for it, if there is one.
-        done: Whether a transaction whose answer is held was done.
+        fate: The fate of the n-th from now, from 0 on.
+        killed: Set once a sender was killed.
+        hold: Responses wait for it, if there is one.
+        done: Set once etcd has applied a transaction whose response is held.
     """
 
     def __init__(self, url: str) -> None:
@@ -59,11 +59,11 @@ class LossyClient(EtcdClient):
         self._count = 0
 
     def from_now(self, fate: Callable[[int], Fate]) -> None:
-        """Decide on the fates of what is sent from now on."""
+        """Set the fates of later transactions; drop the list of sent ones."""
         self.fate, self._count, self.sent = fate, 0, []
 
     async def transact(self, txn: Txn) -> TxnResult:
-        """As the client's, but for what becomes of it."""
+        """As the client's, but subject to the fate."""
         fate = self.fate(self._count)
         self._count += 1
         self.sent.append(txn)
@@ -85,7 +85,7 @@ class LossyClient(EtcdClient):
 
 
 class EtcdShelf:
-    """One place, and what happens there."""
+    """One location, and the actions of a test on it."""
 
     def __init__(self, client: LossyClient, session: Session) -> None:
         name = secrets.token_hex(8)
@@ -95,11 +95,11 @@ class EtcdShelf:
 
     @property
     def deletion_of_owner(self) -> Txn:
-        """The end of whoever owns the journal."""
+        """The transaction that deletes the owner key."""
         return Txn([], [Delete(self.place.owner_key)])
 
     def beside(self) -> EtcdShelf:
-        """Another place on the same etcd, of the same client and session."""
+        """Return another location on the same etcd, with the same client and session."""
         return EtcdShelf(self.client, self.session)
 
     def journal(
@@ -110,54 +110,54 @@ class EtcdShelf:
         pool: CommitPool | None = None,
         pace: Pace | None = None,
     ) -> EtcdJournal:
-        """A journal in this place, of an owner with a name; not opened yet."""
+        """Return a journal in this location, of an owner with a name; not opened yet."""
         owner = Owner(name, f"{name}:29400", f"instance of {name}")
         pace = pace or Pace(draw=lambda: 0.0)
         return EtcdJournal(self.client, session or self.session, self.place, owner, pool=pool, pace=pace)
 
     async def take_over(self, name: str = "b", *, pool: CommitPool | None = None) -> EtcdJournal:
-        """Become the owner, as after the end of the one before: its owner key is gone, and it knows nothing of that."""
+        """Become the owner, as after the end of the one before: its owner key is gone, and it does not know that."""
         await EtcdClient.transact(self.client, self.deletion_of_owner)
         journal = self.journal(name, pool=pool)
         await journal.open()
         return journal
 
     async def read(self) -> JournalSpace:
-        """What is there, as another replica reads it."""
+        """Return the journal's contents, as another replica reads them."""
         return finish(interpret(self.place.space, await read_pairs(self.client, self.place.space)))
 
     async def snapshot(self) -> dict[bytes, tuple[bytes, int]]:
-        """All keys of the journal and their values, and when they were written."""
+        """Return all keys of the journal with their values and the revisions that wrote them."""
         found = await self.client.get(self.place.space, prefix_end(self.place.space))
         return {pair.key: (pair.value, pair.mod_revision) for pair in found.pairs}
 
     async def keys(self) -> list[str]:
-        """All keys of the journal, without the prefix of its space."""
+        """Return all keys of the journal, without the prefix of its space."""
         found = await self.client.get(self.place.space, prefix_end(self.place.space), keys_only=True)
         return [pair.key.removeprefix(self.place.space).decode() for pair in found.pairs]
 
     async def put(self, key: str, value: bytes) -> None:
-        """Put something in the space, as nobody may."""
+        """Put a key in the space without being its owner, which is forbidden."""
         await EtcdClient.transact(self.client, Txn([], [Put(self.place.space + key.encode(), value)]))
 
     async def delete(self, key: str) -> None:
-        """Delete something there, as nobody may."""
+        """Delete a key there without being its owner, which is forbidden."""
         await EtcdClient.transact(self.client, Txn([], [Delete(self.place.space + key.encode())]))
 
     async def owner(self) -> Owner | None:
-        """Who owns the journal."""
+        """Return the owner of the journal."""
         found = await self.client.get(self.place.owner_key)
         return Owner.decode(found.pairs[0].value) if found.pairs else None
 
 
 def has_fence(txn: Txn, fence: int) -> bool:
-    """Whether a transaction is one of the owner with a fencing token."""
+    """Return True if a transaction is one of the owner with a fencing token."""
     return any(isinstance(each, CreateRevision) and each.equals == fence for each in txn.when)
 
 
 @asynccontextmanager
 async def etcd_shelf(url: str) -> AsyncIterator[EtcdShelf]:
-    """A place that nobody used before, on the etcd of a URL."""
+    """Open a new location, on the etcd of a URL."""
     client = LossyClient(url)
     async with client:
         session = await Session.open(client, TTL)

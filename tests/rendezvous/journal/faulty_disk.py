@@ -1,10 +1,10 @@
-"""A disk under SQLite that forgets what was not synced, tears, lies, fills up and fails, all by one random stream.
+"""A disk under SQLite that loses unsynced data, tears, lies, fills up and fails, all by one random stream.
 
-SQLite's own file layer goes on reading and writing real files: they are what the kernel would show to any process. What
-SQLite writes, truncates and syncs passes through here, so that it is known at every moment what of it is on the disk.
-`cut_power` leaves in the files what is, with some of the rest, page by page or torn within one.
+SQLite's own file layer still reads and writes real files: they are the view of the kernel, for every process. Writes,
+truncations and syncs of SQLite pass through here, so the durable part of each file is known at every moment.
+`cut_power` leaves only that part in the files, with some of the rest, page by page or torn within one.
 
-Files are made and removed durably at once. Where SQLite is part of the interpreter there is nothing to pass through.
+Creation and removal of files are durable at once. If SQLite is part of the interpreter, this layer can't be used.
 """
 
 from __future__ import annotations
@@ -70,14 +70,14 @@ class _File(ctypes.Structure):
 
 @dataclass(slots=True)
 class _Image:
-    """A file: what is on the disk, and what was written since and not synced."""
+    """A file: its durable contents, and the later writes that are not synced."""
 
     durable: bytearray
     # (offset, data), or (size, None) of a truncation.
     pending: list[tuple[int, bytes | None]] = field(default_factory=list)
 
     def apply(self, offset: int, data: bytes | None) -> None:
-        """Have a change on the disk."""
+        """Make a change durable."""
         if data is None:
             del self.durable[offset:]
             return
@@ -86,13 +86,13 @@ class _Image:
         self.durable[offset : offset + len(data)] = data
 
     def flush(self) -> None:
-        """Have all on the disk."""
+        """Make all changes durable."""
         for change in self.pending:
             self.apply(*change)
         self.pending.clear()
 
     def lose(self, chance: random.Random) -> None:
-        """Have some of what is pending on the disk, and forget the rest."""
+        """Make some of the pending changes durable, and drop the rest."""
         share = chance.choice([0.0, 0.5, 1.0])
         for offset, data in self.pending:
             if data is None or len(data) <= _SECTOR or chance.random() < 0.7:
@@ -106,13 +106,13 @@ class _Image:
 
 
 class FaultyDisk:
-    """What befalls the files of one SQLite database.
+    """The faults of the files of one SQLite database.
 
     Attributes:
-        dead: Nothing gets to the files any more: the process was killed.
-        lying: Syncs do nothing, and say that they did.
+        dead: No write reaches the files any more: the process was killed.
+        lying: Syncs do nothing, and return success.
         full: Writes that would make a file longer fail.
-        struck: Something that was armed has happened.
+        struck: The armed fault has happened.
     """
 
     def __init__(self, chance: random.Random) -> None:
@@ -122,16 +122,16 @@ class FaultyDisk:
         self._due: tuple[int, str] | None = None
 
     def arm(self, after: int, fault: str) -> None:
-        """Have something happen after so many writes, truncations and syncs: "kill", "full", or "sync" that fails."""
+        """Cause a fault after so many writes, truncations and syncs: "kill", "full", or "sync" that fails."""
         self._due = after, fault
 
     def mend(self) -> None:
-        """All is well again, for the next process."""
+        """Clear all faults, for the next process."""
         self.dead = self.lying = self.full = self.struck = False
         self._due = None
 
     def cut_power(self) -> None:
-        """Have in the files what is on the disk; to be called when no process has them open."""
+        """Keep only durable contents in the files; to be called when no process has them open."""
         for name, image in self._images.items():
             image.lose(self._chance)
             if Path(name).exists():
@@ -140,7 +140,7 @@ class FaultyDisk:
     # ---- called by SQLite
 
     def knows(self, name: str) -> bool:
-        """Whether it has a file of that name, and not a folder."""
+        """Return True if it has a file of that name, and not a folder."""
         return name in self._images
 
     def opened(self, name: str) -> None:
@@ -153,7 +153,7 @@ class FaultyDisk:
         self._images.pop(name, None)
 
     def _strike(self, kind: str) -> bool:
-        """Count an operation; whether this sync is to fail."""
+        """Count an operation; return True if this sync is to fail."""
         if self._due is None:
             return False
         left, fault = self._due
@@ -186,7 +186,7 @@ class FaultyDisk:
         return through()
 
     def sync(self, name: str) -> int:
-        """Sync. One that fails tells nobody again of what it couldn't write, and calls it clean, as kernels do."""
+        """Sync. A failed sync reports its lost writes once, and marks them clean, as kernels do."""
         failing = self._strike("sync")
         if self.dead:
             return _IOERR_FSYNC
@@ -199,12 +199,12 @@ class FaultyDisk:
 
 
 def sqlite_library() -> Any:
-    """SQLite as this interpreter uses it; None: it is part of it."""
+    """Return the SQLite library of this interpreter; None: it is built in."""
     try:
         library = ctypes.CDLL("libsqlite3.so.0")
     except OSError:
         return None
-    import sqlite3  # loaded before it is looked for
+    import sqlite3  # must be loaded before the search
 
     library.sqlite3_libversion.restype = ctypes.c_char_p
     mapped = Path("/proc/self/maps").read_text()
@@ -214,7 +214,7 @@ def sqlite_library() -> Any:
 
 @contextmanager
 def under_sqlite(disk: FaultyDisk, folder: Path) -> Iterator[None]:
-    """Have SQLite write the files of a folder by way of a disk."""
+    """Let SQLite write the files of a folder through a disk."""
     library = sqlite_library()
     assert library is not None, "asked before"
     library.sqlite3_vfs_find.restype = ctypes.POINTER(_Vfs)
@@ -234,7 +234,7 @@ def under_sqlite(disk: FaultyDisk, folder: Path) -> Iterator[None]:
 
 
 class _Os:
-    """What the product writes and syncs by itself, in the place of the module `os`."""
+    """The product's own writes and syncs, in the place of the module `os`."""
 
     def __init__(self, disk: FaultyDisk) -> None:
         self._disk = disk
@@ -256,21 +256,21 @@ class _Os:
 
 
 class _Layer:
-    """Takes the place of some functions of SQLite's file layer."""
+    """Replaces some functions of SQLite's file layer."""
 
     def __init__(self, disk: FaultyDisk, folder: str) -> None:
         self._disk = disk
         self._folder = folder
         # By the address of SQLite's file: its name, and its own methods.
         self._files: dict[int, tuple[str, _Methods]] = {}
-        self._kept: list[Any] = []  # what C points to
+        self._kept: list[Any] = []  # the targets of C pointers
         self._close = _CLOSE(self._on_close)
         self._write = _WRITE(self._on_write)
         self._truncate = _TRUNCATE(self._on_truncate)
         self._sync = _SYNC(lambda file, _flags: self._disk.sync(self._files[file][0]))
 
     def cover(self, vfs: _Vfs) -> None:
-        """Take the place of its functions."""
+        """Replace its functions."""
         open_, delete = _OPEN(vfs.open), _DELETE(vfs.delete)
 
         def on_open(own: int, at: int | None, file: int, flags: int, out: int | None) -> int:

@@ -22,7 +22,7 @@ TESTS = Path(__file__).parents[2]
 
 
 async def reopen(path: Path) -> Recovered:
-    """What the next process finds."""
+    """Return the contents that the next process finds."""
     journal = SqliteJournal(path)
     try:
         return await journal.open()
@@ -31,7 +31,7 @@ async def reopen(path: Path) -> Recovered:
 
 
 def recover(path: Path) -> Recovered:
-    """The same, where no event loop runs."""
+    """As `reopen`, without a running event loop."""
     return asyncio.run(reopen(path))
 
 
@@ -54,12 +54,12 @@ def fill(path: Path) -> None:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Every file of a folder but the lock."""
+    """Return every file of a folder but the lock."""
     return {each.name: each.read_bytes() for each in folder.iterdir() if not each.name.endswith(".lock")}
 
 
 def refused(path: Path) -> str:
-    """The message with which a journal is refused; its folder must stay as it was, to the last byte."""
+    """Return the message with which a journal is refused; its folder must stay as it was, to the last byte."""
     before = contents(path.parent)
     with pytest.raises(JournalError) as refusal:
         recover(path)
@@ -73,10 +73,10 @@ def refused(path: Path) -> str:
 def child(
     script: str, *arguments: object, under: Sequence[str] = (), environment: Mapping[str, str] | None = None
 ) -> subprocess.Popen[str]:
-    """A process that runs a script with everything of these tests at hand.
+    """Start a process that runs a script with the imports of these tests.
 
     Args:
-        script: What it runs; `path` is its first argument.
+        script: The code; `path` is its first argument.
         arguments: Of the script.
         under: A command that runs it.
         environment: On top of this process's.
@@ -102,7 +102,7 @@ def child(
 
 
 def killed(script: str, path: Path, environment: Mapping[str, str] | None = None) -> list[str]:
-    """Lines that a script prints before it kills its own process with SIGKILL."""
+    """Return the lines that a script prints before it kills its own process with SIGKILL."""
     process = child(script, path, environment=environment)
     output, _ = process.communicate(timeout=PATIENCE)
     assert process.returncode == -signal.SIGKILL
@@ -110,7 +110,7 @@ def killed(script: str, path: Path, environment: Mapping[str, str] | None = None
 
 
 def kill(process: subprocess.Popen[str]) -> list[str]:
-    """End a process with SIGKILL; the whole lines that it printed and nobody has read yet."""
+    """End a process with SIGKILL; return the whole lines that it printed and that were not read yet."""
     process.kill()
     assert process.stdout is not None
     with process:

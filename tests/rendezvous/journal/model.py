@@ -1,4 +1,4 @@
-"""What a journal should hold, in the plainest words; and random entries that go on from it."""
+"""A plain model of the contents of a journal, and random entries that continue it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rallypoint.rendezvous.journal.journal import Checkpoint, Entry, Forgotten, 
 
 @dataclass
 class RunModel:
-    """One run: the revision of its latest record, what is kept of it, and its checkpoint."""
+    """One run: the revision of its latest record, its kept records and values, and its checkpoint."""
 
     last: int = 0
     first: int = 1
@@ -29,14 +29,14 @@ class Model:
     runs: dict[str, RunModel] = field(default_factory=dict)
 
     def after(self, entries: Sequence[Entry]) -> Model:
-        """The model after one call more."""
+        """Return the model after one more call."""
         later = copy.deepcopy(self)
         for entry in entries:
             later.add(entry)
         return later
 
     def add(self, entry: Entry) -> None:
-        """Take an entry."""
+        """Add an entry."""
         run = self.runs.setdefault(entry.run_id, RunModel())
         match entry:
             case Record(_, revision, content):
@@ -57,7 +57,7 @@ class Model:
         }
 
     def recovered(self) -> list[object]:
-        """What a journal should hold, for `plain` to compare."""
+        """Return the expected contents of a journal, for `plain` to compare."""
         return plain(
             Recovered(
                 [
@@ -80,7 +80,7 @@ class Model:
 
 
 def plain(recovered: Recovered) -> list[object]:
-    """What was recovered, with the order of runs and of keys left out."""
+    """Return recovered contents without the order of runs and of keys."""
     by_run: dict[str, list[Record]] = {}
     for record in recovered.records:
         by_run.setdefault(record.run_id, []).append(record)
@@ -99,7 +99,7 @@ _ONE_IN = 60
 
 
 def random_call(draw: random.Random, model: Model) -> list[Entry]:
-    """Entries of one call that go on from a model; a few, or more than one transaction takes."""
+    """Return entries of one call that continue a model; a few, or more than one transaction takes."""
     model = copy.deepcopy(model)
     count = draw.choice((1, 1, 2, 3, 10)) if draw.random() < 0.9 else draw.randint(90, 250)
     entries: list[Entry] = []
@@ -122,7 +122,7 @@ def _random_entry(draw: random.Random, run_id: str, run: RunModel) -> Entry:
     if kind < 0.58:
         return Forgotten(run_id, run.last + draw.choice((0, 0, 1)), _content(draw))
     value = None if draw.random() < 0.25 else _content(draw)
-    # Some keys of their own, so that a large call has more of them than a transaction takes.
+    # Some distinct keys, so that a large call has more of them than a transaction takes.
     key = draw.choice(_KEYS) if draw.random() < 0.5 else f"key {draw.randint(0, 300)}"
     return StoreChange(run_id, draw.choice((-1, 0, 1, 12)), key, value)
 

@@ -1,4 +1,4 @@
-"""What the core knows is written down and read back without loss, and both sides have the same names for it."""
+"""The core's values are encoded and decoded without loss, and both forms have the same names."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ STORED = re.findall(
     r"^(\w+) (\w+)\n +(.*)$", Path(__file__).with_name("stored_messages.txt").read_text(), re.MULTILINE
 )
 
-# A time as it comes from the wire: whole nanoseconds, up to the longest that is taken.
+# A time as it comes from the wire: whole nanoseconds, up to the longest that is accepted.
 seconds = st.integers(0, int(LONGEST * 1e9)).map(lambda nanoseconds: nanoseconds / 1e9)
 text = st.text(max_size=20)
 numbers = st.integers(0, 2**31 - 1)
@@ -59,7 +59,7 @@ BY_NAME: dict[str, st.SearchStrategy[Any]] = {
 
 
 def values(kind: Any) -> st.SearchStrategy[Any]:
-    """Values of a type; of a dataclass, with every field."""
+    """Return values of a type; of a dataclass, with every field."""
     if kind in BY_TYPE:
         return BY_TYPE[kind]
     if is_dataclass(kind):
@@ -100,7 +100,7 @@ def test_a_stored_message_is_read_and_written_byte_for_byte(name: str, content: 
 
 
 def without_later_fields(stored: Any, again: bytes) -> bytes:
-    """Return what is written again without the settings that came after it was stored: they get their defaults."""
+    """Return a message that was encoded again, without the settings that are newer than the stored one."""
     message = type(stored).FromString(again)
     snapshot_or_fact = message if isinstance(message, journal_pb2.RunSnapshot) else message.run_created
     if snapshot_or_fact.HasField("settings"):
@@ -130,7 +130,7 @@ def test_settings_survive_any_number_of_journeys(settings: state.RunSettings) ->
 
 
 def test_settings_of_an_earlier_version_have_the_defaults_of_this_one() -> None:
-    """A journal that was written before a setting was there is read as if it had been left alone."""
+    """A setting that is newer than the journal has its default."""
     earlier = journal_pb2.RunSettings(min_nodes=2, max_nodes=3, keep_alive_max_attempt=5)
     earlier.join_timeout.FromSeconds(7)
     read = decode_snapshot(journal_pb2.RunSnapshot(settings=earlier).SerializeToString()).settings
@@ -139,7 +139,7 @@ def test_settings_of_an_earlier_version_have_the_defaults_of_this_one() -> None:
 
 
 def test_every_fact_has_a_place_in_a_record() -> None:
-    """And a record knows no fact that the core does not. One fact is a part of another, for versions without it."""
+    """And a record has no fact that the core does not have. One fact is a part of another, for older versions."""
     oneof = journal_pb2.JournalRecord.DESCRIPTOR.oneofs_by_name["fact"]
     of_record = {field.message_type.name for field in oneof.fields if field.message_type is not None}
     assert of_record | {"RoundStarted"} == {fact.__name__ for fact in FACTS}
@@ -174,7 +174,7 @@ OF_OTHERS = {facts.RoundFinalized: {"started"}}
     ids=lambda value: value.__name__,
 )
 def test_a_value_and_its_message_have_the_same_fields(kind: type[Any], module: Any) -> None:
-    """So that nothing is lost on the way, and nobody needs a table to read a journal."""
+    """So nothing is lost in conversion, and a journal can be read without a table."""
     message = getattr(module, "WorkerFailure" if kind is state.ReportedFailure else kind.__name__)
     of_message = set(message.DESCRIPTOR.fields_by_name) - OF_OTHERS.get(kind, set())
     assert {field.name for field in fields(kind)} == of_message
@@ -189,7 +189,7 @@ def test_a_value_and_its_message_have_the_same_fields(kind: type[Any], module: A
     ids=lambda value: value.__name__,
 )
 def test_an_enum_and_its_message_have_the_same_numbers(enum: type[IntEnum], module: Any) -> None:
-    """By name and number, 0 being what is not set."""
+    """By name and number, 0 is the unset value."""
     wire = getattr(module, enum.__name__).DESCRIPTOR
     prefix = wire.values_by_number[0].name.removesuffix("UNSPECIFIED")
     of_wire = {value.name.removeprefix(prefix): value.number for value in wire.values if value.number}

@@ -1,4 +1,4 @@
-"""A turn takes something of everybody, in the order in which each said it, and nothing is forgotten."""
+"""A turn takes some items of every run, in the order of their arrival, and none is lost."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rallypoint.rendezvous.journal.commit_loop import FairQueue
 
 
 def test_a_long_queue_keeps_no_short_one_waiting() -> None:
-    """Of each run the first few, whoever came first."""
+    """The first few of each run, in any order of arrival."""
     turns: FairQueue[str] = FairQueue(2)
     for item in ("a1", "a2", "a3", "b1", "a4"):
         turns.put(item[0], item)
@@ -26,7 +26,7 @@ def test_a_long_queue_keeps_no_short_one_waiting() -> None:
     pauses=st.sets(st.integers(0, 40)),
 )
 def test_everything_is_taken_once_and_in_order(most: int, runs: list[str], pauses: set[int]) -> None:
-    """However putting and taking mix, and no turn takes more of a run than it may."""
+    """With any mix of put and take; no turn takes more of a run than its limit."""
     turns: FairQueue[tuple[str, int]] = FairQueue(most)
     taken: list[tuple[str, int]] = []
 

@@ -1,4 +1,4 @@
-"""Every journal keeps what it said it kept: the same suite over all of them."""
+"""Every journal keeps the entries that it acknowledged: the same suite for all of them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Reopen = Callable[[], Awaitable[Recovered]]
 
 
 class Shelf:
-    """One journal, opened again and again; `lasts`: what is in it outlives it."""
+    """One journal, opened again and again; `lasts`: its contents outlive it."""
 
     def __init__(self, make: Callable[[], Journal], *, lasts: bool) -> None:
         self._make = make
@@ -64,7 +64,7 @@ async def test_a_new_journal_is_empty(shelf: Shelf) -> None:
 
 
 async def test_records_come_back_per_run_in_the_order_of_their_revisions(shelf: Shelf) -> None:
-    """Also past ten, and whatever the names of the runs."""
+    """Also past ten, and with any names of runs."""
     for revision in range(1, 13):
         await shelf.journal.append([record(revision, "b"), record(revision, "a"), record(revision, "ä' --")])
     recovered = await shelf.reopen()
@@ -77,7 +77,7 @@ async def test_records_come_back_per_run_in_the_order_of_their_revisions(shelf: 
 
 
 async def test_the_store_has_the_latest_value_of_every_key(shelf: Shelf) -> None:
-    """Keys of several rounds and runs are apart; what was deleted is gone; values are any bytes, also none."""
+    """Keys of several rounds and runs are apart; deleted keys are gone; values are any bytes, also none."""
     await shelf.journal.append([change("k", b"old"), change("gone", b"x"), change("k", b"other round", 2)])
     await shelf.journal.append([change("k", b"\x00new\xff"), change("gone", None), change("empty", b"")])
     await shelf.journal.append([change("k", b"other run", run_id="b"), change("k", b"the run's own", 0)])
@@ -155,7 +155,7 @@ async def test_what_a_checkpoint_dropped_stays_dropped(shelf: Shelf) -> None:
 
 
 async def test_of_a_run_that_is_forgotten_only_the_rest_is_kept(shelf: Shelf) -> None:
-    """It comes back as a checkpoint without records; what others have of the same names stays."""
+    """It comes back as a checkpoint without records; keys of the same name in other runs stay."""
     await shelf.journal.append([record(1), record(2), change("k", b"x"), change("k", b"y", 2)])
     await shelf.journal.append([record(1, "b"), change("k", b"z", run_id="b")])
     await shelf.journal.append([checkpoint(2, 1), forgotten(2)])
@@ -170,7 +170,7 @@ async def test_of_a_run_that_is_forgotten_only_the_rest_is_kept(shelf: Shelf) ->
 async def test_a_forgotten_run_that_comes_again_goes_on_from_its_revision(
     shelf: Shelf, together: bool
 ) -> None:
-    """With records and a store of its own, of which nothing is mixed up with what was forgotten."""
+    """With new records and a new store, without any entries from before."""
     before: list[Entry] = [
         record(1),
         change("old", b"x"),
@@ -192,7 +192,7 @@ async def test_a_forgotten_run_that_comes_again_goes_on_from_its_revision(
 
 
 async def test_of_a_run_that_is_dropped_nothing_is_kept(shelf: Shelf) -> None:
-    """However many there are; the mark alone comes back. A fenced state of that name, set since, is no part of it."""
+    """For any number of runs; only the mark comes back. A fenced state of that name, set since, is not part of it."""
     for number in range(40):
         run_id = f"run {number}"
         await shelf.journal.append([record(1, run_id), change("k", b"x", run_id=run_id)])
@@ -207,7 +207,7 @@ async def test_of_a_run_that_is_dropped_nothing_is_kept(shelf: Shelf) -> None:
 
 
 async def swept(shelf: Shelf) -> Recovered:
-    """What a process finds after one that had the time to delete what is no longer kept."""
+    """Return the contents after a process that had the time to delete obsolete entries."""
     await shelf.reopen()
     while (working := getattr(shelf.journal, "_committing", None)) is not None:
         await working
@@ -216,7 +216,7 @@ async def swept(shelf: Shelf) -> Recovered:
 
 @pytest.mark.parametrize("together", [True, False])
 async def test_a_dropped_run_that_comes_again_begins_after_the_mark(shelf: Shelf, together: bool) -> None:
-    """With nothing of what it had, whether the journal has let go of that or not; and so any number of times."""
+    """Without its old entries, whether the journal has deleted them already or not; any number of times."""
     last = 0
     for life in range(3):
         begin: list[Entry] = [] if life == 0 else [checkpoint(last, last + 1)]
@@ -237,7 +237,7 @@ async def test_a_dropped_run_that_comes_again_begins_after_the_mark(shelf: Shelf
 
 
 async def test_store_entries_that_come_late_are_seen(shelf: Shelf) -> None:
-    """Those of a commit that was under way when their run was dropped: whoever wrote them deletes them."""
+    """Those of a commit in flight when their run was dropped: their writer deletes them."""
     await shelf.journal.append([record(1), forgotten(1), Dropped("run"), change("same commit", b"x")])
     await shelf.journal.append([forgotten(1, "b"), Dropped("b")])
     await shelf.journal.append([change("later", b"x", run_id="b")])

@@ -1,4 +1,4 @@
-"""A lock is held once, and its number outlives who held it."""
+"""A lock is held once, and its number outlives its holder."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rallypoint.rendezvous.journal.sqlite import LockFile
 
 
 def test_the_number_is_the_last_that_was_written(tmp_path: Path) -> None:
-    """Whoever takes the lock next reads it; 0 where there never was one."""
+    """The next holder of the lock reads it; 0 if there never was one."""
     lock = LockFile(tmp_path / "lock")
     assert lock.read() == 0
     for number in (10**19, 7):
@@ -24,7 +24,7 @@ def test_the_number_is_the_last_that_was_written(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("content", [b"", b"12", b"x" * 30, b"\xff" * 100, b"%020d 00000000\n" % 12])
 def test_a_number_that_can_not_be_trusted_is_none(tmp_path: Path, content: bytes) -> None:
-    """Whatever happened to the file: nobody is accused for it."""
+    """A damaged file has no number; it is not taken for a lost commit."""
     (tmp_path / "lock").write_bytes(content)
     lock = LockFile(tmp_path / "lock")
     assert lock.read() == 0

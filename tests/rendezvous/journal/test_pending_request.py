@@ -1,4 +1,4 @@
-"""Who waits for an answer gets it, or the reason why there is none; who has gone disturbs nobody."""
+"""A waiting caller gets the result or the error; a caller that has gone disturbs no other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A closed run is opened again over every journal: what stays, what is gone, what the next server finds."""
+"""A closed run is reopened over every journal: its store is deleted, its events stay, also for the next server."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Server:
         await self.shard.retire(RunNotFound)
 
     async def again(self) -> None:
-        """Another process takes its place; one whose journal does not last begins with nothing, so it stays."""
+        """Replace it by another process; one whose journal does not last would begin with nothing, so it stays."""
         if self.lasts:
             await self.stop()
             await self.start()
@@ -88,7 +88,7 @@ class Server:
 
 @pytest.fixture(params=["memory", "sqlite", pytest.param("etcd", marks=NEEDS_ETCD)])
 async def server(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Server]:
-    """A server over a journal of every kind, with a run that failed for good, and keys of it."""
+    """A server over a journal of every kind."""
     async with AsyncExitStack() as stack:
         if request.param == "memory":
             server = Server(MemoryJournal, lasts=False)
@@ -180,7 +180,7 @@ async def test_what_the_ended_incarnation_writes_is_refused(server: Server) -> N
 
 
 async def test_a_join_waits_until_the_last_node_has_gone(server: Server) -> None:
-    """And is admitted then; the streams of those that were in it end in good order."""
+    """Then it is admitted; the streams of the earlier nodes end normally."""
     former = await closed(server)
     waiting = asyncio.create_task(server.shard.engine.until_reopenable(RUN, lambda _: None))
     await server.shard.engine.settled()

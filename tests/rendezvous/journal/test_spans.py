@@ -1,4 +1,4 @@
-"""What is kept of a run never has a gap, and none of its numbers comes twice."""
+"""The kept records of a run never have a gap, and no revision comes twice."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rendezvous.journal.entries import checkpoint, forgotten, record
 
 @pytest.mark.parametrize("revision", [0, 1, 5, 7, 100])
 def test_only_the_next_record_is_taken(revision: int) -> None:
-    """One that came already, or one too early, says what was due; nothing has changed."""
+    """A repeated or early record raises an error with the expected one; nothing has changed."""
     span = Span(3, 5)
     with pytest.raises(
         OutOfSequenceError, match=f"record {revision} of run 'run' comes where record 6 is due"
@@ -25,7 +25,7 @@ def test_only_the_next_record_is_taken(revision: int) -> None:
     ("revision", "keep_from", "first"), [(5, 6, 6), (5, 4, 4), (3, 4, 4), (5, 1, 3), (2, 1, 3)]
 )
 def test_a_checkpoint_drops_what_it_does_not_keep(revision: int, keep_from: int, first: int) -> None:
-    """Which may be nothing, or all; what was dropped before does not come back."""
+    """Possibly none, or all; records that were dropped before do not come back."""
     span = Span(3, 5)
     span.cover(checkpoint(revision, keep_from))
     assert span == Span(first, 5)
@@ -33,7 +33,7 @@ def test_a_checkpoint_drops_what_it_does_not_keep(revision: int, keep_from: int,
 
 @pytest.mark.parametrize(("revision", "keep_from"), [(6, 6), (5, 7), (3, 5), (1, 1)])
 def test_a_checkpoint_that_would_leave_a_gap_is_refused(revision: int, keep_from: int) -> None:
-    """It is ahead of the records, drops some that it does not cover, or is older than what was dropped."""
+    """It is ahead of the records, drops some that it does not cover, or is older than the first kept record."""
     span = Span(3, 5)
     with pytest.raises(OutOfSequenceError, match="a checkpoint of run 'run' after record"):
         span.cover(checkpoint(revision, keep_from))
@@ -42,7 +42,7 @@ def test_a_checkpoint_that_would_leave_a_gap_is_refused(revision: int, keep_from
 
 @pytest.mark.parametrize("span", [Span(), Span(6, 5, 2), Span(6, 5, 2, dropped=True)])
 def test_a_run_without_records_begins_after_a_checkpoint(span: Span) -> None:
-    """Not below what it had, nor with a gap; a run with records does not."""
+    """Not below its last revision, nor with a gap; a run with records does not."""
     for refused in (checkpoint(span.last - 1, span.last), checkpoint(9, 9), checkpoint(9, 11)):
         with pytest.raises(OutOfSequenceError):
             span.cover(refused)

@@ -1,4 +1,4 @@
-"""The SQLite journal shares commits, tells nobody before its own, and once it has failed takes no more."""
+"""The SQLite journal shares commits, acknowledges no append before its own, and after a failure takes no more."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rendezvous.journal.files import reopen
 
 
 class Commits:
-    """What a journal's connection does, statement by statement."""
+    """The statements of a journal's connection."""
 
     def __init__(self, journal: SqliteJournal) -> None:
         self._journal = journal
@@ -40,14 +40,14 @@ class Commits:
 
 
 async def test_appends_made_together_share_one_commit(journal: SqliteJournal) -> None:
-    """A hundred callers, one trip to the disk."""
+    """A hundred callers, one write to the disk."""
     async with Commits(journal) as commits:
         await asyncio.gather(*(journal.append([record(revision)]) for revision in range(1, 101)))
     assert commits.count == 1
 
 
 async def test_what_arrives_during_a_commit_makes_up_the_next(journal: SqliteJournal) -> None:
-    """A slow disk makes larger groups, not a longer queue of commits; nobody is told before its own commit."""
+    """A slow disk makes larger groups, not a longer queue of commits; each append returns after its own commit."""
     async with Commits(journal) as commits:
         disk = threading.Event()
         slow = asyncio.ensure_future(journal._in_writer(disk.wait))
@@ -89,7 +89,7 @@ async def test_the_entries_of_one_call_are_kept_together_or_not_at_all(path: Pat
 
 
 async def test_after_a_failed_commit_nothing_is_believed_any_more(journal: SqliteJournal) -> None:
-    """Who waits, who comes during it and who comes later all get the error; none is told of success."""
+    """Appends before, during and after it all get the error; none of them succeeds."""
     await journal.append([record(1)])
     disk = threading.Event()
     slow = asyncio.ensure_future(journal._in_writer(disk.wait))
@@ -105,7 +105,7 @@ async def test_after_a_failed_commit_nothing_is_believed_any_more(journal: Sqlit
 
 
 async def test_whatever_goes_wrong_in_a_commit_nobody_waits_for_ever(journal: SqliteJournal) -> None:
-    """Also an error that is none of SQLite's: a number that it has no room for."""
+    """Also after an error that is not SQLite's: a number that it has no room for."""
     with pytest.raises(JournalError, match="too large"):
         await journal.append([change("k", b"x", 2**70)])
     with pytest.raises(JournalError):
@@ -114,7 +114,7 @@ async def test_whatever_goes_wrong_in_a_commit_nobody_waits_for_ever(journal: Sq
 
 @pytest.mark.parametrize("entry", [record(3), record(1), checkpoint(1, 3), checkpoint(2, 1), forgotten(0)])
 async def test_what_would_leave_a_gap_is_never_written(path: Path, entry: Entry) -> None:
-    """It would be found at the next start, when it is too late; the fault is in who appends, and known to it now."""
+    """The next start would find it too late; the caller has the bug, and gets the error now."""
     journal = SqliteJournal(path)
     await journal.open()
     await journal.append([record(1)])
@@ -125,7 +125,7 @@ async def test_what_would_leave_a_gap_is_never_written(path: Path, entry: Entry)
 
 
 async def test_a_journal_that_is_closed_takes_no_more(path: Path) -> None:
-    """Who comes too late is told so, rather than left to wait."""
+    """A late append fails at once and does not wait."""
     journal = SqliteJournal(path)
     await journal.open()
     await journal.close()

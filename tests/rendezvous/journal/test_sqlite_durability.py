@@ -30,7 +30,7 @@ def strace() -> str:
 
 
 def system_calls(trace: Path) -> Iterator[tuple[str, str]]:
-    """What a trace has: ("begin", call) and ("end", call), in their order in time over all threads."""
+    """Yield the calls of a trace: ("begin", call) and ("end", call), in order of time over all threads."""
     unfinished: dict[str, str] = {}
     for line in trace.read_text(errors="replace").splitlines():
         thread, _, call = line.partition(" ")
@@ -48,8 +48,8 @@ def system_calls(trace: Path) -> Iterator[tuple[str, str]]:
 def test_every_acknowledgement_follows_a_sync_that_began_after_its_write(path: Path, strace: str) -> None:
     """Seen by strace: the entry is written to the log, then a sync of the log begins and succeeds, then the ack.
 
-    Several callers append at once, so that commits are shared: none of them is told by a sync that was under way
-    when its own entry was not written yet.
+    Several callers append at once, so that commits are shared: none of them returns after a sync that had begun
+    before its own entry was written.
     """
     script = f"""
         async def caller(journal, name):
@@ -71,7 +71,7 @@ def test_every_acknowledgement_follows_a_sync_that_began_after_its_write(path: P
     assert process.returncode == 0
 
     written: set[str] = set()  # entries that are in the log
-    syncing: set[str] = set()  # those that were when the sync began that is under way
+    syncing: set[str] = set()  # those that were in it when the present sync began
     durable: set[str] = set()
     acknowledged = []
     for moment, call in system_calls(trace):
@@ -92,7 +92,7 @@ def test_every_acknowledgement_follows_a_sync_that_began_after_its_write(path: P
 
 
 def test_the_folder_that_is_made_for_a_journal_is_synced(path: Path, strace: str) -> None:
-    """Or it could be gone after loss of power, with all that is in it."""
+    """Otherwise it could be gone after loss of power, with all its contents."""
     place = path.parent / "a" / "b" / "rendezvous.db"
     script = "asyncio.run(SqliteJournal(path).open())"
     trace = path.with_name("trace")
@@ -104,7 +104,7 @@ def test_the_folder_that_is_made_for_a_journal_is_synced(path: Path, strace: str
 
 @pytest.mark.parametrize("acks", [1, 2, 7, 30, 300])
 def test_kill_9_loses_nothing_acknowledged(path: Path, acks: int) -> None:
-    """Killed in the middle of appends: what was acknowledged is there, whole and in order."""
+    """Killed in the middle of appends: all acknowledged entries are there, whole and in order."""
     script = """
         async def main():
             journal = SqliteJournal(path)
@@ -133,7 +133,7 @@ def test_kill_9_loses_nothing_acknowledged(path: Path, acks: int) -> None:
 def test_killed_again_and_again_it_loses_nothing_acknowledged(path: Path) -> None:
     """Each time at another moment of appending, compacting, forgetting and sweeping; each life goes on from the last.
 
-    Run `a` is compacted all the time and `b` forgotten now and then; a store entry of each says how far it was.
+    Run `a` is compacted all the time and `b` forgotten now and then; a store entry of each has its last revision.
     """
     script = """
         async def main():
@@ -184,14 +184,14 @@ def test_killed_again_and_again_it_loses_nothing_acknowledged(path: Path) -> Non
     assert min(acknowledged.values()) > 200
 
 
-# ---- what a process finds that another one left in the memory of the kernel
+# ---- data that a killed process left in the memory of the kernel
 
 
 class Disk:
-    """What of some files is on the disk, by the system calls of the processes that write them.
+    """The durable contents of some files, by the system calls of the processes that write them.
 
-    A sync puts there what was written since the sync before. One that fails puts nothing there, and what was written
-    is not put there by a later sync either: Linux takes the pages for written.
+    A sync makes the writes since the sync before durable. One that fails makes nothing durable, and a later sync does
+    not write that data either: Linux marks the pages as clean.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -201,7 +201,7 @@ class Disk:
         self.synced_folder = False
 
     def carry_out(self, call: str) -> None:
-        """Take a call of which strace has seen the end, with all strings in hexadecimal."""
+        """Process a call of which strace has seen the end, with all strings in hexadecimal."""
         if unlinked := re.match(r'unlink\("(.*?)"\) += 0', call):
             self._files.pop(_plain(unlinked[1]), None)
         match = re.match(r"(\w+)\(\d+<(.*?)>(.*)\) += (-?\d+)", call)
@@ -233,7 +233,7 @@ class Disk:
             written.clear()
 
     def after_power_loss(self, folder: Path) -> None:
-        """Write what is on the disk into another folder."""
+        """Write the durable contents into another folder."""
         folder.mkdir()
         for path, content in self._files.items():
             (folder / Path(path).name).write_bytes(content)
@@ -244,7 +244,7 @@ def _plain(text: str) -> str:
 
 
 def traced(strace: str, script: str, path: Path, *options: str) -> tuple[list[str], list[str]]:
-    """The lines that a script prints until it kills itself, and its system calls in the order of their ends."""
+    """Return the lines that a script prints until it kills itself, and its system calls in the order of their ends."""
     trace = path.parent.with_name(f"trace{len([*path.parent.parent.iterdir()])}")
     calls = "trace=write,pwrite64,ftruncate,unlink,fsync,fdatasync"
     options = ("-f", "-y", "-xx", "-s", "2000000", "-e", calls, *options)
@@ -260,17 +260,17 @@ async def main():
     os.kill(os.getpid(), signal.SIGKILL)
 asyncio.run(main())
 """
-TOLD = re.compile(r"write\(1<.*\\x74\\x6f\\x6c\\x64\\x20")  # "told "
+TOLD = re.compile(r"write\(1<.*\\x74\\x6f\\x6c\\x64\\x20")  # `told ` as strace prints it
 
 
 @pytest.mark.parametrize("fault", ["a sync failed", "killed before the sync"])
 def test_what_another_process_left_in_memory_is_on_the_disk_before_it_is_told(
     path: Path, strace: str, fault: str
 ) -> None:
-    """The commit that was not synced is read, believed and told: then it must outlive a loss of power at that moment.
+    """The commit that was not synced is read and reported: then it must outlive a loss of power at that moment.
 
-    The first process writes its last commit and fails to sync it; or it is killed in between, which strace sees to. A
-    model of the disk takes their system calls.
+    The first process writes its last commit and fails to sync it; or strace kills it in between. A model of the disk
+    processes their system calls.
     """
     fails = fault == "a sync failed"
     script = """
@@ -286,7 +286,7 @@ def test_what_another_process_left_in_memory_is_on_the_disk_before_it_is_told(
             os.kill(os.getpid(), signal.SIGKILL)
         asyncio.run(main())
     """
-    # So many syncs of the log there are before that of the third commit: those of the first opening, and two.
+    # So many syncs of the log come before that of the third commit: those of the first start, and two.
     counted, calls = traced(strace, script, path)
     assert counted == ["1", "2", "3"]
     before = sum(call.startswith("fdatasync") for call in calls) - 1

@@ -1,4 +1,4 @@
-"""A disk that is full or fails breaks the journal for good; what it acknowledged is there afterwards."""
+"""A disk that is full or fails breaks the journal for good; all acknowledged entries are there afterwards."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ async def main():
 
 
 def script(*, padding: int, break_at: int = 0, damage: str = "pass", mend: str = "pass") -> str:
-    """The same, with a fault of one's own."""
+    """Return the script with a given fault."""
     head = (
         f"BREAK_AT, PADDING = {break_at}, {padding}\ndef damage():\n    {damage}\ndef mend():\n    {mend}\n"
     )
@@ -51,7 +51,7 @@ def script(*, padding: int, break_at: int = 0, damage: str = "pass", mend: str =
 
 
 def check(path: Path, lines: list[str], why: str, *, least: int = 1) -> None:
-    """What a process printed, and left behind, that met with a fault."""
+    """Check the output of a process that met a fault, and the journal that it left."""
     failed_at, message, after, end = lines
     assert message.startswith(f"can't write the journal {path}: {why}")
     assert message.endswith("so the service must start again and read it")
@@ -59,13 +59,13 @@ def check(path: Path, lines: list[str], why: str, *, least: int = 1) -> None:
     acknowledged = list(range(1, int(failed_at)))
     assert len(acknowledged) >= least
     recovered = recover(path)
-    # Whether what failed is there is unknown; whether what was acknowledged is, is not.
+    # The failed entry may or may not be there; the acknowledged ones must be.
     assert [each.revision for each in recovered.records] in (acknowledged, [*acknowledged, int(failed_at)])
     assert list(recovered.store_entries) == []
 
 
 def test_a_file_size_limit_is_an_error_and_loses_nothing_acknowledged(path: Path) -> None:
-    """The process that finds no room stays broken, also when there is room again; the next one has all it acked."""
+    """A process without room stays broken, also when there is room again; the next one has all acked entries."""
     limit = "resource.setrlimit(resource.RLIMIT_FSIZE, ({}, resource.RLIM_INFINITY))"
     code = script(
         padding=5000, break_at=1, damage=limit.format(100_000), mend=limit.format("resource.RLIM_INFINITY")
@@ -78,7 +78,7 @@ def test_a_file_size_limit_is_an_error_and_loses_nothing_acknowledged(path: Path
 
 @pytest.fixture
 def small(tmp_path: Path) -> Iterator[Path]:
-    """A journal's place on a file system of 2 MiB."""
+    """The path of a journal on a file system of 2 MiB."""
     mount, umount = shutil.which("mount"), shutil.which("umount")
     if mount is None or umount is None:
         pytest.skip("mount is not installed")
@@ -93,7 +93,7 @@ def small(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_full_disk_is_an_error_and_loses_nothing_acknowledged(small: Path) -> None:
-    """The journal can be read where there is no room at all; with room again it goes on."""
+    """The journal can be read when there is no room at all; with room again it goes on."""
     ballast = small.with_name("ballast")
     code = script(padding=5000, mend=f"Path({str(ballast)!r}).unlink()")
     ballast.write_bytes(b"x" * (1 << 20))
@@ -101,10 +101,10 @@ def test_a_full_disk_is_an_error_and_loses_nothing_acknowledged(small: Path) -> 
 
 
 async def test_on_a_full_disk_a_journal_is_read_and_takes_nothing(small: Path) -> None:
-    """It opens, so that people can look, and its first append says what is wrong."""
+    """It opens, so that people can inspect it, and its first append reports the cause."""
     await append(small, [record(revision) for revision in range(1, 11)])
     ballast = small.with_name("ballast")
-    with ballast.open("wb", buffering=0) as file, contextlib.suppress(OSError):  # that there is no more room
+    with ballast.open("wb", buffering=0) as file, contextlib.suppress(OSError):  # until there is no more room
         while True:
             file.write(b"x" * 4096)
     with pytest.raises(JournalError, match=r"disk is full|disk I/O error"):
@@ -115,7 +115,7 @@ async def test_on_a_full_disk_a_journal_is_read_and_takes_nothing(small: Path) -
 
 
 def test_a_read_only_file_system_is_refused_in_one_line(small: Path) -> None:
-    """Whether there is a journal on it or not."""
+    """With and without a journal on it."""
     mount = shutil.which("mount")
     assert mount is not None
     for written in (False, True):
@@ -129,8 +129,8 @@ def test_a_read_only_file_system_is_refused_in_one_line(small: Path) -> None:
 
 # ---- a disk that fails
 
-# Fails syncs of files of a name, as long as the fault is there, as the kernel does: the error is reported, and what
-# could not be written counts as written. Notes every sync that is asked for.
+# Fails syncs of files of a name, as long as the fault file exists, as the kernel does: the error is reported, and the
+# lost data counts as written. Records every failed sync.
 SHIM = r"""
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -189,7 +189,7 @@ def test_a_sync_that_fails_is_fatal_and_never_tried_again(
 ) -> None:
     """A second try would succeed without anything being on the disk: the kernel reports such an error once.
 
-    Whether the log's, which each commit waits for, or the file's, when the log is carried over into it.
+    This holds for the log, for which each commit waits, and for the file, when the log is carried over into it.
     """
     fault = tmp_path / "fault"
     code = script(padding=padding, break_at=20, damage=f"Path({str(fault)!r}).touch()", mend="pass").replace(
@@ -205,7 +205,7 @@ def test_a_sync_that_fails_is_fatal_and_never_tried_again(
 def test_closing_after_a_failed_sync_loses_nothing_acknowledged(
     path: Path, tmp_path: Path, shim: Path
 ) -> None:
-    """With the fault still there, and without: the log is not thrown away before the file has what is in it."""
+    """With the fault still there, and without: the log is not deleted before the file has its contents."""
     fault = tmp_path / "fault"
     code = script(padding=100, break_at=20, damage=f"Path({str(fault)!r}).touch()")
     environment = {"LD_PRELOAD": str(shim), "SYNC_FAILS_OF": "-wal", "SYNC_FAULT": str(fault)}

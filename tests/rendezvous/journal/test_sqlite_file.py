@@ -1,4 +1,4 @@
-"""A SQLite journal is held by one process, and notices what its log has lost."""
+"""A SQLite journal is held by one process, and notices commits that its log has lost."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from support.waiting import PATIENCE
 
 
 def test_a_second_process_is_locked_out(path: Path) -> None:
-    """It is told so in one line, and as soon as the first is dead, however it died, the next one gets in."""
+    """It gets an error in one line; once the first is dead, however it died, the next one can open it."""
     script = """
         async def main():
             journal = SqliteJournal(path)
@@ -44,7 +44,7 @@ def test_a_second_process_is_locked_out(path: Path) -> None:
 async def test_the_lock_keeps_out_a_second_journal_of_the_same_process(
     journal: SqliteJournal, path: Path
 ) -> None:
-    """And being refused does not take the lock from who has it."""
+    """And the refusal does not take the lock from its holder."""
     for _ in range(2):
         with pytest.raises(JournalError, match="in use"):
             await reopen(path)
@@ -63,7 +63,7 @@ def test_a_place_that_can_not_be_is_refused_in_one_line(tmp_path: Path) -> None:
 
 
 async def test_only_its_user_can_read_it(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor its log, from before SQLite opens it; what others could read is narrowed."""
+    """The same holds for its log, from before SQLite opens it; wider modes are narrowed."""
     private = {path.name + end: 0o600 for end in ("", "-wal", ".lock")}
     found: list[int] = []
 
@@ -116,7 +116,7 @@ def crashed(path: Path) -> Path:
 
 @pytest.mark.parametrize("damage", ["removed", "cut", "flipped", "emptied"])
 def test_a_log_that_lost_acknowledged_commits_is_noticed(crashed: Path, damage: str) -> None:
-    """SQLite alone takes it for one that ends there."""
+    """To SQLite alone the log just ends there."""
     log = crashed.with_name(crashed.name + "-wal")
     whole = log.read_bytes()
     if damage == "removed":
@@ -135,7 +135,7 @@ def test_a_log_that_lost_acknowledged_commits_is_noticed(crashed: Path, damage: 
 
 
 def test_one_may_go_on_from_what_there_is(crashed: Path) -> None:
-    """By removing the lock file, as the message says; from then on they are counted again."""
+    """After the lock file is removed, as the message advises; from then on commits are counted again."""
     log = crashed.with_name(crashed.name + "-wal")
     log.write_bytes(log.read_bytes().replace(b"fact 7\0", b"fact 8\0"))
     refused(crashed)
@@ -145,7 +145,7 @@ def test_one_may_go_on_from_what_there_is(crashed: Path) -> None:
 
 
 def test_a_journal_that_was_moved_away_is_not_missed(crashed: Path) -> None:
-    """Who is told to move a damaged one away must be able to start without it."""
+    """The message advises to move a damaged one away; the service must then start without it."""
     for each in crashed.parent.glob("rendezvous.db*"):
         if not each.name.endswith(".lock"):
             each.rename(each.with_name(f"old-{each.name}"))
@@ -170,7 +170,7 @@ async def test_a_count_that_lags_behind_is_no_damage(path: Path) -> None:
 
 @pytest.mark.parametrize(("runs", "commits", "bound"), [slow(1, 1500, 18 << 20), (100, 200, 24 << 20)])
 async def test_the_log_is_bounded(path: Path, runs: int, commits: int, bound: int) -> None:
-    """Whether many commits change one page each, or a few of them many."""
+    """Also if many commits change one page each, or a few of them many."""
     journal = SqliteJournal(path)
     await journal.open()
     log = path.with_name(path.name + "-wal")

@@ -1,7 +1,7 @@
-"""Whatever befalls the disk and the process, a journal holds what was acknowledged, or says that it doesn't.
+"""After any fault of disk or process a journal holds everything acknowledged, or reports that it does not.
 
 The product's file code is on a disk that forgets, tears, lies, fills up and fails (`faulty_disk`). Each history comes
-from a seed: calls that go on from a model, faults in the middle of them, and openings between. A failure names its
+from a seed: calls that continue a model, faults in the middle of them, and restarts in between. A failure names its
 seed; RALLYPOINT_JOURNAL_HISTORIES plays more of them.
 """
 
@@ -36,10 +36,10 @@ class History:
         self.chance = random.Random(f"{seed}/journal")
         self.disk = FaultyDisk(self.chance)
         self.path = path
-        # What the journal would hold after each call; the last of them that was acknowledged.
+        # The expected contents after each call; the index of the last acknowledged call.
         self.states = [Model()]
         self.acknowledged = 0
-        # What lock files were written, oldest first: after loss of power, an older one may be there.
+        # The written lock files, oldest first: after loss of power, an older one may be there.
         self.locks: list[bytes] = [b""]
         self.lies = False
         self.file = JournalFile(path)
@@ -65,7 +65,7 @@ class History:
             if disk.dead:
                 raise JournalError("the process was killed before it could say so")
             self.acknowledged = len(self.states) - 1
-            # What a disk that lies makes of the file itself, page by page, can't be told from what was meant.
+            # A lying disk may damage the file itself, page by page, and that can't be distinguished from intended data.
             if chance.random() < 0.3 and not disk.lying:
                 self.file.shorten_log()
         except JournalError:
@@ -95,7 +95,7 @@ class History:
         disk.mend()
 
     def _open(self) -> None:
-        """Start the next process; what it finds is one of the states that there may be."""
+        """Start the next process; it must find one of the possible states."""
         while True:
             self.file = JournalFile(self.path)
             if self.chance.random() < 0.1:
@@ -124,12 +124,12 @@ class History:
         del self.states[1:]
         self.acknowledged = 0
         if self.lies:
-            self.locks.clear()  # those count what is gone
+            self.locks.clear()  # those count commits that are gone
         self.lies = False
         self._note_lock()
 
     def _begin_anew(self) -> None:
-        """What the message says: go on from what there is."""
+        """Follow the message: continue with the present contents."""
         self._lock.unlink()
         self.locks = [b""]
 
@@ -143,7 +143,7 @@ class History:
     ids=str,
 )
 def test_a_journal_holds_what_was_acknowledged(seeds: range, tmp_path: Path) -> None:
-    """Killed, without power, torn, full, lied to, or failed: what was acknowledged is there, each call whole."""
+    """After kill, power loss, torn writes, a full, lying or failing disk: acknowledged calls are there, each whole."""
     play(seeds, tmp_path)
 
 
@@ -172,7 +172,7 @@ def believe_the_log_without_sync(patch: pytest.MonkeyPatch) -> None:
 
 
 def sync_now_and_then(patch: pytest.MonkeyPatch) -> None:
-    """Commits wait for the disk when the log is carried over only."""
+    """Commits wait for the disk only when the log is carried over."""
 
     @instead_of(patch, JournalFile, "_connect")
     def hasty(connect: Any, self: JournalFile, version: int | None) -> object:
@@ -182,7 +182,7 @@ def sync_now_and_then(patch: pytest.MonkeyPatch) -> None:
 
 
 def acknowledge_what_failed(patch: pytest.MonkeyPatch) -> None:
-    """A commit that failed is taken for one that was made."""
+    """A failed commit counts as made."""
 
     @instead_of(patch, JournalFile, "commit")
     def calm(commit: Any, self: JournalFile, calls: object) -> None:
@@ -201,12 +201,12 @@ def commit_entry_by_entry(patch: pytest.MonkeyPatch) -> None:
 
 
 def believe_what_the_kernel_shows(patch: pytest.MonkeyPatch) -> None:
-    """What is found at the start is believed, though a sync of it may have failed or never come."""
+    """Contents found at the start are used, although their sync may have failed or never come."""
     patch.setattr(sqlite, "write_again", lambda path: None)
 
 
 def count_commits_before_they_are_made(patch: pytest.MonkeyPatch) -> None:
-    """The lock file counts a commit that may not come about."""
+    """The lock file counts a commit that may never be made."""
     write = LockFile.write
     patch.setattr(LockFile, "write", lambda self, number: write(self, number + 1))
 

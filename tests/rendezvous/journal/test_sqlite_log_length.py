@@ -1,4 +1,4 @@
-"""The log of a SQLite journal is carried over before it grows long, whoever wrote it."""
+"""The log of a SQLite journal is carried over before it grows long, also if several processes wrote it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LIFE = """
 
 @pytest.mark.slow
 def test_servers_that_never_live_long_keep_the_log_short(path: Path) -> None:
-    """None of them writes enough to shorten it by itself; each takes over what the one before has left."""
+    """None of them writes enough to shorten it by itself; each carries over the log of the one before."""
     for _ in range(5):
         killed(LIFE, path)
     assert path.with_name(path.name + "-wal").stat().st_size < 32 << 20

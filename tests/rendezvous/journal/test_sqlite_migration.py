@@ -14,7 +14,7 @@ from rendezvous.journal.entries import change, checkpoint, record
 from rendezvous.journal.files import append, child, contents, recover, refused, reopen
 from support.waiting import PATIENCE
 
-# As that version had it.
+# The schema of that version.
 SCHEMA_1 = """
 CREATE TABLE record (
     run_id TEXT NOT NULL,
@@ -38,7 +38,7 @@ VALUES = [change(f"key{n}", b"\x00value%d" % n * n, n % 3, "a") for n in range(6
 
 
 def checksum_1(*row: object) -> int:
-    """As that version made it."""
+    """The checksum of that version."""
     *names, content = row
     assert isinstance(content, bytes)
     return crc32(content, crc32(repr(names).encode()))
@@ -73,7 +73,7 @@ def version_of(path: Path) -> int:
 
 
 async def test_nothing_is_lost_and_the_runs_go_on(old: Path) -> None:
-    """Also what was still in the log; the next opening finds the new version, and the same."""
+    """Also the commits that were still in the log; the next process finds the new version, and the same contents."""
     for _ in range(2):
         recovered = await reopen(old)
         assert sorted(recovered.records, key=lambda each: (each.run_id, each.revision)) == RECORDS
@@ -87,7 +87,7 @@ async def test_nothing_is_lost_and_the_runs_go_on(old: Path) -> None:
 
 
 async def test_a_copy_is_kept_with_which_one_can_go_back(old: Path) -> None:
-    """It is whole by itself, of the old version, and as private as the journal."""
+    """It is complete by itself, of the old version, and as private as the journal."""
     await reopen(old)
     copy = old.with_name(old.name + ".v1")
     assert version_of(copy) == 1
@@ -124,7 +124,7 @@ def test_killed_in_the_middle_it_begins_again(old: Path, statement: int) -> None
 
 
 def test_without_room_for_the_copy_nothing_is_changed(old: Path) -> None:
-    """A folder in its place is as good as a full disk."""
+    """A folder at its path has the same effect as a full disk."""
     old.with_name(old.name + ".v1.part").mkdir()
     before = {each.name: each.read_bytes() for each in old.parent.glob("*db*") if each.is_file()}
     with pytest.raises(JournalError, match=r"can't open the journal .*: Is a directory; fix that"):
@@ -134,7 +134,7 @@ def test_without_room_for_the_copy_nothing_is_changed(old: Path) -> None:
 
 
 def test_a_damaged_one_is_refused_as_it_is(old: Path) -> None:
-    """It is looked at before it is changed."""
+    """It is checked before it is changed."""
     recover(old)
     copy = old.with_name(old.name + ".v1")
     whole = copy.read_bytes()

@@ -1,4 +1,4 @@
-"""A SQLite journal that can't be trusted is refused, untouched, in one line that says how to mend it."""
+"""A damaged or foreign SQLite journal is refused, untouched, in one line that has the remedy."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from support.waiting import PATIENCE
 
 
 def test_a_file_that_is_no_journal_is_refused(path: Path) -> None:
-    """Whatever it is, it belongs to somebody."""
+    """It may be the data of another program."""
     path.write_bytes(b"my thesis\n" * 1000)
     assert "is damaged (it is not a SQLite file) and was not touched" in refused(path)
 
@@ -32,7 +32,7 @@ def test_a_truncated_file_is_refused(path: Path, size: int) -> None:
 
 @pytest.mark.slow
 def test_a_file_with_flipped_bytes_is_refused_or_makes_no_difference(path: Path) -> None:
-    """Flip any byte: either it is noticed and nothing is touched, or it was one that means nothing."""
+    """Flip any byte: either it is noticed and nothing is changed, or the byte has no meaning."""
     fill(path)
     intact = recover(path)
     whole = path.read_bytes()
@@ -55,7 +55,7 @@ def test_a_file_with_flipped_bytes_is_refused_or_makes_no_difference(path: Path)
 
 
 def test_flipped_bytes_in_the_middle_of_a_value_are_refused(path: Path) -> None:
-    """Which SQLite itself does not notice: its pages hang together as before."""
+    """SQLite itself does not notice that: its pages are still consistent."""
     fill(path)
     whole = path.read_bytes()
     assert b"42" * 20 in whole
@@ -105,7 +105,7 @@ def test_the_database_of_another_program_is_refused(path: Path) -> None:
 
 @pytest.mark.parametrize("stage", ["lock only", "empty file", "header only"])
 def test_a_server_killed_while_it_made_the_journal_starts_again(path: Path, stage: str) -> None:
-    """Nothing was kept yet, so nothing is lost, and nobody has to remove anything."""
+    """Nothing was kept yet, so nothing is lost, and no file must be removed by hand."""
     if stage == "lock only":
         path.with_name(path.name + ".lock").touch()
     else:
@@ -133,7 +133,7 @@ def test_a_server_killed_while_it_made_the_journal_starts_again(path: Path, stag
     ],
 )
 def test_a_gap_in_a_run_is_refused(path: Path, deletion: str, what: str) -> None:
-    """Which neither SQLite nor the checksum of a row can notice: what is there is intact."""
+    """Neither SQLite nor the checksum of a row can notice that: the present rows are intact."""
     records = [record(revision) for revision in range(1, 101)]
     asyncio.run(append(path, [*records, checkpoint(100, 7)], [change("k", b"x")]))
     connection = sqlite3.connect(path)

@@ -1,4 +1,4 @@
-"""What is no longer kept is gone at once for everybody, and from the file bit by bit."""
+"""Obsolete entries are gone at once for every reader, and are deleted from the file in small steps."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from support.replacing import instead_of
 
 
 async def count(journal: SqliteJournal, table: str) -> int:
-    """Rows in the file."""
+    """Return the number of rows in the file."""
     connection = journal._file._connection
     assert connection is not None
     assert table in ("record", "checkpoint", "store")
@@ -47,7 +47,7 @@ async def at_rest(journal: SqliteJournal) -> None:
 
 
 async def test_no_commit_waits_for_more_than_a_bounded_part(journal: SqliteJournal) -> None:
-    """The more there is to delete, the more commits it takes; not the longer each."""
+    """The more there is to delete, the more commits it takes; none of them takes longer."""
     records = 10 * ROWS_PER_STEP
     await journal.append([record(revision) for revision in range(1, records + 1)])
     await journal.append([forgotten(records)])
@@ -76,7 +76,7 @@ async def test_large_values_are_bounded_by_their_bytes(journal: SqliteJournal, p
 
 
 async def test_it_ends_by_itself_when_nothing_else_is_appended(journal: SqliteJournal) -> None:
-    """With nothing left of what is no longer kept."""
+    """No obsolete entry is left then."""
     await journal.append([record(revision, run) for run in "abc" for revision in range(1, 2 * ROWS_PER_STEP)])
     last = 2 * ROWS_PER_STEP - 1
     await journal.append([checkpoint(last, last, run) for run in "abc"])
@@ -100,7 +100,7 @@ async def test_pages_are_used_again(path: Path) -> None:
 
 
 def test_a_server_killed_meanwhile_leaves_the_rest_to_the_next(path: Path) -> None:
-    """Which does not take it for something that is kept, whatever came since of the same names, and sweeps on."""
+    """It does not read them as kept entries, also beside new ones of the same names, and sweeps on."""
     script = """
         async def main():
             journal = SqliteJournal(path)
@@ -131,7 +131,7 @@ def test_a_server_killed_meanwhile_leaves_the_rest_to_the_next(path: Path) -> No
 
 
 async def test_closing_does_not_wait_for_it(path: Path) -> None:
-    """A service that is told to stop stops; the next one goes on."""
+    """A service that is stopped stops at once; the next one goes on."""
     records = 100 * ROWS_PER_STEP
     await append(path, [record(revision) for revision in range(1, records + 1)], [forgotten(records)])
     connection = sqlite3.connect(path)
@@ -142,7 +142,7 @@ async def test_closing_does_not_wait_for_it(path: Path) -> None:
 
 
 async def test_nothing_is_kept_in_memory_of_a_state_that_had_no_run(path: Path) -> None:
-    """However many names a client makes up for states, before and after a restart of the service."""
+    """For any number of names that a client uses for states, before and after a restart of the service."""
     names = [f"run {number}" for number in range(100)]
     states = [change("state", b"x", -1, name) for name in names]
     for calls in [states], [[replace(state, value=None) for state in states]]:
@@ -157,7 +157,7 @@ async def test_nothing_is_kept_in_memory_of_a_state_that_had_no_run(path: Path) 
 
 
 async def test_a_dropped_run_goes_with_the_last_of_its_late_store_entries(journal: SqliteJournal) -> None:
-    """Until then its checkpoint has to stay, since it marks older entries as left-overs."""
+    """Until then its checkpoint has to stay, since it marks older entries as obsolete."""
     await journal.append([record(1), forgotten(1), Dropped("run"), change("state", b"x", -1)])
     await at_rest(journal)
     assert await count(journal, "checkpoint") == 1
@@ -171,7 +171,7 @@ VALUES = [change(f"k{number}", b"%d" % number * 2000) for number in range(2000)]
 
 
 async def shrunk(path: Path) -> tuple[int, int]:
-    """Fill a file, delete nine of ten values; its size before and after. What is left must be in it."""
+    """Fill a file, delete nine of ten values, check the rest; return its size before and after."""
     journal = SqliteJournal(path)
     await journal.open()
     await journal.append(VALUES)
@@ -186,7 +186,7 @@ async def shrunk(path: Path) -> tuple[int, int]:
 
 
 async def test_the_file_shrinks_when_much_was_deleted(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By itself, in bounded steps, to what is kept and a tenth, and 4 MiB; it grows again, and loses nothing."""
+    """By itself, in bounded steps, to the kept bytes plus a tenth, and 4 MiB; it grows again, and loses nothing."""
     steps: list[int] = []
 
     @instead_of(monkeypatch, FreePages, "begin")
@@ -205,7 +205,7 @@ async def test_the_file_shrinks_when_much_was_deleted(path: Path, monkeypatch: p
 async def test_free_pages_of_an_earlier_process_are_given_back(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It may have ended before it came to that."""
+    """That process may have ended too early."""
     with monkeypatch.context() as patch:
         patch.setattr(FreePages, "count", lambda *_: None)
         full, left = await shrunk(path)

@@ -1,4 +1,4 @@
-"""The journal on etcd: group commit, its end, and what etcd refuses."""
+"""The journal on etcd: group commit, its end, and refusals of etcd."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = NEEDS_ETCD
 
 @pytest.fixture
 async def journal(shelf: EtcdShelf) -> AsyncIterator[EtcdJournal]:
-    """A journal, opened; nothing it has sent so far is counted."""
+    """A journal, opened; its earlier transactions are not counted."""
     opened = shelf.journal()
     await opened.open()
     shelf.client.from_now(lambda n: Fate.ANSWERED)
@@ -35,7 +35,7 @@ async def journal(shelf: EtcdShelf) -> AsyncIterator[EtcdJournal]:
 
 
 async def test_what_arrives_during_a_commit_makes_up_the_next(shelf: EtcdShelf, journal: EtcdJournal) -> None:
-    """One transaction for all of it, as long as it fits; none is put off for it."""
+    """One transaction for all of it, as long as it fits; none is delayed for it."""
     shelf.client.hold = asyncio.Event()
     appends = [asyncio.create_task(journal.append([record(1)]))]
     await shelf.client.done.wait()
@@ -45,7 +45,7 @@ async def test_what_arrives_during_a_commit_makes_up_the_next(shelf: EtcdShelf, 
     assert len(shelf.client.sent) == 1
     shelf.client.hold.set()
     await asyncio.gather(*appends)
-    # Each with the head besides.
+    # Each also has the head.
     assert [len(txn.then) for txn in shelf.client.sent] == [2, 99, 3]
 
 
@@ -77,14 +77,14 @@ async def test_an_entry_out_of_sequence_breaks_the_journal(shelf: EtcdShelf, jou
 
 
 async def test_text_without_an_encoding_breaks_the_journal(shelf: EtcdShelf, journal: EtcdJournal) -> None:
-    """And leaves nobody waiting."""
+    """And no caller keeps waiting."""
     with pytest.raises(JournalError, match="can't write the journal"):
         await journal.append([change("\ud800", b"x")])
     assert shelf.client.sent == []
 
 
 async def test_a_closed_journal_takes_no_more(shelf: EtcdShelf, journal: EtcdJournal) -> None:
-    """From the moment on that it is being closed; another process can have it."""
+    """As soon as the closing begins; another process can have it."""
     append = asyncio.create_task(journal.append([record(1)]))
     await asyncio.sleep(0)
     closing = asyncio.create_task(journal.close())
@@ -102,7 +102,7 @@ async def test_a_closed_journal_takes_no_more(shelf: EtcdShelf, journal: EtcdJou
 
 
 async def test_the_end_of_the_session_is_that_of_the_journal(shelf: EtcdShelf) -> None:
-    """Nothing is tried any more, however long nobody appends."""
+    """Nothing is tried any more, also if no append follows for long."""
     session = await Session.open(shelf.client, TTL)
     journal = shelf.journal(session=session)
     await journal.open()
@@ -118,7 +118,7 @@ async def test_the_end_of_the_session_is_that_of_the_journal(shelf: EtcdShelf) -
 
 
 async def test_a_lease_that_etcd_does_not_know_claims_nothing(shelf: EtcdShelf) -> None:
-    """Though the session has not heard of its end yet."""
+    """Although the session does not know of its end yet."""
     session = await Session.open(shelf.client, TTL)
     await shelf.client.revoke(session.lease)
     with pytest.raises(OwnershipLost, match="requested lease not found"):
@@ -150,7 +150,7 @@ def cluster(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[EtcdClus
 
 @pytest.mark.slow
 async def test_closing_ends_though_etcd_is_away(cluster: EtcdCluster) -> None:
-    """In a bounded time; and whoever waits for an append is told that its outcome is unknown."""
+    """In a bounded time; and a waiting append gets the error that its outcome is unknown."""
     async with etcd_shelf(cluster.url) as shelf:
         journal = shelf.journal()
         await journal.open()
@@ -165,7 +165,7 @@ async def test_closing_ends_though_etcd_is_away(cluster: EtcdCluster) -> None:
 
 
 async def test_an_etcd_that_comes_back_takes_what_it_did_not_answer(cluster: EtcdCluster) -> None:
-    """The same commit is sent until there is an answer: killed in the middle of many, nothing is lost or done twice."""
+    """The same commit is sent until there is a response: a killed etcd loses nothing and does nothing twice."""
     async with etcd_shelf(cluster.url) as shelf:
         journal = shelf.journal()
         await journal.open()
@@ -181,7 +181,7 @@ async def test_an_etcd_that_comes_back_takes_what_it_did_not_answer(cluster: Etc
 
 
 async def test_a_majority_that_goes_and_comes_back_loses_nothing(tmp_path: Path) -> None:
-    """Nothing is told meanwhile; then everything is, and none of it twice."""
+    """No append returns meanwhile; then all do, and none is done twice."""
     with etcd_cluster(tmp_path, 3) as cluster:
         async with etcd_shelf(cluster.url) as shelf:
             journal = shelf.journal()
@@ -215,7 +215,7 @@ async def test_a_majority_that_goes_and_comes_back_loses_nothing(tmp_path: Path)
 async def test_what_etcd_refuses_is_said_in_one_line_with_what_to_do(
     cluster: EtcdCluster, entries: list[Entry], why: str
 ) -> None:
-    """The journal takes no more, and another process can have it, for what that is worth."""
+    """The journal takes no more, and another process can own it, with the same limits."""
     async with etcd_shelf(cluster.url) as shelf:
         journal = shelf.journal()
         await journal.open()
@@ -236,7 +236,7 @@ async def test_what_etcd_refuses_is_said_in_one_line_with_what_to_do(
 @pytest.mark.slow
 @pytest.mark.parametrize("cluster", [["--quota-backend-bytes", "4000000"]], indirect=True)
 async def test_a_full_etcd_is_waited_for(cluster: EtcdCluster) -> None:
-    """The journal stays ours meanwhile. Once it is closed, who waits knows no outcome, and another can have it."""
+    """The journal stays ours meanwhile. Once closed, waiting appends have no known outcome, and another can own it."""
     async with etcd_shelf(cluster.url) as shelf:
         pool = CommitPool(shelf.client)
         journal = shelf.journal(pool=pool, pace=Pace())

@@ -1,4 +1,4 @@
-"""Nothing of an owner that is no more reaches a journal on etcd, and nothing that is sent twice is done twice."""
+"""No write of a former owner reaches a journal on etcd, and no transaction that is sent twice is applied twice."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = NEEDS_ETCD
 
 
 async def test_an_owner_whose_key_was_claimed_by_another_writes_nothing(shelf: EtcdShelf) -> None:
-    """Though its session lives and it knows of nothing; and it never tries again."""
+    """Although its session lives and it does not know of the claim; and it never tries again."""
     old = shelf.journal("old")
     await old.open()
     await old.append([record(1)])
@@ -41,7 +41,7 @@ async def test_an_owner_whose_key_was_claimed_by_another_writes_nothing(shelf: E
 
 
 async def test_an_owner_whose_key_is_gone_writes_nothing(shelf: EtcdShelf) -> None:
-    """Nobody needs to have claimed it: its lease may have ended a moment ago."""
+    """No other replica needs to have claimed it: its lease may have ended a moment ago."""
     journal = shelf.journal()
     await journal.open()
     await EtcdClient.transact(shelf.client, shelf.deletion_of_owner)
@@ -53,7 +53,7 @@ async def test_an_owner_whose_key_is_gone_writes_nothing(shelf: EtcdShelf) -> No
 async def test_a_key_that_an_earlier_claim_of_the_same_process_left_is_not_taken_for_its_own(
     shelf: EtcdShelf,
 ) -> None:
-    """Copies of that claim's transactions may still be on their way."""
+    """Copies of that claim's transactions may still be in flight."""
     left = shelf.journal()
     await left.open()
     with pytest.raises(OwnedElsewhere) as refused:
@@ -64,7 +64,7 @@ async def test_a_key_that_an_earlier_claim_of_the_same_process_left_is_not_taken
 
 
 async def test_each_claim_has_a_larger_token(shelf: EtcdShelf) -> None:
-    """That of an owner before it is refused for ever."""
+    """That of an earlier owner is refused for ever."""
     tokens = []
     for _ in range(3):
         journal = shelf.journal()
@@ -90,7 +90,7 @@ async def test_a_claim_whose_answer_is_lost_is_had_once(shelf: EtcdShelf, lost: 
 
 @pytest.mark.parametrize("lost", [Fate.ANSWER_LOST, Fate.REQUEST_LOST])
 async def test_a_commit_whose_answer_is_lost_is_done_once(shelf: EtcdShelf, lost: Fate) -> None:
-    """It is sent again until there is an answer, and is then known to be done."""
+    """It is sent again until there is a response, and is then known to be done."""
     journal = shelf.journal()
     await journal.open()
     shelf.client.from_now(lambda n: lost if n < 3 else Fate.ANSWERED)
@@ -109,7 +109,7 @@ async def test_a_commit_whose_answer_is_lost_is_done_once(shelf: EtcdShelf, lost
 async def test_a_copy_of_a_commit_that_arrives_late_does_nothing(
     shelf: EtcdShelf, lost: Fate, large: bool
 ) -> None:
-    """Whatever came after it stands: whether the same owner wrote it, or the next one."""
+    """All later changes stay, of the same owner and of the next one."""
     journal = shelf.journal()
     await journal.open()
     shelf.client.from_now(lambda n: lost if n == 0 else Fate.ANSWERED)
@@ -138,7 +138,7 @@ async def _nothing_lands(shelf: EtcdShelf, copies: Sequence[Txn], fence: int) ->
 async def test_a_copy_that_lands_between_a_takeover_s_claim_and_its_reading_is_refused(
     shelf: EtcdShelf,
 ) -> None:
-    """From its claim on nothing changes but by the new owner: what it read is what is there."""
+    """After its claim only the new owner changes the journal: its copy of the contents stays valid."""
     old = shelf.journal("old")
     await old.open()
     shelf.client.from_now(lambda n: Fate.REQUEST_LOST if n == 0 else Fate.NEVER)
@@ -156,7 +156,7 @@ async def test_a_copy_that_lands_between_a_takeover_s_claim_and_its_reading_is_r
 async def test_who_lost_the_session_while_a_commit_was_on_its_way_tells_nobody_of_it(
     shelf: EtcdShelf,
 ) -> None:
-    """Also if the commit was done: the next owner may be telling what came after."""
+    """Also if the commit was done: the next owner may already publish later ones."""
     session = await Session.open(shelf.client, TTL)
     journal = shelf.journal(session=session)
     await journal.open()
@@ -180,7 +180,7 @@ async def test_who_lost_the_session_while_a_commit_was_on_its_way_tells_nobody_o
 async def test_who_finds_the_lease_over_only_by_its_own_clock_tells_nobody_of_a_commit(
     shelf: EtcdShelf,
 ) -> None:
-    """A pause longer than the lease, between the commit and the answer: the clock is looked at after it."""
+    """A pause longer than the lease, between the commit and the response: the clock is read after it."""
     now = [0.0]
     session = await Session.open(shelf.client, TTL, clock=lambda: now[0])
     journal = shelf.journal(session=session)
@@ -201,7 +201,7 @@ async def test_who_finds_the_lease_over_only_by_its_own_clock_tells_nobody_of_a_
 
 
 async def test_a_space_that_somebody_else_wrote_to_is_written_no_more(shelf: EtcdShelf) -> None:
-    """What the owner knows of it is not what is there."""
+    """The owner's view of it is no longer valid."""
     journal = shelf.journal()
     await journal.open()
     await journal.append([record(1)])

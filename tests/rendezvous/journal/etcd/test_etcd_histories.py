@@ -1,4 +1,4 @@
-"""Random histories of a journal on a real etcd, with answers lost and owners killed, against a plain model."""
+"""Random histories of a journal on a real etcd, with lost responses and killed owners, against a plain model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _STEPS = 12
 async def test_whatever_happens_a_prefix_of_the_calls_is_kept_and_every_one_that_returned(
     shelf: EtcdShelf, seed: int
 ) -> None:
-    """Each call whole or not at all; what one reads who doesn't own it is what the next owner finds."""
+    """Each call whole or not at all; a reader that doesn't own it finds the same as the next owner."""
     draw = random.Random(seed)
     model = Model()
     journal = shelf.journal()
@@ -70,13 +70,13 @@ async def test_whatever_happens_a_prefix_of_the_calls_is_kept_and_every_one_that
 
 
 async def _outcome(shelf: EtcdShelf, appends: list[asyncio.Task[None]]) -> int:
-    """How many appends returned: all, or those before their owner was killed. Those that did come first."""
+    """Return the number of appends that returned: all, or those before their owner was killed; they come first."""
     everything = asyncio.ensure_future(asyncio.wait(appends))
     killed = asyncio.ensure_future(shelf.client.killed.wait())
     await asyncio.wait([everything, killed], return_when=asyncio.FIRST_COMPLETED)
     everything.cancel()
     killed.cancel()
-    await asyncio.sleep(0)  # who was told in the same turn of the loop was told
+    await asyncio.sleep(0)  # appends that end in the same turn of the loop count
     outcomes = [append.done() and not append.cancelled() and append.exception() is None for append in appends]
     for append in appends:
         append.cancel()

@@ -1,4 +1,4 @@
-"""No two things of a journal share a key on etcd, and no run's range has anything of another's, whatever its name."""
+"""No two objects of a journal share a key on etcd, and no run's range has a key of another, with any names."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from rallypoint.rendezvous.journal.etcd.keys import (
     staged_key,
 )
 
-# Text that protobuf takes, above all what could be mistaken for a part of a key.
+# Text that protobuf accepts, above all text that looks like a part of a key.
 _TEXTS = st.text(st.sampled_from("/%a0.\x00ü-") | st.characters(exclude_categories=["Cs"]), max_size=8)
 _NUMBERS = st.integers(0, 2**62)
 
@@ -47,7 +47,7 @@ def test_a_key_says_of_what_it_is(run_id: str, era: int, first: int, round_: int
 def test_the_range_of_an_era_has_that_era_of_that_run_in_it_and_nothing_else(
     run_id: str, other: str, era: int, other_era: int, name: str
 ) -> None:
-    """To forget a run is to delete one range."""
+    """A run is forgotten by deleting one range."""
     begin = era_prefix(run_id, era)
     end = prefix_end(begin)
     same = (run_id, era) == (other, other_era)
@@ -69,7 +69,7 @@ def test_packs_are_in_the_order_of_their_revisions(run_id: str, revisions: list[
 
 @given(_TEXTS, _TEXTS, _TEXTS)
 def test_further_parts_of_one_entry_are_no_other_entry_s(run_id: str, name: str, other: str) -> None:
-    """A name may end in what parts end in."""
+    """A name may end like a part."""
     key, another = entry_key(run_id, 0, 1, name), entry_key(run_id, 0, 1, other)
     assert name == other or not part_key(key, 0) <= another < parts_end(key)
 
@@ -87,11 +87,11 @@ def test_further_parts_of_one_entry_are_no_other_entry_s(run_id: str, name: str,
     ],
 )
 def test_a_key_of_nothing_is_said_to_be_so(key: bytes) -> None:
-    """Somebody else's, or damage."""
+    """It is foreign, or damaged."""
     with pytest.raises(ValueError, match="is not a journal key"):
         parse(key)
 
 
 def test_staged_parts_are_a_range_of_their_own() -> None:
-    """They go with one deletion."""
+    """One deletion removes them."""
     assert STAGED <= staged_key(0) < staged_key(0xFFFF) < prefix_end(STAGED)

@@ -1,4 +1,4 @@
-"""Entries come to few keys, none of which etcd would refuse, and what is no longer kept goes with them."""
+"""Entries become few keys, all within etcd's limits, and obsolete entries are deleted with them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _puts(changes: Sequence[Change]) -> list[bytes]:
 
 
 def test_a_thousand_joins_are_one_key() -> None:
-    """What arrives together is packed, run by run."""
+    """Entries that arrive together are packed, run by run."""
     contents = SpaceContents()
     changes = _pack(contents, [record(n, run) for n in range(1, 1001) for run in ("a", "b")])
     assert _puts(changes) == [pack_key("a", 0, 1), pack_key("b", 0, 1)]
@@ -36,7 +36,7 @@ def test_a_thousand_joins_are_one_key() -> None:
 
 
 def test_nothing_is_kept_in_memory_of_a_state_that_had_no_run() -> None:
-    """However many names a client makes up for states."""
+    """For any number of names that a client uses for states."""
     contents = SpaceContents()
     states = [change("state", b"x", -1, f"run {number}") for number in range(100)]
     assert _puts(_pack(contents, states)) == [entry_key(state.run_id, 0, -1, "state") for state in states]
@@ -58,7 +58,7 @@ def test_a_pack_is_no_larger_than_what_fits_under_a_key() -> None:
 
 
 def test_what_is_replaced_or_dropped_within_a_commit_is_never_written() -> None:
-    """Only what stands in the end."""
+    """Only the final values are."""
     entries: list[Entry] = [
         record(1),
         record(2),
@@ -71,7 +71,7 @@ def test_what_is_replaced_or_dropped_within_a_commit_is_never_written() -> None:
 
 
 def test_a_pack_stays_whole_as_long_as_a_record_of_it_is_kept() -> None:
-    """And goes with the last."""
+    """And is deleted with the last."""
     contents = SpaceContents()
     _pack(contents, [record(n) for n in range(1, 6)])
     _pack(contents, [record(n) for n in range(6, 11)])
@@ -97,7 +97,7 @@ def test_parts_that_a_smaller_value_does_not_need_are_deleted() -> None:
 
 
 def test_to_forget_a_run_is_one_deletion() -> None:
-    """However much there was; what comes after it, also in the same commit, stands elsewhere."""
+    """For any number of keys; later entries, also in the same commit, have other keys."""
     contents = SpaceContents()
     _pack(contents, [record(1), *(change(f"k{n}", b"x") for n in range(500))])
     changes = _pack(contents, [forgotten(1), record(2), change("k0", b"new")])

@@ -1,4 +1,4 @@
-"""Whatever a commit is made of, no transaction of it is larger than what etcd takes."""
+"""No transaction of any commit is larger than etcd's limits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rallypoint.rendezvous.journal.etcd.commit import (
 from rallypoint.rendezvous.journal.etcd.keys import PART_BYTES
 from rendezvous.journal.entries import change, checkpoint, forgotten, record
 
-# Of etcd, by default; the head and the comparisons need some of it.
+# etcd's default limits; the head and the comparisons need some of it.
 _OPERATIONS = 128
 _BYTES = int(1.5 * 1024 * 1024)
 
@@ -41,7 +41,7 @@ def _puts(count: int, size: int, key: int = 10) -> list[Change]:
     ids=["all of one", "one more", "many", "long keys", "a part", "two parts", "many parts", "all kinds"],
 )
 def test_every_step_is_one_that_etcd_takes(changes: list[Change]) -> None:
-    """With room for what goes along with it; and all steps together do what is to be done."""
+    """With room for the head and the comparisons; and all steps together make all changes."""
     steps = plan(changes)
     for step in steps:
         assert len(step.changes) <= _OPERATIONS - 2
@@ -51,13 +51,13 @@ def test_every_step_is_one_that_etcd_takes(changes: list[Change]) -> None:
 
 
 def test_what_fits_is_one_transaction() -> None:
-    """Nothing is staged that need not be; nothing at all is a commit, too, for it says who the owner is."""
+    """Nothing is staged without need; an empty commit is one too, because it checks the owner."""
     assert plan(_puts(98, 100)) == [CommitStep(_puts(98, 100))]
     assert plan([]) == [CommitStep([])]
 
 
 def test_what_does_not_fit_is_durable_with_its_last_staged_part() -> None:
-    """Before that the head says nothing of it; after that it does until the last of it is in its place."""
+    """Before that the head does not mention it; after that it does until the last of it is in its final key."""
     changes = [*_puts(150, 10_000), Delete(b"one"), Delete(b"from", b"to")]
     steps = plan(changes)
     assert [(step.durable, step.staged_parts) for step in steps] == [
@@ -72,7 +72,7 @@ def test_what_does_not_fit_is_durable_with_its_last_staged_part() -> None:
 
 
 def test_calls_go_together_as_long_as_they_fit() -> None:
-    """By what they will come to, by and large."""
+    """By their approximate size."""
     assert cost([record(n) for n in range(1, 1001)]).changes == 1
     assert cost([record(1), record(1, "b"), change("k", b""), checkpoint(1, 1), forgotten(1)]).changes == 7
     assert cost([change("k", b"x" * PART_BYTES)]).changes == 2

@@ -1,4 +1,4 @@
-"""Commits of several journals go to etcd as one transaction, and none of them can tell by what comes of its own."""
+"""Commits of several journals go to etcd as one transaction, and each journal gets the result of its own."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ pytestmark = NEEDS_ETCD
 
 
 class Bench:
-    """Journals in places of their own that share a pool, opened; nothing that was sent so far is counted.
+    """Opened journals in locations of their own that share a pool; earlier transactions are not counted.
 
     Attributes:
         first: One more, whose commit others are made to wait for.
-        gates: Each journal's own: what it sends again after a failure waits for it.
+        gates: Each journal's own: its retries after a failure wait for it.
     """
 
     def __init__(self, shelf: EtcdShelf, count: int) -> None:
@@ -52,9 +52,9 @@ class Bench:
     async def together(
         self, *appends: Awaitable[None], then_hold: asyncio.Event | None = None
     ) -> list[asyncio.Future[None]]:
-        """Begin appends while one commit is on its way; when this returns, that is done, and they are next.
+        """Begin appends while one commit is in flight; when this returns, that is done, and they are next.
 
-        Their answer is held until `then_hold` is set.
+        Their response is held until `then_hold` is set.
         """
         hold = self.client.hold = asyncio.Event()
         first = asyncio.create_task(self.first.append([]))
@@ -68,7 +68,7 @@ class Bench:
         return begun
 
     async def records(self, index: int) -> Sequence[object]:
-        """What a journal has, as others see it."""
+        """Return the records of a journal, as others see them."""
         return (await self.shelves[index].read()).recovered.records
 
 
@@ -80,7 +80,7 @@ async def _until(condition: Callable[[], bool]) -> None:
 
 
 async def test_what_several_journals_append_during_a_commit_makes_up_the_next(shelf: EtcdShelf) -> None:
-    """One transaction for all of it, with what is in it compared for each."""
+    """One transaction for all of it, with the comparisons of each."""
     bench = await Bench(shelf, 5).open()
     await asyncio.gather(*await bench.together(*(each.append([record(1)]) for each in bench.journals)))
     assert [len(txn.when) for txn in bench.client.sent] == [2, 10]
@@ -118,7 +118,7 @@ async def test_a_journal_that_was_fenced_off_fails_alone(shelf: EtcdShelf) -> No
 
 
 async def test_a_journal_whose_session_is_lost_fails_alone(shelf: EtcdShelf) -> None:
-    """Though it had a part in a transaction that was done: it tells nobody, the others do."""
+    """Although it had a part in a transaction that was done: its append fails, the others succeed."""
     session = await Session.open(shelf.client, TTL)
     bench = Bench(shelf, 2)
     lost = bench.journals[0] = bench.shelves[0].journal(session=session, pool=bench.pool)
@@ -141,7 +141,7 @@ async def test_a_journal_whose_session_is_lost_fails_alone(shelf: EtcdShelf) -> 
 async def test_a_commit_of_several_whose_answer_is_lost_is_done_once_for_each(
     shelf: EtcdShelf, lost: Fate
 ) -> None:
-    """They send it again with others than before, and none of the copies does anything afterwards."""
+    """They send it again with other journals than before, and none of the copies does anything afterwards."""
     bench = await Bench(shelf, 3).open()
     for gate in bench.gates:
         gate.clear()
@@ -169,7 +169,7 @@ async def test_a_commit_of_several_whose_answer_is_lost_is_done_once_for_each(
 async def test_a_copy_of_several_that_lands_late_does_nothing_once_one_of_them_has_moved_on(
     shelf: EtcdShelf,
 ) -> None:
-    """Also nothing for the other, who has not; that one's own copy does it."""
+    """Also nothing for the other, which has not; its own copy does it."""
     bench = await Bench(shelf, 2).open()
     bench.gates[1].clear()
     bench.client.from_now(lambda n: Fate.REQUEST_LOST if n == 1 else Fate.ANSWERED)
@@ -203,7 +203,7 @@ async def test_a_copy_of_several_that_lands_late_but_first_is_the_one_that_count
 
 
 async def test_an_owner_that_goes_while_its_commit_waits_leaves_the_others_alone(shelf: EtcdShelf) -> None:
-    """What nobody waits for is not sent."""
+    """A commit without a waiting caller is not sent."""
     bench = await Bench(shelf, 2).open()
     bench.client.hold = hold = asyncio.Event()
     first = asyncio.create_task(bench.first.append([]))
@@ -226,7 +226,7 @@ async def test_an_owner_that_goes_while_its_commit_waits_leaves_the_others_alone
     "options", [["--max-txn-ops", "10"], ["--max-request-bytes", "20000"]], ids=["operations", "bytes"]
 )
 async def test_what_etcd_refuses_of_several_it_takes_of_each(tmp_path: Path, options: list[str]) -> None:
-    """Only whose own commit is too large is told so; and from then on fewer go together."""
+    """Only the journal whose own commit is too large gets the error; and from then on fewer go together."""
     with etcd_cluster(tmp_path, extra=options) as cluster:
         async with etcd_shelf(cluster.url) as shelf:
             bench = await Bench(shelf, 5).open()
@@ -245,7 +245,7 @@ async def test_what_etcd_refuses_of_several_it_takes_of_each(tmp_path: Path, opt
 
 
 async def test_a_commit_alone_is_sent_as_it_is(shelf: EtcdShelf) -> None:
-    """At once, though nothing else comes: without a timer, however short."""
+    """At once, although nothing else comes: without a timer, however short."""
     bench = await Bench(shelf, 1).open()
     append = asyncio.create_task(bench.journals[0].append([record(1)]))
     for _ in range(20):  # steps of an event loop that has nothing else to do
@@ -277,7 +277,7 @@ def _fenced(name: bytes) -> Txn:
 def test_who_was_kept_out_by_others_is_told_from_who_kept_them_out(
     owner: tuple[int, int] | None, head: tuple[int, int] | None, held: bool
 ) -> None:
-    """By what its own keys were, whatever was found of the others."""
+    """By its own keys, with any state of the others."""
     txns = [_fenced(b"a"), _fenced(b"b"), _fenced(b"c")]
     found: list[list[KeyValue]] = [[_pair(b"a/owner", 3, 3)], [_pair(b"a/head", 2, 7)]]
     found += [[] if owner is None else [_pair(b"b/owner", *owner)]]
@@ -292,14 +292,14 @@ def test_who_was_kept_out_by_others_is_told_from_who_kept_them_out(
 
 
 def test_a_head_that_is_not_there_yet_is_as_it_should_be_for_the_first_commit() -> None:
-    """0 stands for a key that isn't there."""
+    """0 stands for an absent key."""
     txn = Txn([ModRevision(b"head", 0)], [Put(b"head", b"")], [Get(b"head")])
     result = TxnResult(succeeded=False, revision=20, found=[[], [_pair(b"a/owner", 4, 4)], []])
     assert split([txn, _fenced(b"a")], result)[0] is None
 
 
 def test_a_transaction_of_several_has_all_that_is_in_each() -> None:
-    """Each comparison above all."""
+    """Above all each comparison."""
     txns = [_fenced(b"a"), _fenced(b"b")]
     whole = merged(txns)
     assert [*whole.when] == [*txns[0].when, *txns[1].when]

@@ -1,4 +1,4 @@
-"""Random histories of journals that share a pool: answers lost, copies late, owners fenced off; against models."""
+"""Random histories of journals that share a pool: lost responses, late copies, fenced owners; compared with models."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _JOURNALS = 5
 async def test_each_journal_keeps_a_prefix_of_its_calls_and_every_one_that_returned(
     shelf: EtcdShelf, seed: int
 ) -> None:
-    """Whatever went with it: all of it, where its owner stays; and late copies of what was settled do nothing."""
+    """In any mix of transactions: all its calls, if its owner stays; and late copies of settled ones do nothing."""
     draw = random.Random(seed)
     pool = CommitPool(shelf.client)
     shelves = [shelf.beside() for _ in range(_JOURNALS)]
@@ -62,13 +62,13 @@ async def test_each_journal_keeps_a_prefix_of_its_calls_and_every_one_that_retur
             models[index] = states[kept[-1]]
         if fenced_off is not None:
             journals[fenced_off] = await shelves[fenced_off].take_over(pool=pool)
-        # A large commit is told before it is in its places: what comes after it is not.
+        # A large commit is acknowledged before it is in its final keys: the next commit is not.
         await asyncio.gather(*(each.append([]) for each in journals))
         await _nothing_lands(shelf.client, shelves)
 
 
 async def _append_some(journal: EtcdJournal, model: Model, draw: random.Random) -> tuple[list[Model], int]:
-    """Calls at once, or one after another; the model after each, and how many of them returned."""
+    """Make calls at once, or one after another; return the model after each, and the number that returned."""
     states, calls = [model], list[list[Entry]]()
     for _ in range(draw.choice((1, 2, 4))):
         calls.append(random_call(draw, states[-1]))
@@ -84,7 +84,7 @@ async def _append_some(journal: EtcdJournal, model: Model, draw: random.Random) 
 
 
 async def _deliver_late(client: LossyClient, draw: random.Random) -> None:
-    """Have copies of what was sent arrive once more, at any time: for some it is the first."""
+    """Deliver copies of sent transactions once more, at any time: some arrive for the first time."""
     while True:
         for _ in range(draw.randrange(20)):
             await asyncio.sleep(0)

@@ -1,4 +1,4 @@
-"""A journal on etcd that can't be trusted is refused, untouched, in one line that says how to mend it."""
+"""A damaged journal on etcd is refused, untouched, in one line that has the remedy."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ async def _fill(shelf: EtcdShelf) -> None:
 
 
 async def _refused(shelf: EtcdShelf) -> str:
-    """Why it is refused: by who reads it and by who would own it, who gives it up again."""
+    """Return the error, which is the same for a reader and for a new owner, who releases the journal again."""
     before = await shelf.snapshot()
     with pytest.raises(JournalError) as read:
         await shelf.read()
@@ -41,14 +41,14 @@ async def _refused(shelf: EtcdShelf) -> str:
 
 
 async def test_a_space_where_nothing_was_written_is_an_empty_journal(shelf: EtcdShelf) -> None:
-    """Before anybody has owned it."""
+    """Before it had an owner."""
     read = await shelf.read()
     assert read.recovered == Recovered([], [], [])
     assert read.head_revision == 0 == await head_revision(shelf.client, shelf.place.space)
 
 
 async def test_the_revision_of_the_head_says_whether_there_was_a_commit(shelf: EtcdShelf) -> None:
-    """It changes with each, and with nothing else."""
+    """It changes with each commit, and with nothing else."""
     journal = shelf.journal()
     await journal.open()
     seen = []
@@ -90,7 +90,7 @@ async def test_a_key_that_is_missing_is_noticed(shelf: EtcdShelf, key: str, why:
 
 @pytest.mark.parametrize("value", [b"", b"\xff\xff\xff", b"another"])
 async def test_a_value_that_is_not_what_was_written_is_noticed(shelf: EtcdShelf, value: bytes) -> None:
-    """Of any key."""
+    """Under any key."""
     await _fill(shelf)
     whole = await shelf.snapshot()
     for key, (was, _) in whole.items():
@@ -103,7 +103,7 @@ async def test_a_value_that_is_not_what_was_written_is_noticed(shelf: EtcdShelf,
 
 
 async def test_a_key_of_somebody_else_s_is_noticed(shelf: EtcdShelf) -> None:
-    """Nobody else may write there."""
+    """Only the owner may write there."""
     await _fill(shelf)
     await shelf.put("mine", b"x")
     assert "the key 'mine' is not a journal key" in await _refused(shelf)
@@ -117,7 +117,7 @@ async def test_keys_of_another_era_are_noticed(shelf: EtcdShelf) -> None:
 
 
 async def test_a_part_of_a_durable_commit_that_is_missing_is_noticed(shelf: EtcdShelf) -> None:
-    """It can't be finished."""
+    """The commit can't be finished."""
     await _fill(shelf)
     (head, _) = (await shelf.snapshot())[shelf.place.space + b"head"]
     marked = EtcdHead.FromString(head)
@@ -128,7 +128,7 @@ async def test_a_part_of_a_durable_commit_that_is_missing_is_noticed(shelf: Etcd
 
 
 async def test_a_journal_of_a_newer_version_is_left_alone(shelf: EtcdShelf) -> None:
-    """Who wrote it can read it."""
+    """The version that wrote it can read it."""
     await _fill(shelf)
     await shelf.put("head", EtcdHead(version=2).SerializeToString())
     message = await _refused(shelf)
@@ -136,7 +136,7 @@ async def test_a_journal_of_a_newer_version_is_left_alone(shelf: EtcdShelf) -> N
 
 
 async def test_many_keys_are_read_like_few(shelf: EtcdShelf) -> None:
-    """On a thread, where they are made sense of."""
+    """On a thread, where they are decoded."""
     journal = shelf.journal()
     await journal.open()
     entries = [change(f"k{n}", b"%d" % n) for n in range(1500)]
@@ -148,7 +148,7 @@ async def test_many_keys_are_read_like_few(shelf: EtcdShelf) -> None:
 
 
 async def test_a_journal_is_made_sense_of_in_many_parts(shelf: EtcdShelf) -> None:
-    """One per key, and one per record: whoever serves runs meanwhile has its turn between any two."""
+    """One per key, and one per record: the event loop gets a turn between any two."""
     journal = shelf.journal()
     await journal.open()
     await journal.append([record(revision) for revision in range(1, 301)])
@@ -159,7 +159,7 @@ async def test_a_journal_is_made_sense_of_in_many_parts(shelf: EtcdShelf) -> Non
 
 
 async def _only_high_water(shelf: EtcdShelf) -> None:
-    """Delete what goes with the lease of a run: all keys but the high-water marks."""
+    """Delete the keys that go with the lease of a run: all but the high-water marks."""
     for key in await shelf.keys():
         if not key.startswith("highwater/"):
             await shelf.delete(key)
@@ -169,7 +169,7 @@ async def _only_high_water(shelf: EtcdShelf) -> None:
 async def test_a_high_water_mark_is_all_that_is_left_and_the_next_owner_goes_on_from_it(
     shelf: EtcdShelf, size: int
 ) -> None:
-    """After a lease took the rest. Whoever reads it before there is an owner sees the same."""
+    """After a lease took the rest. A reader sees the same before there is an owner."""
     await _fill(shelf)
     journal = await shelf.take_over()
     await journal.append([HighWater("run", 2, b"old"), record(4), HighWater("run", 4, b"x" * size)])
@@ -189,7 +189,7 @@ async def test_a_high_water_mark_is_all_that_is_left_and_the_next_owner_goes_on_
 
 
 async def test_a_head_that_is_missing_beside_a_high_water_mark_is_noticed(shelf: EtcdShelf) -> None:
-    """A lease takes all other keys at once: with some of them left, somebody has deleted it."""
+    """A lease takes all other keys at once: if some are left, the head was deleted by other means."""
     journal = shelf.journal()
     await journal.open()
     await journal.append([record(1), HighWater("run", 1, b"x")])
@@ -199,7 +199,7 @@ async def test_a_head_that_is_missing_beside_a_high_water_mark_is_noticed(shelf:
 
 
 async def test_a_damaged_high_water_mark_is_noticed(shelf: EtcdShelf) -> None:
-    """Also while it is of no use."""
+    """Also while it is not needed."""
     journal = shelf.journal()
     await journal.open()
     await journal.append([record(1), HighWater("run", 1, b"x")])

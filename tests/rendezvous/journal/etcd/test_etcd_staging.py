@@ -23,7 +23,7 @@ _BEFORE: Sequence[Entry] = [
     record(1, "forgotten"),
     change("k", b"x", run_id="forgotten"),
 ]
-# What is put, overwritten, deleted, dropped and forgotten all at once: more of it than three transactions take.
+# Puts, overwrites, deletions, dropped and forgotten entries all at once: more than three transactions take.
 _LARGE: Sequence[Entry] = [
     *(change(f"k{n}", b"y" * 20) for n in range(200)),
     record(6),
@@ -47,7 +47,7 @@ async def _filled(shelf: EtcdShelf) -> tuple[EtcdJournal, Model]:
 
 
 async def test_a_large_commit_takes_so_many_steps(shelf: EtcdShelf) -> None:
-    """Two parts, of which the second makes it durable, and its places in as many transactions as it takes."""
+    """Two parts, of which the second makes it durable, and as many transactions as its final keys need."""
     journal, before = await _filled(shelf)
     await journal.append(_LARGE)
     await journal.close()
@@ -61,7 +61,7 @@ async def test_a_large_commit_takes_so_many_steps(shelf: EtcdShelf) -> None:
 async def test_cut_off_at_any_step_it_is_there_whole_or_not_at_all(
     shelf: EtcdShelf, step: int, fate: Fate
 ) -> None:
-    """For who reads it and for the next owner, who finishes it, or throws what is staged away."""
+    """For readers and for the next owner, which finishes it, or deletes the staged parts."""
     journal, before = await _filled(shelf)
     shelf.client.from_now(lambda n: fate if n == step else Fate.ANSWERED)
     append = asyncio.create_task(journal.append(_LARGE))
@@ -86,13 +86,13 @@ async def test_cut_off_at_any_step_it_is_there_whole_or_not_at_all(
 async def test_an_owner_that_is_cut_off_while_it_finishes_leaves_it_to_the_next(
     shelf: EtcdShelf, step: int
 ) -> None:
-    """As often as that happens: to finish twice what is finished in part changes nothing."""
+    """As often as that happens: repeating a partly finished step changes nothing."""
     journal, before = await _filled(shelf)
     shelf.client.from_now(lambda n: Fate.LAST if n == 1 else Fate.ANSWERED)
     append = asyncio.create_task(journal.append(_LARGE))
     await shelf.client.killed.wait()
     append.cancel()
-    # The claim is the first of what it sends.
+    # The claim is the first transaction that it sends.
     shelf.client.from_now(lambda n: Fate.LAST if n == step - 1 else Fate.ANSWERED)
     with pytest.raises(asyncio.CancelledError):
         await shelf.take_over("unlucky")
@@ -120,7 +120,7 @@ async def test_an_answer_that_is_lost_at_any_step_makes_no_difference(
 
 
 async def test_it_is_told_as_soon_as_it_is_durable(shelf: EtcdShelf) -> None:
-    """Putting it in its places is nobody's wait but that of the next commit."""
+    """Only the next commit waits for its final keys."""
     journal, _ = await _filled(shelf)
     shelf.client.from_now(lambda n: Fate.NEVER if n == 2 else Fate.ANSWERED)
     await journal.append(_LARGE)

@@ -1,4 +1,4 @@
-"""A value comes back from etcd as it was put there, or is said to be damaged."""
+"""A value is read from etcd as it was written, or reported as damaged."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _SIZES = [0, 1, PART_BYTES - 1, PART_BYTES, PART_BYTES + 1, 3 * PART_BYTES, 3 * 
 
 @pytest.mark.parametrize("size", _SIZES)
 def test_a_value_comes_back_whatever_its_size(size: int) -> None:
-    """In no more parts than it needs, none larger than it may be."""
+    """In no more parts than it needs, none larger than the limit."""
     content = bytes(range(256)) * (size // 256 + 1)
     sealed = seal(b"key", content[:size])
     assert len(sealed) == max(1, -(-size // PART_BYTES))
@@ -34,7 +34,7 @@ def test_any_change_is_noticed(size: int) -> None:
 
 
 def test_a_value_under_another_key_is_noticed() -> None:
-    """Every value knows its place."""
+    """Every value includes its key in the checksum."""
     ((_, value),) = seal(b"key", b"x")
     with pytest.raises(DamagedValue, match="is not what was written"):
         unseal(b"other", {b"other": value})
