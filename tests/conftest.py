@@ -1,4 +1,4 @@
-"""What holds for all tests."""
+"""Settings and fixtures for all tests."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from support.etcd_server import EtcdCluster, etcd_cluster
 settings.register_profile("rallypoint", deadline=None)
 settings.load_profile("rallypoint")
 
-# A suite that was started in the background is to ignore Ctrl-C, and so would every process that it tests.
+# A suite started in the background ignores Ctrl-C, and so would every process that it tests.
 for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, signal.default_int_handler if number is signal.SIGINT else signal.SIG_DFL)
 
 
-# Sockets that tests' services make, apart from those of this user's jobs. Short: a socket's path has 107 bytes.
+# Sockets of the tests' services, apart from those of this user's jobs. Short: a socket's path has 107 bytes.
 _RUNTIME = tempfile.mkdtemp(prefix="rp-tests-")
 os.environ["XDG_RUNTIME_DIR"] = _RUNTIME
-# No file of settings of the user who runs the tests.
+# The settings file of the user who runs the tests is not read.
 os.environ["XDG_CONFIG_HOME"] = _RUNTIME
 
 
 def pytest_unconfigure() -> None:
-    """Remove what this file has made."""
+    """Remove the folder that this file has made."""
     shutil.rmtree(_RUNTIME, ignore_errors=True)
 
 
@@ -43,14 +43,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdCluster]:
-    """One member for all tests that do it no harm: each has a prefix of its own."""
+    """One member for all tests that leave it intact: each has its own prefix."""
     with etcd_cluster(tmp_path_factory.mktemp("etcd")) as cluster:
         yield cluster
 
 
 @pytest.fixture
 def utc(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Local time is UTC."""
+    """Make local time UTC."""
     monkeypatch.setenv("TZ", "UTC")
     time.tzset()
     yield

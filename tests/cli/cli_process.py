@@ -1,4 +1,4 @@
-"""The command line as its users have it: a process, what it prints, how it ends."""
+"""The command line as a process: its output and its exit code."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ABOUT_A_RUN = [
 
 
 def clean_environment(**more: str) -> dict[str, str]:
-    """The environment, without settings of ours that the tests themselves were started with."""
+    """Return the environment without our settings, with which the tests themselves may have been started."""
     foreign = ("RALLYPOINT_", "PET_", "TORCHELASTIC_", "GRPC_", "COLUMNS", "LINES")
     return {name: value for name, value in os.environ.items() if not name.startswith(foreign)} | more
 
@@ -50,7 +50,7 @@ def rallypoint(
 
 
 def refusal(result: subprocess.CompletedProcess[str]) -> str:
-    """The one line with which a command was refused; fails if it was not, or not in one line."""
+    """Return the one line of a refusal; fail if the command was not refused, or not in one line."""
     assert result.returncode == 2, result.stderr
     lines = result.stderr.splitlines()
     assert len(lines) == 1, result.stderr
@@ -61,7 +61,7 @@ def refusal(result: subprocess.CompletedProcess[str]) -> str:
 
 @contextmanager
 def service(role: str, *arguments: str | Path) -> Iterator[str]:
-    """A service in a process of its own; yields its address, and ends it. A timer service leaves no file behind."""
+    """A service in its own process; yields its address and stops it. A timer service leaves no file behind."""
     with new_run_socket(role, "service") as endpoint:
         process = subprocess.Popen(
             [
@@ -83,12 +83,12 @@ def service(role: str, *arguments: str | Path) -> Iterator[str]:
             yield _ready(process.stderr, f"rallypoint.{role}.")["address"]
         finally:
             process.terminate()
-            # To its end: a pipe that is full would keep the process from ending.
+            # Read to the end: a full pipe would keep the process from exiting.
             process.communicate(timeout=PATIENCE)
 
 
 def _ready(lines: Iterator[str], package: str) -> dict[str, Any]:
-    """The record of the role's own server; an agent has another one inside."""
+    """Return the ready record of the role's own server; an agent contains another server."""
     seen = []
     for line in lines:
         seen.append(line)

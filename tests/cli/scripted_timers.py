@@ -1,4 +1,4 @@
-"""A timer service on a real socket that answers as a test tells it to."""
+"""A timer service on a real socket with scripted replies."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ def timer(scope: str, state: pb.TimerState.ValueType, remaining: float, **more: 
 
 
 class ScriptedTimers(pb_grpc.TimerServiceServicer):
-    """Answers from what it holds, a page at a time, and remembers what it was asked."""
+    """Replies from its fields, a page at a time, and records the requests."""
 
     def __init__(self) -> None:
         self.address = ""
         self.page = 1_000
         self.timers: list[pb.Timer] = []
-        # What has run out once the timers that count down were listed.
+        # Timers that expire after the timers that count down were listed.
         self.runs_out: list[pb.Timer] = []
         self.scopes = pb.ListScopesResponse(warm_up=20, factor=5.0, least=to_duration(60.0))
         self.progress = pb.GetProgressResponse()
         self.asked: list[Any] = []
 
     def ListTimers(self, request: pb.ListTimersRequest, context: Any) -> pb.ListTimersResponse:
-        """Those wanted, in the order in which they are held."""
+        """Return the matching timers, in the order of `timers`."""
         self.asked.append(request)
         wanted = [
             each
@@ -57,7 +57,7 @@ class ScriptedTimers(pb_grpc.TimerServiceServicer):
         return pb.ListTimersResponse(timers=wanted[first : first + size], next_page_token=more)
 
     def ListScopes(self, request: pb.ListScopesRequest, context: Any) -> pb.ListScopesResponse:
-        """Two to a page."""
+        """Return two scopes per page."""
         self.asked.append(request)
         wanted = [each for each in self.scopes.scopes if request.run_id in ("", each.run_id)]
         first = int(request.page_token or 0)
@@ -79,7 +79,7 @@ class ScriptedTimers(pb_grpc.TimerServiceServicer):
         return pb.ForgetScopesResponse(forgotten=len(gone))
 
     def GetProgress(self, request: pb.GetProgressRequest, context: Any) -> pb.GetProgressResponse:
-        """The same for every run."""
+        """Return the same progress for every run."""
         self.asked.append(request)
         answer = pb.GetProgressResponse()
         answer.CopyFrom(self.progress)
@@ -89,7 +89,7 @@ class ScriptedTimers(pb_grpc.TimerServiceServicer):
 
 @contextmanager
 def scripted_timers() -> Iterator[ScriptedTimers]:
-    """The service, for as long as the context lasts."""
+    """Run the service for as long as the context lasts."""
     servicer = ScriptedTimers()  # type: ignore[abstract]  # the rest is never asked
     with ThreadPoolExecutor(2) as threads, new_run_socket("timer", "scripted") as endpoint:
         server = grpc.server(threads, options=[("grpc.so_reuseport", 0)])

@@ -1,4 +1,4 @@
-"""`rallypoint agent logs` shows all that it got, however the reading ends."""
+"""`rallypoint agent logs` shows all output that it received, however the stream ends."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from submission.fake_agents import agents, piece, refusal
 async def test_a_line_without_an_end_is_shown_though_the_agent_is_lost(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """The last that a worker said before its host went is what everybody wants to know."""
+    """The last output of a worker before its host was lost is the most useful."""
     async with agents("a") as ((fake,), (remote,)):
         fake.output.put_nowait(piece(b"whole\nlast words", 16))
         fake.output.put_nowait(refusal("NO_JOB"))
@@ -25,7 +25,7 @@ async def test_a_line_without_an_end_is_shown_though_the_agent_is_lost(
 
 
 async def test_output_that_is_gone_is_told(capfd: pytest.CaptureFixture[str]) -> None:
-    """Rotated away, or with an attempt that is kept no more: whoever reads must not take the rest for the whole."""
+    """Rotated away, or of an attempt that is no longer kept: the reader must not take the rest for the whole."""
     async with agents("a") as ((fake,), (remote,)):
         for offset, lost in ((110, 100), (120, -1), (130, 0)):
             later = piece(b"some line\n", offset, rank=3)
@@ -45,5 +45,5 @@ async def test_output_that_is_gone_is_told(capfd: pytest.CaptureFixture[str]) ->
     ("size", "bytes_"), [("7", 7), ("64KiB", 65536), ("1MB", 10**6), ("2GiB", 2 << 30), ("1G", 10**9)]
 )
 def test_a_size_is_bytes_or_has_a_unit(size: str, bytes_: int) -> None:
-    """Those of `--log-max-size`."""
+    """The same units as for `--log-max-size`."""
     assert ByteCount().convert(size, None, None) == bytes_

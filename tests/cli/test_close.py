@@ -1,4 +1,4 @@
-"""`rallypoint close`: ends a run, and says how it ended, even if somebody else was first."""
+"""`rallypoint close`: ends a run and shows its outcome, also if another client ended it first."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from rallypoint.rpc.endpoint import CallTarget
 
 
 class Stub:
-    """A service that closes any run, and keeps what it was asked."""
+    """A service that closes any run, and records the requests."""
 
     def __init__(self) -> None:
         self.asked: list[pb.CloseRunRequest] = []
 
     def GetRun(self, request: pb.GetRunRequest) -> pb.GetRunResponse:
-        """Tell which incarnation of the run there is."""
+        """Return the incarnation of the run."""
         return pb.GetRunResponse(run=pb.Run(run_id=request.run_id, incarnation="first"))
 
     def CloseRun(self, request: pb.CloseRunRequest) -> pb.CloseRunResponse:
@@ -32,7 +32,7 @@ class Stub:
 
 
 def test_a_run_is_closed_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The run's hosts show it, and so does the command."""
+    """The run's hosts show the reason, and so does the command."""
     stub = Stub()
 
     def ask(_: Any, target: CallTarget, question: Any) -> Any:
@@ -49,7 +49,7 @@ def test_a_run_is_closed_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("second", [False, True])
 def test_a_deleted_run_frees_its_name(monkeypatch: pytest.MonkeyPatch, second: bool) -> None:
-    """That incarnation alone; and if an attempt without a reply has deleted it, it is deleted."""
+    """Only that incarnation is deleted; an attempt without a reply that deleted it counts as success."""
     deleted: list[pb.DeleteRunRequest] = []
 
     class Stub:

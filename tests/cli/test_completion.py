@@ -21,7 +21,7 @@ from support.waiting import wait_until
     ("shell", "loads"), [("bash", "complete -o"), ("zsh", "compdef"), ("fish", "complete")]
 )
 def test_there_is_a_script_for_each_shell(shell: str, loads: str) -> None:
-    """It asks this program, by its name, in the way that click answers."""
+    """It calls this program by its name, with the protocol of click."""
     if shell == "bash" and shutil.which("bash") is None:
         pytest.skip("click asks bash for its version")
     result = CliRunner().invoke(main, ["completion", shell])
@@ -44,12 +44,12 @@ def test_there_is_a_script_for_each_shell(shell: str, loads: str) -> None:
     ],
 )
 def test_the_shell_is_offered_what_can_come_next(words: str, offered: list[str]) -> None:
-    """Commands, their commands, flags, and values."""
+    """Commands, subcommands, flags and values are offered."""
     assert completed(words) == offered
 
 
 def completed(words: str, **environment: str) -> list[str]:
-    """The completions that bash is offered for the last word."""
+    """Return the completions that bash gets for the last word."""
     position = str(len(words.split(" ")) - 1)
     asked = {"_RALLYPOINT_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": position}
     result = rallypoint(environment=environment | asked)
@@ -59,13 +59,13 @@ def completed(words: str, **environment: str) -> list[str]:
 
 
 def are_offered(names: list[str], words: str, **environment: str) -> None:
-    """Wait for these completions: on a busy machine, a service may not reply within the time that is left for it."""
+    """Wait for these completions: on a busy machine, a service may not reply within the completion's time limit."""
     wait_until(lambda: completed(words, **environment) == names, f"{words}is completed")
 
 
 @pytest.fixture(scope="module")
 def job() -> Iterator[dict[str, str]]:
-    """A rendezvous service with a run of one node, and one whose name is a command of the shell; how to reach it."""
+    """A rendezvous service with a run of one node, and one whose name is a shell command; yields its variables."""
     with service("rendezvous", "--insecure", "--journal", "memory") as address, ExitStack() as stack:
         for run_id in ("job-17", "$(reboot)"):
             command = mortal(str(RALLYPOINT), "run", "--insecure", "--rdzv-endpoint", address)
@@ -95,24 +95,24 @@ def job() -> Iterator[dict[str, str]]:
     ],
 )
 def test_runs_are_offered(job: dict[str, str], command: str) -> None:
-    """Of the service that the environment names; a name that the shell would execute is left out."""
+    """They are the runs of the service in the environment; a name that the shell would execute is left out."""
     are_offered(["job-17"], f"rallypoint {command} ", **job)
 
 
 def test_runs_are_offered_with_the_flags_of_the_command(job: dict[str, str]) -> None:
-    """Its address and security."""
+    """The flags give the address and the security."""
     command = f"rallypoint status --insecure --rdzv-endpoint {job['RALLYPOINT_RDZV_ENDPOINT']} job"
     are_offered(["job-17"], command)
     assert completed(command.replace(" job", " other")) == []
 
 
 def test_nodes_are_offered(job: dict[str, str]) -> None:
-    """Of the run before them."""
+    """They are the nodes of the run named before."""
     are_offered(["node-a"], "rallypoint evict job-17 ", **job)
     assert completed("rallypoint evict job-18 ", **job) == []
 
 
 @pytest.mark.parametrize("endpoint", ["127.0.0.1:1", "192.0.2.1:29400", "unix:/nowhere", "http://x"])
 def test_without_a_service_there_is_no_completion(endpoint: str) -> None:
-    """Nor an error: the command itself reports it."""
+    """It prints no error either: the command itself reports it."""
     assert completed("rallypoint status ", RALLYPOINT_RDZV_ENDPOINT=endpoint, RALLYPOINT_INSECURE="1") == []

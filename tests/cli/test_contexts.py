@@ -1,4 +1,4 @@
-"""rallypoint.toml: contexts and values for the commands of clients, and what has precedence over it."""
+"""rallypoint.toml: contexts and values for the commands of clients, and their precedence."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ port = 29410
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A user's folder for settings, with such a file."""
+    """A user's settings folder with such a file."""
     (tmp_path / "rallypoint.toml").write_text(FILE.format(here="127.0.0.1:3"))
     return tmp_path
 
 
 def test_a_command_without_flags_uses_the_current_context(tmp_path: Path) -> None:
-    """Of the user's file, or of the one that a flag or a variable names."""
+    """The context is of the user's file, or of the file that a flag or a variable names."""
     with service("rendezvous", "--journal", "memory") as endpoint:
         file = tmp_path / "rallypoint.toml"
         file.write_text(FILE.format(here=endpoint))
@@ -55,7 +55,7 @@ def test_a_command_without_flags_uses_the_current_context(tmp_path: Path) -> Non
 
 
 def test_a_flag_wins_over_a_variable_over_the_file(folder: Path) -> None:
-    """And the command's table over the context."""
+    """The command's table wins over the context."""
     here = {"XDG_CONFIG_HOME": str(folder)}
     other = {"RALLYPOINT_RDZV_ENDPOINT": "127.0.0.1:4", "RALLYPOINT_INSECURE": "1"}
     away = {"RALLYPOINT_CONTEXT": "away"}
@@ -93,7 +93,7 @@ def test_a_flag_wins_over_a_variable_over_the_file(folder: Path) -> None:
 def test_a_mistake_in_the_file_is_one_line(
     tmp_path: Path, content: str, given: list[str], reason: str
 ) -> None:
-    """With file, table and key."""
+    """The line names file, table and key."""
     file = tmp_path / "rallypoint.toml"
     file.write_text(content)
     line = refusal(rallypoint("status", *given, environment={"XDG_CONFIG_HOME": str(tmp_path)}))
@@ -104,7 +104,7 @@ def test_a_mistake_in_the_file_is_one_line(
 def test_a_file_with_a_password_that_others_can_read_is_refused(
     tmp_path: Path, understood: Understood
 ) -> None:
-    """With the command that mends it."""
+    """The line has the command that corrects it."""
     file = tmp_path / "rallypoint.toml"
     file.write_text('[contexts.a]\nrdzv-endpoint = "etcd://me:hidden@host:2379/run"\n')
     file.chmod(0o640)
@@ -117,7 +117,7 @@ def test_a_file_with_a_password_that_others_can_read_is_refused(
 def test_a_job_of_one_host_is_the_same_with_an_address_for_all_commands(
     folder: Path, understood: Understood, script: Path
 ) -> None:
-    """`rallypoint run train.py` needs no service; one line names what is not used. With a run id it is used."""
+    """`rallypoint run train.py` needs no service; one line names the unused setting. With a run id it is used."""
     away = {"XDG_CONFIG_HOME": str(folder), "RALLYPOINT_CONTEXT": "away"}
     for environment, origin in (
         ({"RALLYPOINT_RDZV_ENDPOINT": "127.0.0.1:1"}, "RALLYPOINT_RDZV_ENDPOINT is not used"),

@@ -1,4 +1,4 @@
-"""`rallypoint tls init` and `rallypoint token`: what they make secures connections, and no file is overwritten."""
+"""`rallypoint tls init` and `rallypoint token`: their files secure connections, and no file is overwritten."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def token(*arguments: str | Path, given: str = "") -> str:
 
 
 def test_a_token_is_issued_for_a_role_and_runs_and_shows_that(tmp_path: Path) -> None:
-    """The key is private; inspecting with the public one says whether a server takes it."""
+    """The key is private; inspecting with the public key shows if a server accepts the token."""
     key, public = tmp_path / "keys/token.key", tmp_path / "keys/token.pub"
     assert str(public) in token("key", key.parent)
     assert key.stat().st_mode & 0o777 == 0o600
@@ -152,6 +152,6 @@ def test_a_token_is_issued_for_a_role_and_runs_and_shows_that(tmp_path: Path) ->
 def test_what_is_wrong_with_a_command_about_tokens_is_told(
     tmp_path: Path, arguments: tuple[str, ...], told: str
 ) -> None:
-    """In one line."""
+    """The error is one line."""
     token("key", tmp_path / "k")
     assert told in refused(*(each.format(keys=tmp_path / "k") for each in arguments), command=("token",))

@@ -1,4 +1,4 @@
-"""An event is one line: when, how long after the one before, what and why; a program gets all of it."""
+"""An event is one line: time, time since the event before, kind and reason; programs get the whole event."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.usefixtures("utc")
 
 
 def event(after: float, kind: pb.EventKind.ValueType, detail: str, operator: str = "") -> pb.Event:
-    """What happened so many seconds after noon."""
+    """Return an event that happened so many seconds after noon."""
     actor = pb.ACTOR_KIND_OPERATOR if operator else pb.ACTOR_KIND_SERVICE
     event = pb.Event(revision=7, kind=kind, detail=detail, actor=pb.Actor(kind=actor, name=operator))
     event.time.FromMilliseconds(round((1_763_640_000 + after) * 1000))
@@ -21,7 +21,7 @@ def event(after: float, kind: pb.EventKind.ValueType, detail: str, operator: str
 
 
 def test_lines_have_time_span_kind_and_sentence() -> None:
-    """The span is that since the line before; who caused it is said where it was an operator."""
+    """The span is the time since the line before; the actor is named if it was an operator."""
     lines = EventLines(200)
     shown = [
         lines.format(event(0, pb.EVENT_KIND_NODE_LOST, "node b was lost: its connection broke")),
@@ -38,7 +38,7 @@ def test_lines_have_time_span_kind_and_sentence() -> None:
 
 
 def test_a_sentence_wider_than_the_terminal_stands_below() -> None:
-    """It breaks between words, and a name longer than a line does not break."""
+    """The sentence breaks between words, and a name longer than a line does not break."""
     sentence = (
         f"node b was lost: its connection broke, and it did not come back within 2 s to host-{'x' * 80}"
     )
@@ -51,14 +51,14 @@ def test_a_sentence_wider_than_the_terminal_stands_below() -> None:
 
 
 def test_a_name_can_do_nothing_to_a_terminal() -> None:
-    """Certificates name operators, and may hold anything."""
+    """Certificates name operators, and may contain anything."""
     line = EventLines(200).format(event(0, pb.EVENT_KIND_NODE_EVICTED, "out", "\x1b[2Jann\n"))
     assert line.isprintable()
     assert line.endswith("out (operator  [2Jann )")
 
 
 def test_a_kind_of_a_newer_service_is_still_a_line() -> None:
-    """Its sentence says it."""
+    """Its sentence explains it."""
     newer = event(0, pb.EVENT_KIND_RUN_CLOSED, "something new")
     newer.kind = 99  # type: ignore[assignment]
     assert EventLines(200).format(newer).split(maxsplit=2)[2] == "?                    something new"
@@ -66,7 +66,7 @@ def test_a_kind_of_a_newer_service_is_still_a_line() -> None:
 
 
 def test_programs_get_the_whole_event() -> None:
-    """The protocol's own JSON, on one line, with fields that are zero."""
+    """It is the protocol's own JSON, on one line, with fields that are zero."""
     shown = json_line(event(0.25, pb.EVENT_KIND_NODE_LOST, "node b was lost"))
     assert "\n" not in shown
     assert json.loads(shown) == {

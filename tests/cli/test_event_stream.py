@@ -1,4 +1,4 @@
-"""The command line gets every event once, over any number of connections, and says so where it can't."""
+"""The command line gets every event once, over any number of connections, and reports gaps."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SILENCE = ServiceError(Code.UNKNOWN, "", "never said: the call is left open")
 
 
 class Scripted:
-    """Ends each call as it is told: with the messages, and the error if there is one."""
+    """Ends each call by its script: with the messages, and the error if there is one."""
 
     def __init__(self, *script: tuple[list[list[int]], ServiceError | None]) -> None:
         self.script = list(script)
@@ -61,7 +61,7 @@ class Scripted:
 
 @asynccontextmanager
 async def serving(servicer: Scripted) -> AsyncIterator[str]:
-    """Serve; yields the address."""
+    """Serve; yield the address."""
     server = grpc.aio.server()
     methods: dict[str, Any] = {
         "WatchEvents": grpc.unary_stream_rpc_method_handler(
@@ -89,7 +89,7 @@ async def serving(servicer: Scripted) -> AsyncIterator[str]:
 async def followed(
     servicer: Scripted, revision: int = 0, patience: float = 10.0
 ) -> tuple[list[int], list[str], str]:
-    """Follow to the end: the revisions that came, the gaps that were told, and the error."""
+    """Follow to the end: return the revisions received, the gaps reported, and the error."""
     seen: list[int] = []
     gaps: list[str] = []
     note: Callable[[Any], None] = lambda events: seen.extend(event.revision for event in events)  # noqa: E731
@@ -116,14 +116,14 @@ async def test_a_run_is_followed_to_its_end() -> None:
 
 
 async def test_a_broken_connection_is_resumed_where_it_broke() -> None:
-    """Nothing comes twice, however often it breaks."""
+    """No event comes twice, however often the connection breaks."""
     servicer = Scripted(([[1, 2]], DRAINING), ([], DRAINING), ([[], [3]], DRAINING), ([[4]], None))
     assert await followed(servicer) == ([1, 2, 3, 4], [], "")
     assert servicer.asked == [0, 2, 2, 3]
 
 
 async def test_a_gap_is_told_and_what_is_kept_is_shown() -> None:
-    """Who was away for too long is not left to think that nothing happened."""
+    """A client that was away for too long must not believe that nothing happened."""
     servicer = Scripted(([[1, 2]], DRAINING), ([], COMPACTED), ([[9, 10]], None))
     gap = "events 3 to 9 (not included) are no longer kept"
     assert await followed(servicer) == ([1, 2, 9, 10], [gap], "")
@@ -131,19 +131,19 @@ async def test_a_gap_is_told_and_what_is_kept_is_shown() -> None:
 
 
 async def test_a_service_that_was_never_there_is_told_at_once() -> None:
-    """As the other commands do."""
+    """The other commands do so too."""
     assert await followed(Scripted(([], DRAINING))) == ([], [], "HERE: the server is going away (DRAINING)")
 
 
 async def test_a_service_that_stays_away_is_given_up() -> None:
-    """After as long as was asked for."""
+    """It is given up after the requested timeout."""
     servicer = Scripted(([[1]], DRAINING), *[([], DRAINING)] * 100)
     assert await followed(servicer, patience=2.0) == ([1], [], "HERE: the server is going away (DRAINING)")
     assert 2 <= len(servicer.asked) <= 40
 
 
 async def test_whoever_was_asleep_himself_asks_once_more() -> None:
-    """Stopped on a terminal, say: on waking, all of the patience is gone, and the service may have been there."""
+    """After a stop by Ctrl-Z, for example, all of the time is used up, though the service may have been there."""
     servicer = Scripted(([[1]], DRAINING), ([], SILENCE), ([[2]], None))
     assert await followed(servicer, patience=0.2) == ([1, 2], [], "")
     servicer = Scripted(([[1]], DRAINING), *[([], SILENCE)] * 3)
@@ -154,14 +154,14 @@ async def test_whoever_was_asleep_himself_asks_once_more() -> None:
 
 @pytest.mark.parametrize("before", [[], [[1]]])
 async def test_a_refusal_is_final(before: list[list[int]]) -> None:
-    """No other answer comes of asking again."""
+    """Another request would get the same reply."""
     script = [(before, DRAINING)] if before else []
     seen, _, error = await followed(Scripted(*script, ([], NOT_FOUND)))
     assert (seen, error) == (before[0] if before else [], "HERE: there is no run 'digits' (RUN_NOT_FOUND)")
 
 
 async def test_the_last_events_are_put_together_from_pages() -> None:
-    """Short and empty pages are no end; one event more than is wanted tells whether there are older ones."""
+    """Short and empty pages are no end; one extra event is requested to find out if there are older ones."""
 
     async def last(most: int, *script: tuple[list[list[int]], ServiceError | None]) -> Any:
         servicer = Scripted(*script)

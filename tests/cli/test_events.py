@@ -1,4 +1,4 @@
-"""`rallypoint events` beside a real service: what happened, what happens, and a clean end of either."""
+"""`rallypoint events` beside a real service: past events, new events, and a clean end of either."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
 from rallypoint.rpc.channel import open_channel
 from support.waiting import PATIENCE
 
-# Nodes that go without a word are lost only after these tests.
+# Nodes that send no heartbeat are lost only after these tests.
 SETTINGS = pb.RunSettings(
     min_nodes=1,
     max_nodes=1,
@@ -47,7 +47,7 @@ STORY = [
 
 
 async def play(address: str, run_id: str, until: str = "RUN_CLOSED") -> None:
-    """A node joins, one of its workers fails, and then all succeed; stops after what `until` names."""
+    """A node joins, one of its workers fails, and then all succeed; stops after the kind of event in `until`."""
     channel = open_channel(address)
     stub: pb_grpc.RendezvousServiceAsyncStub = pb_grpc.RendezvousServiceStub(channel)
     call = stub.Join(timeout=PATIENCE)
@@ -77,17 +77,17 @@ def rendezvous() -> Iterator[str]:
 
 
 def shown(address: str, *arguments: str) -> Result:
-    """What the command prints of the run."""
+    """Return the command's output about the run."""
     return CliRunner().invoke(main, ["events", "digits", "--rdzv-endpoint", address, *arguments])
 
 
 def kinds(lines: str) -> list[str]:
-    """The kind that each line names."""
+    """Return the kind of event on each line."""
     return [next(word for word in line.split() if word in events_module.KINDS) for line in lines.splitlines()]
 
 
 def test_what_happened_is_shown_oldest_first(rendezvous: str) -> None:
-    """And why."""
+    """The reasons are shown too."""
     result = shown(rendezvous)
     assert (result.exit_code, result.stderr) == (0, "")
     assert kinds(result.stdout) == STORY
@@ -111,14 +111,14 @@ LATER = (datetime.now(UTC) + timedelta(days=1)).isoformat()
     ],
 )
 def test_only_what_is_asked_for_is_shown(rendezvous: str, flags: list[str], expected: list[str]) -> None:
-    """And where there is nothing, that is said."""
+    """If there is no such event, a line reports it."""
     result = shown(rendezvous, *flags)
     assert (kinds(result.stdout), result.exit_code) == (expected, 0)
     assert result.stderr == ("" if expected else "no such events\n")
 
 
 def test_the_last_are_shown_and_that_there_are_older_ones(rendezvous: str) -> None:
-    """Nobody wants 50,000 lines, and nobody is left to think that these are all."""
+    """No operator wants 50,000 lines, or should believe that these are all."""
     result = shown(rendezvous, "--limit", "2")
     assert kinds(result.stdout) == STORY[-2:]
     assert result.stderr == "(older events are left out; --limit 2 shows the last 2)\n"
@@ -126,7 +126,7 @@ def test_the_last_are_shown_and_that_there_are_older_ones(rendezvous: str) -> No
 
 
 def test_programs_get_a_line_of_json_for_each(rendezvous: str) -> None:
-    """With what the sentence is made of."""
+    """It has the values that the sentence is made of."""
     events = [json.loads(line) for line in shown(rendezvous, "--json").stdout.splitlines()]
     assert [event["kind"].removeprefix("EVENT_KIND_") for event in events] == STORY
     assert events[5]["failure"]["traceback"] == "Traceback …"
@@ -134,7 +134,7 @@ def test_programs_get_a_line_of_json_for_each(rendezvous: str) -> None:
 
 
 def test_following_a_closed_run_ends(rendezvous: str) -> None:
-    """All that happened, and exit code 0."""
+    """The command shows all events and exits with code 0."""
     result = shown(rendezvous, "--follow")
     assert (kinds(result.stdout), result.exit_code) == (STORY, 0)
     last = shown(rendezvous, "-f", "--limit", "1", "--json")
@@ -143,7 +143,7 @@ def test_following_a_closed_run_ends(rendezvous: str) -> None:
 
 @contextmanager
 def following(address: str, run_id: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
-    """The command, following."""
+    """Run the command with `--follow`."""
     process = subprocess.Popen(
         [str(RALLYPOINT), "events", run_id, "-f", "--rdzv-endpoint", address, *arguments],
         stdout=subprocess.PIPE,
@@ -166,7 +166,7 @@ def read(process: subprocess.Popen[str], expected: Sequence[str]) -> None:
 
 
 def test_what_happens_is_shown_as_it_happens(rendezvous: str) -> None:
-    """Operators' doings, too, with who they were; Ctrl-C ends it quietly, with the exit code that a shell gives it."""
+    """Operators' actions too, with their names; Ctrl-C ends it quietly, with the shell's exit code for it."""
     asyncio.run(play(rendezvous, "live", until="ROUND_FINALIZED"))
     with following(rendezvous, "live", "--kind", "ROUND_FINALIZED", "--kind", "NODE_EVICTED") as process:
         read(process, ["ROUND_FINALIZED"])
@@ -208,12 +208,12 @@ def test_a_pipe_that_closes_ends_it(rendezvous: str) -> None:
     ],
 )
 def test_a_command_line_that_makes_no_sense_is_refused_in_one_line(flags: list[str], told: str) -> None:
-    """Before anybody is asked."""
+    """No request is sent before."""
     assert told in refusal(rallypoint("events", "digits", "--rdzv-endpoint", "127.0.0.1:1", *flags))
 
 
 def test_rounds_are_put_together_from_a_real_run(rendezvous: str) -> None:
-    """Why the first ended, and how the run did."""
+    """The first round has its cause, and the last the outcome of the run."""
     out = CliRunner().invoke(main, ["rounds", "digits", "--rdzv-endpoint", rendezvous, "--json"]).stdout
     first, second = json.loads(out)["rounds"]
     assert (first["cause"], first["nodeId"], first["workers"]) == ("WORKER_FAILED", "a", 2)
@@ -222,7 +222,7 @@ def test_rounds_are_put_together_from_a_real_run(rendezvous: str) -> None:
 
 
 def test_a_restart_asked_for_is_done_and_told(rendezvous: str) -> None:
-    """By the command and in the run's events."""
+    """The command and the run's events show it."""
     asyncio.run(play(rendezvous, "again", until="ROUND_FINALIZED"))
     arguments = ["again", "--rdzv-endpoint", rendezvous]
     result = CliRunner().invoke(main, ["restart", *arguments, "--reason", "new data"])

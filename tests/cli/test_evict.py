@@ -1,4 +1,4 @@
-"""`rallypoint evict`: takes a node or a host out and keeps it out, and refuses a name that nobody has."""
+"""`rallypoint evict`: takes a node or a host out and keeps it out, and refuses a name that is not in the run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def endpoint() -> Iterator[str]:
 
 
 def start(endpoint: str, *flags: str) -> subprocess.Popen[str]:
-    """An agent of the run, which waits for another one for ever."""
+    """Start an agent of the run; it waits for another one for ever."""
     command = [
         str(RALLYPOINT),
         "run",
@@ -42,7 +42,7 @@ def start(endpoint: str, *flags: str) -> subprocess.Popen[str]:
 
 
 def ended(agent: subprocess.Popen[str]) -> str:
-    """The last line of an agent that was refused."""
+    """Return the last line of an agent that was refused."""
     _, said = agent.communicate(timeout=PATIENCE)
     assert agent.returncode == 2, said
     return said.splitlines()[-1]
@@ -69,7 +69,7 @@ def test_a_host_is_kept_out(endpoint: str, flags: list[str]) -> None:
     )
     assert "bad memory" in ended(agent)
     assert "bad memory" in ended(start(endpoint, *flags))
-    # Again: nothing changes, and it is no mistake.
+    # A second time, nothing changes, and it is no mistake.
     assert (
         evict(endpoint, HOST, "--host").stdout
         == f"host {HOST} is refused from now on; it is not in run job\n"
@@ -84,7 +84,7 @@ def test_a_host_is_kept_out(endpoint: str, flags: list[str]) -> None:
 
 
 def test_a_name_that_is_not_in_the_run_is_a_mistake(endpoint: str) -> None:
-    """Unless --force says that it is meant: it may come yet."""
+    """With --force it is accepted: the node may still join."""
     agent = start(endpoint, "--node-id", "n1")
     wait_until(lambda: joined(endpoint, 1), "the agent")
     for flags in ([], ["--host"]):

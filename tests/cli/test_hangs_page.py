@@ -1,4 +1,4 @@
-"""docs/hangs.md says what the command line has: each setting of the timer service, with the default it has."""
+"""docs/hangs.md matches the command line: each setting of the timer service, with its default."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ PAGE = (Path(__file__).parents[2] / "docs" / "hangs.md").read_text()
 
 
 def options(command: str) -> dict[str, click.Option]:
-    """A role's options, by flag."""
+    """Return a role's options, by flag."""
     group = serve
     return {each.opts[0]: each for each in group.commands[command].params if isinstance(each, click.Option)}
 
 
 def test_the_table_has_each_setting_and_its_default() -> None:
-    """Those of every server are in docs/operating.md."""
+    """The settings of every server are in docs/operating.md."""
     own = options("timer").keys() - options("agent").keys()
     told: dict[str, str] = {}
     for line in re.findall(r"^\| (`--.*)$", PAGE, re.MULTILINE):
@@ -35,7 +35,7 @@ def test_the_table_has_each_setting_and_its_default() -> None:
 
 @pytest.mark.parametrize("option", ["--evidence-timeout", "--stall-after", "--timer-endpoint"])
 def test_options_of_run_that_the_page_names_exist(option: str) -> None:
-    """A reader tries them."""
+    """Readers try them."""
     from rallypoint.cli.run import run
 
     assert option in PAGE
@@ -43,7 +43,7 @@ def test_options_of_run_that_the_page_names_exist(option: str) -> None:
 
 
 def test_what_the_page_calls_is_there() -> None:
-    """The methods of the service, too."""
+    """The methods of the service exist too."""
     from rallypoint.timer.v1 import timer_service_pb2 as pb
 
     methods = {method.name for method in pb.DESCRIPTOR.services_by_name["TimerService"].methods}

@@ -1,4 +1,4 @@
-"""A command does its work whatever streams and encoding it was started with."""
+"""A command works with any standard streams and encoding that it inherits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ RALLYPOINT = f"{Path(sys.executable).parent}/rallypoint"
 
 @pytest.mark.parametrize("closed", [*(slow(each) for each in ("<&-", ">&-", "2>&-")), "<&- >&- 2>&-"])
 def test_a_job_runs_without_a_standard_stream(tmp_path: Path, closed: str) -> None:
-    """What its workers print goes nowhere; above all, not into a socket that got the stream's number."""
+    """The output of its workers goes nowhere; above all, not into a socket that got the stream's number."""
     script = tmp_path / "show.py"
     script.write_text("import sys; print('x' * 10_000); print('y' * 10_000, file=sys.stderr)")
     command = f'exec "$0" run --standalone --nproc-per-node 2 "$1" {closed}'
@@ -28,7 +28,7 @@ def test_a_job_runs_without_a_standard_stream(tmp_path: Path, closed: str) -> No
 
 
 def test_what_the_encoding_does_not_have_is_escaped() -> None:
-    """A name in another script ends no command with a traceback."""
+    """A name in another script does not end a command with a traceback."""
     program = "from rallypoint.cli import main as inherited; print('训练')"
     environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
     shown = subprocess.run(

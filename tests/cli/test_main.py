@@ -1,4 +1,4 @@
-"""`rallypoint`: every command says what it does without loading gRPC, and a mistyped one is answered in a line."""
+"""`rallypoint`: the help of every command loads no gRPC, and a mistyped command is answered in one line."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ COMMANDS = [
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
 @pytest.mark.parametrize("flag", ["--help", "-h"])
 def test_every_command_has_help(command: list[str], flag: str) -> None:
-    """A usage line, what the command does, and its options."""
+    """The help has a usage line, a description of the command, and its options."""
     result = CliRunner().invoke(main, [*command, flag])
     assert result.exit_code == 0
     first, *rest = result.output.splitlines()
@@ -46,7 +46,7 @@ def test_every_command_has_help(command: list[str], flag: str) -> None:
 
 @pytest.mark.parametrize("module", ["rallypoint", "rallypoint.cli.main"])
 def test_python_runs_it_as_a_module(module: str, tmp_path: Path) -> None:
-    """As `python -m torch.distributed.run` in batch scripts: the program that is installed, from any folder."""
+    """It replaces `python -m torch.distributed.run` in batch scripts: the installed program, from any folder."""
     python = [sys.executable, "-m", module]
     script = tmp_path / "train.py"
     script.write_text("import os; print('rank', os.environ['RANK'])")
@@ -78,7 +78,7 @@ def test_the_commands_are_listed_as_they_introduce_themselves() -> None:
     ],
 )
 def test_help_and_completion_load_no_grpc(command: str) -> None:
-    """It takes longer than all the rest, and completion runs at every press of the Tab key."""
+    """gRPC takes longer than all the rest, and completion runs at every press of the Tab key."""
     program = f"""
 import sys
 from rallypoint.cli.main import main
@@ -92,7 +92,7 @@ finally:
 
 
 def test_the_version_is_that_of_the_distribution() -> None:
-    """One place says it."""
+    """The version has one source."""
     result = CliRunner().invoke(main, ["--version"], prog_name="rallypoint")
     assert result.output == f"rallypoint, version {version('rallypoint')}\n"
 
@@ -113,7 +113,7 @@ def test_the_version_is_that_of_the_distribution() -> None:
 def test_a_command_line_that_can_not_be_followed_is_answered_in_one_line(
     arguments: list[str], told: str
 ) -> None:
-    """What is wrong, and where to look; the whole usage would hide it."""
+    """The line has the mistake and the command to look at; the whole usage would hide it."""
     result = CliRunner().invoke(main, arguments, prog_name="rallypoint")
     assert result.exit_code == 2
     assert result.stdout == ""
@@ -128,14 +128,14 @@ def test_a_command_line_that_can_not_be_followed_is_answered_in_one_line(
 
 @pytest.mark.parametrize("group", [[], ["serve"]])
 def test_a_group_without_a_command_shows_its_help(group: list[str]) -> None:
-    """It is a question rather than a mistake."""
+    """It is a request for help rather than a mistake."""
     result = CliRunner().invoke(main, group)
     assert result.exit_code == 2
     assert "Commands:" in result.output
 
 
 def test_ctrl_c_before_there_is_anything_to_stop_ends_with_130(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A shell's code for it, and no traceback, from the first moment on."""
+    """It is a shell's code for it; no traceback appears, from the first moment on."""
 
     def interrupted(name: str) -> None:
         raise KeyboardInterrupt

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def commands(command: click.Command, context: click.Context) -> Iterator[tuple[str, click.Command]]:
-    """A command and those below it, with the names of their pages."""
+    """Yield a command and its subcommands, with the names of their pages."""
     yield context.command_path.replace(" ", "-"), command
     if isinstance(command, click.Group):
         for name in command.list_commands(context):
@@ -25,7 +25,7 @@ def commands(command: click.Command, context: click.Context) -> Iterator[tuple[s
 
 
 def test_each_command_has_a_page_with_its_flags(tmp_path: Path) -> None:
-    """Also the commands of groups, which are imported at their call."""
+    """Commands of groups, which are imported when they are called, have pages too."""
     subprocess.run([sys.executable, str(ROOT / ".ci" / "man_pages.py"), str(tmp_path)], check=True)
     expected = dict(commands(main, click.Context(main, info_name="rallypoint", **main.context_settings)))
     assert {path.name for path in tmp_path.iterdir()} == {f"{name}.1" for name in expected}

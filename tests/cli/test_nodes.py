@@ -1,4 +1,4 @@
-"""Values of torchrun's flags: what is sensible is taken, anything else named with what was expected."""
+"""Values of torchrun's flags: sensible values are accepted, others refused with the expected form."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from rallypoint.cli.main import main
 from rallypoint.cli.values import NodeCount, Pairs, SignalList, Text, WorkerCount
 
-BROKEN = b"a\xff".decode(errors="surrogateescape")  # as Python hands on what is no UTF-8
+BROKEN = b"a\xff".decode(errors="surrogateescape")  # as Python decodes bytes that are not UTF-8
 
 
 @pytest.mark.parametrize(
@@ -22,33 +22,33 @@ BROKEN = b"a\xff".decode(errors="surrogateescape")  # as Python hands on what is
     [("1", (1, 1)), ("4", (4, 4)), ("2:4", (2, 4)), ("3:3", (3, 3)), ("100000", (100_000,) * 2)],
 )
 def test_node_counts_are_a_number_or_a_range(text: str, nodes: tuple[int, int]) -> None:
-    """As torchrun has them."""
+    """The forms are torchrun's."""
     assert NodeCount()(text) == nodes
 
 
 @pytest.mark.parametrize("text", ["auto", "cpu"])
 def test_workers_can_be_one_per_processor(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
-    """Those that this process may use: a container may have fewer than the host. `auto` does so without GPUs."""
+    """It counts processors that this process may use: a container may have fewer. `auto` does so without GPUs."""
     monkeypatch.setattr("rallypoint.agent.health.gpu.count_gpus", lambda environment: 0)
     assert WorkerCount()(text) == len(os.sched_getaffinity(0))
 
 
 @pytest.mark.parametrize("text", ["auto", "gpu"])
 def test_workers_can_be_one_per_gpu(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
-    """Of those that they would see."""
+    """Only GPUs that the workers would see are counted."""
     monkeypatch.setattr("rallypoint.agent.health.gpu.count_gpus", lambda environment: 6)
     assert WorkerCount()(text) == 6
 
 
 def test_workers_can_be_one_per_xpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Intel's."""
+    """XPUs are Intel's."""
     monkeypatch.setattr("rallypoint.agent.health.gpu.count_xpus", lambda environment: 3)
     assert WorkerCount()("xpu") == 3
 
 
 @pytest.mark.parametrize("text", ["gpu", "xpu"])
 def test_what_is_not_there_can_not_be_counted(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
-    """torchrun refuses it too; no job is better than one on processors that nobody asked for."""
+    """torchrun refuses it too; no job is better than one on processors that the user did not request."""
     monkeypatch.setattr(f"rallypoint.agent.health.gpu.count_{text}s", lambda environment: 0)
     with pytest.raises(click.BadParameter, match=f"'{text}' asks for one worker per .*, and there is none"):
         WorkerCount()(text)
@@ -70,7 +70,7 @@ def test_rendezvous_settings_are_pairs() -> None:
 
 
 def test_signals_have_names() -> None:
-    """With SIG or without, as people write them; torchrun's list has commas."""
+    """With or without SIG; torchrun's list has commas."""
     assert SignalList()("SIGTERM, int,SIGUSR1,") == (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
@@ -105,13 +105,13 @@ def test_signals_have_names() -> None:
     ],
 )
 def test_other_values_are_refused(kind: click.ParamType[Any], text: str, told: str) -> None:
-    """With what was expected."""
+    """The error states the expected form."""
     with pytest.raises(click.BadParameter, match=re.escape(told)):
         kind(text)
 
 
 def test_text_is_taken_as_it_is() -> None:
-    """Of any script."""
+    """Text of any script is accepted."""
     assert Text()("训练 🚂") == "训练 🚂"
     with pytest.raises(click.BadParameter, match="not valid UTF-8"):
         Text()(BROKEN)
@@ -132,7 +132,7 @@ def test_text_is_taken_as_it_is() -> None:
     ids=ascii,
 )
 def test_bytes_that_are_no_text_are_told_in_one_line(command: list[str], told: str) -> None:
-    """With the flag or argument that has them."""
+    """The line names the flag or argument that has them."""
     result = CliRunner().invoke(main, command)
     assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
     assert f"Invalid value for '{told}" in result.stderr

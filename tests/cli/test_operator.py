@@ -1,4 +1,4 @@
-"""What operators ask is answered or refused in bounded time, and a refusal is one line that names the place."""
+"""Operators' requests are answered or refused in bounded time, and a refusal is one line with the address."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from rallypoint.cli.main import main
 
 @pytest.fixture(scope="module")
 def rendezvous() -> Iterator[str]:
-    """A rendezvous service that knows no run."""
+    """A rendezvous service without runs."""
     with service("rendezvous", "--journal", "memory") as address:
         yield address
 
 
 def refused(*arguments: str) -> str:
-    """The line with which a command is refused."""
+    """Return the line with which a command is refused."""
     result = CliRunner().invoke(main, list(arguments))
     assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (2, "", 1)
     return result.stderr.removeprefix("Error: ").strip()
@@ -47,7 +47,7 @@ COMMANDS = [
 
 @pytest.mark.parametrize(("command", "name", "flag"), COMMANDS, ids=_part_of_id)
 def test_nobody_there_is_told_at_once(command: list[str], name: str, flag: str) -> None:
-    """With the address, the reason, and the flag."""
+    """The line has the address, the reason, and the flag."""
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{nobody.getsockname()[1]}"
@@ -59,7 +59,7 @@ def test_nobody_there_is_told_at_once(command: list[str], name: str, flag: str) 
 
 @pytest.mark.parametrize(("command", "name", "flag"), COMMANDS, ids=_part_of_id)
 def test_a_host_that_says_nothing_is_told_after_the_timeout(command: list[str], name: str, flag: str) -> None:
-    """It is waited for no longer than was asked."""
+    """The command waits no longer than requested."""
     with socket.create_server(("127.0.0.1", 0)) as mute:
         address = f"127.0.0.1:{mute.getsockname()[1]}"
         told = refused(*command, flag, address, "--timeout", "0.3")
@@ -76,19 +76,19 @@ def test_another_service_is_told_from_a_timer_service(rendezvous: str, command: 
 
 @pytest.mark.parametrize("command", ABOUT_A_RUN, ids=" ".join)
 def test_an_unknown_run_is_told(rendezvous: str, command: list[str]) -> None:
-    """By name; the reason is there for whoever looks it up."""
+    """The line has its name, and the reason code to look up."""
     told = refused(*command, "--rdzv-endpoint", rendezvous)
     assert told == f"{rendezvous}: there is no run 'run-1' (RUN_NOT_FOUND)"
 
 
 @pytest.mark.parametrize(("command", "name", "flag"), COMMANDS, ids=_part_of_id)
 def test_a_wrong_endpoint_is_told(command: list[str], name: str, flag: str) -> None:
-    """With what is expected."""
+    """The line states the expected form."""
     assert "endpoint 'here' has no port, expected host:port" in refused(*command, flag, "here")
 
 
 def test_a_service_without_runs_says_so(rendezvous: str) -> None:
-    """An empty table would leave one wondering; the environment names the service, too."""
+    """An empty table would be unclear; the environment names the service, too."""
     environment = {"RALLYPOINT_RDZV_ENDPOINT": rendezvous}
     assert CliRunner(env=environment).invoke(main, ["status"]).output == "no runs\n"
     shown = CliRunner(env=environment).invoke(main, ["status", "--json"]).output

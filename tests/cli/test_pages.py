@@ -1,4 +1,4 @@
-"""What comes in pages is shown as one, however many pages there are."""
+"""Paged replies are shown as one, with any number of pages."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 
 
 class Service:
-    """Answers with two runs, and two nodes, to a page; between two pages something changes."""
+    """Returns two runs, and two nodes, per page; between two pages the state changes."""
 
     def __init__(self, nodes: list[list[str]]) -> None:
         self.runs = [f"run-{number}" for number in range(5)]
         self.nodes = nodes
 
     def stub(self) -> Any:
-        """It, as the stub that it stands in for."""
+        """Return itself, as the stub that it replaces."""
         return self
 
     async def ListRuns(self, request: pb.ListRunsRequest) -> pb.ListRunsResponse:
@@ -43,7 +43,7 @@ class Service:
 
 
 async def test_all_runs_are_there() -> None:
-    """Each once, in order."""
+    """Each run appears once, in order."""
     service = Service([])
     whole = await all_runs(service.stub())
     assert [run.run_id for run in whole.runs] == service.runs
@@ -51,7 +51,7 @@ async def test_all_runs_are_there() -> None:
 
 
 async def test_all_nodes_are_there() -> None:
-    """With the run as it was first; a node that moved from one page to the next while it was read is there once."""
+    """The run is that of the first page; a node that moved between pages meanwhile appears once."""
     whole = await whole_run("digits", Service([["a", "b"], ["b", "c"], ["d"]]).stub(), owner_only=True)
     assert (whole.run.run_id, whole.run.revision) == ("digits", 10)
     assert [node.node_id for node in whole.run.nodes] == ["a", "b", "c", "d"]

@@ -1,4 +1,4 @@
-"""`rallypoint progress`: the slowest worker, and whether the run stalls, are the first things one reads."""
+"""`rallypoint progress`: the first lines show the slowest worker, and a stall of the run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rallypoint.timer.v1 import timer_service_pb2 as pb
 
 
 def worker(rank: int, step: int, idle: float) -> pb.WorkerProgress:
-    """A worker of node a or b."""
+    """Return the progress of a worker of node a or b."""
     return pb.WorkerProgress(
         node_id="ab"[rank // 2], worker_id=f"w{rank}", rank=rank, step=step, idle=to_duration(idle)
     )
@@ -23,7 +23,7 @@ def worker(rank: int, step: int, idle: float) -> pb.WorkerProgress:
 
 @pytest.fixture
 def timers() -> Iterator[ScriptedTimers]:
-    """A service that knows of a run whose rank 3 is behind."""
+    """A service with a run whose rank 3 is behind."""
     with scripted_timers() as servicer:
         servicer.progress = pb.GetProgressResponse(
             workers=4,
@@ -40,7 +40,7 @@ STALLED = pb.Stalled(idle=to_duration(605.0), first=worker(3, 1200, 680.0), work
 
 
 def shown(servicer: ScriptedTimers, *arguments: str) -> Result:
-    """What the command prints."""
+    """Return the command's output."""
     result = CliRunner().invoke(
         main, ["progress", "digits", *arguments, "--timer-endpoint", servicer.address]
     )
@@ -49,7 +49,7 @@ def shown(servicer: ScriptedTimers, *arguments: str) -> Result:
 
 
 def test_the_slowest_comes_first(timers: ScriptedTimers) -> None:
-    """How far the run is, when it would stall, and each worker with how far behind it is, and since when."""
+    """The output has the run's step, the time to a stall, and for each worker its lag and the time since its step."""
     first, second, *table = shown(timers).stdout.splitlines()
     assert first == "run digits: 4 workers at steps 1200 to 1207, the last one advanced 0.500s ago"
     assert second == "it stalls if none advances for 10m00s"
@@ -64,7 +64,7 @@ def test_the_slowest_comes_first(timers: ScriptedTimers) -> None:
 
 
 def test_a_stall_names_who_stopped_first(timers: ScriptedTimers) -> None:
-    """And how many stand where it stands: a collective has many victims and one culprit."""
+    """The line has the number of workers at that step: in a collective many workers wait for one."""
     timers.progress.stalled.CopyFrom(STALLED)
     assert shown(timers).stdout.splitlines()[1] == (
         "the run STALLS: no worker has advanced for 10m05s; rank 3 on node b (worker w3) stopped first, "
@@ -73,13 +73,13 @@ def test_a_stall_names_who_stopped_first(timers: ScriptedTimers) -> None:
 
 
 def test_a_run_that_is_not_watched_for_stalls_is_said_to_be(timers: ScriptedTimers) -> None:
-    """No stall line alone would be taken for good news."""
+    """Without a line about stalls, a user would assume that there is none."""
     timers.progress.ClearField("stall_after")
     assert shown(timers).stdout.splitlines()[1] == "it is not watched for stalls (--stall-after 0)"
 
 
 def test_a_run_without_progress_is_said_to_be(timers: ScriptedTimers) -> None:
-    """With what would tell it."""
+    """The line names the call that reports progress."""
     timers.progress = pb.GetProgressResponse()
     assert shown(timers).output == (
         "no worker of run digits reports progress; use `rallypoint.timer.progress(step)`\n"
@@ -87,7 +87,7 @@ def test_a_run_without_progress_is_said_to_be(timers: ScriptedTimers) -> None:
 
 
 def test_programs_get_the_services_own_answer(timers: ScriptedTimers) -> None:
-    """With zeros, and without a stall where there is none."""
+    """It includes zeros, and no stall if there is none."""
     fields = json.loads(shown(timers, "--json", "--limit", "1").stdout)
     assert (fields["workers"], fields["lowestStep"], fields["idle"]) == (4, "1200", "0.500s")
     assert [each["rank"] for each in fields["slowest"]] == [3]

@@ -1,4 +1,4 @@
-"""`rallypoint replicas`: who serves rendezvous, for people and for programs."""
+"""`rallypoint replicas`: the replicas of the rendezvous service, for people and for programs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _shown(monkeypatch: pytest.MonkeyPatch, answer: pb.ListReplicasResponse, *ar
 
 
 def test_replicas_are_shown_in_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who they are, how many shards each owns, which goes away and which one says so."""
+    """The table has their names, the number of shards of each, the one that leaves and the one that replied."""
     assert [line.split() for line in _shown(monkeypatch, _answer()).splitlines()] == [
         ["replica", "address", "shards", "since", "state"],
         ["a-29400", "10.0.0.1:29400", "3", "-", "LEAVING"],
@@ -58,12 +58,12 @@ def test_what_nobody_owns_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_the_place_of_a_run_is_told(monkeypatch: pytest.MonkeyPatch, place: pb.RunPlace, told: str) -> None:
-    """Which replica to look at when a run has trouble."""
+    """It is the replica to look at when a run has trouble."""
     assert _shown(monkeypatch, _answer(run=place), "--run", "digits").splitlines()[-1] == told
 
 
 def test_a_service_with_a_journal_of_its_own_is_its_only_replica() -> None:
-    """The command answers wherever a rendezvous service does, so that scripts need not know its journal."""
+    """The command works with every rendezvous service, so that scripts need not know its journal."""
     with service("rendezvous", "--journal", "memory") as address:
         told = rallypoint("replicas", "--rdzv-endpoint", address, "--run", "digits", "--json")
     assert (told.returncode, told.stderr) == (0, "")

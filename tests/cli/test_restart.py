@@ -1,4 +1,4 @@
-"""`rallypoint restart`: starts a run's workers anew, and says what it did."""
+"""`rallypoint restart`: restarts a run's workers, and reports the result."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from rallypoint.rpc.endpoint import CallTarget
 def test_a_run_is_restarted_with_a_reason(
     monkeypatch: pytest.MonkeyPatch, answer: pb.RestartRunResponse, told: str
 ) -> None:
-    """The service is asked what was said, where and for how long it was said."""
+    """The request has the values of the command line, and goes to its endpoint with its timeout."""
     asked: list[pb.RestartRunRequest] = []
 
     class Stub:

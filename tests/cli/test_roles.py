@@ -1,4 +1,4 @@
-"""A role that can't go on ends, and says why; a part of a role that can't is reported by health."""
+"""A role that can't go on ends with the reason; a broken part of a role is reported by health."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from support.waiting import PATIENCE
 
 
 class FullDisk(MemoryJournal):
-    """A journal that can keep nothing."""
+    """A journal that can store nothing."""
 
     async def append(self, entries: Sequence[Entry]) -> None:
         """Fail."""
@@ -37,7 +37,7 @@ class FullDisk(MemoryJournal):
 
 @pytest.fixture
 def servers(monkeypatch: pytest.MonkeyPatch) -> asyncio.Queue[Server]:
-    """The servers that were started."""
+    """Yield the servers that were started."""
     servers: asyncio.Queue[Server] = asyncio.Queue()
 
     @instead_of(monkeypatch, Server, "start")
@@ -51,7 +51,7 @@ def servers(monkeypatch: pytest.MonkeyPatch) -> asyncio.Queue[Server]:
 async def test_a_service_whose_journal_breaks_ends_with_the_reason(
     servers: asyncio.Queue[Server], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What it told before was durable; what it would tell now is not, so it must go."""
+    """Its earlier replies were durable; new ones would not be, so it must end."""
     monkeypatch.setattr(serve, "open_journal", lambda url: FullDisk())
     serving = asyncio.create_task(serve_rendezvous_role(ServerOptions(), "sqlite:x.db", Limits()))
     server = await servers.get()
@@ -69,7 +69,7 @@ async def test_a_daemon_whose_runs_are_broken_serves_its_jobs(
 ) -> None:
     monkeypatch.setattr(serve, "MemoryJournal", FullDisk)
     daemon = asyncio.create_task(serve_agent_role(ServerOptions(), None, 1, ""))
-    await servers.get()  # of timers
+    await servers.get()  # the server of timers
     async with open_channel((await servers.get()).address) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
 

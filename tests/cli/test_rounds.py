@@ -1,4 +1,4 @@
-"""`rallypoint rounds`: why a round ended, who was first, and how long it took to get going again."""
+"""`rallypoint rounds`: why a round ended, the first failure, and the time until workers ran again."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ BEGAN = 1_763_640_000.0  # 2025-11-20 12:00:00 UTC
 
 
 def event(after: float, kind: pb.EventKind.ValueType, round_: int = 0, **more: Any) -> pb.Event:
-    """What happened so many seconds after the run began."""
+    """Return an event that happened so many seconds after the run began."""
     event = pb.Event(kind=kind, round=round_, **more)
     event.time.FromMilliseconds(round((BEGAN + after) * 1000))
     return event
 
 
 def frozen(after: float, round_: int, nodes: int = 2) -> pb.Event:
-    """A round of nodes with four workers each gets its ranks."""
+    """Return the event that a round of nodes with four workers each gets its ranks."""
     return event(after, pb.EVENT_KIND_ROUND_FROZEN, round_, group_world_size=nodes, world_size=4 * nodes)
 
 
 def ended(after: float, round_: int, cause: pb.RoundEndCause.ValueType, node_id: str, why: str) -> pb.Event:
-    """A round ends."""
+    """Return the event that a round ends."""
     end = pb.RoundEnd(round=round_, cause=cause, node_id=node_id, detail=why)
     return event(after, pb.EVENT_KIND_ROUND_ENDED, round_, node_id=node_id, round_end=end)
 
@@ -60,7 +60,7 @@ CLOSED = event(
 
 
 def test_a_rounds_times_are_told_apart() -> None:
-    """Joining, confirming, running; the gap counts from when workers ran last."""
+    """Joining, confirming, running; the gap counts from the last time that workers ran."""
     first, second, third = rounds_of(STORY).rounds
     assert (first.joining, first.confirming, first.gap, first.lasted) == (30.0, 0.5, None, 100.0)
     assert (second.joining, second.confirming, second.gap, second.lasted) == (0.5, None, None, None)
@@ -69,7 +69,7 @@ def test_a_rounds_times_are_told_apart() -> None:
 
 
 def test_a_round_ends_for_its_first_cause_or_with_its_run() -> None:
-    """With the node that was first."""
+    """The round names the node of its first cause."""
     history = rounds_of([*STORY, CLOSED])
     assert [(each.cause, each.node_id, each.why) for each in (history.rounds[0], history.rounds[2])] == [
         ("NODE_LOST", "b", LOST),
@@ -79,7 +79,7 @@ def test_a_round_ends_for_its_first_cause_or_with_its_run() -> None:
 
 
 def test_what_is_no_longer_kept_is_left_open() -> None:
-    """A long job's first events are gone; what is known of the rounds is shown."""
+    """A long job's first events are gone; the known facts about the rounds are shown."""
     first, second, third = rounds_of(STORY[3:]).rounds
     assert (first.number, first.nodes, first.joining, first.lasted, first.why) == (1, 0, None, None, LOST)
     assert (second.joining, third.gap) == pytest.approx((0.5, 2.75), abs=1e-6)
@@ -89,7 +89,7 @@ def test_what_is_no_longer_kept_is_left_open() -> None:
 
 
 def shown(monkeypatch: pytest.MonkeyPatch, events: list[pb.Event], *arguments: str) -> tuple[str, str]:
-    """What the command prints of a run with these events: on stdout, on stderr."""
+    """Return the command's output about a run with these events: stdout, stderr."""
     monkeypatch.setattr(operator, "call", lambda *_: (events, False))
     result = CliRunner().invoke(main, ["rounds", "digits", *arguments])
     assert result.exit_code == 0, result.output
@@ -97,7 +97,7 @@ def shown(monkeypatch: pytest.MonkeyPatch, events: list[pb.Event], *arguments: s
 
 
 def test_a_round_is_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The question of the night is answered in one look."""
+    """An operator on call sees the cause at one look."""
     lines = [" ".join(line.split()) for line in shown(monkeypatch, STORY)[0].splitlines()]
     assert lines == [
         "round started nodes workers join confirm gap recovery slowest ran restarts ended because",
@@ -108,7 +108,7 @@ def test_a_round_is_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_recovery_ends_when_workers_run_and_shows_who_was_slow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However late it was recorded; who did not report is counted, and the parts are there for programs."""
+    """The event may come late; missing reports are counted, and the JSON has the parts."""
     parts = pb.RecoveryParts(stopped=Duration(nanos=500_000_000), started=Duration(seconds=1))
     start = pb.RoundStart(reported_nodes=2, slowest_node_id="b", parts=parts, age=Duration(seconds=5))
     started = event(140, pb.EVENT_KIND_ROUND_STARTED, 3, group_world_size=3, round_start=start)
@@ -122,7 +122,7 @@ def test_a_recovery_ends_when_workers_run_and_shows_who_was_slow(monkeypatch: py
 
 
 def test_a_failure_shows_what_it_cost_and_whose_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Restarts that count, how long the next is held back, and the first failure though it came to be known late."""
+    """Counted restarts, the delay of the next round, and the first failure although it was reported late."""
     failed = ended(140, 3, pb.ROUND_END_CAUSE_WORKER_FAILED, "b", "worker of rank 4 on node b failed: reset")
     failed.counted_restarts = 2
     failed.held_back.seconds = 1
@@ -149,7 +149,7 @@ def test_what_comes_after_the_last_round_is_told(monkeypatch: pytest.MonkeyPatch
 
 
 def test_older_rounds_are_left_out_and_that_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last ones matter; the gap before the first that is shown is not lost."""
+    """The last rounds matter; the gap before the first one shown is kept."""
     out, err = shown(monkeypatch, STORY, "--limit", "1")
     assert [line.split()[0] for line in out.splitlines()] == ["round", "3"]
     assert "2.750s" in out
@@ -157,7 +157,7 @@ def test_older_rounds_are_left_out_and_that_is_told(monkeypatch: pytest.MonkeyPa
 
 
 def test_programs_get_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As JSON, with what is not known as null."""
+    """It is JSON, with null for unknown values."""
     first, second, _ = json.loads(shown(monkeypatch, STORY, "--json")[0])["rounds"]
     assert first == {
         "round": 1,
@@ -186,6 +186,6 @@ def test_programs_get_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("text", ["[/b]", "[red]x[/red]", ":smile:"])
 def test_reasons_are_shown_as_they_are(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
-    """They quote anything: none of it is markup."""
+    """They may quote any text: none of it is markup."""
     story = [*STORY[:3], ended(9, 1, pb.ROUND_END_CAUSE_WORKER_FAILED, "a", f"failed: {text}")]
     assert f"WORKER_FAILED: failed: {text}" in shown(monkeypatch, story)[0]

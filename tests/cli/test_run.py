@@ -1,4 +1,4 @@
-"""`rallypoint run`: torchrun's flags under torchrun's names; what can't be done as asked is told in one line."""
+"""`rallypoint run`: torchrun's flags under torchrun's names; a command that can't be carried out gets one line."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SCRIPT = "print('hello')"
 
 @pytest.fixture
 def script(tmp_path: Path) -> Path:
-    """A script that can be run."""
+    """An executable script."""
     path = tmp_path / "train.py"
     path.write_text(SCRIPT)
     path.chmod(0o755)
@@ -34,39 +34,39 @@ def script(tmp_path: Path) -> Path:
 
 
 class Understood:
-    """What a command line was taken for, with nothing being run."""
+    """Parses command lines and keeps the plan; nothing is run."""
 
     def __init__(self) -> None:
         self.plan: LaunchPlan | None = None
         self.log = ("", "")
 
     def take(self, plan: LaunchPlan, log_level: str, log_format: str) -> int:
-        """In the place of running it."""
+        """Keep the plan instead of running it."""
         self.plan, self.log = plan, (log_level, log_format)
         return 0
 
     def of(self, *arguments: str | Path, environment: dict[str, str] | None = None) -> LaunchPlan:
-        """Parse a command line; returns its plan."""
+        """Parse a command line; return its plan."""
         result = CliRunner(env=environment).invoke(main, ["run", *map(str, arguments)])
         assert result.exit_code == 0, result.stderr
         assert self.plan is not None
         return self.plan
 
     def command_of(self, *arguments: str | Path) -> list[str]:
-        """Parse a command line; returns what its workers run."""
+        """Parse a command line; return the command of its workers."""
         return list(self.of(*arguments).command)
 
 
 @pytest.fixture
 def understood(monkeypatch: pytest.MonkeyPatch) -> Understood:
-    """Keeps jobs from being run."""
+    """Keep jobs from being run."""
     understood = Understood()
     monkeypatch.setattr(run_module, "_run", understood.take)
     return understood
 
 
 def test_the_defaults_are_torchruns(understood: Understood, script: Path) -> None:
-    """One node, one worker, no restarts, torchrun's signals; for all else, what a job has unless told otherwise."""
+    """One node, one worker, no restarts, torchrun's signals; all other values are the defaults of a job."""
     plan = understood.of(script)
     assert plan == LaunchPlan(
         command=(sys.executable, "-u", str(script)),
@@ -84,7 +84,7 @@ def test_the_defaults_are_torchruns(understood: Understood, script: Path) -> Non
 
 
 def test_standalone_is_what_a_job_of_one_host_is_anyway(understood: Understood, script: Path) -> None:
-    """torchrun takes it so as well."""
+    """torchrun's flag has the same meaning."""
     assert understood.of("--standalone", "--rdzv-id", "a", script) == understood.of("--rdzv-id", "a", script)
 
 
@@ -117,7 +117,7 @@ def test_flags_may_have_dashes_or_underscores(understood: Understood, script: Pa
         (["--max_r=3"], ["--max-restarts=3"]),
         (["--stand"], ["--standalone"]),
         (["--virt"], ["--virtual-local-rank"]),
-        # Ours begin with the same: torchrun's users mean torchrun's.
+        # Our flags begin with the same letters: torchrun's users mean torchrun's.
         (["--node", "0"], ["--node-rank", "0"]),
         (["--log-d", "x"], ["--log-dir", "x"]),
         (["--keep", "2"], ["--keep-attempts", "2"]),
@@ -128,7 +128,7 @@ def test_flags_may_have_dashes_or_underscores(understood: Understood, script: Pa
 def test_flags_may_be_abbreviated(
     understood: Understood, script: Path, short: list[str], long: list[str]
 ) -> None:
-    """As with torchrun, as far as it is clear which one is meant."""
+    """As with torchrun, an abbreviation must be unambiguous."""
     assert understood.of("--rdzv-id=a", *short, script) == understood.of("--rdzv-id=a", *long, script)
 
 
@@ -156,7 +156,7 @@ def test_the_environment_sets_flags_too(understood: Understood, script: Path) ->
 
 
 def test_torchs_own_variables_count(understood: Understood, script: Path) -> None:
-    """Those that torchrun reads beside PET_<NAME>."""
+    """They are those that torchrun reads beside PET_<NAME>."""
     torchs = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "7", "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "${rank}: "}
     job = understood.of(script, environment=torchs).job
     assert (job["shutdown_timeout"], job["line_prefix"]) == (7.0, "${rank}: ")
@@ -175,12 +175,12 @@ def test_torchs_own_variables_count(understood: Understood, script: Path) -> Non
 def test_a_line_prefix_has_torchruns_name(
     understood: Understood, script: Path, flags: list[str], variables: dict[str, str]
 ) -> None:
-    """Of torch 2.14; our shorter one is an abbreviation of it. The flag wins, then its variable, as there."""
+    """The name is of torch 2.14; our shorter one abbreviates it. As in torchrun, the flag wins over its variable."""
     assert understood.of("--tee=3", *flags, script, environment=variables).job["line_prefix"] == "a"
 
 
 def test_use_env_is_accepted(understood: Understood, script: Path) -> None:
-    """Of torch.distributed.launch: what it asks for is always so."""
+    """It is a flag of torch.distributed.launch; workers always get their rank by environment."""
     assert understood.command_of("--standalone", "--use-env", script) == understood.command_of(
         "--standalone", script
     )
@@ -188,7 +188,7 @@ def test_use_env_is_accepted(understood: Understood, script: Path) -> None:
 
 @pytest.mark.parametrize("shell", ["bash", "zsh"])
 def test_a_completion_script_is_printed(shell: str) -> None:
-    """Torchrun's flag of torch 2.14, which needs no program; for our own command, whose name completion has."""
+    """It is torchrun's flag of torch 2.14, which needs no program; the script is for our own command."""
     printed = CliRunner().invoke(main, ["run", "--print-completion", shell])
     assert printed.exit_code == 0
     assert printed.stdout == CliRunner().invoke(main, ["completion", shell]).stdout
@@ -206,7 +206,7 @@ def test_a_flag_that_may_be_repeated_is_a_list(understood: Understood, script: P
 
 
 def test_what_follows_the_program_is_the_programs(understood: Understood, script: Path) -> None:
-    """Even what looks like a flag of ours."""
+    """That includes arguments that look like our flags."""
     like_ours = ["--nnodes", "x", "-m", "--", "--help"]
     assert understood.command_of("--standalone", script, *like_ours)[3:] == like_ours
     assert understood.command_of("--standalone", "--", script, "--epochs=3")[3:] == ["--epochs=3"]
@@ -227,7 +227,7 @@ def test_a_module_or_any_program_can_be_run(
 
 
 def test_a_flag_without_a_meaning_is_told(understood: Understood, script: Path) -> None:
-    """Once, in one line; the job runs."""
+    """One line reports it, and the job runs."""
     flags = ["--monitor-interval", "5", "--start-method=fork", "--master-addr=a", "--logs-specs", "default"]
     notices = understood.of(*flags, "--rdzv-conf", "heartbeat_timeout=3", script).notices
     assert sorted(notice.split(" has no meaning")[0] for notice in notices) == [
@@ -251,7 +251,7 @@ def test_rights_without_a_service_for_other_hosts_are_told(understood: Understoo
 
 
 def test_a_flag_that_needs_another_is_told(understood: Understood, script: Path) -> None:
-    """Unless it is a variable's: one that is set for all jobs of a site means those with the other."""
+    """A variable is not reported: one that is set for all jobs of a site is meant for those with the other flag."""
     notices = understood.of("--log-keep-files=3", "--log-line-prefix=x", script).notices
     assert [notice.split(":")[0] for notice in notices] == [
         "--log-line-prefix has no meaning without --tee",
@@ -271,7 +271,7 @@ def test_a_setting_of_services_is_none_of_a_job(understood: Understood, script: 
 
 
 def test_the_static_backend_names_this_host_by_its_rank(understood: Understood, script: Path) -> None:
-    """And fixes where workers meet."""
+    """It also fixes the address at which workers meet."""
     flags = ["--nnodes=2", "--node-rank=1", "--master-addr=head", "--master-port=29500"]
     plan = understood.of(*flags, script)
     assert plan.service == Hosted("head:29501", here=False)
@@ -325,7 +325,7 @@ def test_the_static_backend_names_this_host_by_its_rank(understood: Understood, 
 def test_a_wrong_flag_is_told_in_one_line(
     understood: Understood, script: Path, arguments: list[str], told: str
 ) -> None:
-    """What is wrong, where, and what was expected; exit code 2."""
+    """The line has the mistake, its flag, and the expected form; the exit code is 2."""
     result = CliRunner().invoke(main, ["run", *arguments, str(script)])
     assert result.exit_code == 2
     assert (result.stdout, result.stderr.count("\n")) == ("", 1)
@@ -334,7 +334,7 @@ def test_a_wrong_flag_is_told_in_one_line(
 
 
 def test_a_wrong_variable_is_told_by_its_name(understood: Understood, script: Path) -> None:
-    """Whoever looks at the command line alone would not find it."""
+    """A user who looks only at the command line would not find it."""
     result = CliRunner(env={"PET_NNODES": "x"}).invoke(main, ["run", str(script)])
     assert "Invalid value for '--nnodes' (from PET_NNODES): 'x' is not a number" in result.stderr
 
@@ -350,7 +350,7 @@ def test_a_wrong_variable_is_told_by_its_name(understood: Understood, script: Pa
     ],
 )
 def test_a_missing_script_is_told_in_one_line(understood: Understood, program: str, told: str) -> None:
-    """Before anything is started or joined, and with the flags that may have been forgotten."""
+    """The line comes before anything is started or joined, and names the flags that may be missing."""
     result = CliRunner().invoke(main, ["run", "--standalone", program])
     assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (2, "", 1)
     assert told in result.stderr
@@ -359,7 +359,7 @@ def test_a_missing_script_is_told_in_one_line(understood: Understood, program: s
 def test_a_program_that_can_not_run_is_told_before_anything_starts(
     understood: Understood, tmp_path: Path
 ) -> None:
-    """No restart would find it; one whose name depends on the worker is left to the worker."""
+    """A restart would not correct it; a name that depends on the worker is checked by the worker."""
     blank = tmp_path / "blank"
     blank.touch()
     for program, told in (
@@ -374,7 +374,7 @@ def test_a_program_that_can_not_run_is_told_before_anything_starts(
 
 
 def test_the_help_has_sections(understood: Understood) -> None:
-    """Every flag is in one of them, but for those that all commands have."""
+    """Every flag is in a section, except those that all commands have."""
     told = CliRunner().invoke(main, ["run", "--help"]).stdout
     sections = re.findall(r"^(\w+):$", told, re.MULTILINE)
     assert sections == ["Job", "Rendezvous", "Workers", "Logs", "Supervision", "Security", "Other"]
@@ -384,19 +384,19 @@ def test_the_help_has_sections(understood: Understood) -> None:
     assert "PROGRAM" not in other
 
 
-# --- In processes of their own ------------------------------------------------------------------------------
+# --- In their own processes ---------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def nobody() -> Iterator[str]:
-    """An address at which nobody listens."""
+    """An address at which no process listens."""
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
         yield f"127.0.0.1:{bound.getsockname()[1]}"
 
 
 def test_an_unreachable_endpoint_is_told_after_its_timeout(script: Path, nobody: str) -> None:
-    """With the address, for how long it was tried, why it failed, and what to look at."""
+    """The line has the address, the time, the reason, and the things to check."""
     told = refusal(
         rallypoint(
             *["run", "--rdzv-endpoint", nobody, "--rdzv-id", "x", "--rdzv-conf", "read_timeout=5"],
@@ -409,7 +409,7 @@ def test_an_unreachable_endpoint_is_told_after_its_timeout(script: Path, nobody:
 
 
 def test_what_the_workers_print_is_all_there_is_on_stdout(tmp_path: Path) -> None:
-    """Logs go to stderr. Workers inherit the environment as it was: what tames gRPC in the agent stays there."""
+    """Logs go to stderr. Workers inherit the environment unchanged: the agent's gRPC settings are not passed on."""
     script = tmp_path / "show.py"
     script.write_text(
         "import os; print(os.environ.get('MARK'), [k for k in os.environ if k.startswith('GRPC_')])"
@@ -421,7 +421,7 @@ def test_what_the_workers_print_is_all_there_is_on_stdout(tmp_path: Path) -> Non
 
 
 def test_logs_are_for_people_also_in_a_file(tmp_path: Path) -> None:
-    """Short local time, one line an event, in a pipe as well; the report follows."""
+    """Short local time, one line per event, in a pipe as well; the report follows."""
     script = tmp_path / "fail.py"
     script.write_text("raise ValueError('bad')")
     result = rallypoint("run", "--standalone", script, environment={"TZ": "XYZ-5:45"})
@@ -430,7 +430,7 @@ def test_logs_are_for_people_also_in_a_file(tmp_path: Path) -> None:
     began = datetime.strptime(lines[0][:8], "%H:%M:%S").replace(tzinfo=UTC)
     assert (now.replace(year=1900, month=1, day=1) - began) % timedelta(days=1) < timedelta(seconds=PATIENCE)
     report = lines.index("The failure that ended the run:")
-    # The worker's own traceback is among them.
+    # The lines before the report include the worker's own traceback.
     log = [line for line in lines[:report] if re.match(r"\d\d:\d\d:\d\d ", line)]
     assert any(re.fullmatch(r"\S+ joined lease=\d+ min_nodes=1 max_nodes=1", line) for line in log)
     assert any(line.endswith("reason='ValueError: bad'") and " error worker failed " in line for line in log)
@@ -438,7 +438,7 @@ def test_logs_are_for_people_also_in_a_file(tmp_path: Path) -> None:
 
 
 def test_with_json_the_report_is_json_too(tmp_path: Path) -> None:
-    """All that the agent writes; the worker's own lines are in files here."""
+    """All output of the agent is JSON; the worker's own lines are in files here."""
     script = tmp_path / "fail.py"
     script.write_text("raise ValueError('bad')")
     json_log: list[str | Path] = ["run", "--standalone", "--log-format", "json", "--redirects", "3"]

@@ -1,4 +1,4 @@
-"""`rallypoint scopes`: what was learned, how much is missing, and forgetting no more than was asked."""
+"""`rallypoint scopes`: learned timeouts, the progress of learning, and deletion of exactly the requested scopes."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ def timers() -> Iterator[ScriptedTimers]:
 
 
 def run(servicer: ScriptedTimers, *arguments: str) -> Result:
-    """The command's end."""
+    """Run the command; return its result."""
     return CliRunner().invoke(main, ["scopes", *arguments, "--timer-endpoint", servicer.address])
 
 
 def words(text: str) -> list[list[str]]:
-    """The words of each line."""
+    """Return the words of each line."""
     return [line.split() for line in text.splitlines()]
 
 
 def test_what_was_learned_is_shown_and_how_much_is_missing(timers: ScriptedTimers) -> None:
-    """Over all pages; and the rule that makes a timeout of it."""
+    """All pages are shown, and the rule that computes a timeout."""
     *table, rule = run(timers, "digits").stdout.splitlines()
     assert words("\n".join(table)) == [
         ["scope", "seen", "longest", "timeout", "timers"],
@@ -60,13 +60,13 @@ def test_what_was_learned_is_shown_and_how_much_is_missing(timers: ScriptedTimer
 
 
 def test_all_runs_are_shown_by_name(timers: ScriptedTimers) -> None:
-    """Where none is asked for."""
+    """That is without a run's name."""
     lines = words(run(timers).stdout)
     assert [line[0] for line in lines[:-1]] == ["run", "digits", "digits", "digits", "other"]
 
 
 def test_programs_get_the_services_own_answer(timers: ScriptedTimers) -> None:
-    """All pages in one."""
+    """All pages are put into one."""
     shown = json.loads(run(timers, "digits", "--json").stdout)
     assert (shown["warmUp"], shown["factor"], shown["least"]) == ("20", 5.0, "60s")
     assert [(each["scope"], each.get("after")) for each in shown["scopes"]] == [
@@ -78,7 +78,7 @@ def test_programs_get_the_services_own_answer(timers: ScriptedTimers) -> None:
 
 
 def test_nothing_learned_is_said(timers: ScriptedTimers) -> None:
-    """With what would."""
+    """The line names the option that learns them."""
     assert run(timers, "nobody").stdout == 'no learned timeouts; use `expires(after="auto")` to learn them\n'
 
 
@@ -102,7 +102,7 @@ def test_nothing_learned_is_said(timers: ScriptedTimers) -> None:
 def test_what_is_forgotten_is_said(
     timers: ScriptedTimers, flags: list[str], told: str, left: list[str]
 ) -> None:
-    """And of the run that was named, nothing else; nothing of any other."""
+    """No other scope of the run, and none of another run, is forgotten."""
     assert run(timers, "digits", *flags).output == told
     remaining = [(each.run_id, each.scope) for each in timers.scopes.scopes]
     assert remaining == [*(("digits", scope) for scope in left), ("other", "step")]
@@ -121,7 +121,7 @@ def test_what_is_forgotten_is_said(
     ],
 )
 def test_a_slip_forgets_nothing(timers: ScriptedTimers, arguments: list[str], told: str) -> None:
-    """Least of all every scope, for which an empty name stands on the wire."""
+    """Above all it does not forget every scope: on the wire, an empty name means that."""
     result = run(timers, *arguments)
     assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (2, "", 1)
     assert told in result.stderr

@@ -1,4 +1,4 @@
-"""`rallypoint serve`: each role stands alone, and what keeps it from starting is told in one line."""
+"""`rallypoint serve`: each role is a server by itself, and an error at its start is one line."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ KEEPING_NOTHING = {"rendezvous": ("--journal", "memory"), "timer": ("--learned",
 
 @pytest.fixture
 def taken() -> Iterator[int]:
-    """A port that somebody listens at."""
+    """A port that is in use."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         yield listening.getsockname()[1]
 
 
 def arguments(role: str) -> list[str]:
-    """What a role needs besides the port, so as to leave no file behind."""
+    """Return a role's arguments besides the port, such that it leaves no file behind."""
     return ["serve", role, *KEEPING_NOTHING.get(role, ())]
 
 
 def refused(monkeypatch: pytest.MonkeyPatch, *flags: str | Path) -> str:
-    """The one line with which a command is refused, in this process."""
+    """Return the one line with which a command is refused, in this process."""
     monkeypatch.setattr(serve_module, "configure_logs", lambda *_: None)
     result = CliRunner().invoke(main, ["serve", *map(str, flags)])
     assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (2, "", 1)
@@ -51,19 +51,19 @@ def refused(monkeypatch: pytest.MonkeyPatch, *flags: str | Path) -> str:
 
 
 def test_a_port_in_use_is_told_in_one_line(taken: int) -> None:
-    """With the address and the flag, by a process that is not there any more."""
+    """The line has the address and the flag, and the process has exited."""
     told = refusal(rallypoint(*arguments("rendezvous"), "--port", str(taken)))
     assert told == f"127.0.0.1:{taken} is in use: choose another --port, or stop what listens there"
 
 
 @pytest.mark.parametrize("role", ["rendezvous", "timer", "agent"])
 def test_every_role_looks_at_its_port(monkeypatch: pytest.MonkeyPatch, role: str, taken: int) -> None:
-    """One way to stand a service up."""
+    """All roles start their server by the same code."""
     assert "is in use" in refused(monkeypatch, *arguments(role)[1:], "--port", str(taken))
 
 
 def test_unreadable_tls_files_are_told_in_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """With the flag, the file, and the reason."""
+    """The line has the flag, the file, and the reason."""
     garbage = tmp_path / "garbage.pem"
     garbage.write_text("no certificate")
     for file, reason in ((tmp_path / "none.pem", "No such file"), (tmp_path, "directory"), (garbage, "PEM")):
@@ -75,7 +75,7 @@ def test_unreadable_tls_files_are_told_in_one_line(monkeypatch: pytest.MonkeyPat
 
 
 def test_plaintext_for_others_to_read_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Unless one insists; what to do instead is in the line."""
+    """A flag allows it; the line has the alternatives."""
     told = refused(monkeypatch, *arguments("timer")[1:], "--port", "0", "--host", "0.0.0.0")  # noqa: S104
     assert told.startswith("refusing to serve plaintext at 0.0.0.0:0")
     assert "--tls-cert" in told
@@ -92,30 +92,30 @@ def test_plaintext_for_others_to_read_is_refused(monkeypatch: pytest.MonkeyPatch
 def test_a_journal_that_can_not_be_is_told_in_one_line(
     monkeypatch: pytest.MonkeyPatch, journal: str, expected: str
 ) -> None:
-    """With what is expected."""
+    """The line states the expected form."""
     assert expected in refused(monkeypatch, "rendezvous", "--port", "0", "--journal", journal)
 
 
 def flip_a_bit(file: Path) -> None:
-    """Damage a page in the middle."""
+    """Flip a bit of a page in the middle."""
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 4
     file.write_bytes(content)
 
 
 def cut_in_half(file: Path) -> None:
-    """Lose the second half."""
+    """Drop the second half."""
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
 
 
 def write_another_file(file: Path) -> None:
-    """Mistake the path."""
+    """Replace the file, as a wrong path would."""
     file.write_text("no database at all\n" * 99)
 
 
 @pytest.mark.parametrize("damage", [flip_a_bit, cut_in_half, write_another_file])
 def test_a_corrupt_journal_is_refused_and_not_touched(tmp_path: Path, damage: Callable[[Path], None]) -> None:
-    """Whoever wants to rescue what is in it finds every byte as it was, and no file beside it but the lock."""
+    """A user who wants to rescue its content finds every byte unchanged, and no file beside it but the lock."""
     file = tmp_path / "journal.db"
     asyncio.run(write_journal(file))
     damage(file)
@@ -127,7 +127,7 @@ def test_a_corrupt_journal_is_refused_and_not_touched(tmp_path: Path, damage: Ca
 
 
 async def write_journal(file: Path) -> None:
-    """A journal with something in it."""
+    """Write a journal with some entries."""
     journal = SqliteJournal(file)
     await journal.open()
     await journal.append([Record("x" * 200, revision, b"fact") for revision in range(1, 200)])
@@ -135,7 +135,7 @@ async def write_journal(file: Path) -> None:
 
 
 def test_two_services_can_not_share_a_journal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The second one says so, before it listens."""
+    """The second one reports it, before it listens."""
     journal = f"sqlite:{tmp_path / 'journal.db'}"
     with service("rendezvous", "--journal", journal):
         told = refused(monkeypatch, "rendezvous", "--port", "0", "--journal", journal)
@@ -178,13 +178,13 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> Serving:
 
 
 def test_without_flags_the_limits_are_those_of_the_parts(chosen: Serving) -> None:
-    """Said once, where they are explained."""
+    """The defaults are defined once, where they are explained."""
     options, _, limits = chosen()
     assert (options, limits) == (ServerOptions(host=role_socket("rendezvous"), port=29400), Limits())
 
 
 def test_every_limit_can_be_set(chosen: Serving, tmp_path: Path) -> None:
-    """By flag, in the environment, in a file; each reaches the limit that it is named for."""
+    """By flag, in the environment, in a file; each sets the limit that it is named for."""
     expected = Limits(
         RendezvousLimits(
             runs=11,
@@ -216,7 +216,7 @@ def test_every_limit_can_be_set(chosen: Serving, tmp_path: Path) -> None:
 
 
 def test_the_rate_of_requests_can_be_set(chosen: Serving) -> None:
-    """Of every role, since every server has clients."""
+    """Every role has the flags, since every server has clients."""
     options, *_ = chosen("--request-rate", "0", "--request-burst", "7", "--request-byte-rate", "0")
     assert (options.request_rate, options.request_burst, options.request_byte_rate) == (0.0, 7, 0)
 
@@ -226,14 +226,14 @@ def test_the_rate_of_requests_can_be_set(chosen: Serving) -> None:
 def test_a_limit_that_is_none_is_told_in_one_line(
     monkeypatch: pytest.MonkeyPatch, flag: str, value: str
 ) -> None:
-    """With the flag, and what is wrong with its value."""
+    """The line has the flag and its value."""
     told = refused(monkeypatch, "rendezvous", "--port", "0", "--journal", "memory", f"{flag}={value}")
     assert flag in told
     assert value in told
 
 
 async def test_limits_hold_on_the_wire() -> None:
-    """A flag is no use that nobody heeds."""
+    """A flag must have an effect."""
     with service(
         "rendezvous", "--journal", "memory", "--max-runs", "1", "--request-burst", "9", "--request-rate", "1"
     ) as address:
@@ -249,7 +249,7 @@ async def test_limits_hold_on_the_wire() -> None:
 
 
 async def join_refused(stub: pb_grpc.RendezvousServiceAsyncStub, run_id: str) -> str | None:
-    """The reason for which a node is refused; None: it got its lease."""
+    """Return the reason for which a node is refused, or None if it got its lease."""
     call = stub.Join(timeout=PATIENCE)
     await call.write(join_request(run_id))
     try:

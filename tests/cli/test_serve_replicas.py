@@ -37,7 +37,7 @@ while not (where / "end").exists():
 
 
 class Process:
-    """One `serve rendezvous`, and what it writes."""
+    """A `serve rendezvous` process, and its log."""
 
     def __init__(self, log: Path, journal: str, *flags: str, **environment: str) -> None:
         self.port = free_port()
@@ -51,21 +51,21 @@ class Process:
             )
 
     def records(self) -> list[dict[str, Any]]:
-        """What it has logged."""
+        """Return its log records."""
         lines = self._log.read_text().splitlines()
         return [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]
 
     def has_logged(self, event: str) -> bool:
-        """Whether it has logged that."""
+        """Return True if it has logged this event."""
         return any(record["event"] == event for record in self.records())
 
     def listed(self, *flags: str) -> dict[str, Any]:
-        """What it says of all replicas; nothing while it can't."""
+        """Return its list of all replicas; empty while it can't reply."""
         told = rallypoint("replicas", "--rdzv-endpoint", self.address, "--json", *flags)
         return dict(json.loads(told.stdout)) if told.returncode == 0 else {}
 
     def end(self, number: signal.Signals) -> int:
-        """Send a signal, and wait for its end."""
+        """Send a signal, and wait for its exit."""
         self.process.send_signal(number)
         return self.process.wait(timeout=PATIENCE)
 
@@ -75,7 +75,7 @@ Serve = Callable[..., Process]
 
 @pytest.fixture
 def serve(tmp_path: Path) -> Iterator[Serve]:
-    """Starts replicas, which are gone at the end."""
+    """Start replicas; end them after the test."""
     started: list[Process] = []
 
     def start(journal: str, *flags: str, **environment: str) -> Process:
@@ -90,7 +90,7 @@ def serve(tmp_path: Path) -> Iterator[Serve]:
 
 @contextmanager
 def agent(where: Path, *endpoints: str) -> Iterator[subprocess.Popen[bytes]]:
-    """An agent with two workers that end when they are told to."""
+    """Run an agent with two workers that exit when the test creates a file."""
     script = where / "worker.py"
     script.write_text(WORKER)
     command = [str(RALLYPOINT), "run", "--rdzv-endpoint", ",".join(endpoints), "--rdzv-id", "digits"]
@@ -108,7 +108,7 @@ def agent(where: Path, *endpoints: str) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def test_a_replica_describes_itself_as_one_of_several(etcd: EtcdCluster, serve: Serve) -> None:
-    """By the name that the others see, so that clients expect redirects."""
+    """It uses the name that the others see, so that clients expect redirects."""
     replica = serve(f"{etcd.url}/described?shards=1")
     wait_until(lambda: bool(replica.listed()), "the replica")
     found = asyncio.run(info_at(replica.address))
@@ -122,7 +122,7 @@ def test_a_replica_describes_itself_as_one_of_several(etcd: EtcdCluster, serve: 
 def test_an_agents_run_survives_the_death_of_its_owner(
     etcd: EtcdCluster, serve: Serve, tmp_path: Path
 ) -> None:
-    """SIGKILL, and a drain after it: the next one has the run each time, and no worker is started again."""
+    """After SIGKILL, and after a drain, the next replica owns the run, and no worker is started again."""
     journal = f"{etcd.url}/survival?shards=4"
     replicas = [serve(journal, "--replica-name", name) for name in "abc"]
     wait_until(lambda: all(each.has_logged("session with etcd") for each in replicas), "sessions")
@@ -163,7 +163,7 @@ def _events(replica: Process) -> list[dict[str, Any]]:
 
 
 def test_a_wrong_password_ends_it_with_a_clear_line(serve: Serve, tmp_path: Path) -> None:
-    """Trying again would not help: not found out by clients that wait."""
+    """A retry would not help: without the line, only waiting clients would show it."""
     with ExitStack() as stack:
         cluster = stack.enter_context(etcd_cluster(tmp_path / "etcd"))
         for line in ("user add root:right", "user grant-role root root", "auth enable"):
@@ -191,7 +191,7 @@ def _etcdctl(member: EtcdMember, *arguments: str) -> None:
 
 
 def test_a_start_without_etcd_says_so_once_and_ends_at_ctrl_c(serve: Serve) -> None:
-    """It is not ready, and neither dies nor fills the log; Ctrl-C is obeyed at once."""
+    """It is not ready, does not exit and does not fill the log; Ctrl-C ends it at once."""
     process = serve(f"etcd://127.0.0.1:{free_port()}/x")
     event = "no session with etcd: runs wait until there is one"
     wait_until(lambda: process.has_logged(event), "a line about it")
@@ -200,7 +200,7 @@ def test_a_start_without_etcd_says_so_once_and_ends_at_ctrl_c(serve: Serve) -> N
 
 
 def test_an_address_that_leads_others_nowhere_is_told(serve: Serve) -> None:
-    """The default is for one machine: clients of others that follow to it come out on their own."""
+    """The default is for one machine: clients on others that follow it connect to themselves."""
     journal = f"etcd://127.0.0.1:{free_port()}/x"
     event = "this replica is advertised on loopback: only clients of this machine can reach it"
     silent = serve(journal, "--advertise", "10.0.0.7:29400")
@@ -216,7 +216,7 @@ def test_an_address_that_leads_others_nowhere_is_told(serve: Serve) -> None:
 
 
 def test_the_default_that_is_shown_is_the_one_that_counts() -> None:
-    """It is not loaded for the help page."""
+    """The settings are not imported for the help page."""
     shown = next(
         line for line in rallypoint("serve", "rendezvous", "--help").stdout.split("--") if "lease-ttl" in line
     )
@@ -247,6 +247,6 @@ MISTAKES: list[tuple[Any, str]] = [
 
 @pytest.mark.parametrize(("flags", "told"), [*MISTAKES[:3], *(slow(*mistake) for mistake in MISTAKES[3:])])
 def test_flags_that_make_no_sense_are_refused(flags: list[str], told: str) -> None:
-    """In one line, with exit code 2."""
+    """The refusal is one line, with exit code 2."""
     result = rallypoint("serve", "rendezvous", "--port", "0", "--log-level", "error", *flags)
     assert refusal(result).startswith(told)

@@ -1,4 +1,4 @@
-"""Each service as a process describes itself, with the limits of its flags; `status` shows another version."""
+"""Each service process describes itself, with the limits of its flags; `status` shows another version."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ SERVICES = {
 
 
 def limit_flags(role: str) -> list[str]:
-    """The flags in the tables of docs/limits.md: the first is of the rendezvous service, the second of the timer's."""
+    """Return a role's flags in docs/limits.md: the first table is of the rendezvous service, the second of timers."""
     page = (ROOT / "docs/limits.md").read_text()
     tables = [re.findall(r"^\| (`--.*?) \|", table, re.MULTILINE) for table in page.split("| flag |")[1:3]]
     rows = tables[["rendezvous", "timer"].index(role)]
@@ -49,7 +49,7 @@ def limit_flags(role: str) -> list[str]:
 
 
 def values(message: Message) -> Iterator[float]:
-    """Each number in a message, and each duration in seconds."""
+    """Yield each number in a message, and each duration in seconds."""
     for field, value in message.ListFields():
         if isinstance(value, Duration):
             yield to_seconds(value)
@@ -61,7 +61,7 @@ def values(message: Message) -> Iterator[float]:
 
 @pytest.mark.parametrize("role", SERVERS)
 async def test_each_service_describes_itself(role: str) -> None:
-    """With the services that it has, their limits alone, and what its clients must know."""
+    """The description has its services, only their limits, and its capabilities."""
     with service(role, *SERVERS[role]) as endpoint:
         found = await info_at(endpoint)
     assert [*found.services] == [*SERVICES[role], info.SERVICE_NAME]
@@ -77,7 +77,7 @@ async def test_each_service_describes_itself(role: str) -> None:
 
 @pytest.mark.parametrize("role", ["rendezvous", "timer"])
 async def test_each_limit_of_the_documentation_is_described_as_it_was_set(role: str) -> None:
-    """Each flag has a value that no other one has."""
+    """Each flag has a value that no other flag has."""
     flags = {flag: 5_001 + number for number, flag in enumerate(limit_flags(role))}
     assert len(flags) > 6
     given = [str(part) for flag in flags.items() for part in flag]
@@ -107,12 +107,12 @@ async def rendezvous(*, old: bool = False) -> AsyncIterator[str]:
 
 
 def newer(endpoint: str, services: Sequence[Registration]) -> Server:
-    """A server of the present version."""
+    """Return a server of the present version."""
     return Server(ServerOptions(host=endpoint), services=services, translate=translate)
 
 
 def older(endpoint: str, services: Sequence[Registration]) -> grpc.aio.Server:
-    """A server with the services alone."""
+    """Return a server with the services alone."""
     server = grpc.aio.server()
     for each in services:
         each.add(server)
@@ -121,7 +121,7 @@ def older(endpoint: str, services: Sequence[Registration]) -> grpc.aio.Server:
 
 
 async def status(endpoint: str, *flags: str) -> tuple[str, str]:
-    """What `rallypoint status` prints on its two streams, as a process."""
+    """Run `rallypoint status` as a process; return its stdout and stderr."""
     done = await asyncio.to_thread(rallypoint, "status", "--rdzv-endpoint", endpoint, *flags)
     assert done.returncode == 0, done.stderr
     return done.stdout, done.stderr
@@ -133,7 +133,7 @@ async def test_status_is_silent_about_a_service_of_its_own_version() -> None:
 
 
 async def test_status_shows_another_version_of_the_service(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In one line, and not among the output for programs."""
+    """The line is on stderr, so that the output for programs is not affected."""
     ours = info.VERSION
     monkeypatch.setattr(info, "VERSION", "99.0")
     async with rendezvous() as endpoint:

@@ -1,4 +1,4 @@
-"""Operators name all replicas, and any one that is there is enough."""
+"""Operators name all replicas, and one that answers is enough."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def invoke(*arguments: str) -> Result:
     return CliRunner().invoke(main, list(arguments))
 
 
-# Who is asked first is drawn.
+# The first replica is chosen at random.
 @pytest.mark.parametrize("_time", range(3))
 def test_who_looks_is_answered_by_whoever_is_there(places: str, _time: int) -> None:
     assert invoke("status", "--rdzv-endpoint", places).stdout == "no runs\n"
@@ -32,7 +32,7 @@ def test_who_looks_is_answered_by_whoever_is_there(places: str, _time: int) -> N
 
 @pytest.mark.parametrize("command", ABOUT_A_RUN, ids=" ".join)
 def test_a_refusal_names_all_that_were_meant(places: str, command: list[str]) -> None:
-    """Which of them said it is of no matter: it is the service's word."""
+    """It does not matter which replica replied: the refusal is the service's."""
     result = invoke(*command, "--rdzv-endpoint", places)
     assert result.stderr == f"Error: {places}: there is no run 'run-1' (RUN_NOT_FOUND)\n"
 
@@ -49,7 +49,7 @@ def test_that_none_is_there_is_told_at_once(command: list[str]) -> None:
 
 @pytest.mark.parametrize("command", [["status"], ["run", "--rdzv-id", "x", __file__]], ids=["status", "run"])
 def test_a_mistake_in_the_list_is_told_with_its_part(command: list[str]) -> None:
-    # In a process of its own: `run` sets the logs of its process up.
+    # It runs in its own process: `run` configures the logs of its process.
     result = rallypoint(command[0], "--rdzv-endpoint", "a:29400,b", *command[1:])
     assert result.returncode == 2
     assert "endpoint 2 of 2: endpoint 'b' has no port, expected host:port" in result.stderr
@@ -61,7 +61,7 @@ def test_a_mistake_in_the_list_is_told_with_its_part(command: list[str]) -> None
     ids=lambda command: str(command[0]),
 )
 def test_the_url_of_an_etcd_is_no_address_of_a_service(command: list[str]) -> None:
-    """`rallypoint run` takes it, so it is given here too; what may be a password in it is not told."""
+    """`rallypoint run` accepts it, so users give it here too; a part that may be a password is not shown."""
     told = refusal(rallypoint(command[0], "--rdzv-endpoint", "etcd://me:hid,hid/hid@a/job", *command[1:]))
     assert "--rdzv-endpoint" in told
     assert "this command needs the address of a rendezvous replica (host:port)" in told

@@ -21,7 +21,7 @@ from support.waiting import PATIENCE
 
 
 def run_message(**more: Any) -> pb.Run:
-    """A run of two nodes that is in its third round."""
+    """Return a run of two nodes that is in its third round."""
     run = pb.Run(run_id="digits", revision=21, phase=pb.PHASE_FINAL, round=3, world_size=4, restart_count=1)
     run.settings.MergeFrom(pb.RunSettings(min_nodes=1, max_nodes=3, max_restarts=2))
     run.last_round_end.MergeFrom(pb.RoundEnd(round=2, detail="node c was lost: its connection broke"))
@@ -39,7 +39,7 @@ def run_message(**more: Any) -> pb.Run:
 
 @pytest.fixture
 def answer(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any, list[str]], str]:
-    """Runs `status` with an answer in the place of a rendezvous service's; returns what it prints."""
+    """Runs `status` with a scripted response of a rendezvous service; returns its output."""
     real = operator.call
 
     def show(response: Any, arguments: list[str]) -> str:
@@ -58,12 +58,12 @@ def answer(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any, list[str]], str]:
 
 
 def words(text: str) -> list[list[str]]:
-    """The words of each line."""
+    """Return the words of each line."""
     return [line.split() for line in text.splitlines()]
 
 
 def test_a_run_is_shown_with_its_nodes(answer: Callable[..., str]) -> None:
-    """Who is in, with which ranks, who waits, and why the round before ended."""
+    """The output has the nodes with their ranks, the nodes that wait, and why the last round ended."""
     lines = answer(pb.GetRunResponse(run=run_message()), ["digits"]).splitlines()
     assert lines[:2] == [
         "run digits: FINAL, round 3, 4 workers on 2 nodes (3 joined, 1:3 wanted), 1 of 2 restarts used, revision 21",
@@ -78,7 +78,7 @@ def test_a_run_is_shown_with_its_nodes(answer: Callable[..., str]) -> None:
 
 
 def test_nodes_without_a_watchdog_are_shown(answer: Callable[..., str]) -> None:
-    """With why; of very many the first."""
+    """The line has the reason; of very many nodes it names the first."""
     run = run_message()
     run.nodes[1].watchdog_trouble = "the timer service does not answer"
     last = answer(pb.GetRunResponse(run=run), ["digits"]).splitlines()[-1]
@@ -90,7 +90,7 @@ def test_nodes_without_a_watchdog_are_shown(answer: Callable[..., str]) -> None:
 
 
 def test_a_closed_run_is_shown_with_its_end(answer: Callable[..., str]) -> None:
-    """Its outcome, and the sentence that says why."""
+    """The output has its outcome and its reason."""
     end = pb.RunEnd(outcome=pb.OUTCOME_FAILED, detail="worker of rank 1 on node a failed")
     run = pb.Run(run_id="digits", phase=pb.PHASE_CLOSED, round=1, run_end=end)
     assert answer(pb.GetRunResponse(run=run), ["digits"]).splitlines() == [
@@ -101,7 +101,7 @@ def test_a_closed_run_is_shown_with_its_end(answer: Callable[..., str]) -> None:
 
 
 def test_spares_and_places_are_shown(answer: Callable[..., str]) -> None:
-    """How many stand by, and where each node is, if anybody said so."""
+    """The output has the number of spares, and each node's topology if known."""
     run = run_message()
     run.nodes[0].topology, run.nodes[1].topology = "hall1/rack2", "hall1/rack3"
     run.nodes[2].state = pb.NODE_STATE_SPARE
@@ -116,7 +116,7 @@ def test_spares_and_places_are_shown(answer: Callable[..., str]) -> None:
 
 
 def test_budgets_of_restarts_are_shown(answer: Callable[..., str]) -> None:
-    """What counts now, of the run and of each node that has used any, the most first; and what is held back."""
+    """Counted restarts of the run and of each node that has any, most first; and the delay of the next round."""
     run = run_message(counted_restarts=2, restart_count=7)
     run.settings.max_restarts, run.settings.max_restarts_per_node = 5, 3
     run.settings.restart_window.seconds = 600
@@ -133,7 +133,7 @@ def test_budgets_of_restarts_are_shown(answer: Callable[..., str]) -> None:
 
 
 def test_nodes_that_were_taken_out_are_shown(answer: Callable[..., str]) -> None:
-    """By name, since that is what lets them in again; not a thousand of them."""
+    """Their names are shown, since --readmit needs them; but not a thousand of them."""
     run = run_message(evicted_node_ids=["x", "y"])
     lines = answer(pb.GetRunResponse(run=run), ["digits"]).splitlines()
     assert lines[2] == "evicted, and refused (`rallypoint events` shows why): x, y"
@@ -150,7 +150,7 @@ def test_nodes_that_were_taken_out_are_shown(answer: Callable[..., str]) -> None
     ],
 )
 def test_a_run_that_is_ending_is_shown_so(answer: Callable[..., str], passed: bool, told: str) -> None:
-    """Who has finished waits: that is no hang. Once the run is over its end says more."""
+    """Nodes that have finished wait: that is no hang. Once the run is over, its end is shown instead."""
     run = run_message(succeeded_count=1, exit_barrier_passed=passed)
     run.settings.exit_barrier_timeout.seconds = 300
     assert answer(pb.GetRunResponse(run=run), ["digits"]).splitlines()[2] == told
@@ -159,7 +159,7 @@ def test_a_run_that_is_ending_is_shown_so(answer: Callable[..., str], passed: bo
 
 
 def test_runs_are_listed(answer: Callable[..., str]) -> None:
-    """A line for each."""
+    """Each run is a line."""
     one = run_message()
     shown = words(answer(pb.ListRunsResponse(runs=[one, pb.Run(run_id="x", phase=pb.PHASE_JOINABLE)]), []))
     assert shown[0][:3] == ["run", "phase", "round"]
@@ -169,7 +169,7 @@ def test_runs_are_listed(answer: Callable[..., str]) -> None:
 
 @pytest.mark.parametrize("text", ["[/b]", "[red]x[/red]", ":smile:", "[link=x"])
 def test_names_and_reasons_are_shown_as_they_are(answer: Callable[..., str], text: str) -> None:
-    """They are users' own, and exceptions quote anything: none of it is markup."""
+    """Users choose names, and exceptions quote any text: none of it is markup."""
     run = run_message(run_id=text, last_round_end=pb.RoundEnd(detail=f"failed: {text}"))
     run.nodes[0].node_id = text
     shown = answer(pb.GetRunResponse(run=run), [text])
@@ -180,7 +180,7 @@ def test_names_and_reasons_are_shown_as_they_are(answer: Callable[..., str], tex
 
 @pytest.mark.parametrize("arguments", [["digits", "--json"], ["--json"]])
 def test_programs_get_the_whole_answer(answer: Callable[..., str], arguments: list[str]) -> None:
-    """As the protocol's own JSON, with fields that are zero."""
+    """It is the protocol's own JSON, with fields that are zero."""
     run = run_message()
     response = pb.GetRunResponse(run=run) if len(arguments) > 1 else pb.ListRunsResponse(runs=[run])
     shown = json.loads(answer(response, arguments))
@@ -190,7 +190,7 @@ def test_programs_get_the_whole_answer(answer: Callable[..., str], arguments: li
 
 
 def test_a_run_is_one_line_however_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its name in full, and the whole sentence that says how it ended."""
+    """The line has the full name, and the whole reason of its end."""
     name, detail = "r" * 256, "worker of rank 1 failed: " + "much to say " * 80 + "and the end"
     run = pb.Run(run_id=name, phase=pb.PHASE_CLOSED, run_end=pb.RunEnd(detail=detail))
     monkeypatch.setattr(operator, "call", lambda *_: pb.ListRunsResponse(runs=[run]))
@@ -202,7 +202,7 @@ def test_a_run_is_one_line_however_long(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.fixture
 def timers() -> Iterator[ScriptedTimers]:
-    """A timer service that knows of a run whose rank 3 is behind."""
+    """A timer service with a run whose rank 3 is behind."""
     slowest = timer_pb.WorkerProgress(node_id="b", worker_id="w3", rank=3, step=1200, idle=to_duration(75.0))
     with scripted_timers() as servicer:
         servicer.progress = timer_pb.GetProgressResponse(
@@ -217,7 +217,7 @@ SLOWEST = "slowest worker: rank 3 on node b (worker w3), at step 1200 for 1m15s 
 def test_the_slowest_worker_is_shown_if_the_timer_service_is_named(
     answer: Callable[..., str], timers: ScriptedTimers
 ) -> None:
-    """Beneath the nodes; and a stall, with who stopped first."""
+    """It is below the nodes; a stall names the worker that stopped first."""
     response, asking = pb.GetRunResponse(run=run_message()), ["digits", "--timer-endpoint", timers.address]
     plain = answer(response, ["digits"])
     assert timers.asked == []
@@ -238,14 +238,14 @@ def test_the_slowest_worker_is_shown_if_the_timer_service_is_named(
 def test_a_run_without_progress_is_said_to_tell_none(
     answer: Callable[..., str], timers: ScriptedTimers
 ) -> None:
-    """Nothing at all would leave one wondering whether anybody was asked."""
+    """Without a line, users could not know if the timer service was asked."""
     timers.progress = timer_pb.GetProgressResponse()
     shown = answer(pb.GetRunResponse(run=run_message()), ["digits", "--timer-endpoint", timers.address])
     assert shown.splitlines()[-1] == "no worker reports progress"
 
 
 def test_a_list_of_runs_asks_no_timer_service(answer: Callable[..., str], timers: ScriptedTimers) -> None:
-    """Though the environment names one: it would be one question for each run."""
+    """The environment may name one, but that would be a request for each run."""
     answer(pb.ListRunsResponse(runs=[run_message()]), ["--timer-endpoint", timers.address])
     assert timers.asked == []
 
@@ -254,7 +254,7 @@ def test_a_list_of_runs_asks_no_timer_service(answer: Callable[..., str], timers
 def test_a_timer_service_that_does_not_answer_spoils_nothing(
     answer: Callable[..., str], endpoint: str
 ) -> None:
-    """The run is shown as ever; why there is no progress is one line more."""
+    """The run is shown as usual; one more line has the reason for the missing progress."""
     response = pb.GetRunResponse(run=run_message())
     plain = answer(response, ["digits"])
     with socket.create_server(("127.0.0.1", 0)) as mute, socket.socket() as nobody:

@@ -1,4 +1,4 @@
-"""`rallypoint submit` takes the flags of `run`, makes one launch of them, and refuses what makes no sense."""
+"""`rallypoint submit` takes the flags of `run`, makes one launch of them, and refuses senseless ones."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from support.marks import slow
 
 
 class NeverRun:
-    """In the place of a session: notes what it would carry out."""
+    """Replaces a session: records the submission."""
 
     submissions: list[Submission]
     failure_report = ""
@@ -32,28 +32,28 @@ class NeverRun:
         self.submissions.append(submission)
 
     async def run(self) -> int:
-        """Pretend that it went well."""
+        """Return success."""
         return 0
 
 
 @pytest.fixture
 def submissions(monkeypatch: pytest.MonkeyPatch) -> list[Submission]:
-    """What would have been submitted."""
+    """Record submissions instead of sending them."""
     NeverRun.submissions = []
     monkeypatch.setattr(session, "SubmissionSession", NeverRun)
-    monkeypatch.setattr(logs, "configure_logs", lambda *_: None)  # those of the tests' process
+    monkeypatch.setattr(logs, "configure_logs", lambda *_: None)  # they are those of the tests' process
     return NeverRun.submissions
 
 
 def submitted(submissions: list[Submission], *arguments: str) -> Any:
-    """What a command line comes to."""
+    """Run a command line; return its submission."""
     result = CliRunner().invoke(main, ["submit", *arguments])
     assert result.exit_code == 0, result.output
     return submissions.pop()
 
 
 def test_a_command_line_becomes_one_launch_for_all_agents(submissions: list[Submission]) -> None:
-    """As `run` would have it on each host: as many nodes as agents, who meet at the first of them."""
+    """It is the job that `run` would start on each host: as many nodes as agents, which meet at the first agent."""
     submission = submitted(submissions, "--agents", "a:1,b:2", "/x/train.py", "--epochs", "3")
     assert submission.endpoints == ("a:1", "b:2")
     assert (submission.timeout, submission.detach, submission.security) == (60.0, False, None)
@@ -67,7 +67,7 @@ def test_a_command_line_becomes_one_launch_for_all_agents(submissions: list[Subm
 
 
 def test_a_script_gets_what_was_launched_where(submissions: list[Submission]) -> None:
-    """As JSON; without it the name of the run alone, as a shell's variable takes it."""
+    """It gets JSON; without --json, the name of the run alone, for a shell variable."""
     order = ("submit", "--agents", "a:1,b:2", "--rdzv-id", "run-7", "--detach")
     assert CliRunner().invoke(main, [*order, "train.py"]).output == "run-7\n"
     assert json.loads(CliRunner().invoke(main, [*order, "--json", "train.py"]).output) == {
@@ -79,7 +79,7 @@ def test_a_script_gets_what_was_launched_where(submissions: list[Submission]) ->
 
 
 def test_every_flag_finds_its_place(submissions: list[Submission]) -> None:
-    """Fields where there are any, options by their names elsewhere; underscores and abbreviations as for `run`."""
+    """It becomes a field if there is one, else an option by name; underscores and abbreviations as for `run`."""
     spec: pb.JobSpec = submitted(
         submissions,
         *("--agents", "a:1,b:2", "--nnodes", "1:4", "--nproc_per_node", "gpu", "--max-restarts", "3"),
@@ -114,10 +114,10 @@ def test_every_flag_finds_its_place(submissions: list[Submission]) -> None:
 def test_programs_are_started_as_by_run(
     submissions: list[Submission], flags: tuple[str, ...], command: list[str]
 ) -> None:
-    """A program of any kind, or a script by its path."""
+    """A program of any kind, or a script by its path, is possible."""
     spec = submitted(submissions, "--agents", "a:1", *flags, "train.py", "-x").launch.spec
     assert list(spec.command) == command
-    assert not spec.rendezvous_endpoint  # the only agent's own, which it knows best itself
+    assert not spec.rendezvous_endpoint  # the only agent uses its own address, which it knows best
 
 
 MISTAKES: list[tuple[Any, str]] = [
@@ -145,5 +145,5 @@ MISTAKES: list[tuple[Any, str]] = [
     ("arguments", "told"), [*MISTAKES[:3], *(slow(*mistake) for mistake in MISTAKES[3:])]
 )
 def test_what_makes_no_sense_is_refused_in_one_line(arguments: tuple[str, ...], told: str) -> None:
-    """Before any agent is asked."""
+    """No request is sent to an agent before."""
     assert told in refusal(rallypoint("submit", *arguments))

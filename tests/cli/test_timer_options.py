@@ -1,4 +1,4 @@
-"""What `serve timer` is told reaches the service, and what can't be is told in one line."""
+"""The options of `serve timer` reach the service, and a wrong one is refused in one line."""
 
 from __future__ import annotations
 
@@ -55,18 +55,18 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> Serving:
 
 
 def test_without_flags_the_settings_are_those_of_the_service(chosen: Serving) -> None:
-    """Said once, where they are explained; and what is learned is kept."""
+    """The defaults are defined once, where they are explained; and learned timeouts are kept."""
     assert chosen()[1:] == (TimerSettings(), Path("var/timer-learned.json"))
 
 
 def test_every_setting_can_be_set(chosen: Serving, tmp_path: Path) -> None:
-    """By flag, in the environment, in a file; each reaches the setting that it is named for."""
+    """By flag, in the environment, in a file; each sets the setting that it is named for."""
     given = chosen.in_each_way(SETTINGS, tmp_path / "config.toml")
     assert [settings for _, settings, _ in given] == [EXPECTED] * 3
 
 
 def test_where_it_is_kept_and_whether_runs_are_reported_can_be_turned_off(chosen: Serving) -> None:
-    """By a word, and by a zero."""
+    """The values for that are a word, and a zero."""
     _, settings, learned = chosen("--learned", "none", "--stall-after", "0")
     assert (settings.stall_after, learned) == (None, None)
     assert chosen("--learned", "/a/b.json")[2] == Path("/a/b.json")
@@ -75,7 +75,7 @@ def test_where_it_is_kept_and_whether_runs_are_reported_can_be_turned_off(chosen
 @pytest.mark.parametrize("flag", SETTINGS)
 @pytest.mark.parametrize("value", ["-1", "nan", "inf", "many", ""])
 def test_a_setting_that_is_none_is_told_in_one_line(flag: str, value: str) -> None:
-    """With the flag, and what is wrong with its value."""
+    """The line has the flag and its value."""
     result = CliRunner().invoke(
         main, ["serve", "timer", "--port", "0", "--learned", "none", f"{flag}={value}"]
     )
@@ -89,7 +89,7 @@ def test_a_setting_that_is_none_is_told_in_one_line(flag: str, value: str) -> No
     [("--learn-factor", "0.9"), ("--learn-least", "0"), ("--max-timers", "0"), ("--learned", "")],
 )
 def test_what_would_make_no_sense_is_refused(flag: str, value: str) -> None:
-    """A factor below one would accuse workers that are as fast as ever."""
+    """A factor below one would expire timers of workers that are as fast as ever."""
     result = CliRunner().invoke(main, ["serve", "timer", "--port", "0", "--learned", "none", flag, value])
     assert result.exit_code == 2
     assert flag in result.stderr
@@ -99,7 +99,7 @@ def test_what_would_make_no_sense_is_refused(flag: str, value: str) -> None:
 def test_a_file_that_can_not_be_read_is_told_in_one_line_and_not_touched(
     tmp_path: Path, content: str
 ) -> None:
-    """Whoever wants to rescue what is in it finds every byte as it was."""
+    """A user who wants to rescue its content finds every byte unchanged."""
     file = tmp_path / "learned.json"
     file.write_text(content)
     told = refusal(rallypoint("serve", "timer", "--port", "0", "--learned", file))
@@ -109,7 +109,7 @@ def test_a_file_that_can_not_be_read_is_told_in_one_line_and_not_touched(
 
 
 async def observe(address: str, *, count: int) -> None:
-    """Tells a service that workers of run "run" left scope "step" so many times, as an agent would."""
+    """Report to a service, as an agent would, that workers of run "run" left scope "step" so many times."""
     async with open_channel(address) as channel:
         call = pb_grpc.TimerServiceStub(channel).Supervise(timeout=PATIENCE)
         actions = [
@@ -131,7 +131,7 @@ async def scopes(address: str) -> list[pb.Scope]:
 @pytest.mark.slow
 @pytest.mark.integration
 async def test_what_is_learned_outlives_the_process_that_learned_it(tmp_path: Path) -> None:
-    """In the file that the flag names; a second service at the same file is refused."""
+    """It is in the file that the flag names; a second service at the same file is refused."""
     file = tmp_path / "folder" / "learned.json"
     with service("timer", "--learned", file, "--learn-factor", "3") as address:
         await observe(address, count=30)
@@ -145,7 +145,7 @@ async def test_what_is_learned_outlives_the_process_that_learned_it(tmp_path: Pa
 
 @pytest.mark.integration
 def test_a_service_that_keeps_nothing_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No file, no folder, no lock."""
+    """There is no file, no folder and no lock."""
     monkeypatch.chdir(tmp_path)
     with service("timer", "--learned", "none") as address:
         asyncio.run(observe(address, count=30))

@@ -1,4 +1,4 @@
-"""`rallypoint timers`: what ran out comes first, then what will; nothing is left out in silence."""
+"""`rallypoint timers`: expired timers come first, then the next to expire; omissions are always reported."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ def timers() -> Iterator[ScriptedTimers]:
 
 
 def shown(servicer: ScriptedTimers, *arguments: str) -> Result:
-    """What the command prints."""
+    """Return the command's output."""
     result = CliRunner().invoke(main, ["timers", *arguments, "--timer-endpoint", servicer.address])
     assert result.exit_code == 0, result.stderr
     return result
 
 
 def words(text: str) -> list[list[str]]:
-    """The words of each line."""
+    """Return the words of each line."""
     return [line.split() for line in text.splitlines()]
 
 
 def test_what_ran_out_comes_first_and_then_what_will(timers: ScriptedTimers) -> None:
-    """The longest ago first, marked; then the soonest; last what can't run out yet."""
+    """Marked timers that expired, the oldest first; then the next to expire; last those without a deadline."""
     assert words(shown(timers).stdout) == [
         ["run", "node", "worker", "scope", "after", "remaining", "state", "offers"],
         ["!", "other", "a", "w0", "wait", "1m00s", "-1m10s", "UNCLAIMED", "-"],
@@ -71,7 +71,7 @@ def test_what_ran_out_comes_first_and_then_what_will(timers: ScriptedTimers) -> 
 def test_only_what_is_asked_for_is_shown(
     timers: ScriptedTimers, arguments: list[str], scopes: list[str]
 ) -> None:
-    """A run, a node, or what ran out; with a run's name it is not on every line."""
+    """The filter is a run, a node, or expired timers; with a run's name, the run is no column."""
     result = shown(timers, *arguments, "--json")
     assert [each["scope"] for each in json.loads(result.stdout)["timers"]] == scopes
     for_people = shown(timers, *arguments).stdout
@@ -82,14 +82,14 @@ def test_only_what_is_asked_for_is_shown(
 
 
 def test_programs_get_the_services_own_answer(timers: ScriptedTimers) -> None:
-    """Durations as the protocol writes them; what isn't known isn't there."""
+    """Durations are in the protocol's form; unknown ones are left out."""
     first, *_, last = json.loads(shown(timers, "--json").stdout)["timers"]
     assert (first["state"], first["after"], first["remaining"]) == ("TIMER_STATE_UNCLAIMED", "60s", "-70s")
     assert (last["state"], last["learnedAs"], "after" in last) == ("TIMER_STATE_LEARNING", "load", False)
 
 
 def test_what_is_left_out_is_told_and_is_never_what_ran_out(timers: ScriptedTimers) -> None:
-    """However many there are, and however many pages they take."""
+    """That holds for any number of timers and pages."""
     timers.page = 3
     timers.timers[:0] = [timer(f"early{n:02}", pb.TIMER_STATE_COUNTING, 1.0) for n in range(20)]
     result = shown(timers, "--limit", "4", "--json")
@@ -102,7 +102,7 @@ def test_what_is_left_out_is_told_and_is_never_what_ran_out(timers: ScriptedTime
 
 
 def test_a_timer_that_runs_out_while_it_is_listed_is_shown_once(timers: ScriptedTimers) -> None:
-    """As what it is now; it must not fall between two questions."""
+    """Its present state is shown; it must not be missed between two requests."""
     timers.runs_out = [timers.timers[0]]
     found = json.loads(shown(timers, "digits", "--json").stdout)["timers"]
     assert [each["scope"] for each in found].count("checkpoint") == 1
@@ -110,21 +110,21 @@ def test_a_timer_that_runs_out_while_it_is_listed_is_shown_once(timers: Scripted
 
 
 def test_a_scope_can_do_nothing_to_the_terminal(timers: ScriptedTimers) -> None:
-    """Workers name scopes: it is one line, without colours, bells or markup of theirs."""
+    """Workers name scopes: a timer is one line, without colours, bells or markup."""
     timers.timers = [timer("[red]a\nb\x1b[31m", pb.TIMER_STATE_COUNTING, 1.0)]
     _, line = shown(timers, "digits").stdout.splitlines()
     assert "[red]a b [31m" in line
 
 
 def test_the_environment_names_the_service(timers: ScriptedTimers) -> None:
-    """As it does for every option."""
+    """The environment can set every option."""
     environment = {"RALLYPOINT_TIMER_ENDPOINT": timers.address}
     assert "checkpoint" in CliRunner(env=environment).invoke(main, ["timers", "digits"]).stdout
 
 
 @pytest.mark.integration
 def test_a_real_services_timers_are_shown() -> None:
-    """None, where an empty table would leave one wondering; then one that no agent is there to be told of."""
+    """First no timers, with a line instead of an empty table; then an expired one that no agent receives."""
     with service("timer", "--learned", "none") as address:
         for arguments in (["timers"], ["timers", "digits", "--node", "a"]):
             result = CliRunner().invoke(main, [*arguments, "--timer-endpoint", address])

@@ -1,4 +1,4 @@
-"""Times are read as people write them, and shown so that they can be read back."""
+"""Times are read in the usual notations, and shown such that they can be read back."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _far_from_greenwich(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     ],
 )
 def test_a_moment_is_so_long_ago_or_an_iso_time(text: str, moment: datetime) -> None:
-    """Local where nothing else is said."""
+    """It is local time unless it names a zone."""
     assert parse_moment(text, NOW) == moment
 
 
@@ -46,14 +46,14 @@ def test_a_moment_is_so_long_ago_or_an_iso_time(text: str, moment: datetime) -> 
     "text", ["", "10", "m", "-10m", "10 m", "10y", "yesterday", "14:08", "999999999d", "٣m"]
 )
 def test_what_is_no_moment_is_refused_with_what_is_expected(text: str) -> None:
-    """By the text itself."""
+    """The error quotes the text."""
     with pytest.raises(ValueError, match="is not a time; expected an age, as in 90s") as error:
         parse_moment(text, NOW)
     assert repr(text) in str(error.value)
 
 
 def test_a_shown_moment_is_read_back() -> None:
-    """What `events` prints can be given to --since."""
+    """The times in the output of `events` can be given to --since."""
     shown = show_moment(NOW.timestamp() + 0.25)
     assert shown == "2026-11-20 19:30:00.250"
     assert parse_moment(shown, NOW) == NOW + timedelta(milliseconds=250)
@@ -74,5 +74,5 @@ def test_a_shown_moment_is_read_back() -> None:
     ],
 )
 def test_a_span_is_shown_as_finely_as_matters(seconds: float, shown: str) -> None:
-    """To the millisecond where a round re-forms, coarser where a job ran for days."""
+    """It is exact to the millisecond while a round re-forms, coarser if a job ran for days."""
     assert show_span(seconds) == shown

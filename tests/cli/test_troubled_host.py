@@ -1,4 +1,4 @@
-"""A host that lacks something gets one line from every command, and no traceback."""
+"""A host that lacks a resource gets one line from every command, and no traceback."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def run(
 @pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
 @pytest.mark.parametrize("files", [10, 32])
 def test_too_few_open_files(command: list[str], files: int, tmp_path: Path) -> None:
-    """gRPC would abort the process with less than some twenty."""
+    """gRPC would abort the process with fewer than about twenty."""
     told = refusal(run([str(RALLYPOINT), *command], tmp_path, files))
     assert told == f"the limit of open files is {files}, of at least 64: raise it (ulimit -n 4096)"
 
@@ -76,7 +76,7 @@ def test_files_that_run_out_later(tmp_path: Path) -> None:
 
 
 def mounted(script: str, *command: str) -> list[str]:
-    """The command, after a script that mounts something that only these processes see."""
+    """Return the command, after a script whose mounts only these processes see."""
     if os.geteuid() != 0 or shutil.which("unshare") is None:
         pytest.skip("only root can mount")
     return ["unshare", "--mount", "sh", "-c", f'{script} && exec "$@"', "sh", *command]
@@ -91,7 +91,7 @@ def test_the_folder_of_sockets_can_not_be_made(command: list[str], tmp_path: Pat
 
 
 def test_no_temporary_file_can_be_written(tmp_path: Path) -> None:
-    """Python would take any of its usual folders, and the present one."""
+    """Python would use any of its usual folders, and the current one."""
     remount = "mount --bind $folder $folder && mount -o remount,bind,ro $folder"
     folders = {tempfile.gettempdir(), "/tmp", "/var/tmp", "/usr/tmp"}  # noqa: S108 (they become read-only)
     each = f"for folder in {' '.join(folders)}; do if test -d $folder; then {remount}; fi; done"
@@ -104,7 +104,7 @@ FILL = "! head -c 1M /dev/zero > filled 2> /dev/null"
 
 @pytest.mark.parametrize("inodes", range(9))
 def test_a_full_disk(inodes: int, tmp_path: Path) -> None:
-    """Whatever can't be made there: the folder of the logs, sockets, a file of a worker, or (0) a line in one."""
+    """Cases: the folder of the logs, sockets or a worker's file can't be made, or (0) a line in a file."""
     fill = f"mount -t tmpfs -o size=64k,nr_inodes={inodes} none {tmp_path}"
     fill += "" if inodes else f" && cd {tmp_path} && {FILL}"
     command = [
@@ -121,14 +121,14 @@ def test_a_full_disk(inodes: int, tmp_path: Path) -> None:
     ended = run(full, tmp_path, TMPDIR=str(tmp_path))
     assert "Traceback" not in ended.stderr
     assert ended.returncode in (2, 3)
-    # The agent's log may have a line too.
+    # The agent's log may add a line.
     lines = ended.stderr.splitlines()
     assert len(lines) <= 2
     assert all("No space left on device" in line for line in lines)
 
 
 def test_a_full_disk_of_a_service(tmp_path: Path) -> None:
-    """It can't keep a journal."""
+    """It can't store a journal."""
     filled = f"mount -t tmpfs -o size=64k none {tmp_path} && cd {tmp_path} && {FILL}"
     told = refusal(run(mounted(filled, str(RALLYPOINT), *COMMANDS["serve"]), tmp_path))
     assert told.startswith("can't open the journal j.db: database or disk is full")
@@ -151,7 +151,7 @@ def test_a_full_disk_of_a_service(tmp_path: Path) -> None:
     ids=str,
 )
 def test_a_folder_that_is_gone(command: list[str], exit_code: int, line: str, tmp_path: Path) -> None:
-    """The command was started in it; it needs it only where it is named."""
+    """It is the command's working directory; the command needs it only if an argument refers to it."""
     gone = [
         "sh",
         "-c",

@@ -1,4 +1,4 @@
-"""A person at `rallypoint run` sees what the job waits for: nodes, the last call, workers that are being stopped."""
+"""The terminal of `rallypoint run` shows the wait of the job: nodes, the last call, workers that are being stopped."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from support.waiting import PATIENCE, wait_until
 
 pytestmark = pytest.mark.integration
 
-# It ignores the first signal.
+# The worker ignores the first signal.
 STUBBORN = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
 Start = Callable[..., subprocess.Popen[str]]
 
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Starts an agent of a run with a service in the first one; its log is the file of its name."""
+    """Start agents of a run, the first with a service in it; the file of an agent's name has its log."""
     port, begun = free_port(), []
 
     def run(name: str, *arguments: str, stderr: int | None = None) -> subprocess.Popen[str]:
@@ -49,7 +49,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 
 def until_logged(file: Path, pattern: str) -> None:
-    """Wait for a line that has no other form than this, after its time."""
+    """Wait for a line that has exactly this form, after its time."""
     whole = re.compile(rf"^\d\d:\d\d:\d\d {pattern}$", re.MULTILINE)
     try:
         wait_until(lambda: whole.search(file.read_text()) is not None, pattern)
@@ -58,7 +58,7 @@ def until_logged(file: Path, pattern: str) -> None:
 
 
 def test_each_wait_is_in_the_log(start: Start, tmp_path: Path) -> None:
-    """For nodes, then for the last call, then for workers; also in the words of `status`."""
+    """It waits for nodes, then for the last call, then for workers; `status` uses the same words."""
     times = ["--node-id", "host-a", "--rdzv-conf", "join_timeout=600,last_call_timeout=3600"]
     first = start("a", *times)
     until_logged(tmp_path / "a", r"waiting for nodes: 1 of 2 here \(host-a\); gives up at \d\d:\d\d:\d\d")
@@ -76,7 +76,7 @@ def test_each_wait_is_in_the_log(start: Start, tmp_path: Path) -> None:
 
 
 def test_a_stop_shows_who_is_still_there(tmp_path: Path) -> None:
-    """And how long it may take, and how it is shortened."""
+    """It also shows how long the stop may take, and how to shorten it."""
     log = tmp_path / "log"
     with open(log, "w") as stderr:
         command = [str(RALLYPOINT), "run", "--standalone", "--log-format", "human", "--nproc-per-node", "2"]
@@ -98,7 +98,7 @@ def test_a_stop_shows_who_is_still_there(tmp_path: Path) -> None:
 
 
 def test_a_terminal_has_one_line_that_is_renewed(start: Start) -> None:
-    """Below the log: it is erased before a line of the log, and at the end."""
+    """It is below the log: it is erased before a line of the log, and at the end."""
     keyboard, screen = os.openpty()
     times = ["--rdzv-conf", "last_call_timeout=3600"]
     start("a", "--node-id", "host-a", *times, stderr=screen)

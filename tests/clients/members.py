@@ -1,4 +1,4 @@
-"""Members of a run that are the example clients: their processes, and what their workers have recorded."""
+"""Members of a run that are the example clients: their processes, and the records of their workers."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Members:
             folder: for logs and records.
             endpoints: of the rendezvous service, or of its replicas.
             run_id: name of the run.
-            nodes: as `--nnodes` takes it.
+            nodes: in the form of `--nnodes`.
             tls: flags of the connection; without them it is plaintext.
         """
         self.programs: dict[str, Program] = {}
@@ -69,7 +69,7 @@ class Members:
         self._tls = tuple(tls)
 
     def start(self, *nodes: str) -> None:
-        """Start clients, or an agent, each as the node that has the language as its name."""
+        """Start clients, or an agent, each as the node named after its language."""
         worker = (str(WORKER), str(self._folder))
         for node in nodes:
             if node == PYTHON:
@@ -97,7 +97,7 @@ class Members:
         return self.programs[name]
 
     def records(self, node: str) -> list[dict[str, Any]]:
-        """Return what the workers of a node have recorded, one record for each worker that met the others."""
+        """Return the records of a node's workers, one record for each worker that met the others."""
         path = self._folder / f"{node}.jsonl"
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
@@ -126,7 +126,7 @@ class Members:
         return {name: await program.ended(PATIENCE) for name, program in self.programs.items()}
 
     async def close(self) -> None:
-        """Leave no process behind."""
+        """Kill all processes that are left."""
         for program in self.programs.values():
             await program.kill()
 
@@ -135,7 +135,7 @@ class Service:
     """The rendezvous service over SQLite, at one port over all its processes."""
 
     def __init__(self, folder: Path, *tls: str) -> None:
-        """Start nothing yet; `tls`: its flags for that, without which it is plaintext."""
+        """Start nothing yet; `tls`: its flags for TLS; without them it is plaintext."""
         self.endpoint = f"127.0.0.1:{free_port()}"
         self._folder = folder
         self._security = tls or ("--insecure",)
@@ -167,12 +167,12 @@ class Service:
         return self._program.log.items
 
     async def run(self, run_id: str) -> pb.Run:
-        """Return a run as the service has it."""
+        """Return a run from the service."""
         return await get_run(self.endpoint, run_id)
 
 
 async def get_run(endpoint: str, run_id: str) -> pb.Run:
-    """Return a run as the server at an address has it."""
+    """Return a run from the server at an address."""
     async with grpc.aio.insecure_channel(endpoint) as channel:
         stub = pb_grpc.RendezvousServiceStub(channel)
         request = pb.GetRunRequest(run_id=run_id)

@@ -1,4 +1,4 @@
-"""The example clients keep a run alive together with an agent, over what happens to the service and to workers."""
+"""The example clients keep a run alive together with an agent, despite losses of the service and of workers."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ async def all_resume(endpoint: str) -> None:
 
 
 async def test_members_that_lost_their_lease_join_again(tmp_path: Path) -> None:
-    """Paused for longer than their leases, they stop the workers of the old round and join as newcomers."""
+    """Paused for longer than their leases live, they stop the workers of the old round and join as newcomers."""
     nodes = (*CLIENTS, PYTHON)
     async with members_of_a_service(tmp_path, f"1:{len(nodes)}") as (members, service):
         members.start(*nodes)
@@ -227,7 +227,7 @@ async def test_members_follow_a_run_to_another_replica(tmp_path: Path) -> None:
 async def test_members_with_certificates_meet(tmp_path: Path) -> None:
     """Mutual TLS, with the files of `rallypoint tls init`: all form a round, which goes on over a restart.
 
-    A client without a certificate, and one that trusts another authority, are not admitted.
+    A client without a certificate, and one that trusts another CA, are not admitted.
     """
     own, other = tmp_path / "own", tmp_path / "other"
     for folder in (own, other):
@@ -280,7 +280,7 @@ async def test_members_with_certificates_meet(tmp_path: Path) -> None:
 @pytest.mark.timeout(20 * PATIENCE)
 @pytest.mark.parametrize("client", sorted(CLIENTS))
 def test_a_client_keeps_the_rules_of_the_protocol(client: str) -> None:
-    """As the conformance kit checks them, over TLS."""
+    """The conformance kit checks them, over TLS."""
     command = (
         f"{shlex.join(CLIENTS[client])} member --tls-ca {{ca}} --rendezvous {{addresses}} --run {{run_id}} "
         "--node {node_id}"

@@ -24,7 +24,7 @@ pytestmark = BUILT
 
 @pytest.mark.parametrize("language", _WORKERS)
 async def test_a_worker_passes_the_kit(language: str) -> None:
-    """All rules, without those of tables."""
+    """It passes all rules except those of tables."""
     scenarios = WORKERS.choose([], [])
     report = await play_all(WORKERS, _WORKERS[language], scenarios, timeout=PATIENCE, jobs=3, progress=print)
     expected = {rule: "SKIPPED" if rule in _TABLE else "PASS" for rule in WORKER_RULES}
@@ -36,7 +36,7 @@ async def test_a_worker_passes_the_kit(language: str) -> None:
 def test_workers_of_an_agent_meet_in_the_store_and_one_that_hangs_is_killed(
     language: str, tmp_path: Path
 ) -> None:
-    """With the sockets of a real agent and its services."""
+    """The sockets are those of a real agent and its services."""
     store = "printf 'add\\tsum\\t5\\nset\\t%s\\tff00\\nwait\\t60\\t0\\t1\\nget\\t1\\t0\\nkeys\\t\\n' $RANK"
     hang = "printf 'acquire\\t1\\t0.5\\thangs\\nprogress\\t7\\n'; exec sleep 600"
     worker = shlex.join(_WORKERS[language])

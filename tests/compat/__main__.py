@@ -18,7 +18,7 @@ from support.etcd_server import ETCD
 @click.command()
 @click.argument("version")
 def main(version: str) -> None:
-    """Write down the promises of a version."""
+    """Write the promises of a version."""
     if version != VERSION:
         raise click.ClickException(f"the package has version {VERSION}, not {version}")
     if ETCD is None:

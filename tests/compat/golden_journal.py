@@ -1,4 +1,4 @@
-"""A journal with something of everything in it, and what a service says that is in a journal."""
+"""A journal with entries of every kind, and the content of a journal as its service returns it."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ async def write(journal: Journal) -> dict[str, Any]:
 
 
 class Served:
-    """A service over a journal, as clients see it."""
+    """A service over a journal, as seen by clients."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self.runs: Any = pb_grpc.RendezvousServiceStub(channel)
@@ -256,7 +256,7 @@ def _json(message: Message) -> Any:
 
 
 def differences(now: Any, then: Any, path: str = "") -> list[str]:
-    """Return where JSON differs from that of an older version; fields that it did not have may be there."""
+    """Return the differences of JSON from that of an older version; new fields are no difference."""
     if isinstance(then, dict) and isinstance(now, dict):
         return [each for key in then for each in differences(now.get(key), then[key], f"{path}/{key}")]
     if isinstance(then, list) and isinstance(now, list) and len(then) == len(now):

@@ -1,4 +1,4 @@
-"""Write down the promises of a version: the contract, encoded messages and journals that later versions must read."""
+"""Writes the promises of a version: the contract, encoded messages and journals that later versions must read."""
 
 from __future__ import annotations
 

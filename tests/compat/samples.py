@@ -43,7 +43,7 @@ def samples(message: Descriptor) -> list[bytes]:
 
 
 def decoded(name: str, sample: bytes) -> Message:
-    """Return the message of this version that a sample is."""
+    """Return the message of this version that a sample encodes."""
     return GetMessageClass(contract()[name]).FromString(sample)
 
 

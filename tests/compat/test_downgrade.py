@@ -1,4 +1,4 @@
-"""The latest release takes the place of this version and reads its journal: new decisions have a form that it knows."""
+"""The latest release replaces this version and reads its journal: new decisions have a form that it can read."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Node:
         return await self._update(pb.PHASE_FINAL)
 
     async def resume(self, service: Served) -> pb.NodeUpdate:
-        """Go on at another process; return the state of the round."""
+        """Resume at another process; return the state of the round."""
         self._service = service
         self._stream = service.runs.Join(timeout=10 * PATIENCE)
         lease = self._lease
@@ -67,14 +67,14 @@ class Node:
         return await self._update(pb.PHASE_FINAL)
 
     async def fail(self, round_: int) -> None:
-        """Report a failure, after which no restart is left; be gone when the run is closed."""
+        """Report a failure, after which no restart is left; leave when the run is closed."""
         failure = pb.WorkerFailure(round=round_, rank=0, local_rank=0, exit_code=1)
         failure.age.FromSeconds(1)
         await self._send(worker_failed=failure)
         await self._closed()
 
     async def succeed(self, round_: int) -> None:
-        """Report success; be gone when the run is closed."""
+        """Report success; leave when the run is closed."""
         await self._send(succeeded=pb.ReportSuccess(round=round_))
         await self._closed()
 
@@ -115,7 +115,7 @@ def _differences(now: dict[str, Any], of_release: dict[str, Any]) -> list[str]:
 
 
 async def _reopened(service: Served, run: str) -> tuple[Node, int]:
-    """Have a run fail, and join it again; return the node and its round."""
+    """Let a run fail, and join it again; return the node and its round."""
     first = Node(service, run)
     round_ = (await first.join()).assignment.round
     assert await first.add(round_) == 1
@@ -127,9 +127,9 @@ async def _reopened(service: Served, run: str) -> tuple[Node, int]:
 @pytest.mark.slow
 @pytest.mark.timeout(1_200)
 async def test_a_reopened_run_goes_on_at_the_release_and_back(tmp_path: Path, released: Path) -> None:
-    """One that runs, with its store, and one that is closed again: to the release, that is closed for good."""
+    """One runs, with its store, and one is closed again: for the release, that one is closed for good."""
     process = Service(tmp_path)
-    # A channel stays open until its process is killed: the service gives a node whose stream ends two seconds only.
+    # A channel stays open until its process is killed: the service keeps a node without a stream only two seconds.
     async with AsyncExitStack() as stack:
         stack.push_async_callback(process.kill)
 

@@ -1,4 +1,4 @@
-"""What a newer version sends, or left in a journal, is handled as docs/protocol.md says under "Other versions"."""
+"""Messages and journals of a newer version are handled as in "Other versions" of docs/protocol.md."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _M = TypeVar("_M", bound=Message)
 
 
 def newer(message: _M) -> _M:
-    """Return the message with an unknown field in it, and in each message within."""
+    """Return the message with an unknown field in it, and in each nested message."""
     for field, value in message.ListFields():
         if field.message_type is not None:
             for each in value if field.is_repeated else [value]:
@@ -41,13 +41,13 @@ def newer(message: _M) -> _M:
 
 
 def join(**settings: Any) -> pb.JoinRun:
-    """A node that is alone in its run."""
+    """Return the request of a node that is alone in its run."""
     run = pb.RunSettings(min_nodes=1, max_nodes=1, **settings)
     return pb.JoinRun(run_id="run", node_id="a", settings=run, address="a", local_world_size=1)
 
 
 async def test_a_service_ignores_what_it_does_not_know(tmp_path: Path) -> None:
-    """Fields of all messages, and a message of a kind that it does not know: a sign of life, as a heartbeat."""
+    """Unknown fields are ignored in all messages; a message of an unknown kind is a sign of life, as a heartbeat."""
     async with golden_journal.served(MemoryJournal(), f"unix:{tmp_path}/socket") as service:
         stream = service.runs.Join(timeout=PATIENCE)
         await stream.write(newer(pb.JoinRequest(join=join())))
@@ -69,7 +69,7 @@ async def test_a_service_ignores_what_it_does_not_know(tmp_path: Path) -> None:
 
 
 async def test_a_service_refuses_a_choice_that_it_does_not_know(tmp_path: Path) -> None:
-    """It can't do as it is asked, and must not do something else: an enum value of a request."""
+    """It can't do as requested, and must not do something else: an unknown enum value is refused."""
     async with golden_journal.served(MemoryJournal(), f"unix:{tmp_path}/socket") as service:
         stream = service.runs.Join(timeout=PATIENCE)
         await stream.write(pb.JoinRequest(join=join(rank_policy=99)))
@@ -81,7 +81,7 @@ async def test_a_service_refuses_a_choice_that_it_does_not_know(tmp_path: Path) 
 
 
 async def test_a_node_ignores_what_it_does_not_know(tmp_path: Path) -> None:
-    """Fields of all messages, and a message without any field that it knows. An unknown phase reaches the agent."""
+    """Unknown fields, and a message with no known field, are ignored. An unknown phase reaches the agent."""
     lease = pb.Lease(number=7, token=b"token")
     lease.keep_alive_interval.FromSeconds(5)
     lease.time_to_live.FromSeconds(15)
@@ -125,7 +125,7 @@ class NewerJournal(SqliteJournal):
 
 
 async def test_a_journal_with_unknown_fields_is_read_without_them(tmp_path: Path) -> None:
-    """They are no damage: a version can be taken back. An unknown fact is refused (test_restoring.py)."""
+    """They are no damage: a version can be rolled back. An unknown fact is refused (test_restoring.py)."""
     await release.write_journal(tmp_path)
     expected = json.loads((tmp_path / release.EXPECTED).read_text())
     async with golden_journal.served(

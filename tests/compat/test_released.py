@@ -44,7 +44,7 @@ def test_every_message_is_read_and_written_as_before(version: str, tmp_path: Pat
 
 
 def test_a_sample_has_every_field() -> None:
-    """In one of the samples of its message at least, and no two numbers or texts of a sample are the same."""
+    """It is in one of the samples of its message at least, and no two numbers or texts of a sample are the same."""
     for name, message in contract().items():
         fields: set[str] = set()
         for sample in samples(message):
@@ -60,7 +60,7 @@ def test_a_sample_has_every_field() -> None:
 
 @every_version
 async def test_a_sqlite_journal_goes_on(version: str, tmp_path: Path) -> None:
-    """It has the contents that its version saw; its nodes resume, and it is written on."""
+    """It has the contents of its version; its nodes resume, and it can be written to."""
     if version == PRESENT:
         await release.write_journal(tmp_path)
     folder = _folder(version, tmp_path)
@@ -71,7 +71,7 @@ async def test_a_sqlite_journal_goes_on(version: str, tmp_path: Path) -> None:
 @NEEDS_ETCD
 @every_version
 async def test_a_journal_in_etcd_goes_on(version: str, tmp_path: Path, etcd: EtcdCluster) -> None:
-    """The same, of the keys and values that its version left in etcd."""
+    """The same holds for the keys and values of its version in etcd."""
     if version == PRESENT:
         await release.write_journal(tmp_path)
         async with etcd_shelf(etcd.url) as shelf:
@@ -97,7 +97,7 @@ async def test_a_journal_in_etcd_goes_on(version: str, tmp_path: Path, etcd: Etc
     ids=["renumbered", "removed", "reserved", "type changed", "renamed", "value renamed", "rpc removed"],
 )
 def test_a_break_of_the_contract_is_found(pattern: str, broken: str, complaint: str, contracts: Path) -> None:
-    """The check of `make lint` is red after the change, and green before."""
+    """The check of `make lint` fails after the change, and passes before."""
     path = contracts / "protos" / "rallypoint" / "rendezvous" / "v1" / "rendezvous_service.proto"
     assert _breaking(contracts).returncode == 0
     changed, count = re.subn(pattern, broken, path.read_text(), count=1, flags=re.DOTALL)
@@ -108,7 +108,7 @@ def test_a_break_of_the_contract_is_found(pattern: str, broken: str, complaint: 
 
 
 def test_the_latest_version_is_the_one_to_compare_with(contracts: Path) -> None:
-    """In the order of their numbers, not of their letters; without any there is nothing to compare with."""
+    """Versions are ordered by their numbers, not by their letters; without any version there is nothing to compare."""
     released = contracts / "released"
     (released / "0.10.0").mkdir()
     (released / "0.10.0" / release.PROTOS).write_bytes(b"not an image")

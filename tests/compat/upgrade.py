@@ -23,9 +23,9 @@ from ha.steady_writer import SteadyWriter
 OLD = Path(os.environ["RALLYPOINT_UPGRADE_FROM"])
 RUNS = [f"crowd-{number}" for number in range(8)]
 NODES = 8
-"""Of each run."""
+"""Number of nodes of each run."""
 PAUSE = 0.5
-"""Between two writes of a node, seconds."""
+"""Time between two writes of a node, seconds."""
 
 
 class Load:
@@ -93,7 +93,7 @@ async def test_replicas_of_two_versions_serve_together(tmp_path: Path) -> None:
         runs = {run: await run_everywhere(cluster, run) for run in [*RUNS, "before"]}
         for name in REPLICAS:
             await load.replace(name, RALLYPOINT)
-        # The run of this name has failed before: the job opens it again, which is new to the old revision.
+        # The run of this name has failed before: the job opens it again, which the old revision does not know.
         first = HostProcess("between-first", cluster.network, tmp_path, AGENTS)
         stack.callback(first.close)
         same_run = ["--rdzv-endpoint", cluster.endpoints, "--rdzv-id", "between"]

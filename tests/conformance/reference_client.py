@@ -192,7 +192,7 @@ class Node:
     # ---- Streams
 
     async def run(self) -> int:
-        """Be a member until the end; return the exit code."""
+        """Stay a member until the end; return the exit code."""
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, self.leave)
         acting = asyncio.create_task(self.act())
@@ -288,12 +288,12 @@ class Node:
         call.cancel()
 
     def drop_if_silent(self, call: Any) -> None:
-        """End a stream on which nothing came."""
+        """End a stream on which no message came."""
         if not self.heard:
             self.drop(call)
 
     def channel(self, address: str = "") -> grpc.aio.Channel:
-        """Return a channel of its own, over TLS if there is a certificate of an authority."""
+        """Return a separate channel, over TLS if there is a CA certificate."""
         address = address or self.address
         options: list[tuple[str, Any]] = [("grpc.enable_retries", 0), ("grpc.use_local_subchannel_pool", 1)]
         if not self.ca:
@@ -356,7 +356,7 @@ class Node:
             raise End(1)
 
     def exit_code(self) -> int:
-        """The code after a stream that ended with OK."""
+        """Return the exit code after a stream that ended with OK."""
         if self.update.phase == pb.PHASE_CLOSED:
             return 0 if self.update.run_end.outcome == pb.OUTCOME_SUCCEEDED else 1
         if self.succeeded and not self.leaving:
@@ -364,7 +364,7 @@ class Node:
         return 143
 
     def repeat(self) -> None:
-        """Queue again what the service may have missed."""
+        """Queue again the messages that the service may have missed."""
         self.outbox = asyncio.Queue()
         if self.last is not None and self.bug == "confirms-before-the-failure":
             self.outbox.put_nowait(self.last)
@@ -444,7 +444,7 @@ class Node:
         self.changed.set()
 
     async def act(self) -> None:
-        """Act on the last update, each time that something has changed."""
+        """Act on the last update, after each change."""
         while True:
             await self.changed.wait()
             self.changed.clear()
@@ -668,7 +668,7 @@ class Watchdog:
             self.tasks.append(asyncio.create_task(self.streams()))
 
     async def serve(self) -> None:
-        """Take the worker's connections."""
+        """Accept the worker's connections."""
         loop = asyncio.get_running_loop()
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
             listener.setblocking(False)
@@ -679,7 +679,7 @@ class Watchdog:
                 self.tasks.append(asyncio.create_task(self.read(connection)))
 
     async def read(self, connection: socket.socket) -> None:
-        """Take one connection's messages."""
+        """Receive one connection's messages."""
         worker_id = f"0@{self.node.round}"
         while data := await asyncio.get_running_loop().sock_recv(connection, 288):
             (token,) = struct.unpack_from("<Q", data, 8)
@@ -729,7 +729,7 @@ class Watchdog:
             self.trouble = "no timer service"
 
     def first_message(self) -> timer_pb.SuperviseRequest:
-        """Return all that holds now."""
+        """Return the request with all present timers."""
         token = hashlib.sha256(b"rallypoint timers " + self.lease.token).digest()
         subscribe = timer_pb.Subscribe(
             run_id=self.node.join.run_id,
@@ -778,7 +778,7 @@ class Watchdog:
             self.alarm = None
 
     async def send(self, call: Any) -> None:
-        """Send changes, gathered."""
+        """Send changes in batches."""
         while True:
             actions = [await self.changes.get()]
             if self.node.bug != "message-for-each-change":

@@ -184,7 +184,7 @@ class Timers:
         self.words[at] = self.tokens
 
     def look(self) -> None:
-        """Send Look, unless the agent looks by itself."""
+        """Send Look, unless the agent looks without it."""
         if not self.ready() or self.link is None or bug == "no-look":
             return
         unread = struct.unpack("i", fcntl.ioctl(self.link, termios.TIOCOUTQ, bytes(4)))[0]
@@ -278,11 +278,11 @@ class Timers:
 
 
 class CallFailed(Exception):
-    """The argument is the kind of the failure."""
+    """A call failed; the argument is the kind of the failure."""
 
 
 class Store:
-    """Calls."""
+    """Calls to the store."""
 
     def __init__(self) -> None:
         self.link: socket.socket | None = None

@@ -102,7 +102,7 @@ def test_a_worker_that_carries_out_no_step_is_shown_with_its_last_lines(program:
 
 
 def test_the_report_of_a_worker() -> None:
-    """With the rules of workers alone, and the reason for those that it does not come to."""
+    """It has only the rules of workers, and the reason for those that are skipped."""
     worker = f"{sys.executable} {_REFERENCE.with_name('reference_worker.py')}"
     result = rallypoint("conformance", "--worker", f"{worker} packets", "--rule", "T15", "--rule", "S05")
     assert result.returncode == 0, result.stdout
@@ -115,7 +115,7 @@ def test_the_report_of_a_worker() -> None:
 
 
 def _is_worker(pid: int) -> bool:
-    """True for a worker of the kit that has written its record."""
+    """Return True for a worker of the kit that has written its record."""
     try:
         words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
     except OSError:  # it has ended
@@ -124,7 +124,7 @@ def _is_worker(pid: int) -> bool:
 
 
 def test_a_signal_while_the_scripted_service_stops_leaves_none_running() -> None:
-    """One that runs when the event loop is closed shows a traceback, which is an error in tests."""
+    """A process that runs when the event loop is closed shows a traceback, which is an error in tests."""
 
     async def interrupted() -> None:
         async with ScriptedService(None) as service, asyncio.timeout(0):

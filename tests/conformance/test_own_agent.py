@@ -31,7 +31,7 @@ async def test_our_agent_passes_quick_scenarios() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, 2])
 async def test_our_agent_passes_everything(workers: int) -> None:
-    """With one and with two workers."""
+    """It does with one and with two workers."""
     agent = [*_AGENT[:2], "--nproc-per-node", str(workers), *_AGENT[2:]]
     report = await play_all(AGENTS, agent, AGENTS.choose([], []), timeout=PATIENCE, jobs=3, progress=print)
     statuses = {each.rule: each.status for each in report.results()}
@@ -40,7 +40,7 @@ async def test_our_agent_passes_everything(workers: int) -> None:
 
 @pytest.mark.slow
 async def test_our_agent_over_tls() -> None:
-    """It trusts the right server alone."""
+    """It trusts only the right server."""
     agent = [*_AGENT[:2], "--tls-ca", "{ca}", *_AGENT[3:]]
     names = ("wrong-certificate", "broken-streams")
     report = await play_all(AGENTS, agent, AGENTS.choose([], names), timeout=PATIENCE, jobs=2, progress=print)

@@ -1,4 +1,4 @@
-"""The kit finds no fault with a client that keeps every rule, and finds each bug that is planted in it by its rule."""
+"""The kit finds no fault in a client that keeps every rule, and finds each planted bug by its rule."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ async def _play(*, bug: str = "", rule: str = "", tls: bool = False, timeout: fl
 
 @pytest.mark.parametrize("tls", [False, True])
 async def test_a_client_without_a_bug_passes_everything(tls: bool) -> None:
-    """In plaintext there is nothing to check of certificates."""
+    """In plaintext there are no certificates to check."""
     report = await _play(tls=tls, timeout=PATIENCE)
     expected = {rule: "SKIPPED" if rule in _OVER_TLS and not tls else "PASS" for rule in RULES}
     assert {each.rule: each.status for each in report.results()} == expected, "\n".join(

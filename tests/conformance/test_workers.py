@@ -1,4 +1,4 @@
-"""The kit for workers finds no fault with workers that keep every rule, and finds each planted bug by its rule."""
+"""The kit for workers finds no fault in workers that keep every rule, and finds each planted bug by its rule."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from support.etcd_server import ETCD, PATIENT, EtcdCluster, etcd_cluster
 
 @pytest.fixture(scope="session")
 def shared_etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdCluster]:
-    """One member for all tests that do it no harm."""
+    """One member for all tests that leave it intact."""
     if ETCD is None:
         pytest.skip("needs the etcd command (apt install etcd-server)")
     with etcd_cluster(tmp_path_factory.mktemp("etcd")) as cluster:
@@ -33,7 +33,7 @@ def trio(tmp_path: Path) -> Iterator[EtcdCluster]:
 
 @pytest.fixture
 async def connect() -> AsyncIterator[Callable[..., EtcdClient]]:
-    """Makes clients of a URL; they are closed with the test."""
+    """Create clients of a URL; they are closed with the test."""
     clients: list[EtcdClient] = []
 
     def make(url: str, **settings: Any) -> EtcdClient:
@@ -53,7 +53,7 @@ def client(connect: Callable[..., EtcdClient], shared_etcd: EtcdCluster) -> Etcd
 
 @pytest.fixture(scope="session")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
-    """Certificates of one authority."""
+    """Certificates of one CA."""
     if shutil.which("openssl") is None:
         pytest.skip("needs the openssl command (apt install openssl)")
     return make_certificates(tmp_path_factory.mktemp("tls"), "first")

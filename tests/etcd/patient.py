@@ -1,4 +1,4 @@
-"""What tests of clients share: writing until it is done, and waiting for no more than so long."""
+"""Shared by the tests of clients: writes that are repeated until they succeed, and bounded waits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FIRST = Pace(draw=lambda: 0.0)
 
 
 async def put(client: EtcdClient, key: bytes, value: bytes = b"") -> None:
-    """Write a key for certain: what is safe to send again is sent until it is answered."""
+    """Write a key for certain: a request that is safe to repeat is sent until a reply arrives."""
     began = time.monotonic()
     while True:
         try:

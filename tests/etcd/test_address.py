@@ -1,4 +1,4 @@
-"""The URL of a cluster: what it may say, and what is said of one that is wrong."""
+"""The URL of a cluster: its parts, and the errors of a wrong one."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ QUOTED = "s3cret%2F%40%3Ax"
 
 
 def test_the_shortest_url_names_a_host() -> None:
-    """Port, prefix and everything else have their usual values."""
+    """Port, prefix and all other parts have their defaults."""
     address = parse_address("etcd://a", {})
     assert address.endpoints == (Endpoint("a", 2379),)
     assert (address.prefix, address.tls, address.user, address.password) == ("/rallypoint", None, "", "")
 
 
 def test_a_url_can_name_everything(tmp_path: Path) -> None:
-    """Several members, IPv6 among them, prefix, user, TLS files and times."""
+    """It has several members, IPv6 among them, prefix, user, TLS files and times."""
     address = parse_address(
         f"etcd://me:{QUOTED}@a:1,[::1]:2,[fe80::2],10.0.0.1/some/where/"
         "?ca=/c.pem&cert=/d.pem&key=/e.pem&request-timeout=7&attempt-timeout=0.5",
@@ -34,7 +34,7 @@ def test_a_url_can_name_everything(tmp_path: Path) -> None:
 
 
 def test_etcds_is_tls_with_the_public_roots() -> None:
-    """Unless a file names others."""
+    """A file replaces them."""
     assert parse_address("etcds://a", {}).tls == ClientTLS()
     assert parse_address("etcds://a?ca=/c.pem", {}).tls == ClientTLS(Path("/c.pem"))
 
@@ -51,7 +51,7 @@ def test_a_password_need_not_stand_in_the_url(tmp_path: Path) -> None:
 
 
 def test_a_password_is_never_shown() -> None:
-    """Neither as text nor in a debugger."""
+    """Its text and its `repr` do not contain it."""
     address = parse_address(f"etcd://me:{QUOTED}@a,b:3/x", {})
     assert str(address) == "etcd://me@a:2379,b:3/x"
     assert PASSWORD not in repr(address)
@@ -104,7 +104,7 @@ def test_a_password_is_never_shown() -> None:
     ],
 )
 def test_what_is_wrong_with_a_url_is_said_in_one_line(url: str, complaint: str) -> None:
-    """Which never has the password in it, however wrong the URL is."""
+    """The line never contains the password, however wrong the URL is."""
     with pytest.raises(SettingError, match=complaint) as raised:
         parse_address(url, {})
     said = str(raised.value)

@@ -14,7 +14,7 @@ from support.etcd_server import PATIENT, EtcdCluster
 
 
 async def test_a_transaction_does_one_thing_or_the_other(client: EtcdClient) -> None:
-    """Whichever its conditions say, and what it finds comes in the order of its reads."""
+    """The conditions decide which, and the results come in the order of its reads."""
     key = b"/client/txn"
     create = Txn([CreateRevision(key, 0)], [Put(key, b"1"), Get(key)], [Get(b"/nothing"), Get(key)])
     first = await client.transact(create)
@@ -41,7 +41,7 @@ async def test_a_transaction_does_one_thing_or_the_other(client: EtcdClient) -> 
 
 
 async def test_a_read_of_many_keys_shows_one_revision(client: EtcdClient) -> None:
-    """However many pages it takes, with values large and small, and with writes in between."""
+    """This holds for any number of pages, with values large and small, and with writes in between."""
     prefix = b"/client/pages/"
     for first in range(0, 600, 100):
         values = [
@@ -65,7 +65,7 @@ async def test_a_read_of_many_keys_shows_one_revision(client: EtcdClient) -> Non
     while not writing.done():
         snapshot = await client.get(prefix, prefix_end(prefix))
         new = [pair.key for pair in snapshot.pairs if pair.value == b"new"]
-        # The first and the last page agree on what was written.
+        # The first and the last page agree on the written values.
         assert len(new) == (
             0 if snapshot.revision == before.revision else snapshot.revision - before.revision + 1
         )
@@ -78,7 +78,7 @@ async def test_a_read_of_many_keys_shows_one_revision(client: EtcdClient) -> Non
 
 
 def test_pages_are_as_large_as_is_bearable() -> None:
-    """Many keys where values are small, one where they are huge, and never a jump."""
+    """Many keys if values are small, one if they are huge, and never a jump."""
     assert next_page_size(64, 64, 64 * 100) == 256
     assert next_page_size(4096, 4096, 4096 * 100) == 4096
     assert next_page_size(64, 64, 64 * 1024 * 1024) == 4
@@ -86,7 +86,7 @@ def test_pages_are_as_large_as_is_bearable() -> None:
 
 
 async def test_a_lease_ends_with_its_keys(client: EtcdClient) -> None:
-    """By being revoked; after that there is nothing to keep alive, and to revoke it again is no error."""
+    """It ends by revocation; after that there is nothing to keep alive, and a second revocation is no error."""
     lease, ttl = await client.grant(60)
     assert ttl == 60
     assert await client.keep_alive(lease) == 60
@@ -105,7 +105,7 @@ async def test_a_lease_ends_with_its_keys(client: EtcdClient) -> None:
 async def test_whoever_is_waiting_when_the_client_is_closed_is_told(
     connect: Callable[..., EtcdClient], trio: EtcdCluster
 ) -> None:
-    """With an error, not with the cancellation that gRPC lets loose; and so is whoever comes later."""
+    """They get an error, not the cancellation that gRPC raises; and so do later calls."""
     client = connect(f"{trio.url}?{PATIENT}")
     await client.get(b"a")
     for member in trio.members[1:]:

@@ -1,4 +1,4 @@
-"""What a real server refuses, and the reason that we make of it."""
+"""Refusals of a real server, and the reasons that we derive from them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ async def test_a_request_beyond_the_servers_limits_is_refused(client: EtcdClient
 async def test_a_full_database_is_told_and_can_be_emptied(
     connect: Callable[..., EtcdClient], tmp_path: Path
 ) -> None:
-    """Writes are refused with NO_SPACE, the alarm is told, and deletes still work."""
+    """Writes are refused with NO_SPACE, the alarm is reported, and deletes still work."""
     with etcd_cluster(tmp_path, extra=["--quota-backend-bytes", str(20 * MEBIBYTE)]) as cluster:
         client = connect(f"{cluster.url}?{PATIENT}")
         reason = None
@@ -96,7 +96,7 @@ async def test_a_full_database_is_told_and_can_be_emptied(
 def test_a_status_becomes_what_to_do_about_it(
     code: str, text: str, expected: type[EtcdError] | Reason
 ) -> None:
-    """Try again, get another token, read anew, or give up for a reason; and the text says where it came from."""
+    """Retry, get another token, read again, or give up for a reason; and the text names the member."""
     error = error_for(grpc.StatusCode[code], text, "a:2379")
     if isinstance(expected, Reason):
         assert isinstance(error, EtcdRefused)

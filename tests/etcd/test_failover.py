@@ -1,4 +1,4 @@
-"""Members that die, hang or lose their leader: another one is asked, within bounds."""
+"""Members that die, hang or lose their leader: the client calls another one, within bounds."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from support.waiting import PATIENCE
 
 
 async def elapsed(call: object) -> float:
-    """Seconds that it takes until a call succeeds."""
+    """Return the seconds until a call succeeds."""
     began = time.monotonic()
     await call  # type: ignore[misc]
     return time.monotonic() - began
 
 
 def called(client: EtcdClient, cluster: EtcdCluster) -> EtcdMember:
-    """The member that a client calls next."""
+    """Return the member that a client calls next."""
     return next(member for member in cluster.members if member.endpoint == client.members.current.where)
 
 
 async def test_a_dead_member_costs_nothing(connect: Callable[..., EtcdClient], trio: EtcdCluster) -> None:
-    """Nobody listens there, so nothing was sent: even a transaction goes to the next one, within the same call."""
+    """No process listens there, so nothing was sent: even a transaction goes to the next one, within the same call."""
     client = connect(f"{trio.url}?{PATIENT}", pace=FIRST)
     await client.get(b"a")
     for dead in range(3):
@@ -57,7 +57,7 @@ async def test_a_dead_member_costs_nothing(connect: Callable[..., EtcdClient], t
 async def test_a_stopped_member_holds_nobody_for_long(
     connect: Callable[..., EtcdClient], trio: EtcdCluster
 ) -> None:
-    """A read goes on elsewhere after one attempt's time, and nobody asks the stopped one again."""
+    """A read goes to another member after one attempt's time, and no later call goes to the stopped one."""
     client = connect(trio.url + "?attempt-timeout=2&request-timeout=60", pace=FIRST)
     await put(client, b"a")
     stopped = called(client, trio)
@@ -74,7 +74,7 @@ async def test_a_stopped_member_holds_nobody_for_long(
 
 
 async def test_a_transaction_is_sent_once(connect: Callable[..., EtcdClient], trio: EtcdCluster) -> None:
-    """If its member hangs, the outcome is unknown, which is said after one attempt's time: it is done once, or not."""
+    """If its member hangs, the outcome is unknown, and raised so after one attempt's time: it is done once, or not."""
     client = connect(trio.url + "?attempt-timeout=1&request-timeout=60", pace=FIRST)
     await put(client, b"a")
     stopped = called(client, trio)
@@ -83,12 +83,12 @@ async def test_a_transaction_is_sent_once(connect: Callable[..., EtcdClient], tr
         with pytest.raises(EtcdUnavailable) as unknown:
             await client.transact(Txn([], [Put(b"x", b"")]))
         assert not unknown.value.unsent
-        # The next one goes elsewhere at once.
+        # The next one goes to another member at once.
         assert client.members.current.where != stopped.endpoint
         await put(client, b"b")
     finally:
         stopped.send(signal.SIGCONT)
-    # Whatever it had received, it has dealt with once it takes part again.
+    # It has handled all received requests once it takes part again.
     direct = connect(f"etcd://{stopped.endpoint}?request-timeout=60")
     await put(direct, b"c")
     assert [pair.version for pair in (await client.get(b"x")).pairs] in ([], [1])
@@ -96,7 +96,7 @@ async def test_a_transaction_is_sent_once(connect: Callable[..., EtcdClient], tr
 
 @pytest.fixture
 def black_hole() -> Iterator[str]:
-    """A place that takes connections and never says a word."""
+    """An address that accepts connections and never replies."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen(64)
@@ -106,7 +106,7 @@ def black_hole() -> Iterator[str]:
 async def test_a_place_that_never_answers_holds_nobody_for_long(
     connect: Callable[..., EtcdClient], shared_etcd: EtcdCluster, black_hole: str
 ) -> None:
-    """Nothing was sent to it either, so that a transaction moves on as well."""
+    """Nothing was sent to it, so that a transaction goes to another member as well."""
     url = f"etcd://{black_hole},{shared_etcd.endpoints}?attempt-timeout=0.5&request-timeout=60"
     assert (await connect(url, pace=FIRST).transact(Txn([], [Put(b"/hole", b"")]))).succeeded
     reader = connect(url, pace=FIRST)
@@ -117,7 +117,7 @@ async def test_a_place_that_never_answers_holds_nobody_for_long(
 async def test_without_any_member_the_wait_is_bounded(
     connect: Callable[..., EtcdClient], black_hole: str
 ) -> None:
-    """And it is certain that nothing was done."""
+    """It is certain that nothing was done."""
     client = connect(f"etcd://{black_hole},127.0.0.1:{free_port()}?attempt-timeout=0.2&request-timeout=1")
     for call in (client.get(b"a"), client.transact(Txn([], [Put(b"a", b"")])), client.grant(5)):
         with pytest.raises(EtcdUnavailable, match="etcd gave no answer for 1 s") as unavailable:
@@ -129,7 +129,7 @@ async def test_without_any_member_the_wait_is_bounded(
 async def test_a_member_without_a_leader_refuses_at_once(
     connect: Callable[..., EtcdClient], trio: EtcdCluster
 ) -> None:
-    """Instead of holding each call for its whole time."""
+    """It does not hold each call for its whole time."""
     client = connect(trio.url + "?attempt-timeout=30&request-timeout=2", pace=FIRST)
     await put(client, b"a")
     for member in trio.members[1:]:

@@ -1,4 +1,4 @@
-"""Ranges are read over links that carry only so much in the time of an attempt, whatever the sizes of their values."""
+"""Ranges are read over links that carry few bytes in the time of an attempt, with values of any size."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from support.marks import slow
 KIB = 1024
 MIB = 1024 * KIB
 
-# Seconds, of a clock that only lost attempts move; real ones never take as long.
+# Seconds, of a clock that only lost attempts advance; real ones never take as long.
 ATTEMPT = 60.0
 REQUEST = 150.0
 
 
 class Link:
-    """A link to a real etcd that carries so many bytes in the time of an attempt: larger answers never come.
+    """A link to a real etcd that carries so many bytes in the time of an attempt: larger answers are lost.
 
     Attributes:
-        client: Who reads over it.
-        asked: How many keys each page asked for, in this order.
-        lost: How many keys those pages asked for that did not come.
-        now: Seconds that passed by waiting.
+        client: The client that reads over it.
+        asked: The number of keys requested for each page, in this order.
+        lost: The number of keys requested for each lost page.
+        now: Seconds spent waiting.
     """
 
     def __init__(self, make: Callable[..., EtcdClient], cluster: EtcdCluster, carries: int) -> None:
@@ -80,7 +80,7 @@ async def fill(client: EtcdClient, prefix: bytes, *groups: tuple[int, int]) -> N
 async def test_large_values_after_many_small_ones_come_over_any_link(
     connect: Callable[..., EtcdClient], client: EtcdClient, shared_etcd: EtcdCluster, carries: int
 ) -> None:
-    """Each page that didn't come is followed by a smaller one, at the same revision and key, until one does."""
+    """Each lost page is followed by a smaller one, at the same revision and key, until one arrives."""
     prefix = b"/pages/jump/%d/" % carries
     await fill(client, prefix, (400, 100), (128, 100 * KIB), (400, 100))
     expected = await client.get(prefix, prefix_end(prefix))
@@ -92,7 +92,7 @@ async def test_large_values_after_many_small_ones_come_over_any_link(
     link.when_lost = overwrite
     assert await link.client.get(prefix, prefix_end(prefix)) == expected
     assert link.asked[0] <= 8
-    # As large as this, none comes: it is not asked for twice.
+    # A page as large as this is lost: it is not requested twice.
     assert link.lost[0] == 512
     assert max(link.lost[1:], default=0) < 512
 
@@ -100,7 +100,7 @@ async def test_large_values_after_many_small_ones_come_over_any_link(
 async def test_values_as_large_as_a_journals_come_at_once(
     connect: Callable[..., EtcdClient], client: EtcdClient, shared_etcd: EtcdCluster
 ) -> None:
-    """Where nothing small came before, no page is lost: the first ones are small enough."""
+    """If no small values came before, no page is lost: the first ones are small enough."""
     prefix = b"/pages/large/"
     await fill(client, prefix, (40, 512 * KIB))
     link = Link(connect, shared_etcd, 6 * MIB)
@@ -111,7 +111,7 @@ async def test_values_as_large_as_a_journals_come_at_once(
 async def test_it_is_given_up_when_a_single_key_does_not_come(
     connect: Callable[..., EtcdClient], client: EtcdClient, shared_etcd: EtcdCluster
 ) -> None:
-    """In the time of one request after the last page that came, as for anything else that is asked of etcd."""
+    """It ends one request timeout after the last page that came, as for all other requests to etcd."""
     prefix = b"/pages/stuck/"
     await fill(client, prefix, (100, 100), (4, 100 * KIB))
     link = Link(connect, shared_etcd, 50 * KIB)
@@ -130,8 +130,8 @@ async def test_it_is_given_up_when_a_single_key_does_not_come(
 async def test_a_revision_compacted_after_a_lost_page_is_read_anew(
     connect: Callable[..., EtcdClient], tmp_path: Path
 ) -> None:
-    """At a newer one, all of it."""
-    # Its own: tests of watches read the history of the shared one.
+    """The whole range is read at a newer one."""
+    # A cluster of its own: tests of watches read the history of the shared one.
     with etcd_cluster(tmp_path) as cluster:
         client = connect(f"{cluster.url}?attempt-timeout={ATTEMPT:g}&request-timeout={REQUEST:g}")
         await fill(client, b"k", (400, 100), (64, 100 * KIB))
@@ -153,7 +153,7 @@ async def test_a_revision_compacted_after_a_lost_page_is_read_anew(
 async def test_small_values_take_few_pages(
     connect: Callable[..., EtcdClient], client: EtcdClient, shared_etcd: EtcdCluster
 ) -> None:
-    """Pages grow fourfold from a small one, even where the link carries little; a single key takes one."""
+    """Pages grow fourfold from a small one, even if the link carries little; a single key takes one."""
     prefix = b"/pages/small/"
     await fill(client, prefix, (3000, 100))
     link = Link(connect, shared_etcd, MIB)
@@ -166,7 +166,7 @@ async def test_small_values_take_few_pages(
 
 
 def read(sizes: list[int], carries: int) -> list[int]:
-    """Read values of these sizes, in KiB, over a link that carries so many in an attempt; the sizes of lost pages."""
+    """Read values of these sizes, in KiB, over a link that carries so many per attempt; return sizes of lost pages."""
     pages, begin, lost = PageSizes(), 0, []
     while begin < len(sizes):
         page = sizes[begin : begin + pages.keys]
@@ -182,14 +182,14 @@ def read(sizes: list[int], carries: int) -> list[int]:
 
 @pytest.mark.parametrize("small", [40, 400, 1000, 3000, 5460, 5461, 5462, 9000, 12_345])
 def test_a_jump_from_small_to_large_values_costs_few_attempts(small: int) -> None:
-    """Wherever it is in the page that is lost to it."""
+    """The jump may be at any position in the lost page."""
     assert len(read([0] * small + [500] * 200, 50 * KIB)) <= 2
     # Each further one costs less than its own large values, which take longer than an attempt.
     assert len(read(([0] * small + [500] * 200) * 5, 50 * KIB)) <= 10
 
 
 def test_over_a_slow_link_most_pages_come() -> None:
-    """Also where only one key of an eighth of what a page should have does."""
+    """This holds also where only single keys come, of an eighth of the intended page size."""
     assert len(read([500] * 400, 1000)) <= 100
     assert len(read([500] * 400, 3000)) <= 40
     assert len(read([1] * 50_000, 1000)) <= 50

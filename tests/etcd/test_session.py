@@ -1,4 +1,4 @@
-"""Sessions: kept alive while any majority answers, and known to be lost before anybody else can have the lease."""
+"""Sessions: kept alive while any majority answers, and known to be lost before another client can have the lease."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from support.waiting import PATIENCE, until
 
 
 class Clock:
-    """The machine's clock, and what a test adds to it."""
+    """The machine's clock, plus the seconds that a test adds."""
 
     def __init__(self) -> None:
         self.ahead = 0.0
@@ -42,7 +42,7 @@ async def is_there(client: EtcdClient, key: bytes) -> bool:
 
 
 async def test_a_session_outlives_its_lease_by_keeping_it_alive(client: EtcdClient) -> None:
-    """For as long as it is open; then its keys are gone at once."""
+    """It holds for as long as it is open; then its keys are gone at once."""
     session = await Session.open(client, 8)
     assert session.ttl == 8
     await leased_key(client, session, b"/session/kept")
@@ -60,7 +60,7 @@ async def test_a_session_outlives_its_lease_by_keeping_it_alive(client: EtcdClie
 
 
 async def test_a_session_knows_the_time_that_it_got(client: EtcdClient) -> None:
-    """Which is more than asked for, where elections take longer than that."""
+    """It is more than requested if elections take longer than that."""
     session = await Session.open(client, 0.5)
     assert session.ttl >= 1
     (granted,) = [session.ttl]
@@ -69,7 +69,7 @@ async def test_a_session_knows_the_time_that_it_got(client: EtcdClient) -> None:
 
 
 async def test_a_session_whose_lease_is_gone_is_lost(client: EtcdClient) -> None:
-    """As soon as etcd says so, not when its time is over."""
+    """It is lost at etcd's reply, before its time is over."""
     session = await Session.open(client, 12)
     await client.revoke(session.lease)
     began = time.monotonic()
@@ -82,7 +82,7 @@ async def test_a_session_whose_lease_is_gone_is_lost(client: EtcdClient) -> None
 
 
 async def test_whoever_was_paused_knows_it_before_doing_anything(client: EtcdClient) -> None:
-    """No task has run yet, and the answer is already no; and it stays no, though etcd would still prolong the lease."""
+    """No task has run yet, and the session is already lost, and stays so, though etcd would still prolong the lease."""
     clock = Clock()
     session = await Session.open(client, 600, clock=clock)
     assert session.held()
@@ -92,16 +92,16 @@ async def test_whoever_was_paused_knows_it_before_doing_anything(client: EtcdCli
     assert not session.held()
     with pytest.raises(SessionLost, match="could not be kept alive for 600 s"):
         session.check()
-    # The caller that finds the loss wakes those who wait for it: the next timer is due in 200 s.
+    # The caller that finds the loss wakes the waiting tasks: the next timer is due in 200 s.
     await asyncio.wait_for(losing, PATIENCE)
-    # Its keep-alives are a third of its time apart, by the machine's clock; they were to begin long ago.
+    # Its keep-alives are a third of its time apart, by the machine's clock; they were due long ago.
     assert await client.keep_alive(session.lease) == 600
     assert not session.held()
     await session.close()
 
 
 class Gate:
-    """Time that passes when a test says so: each sleep lasts until it is let through."""
+    """A clock controlled by the test: each sleep lasts until it is let through."""
 
     def __init__(self) -> None:
         self.sleeping = 0
@@ -120,7 +120,7 @@ class Gate:
 async def test_time_is_counted_from_the_sending(
     connect: Callable[..., EtcdClient], shared_etcd: EtcdCluster
 ) -> None:
-    """An answer that took long, to the first request or to a keep-alive, says nothing about what has been since."""
+    """A late reply, to the first request or to a keep-alive, proves nothing about the time since it was sent."""
     async with Link(shared_etcd.endpoints) as relay:
         client = connect(f"etcd://{relay.address}?attempt-timeout=60&request-timeout=60")
         await client.get(b"a")
@@ -155,7 +155,7 @@ async def test_time_is_counted_from_the_sending(
 async def test_a_session_is_lost_before_its_keys_are(
     connect: Callable[..., EtcdClient], shared_etcd: EtcdCluster, client: EtcdClient
 ) -> None:
-    """Cut off from etcd without a word: whenever its key is gone, it does not think that it holds it."""
+    """It is cut off from etcd without an error: whenever its key is gone, it does not believe that it holds the key."""
     async with Link(shared_etcd.endpoints) as relay:
         session = await Session.open(connect(f"etcd://{relay.address}"), 5)
         await leased_key(client, session, b"/session/cut")
@@ -172,7 +172,7 @@ async def test_a_session_is_lost_before_its_keys_are(
 async def test_a_session_survives_the_members_that_it_talks_to(
     connect: Callable[..., EtcdClient], trio: EtcdCluster
 ) -> None:
-    """One is killed, another stopped, for longer than the lease lives: it is kept alive by whichever is left."""
+    """One is killed, another stopped, for longer than the lease lives: the remaining member keeps it alive."""
     client = connect(trio.url, pace=FIRST)
     session = await Session.open(client, 9)
     await leased_key(client, session, b"/session/moved")
@@ -200,7 +200,7 @@ async def test_a_session_survives_the_members_that_it_talks_to(
 async def test_a_session_is_lost_with_the_majority(
     connect: Callable[..., EtcdClient], trio: EtcdCluster
 ) -> None:
-    """At its deadline, neither for ever nor at once; and the next one begins when etcd is back."""
+    """It is lost at its deadline, neither never nor at once; and the next one begins when etcd is back."""
     client = connect(trio.url)
     session = await Session.open(client, 4)
     for member in trio.members[1:]:
@@ -220,7 +220,7 @@ async def test_a_session_is_lost_with_the_majority(
 async def test_a_session_survives_many_members_that_hang(
     connect: Callable[..., EtcdClient], shared_etcd: EtcdCluster
 ) -> None:
-    """Though none of them says no: nobody has to wait for one after the other."""
+    """None of them refuses, but the client does not wait for one after the other."""
     async with AsyncExitStack() as stack:
         relays = [await stack.enter_async_context(Link(shared_etcd.endpoints)) for _ in range(5)]
         client = connect(f"etcd://{','.join(relay.address for relay in relays)}", pace=FIRST)
@@ -235,7 +235,7 @@ async def test_a_session_survives_many_members_that_hang(
 
 
 class MovedOnMeanwhile(EtcdClient):
-    """Somebody else has found the member wanting by the time that a keep-alive is answered."""
+    """Another caller has moved away from the member by the time that a keep-alive is answered."""
 
     async def term(self, *, at: EtcdChannel | None = None, timeout: float | None = None) -> int:
         self.members.move_on(self.members.current)
@@ -246,7 +246,7 @@ class MovedOnMeanwhile(EtcdClient):
 async def test_a_session_asks_no_other_member_than_the_one_that_prolonged_it(
     shared_etcd: EtcdCluster,
 ) -> None:
-    """That one is known to be there; the one which everybody else asks from now on may hang."""
+    """That one is known to answer; the one that all other callers use from now on may hang."""
     async with Link(shared_etcd.endpoints) as relay:
         url = f"etcd://{shared_etcd.endpoints},{relay.address}?attempt-timeout=60&request-timeout=60"
         async with MovedOnMeanwhile(parse_address(url, {}), pace=FIRST) as client:
@@ -270,7 +270,7 @@ class ElectedMeanwhile(EtcdClient):
 async def test_what_a_leader_of_the_past_answers_does_not_count(
     shared_etcd: EtcdCluster, client: EtcdClient
 ) -> None:
-    """Though the lease is there and it says so: its successor may have let it end."""
+    """The lease exists and it replies so, but its successor may have let the lease expire."""
     async with ElectedMeanwhile(parse_address(shared_etcd.url, {})) as deceived:
         session = await Session.open(deceived, 6)
         await asyncio.wait_for(session.lost(), PATIENCE)
@@ -280,14 +280,14 @@ async def test_what_a_leader_of_the_past_answers_does_not_count(
 
 
 class Faulty(EtcdClient):
-    """Has a bug."""
+    """A client with a bug."""
 
     async def term(self, *, at: EtcdChannel | None = None, timeout: float | None = None) -> int:
         raise ZeroDivisionError
 
 
 async def test_a_bug_in_keeping_it_alive_loses_the_session(shared_etcd: EtcdCluster) -> None:
-    """It is told, instead of leaving everybody with a session that is neither held nor lost."""
+    """It is lost, instead of leaving its users with a session that is neither held nor lost."""
     async with Faulty(parse_address(shared_etcd.url, {})) as faulty:
         session = await Session.open(faulty, 3)
         await asyncio.wait_for(session.lost(), PATIENCE)
@@ -296,7 +296,7 @@ async def test_a_bug_in_keeping_it_alive_loses_the_session(shared_etcd: EtcdClus
 
 
 async def test_an_election_is_seen_in_the_term(connect: Callable[..., EtcdClient], trio: EtcdCluster) -> None:
-    """Whichever member is asked."""
+    """Each member reports it."""
     client = connect(trio.url + "?request-timeout=60")
     clients = [client, *(connect(f"etcd://{member.endpoint}?request-timeout=60") for member in trio.members)]
     async with asyncio.timeout(PATIENCE):
@@ -310,7 +310,7 @@ async def test_an_election_is_seen_in_the_term(connect: Callable[..., EtcdClient
 
 
 async def test_many_sessions_begin_and_end_and_leave_nothing(client: EtcdClient) -> None:
-    """No task, no lease."""
+    """No task and no lease remain."""
     tasks = len(asyncio.all_tasks())
     sessions = await asyncio.gather(*(Session.open(client, 30) for _ in range(20)))
     assert len({session.lease for session in sessions}) == 20

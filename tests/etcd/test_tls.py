@@ -1,4 +1,4 @@
-"""TLS and client certificates, with real ones."""
+"""TLS and client certificates, with real files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ QUICK = "attempt-timeout=5&request-timeout=10"
 
 @pytest.fixture(scope="module")
 def strict(certificates: Certificates, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdCluster]:
-    """A member that speaks TLS, and only to whoever shows a certificate of the same authority."""
+    """A member that requires TLS and a client certificate of the same CA."""
     tls = EtcdTLS(certificates.server, certificates.server_key, certificates.ca)
     with etcd_cluster(tmp_path_factory.mktemp("strict"), tls=tls) as cluster:
         yield cluster
@@ -49,7 +49,7 @@ async def test_whoever_shows_a_certificate_is_let_in(
 async def test_whoever_shows_none_is_not(
     connect: Callable[..., EtcdClient], strict: EtcdCluster, certificates: Certificates, tmp_path: Path
 ) -> None:
-    """Nor one of another authority, nor plaintext; a server that isn't ours is given nothing. It says what to do."""
+    """So are a certificate of another CA, and plaintext; a foreign server gets no request. The error has a remedy."""
     others = make_certificates(tmp_path, "second")
     for query, advice in (
         (f"?ca={certificates.ca}&", "cert of the etcd URL"),
@@ -61,7 +61,7 @@ async def test_whoever_shows_none_is_not(
 
 
 async def refused(connect: Callable[..., EtcdClient], url: str, advice: str) -> None:
-    """Check that nothing is answered there, and that an operator is told what may be wrong."""
+    """Check that no call succeeds there, and that the error has this advice."""
     client = connect(url)
     with pytest.raises(EtcdUnavailable) as unavailable:
         await client.get(b"a")
@@ -71,13 +71,13 @@ async def refused(connect: Callable[..., EtcdClient], url: str, advice: str) -> 
 async def test_tls_where_there_is_none_is_told(
     connect: Callable[..., EtcdClient], shared_etcd: EtcdCluster
 ) -> None:
-    """A scheme with one letter too many is not looked for among the certificates."""
+    """An operator with one letter too many in the scheme need not check certificates."""
     url = shared_etcd.url.replace("etcd://", "etcds://") + "?attempt-timeout=5&request-timeout=3"
     await refused(connect, url, "then give etcd://")
 
 
 def test_a_file_that_is_none_is_named_at_once(certificates: Certificates) -> None:
-    """Before anything connects."""
+    """The error comes before anything connects."""
     with pytest.raises(TLSFileError, match="/nowhere"):
         EtcdClient(parse_address("etcds://a?ca=/nowhere", {}))
     with pytest.raises(
@@ -89,7 +89,7 @@ def test_a_file_that_is_none_is_named_at_once(certificates: Certificates) -> Non
 async def test_files_that_were_replaced_are_read_again(
     connect: Callable[..., EtcdClient], strict: EtcdCluster, certificates: Certificates, tmp_path: Path
 ) -> None:
-    """By a client that can't connect with the old ones; half a file changes nothing."""
+    """A client that can't connect with the old ones does so; half a file changes nothing."""
     others = make_certificates(tmp_path / "others", "second")
     shown, key = tmp_path / "client.pem", tmp_path / "client.key"
     shutil.copy(others.client, shown)

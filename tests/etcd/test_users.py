@@ -1,4 +1,4 @@
-"""Users and passwords, and tokens that die."""
+"""Users and passwords, and tokens that expire."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PREFIX = b"/rallypoint/"
 
 
 def etcdctl(cluster: EtcdCluster, *arguments: str) -> str:
-    """What an operator does."""
+    """Run a command of an operator."""
     command = ["etcdctl", "--endpoints", cluster.endpoints, "--command-timeout", "30s", *arguments]
     done = subprocess.run(command, env={"ETCDCTL_API": "3"}, check=True, capture_output=True, text=True)
     return done.stdout
@@ -45,13 +45,13 @@ def add_users(cluster: EtcdCluster) -> None:
     etcdctl(cluster, "user", "grant-role", "me", "ours")
 
 
-# Checking a password costs next to nothing this way.
+# Checking a password costs almost nothing this way.
 CHEAP = ("--bcrypt-cost", "4")
 
 
 @pytest.fixture
 def guarded(tmp_path: Path) -> Iterator[EtcdCluster]:
-    """A member that lets `me` in, by password, and gives it the default prefix. Tokens die after 2 s without use."""
+    """A member that accepts `me`, by password, for the default prefix. Tokens expire after 2 s without use."""
     with etcd_cluster(tmp_path, extra=[*CHEAP, "--auth-token-ttl", "2"]) as cluster:
         add_users(cluster)
         etcdctl(cluster, "auth", "enable")
@@ -71,7 +71,7 @@ async def refusal(client: EtcdClient, key: bytes) -> Reason:
 async def test_a_user_may_do_what_its_role_says(
     connect: Callable[..., EtcdClient], guarded: EtcdCluster
 ) -> None:
-    """And nobody else may do anything; a refusal says why."""
+    """Nothing else is permitted; a refusal has its reason."""
     me = connect(of_me(guarded))
     await put(me, PREFIX + b"a")
     assert await refusal(me, b"/elsewhere") is Reason.PERMISSION_DENIED
@@ -87,7 +87,7 @@ async def test_a_user_may_do_what_its_role_says(
 async def test_a_token_that_died_is_replaced(
     connect: Callable[..., EtcdClient], guarded: EtcdCluster
 ) -> None:
-    """Of age, with its member, or because users were changed: in reads, transactions, leases and watches alike."""
+    """It ends by age, with its member, or as users were changed: in reads, transactions, leases and watches alike."""
     clients = [connect(of_me(guarded)) for _ in range(5)]
     session = await Session.open(connect(of_me(guarded)), 60)
     for client in clients:
@@ -104,12 +104,12 @@ async def test_a_token_that_died_is_replaced(
         await granter.revoke((await granter.grant(60))[0])
 
     await works()
-    # etcd looks once a second for tokens of which the time is over.
+    # etcd checks once a second for expired tokens.
     await asyncio.sleep(4.5)
     await works()
     (member,) = guarded.members
     member.restart()
-    # What was sent to the old one may not know that it is gone.
+    # A client of the old one may not have noticed its end.
     await put(clients[1], PREFIX + b"0")
     await works()
     as_root(guarded, "user", "add", "another:password")
@@ -128,7 +128,7 @@ async def refused_for_ever(client: EtcdClient, cluster: EtcdCluster) -> None:
 async def test_a_watch_survives_the_death_of_its_token(
     connect: Callable[..., EtcdClient], guarded: EtcdCluster
 ) -> None:
-    """Also if it comes back with one that the member doesn't know: servers before 3.5.3 call that no permission."""
+    """It may resume with one that the member doesn't know: servers before 3.5.3 report no permission then."""
     client = connect(of_me(guarded))
     await put(client, PREFIX + b"a")
     told: list[bytes] = []
@@ -152,7 +152,7 @@ async def test_a_watch_survives_the_death_of_its_token(
 async def test_users_can_be_turned_on_and_off_under_a_client(
     connect: Callable[..., EtcdClient], tmp_path: Path
 ) -> None:
-    """One with a password works before they are, asks for a token when they are, and goes without when they aren't."""
+    """A client with a password works before, gets a token once they are on, and goes without one once they are off."""
     with etcd_cluster(tmp_path, extra=CHEAP) as cluster:
         add_users(cluster)
         client = connect(of_me(cluster))
@@ -169,7 +169,7 @@ async def test_users_can_be_turned_on_and_off_under_a_client(
 async def test_a_member_that_hangs_while_it_checks_passwords_holds_nobody_for_long(
     connect: Callable[..., EtcdClient], tmp_path: Path
 ) -> None:
-    """However many wait for the token: they wait at once, not one after the other, and then ask another member."""
+    """Any number may wait for the token: they wait together, not one after the other, and then call another member."""
     with etcd_cluster(tmp_path, 3, extra=CHEAP) as cluster:
         add_users(cluster)
         etcdctl(cluster, "auth", "enable")

@@ -19,7 +19,7 @@ from rallypoint.etcd.values import prefix_end
     ],
 )
 def test_the_end_of_a_prefix_is_behind_all_keys_that_have_it(prefix: bytes, end: bytes) -> None:
-    """And before all others; a zero byte is etcd's word for no end."""
+    """It is before all others; a zero byte is etcd's value for no end."""
     assert prefix_end(prefix) == end
     if end != b"\0":
         assert prefix < prefix + b"\xff" * 9 < end

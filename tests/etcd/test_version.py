@@ -1,4 +1,4 @@
-"""What is said of the members at the start."""
+"""Advice about the members at the start."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def status(
 
 
 async def test_every_member_is_asked(connect: Callable[..., EtcdClient], trio: EtcdCluster) -> None:
-    """Those that don't answer are left out, unless none does."""
+    """Members that don't answer are left out, unless none does."""
     client = connect(f"{trio.url}?{PATIENT}")
     members = await statuses(client)
     assert set(members) == set(trio.endpoints.split(","))
@@ -59,7 +59,7 @@ async def test_every_member_is_asked(connect: Callable[..., EtcdClient], trio: E
     ],
 )
 def test_an_operator_is_told_what_matters(member: MemberStatus, said: str) -> None:
-    """In one line that names the member, and nothing where there is nothing to do."""
+    """One line names the member; without a problem there is no line."""
     lines = advice({"a:2379": member})
     assert len(lines) == bool(said)
     assert all(line.startswith("a:2379: ") and said in line for line in lines)

@@ -1,4 +1,4 @@
-"""Watches: without a gap and without a repetition, over whichever member answers, until history is gone."""
+"""Watches: without a gap and without a repetition, over any member that answers, until history is gone."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PREFIX = b"/watch/"
 
 
 class Watcher:
-    """Watches a prefix on a task of its own and keeps what it was told."""
+    """Watches a prefix on a task of its own and keeps the changes that it receives."""
 
     def __init__(self, client: EtcdClient, prefix: bytes, revision: int) -> None:
         self.revisions: list[int] = []
@@ -41,7 +41,7 @@ class Watcher:
                 self.keys += [change.pair.key for change in batch]
 
     async def has(self, key: bytes) -> None:
-        """Waits until it was told of a key."""
+        """Wait until it received a change of a key."""
         await until(lambda: key in self.keys or self.task.done(), f"{key!r}")
         assert key in self.keys, self.task
 
@@ -51,7 +51,7 @@ class Watcher:
 
 
 async def test_a_watch_begins_where_it_is_told_to(client: EtcdClient) -> None:
-    """With what has happened since a revision, in whole revisions."""
+    """It has the changes since a revision, in whole revisions."""
     first = await client.transact(Txn([], [Put(PREFIX + b"a", b"1"), Put(PREFIX + b"b", b"1")]))
     await client.transact(Txn([], [Put(b"/watching/elsewhere", b"")]))
     second = await client.transact(Txn([], [Delete(PREFIX + b"a"), Put(PREFIX + b"b", b"2")]))
@@ -70,7 +70,7 @@ async def test_a_watch_begins_where_it_is_told_to(client: EtcdClient) -> None:
 async def test_nothing_is_lost_or_told_twice_whichever_member_fails(
     connect: Callable[..., EtcdClient], trio: EtcdCluster
 ) -> None:
-    """Members are killed and stopped in turn under a watch; it goes on from where it was."""
+    """Members are killed and stopped in turn under a watch; it goes on from its position."""
     client = connect(trio.url + "?attempt-timeout=1&request-timeout=60", pace=FIRST)
     writer = connect(trio.url + "?attempt-timeout=1&request-timeout=60")
     start = (await client.get(PREFIX)).revision + 1
@@ -78,7 +78,7 @@ async def test_nothing_is_lost_or_told_twice_whichever_member_fails(
     for number in range(3):
         await put(writer, PREFIX + b"%d before" % number)
         await watcher.has(PREFIX + b"%d before" % number)
-        # Whichever the watch is on.
+        # The member that serves the watch.
         member = next(each for each in trio.members if each.endpoint == client.members.current.where)
         if number == 1:
             member.send(signal.SIGSTOP)
@@ -102,7 +102,7 @@ async def test_nothing_is_lost_or_told_twice_whichever_member_fails(
 async def test_a_compaction_under_a_watch_is_told_where_changes_were_lost(
     connect: Callable[..., EtcdClient], trio: EtcdCluster
 ) -> None:
-    """A watch that is up to date goes on; one that would have to tell what is gone says so, and from where it could."""
+    """A watch that is up to date goes on; one that needs deleted history ends, with the first revision that is kept."""
     client = connect(f"{trio.url}?{PATIENT}", pace=FIRST)
     for number in range(10):
         await put(client, PREFIX + b"%d" % number)
@@ -138,7 +138,7 @@ asyncio.run(main())
 async def test_a_watch_that_was_away_during_a_compaction_is_told(
     connect: Callable[..., EtcdClient], trio: EtcdCluster
 ) -> None:
-    """Its member is stopped; meanwhile changes are made and compacted away; there is no way to tell them."""
+    """Its member is stopped; meanwhile changes are made and compacted away; they can't be delivered."""
     client = connect(trio.url + "?attempt-timeout=1&request-timeout=60", pace=FIRST)
     await put(client, PREFIX + b"a")
     watcher = Watcher(client, PREFIX, 1)
@@ -164,7 +164,7 @@ async def test_a_watch_that_was_away_during_a_compaction_is_told(
 
 
 async def test_a_large_history_is_told_in_bearable_pieces(client: EtcdClient) -> None:
-    """Values of a megabyte, many at once: in whole revisions, and a slow reader holds the server up, not our memory."""
+    """Values of a megabyte, many at once, in whole revisions; a slow reader delays the server and costs no memory."""
     start = (await client.get(PREFIX)).revision + 1
     large = bytes(700_000)
     for number in range(12):
@@ -183,7 +183,7 @@ async def test_a_large_history_is_told_in_bearable_pieces(client: EtcdClient) ->
 
 
 def test_of_a_revision_in_fragments_nothing_is_told_before_it_is_whole() -> None:
-    """And what was held when the connection broke is asked for again."""
+    """Fragments held when the connection broke are requested again."""
 
     def response(*revisions: int, fragment: bool) -> watch_pb2.WatchResponse:
         made = watch_pb2.WatchResponse(watch_id=0, fragment=fragment)
@@ -204,7 +204,7 @@ def test_of_a_revision_in_fragments_nothing_is_told_before_it_is_whole() -> None
 
 
 def test_progress_moves_a_quiet_watch_past_what_may_be_compacted() -> None:
-    """If the server tells it by itself. Its answer to our question is not to be trusted before 3.5.8."""
+    """The server must send it unprompted. Its reply to a progress request is not reliable before 3.5.8."""
     position = Position(8)
     position.take(watch_pb2.WatchResponse(created=True, header=kv_pb2.ResponseHeader(revision=90)))
     assert position.next_revision == 8
@@ -217,7 +217,7 @@ def test_progress_moves_a_quiet_watch_past_what_may_be_compacted() -> None:
 async def test_a_watch_ends_on_the_server_when_its_consumer_goes(
     client: EtcdClient, shared_etcd: EtcdCluster
 ) -> None:
-    """However it goes: by leaving the loop, by being cancelled, or by letting go of it."""
+    """The consumer may leave the loop, be cancelled, or drop the iterator."""
     (member,) = shared_etcd.members
 
     def watchers() -> float:

@@ -1,6 +1,6 @@
 """examples/train_torch.py, in which one worker stops after a step, once: a test can kill its agent just then.
 
-Arguments: file to make then, node, local rank and step, and those of the example.
+Arguments: file to create then, node, local rank and step, and those of the example.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ record = train_torch.record
 
 
 def record_and_stop(path: Path | None, **fields: Any) -> None:
-    """Record a step; stop if it is the one."""
+    """Record a step; stop if it is the step of the arguments."""
     record(path, **fields)
     if stopped and fields.get("step") == last and not marker.exists():
         marker.touch()

@@ -10,7 +10,7 @@ import digits
 
 
 def test_the_data_are_those_that_the_licence_names() -> None:
-    """The file's digest stands in the licence notice beside it."""
+    """The licence notice beside the file has its digest."""
     notice = (digits.DATA.parent / "LICENSE.md").read_text()
     assert hashlib.sha256(digits.DATA.read_bytes()).hexdigest() in notice
 

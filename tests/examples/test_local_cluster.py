@@ -1,4 +1,4 @@
-"""A local cluster is made of the real processes, can be broken and mended at will, and leaves nothing behind."""
+"""A local cluster consists of the real processes, can be broken and repaired at will, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ if sys.argv[1] == "wait":
 
 @pytest.fixture
 def marker(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """In the environment of all that the test starts."""
+    """A variable in the environment of all processes of the test."""
     with fresh_marker() as text:
         monkeypatch.setenv("CLUSTER_MARKER", text)
         yield text
 
 
 def job(folder: Path, what: str = "wait", nodes: str = "1:2") -> Job:
-    """Nodes of two workers that do next to nothing."""
+    """Return a job of nodes with two workers that do almost nothing."""
     script = folder / "worker.py"
     script.write_text(WORKER)
     conf = {"last_call_timeout": "0.2", "disconnect_grace": "0.2"}
@@ -46,17 +46,17 @@ def job(folder: Path, what: str = "wait", nodes: str = "1:2") -> Job:
 
 
 def final(workers: int) -> tuple[str, Callable[[pb.Run], bool]]:
-    """Arguments for RunWatch.until."""
+    """Return the arguments for RunWatch.until."""
     return f"{workers} workers", lambda run: run.phase == pb.PHASE_FINAL and run.world_size == workers
 
 
 async def heard(cluster: LocalCluster, text: str) -> None:
-    """Waits for a worker to say something."""
+    """Wait for a line of a worker's output."""
     await cluster.output.first(text, lambda line: line.text == text)
 
 
 def refused(endpoint: str) -> bool:
-    """Whether nobody listens there."""
+    """Return True if no process listens there."""
     host, _, port = endpoint.rpartition(":")
     try:
         socket.create_connection((host, int(port)), timeout=5).close()
@@ -67,7 +67,7 @@ def refused(endpoint: str) -> bool:
 
 @pytest.mark.slow
 async def test_a_job_runs_to_its_end(tmp_path: Path, marker: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Settings of the surroundings are not the cluster's; after the job, neither a process nor a port is left."""
+    """Settings in the environment are not the cluster's; after the job, neither a process nor a port is left."""
     monkeypatch.setenv("RALLYPOINT_TLS_CERT", "/nowhere.pem")
     async with LocalCluster(tmp_path) as cluster:
         await asyncio.gather(cluster.start_rendezvous(), cluster.start_timer())
@@ -90,7 +90,7 @@ async def test_a_job_runs_to_its_end(tmp_path: Path, marker: str, monkeypatch: p
 
 @pytest.mark.slow
 async def test_an_agent_is_killed_and_started_again(tmp_path: Path, marker: str) -> None:
-    """Its workers die with it; it is missed, and taken in again; its name is free only once it is dead."""
+    """Its workers die with it; the service notices, and admits it again; its name is free only once it is dead."""
     async with LocalCluster(tmp_path) as cluster:
         await cluster.start_rendezvous()
         todo = job(tmp_path)
@@ -99,7 +99,7 @@ async def test_an_agent_is_killed_and_started_again(tmp_path: Path, marker: str)
         await watch.until(*final(workers=4))
         with pytest.raises(ClusterError, match=rf"two is running \(pid {agents[1].pid}\)"):
             await cluster.start_agent("two", todo)
-        # Not of necessity its first: on a slow machine a round may be formed before both have joined.
+        # It need not be its first: on a slow machine a round may be formed before both have joined.
         await agents[1].log.first(
             "its workers of that round",
             lambda line: line.event == "starting workers" and line.fields["world_size"] == 4,
@@ -114,7 +114,7 @@ async def test_an_agent_is_killed_and_started_again(tmp_path: Path, marker: str)
 
 
 async def test_the_rendezvous_service_is_killed_and_started_again(tmp_path: Path, marker: str) -> None:
-    """At the same port and with the same journal: who watches, watches on, and the workers never notice."""
+    """The port and the journal stay the same: watches go on, and the workers never notice."""
     async with LocalCluster(tmp_path) as cluster:
         await cluster.start_rendezvous()
         todo = job(tmp_path)
@@ -141,7 +141,7 @@ async def test_the_rendezvous_service_is_killed_and_started_again(tmp_path: Path
 
 @pytest.mark.parametrize("how", ["failing", slow("cancelled"), slow("cancelled twice")])
 async def test_however_its_block_is_left_nothing_stays(how: str, tmp_path: Path, marker: str) -> None:
-    """An exception, Ctrl-C, and Ctrl-C once more while everything is being stopped."""
+    """An exception, Ctrl-C, and a second Ctrl-C while everything is being stopped."""
     started = asyncio.Event()
     agents: list[Program] = []
 
@@ -161,7 +161,7 @@ async def test_however_its_block_is_left_nothing_stays(how: str, tmp_path: Path,
     if how != "failing":
         task.cancel()
     if how == "cancelled twice":
-        await asyncio.sleep(0.05)  # anywhere in the stopping; nothing hangs on where
+        await asyncio.sleep(0.05)  # at any moment of the stop; the outcome does not depend on it
         task.cancel()
     with pytest.raises(LookupError if how == "failing" else asyncio.CancelledError):
         await task
@@ -175,7 +175,7 @@ async def test_however_its_block_is_left_nothing_stays(how: str, tmp_path: Path,
 async def test_a_service_that_ends_unasked_ends_the_work(
     number: signal.Signals, tmp_path: Path, marker: str
 ) -> None:
-    """Nobody waits for a timeout: the error names who ended, and how. One that was told to end is no error."""
+    """No timeout must pass: the error names the service, and how it ended. One that the test ended is no error."""
     async with LocalCluster(tmp_path) as cluster:
         rendezvous = await cluster.start_rendezvous()
         timer = await cluster.start_timer()
@@ -193,7 +193,7 @@ async def test_a_service_that_ends_unasked_ends_the_work(
 
 @pytest.mark.slow
 async def test_clusters_can_run_side_by_side(tmp_path: Path, marker: str) -> None:
-    """Ports are of the kernel's choice; one cluster's folder is not for two."""
+    """The kernel chooses the ports; two clusters can't share a folder."""
     async with LocalCluster(tmp_path / "one") as one, LocalCluster(tmp_path / "two") as two:
         await asyncio.gather(one.start_rendezvous(), two.start_rendezvous())
         assert one.rendezvous_endpoint != two.rendezvous_endpoint

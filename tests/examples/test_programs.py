@@ -1,4 +1,4 @@
-"""Programs beside this one: what they write is heard, their end is noticed, and nothing of them stays."""
+"""Child programs: their output is read, their end is noticed, and none of their processes stays."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from support.waiting import PATIENCE, wait_until
 
 @asynccontextmanager
 async def running(folder: Path, script: str, *arguments: str) -> AsyncIterator[Program]:
-    """A Python script as a program; killed at the end if need be."""
+    """Run a Python script as a program; kill it at the end if need be."""
     program = Program("it", [sys.executable, "-uc", script, *arguments], folder, os.environ)
     try:
         yield program
@@ -33,7 +33,7 @@ async def running(folder: Path, script: str, *arguments: str) -> AsyncIterator[P
 
 
 async def test_a_feed_finds_what_is_there_and_what_is_yet_to_come() -> None:
-    """The first that is wanted, in the order of coming, past those not to be looked at."""
+    """The result is the first match, in order, past the entries to skip."""
     feed: Feed[int] = Feed()
     for number in (1, 2, 3):
         feed.put(number)
@@ -57,7 +57,7 @@ async def test_a_wait_in_vain_says_what_for() -> None:
     feed.end("nobody is left")
     with pytest.raises(ClusterError, match="waited for a sign, but nobody is left"):
         await waiting
-    feed.put(5)  # what came before the end is still found
+    feed.put(5)  # earlier entries are still found after the end
     assert await feed.first("a sign", bool) == 5
 
 
@@ -73,7 +73,7 @@ def test_a_log_record_is_told_from_other_text() -> None:
 
 
 async def test_what_a_program_writes_is_heard_and_kept(tmp_path: Path) -> None:
-    """Records, reports and output come apart, line by line, and are in files as they were written."""
+    """Records, reports and output are separated by line, and are in files as they were written."""
     script = """if True:
         import sys
         print("a" * 300_000)
@@ -91,7 +91,7 @@ async def test_what_a_program_writes_is_heard_and_kept(tmp_path: Path) -> None:
 
 
 async def test_who_waits_for_a_program_that_ends_is_told_how_it_ended(tmp_path: Path) -> None:
-    """No timeout has to pass: the exit code and what the program said are in the error."""
+    """No timeout must pass: the exit code and the program's last output are in the error."""
     async with running(tmp_path, "import sys; sys.exit('it is Sunday')") as program:
         with pytest.raises(
             ClusterError, match="waited for it to work, but it ended with exit code 1: it is Sunday"
@@ -110,7 +110,7 @@ HAS_A_CHILD = """if True:
 
 
 async def test_a_killed_program_must_take_what_it_had_started_with_it(tmp_path: Path) -> None:
-    """A descendant that lives on is an error that names it; it does not stay, either."""
+    """A descendant that lives on is an error that names it; it is killed, too."""
     async with running(tmp_path, HAS_A_CHILD) as program:
         line = await program.output.first("the child", lambda _: True)
         child = Deaths([int(line.text)])
@@ -120,24 +120,24 @@ async def test_a_killed_program_must_take_what_it_had_started_with_it(tmp_path: 
 
 
 async def test_a_killed_program_names_its_processes(tmp_path: Path) -> None:
-    """Who reads of the kill can tell which processes it took along, and how long the last one lived."""
+    """The result of the kill has the killed processes, and how long the last one lived."""
     script = HAS_A_CHILD.replace("    signal.pause()", "    os.wait() if child else signal.pause()")
     async with running(tmp_path, script) as program:
         line = await program.output.first("the child", lambda _: True)
         child, parent = Deaths([int(line.text)]), Deaths([program.pid])
         killing = asyncio.create_task(program.kill())
-        await parent.all(PATIENCE)  # else the parent would have ended of itself
+        await parent.all(PATIENCE)  # else the parent would have ended by itself
         os.kill(int(line.text), signal.SIGKILL)
         killed = await killing
         assert killed.pids == {program.pid, int(line.text)}
         assert killed.all_dead == pytest.approx(await child.all(0), abs=0.05)
         assert killed.all_dead > killed.at
     assert await program.ended() == -signal.SIGKILL
-    assert (await program.kill()).pids == frozenset()  # once more: nothing happens, and to nobody else
+    assert (await program.kill()).pids == frozenset()  # a second kill: nothing happens, and no other process is killed
 
 
 async def test_a_program_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
-    """Being asked to stop is not something that a program can refuse for longer than the grace."""
+    """A program can't refuse to stop for longer than the grace."""
     script = "import signal; signal.signal(15, signal.SIG_IGN); print('up'); signal.pause()"
     async with running(tmp_path, script) as program:
         await program.output.first("it to be up", lambda _: True)
@@ -147,7 +147,7 @@ async def test_a_program_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
 
 
 def test_programs_die_with_the_process_that_started_them(tmp_path: Path) -> None:
-    """Even SIGKILL of who started them leaves none behind."""
+    """Even SIGKILL of their parent leaves none behind."""
     script = """if True:
         import asyncio, os, signal, sys
         from pathlib import Path

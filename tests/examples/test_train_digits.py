@@ -36,7 +36,7 @@ LINE = re.compile(
 
 @pytest.fixture(autouse=True)
 def without_an_agent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Here nobody watches the workers' timers."""
+    """No timers of the workers are watched here."""
     monkeypatch.delenv("RALLYPOINT_TIMER_SOCKET", raising=False)
     configure(required=False)
 
@@ -67,7 +67,7 @@ class MemoryStore:
 
 
 def worlds(size: int, store: MemoryStore) -> list[World]:
-    """One world per rank of a round."""
+    """Return one world per rank of a round."""
     return [World(rank=rank, size=size, round=1, store=cast(Any, store)) for rank in range(size)]
 
 
@@ -75,7 +75,7 @@ T = TypeVar("T")
 
 
 def on_every_rank(size: int, work: Callable[[World], T], store: MemoryStore | None = None) -> list[T]:
-    """What each rank returns when all run at once."""
+    """Return the result of each rank when all run at once."""
     with ThreadPoolExecutor(size) as threads:
         return list(threads.map(work, worlds(size, store or MemoryStore())))
 
@@ -85,7 +85,7 @@ def on_every_rank(size: int, work: Callable[[World], T], store: MemoryStore | No
 
 @pytest.mark.parametrize("size", [2, 3, 5, 16])
 def test_averaging_gives_every_rank_the_mean(size: int) -> None:
-    """All ranks get the same bits, and they are the mean of what the ranks brought, turn after turn."""
+    """All ranks get the same bits, and they are the mean of the ranks' values, turn after turn."""
     brought = np.random.default_rng(size).normal(size=(4, size, 2, 7)).astype(np.float32)
 
     def work(world: World) -> list[Any]:
@@ -98,7 +98,7 @@ def test_averaging_gives_every_rank_the_mean(size: int) -> None:
 
 
 def test_a_world_of_one_needs_no_store() -> None:
-    """Alone, an average is what one has and a broadcast what one says."""
+    """For one rank, average and broadcast return their argument."""
     alone = World()
     state = np.ones((2, 3), dtype=np.float32)
     assert np.array_equal(alone.average(state), state)
@@ -106,7 +106,7 @@ def test_a_world_of_one_needs_no_store() -> None:
 
 
 def test_the_store_does_not_grow() -> None:
-    """However many turns are taken, no more keys are there at once than two turns need."""
+    """However many turns are taken, there are never more keys at once than two turns need."""
     store, size = MemoryStore(), 4
 
     def work(world: World) -> None:
@@ -148,7 +148,7 @@ def test_three_workers_that_average_each_step_learn_what_one_learns(tmp_path: Pa
 
 @pytest.mark.parametrize("size", [3, slow(5)])
 def test_several_workers_learn_to_read(size: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Workers that average now and then pass the bar, end with one model, and only rank 0 speaks."""
+    """Workers that average now and then pass the required accuracy, end with one model, and only rank 0 prints."""
     options = parse(["--checkpoint", str(tmp_path / "digits.npz")])
     accuracies = on_every_rank(size, lambda world: train(world, options))
     assert len(set(accuracies)) == 1
@@ -193,7 +193,7 @@ def test_an_interrupted_training_learns_what_an_uninterrupted_one_learns(tmp_pat
 def test_nobody_leaves_before_the_last_checkpoint_is_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A rank that is done while rank 0 still saves could not help a new round if rank 0 died just then."""
+    """A rank that has exited while rank 0 still saves could not help a new round if rank 0 died just then."""
     events: list[str] = []
     saving = threading.Event()
 
@@ -213,7 +213,7 @@ def test_nobody_leaves_before_the_last_checkpoint_is_saved(
 
 
 def test_each_step_and_each_averaging_is_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step has its own short limit; waiting has a far longer one: only the hung worker is found."""
+    """A step has its own short limit; waiting has a far longer one: only the hung worker is reported."""
     scopes: list[tuple[str, float]] = []
 
     @contextlib.contextmanager
@@ -285,7 +285,7 @@ def test_a_rank_hangs_once_when_told(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_a_checkpoint_comes_back_as_it_went(tmp_path: Path) -> None:
-    """What is saved is what is loaded, in a folder made for it; without a file, training starts afresh."""
+    """The same values are loaded as were saved, in a folder made for it; without a file, training starts afresh."""
     path, state = tmp_path / "new" / "digits.npz", fresh_state(seed=5)
     epoch, first = unpack(load_or_start(path, seed=5))
     assert epoch == 0
@@ -359,7 +359,7 @@ def test_damage_that_zipfile_has_its_own_error_for(flag: bytes) -> None:
 
 
 def test_a_file_that_is_no_checkpoint_is_named(tmp_path: Path) -> None:
-    """A foreign file is left alone, and the one line that ends the worker says what to do."""
+    """A foreign file is left alone, and the one line that ends the worker has a remedy."""
     path, other = tmp_path / "digits.npz", io.BytesIO()
     np.savez(other, epoch=1, state=np.zeros((2, 5), dtype=np.float32))
     for content in [b"", b"not a checkpoint", other.getvalue(), pack(1, fresh_state(0))[:-1]]:
@@ -377,18 +377,18 @@ def test_a_file_that_is_no_checkpoint_is_named(tmp_path: Path) -> None:
 
 
 def command(*arguments: object) -> list[str]:
-    """The example's command line."""
+    """Return the example's command line."""
     return [sys.executable, str(SCRIPT), *map(str, arguments)]
 
 
 def alone() -> dict[str, str]:
-    """An environment without an agent."""
+    """Return an environment without an agent."""
     foreign = ("RANK", "WORLD_SIZE", "CHECKPOINT", "RALLYPOINT_", "TORCHELASTIC_")
     return {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
 
 
 def test_alone_it_trains_from_one_command(tmp_path: Path) -> None:
-    """With no agent and no options it learns to read, in the folder it is started in."""
+    """With no agent and no options it learns to read, in its working directory."""
     done = subprocess.run(
         command(), cwd=tmp_path, env=alone(), capture_output=True, text=True, timeout=PATIENCE, check=False
     )
@@ -411,7 +411,7 @@ def test_killed_at_any_moment_it_resumes_from_a_whole_checkpoint(tmp_path: Path)
         ) as process:
             assert process.stdout is not None
             shown = [process.stdout.readline() for _ in range(10)]
-            time.sleep(random.uniform(0, 0.02))  # anywhere in an epoch
+            time.sleep(random.uniform(0, 0.02))  # at any moment of an epoch
             process.kill()
         match = LINE.fullmatch(shown[-1].strip())
         assert match is not None
@@ -451,7 +451,7 @@ def test_told_to_stop_it_stops_without_a_word(number: signal.Signals, tmp_path: 
 def test_bad_options_are_refused(
     arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """An option that makes no sense ends with code 2, and the last line names it."""
+    """A senseless option ends with code 2, and the last line names it."""
     with pytest.raises(SystemExit) as stopped:
         parse(arguments)
     assert stopped.value.code == 2
@@ -459,7 +459,7 @@ def test_bad_options_are_refused(
 
 
 def test_more_workers_than_a_batch_has_images_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank without an image in any batch would learn nothing; the sentence names the number."""
+    """A rank without an image in any batch would learn nothing; the sentence has the number."""
     monkeypatch.setattr(World, "from_environment", lambda: World(rank=0, size=49))
     with pytest.raises(SystemExit, match="WORLD_SIZE is 49"):
         train_digits.main([])

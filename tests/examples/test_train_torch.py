@@ -1,4 +1,4 @@
-"""The stock PyTorch example trains and resumes under stock torchrun: it owes nothing to Rallypoint."""
+"""The stock PyTorch example trains and resumes under stock torchrun: it does not depend on Rallypoint."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TORCHS_ABORT = "terminate called without an active exception"
 
 
 def torchrun(checkpoint: Path, *arguments: object) -> list[str]:
-    """Two workers under stock torchrun, launched once more if torch aborts one; the lines they printed."""
+    """Run two workers under stock torchrun, again if torch aborts one; return the lines they printed."""
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     lines: list[str] = []
     for _ in range(2):
@@ -42,7 +42,7 @@ def torchrun(checkpoint: Path, *arguments: object) -> list[str]:
 
 
 def test_it_trains_and_resumes_under_stock_torchrun(tmp_path: Path) -> None:
-    """A second launch goes on after the first one's last epoch, with its optimizer, and passes the bar."""
+    """A second launch goes on after the first one's last epoch, with its optimizer; it reaches the accuracy."""
     pytest.importorskip("torch")
     checkpoint = tmp_path / "new" / "digits"
     torchrun(checkpoint, "--epochs", 3)
@@ -57,5 +57,5 @@ def test_it_trains_and_resumes_under_stock_torchrun(tmp_path: Path) -> None:
 
 
 def test_it_knows_nothing_of_rallypoint() -> None:
-    """No import and no variable of ours: what runs here runs anywhere torch does."""
+    """It has no import and no variable of ours, so that it runs anywhere torch does."""
     assert not re.search(r"import rallypoint|from rallypoint|RALLYPOINT_", SCRIPT.read_text())

@@ -43,7 +43,7 @@ class Outcome:
 
 
 def history_of(record: Path) -> tuple[list[tuple[int, list[int]]], int]:
-    """The history in a record, and its last world. A step after the checkpoint to resume from was trained in vain."""
+    """Return the history in a record, and its last world. Steps after the checkpoint of a resumption are dropped."""
     steps: dict[int, tuple[int, dict[int, list[int]]]] = {}
     for text in record.read_text().splitlines():
         line = json.loads(text)
@@ -110,7 +110,7 @@ async def train(
 
 
 def assert_each_once(history: list[tuple[int, list[int]]]) -> None:
-    """No sample of an epoch is missing or there twice."""
+    """Check that no sample of an epoch is missing or there twice."""
     for epoch in range(1, EPOCHS + 1):
         samples = [sample for of, batch in history if of == epoch for sample in batch]
         assert sorted(samples) == list(range(IMAGES)), f"epoch {epoch}"
@@ -146,7 +146,7 @@ async def test_a_lost_agent_that_returns_changes_nothing(
 async def test_a_lost_agent_that_stays_away_leaves_no_sample_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sharding: list[str]
 ) -> None:
-    """The workers that are left, in a world of half the size, train the samples that follow."""
+    """The remaining workers, in a world of half the size, train the samples that follow."""
     pytest.importorskip("torch")
     conf = {"last_call_timeout": "5"}
     async with scene(tmp_path, monkeypatch, nodes="1:2", max_restarts=3, conf=conf) as stage:

@@ -19,13 +19,13 @@ PAGE = (ROOT / "docs" / "why-not-torchrun.md").read_text()
 
 
 def rows(text: str) -> dict[str, list[str]]:
-    """The cells of a table's rows by issue, without measured seconds."""
+    """Return the cells of a table's rows by issue, without measured seconds."""
     found = re.findall(r"^\| \[(\d+)\]\(\S+\) \| (.*) \|$", text, re.MULTILINE)
     return {issue: re.sub(r" after \d+ s", "", cells).split(" | ") for issue, cells in found}
 
 
 def test_the_page_has_each_scene() -> None:
-    """In the table, with its event, and in the text."""
+    """It is in the table, with its event, and in the text."""
     assert {issue: cells[0] for issue, cells in rows(PAGE).items()} == {
         issue: scene.fault for issue, scene in SCENES.items()
     }
@@ -38,7 +38,7 @@ def test_the_page_has_each_scene() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
 def test_the_table_is_true(tmp_path: Path) -> None:
-    """All scenes in one run, most of which wait; torchrun's column, where it depends on races, in full only."""
+    """All scenes in one run, most of which wait; torchrun's column, if it depends on races, in full runs only."""
     pytest.importorskip("torch")
     if os.geteuid() or not shutil.which("cc"):
         pytest.skip("a host name of its own needs root, and a clock of its own a C compiler")

@@ -11,7 +11,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "first-hour.md"
 _BLOCK = re.compile(r"^```console\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _MOST_ALIKE = 4
 
-# What differs from one run to the next: folders, names made of random digits, and numbers.
+# The parts that differ between two runs: folders, names made of random digits, and numbers.
 _VARIABLE = (
     (re.compile(r"(?:unix:)?/(?:tmp|run)/[\w./@-]*"), "FOLDER"),
     (re.compile(r"\b(?=\w*\d)[0-9a-f]{6,}\b"), "ID"),
@@ -20,8 +20,8 @@ _VARIABLE = (
     (re.compile(r" +"), " "),
     (re.compile(r"-{3,}"), "---"),
 )
-# Lines that a slow machine shows, and a fast one does not; one that depends on the sockets that other hosts have left,
-# whose folder is the same here.
+# Lines that only a slow machine shows, and one that depends on the sockets that other hosts have left, whose folder
+# is the same here.
 _OPTIONAL = re.compile(
     r"still there: rank|^N warning paused forgiven="
     r"|^N last call:|^N waiting for nodes:|^Traceback|^WARNING: Location|running again"
@@ -39,7 +39,7 @@ def shortened(lines: list[str]) -> list[str]:
 
 
 def normalized(line: str) -> str:
-    """Return a line without what differs from one run to the next."""
+    """Return a line with the parts replaced that differ between two runs."""
     for pattern, name in _VARIABLE:
         line = pattern.sub(name, line)
     return line.strip()

@@ -1,4 +1,4 @@
-"""A newcomer's first hour: each step with its text, typed into terminals; the page is made of both."""
+"""A newcomer's first hour: each step with its text, typed into terminals; the page consists of both."""
 
 from __future__ import annotations
 

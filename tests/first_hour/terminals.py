@@ -1,4 +1,4 @@
-"""Terminals of 80 columns and 24 lines on two hosts: shells in tmux, each host a network namespace of its own."""
+"""Terminals of 80 columns and 24 lines on two hosts: shells in tmux; each host is a network namespace."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 @pytest.mark.integration
 @pytest.mark.timeout(900)
 async def test_the_page_shows_the_present_output() -> None:
-    """Every command, typed into terminals of two hosts; `make first-hour` writes the page anew."""
+    """Every command is typed into terminals of two hosts; `make first-hour` rewrites the page."""
     if reason := why_not():
         pytest.skip(reason)
     found = list(differences(PAGE.read_text(encoding="utf-8"), await play()))
@@ -49,7 +49,7 @@ def test_the_readme_shows_output_of_the_page() -> None:
 
 
 def test_the_readme_shows_the_scripts_of_its_commands() -> None:
-    """Or they exist, or are the reader's own. Those shown are the page's, so that their output is tested."""
+    """Other scripts exist, or are the reader's own. Those shown are the page's, so that their output is tested."""
     shown = dict(re.findall(r"^`(\w+\.py)`[^`]*\n\n(```python\n.*?^```$)", README, re.M | re.S))
     page = PAGE.read_text(encoding="utf-8")
     assert [name for name, script in shown.items() if script not in page] == []

@@ -1,4 +1,4 @@
-"""Programs of the usual frameworks run unchanged, and what our callbacks for them do: with the real packages."""
+"""Programs of the usual frameworks run unchanged, and our callbacks for them work: with the real packages."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PACKAGES = {
 
 
 def test_all_programs_are_run() -> None:
-    """A new one without a line above would not be."""
+    """A new program without a line above would not be run."""
     assert {path.name for path in PROGRAMS.glob("*.py")} == set(PACKAGES)
 
 
@@ -54,8 +54,7 @@ def test_a_program_runs_as_under_torchrun(tmp_path: Path, program: str) -> None:
 async def test_a_callback_reports_steps_and_saves_before_a_host_leaves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, checkpoint: str
 ) -> None:
-    """All ranks save one step together, also those that were not warned; the host leaves at once, hours before its time
-    is over."""
+    """All ranks save one step together, also those without a notice; the host leaves hours before its deadline."""
     pytest.importorskip(PACKAGES[program])
 
     def checkpoints() -> list[Path]:

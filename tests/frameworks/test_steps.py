@@ -1,4 +1,4 @@
-"""What the callbacks do in a single process, without an agent: each step is guarded and reported once."""
+"""The callbacks in a single process, without an agent: each step has a timer and is reported once."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ for fails in (False, True):
 def test_steps_are_guarded_and_reported_once(
     tmp_path: Any, package: str, program: str, guarded: tuple[int, int]
 ) -> None:
-    """With accumulated gradients an optimizer step is several batches: Lightning's guard is around each of them. A
+    """With accumulated gradients an optimizer step is several batches: Lightning's timer is around each of them. A
     step that raises leaves no timer behind, which would kill the process later."""
     pytest.importorskip("torch")
     done = subprocess.run(
@@ -122,7 +122,7 @@ def test_steps_are_guarded_and_reported_once(
 
 
 def test_a_callback_refuses_arguments_that_make_no_sense() -> None:
-    """Before a program trains for hours."""
+    """The refusal comes before a program trains for hours."""
     pytest.importorskip("torch")
     from rallypoint.torch.steps import Steps
 

@@ -1,4 +1,4 @@
-"""`python -m hostile`: attack a server of its own, and say how it bore it. Exit code 1 if it did not bear it well."""
+"""`python -m hostile`: attack a server of its own, and report the result. Exit code 1 if the server misbehaved."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _MIB = 1024 * 1024
     help="Which service to attack.",
 )
 def main(count: int, seed: int, only: int | None, journal: str, of: str) -> None:
-    """Send hostile requests to a service, and report what it did wrong."""
+    """Send hostile requests to a service, and report its faults."""
     kind = KINDS[of]
     with tempfile.TemporaryDirectory() as folder, target(Path(folder), kind, journal) as server:
         if only is not None:

@@ -1,4 +1,4 @@
-"""Sends hostile requests, and says how each of them ended."""
+"""Sends hostile requests, and reports the end of each of them."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ from hostile.requests import Request
 from rallypoint.rpc.channel import CLIENT_ARGUMENTS
 from rallypoint.rpc.errors import decode
 
-# What the client's library says, with INTERNAL, when it writes to a stream that the server has just ended and it hasn't
-# read the status yet. The status itself is lost then.
+# Text of the client's library, with INTERNAL, if it writes to a stream that the server has just ended, before it
+# has read the status. The status itself is lost then.
 _OWN_WORDS = "Internal error from Core"
-# Past its deadline a call must end by itself; a client that hangs longer has found a bug, in whosever library.
+# A call must end by itself at its deadline; a client that hangs longer has found a bug, in one library or another.
 _OVERDUE = 30.0
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a request ended."""
+    """The end of a request."""
 
     code: grpc.StatusCode
     reason: str = ""
-    """Of the error's ErrorInfo; empty: it has none, as what gRPC itself says has not."""
+    """The reason in the error's ErrorInfo; empty: there is none, as in errors of gRPC itself."""
     message: str = ""
     gone: bool = False
-    """Whether the sender went away before it was over."""
+    """True if the sender left before the end."""
     answers: int = 0
-    """How many messages came."""
+    """Number of messages received."""
 
 
 class Attacker:
-    """Some connections to a server. Anything may be sent on them; nothing is checked before it is sent."""
+    """Some connections to a server. Any bytes may be sent on them; nothing is checked before."""
 
     def __init__(self, address: str, connections: int, insider: Insider) -> None:
-        # An honest client refuses by itself to send what the server wouldn't take.
+        # An honest client itself refuses to send messages that the server wouldn't accept.
         options = (*CLIENT_ARGUMENTS, ("grpc.max_send_message_length", -1))
         self._insider = insider
         self._channels = [grpc.aio.insecure_channel(address, options) for _ in range(connections)]
@@ -51,10 +51,10 @@ class Attacker:
             await channel.close()
 
     async def send(self, request: Request) -> Outcome:
-        """Send a request; return when it is over, one way or the other.
+        """Send a request; return its outcome.
 
         Raises:
-            TimeoutError: It is not, long after its deadline.
+            TimeoutError: It has no end, long after its deadline.
         """
         request = self._insider.armed(request)
         call = _start(self._channels[request.number % len(self._channels)], request)
@@ -96,7 +96,7 @@ class Attacker:
                 return Outcome(grpc.StatusCode.CANCELLED, gone=True, answers=answers)
             decoded = decode(error)
             known = decoded.reason != decoded.code.name
-            # Where a reason has the name of its code, INVALID_ARGUMENT, the details tell it from gRPC's own words.
+            # If a reason has the name of its code, INVALID_ARGUMENT, the details distinguish it from gRPC's own errors.
             ours = known or bool(decoded.field_violations)
             return Outcome(decoded.code, decoded.reason if ours else "", decoded.message, answers=answers)
 
@@ -106,14 +106,14 @@ def _start(channel: grpc.aio.Channel, request: Request) -> Any:
     kind = "unary_unary"
     if method is not None and method.server_streaming:
         kind = "stream_stream" if method.client_streaming else "unary_stream"
-    # Without serializers: bytes go out as they are.
+    # Without serializers, bytes are sent unchanged.
     begin = getattr(channel, kind)(request.path)
     messages = () if kind == "stream_stream" else request.messages[:1]
     return begin(*messages, timeout=request.timeout)
 
 
 async def _say(call: Any, request: Request) -> None:
-    # Whether the server listens to the end is its own affair: how the call ended is read afterwards.
+    # The server need not read to the end: the end of the call is read afterwards.
     with contextlib.suppress(asyncio.InvalidStateError, grpc.aio.AioRpcError, grpc.aio.BaseError):
         for data in request.messages:
             await call.write(data)

@@ -1,4 +1,4 @@
-"""A job that has nothing to do with the attack, on the same server: it must not notice."""
+"""A job on the same server that is not part of the attack: it must not notice the attack."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _NODES = ("left", "right")
 
 
 class Bystander:
-    """A job of two nodes that do as agents do, each on a connection of its own."""
+    """A job of two nodes that act as agents do, each on its own connection."""
 
     def __init__(self, address: str, run_id: str) -> None:
         self.run_id = run_id
         self.lost: list[str] = []
-        """What the nodes were told when they lost their leases."""
+        """The errors with which the nodes lost their leases."""
         self._address = address
         self._channels = [open_channel(address, Plaintext()) for _ in _NODES]
         self.stub = pb_grpc.RendezvousServiceStub(self._channels[0])
@@ -35,7 +35,7 @@ class Bystander:
     async def begin(self) -> int:
         """Join with both nodes; return the round that they form."""
         for node_id, channel in zip(_NODES, self._channels, strict=True):
-            # A machine on which much else goes on may need a while to connect again.
+            # A busy machine may need a while to reconnect.
             settings = pb.RunSettings(min_nodes=2, max_nodes=2, disconnect_grace=Duration(seconds=15))
             join = pb.JoinRun(
                 run_id=self.run_id, node_id=node_id, settings=settings, address=node_id, role="w"
@@ -58,7 +58,7 @@ class Bystander:
         return numbers.pop()
 
     def check(self) -> None:
-        """Raise what ended a node, if one ended; and say so if a round was formed that nobody asked for."""
+        """Raise the error that ended a node, if one ended; fail if a round was formed without a request."""
         for node in self._running:
             if node.done():
                 node.result()
@@ -67,7 +67,7 @@ class Bystander:
         assert self._rounds.empty(), f"{self.run_id} had to form round {self._rounds.get_nowait()}"
 
     async def close(self) -> None:
-        """Let the nodes go without a word."""
+        """Cancel the nodes without a message."""
         for node in self._running:
             node.cancel()
         await asyncio.gather(*self._running, return_exceptions=True)
@@ -75,7 +75,7 @@ class Bystander:
             await channel.close()
 
     async def hang_up(self) -> None:
-        """Close what `stub` needs, too."""
+        """Close the connection of `stub`, too."""
         await self._channels[0].close()
 
     def _obey(self, node_id: str, event: Event) -> None:

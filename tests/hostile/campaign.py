@@ -1,4 +1,4 @@
-"""A whole attack, and what must be true of the server while it lasts and when it is over."""
+"""A whole attack, and the conditions that the server must meet during it and after it."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from support.waiting import PATIENCE
 _CONNECTIONS = 8
 _SENDERS = 64
 _PARTS = 10
-# What a server may log of itself.
+# Levels of log records that a server may write about itself.
 _LEVELS = frozenset({"info", "warning"})
-# Errors for which an attack is broken off: the rest would be more of the same.
+# An attack stops after so many errors: the rest would be more of the same.
 _MOST_FAULTS = 10
 
 
 @dataclass(slots=True)
 class Report:
-    """What an attack found."""
+    """The results of an attack."""
 
     seed: int
     sent: int = 0
@@ -42,20 +42,20 @@ class Report:
     server_cpu: float = 0.0
     faults: list[str] = field(default_factory=list)
     answered: Counter[str] = field(default_factory=Counter)
-    """How often each method answered with a message."""
+    """Number of calls that each method answered with a message."""
     refused: Counter[tuple[str, str, str]] = field(default_factory=Counter)
-    """How often each service refused with each code and reason."""
+    """Number of refusals of each service by code and reason."""
     memory: list[int] = field(default_factory=list)
     """Bytes that the server had in RAM after each tenth."""
     beside: str = ""
-    """How the clients fared that the attack did not concern."""
+    """Results of the clients that are not part of the attack."""
 
 
 async def attack(server: Target, kind: Kind, seed: int, count: int) -> Report:
-    """Send that many hostile requests, beside clients that must not notice, and look at the server afterwards.
+    """Send that many hostile requests, beside clients that must not notice, and check the server afterwards.
 
     Raises:
-        AssertionError: The server is not as it must be. What is wrong with single answers is in the report.
+        AssertionError: The server is not as it must be. Wrong single answers are in the report.
     """
     report, insider = Report(seed), Insider()
     others = others_of(kind, server.address)
@@ -83,23 +83,23 @@ async def attack(server: Target, kind: Kind, seed: int, count: int) -> Report:
 
 
 def memory_growth(report: Report) -> int:
-    """By how much the least in the second half of an attack exceeds the least in its first half, bytes.
+    """Return by how much the least in the second half of an attack exceeds the least in its first half, bytes.
 
-    The least, because it goes up and down by some 15 MiB: gRPC leaves cycles of objects behind with every call, which
-    are freed when the garbage collector comes by.
+    The least, because it goes up and down by about 15 MiB: gRPC leaves cycles of objects behind with every call,
+    which are freed by the next garbage collection.
     """
     half = len(report.memory) // 2
     return min(report.memory[half:]) - min(report.memory[:half])
 
 
 def log_faults(server: Target, kind: Kind) -> list[str]:
-    """What a server that has ended says about itself that it must not: bugs, and calls that nobody made any more."""
+    """Return faults in the log of a server that has ended: bugs, and calls that stayed open without a client."""
     faults = [
         f"in the server's log: {record}"
         for record in server.records()
         if record["level"] not in _levels(kind, record) or "Traceback" in str(record)
     ]
-    # An agent has servers inside; each says that it drains.
+    # An agent contains servers; each logs that it drains.
     draining = [record["open_calls"] for record in server.records() if "open_calls" in record]
     if not draining or any(draining):
         faults.append(f"{draining} calls were still open when everybody had gone")
@@ -120,7 +120,7 @@ async def barrage(
     *,
     has_ended: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Send the requests of those numbers, many at a time, and judge the answers; returns early once `has_ended`."""
+    """Send the requests of those numbers, many at a time, and check the answers; return early once `has_ended`."""
     attacker = Attacker(address, _CONNECTIONS, insider)
     waiting = iter(numbers)
     documented = documented_reasons()

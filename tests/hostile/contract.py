@@ -1,4 +1,4 @@
-"""What the .proto files promise: which reasons each service may answer with, read from their enums of reasons."""
+"""The promises of the .proto files: the reasons that each service may answer with, from their enums of reasons."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Reasons = frozenset[tuple[str, str]]
 
 
 def documented_reasons() -> Mapping[str, Reasons]:
-    """By the full name of each service, the errors in its enum of reasons."""
+    """Return the errors in the enum of reasons of each service, by its full name."""
     found: dict[str, Reasons] = {}
     for file in sorted(PROTOS.rglob("*_service.proto")):
         text = file.read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Requests to an agent that could do harm, made harmless: whatever the attack sends, the host must survive it."""
+"""Makes harmful requests to an agent harmless: the host must survive every attack."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from google.protobuf.message_factory import GetMessageClass
 from rallypoint.agent.job.options import OPTIONS
 from rallypoint.agent.supervisor.spec import FIELDS
 
-# Methods that end jobs. Without a name they would mean the bystander, which nothing in the attack may name.
+# Methods that end jobs. Without a name they would end the bystander, which nothing in the attack may name.
 _ENDING = ("StopJob", "Drain", "ReapWorker", "RestartWorkers")
 HARMLESS_COMMANDS = (["/bin/true"], ["/bin/sleep", "5"], ["/nonexistent"])
-"""The only ones that the attack has an agent run."""
+"""The only commands that the attack makes an agent run."""
 
-# Numbers above these cost the host more than a test should; above those of the second column, agents refuse them.
+# Numbers above the first column cost the host more than a test should; agents refuse those above the second.
 _MOST = {"local_world_size": (2, 16_384), "max_restarts": (1, 1_000_000)}
-# Options with which a job runs programs, and writes files, of its own.
+# Options with which a job itself runs programs, and writes files.
 _HARMLESS_FIELDS = {"role", "topology", "log-dir", "shutdown-timeout"}
 _HARMFUL = OPTIONS.keys() - {"tee", "log-max-size", "keep-attempts", "drain-timeout"}
 
 
 def harmless_job(method: MethodDescriptor, data: bytes) -> bytes:
-    """Return the bytes of a request, or those of one that ends no unnamed job, and runs no program but a harmless one.
+    """Return the bytes of a request, or of one that ends no unnamed job, and runs none but harmless programs.
 
     Bytes that are no request stay: the agent refuses them.
     """
@@ -45,7 +45,7 @@ def harmless_job(method: MethodDescriptor, data: bytes) -> bytes:
 
 
 def _tame(spec: Any) -> bool:
-    """Take out of a job what would do harm; return True if there was any."""
+    """Remove harmful values from a job; return True if there was any."""
     before = spec.SerializeToString(deterministic=True)
     command = list(spec.command)
     if (

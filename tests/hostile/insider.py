@@ -1,4 +1,4 @@
-"""The leases of the nodes that were let in: a write to a store needs one, and no seed can know its token."""
+"""The leases of the accepted nodes: a write to a store needs one, and no seed can know its token."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _JOIN = "/rallypoint.rendezvous.v1.RendezvousService/Join"
 
 
 class Insider:
-    """Knows the last lease that was read of each run, which may be over."""
+    """Keeps the last lease that was read of each run; it may be over."""
 
     def __init__(self) -> None:
         self._writers: dict[str, store_pb.StoreWriter] = {}
 
     def learn(self, request: Request, answer: bytes) -> None:
-        """Remember the lease in an answer, if there is one."""
+        """Keep the lease in an answer, if there is one."""
         if request.path != _JOIN or not (lease := pb.JoinResponse.FromString(answer).lease).token:
             return
         with suppress(DecodeError):
@@ -32,7 +32,7 @@ class Insider:
             self._writers[join.run_id] = writer
 
     def armed(self, request: Request) -> Request:
-        """The request with the lease of a node of its run, if it can have one; one in four stays as it is."""
+        """Return the request with the lease of a node of its run, if it can have one; one in four stays unchanged."""
         method = request.method
         if method is None or "writer" not in method.input_type.fields_by_name or request.number % 4 == 0:
             return request

@@ -1,4 +1,4 @@
-"""The three services under attack: their methods, the life of their streams, their flags, and what must not happen."""
+"""The three services under attack: their methods, the life of their streams, their flags, and their limits."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ MOST_JOBS = 8
 
 @dataclass(frozen=True, slots=True)
 class Life:
-    """What a client sends on a stream that has an order."""
+    """The messages of a client on a stream that has an order."""
 
     path: str
     words: tuple[str, ...]
     """Fields of the stream's messages, or of their actions, in the order of an honest client."""
     resume: str
-    """The first word of a client that connects again."""
+    """The first word of a client that reconnects."""
     repeated: tuple[str, ...]
-    """Words of which a client sends far too many."""
+    """Words that a client sends far too often."""
     admit: Callable[[Any, Random], None]
-    """Gives the message of the first word the values with which the service accepts it."""
+    """Set values in the message of the first word with which the service accepts it."""
     actions: str = ""
     """The repeated field that holds the actions; empty: each message is one action."""
 
@@ -47,37 +47,37 @@ class Kind:
     """A service under attack."""
 
     name: str
-    """As in `rallypoint serve`."""
+    """The role in `rallypoint serve`."""
     files: tuple[FileDescriptor, ...]
     flags: Mapping[str, object]
     """Flags of the server: limits so small that they are reached long before an attack is half over."""
     seldom: tuple[str, ...]
-    """Ends of the paths of which fewer requests are sent."""
+    """Suffixes of the paths to which fewer requests are sent."""
     waiting: tuple[str, ...] = ()
-    """Ends of the paths of unary methods that may wait longer than their callers."""
+    """Suffixes of the paths of unary methods that may wait longer than their callers."""
     life: Life | None = None
     admit: Callable[[Any, Random], None] = lambda _request, _draw: None
-    """Gives some unary requests values with which the service accepts them."""
+    """Set values in some unary requests with which the service accepts them."""
     harmless: Callable[[MethodDescriptor, bytes], bytes] = lambda _method, data: data
-    """Returns a request in the place of one that would do harm."""
+    """Return a harmless request in the place of a harmful one."""
     runs_jobs: bool = False
-    """Whether it runs jobs, which have errors of their own; it logs them with a `run_id` or `rank`."""
+    """True if it runs jobs, which have their own errors; it logs them with a `run_id` or `rank`."""
     most_growth: int = 16
-    """MiB that the second half of an attack may add to the server's memory: what a request leaves behind for good is
-    less than 330 bytes then. Where the allocator puts things makes a difference of some MiB either way."""
+    """MiB that the second half of an attack may add to the server's memory: a request then leaks less than 330 bytes.
+    The placement by the allocator makes a difference of some MiB either way."""
     by_luck: tuple[str, ...] = ()
-    """Ends of the paths that 10,000 requests need not reach: few name a worker that runs just then."""
+    """Suffixes of the paths that 10,000 requests need not reach: few name a worker that runs just then."""
     worth: int = 25
-    """Pairs of code and reason that 10,000 requests get at least."""
+    """Number of pairs of code and reason that 10,000 requests get at least."""
 
     @property
     def methods(self) -> Mapping[str, MethodDescriptor]:
-        """Every method of the server, by its path."""
+        """Return every method of the server, by its path."""
         return _METHODS[self.name]
 
     @property
     def services(self) -> list[str]:
-        """The full names of its own services."""
+        """Return the full names of its own services."""
         return [service.full_name for file in self.files for service in file.services_by_name.values()]
 
     def __str__(self) -> str:
@@ -85,7 +85,7 @@ class Kind:
 
 
 def _join(join: Any, draw: Random) -> None:
-    """Names and settings with which a node gets in, into one of few runs."""
+    """Set names and settings with which a node is accepted, into one of few runs."""
     junk = draw.random() < 0.3
     join.run_id = f"junk-{draw.randrange(10**9)}" if junk else f"run-{draw.randrange(12)}"
     join.node_id = draw.choice("abcd")
@@ -95,7 +95,7 @@ def _join(join: Any, draw: Random) -> None:
 
 
 def _subscribe(subscribe: Any, draw: Random) -> None:
-    """The names of a node, and a lease that is now and then the latest."""
+    """Set the names of a node, and a lease that is sometimes the latest."""
     junk = draw.random() < 0.1
     subscribe.Clear()
     subscribe.run_id = f"junk-{draw.randrange(10**9)}" if junk else f"run-{draw.randrange(4)}"
@@ -106,7 +106,7 @@ def _subscribe(subscribe: Any, draw: Random) -> None:
 
 
 def _admit_timer(request: Any, draw: Random) -> None:
-    """A request of a caller that is no agent; or the next page of a list."""
+    """Set the fields of a caller that is no agent; or of the next page of a list."""
     known = request.DESCRIPTOR.fields_by_name
     if draw.random() < 0.3:
         return
@@ -120,9 +120,9 @@ def _admit_timer(request: Any, draw: Random) -> None:
 
 
 def _admit_job(request: Any, draw: Random) -> None:
-    """A small job that ends soon, now and then; or a request about such a job."""
+    """Sometimes set a small job that ends soon; or make a request about such a job."""
     known = request.DESCRIPTOR.fields_by_name
-    # More runs than for the other services: a run that is closed takes no job any more.
+    # More runs than for the other services: a closed run accepts no more jobs.
     run_id = f"run-{draw.randrange(40)}"
     if "run_id" in known and draw.random() < 0.5:
         request.run_id = run_id
@@ -164,10 +164,10 @@ RENDEZVOUS = Kind(
         "--max-state-bytes": 1024 * 1024,
         "--max-state-watchers": 5,
     },
-    # Runs that are closed can't be joined any more: with as many closed as anything else, little else would come about.
+    # Closed runs can't be joined any more: with as many of these requests as of others, few others would have effect.
     seldom=("/CloseRun", "/EvictNode", "/List", "/Check"),
     waiting=("/Get", "/MultiGet", "/Wait"),
-    # What a node's stream is for, and what needs a few messages in their order to get anywhere.
+    # Methods on a node's stream, and those that need a few messages in their order to have an effect.
     life=Life(
         "/rallypoint.rendezvous.v1.RendezvousService/Join",
         (
@@ -239,7 +239,7 @@ AGENT = Kind(
     admit=_admit_job,
     harmless=harmless_job,
     runs_jobs=True,
-    # It keeps a hundred ended jobs, which it has only after 12,000 requests, with environments of up to some MiB.
+    # It keeps a hundred ended jobs, a number reached only after 12,000 requests, with environments of up to some MiB.
     most_growth=48,
     by_luck=("/ReapWorker", "/StreamLogs"),
     worth=7,

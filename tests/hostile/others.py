@@ -1,4 +1,4 @@
-"""The clients that an attack does not concern: for each service, those that must not notice it."""
+"""The clients that are not part of an attack: for each service, those that must not notice it."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from rallypoint.timer.v1 import timer_service_pb2 as timer_pb
 from rallypoint.timer.v1 import timer_service_pb2_grpc as timer_grpc
 from support.waiting import PATIENCE, until
 
-# No hostile request names this run.
+# No hostile request has the name of this run.
 _RUN = "bystander"
-# The tokens that the attack gives to nodes it makes up, and can be ended with.
+# The tokens that the attack gives to nodes it invents, and that end their timers.
 _TOKENS = (b"", b"1", b"value")
 
 
@@ -37,10 +37,10 @@ class Others(Protocol):
         """Begin, before the attack."""
 
     async def check(self) -> None:
-        """Check, while the attack pauses, that they have noticed nothing."""
+        """Check, while the attack pauses, that they are not affected."""
 
     async def finish(self) -> str:
-        """Check the server after the attack, clear up after it, and end; return for people how they fared."""
+        """Check the server after the attack, clean up after it, and end; return a summary for people."""
 
 
 def others_of(kind: Kind, address: str) -> Others:
@@ -85,7 +85,7 @@ class Jobs:
 
 
 async def _check_limits(bystander: Bystander) -> int:
-    """Whatever names were made up: no more runs and nodes than there may be, and nobody left who watches."""
+    """Check that no names made more runs and nodes than allowed, and that no watch is left; return the runs."""
     runs = await _all_runs(bystander)
     assert len(runs) <= MOST_RUNS
     assert max(run.node_count for run in runs) <= MOST_NODES
@@ -102,7 +102,7 @@ async def _check_limits(bystander: Bystander) -> int:
 
 
 async def _clear_up(bystander: Bystander) -> None:
-    """An operator ends what the attack began; then it expires."""
+    """End the runs of the attack as an operator; wait until they expire."""
     for run in await _all_runs(bystander):
         if run.run_id != bystander.run_id:
             with suppress(grpc.aio.AioRpcError):  # it expired meanwhile
@@ -131,7 +131,7 @@ async def _all_runs(bystander: Bystander) -> list[pb.Run]:
 
 
 class Timers:
-    """An agent with a timer that outlives the attack, and is to find none of its workers hung."""
+    """An agent with a timer that outlives the attack, and must not get a report of a hung worker."""
 
     def __init__(self, address: str) -> None:
         self._channel = open_channel(address, Plaintext())
@@ -154,15 +154,15 @@ class Timers:
             await asyncio.sleep(0.05)
 
     async def check(self) -> None:
-        """Check that the timer counts down, on the one stream that there ever was."""
+        """Check that the timer counts down, on the same stream from the start."""
         assert await self._held() == ["step"]
         assert self._expired == []
-        # Reported once, when the service was found.
+        # It was reported once, when the service was found.
         assert self._troubles == [""]
         assert self._client.trouble == ""
 
     async def finish(self) -> str:
-        """Check the limits, end the timers of the attack, and see that a worker that hangs now is found."""
+        """Check the limits, end the timers of the attack, and check that a worker that hangs now is reported."""
         timers = await self._timers()
         assert len(timers) <= MOST_TIMERS
         for each in timers:
@@ -213,7 +213,7 @@ class Workers:
         self._pid = 0
 
     async def begin(self) -> None:
-        """Launch it, and wait until its worker runs."""
+        """Launch the job, and wait until its worker runs."""
         await self._launch(_RUN, "/bin/sleep", "3600")
         # The job runs a moment before its worker does.
         job = await self._once(_RUN, lambda job: any(worker.pid for worker in job.workers))
@@ -228,7 +228,7 @@ class Workers:
         ]
 
     async def finish(self) -> str:
-        """Check the limit of kept jobs, end those of the attack, and see that one of another client runs well."""
+        """Check the limit of kept jobs, end those of the attack, and check that one of another client runs well."""
         jobs = (await self._stub.ListJobs(agent_pb.ListJobsRequest(), timeout=PATIENCE)).jobs
         running = [each.run_id for each in jobs if each.state != agent_pb.JOB_STATE_ENDED]
         assert len(jobs) <= MOST_ENDED

@@ -1,4 +1,4 @@
-"""One hostile request: made from a seed and a number alone, so that it can be made again."""
+"""One hostile request: made from a seed and a number alone, so that it can be repeated."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from hostile.kinds import RENDEZVOUS, Kind, Life
 from hostile.values import message
 from hostile.wire import damaged, without_utf8
 
-# How long an honest answer may take on a machine that does other things too, seconds.
+# Time limit of an honest answer on a busy machine, seconds.
 PATIENCE = 30.0
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What is sent, and how its sender behaves."""
+    """The content of a request, and the behaviour of its sender."""
 
     seed: int
     number: int
@@ -31,21 +31,21 @@ class Request:
     timeout: float
     """The call's deadline, seconds."""
     cancel_after: float | None
-    """Seconds after which the sender goes away; None: it stays to the end."""
+    """Seconds after which the sender leaves; None: it stays to the end."""
     half_close: bool
-    """Whether the sender of a stream says that it has said everything."""
+    """True if the sender of a stream half-closes it after its last message."""
     most_answers: int
-    """How many answers the sender of a call with many reads before it goes."""
+    """Number of answers that the sender of a streaming call reads before it leaves."""
     kind: Kind = RENDEZVOUS
 
     @property
     def method(self) -> MethodDescriptor | None:
-        """None: there is no such method."""
+        """The method; None: there is no such method."""
         return self.kind.methods.get(self.path)
 
     @property
     def may_time_out(self) -> bool:
-        """Whether its sender gives up before anybody must have answered."""
+        """True if its sender gives up before the server must have answered."""
         method = self.method
         streaming = method is not None and (method.client_streaming or method.server_streaming)
         return self.timeout < PATIENCE or streaming
@@ -61,7 +61,7 @@ class Request:
 
 
 def hostile_request(seed: int, number: int, kind: Kind = RENDEZVOUS) -> Request:
-    """The request of that number. Equal arguments, equal requests, in whatever order they are made."""
+    """Return the request of that number. Equal arguments give equal requests, in any order of the calls."""
     draw = Random(f"{seed}-{number}")
     if draw.random() < 0.005:
         path = draw.choice((f"/{kind.services[-1]}/Drop", "/nobody.v1.NobodyService/Ask"))
@@ -112,7 +112,7 @@ def _timeout(kind: Kind, method: MethodDescriptor, draw: Random) -> float:
 
 
 def _life(life: Life, method: MethodDescriptor, draw: Random, wild: float) -> list[bytes]:
-    """What a client says on its stream: a part of its life, out of order now and then, or far too much of one thing."""
+    """Return a client's messages on its stream: a part of its life, sometimes out of order, or one far too often."""
     make: Any = GetMessageClass(method.input_type)
 
     def say(word: str) -> bytes:

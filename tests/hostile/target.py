@@ -1,4 +1,4 @@
-"""The server under attack: a process of its own, with limits that an attack reaches."""
+"""The server under attack: a separate process, with limits that an attack reaches."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _STOP_TIMEOUT = 30.0
 
 @dataclass(slots=True)
 class Target:
-    """A server that runs, and what it says about itself once it has ended."""
+    """A running server, and its log records after its end."""
 
     address: str
     process: subprocess.Popen[bytes]
@@ -30,19 +30,19 @@ class Target:
     ended: list[dict[str, Any]] = field(default_factory=list)
 
     def resident_bytes(self) -> int:
-        """Memory that it has in RAM now."""
+        """Return its memory in RAM, bytes."""
         status = Path(f"/proc/{self.process.pid}/status").read_text(encoding="ascii")
         found = re.search(r"^VmRSS:\s+(\d+) kB$", status, re.MULTILINE)
         assert found is not None, status
         return int(found[1]) * 1024
 
     def cpu_seconds(self) -> float:
-        """Processor time that it has used."""
+        """Return the processor time that it has used, seconds."""
         fields = Path(f"/proc/{self.process.pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / 100
 
     def records(self) -> list[dict[str, Any]]:
-        """Its log so far; a line that is none of its records is one with an event of that text."""
+        """Return its log records so far; a line that is no record becomes one with an event of that text."""
         found = []
         for line in self.log.read_text(encoding="utf-8").splitlines():
             try:
@@ -52,16 +52,16 @@ class Target:
         return found
 
     def stop(self) -> None:
-        """End it in good order."""
+        """Stop it by SIGTERM, and wait."""
         self.process.terminate()
         self.process.wait(_STOP_TIMEOUT)
 
 
 @contextmanager
 def target(folder: Path, kind: Kind, journal: str = "") -> Iterator[Target]:
-    """A server for as long as the context lasts; its log stays in `folder`, and so does all that its jobs write.
+    """A server for as long as the context lasts; its log stays in `folder`, and so do all files of its jobs.
 
-    `journal`: in the place of that of the kind's flags, of a rendezvous service.
+    `journal`: replaces the journal in the kind's flags, for a rendezvous service.
     """
     log = folder / "server.log"
     flags = {"--port": 0, "--log-format": "json", **kind.flags}
@@ -70,7 +70,7 @@ def target(folder: Path, kind: Kind, journal: str = "") -> Iterator[Target]:
     command = [str(RALLYPOINT), "serve", kind.name, "--insecure"]
     command += [str(part) for flag in flags.items() for part in flag]
     with TemporaryDirectory(prefix="hostile-") as temporary, log.open("wb") as stderr:
-        # A short path: agents make sockets in it.
+        # It needs a short path: agents create sockets in it.
         environment = clean_environment(TMPDIR=temporary)
         process = subprocess.Popen(command, stderr=stderr, env=environment, cwd=folder)
         server = Target("", process, log)
@@ -88,7 +88,7 @@ def target(folder: Path, kind: Kind, journal: str = "") -> Iterator[Target]:
 
 
 def _address(server: Target, kind: Kind) -> str:
-    """Where it serves; empty: not yet. An agent has servers of its own inside."""
+    """Return its address; empty: not serving yet. An agent contains its own servers."""
     for record in server.records():
         if record["event"] == "ready" and record["services"][0] in kind.services:
             return str(record["address"])

@@ -1,4 +1,4 @@
-"""Whatever is sent to a service, it answers by its contract, keeps within its limits, and serves others."""
+"""A service answers any request by its contract, keeps within its limits, and serves others."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WORTH = 10_000
 @pytest.mark.parametrize("kind", KINDS.values(), ids=str)
 @pytest.mark.parametrize("count", [300, slow(WORTH)])
 async def test_a_server_bears_hostile_requests(tmp_path: Path, kind: Kind, count: int) -> None:
-    """No UNKNOWN, no INTERNAL, no bug, no error that the contract doesn't know; nothing left open; nobody starved.
+    """No UNKNOWN, no INTERNAL, no bug, no undocumented error; nothing is left open; no other client starves.
 
     And 10,000 requests are worth sending: every method was reached, and most reasons to refuse were given.
     """
@@ -39,8 +39,8 @@ async def test_a_server_bears_hostile_requests(tmp_path: Path, kind: Kind, count
         return ours <= answered and len(refusals) >= kind.worth
 
     with target(tmp_path, kind) as server:
-        # Many senders give up early. On a busy machine, these may be all that would show one method or reason: then
-        # another seed gets a turn.
+        # Many senders give up early. On a busy machine, these may be the only ones for a method or reason: then
+        # another seed is tried.
         for seed in range(SEED, SEED + 4):
             report = await attack(server, kind, seed, count)
             answered |= set(report.answered)

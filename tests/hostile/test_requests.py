@@ -1,4 +1,4 @@
-"""Hostile requests can be made again from their seed and number, and are as different as they are meant to be."""
+"""Hostile requests can be repeated from their seed and number, and are as different as intended."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MANY = range(3_000)
 
 
 def test_a_request_can_be_made_again() -> None:
-    """In whatever order, alone or after others."""
+    """In any order, alone or after others."""
     there = [hostile_request(7, number) for number in MANY[:200]]
     back = [hostile_request(7, number) for number in reversed(MANY[:200])]
     assert there == back[::-1]
@@ -24,13 +24,13 @@ def test_a_request_can_be_made_again() -> None:
 
 
 def test_a_request_says_how_to_send_it_again() -> None:
-    """Whoever finds a bug with it can copy the command."""
+    """An engineer who finds a bug with it can copy the command."""
     assert str(hostile_request(7, 42)).endswith("again: make hostile SEED=7 ONLY=42")
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=str)
 def test_all_methods_are_called_in_all_ways(kind: Kind) -> None:
-    """Well-formed and malformed, patient and not; too large for a field, and with too many messages for a stream."""
+    """Well-formed and malformed, with long and short deadlines; too large for a field, with too many for a stream."""
     requests = [hostile_request(7, number, kind) for number in MANY]
     assert {request.path for request in requests} > set(kind.methods)
     seen: Counter[str] = Counter()
@@ -71,7 +71,7 @@ def test_no_request_does_harm_to_the_host_of_an_agent() -> None:
 
 
 def _decoded(request: Request, data: bytes) -> Any:
-    """The message that the bytes are; None: they are none."""
+    """Return the message in the bytes; None: they are no message."""
     if request.method is None:
         return None
     message = GetMessageClass(request.method.input_type)()

@@ -1,4 +1,4 @@
-"""An answer is judged by the contract that the .proto files write down."""
+"""An answer is checked against the contract in the .proto files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ HEALTH = replace(SET, path="/grpc.health.v1.Health/Check")
 
 
 def test_the_tables_of_all_services_are_found() -> None:
-    """With the row that every one of them has, and rows of their own."""
+    """Each has the row that every one of them has, and its own rows."""
     tables = documented_reasons()
     assert [name.rpartition(".")[2] for name in tables] == [
         "SupervisorService",
@@ -56,7 +56,7 @@ def test_the_tables_of_all_services_are_found() -> None:
     ],
 )
 def test_what_the_contract_says_is_right(request_: Request, outcome: Outcome) -> None:
-    """And what gRPC says by itself where it may."""
+    """gRPC's own errors are right where they are allowed."""
     assert fault(request_, outcome, documented_reasons()) is None
 
 
@@ -79,5 +79,5 @@ def test_what_the_contract_says_is_right(request_: Request, outcome: Outcome) ->
     ],
 )
 def test_what_it_does_not_say_is_wrong(request_: Request, outcome: Outcome) -> None:
-    """Above all, the two codes that tell a caller nothing; a bug; and silence."""
+    """Above all, the two codes without information for a caller; a bug; and silence."""
     assert fault(request_, outcome, documented_reasons()) is not None

@@ -1,4 +1,4 @@
-"""Values of fields, from plausible to absurd, and messages made of them: whatever their descriptors allow."""
+"""Values of fields, from plausible to absurd, and messages made of them: all that their descriptors allow."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from google.protobuf.message_factory import GetMessageClass
 
 from rallypoint.rpc.durations import is_repeated
 
-# In the place of this, a message on the wire gets bytes that are no UTF-8.
+# In a message on the wire, this is replaced by bytes that are not UTF-8.
 NOT_UTF8 = "not-utf8-not-utf8"
 
 _MIB = 1024 * 1024
@@ -41,7 +41,7 @@ _TEXTS = (
     "\U0001f9ea" * 64,
     NOT_UTF8,
 )
-# What a caller would really send, by the name of the field.
+# Values that a real caller would send, by the name of the field.
 _PLAUSIBLE_TEXTS = {
     "run_id": tuple(f"run-{number}" for number in range(12)),
     "node_id": ("a", "b", "c", "d"),
@@ -66,7 +66,7 @@ _PLAUSIBLE_TEXTS = {
     "environment": ("A", "B"),
     "service": ("", "rallypoint.rendezvous.v1.StoreService", "nobody.v1.NobodyService"),
 }
-# Numbers that mean something in a run of a few nodes and rounds.
+# Numbers with a meaning in a run of a few nodes and rounds.
 _SMALL = {
     "local_world_size": (1, 2),
     "min_nodes": (1, 2),
@@ -75,17 +75,17 @@ _SMALL = {
     "round": (0, 0, 0, 1, 2),
     "writer_round": (0, 0, 0, 1, 2),
 }
-# What most callers leave out, and what makes a request fail for its own reasons before it gets anywhere else.
+# Fields that most callers leave out, and that make a request fail for their own reasons before any others.
 _RARE = {"writer": 0.7, "operation": 0.5, "page_token": 0.7, "filter": 0.5}
 
 
 def message(descriptor: Descriptor, draw: Random, wild: float) -> Message:
-    """A message of that type.
+    """Return a message of that type.
 
     Args:
-        descriptor: its type.
-        draw: where chance comes from.
-        wild: how likely a value is absurd, 0 to 1.
+        descriptor: The type.
+        draw: The source of randomness.
+        wild: The probability that a value is absurd, 0 to 1.
     """
     made = GetMessageClass(descriptor)()
     alternatives = {oneof: draw.choice(oneof.fields) for oneof in descriptor.oneofs}
@@ -119,7 +119,7 @@ def _fill_repeated(made: Message, field: FieldDescriptor, draw: Random, wild: fl
         entries.extend(_scalar(field, draw, wild) for _ in range(count))
         return
     value = _scalar(field, draw, wild)
-    # Many or long, not both: that would be gigabytes. Ten thousand of these pass the largest message that there may be.
+    # Many or long, not both: that would be gigabytes. Ten thousand of these exceed the largest allowed message.
     entries.extend([value[:500] if isinstance(value, str) else value] * count)
 
 

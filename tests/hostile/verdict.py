@@ -1,4 +1,4 @@
-"""What is wrong with the way a request ended, if anything."""
+"""The fault in the end of a request, if there is one."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ Code = grpc.StatusCode
 
 
 def fault(request: Request, outcome: Outcome, documented: Mapping[str, Reasons]) -> str | None:
-    """Say what the server did wrong; None: nothing.
+    """Return the fault of the server; None: there is none.
 
     Args:
-        request: What was sent.
-        outcome: What came back.
+        request: The request.
+        outcome: Its end.
         documented: The errors of each service, by its full name.
     """
     if outcome.code in (Code.UNKNOWN, Code.INTERNAL):
@@ -39,7 +39,7 @@ def fault(request: Request, outcome: Outcome, documented: Mapping[str, Reasons])
 
 
 def _without_details(request: Request, outcome: Outcome) -> str | None:
-    """What gRPC says by itself, and when it may."""
+    """Return the fault in an error of gRPC itself; None: it is allowed here."""
     told = f"{outcome.code.name} without ErrorInfo: {outcome.message}"
     if outcome.code is Code.DEADLINE_EXCEEDED:
         return None if request.may_time_out else f"{told}: nobody answered"
@@ -48,7 +48,7 @@ def _without_details(request: Request, outcome: Outcome) -> str | None:
         return None if large else told
     if outcome.code is Code.CANCELLED:
         return None if request.cancel_after is not None else told
-    if request.path.startswith("/grpc."):  # health and reflection have errors of their own
+    if request.path.startswith("/grpc."):  # health and reflection have their own errors
         allowed = (Code.NOT_FOUND, Code.UNIMPLEMENTED, Code.INVALID_ARGUMENT)
         return None if outcome.code in allowed else told
     return told

@@ -11,7 +11,7 @@ _NO_TEXT = b"\xff\xfe\xc3\x28\xed\xa0\x80".ljust(len(NOT_UTF8), b"\x80")
 
 
 def damaged(data: bytes, draw: Random) -> bytes:
-    """The bytes with one kind of damage done to them."""
+    """Return the bytes with one kind of damage."""
     return draw.choice(_DAMAGES)(data, draw)
 
 
@@ -40,7 +40,7 @@ def _twice(data: bytes, _draw: Random) -> bytes:
 
 
 def _with_unknown_fields(data: bytes, draw: Random) -> bytes:
-    # Number 2,000 as a varint, as bytes, and as eight bytes. Legal: whoever doesn't know them leaves them alone.
+    # Number 2,000 as a varint, as bytes, and as eight bytes. Legal: a receiver skips fields that it doesn't know.
     return data + draw.choice((b"\x80\x7d\x01", b"\x82\x7d\x03abc", b"\x81\x7d" + bytes(8)))
 
 
@@ -51,7 +51,7 @@ def _with_group(data: bytes, draw: Random) -> bytes:
 
 
 def _with_long_length(data: bytes, _draw: Random) -> bytes:
-    # A field that claims to have 2 GiB less one byte.
+    # A field whose length claims 2 GiB less one byte.
     return data + b"\x0a\xff\xff\xff\xff\x07"
 
 
@@ -73,5 +73,5 @@ _DAMAGES: tuple[Callable[[bytes, Random], bytes], ...] = (
 
 
 def without_utf8(data: bytes) -> bytes:
-    """The bytes, with text that is none where a message says so."""
+    """Return the bytes, with invalid text at the marks in a message."""
     return data.replace(NOT_UTF8.encode(), _NO_TEXT)

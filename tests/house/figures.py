@@ -48,7 +48,7 @@ class Rule:
         before: The figure of commit 90f09aa7, the last one before the files were moved into folders of one idea each.
         limit: The test fails above it; below it if `at_least`.
         target: The figure to reach.
-        at_least: Whether higher is better.
+        at_least: True if higher is better.
     """
 
     name: str
@@ -59,11 +59,11 @@ class Rule:
     at_least: bool = False
 
     def holds(self, value: float) -> bool:
-        """Whether a value is within the limit."""
+        """Return True if a value is within the limit."""
         return value >= self.limit if self.at_least else value <= self.limit
 
     def is_loose(self, value: float) -> bool:
-        """Whether the limit is more than a tenth away from a value that is within it."""
+        """Return True if a value within the limit is more than a tenth away from it."""
         return self.limit < 0.9 * value if self.at_least else value < 0.9 * self.limit
 
 
@@ -301,12 +301,12 @@ def _growing(tree: ast.Module) -> Iterator[ast.stmt]:
 
 
 def _is_product_of(value: ast.expr, name: str) -> bool:
-    """Whether a `min(...)` has an argument that multiplies this name."""
+    """Return True if a `min(...)` has an argument that multiplies this name."""
     return any(name in map(ast.unparse, factors) for factors in _factors_in_min(value))
 
 
 def _is_doubling(value: ast.expr) -> bool:
-    """Whether a `min(...)` has an argument that multiplies a variable by 2."""
+    """Return True if a `min(...)` has an argument that multiplies a variable by 2."""
     return any(
         any(ast.unparse(factor) in {"2", "2.0"} for factor in factors)
         and any(isinstance(factor, ast.Name | ast.Attribute) for factor in factors)

@@ -26,7 +26,7 @@ _NO_CODE = {
 
 
 class When(Enum):
-    """When an import is executed."""
+    """The time at which an import is executed."""
 
     LOADING = "while the module is loaded"
     LATER = "inside a function"
@@ -39,7 +39,7 @@ class Module:
 
     Attributes:
         name: Dotted name; that of the package for an `__init__.py`.
-        path: Where the file is.
+        path: Path of the file.
     """
 
     name: str
@@ -62,7 +62,7 @@ class Module:
 
     @property
     def is_package(self) -> bool:
-        """Whether the file is an `__init__.py`."""
+        """True if the file is an `__init__.py`."""
         return self.path.name == "__init__.py"
 
     @property
@@ -96,7 +96,7 @@ class Module:
 
 @cache
 def product() -> tuple[Module, ...]:
-    """The hand-written modules of services and agent, by path."""
+    """Return the hand-written modules of services and agent, by path."""
     return tuple(
         Module(".".join(part for part in parts if part != "__init__"), path)
         for tree in TREES
@@ -108,7 +108,7 @@ def product() -> tuple[Module, ...]:
 
 @cache
 def imports() -> dict[tuple[str, str], When]:
-    """When each module of the product first imports each other one, by (importer, imported)."""
+    """Return when each module of the product first imports each other one, by (importer, imported)."""
     known = {module.name for module in product()}
     found: dict[tuple[str, str], When] = {}
     order = list(When)
@@ -123,7 +123,7 @@ def imports() -> dict[tuple[str, str], When]:
 
 
 def cycles(edges: Iterable[tuple[str, str]]) -> list[list[str]]:
-    """Groups of nodes that reach one another, each sorted."""
+    """Return groups of nodes that reach one another, each sorted."""
     after: dict[str, set[str]] = {}
     for source, target in edges:
         if source != target:
@@ -149,7 +149,7 @@ def _reach(start: str, after: dict[str, set[str]]) -> set[str]:
 
 
 def _docstrings(tree: ast.Module) -> Iterator[ast.Constant]:
-    """Strings that are statements: docstrings, and those below an attribute or a constant."""
+    """Yield strings that are statements: docstrings, and those below an attribute or a constant."""
     for node in ast.walk(tree):
         match node:
             case ast.Expr(value=ast.Constant(value=str()) as string):

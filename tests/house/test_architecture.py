@@ -32,7 +32,7 @@ def test_a_step_names_functions_that_exist(step: str) -> None:
 
 
 def test_the_life_of_a_failure_has_ten_steps() -> None:
-    """So that none is overlooked by the test above."""
+    """The test above misses none."""
     assert len(STEPS) == 10
 
 
@@ -45,7 +45,7 @@ def test_every_folder_of_the_product_is_in_the_table() -> None:
         if path.name != "__init__.py" and not path.name.endswith(("_pb2.py", "_pb2_grpc.py"))
     }
     known = set(FOLDERS) | {
-        # In the row of the folder around it.
+        # They are in the row of the folder around them.
         "services/rallypoint/rendezvous/journal/etcd",
         # Its client is the package's own file.
         "services/rallypoint/rendezvous",

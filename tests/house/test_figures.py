@@ -14,7 +14,7 @@ from house.source import Module, When, cycles, imports
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
 def test_a_figure_is_within_its_limit(rule: Rule) -> None:
-    """Mend the files that are listed; raise a limit only with a reason in the commit."""
+    """To make it pass, correct the listed files; raise a limit only with a reason in the commit."""
     figure = rule.measure()
     if not rule.holds(figure.value):
         first = f"{rule.name}: {figure.value:g}, and the limit in tests/house/figures.py is {rule.limit:g}. Behind it:"

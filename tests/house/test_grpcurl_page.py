@@ -32,13 +32,13 @@ METHODS = {
     for method in service.methods
 }
 
-# In place of the tools: each writes its arguments. The time is the same for both.
+# These replace the tools: each writes its arguments. The time is the same for both.
 _STUBS = "".join(f"{tool}() {{ printf '%s\\0' {tool} \"$@\" >&2; }}\n" for tool in TOOLS)
 _STUBS += "date() { echo 2026-11-25T06:30:29Z; }\n"
 
 
 def arguments(example: Example) -> list[str]:
-    """The arguments of the tool that a command calls."""
+    """Return the arguments of the tool that a command calls."""
     command = example.command.partition(" | ")[0].replace(" 2>&1", "")
     result = subprocess.run(
         ["bash", "-c", f"{_STUBS}{example.before}{command}"],
@@ -51,7 +51,7 @@ def arguments(example: Example) -> list[str]:
 
 
 def options(dashes: str) -> ArgumentParser:
-    """A parser of the options that both tools have."""
+    """Return a parser of the options that both tools have."""
     parser = ArgumentParser()
     parser.add_argument("-d", dest="data", default="{}")
     parser.add_argument("-v", dest="verbose", action="store_true")
@@ -62,7 +62,7 @@ def options(dashes: str) -> ArgumentParser:
 
 
 def of_buf(arguments: list[str]) -> Namespace:
-    """What `buf` is to send, and where to."""
+    """Return the request of a `buf` command, and its address."""
     parser = options("--")
     parser.add_argument("--protocol", required=True, choices=["grpc"])
     parser.add_argument("--http2-prior-knowledge", action="store_true")
@@ -78,7 +78,7 @@ def of_buf(arguments: list[str]) -> Namespace:
 
 
 def of_grpcurl(arguments: list[str]) -> Namespace:
-    """What `grpcurl` is to send, and where to."""
+    """Return the request of a `grpcurl` command, and its address."""
     parser = options("-")
     parser.add_argument("-plaintext", action="store_true")
     parser.add_argument("-unix", action="store_true")

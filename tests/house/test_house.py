@@ -1,4 +1,4 @@
-"""The rules of the house: what may import what, and what the repository may name."""
+"""The rules of the house: allowed imports, and names that the repository must not contain."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _modules() -> Iterator[tuple[str, Path]]:
 
 
 def _imports(path: Path) -> set[str]:
-    """Names that a file imports, anywhere in it: modules, and things as `module.thing`."""
+    """Return the names that a file imports, anywhere in it: modules, and their members as `module.member`."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -41,7 +41,7 @@ ALSO_PURE = {"rallypoint.timer.core.progress"}
 
 
 def test_cores_import_the_standard_library_and_each_other_only() -> None:
-    """A core decides; the clock, randomness and the world come in as arguments."""
+    """A core decides; clock, randomness and all other inputs are arguments."""
     modules = dict(_modules())
     assert modules.keys() >= ALSO_PURE
     cores = [module for module in modules if "core" in module.split(".") or module in ALSO_PURE]
@@ -50,7 +50,7 @@ def test_cores_import_the_standard_library_and_each_other_only() -> None:
 
 
 def _impurities(module: str, modules: dict[str, Path]) -> set[str]:
-    """What a module imports, itself or through others of ours, that is not pure standard library."""
+    """Return the imports of a module, direct or through our other modules, that are not pure standard library."""
     found: set[str] = set()
     seen: set[str] = set()
     waiting = [module]
@@ -69,7 +69,7 @@ def _impurities(module: str, modules: dict[str, Path]) -> set[str]:
 
 
 def test_services_never_import_the_agent() -> None:
-    """A service stands without agents; agents reach it through its client."""
+    """A service works without agents; agents use it through its client."""
     ours = (
         "rallypoint.agent",
         "rallypoint.launcher",
@@ -88,7 +88,7 @@ def test_services_never_import_the_agent() -> None:
 
 
 def test_the_agent_reaches_services_through_their_clients() -> None:
-    """Of rendezvous and timer, an agent imports the client, the worker side, the contract, its limits and values."""
+    """From rendezvous and timer, an agent imports the client, the worker side, the contract, its limits and values."""
     allowed = (
         "rallypoint.rendezvous.base.limits",
         "rallypoint.rendezvous.client",
@@ -112,14 +112,14 @@ def test_the_agent_reaches_services_through_their_clients() -> None:
 
 
 def test_the_journal_and_the_api_share_no_message() -> None:
-    """So that either may change alone: a journal outlives the version that wrote it, and no client reads one."""
+    """Each may change alone: a journal outlives the version that wrote it, and no client reads one."""
     for path in (ROOT / "protos/rallypoint").rglob("*.proto"):
         imported = re.findall(r'^import .*"rallypoint/(\w+)/', path.read_text(), re.MULTILINE)
         packages = {path.relative_to(ROOT / "protos/rallypoint").parts[0], *imported}
         assert "journal" not in packages or packages == {"journal"}, path
 
 
-# The generated code, the codecs and layouts on it, and tests that write bytes which those do not write.
+# The generated code, the codecs and layouts on it, and tests that write bytes which the codecs do not write.
 _NAMES_JOURNAL_MESSAGES = (
     "services/rallypoint/journal/v1/",
     "services/rallypoint/rendezvous/journal/",
@@ -154,7 +154,7 @@ def test_only_the_journal_knows_its_messages_and_no_others() -> None:
     ],
 )
 def test_what_runs_inside_a_worker_loads_no_grpc(statement: str) -> None:
-    """A training process forks; gRPC in it would take the children down."""
+    """A training process forks; gRPC in it would crash the children."""
     program = (
         f"{statement}; import sys; print([m for m in sys.modules if m.split('.')[0] in {{'grpc', 'google'}}])"
     )
@@ -174,7 +174,7 @@ def test_what_is_loaded_before_workers_start_is_no_more_than_that_needs() -> Non
 
 
 def test_the_repository_names_no_registry_and_no_path_of_a_machine() -> None:
-    """What is committed builds anywhere."""
+    """The committed files build on any machine."""
     tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True)
     forbidden = ["py" + "pi.org", "npm" + "js", "/wo" + "rk/", "/ro" + "ot/"]
     wrong: list[str] = []

@@ -13,7 +13,7 @@ from rallypoint.rpc.durations import is_repeated
 _DURATION = "google.protobuf.Duration"
 _MESSAGE = re.compile(r"^message (\w+) \{\n(.*?)^\}", re.MULTILINE | re.DOTALL)
 _FIELD = re.compile(r"((?:^ +//.*\n)+) +(?:[\w.]+ )*(?:map<[^>]+> )?(\w+) = \d+;", re.MULTILINE)
-# "256 bytes", "at most 1,000", "at most ten years", a field of ServerLimits in backquotes; or that there is no limit.
+# "256 bytes", "at most 1,000", "at most ten years", a field of ServerLimits in backquotes; or "no limit".
 _LIMIT = re.compile(
     r"(?i)\d (bytes|days|printable)\b|\bat most (\d|an hour|ten years)|`[a-z_]+_(bytes|ttl)`"
     r"|\bany (text|number|length|of|but|as)\b"

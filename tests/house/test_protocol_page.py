@@ -54,7 +54,7 @@ def test_the_kit_plays_each_error_that_has_a_rule_of_the_watchdog_or_the_store()
 
 
 def _duties() -> str:
-    """The page without its last section, which is about the kit."""
+    """Return the page without its last section, which is about the kit."""
     return _PAGE.read_text(encoding="utf-8").partition("\n## The life")[2].partition("\n## Check your")[0]
 
 
@@ -70,7 +70,7 @@ def _fields(message: Descriptor) -> Iterator[str]:
 
 
 def test_each_duty_that_names_a_field_has_a_rule() -> None:
-    """A duty is a paragraph, an item of a list or a row, up to the errors, which have a test of their own."""
+    """A duty is a paragraph, an item of a list or a row, up to the errors, which have their own test."""
     streams = (pb.JoinRequest, pb.JoinResponse, timer_pb.SuperviseRequest, timer_pb.SuperviseResponse)
     fields = {name for message in streams for name in _fields(message.DESCRIPTOR)}
     pieces = re.split(r"\n\n|\n(?=\| |- |\d+\. )", _duties().partition("\n## Errors")[0])

@@ -1,4 +1,4 @@
-"""docs/symptoms.md has messages of the program only."""
+"""docs/symptoms.md has only messages of the program."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ PAGE = (ROOT / "docs" / "symptoms.md").read_text()
 
 
 def test_each_message_is_one_of_the_program() -> None:
-    """Each part between two `…`: the text between two values of a formatted string is a constant."""
+    """A message is split at each `…`: the text between two values of a formatted string is a constant."""
     nodes = (node for module in product() for node in ast.walk(module.tree))
     program = "\n".join(str(node.value) for node in nodes if isinstance(node, ast.Constant))
     messages = re.findall(r"^\| `([^`]+)` \|", PAGE, re.MULTILINE)

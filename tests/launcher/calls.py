@@ -1,4 +1,4 @@
-"""What the workers of these tests call."""
+"""Functions that the workers of these tests call."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from pathlib import Path
 
 
 class Box:
-    """Something to return."""
+    """A value to return."""
 
     def __init__(self, content: object) -> None:
         self.content = content
 
 
 class OneWay:
-    """Something that can be pickled, and not be made anew."""
+    """An object that can be pickled but not unpickled."""
 
     def __reduce__(self) -> tuple[Callable[[str], int], tuple[str]]:
-        """As a number that is none."""
+        """Pickle as a number that can't be parsed."""
         return int, ("nothing",)
 
 
 def tell(text: str, number: int) -> Box:
-    """Which worker this is, and what it was given."""
+    """Print the text; return the worker's ranks and the arguments."""
     print(f"rank {os.environ['RANK']} was told {text}")  # noqa: T201
     return Box((int(os.environ["RANK"]), os.environ["WORLD_SIZE"], os.environ["ROLE_NAME"], text, number))
 
 
 def fail_at_first() -> int:
-    """Fails in the first attempt after one has returned, and returns how many there were."""
+    """Fail at rank 1 of the first attempt, in which rank 0 returns; return the number of restarts."""
     attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     if attempt == 0 and os.environ["RANK"] == "1":
         raise RuntimeError("once")
@@ -41,29 +41,29 @@ def fail_at_first() -> int:
 
 
 def fail(rank: int) -> None:
-    """One raises, the others go on."""
+    """Raise in one worker; the others go on."""
     if int(os.environ["RANK"]) == rank:
         raise ValueError("no good")
     threading.Event().wait(60)
 
 
 def leave(code: int) -> None:
-    """Ends without returning."""
+    """Exit without returning."""
     sys.exit(code)
 
 
 def return_lock() -> object:
-    """Returns what can't be pickled."""
+    """Return an object that can't be pickled."""
     return threading.Lock()
 
 
 def return_one_way() -> object:
-    """Returns what can't be loaded."""
+    """Return an object that can't be unpickled."""
     return OneWay()
 
 
 def linger(folder: str) -> None:
-    """Says that it is there, and which signals it has got, until it gets one that ends it."""
+    """Create a file for the start and for each signal, until a signal ends the process."""
 
     def heard(number: int, _frame: object) -> None:
         Path(folder, f"{signal.Signals(number).name}.{os.environ['RANK']}").touch()

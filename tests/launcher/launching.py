@@ -1,4 +1,4 @@
-"""A program that launches, as users write them: what it does is its first argument, where its second."""
+"""A program that launches, as users write them; arguments: mode, folder and start method."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ class Own:
 
 
 def own(value: int) -> Own:
-    """A function of the main module that returns an object of it."""
+    """A function of the main module that returns an object of its own class."""
     print(f"{__name__} prints")  # noqa: T201
     return Own(value + int(os.environ["RANK"]))
 
 
 def linger() -> None:
-    """Lives until a signal that it says it has got."""
+    """Live until a signal, and create a file for it."""
     from launcher import calls
 
     calls.linger(FOLDER)
 
 
 def tree() -> None:
-    """Has a child and a daemon, and ignores SIGTERM."""
+    """Start a child and a daemon, and ignore SIGTERM."""
     from support.processes import STUBBORN
 
     sys.argv = ["stubborn", os.environ["MARKER"], FOLDER]
@@ -43,19 +43,19 @@ def tree() -> None:
 
 
 def count(lock: threading.Lock, kept: list[int]) -> int:
-    """Uses what can't be pickled, and changes what it was given."""
+    """Use an object that can't be pickled, and change an argument."""
     with lock:
         kept.append(1)
         return len(kept)
 
 
 def config(**more: object) -> LaunchConfig:
-    """For two workers of this host."""
+    """Return a configuration for two workers of this host."""
     return LaunchConfig(1, 1, 2, start_method=METHOD, log_dir=Path(FOLDER, "logs"), **more)  # type: ignore[arg-type]
 
 
 def main() -> None:
-    """Does what was asked for."""
+    """Run the requested mode."""
     if MODE == "results":
         results = elastic_launch(config(), own)(5)
         again = elastic_launch(config(), own)(7)

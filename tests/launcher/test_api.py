@@ -1,4 +1,4 @@
-"""A job from Python gives results by rank or one error, and leaves the program that has launched it as it was."""
+"""A job from Python returns results by rank or raises one error, and leaves the launching program unchanged."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from support.marks import slow
 
 pytestmark = pytest.mark.integration
 
-FRESH = ["spawn", slow("forkserver")]  # methods that work whatever this process has loaded
+FRESH = ["spawn", slow("forkserver")]  # methods that don't depend on the modules that this process has loaded
 
 
 def config(tmp_path: Path, **more: Any) -> LaunchConfig:
@@ -36,7 +36,7 @@ def config(tmp_path: Path, **more: Any) -> LaunchConfig:
 
 @pytest.mark.parametrize("method", FRESH)
 def test_results_are_by_rank(tmp_path: Path, method: str, capfd: pytest.CaptureFixture[str]) -> None:
-    """Each worker has the arguments, with its local rank where that was asked for; its output is shown."""
+    """Each worker gets the arguments, with its local rank where requested; its output is shown."""
     launch = elastic_launch(
         config(tmp_path, start_method=method, role="trainer", tee="3", redirects="0"), calls.tell
     )
@@ -49,7 +49,7 @@ def test_results_are_by_rank(tmp_path: Path, method: str, capfd: pytest.CaptureF
 
 @pytest.mark.parametrize("method", FRESH)
 def test_a_launch_changes_nothing_here(tmp_path: Path, method: str) -> None:
-    """Neither handlers nor environment nor modules, and so a second one works like the first."""
+    """Handlers, environment and modules stay, and so a second launch works like the first."""
     handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
     environment, loaded, threads = dict(os.environ), set(sys.modules), threading.active_count()
     for _ in range(2):
@@ -61,14 +61,14 @@ def test_a_launch_changes_nothing_here(tmp_path: Path, method: str) -> None:
 
 @pytest.mark.parametrize("method", FRESH)
 def test_what_an_earlier_round_returned_does_not_count(tmp_path: Path, method: str) -> None:
-    """After a restart the results are of the workers that came last."""
+    """After a restart the results are of the last workers."""
     launch = elastic_launch(config(tmp_path, start_method=method, max_restarts=1), calls.fail_at_first)
     assert launch() == {0: 1, 1: 1}
 
 
 @pytest.mark.parametrize("method", FRESH)
 def test_the_error_carries_the_first_failure(tmp_path: Path, method: str) -> None:
-    """Rank, exit code, traceback; under torch's name too, and it survives pickling."""
+    """It has rank, exit code and traceback; torch's name catches it too, and it survives pickling."""
     with pytest.raises(ChildFailedError) as caught:
         elastic_launch(config(tmp_path, start_method=method, max_restarts=0), calls.fail)(1)
     error = caught.value
@@ -98,7 +98,7 @@ def test_record_around_a_launch_writes_the_workers_failure(
 
 
 def test_a_launch_alone_writes_no_reply(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The program may go on, and it may itself be a worker, whose error file that is."""
+    """The program may go on, and it may itself be a worker, which owns that error file."""
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "reply.json"))
     with pytest.raises(WorkersFailedError):
         elastic_launch(config(tmp_path, max_restarts=0), calls.fail)(1)
@@ -107,7 +107,7 @@ def test_a_launch_alone_writes_no_reply(tmp_path: Path, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("method", FRESH)
 def test_a_functions_exit_code_is_no_signal(tmp_path: Path, method: str) -> None:
-    """`sys.exit(138)` means what its function means by it: no shell is in between, and SIGUSR1 killed none."""
+    """`sys.exit(138)` is the function's own exit code: no shell is in between, and SIGUSR1 killed no worker."""
     with pytest.raises(WorkersFailedError) as caught:
         elastic_launch(config(tmp_path, start_method=method, max_restarts=0), calls.leave)(138)
     failure = caught.value.failure
@@ -116,7 +116,7 @@ def test_a_functions_exit_code_is_no_signal(tmp_path: Path, method: str) -> None
 
 
 def test_a_function_that_can_not_be_pickled_is_refused(tmp_path: Path) -> None:
-    """In one line, with what would help."""
+    """The error is one line with a remedy."""
     with pytest.raises(CallError, match=r"<locals>.<lambda> or its arguments can't be pickled .*'fork'"):
         elastic_launch(config(tmp_path), lambda: 1)()
     with pytest.raises(CallError, match="tell or its arguments can't be pickled"):
@@ -125,7 +125,7 @@ def test_a_function_that_can_not_be_pickled_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("method", FRESH)
 def test_a_result_that_can_not_be_pickled_is_no_reason_to_restart(tmp_path: Path, method: str) -> None:
-    """It would be so again: the job ends with the exit code that says so, and with the type's name."""
+    """A retry would fail too: the job ends with the exit code for that, and with the type's name."""
     with pytest.raises(WorkersFailedError, match="of type lock, can't be pickled") as caught:
         elastic_launch(config(tmp_path, start_method=method, max_restarts=3), calls.return_lock)()
     assert caught.value.exit_code == 93
@@ -133,13 +133,13 @@ def test_a_result_that_can_not_be_pickled_is_no_reason_to_restart(tmp_path: Path
 
 
 def test_a_result_that_can_not_be_loaded_names_its_rank(tmp_path: Path) -> None:
-    """The job has succeeded; what is wrong is on this side."""
+    """The job has succeeded; the error is in this process."""
     with pytest.raises(CallError, match=r"the return value of rank 0 can't be loaded here \(ValueError"):
         elastic_launch(config(tmp_path), calls.return_one_way)()
 
 
 def test_programs_are_run_as_they_are(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """With arguments that are text or not; there is nothing that they could return."""
+    """Arguments may be text or not; programs return no result."""
     launch = elastic_launch(config(tmp_path), "sh")
     assert launch("-c", 'echo "$0 $1 $LOCAL_RANK"', "rank=${local_rank}", 7) == {0: None, 1: None}
     assert sorted(capfd.readouterr().out.splitlines()) == ["rank=0 7 0", "rank=1 7 1"]
@@ -151,12 +151,12 @@ def test_programs_are_run_as_they_are(tmp_path: Path, capfd: pytest.CaptureFixtu
 
 @pytest.mark.slow
 async def test_an_event_loop_that_runs_here_is_no_trouble(tmp_path: Path) -> None:
-    """As in a notebook: the call blocks the loop, and returns."""
+    """A notebook has one: the call blocks the loop, and returns."""
     assert elastic_launch(config(tmp_path), calls.leave)(0) == {0: None, 1: None}
 
 
 def test_other_threads_may_launch(tmp_path: Path) -> None:
-    """Without a main thread there are no signals to pass on, and nothing else is missing."""
+    """Outside the main thread no signals are passed on, and nothing else is missing."""
     results: list[dict[int, Any]] = []
     thread = threading.Thread(target=lambda: results.append(elastic_launch(config(tmp_path), calls.leave)(0)))
     thread.start()
@@ -165,14 +165,14 @@ def test_other_threads_may_launch(tmp_path: Path) -> None:
 
 
 def test_a_fork_is_refused_where_it_would_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """gRPC in this process: said before anything is forked."""
+    """With gRPC in this process, the error comes before any fork."""
     monkeypatch.setitem(sys.modules, "grpc", sys)
     with pytest.raises(ValueError, match="this process has loaded gRPC"):
         elastic_launch(config(tmp_path, start_method="fork"), calls.leave)(0)
 
 
 def test_a_job_that_can_not_be_started_as_asked_says_so(tmp_path: Path) -> None:
-    """Wrong values in one line with the field's name; what only the agent finds out as well."""
+    """Wrong values get one line with the field's name; so do errors that only the agent can detect."""
     with pytest.raises(ValueError, match=r"^rlimit: 'files' is not a resource limit of this system"):
         elastic_launch(config(tmp_path, options={"rlimit": "files=3"}), calls.leave)(0)
     with pytest.raises(ValueError, match=r"^supervisor_address nowhere"):

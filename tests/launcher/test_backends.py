@@ -1,4 +1,4 @@
-"""torchrun's rendezvous flags lead hosts to one place, each backend in its way."""
+"""torchrun's rendezvous flags lead all hosts to one address, for each backend."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FIXED = {"nodes": (2, 2)}
 
 
 def replicated(prefix: str) -> Replicated:
-    """By agents, over the etcd on host a."""
+    """Return a rendezvous served by agents, over the etcd on host a."""
     return Replicated(EtcdAddress((Endpoint("a", 2379),), prefix))
 
 
@@ -30,9 +30,9 @@ def replicated(prefix: str) -> Replicated:
         ({"endpoint": "a:1", "run_id": "x"}, ExternalService("a:1")),
         ({"endpoint": "a:1", "run_id": "x", "nodes": (1, 4)}, ExternalService("a:1")),
         ({"endpoint": "a:1", "run_id": "x", "backend": "rallypoint", **FIXED}, ExternalService("a:1")),
-        # An endpoint without a backend is our own kind, whatever else is said.
+        # An endpoint without a backend is our own backend, with any other flags.
         ({"endpoint": "a:1", "run_id": "x", "node_rank": 1, **FIXED}, ExternalService("a:1")),
-        # torchrun's default, where anything says that it is meant.
+        # torchrun's default, if a flag implies it.
         ({"node_rank": 0, **FIXED}, Hosted("127.0.0.1:29501", here=True)),
         ({"node_rank": 1, **FIXED}, Hosted("127.0.0.1:29501", here=False)),
         ({"master_address": "head", **FIXED}, Hosted("head:29501", here=True)),
@@ -61,7 +61,7 @@ def replicated(prefix: str) -> Replicated:
         ),
         ({"backend": "c10d", "conf": {"is_host": "0"}, **FIXED}, Hosted("localhost:29400", here=False)),
         ({"backend": "c10d", "endpoint": "localhost:0"}, Embedded()),
-        # An etcd, however it is named; the last part of the prefix is the run.
+        # An etcd, in each notation; the last part of the prefix is the run.
         ({"endpoint": "etcd://a/x"}, replicated("/torchelastic/p2p/x")),
         ({"endpoint": "etcd://a", "run_id": "x", "backend": "etcd"}, replicated("/torchelastic/p2p/x")),
         ({"backend": "etcd", "endpoint": "a", "run_id": "x", **FIXED}, replicated("/torchelastic/p2p/x")),
@@ -70,7 +70,7 @@ def replicated(prefix: str) -> Replicated:
     ],
 )
 def test_where_hosts_meet(wish: dict[str, Any], place: object) -> None:
-    """The same flags on all hosts lead to the same place."""
+    """The same flags on all hosts lead to the same address."""
     assert resolve_rendezvous(RequestedRendezvous(**wish)).service == place
 
 
@@ -87,7 +87,7 @@ def test_where_hosts_meet(wish: dict[str, Any], place: object) -> None:
     ],
 )
 def test_where_workers_meet(wish: dict[str, Any], master: tuple[str | None, int | None]) -> None:
-    """As given with static; anywhere else each round has a place of its own."""
+    """It is the given address with static; otherwise each round has its own."""
     found = resolve_rendezvous(RequestedRendezvous(**wish))
     assert (found.master_address, found.master_port) == master
 
@@ -102,7 +102,7 @@ def test_where_workers_meet(wish: dict[str, Any], master: tuple[str | None, int 
     ],
 )
 def test_a_url_may_say_how_many_nodes(wish: dict[str, Any], nodes: tuple[int, int] | None) -> None:
-    """Where the flag says nothing, or the same."""
+    """It applies if the flag is missing or has the same value."""
     assert resolve_rendezvous(RequestedRendezvous(**wish)).nodes == nodes
 
 
@@ -117,13 +117,13 @@ def test_a_url_may_say_how_many_nodes(wish: dict[str, Any], nodes: tuple[int, in
     ],
 )
 def test_names_of_run_and_node(wish: dict[str, Any], names: tuple[str, str]) -> None:
-    """A rank that is given is the node's name, so that it has the same place in every round."""
+    """A given rank is the node's name, so that its ranks stay the same in every round."""
     found = resolve_rendezvous(RequestedRendezvous(**wish))
     assert (found.run_id, found.node_id) == names
 
 
 def test_jobs_of_one_host_have_names_of_their_own() -> None:
-    """Unless one is given."""
+    """A given name is used instead."""
     assert len({resolve_rendezvous(RequestedRendezvous()).run_id for _ in range(20)}) == 20
 
 
@@ -159,7 +159,7 @@ def test_jobs_of_one_host_have_names_of_their_own() -> None:
     ],
 )
 def test_what_can_not_be_is_told_in_one_line(wish: dict[str, Any], told: str) -> None:
-    """With the flag that is wrong or missing."""
+    """The line names the flag that is wrong or missing."""
     with pytest.raises(SettingError) as caught:
         resolve_rendezvous(RequestedRendezvous(**wish))
     assert told in str(caught.value)
@@ -179,7 +179,7 @@ def test_what_can_not_be_is_told_in_one_line(wish: dict[str, Any], told: str) ->
     ],
 )
 def test_flags_of_another_backend_are_told(wish: dict[str, Any], flags: list[str]) -> None:
-    """torchrun warns too; rank 0 is what everybody has who says nothing."""
+    """torchrun warns too; rank 0 is the default and not reported."""
     assert [
         notice.partition(" ")[0] for notice in resolve_rendezvous(RequestedRendezvous(**wish)).notices
     ] == flags
@@ -190,7 +190,7 @@ def test_flags_of_another_backend_are_told(wish: dict[str, Any], flags: list[str
     [("etcd://a/x", True), (" etcds://", True), ("etcd:2379", False), ("http://a", False), ("", False)],
 )
 def test_what_is_meant_as_a_url(endpoint: str, meant: bool) -> None:
-    """Well-formed or not: what is wrong with it is to be told."""
+    """It may be malformed: then its error is reported."""
     assert is_etcd_url(endpoint) is meant
 
 
@@ -201,7 +201,7 @@ def test_only_a_job_with_etcd_loads_what_that_needs() -> None:
 
 
 def test_a_plan_with_etcd_goes_to_another_process() -> None:
-    """As that of a launch from Python does, to its agent."""
+    """The plan of a launch from Python also does, to its agent."""
     place = resolve_rendezvous(
         RequestedRendezvous(endpoint="etcds://me@a,b:1/x", environment={"RALLYPOINT_ETCD_PASSWORD": "p"})
     ).service

@@ -1,4 +1,4 @@
-"""An agent that serves its job's rendezvous: who does, who joins, and what the others hear when it ends."""
+"""An agent that serves its job's rendezvous: which agent serves, which join, and their messages when it ends."""
 
 from __future__ import annotations
 
@@ -38,27 +38,27 @@ RUN = "run-1"
 
 @pytest.fixture
 def port() -> int:
-    """A free one."""
+    """Return a free port."""
     return free_port()
 
 
 @pytest.fixture
 def stranger() -> Iterator[str]:
-    """An address at which somebody listens who is no service."""
+    """An address at which a program listens that is no service."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         listening.settimeout(0)
         yield f"localhost:{listening.getsockname()[1]}"
 
 
 class Member:
-    """A node of the run, as its agent would be."""
+    """A node of the run, as seen from its agent."""
 
     def __init__(self, call: object, updates: asyncio.Queue[pb.NodeUpdate]) -> None:
         self.call = call
         self.updates = updates
 
     async def ends(self) -> pb.RunEnd:
-        """How it hears that the run has ended."""
+        """Return the end of the run that the service reports."""
         async with asyncio.timeout(PATIENCE):
             while True:
                 update = await self.updates.get()
@@ -97,13 +97,13 @@ async def member(
 
 
 async def close(host: EmbeddedService) -> None:
-    """End the run, as its nodes do when all is done."""
+    """End the run, as its nodes do at their success."""
     async with open_channel(host.peer.endpoint) as channel:
         await pb_grpc.RendezvousServiceStub(channel).CloseRun(pb.CloseRunRequest(run_id=RUN, reason="test"))
 
 
 async def test_the_first_agent_on_a_host_serves_and_the_others_join(port: int) -> None:
-    """Several on one host have the same command line."""
+    """Several agents on one host have the same command line."""
     place = Hosted(f"localhost:{port}")
     async with (
         rendezvous_at(place, None, AccessFiles()) as first,
@@ -115,14 +115,14 @@ async def test_the_first_agent_on_a_host_serves_and_the_others_join(port: int) -
 
 
 async def test_an_agent_serves_only_if_it_is_to(port: int) -> None:
-    """Node rank 1, another host's name, or is_host=0: all of them go to where somebody else serves."""
+    """Node rank 1, another host's name, or is_host=0: these agents connect to the host that serves."""
     for place in (Hosted(f"localhost:{port}", here=False), Hosted(f"192.0.2.7:{port}")):
         async with rendezvous_at(place, None, AccessFiles()) as host:
             assert host is None
 
 
 async def test_two_that_must_serve_at_one_place_are_told(port: int) -> None:
-    """Node rank 0 twice, for one."""
+    """Two hosts with node rank 0 are an example."""
     place = Hosted(f"127.0.0.1:{port}", here=True)
     async with rendezvous_at(place, None, AccessFiles()):
         with pytest.raises(SettingError, match="another agent does; only one host may have --node-rank 0"):
@@ -133,7 +133,7 @@ async def test_two_that_must_serve_at_one_place_are_told(port: int) -> None:
 async def test_node_rank_0_at_another_hosts_address_is_refused(
     port: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The other hosts would not find it. A name without an address may get one later, as a pod's own does."""
+    """The other hosts would not find it. A name without an address may get one later, as a pod's own name does."""
     monkeypatch.setattr(embedded_service, "_ANSWER", 0.3)
     secret = RunSecret("a" * 32)
     stranger = Hosted(f"192.0.2.7:{port}", here=True)
@@ -147,7 +147,7 @@ async def test_node_rank_0_at_another_hosts_address_is_refused(
 
 
 async def test_a_port_that_is_a_strangers_is_told(stranger: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is asked first: joining something that is no service would take a minute to fail."""
+    """The port is checked first: joining a program that is no service would take a minute to fail."""
     monkeypatch.setattr(embedded_service, "_ANSWER", 0.3)
     with pytest.raises(SettingError, match="another program listens there") as caught:
         async with rendezvous_at(Hosted(stranger), None, AccessFiles()):
@@ -158,14 +158,14 @@ async def test_a_port_that_is_a_strangers_is_told(stranger: str, monkeypatch: py
 
 
 async def test_serving_with_tls_needs_a_certificate(port: int) -> None:
-    """An authority alone is what a client has."""
+    """A CA alone is enough only for a client."""
     with pytest.raises(SettingError, match="give --tls-cert and --tls-key beside --tls-ca"):
         async with rendezvous_at(Hosted(f"localhost:{port}"), ClientTLS(), AccessFiles()):
             pass
 
 
 async def test_with_tls_whoever_has_no_certificate_is_kept_out(port: int, tmp_path: Path) -> None:
-    """All hosts of a job have the same files: what a server shows is what a client shows."""
+    """All hosts of a job have the same files: the server's certificate is also the client's."""
     if shutil.which("openssl") is None:
         pytest.skip("needs the openssl command (apt install openssl)")
     files = make_certificates(tmp_path, "ours")
@@ -181,7 +181,7 @@ async def test_with_tls_whoever_has_no_certificate_is_kept_out(port: int, tmp_pa
 
 @pytest.mark.parametrize("security", [Plaintext(), RunSecret("a" * 32)])
 async def test_other_hosts_are_served_if_it_is_said_how(port: int, security: ClientSecurity) -> None:
-    """At the address that was named, and at no other."""
+    """It serves at the named address, and at no other."""
     place = Hosted(f"0.0.0.0:{port}", here=True)
     with pytest.raises(SettingError, match="refusing to serve plaintext"):
         async with rendezvous_at(place, None, AccessFiles()):
@@ -198,7 +198,7 @@ async def test_other_hosts_are_served_if_it_is_said_how(port: int, security: Cli
 
 
 async def test_tokens_restrict_an_agents_own_service_too(port: int, tmp_path: Path) -> None:
-    """A node may not close the run; its host still does, when it leaves with the rendezvous."""
+    """A node may not close the run; its host still closes it when it leaves with the rendezvous."""
     key, keys, file = Ed25519PrivateKey.generate(), tmp_path / "token.pub", tmp_path / "token"
     keys.write_bytes(public(key))
     file.write_text(issue(key, Token("host", frozenset({Role.NODE}), [RUN], time.time() + 60), time.time()))
@@ -222,7 +222,7 @@ async def test_tokens_restrict_an_agents_own_service_too(port: int, tmp_path: Pa
 async def test_a_name_that_only_this_host_reaches_is_served_at_all_addresses(
     port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As Debian resolves a host's own name; others resolve it to an address that they reach."""
+    """Debian resolves a host's own name so; other hosts resolve it to an address that they reach."""
 
     async def no_addresses(_host: str) -> list[str]:
         return ["127.0.1.1"]
@@ -247,19 +247,19 @@ async def test_a_name_that_only_this_host_reaches_is_served_at_all_addresses(
     ],
 )
 async def test_whether_a_name_is_this_hosts(host: str, here: bool) -> None:
-    """By whether one could listen there: no name of this machine is asked for."""
+    """The test is if a socket can be bound there: this machine's name is not used."""
     if host == "::1" and not socket.has_dualstack_ipv6():
         pytest.skip("this machine has no IPv6")
     assert bool(await own_addresses(host)) is here
 
 
 async def test_this_machines_own_name_is_its(port: int) -> None:
-    """However it is known to itself."""
+    """The system may know it by any address."""
     assert await own_addresses(socket.gethostname())
 
 
 async def test_a_host_that_left_closes_the_run(port: int) -> None:
-    """The others can't go on without their rendezvous; they hear why before it is gone."""
+    """The others can't go on without their rendezvous; they receive the reason before it ends."""
     async with rendezvous_at(Hosted(f"localhost:{port}"), None, AccessFiles()) as host:
         assert host is not None
         async with member(host.peer.endpoint) as other:
@@ -271,7 +271,7 @@ async def test_a_host_that_left_closes_the_run(port: int) -> None:
 
 
 async def test_a_host_that_is_done_waits_for_the_others(port: int) -> None:
-    """Their work is not lost because this host's was done first."""
+    """The work of the others is not lost because this host finished first."""
     async with rendezvous_at(Hosted(f"localhost:{port}"), None, AccessFiles()) as host:
         assert host is not None
         async with member(host.peer.endpoint) as other:
@@ -285,7 +285,7 @@ async def test_a_host_that_is_done_waits_for_the_others(port: int) -> None:
 
 
 async def test_a_signal_ends_that_wait(port: int) -> None:
-    """Whoever wants the host gone need not wait for other hosts' work."""
+    """A user who wants this host to exit need not wait for other hosts' work."""
     async with rendezvous_at(Hosted(f"localhost:{port}"), None, AccessFiles()) as host:
         assert host is not None
         async with member(host.peer.endpoint) as other:
@@ -297,7 +297,7 @@ async def test_a_signal_ends_that_wait(port: int) -> None:
 
 
 async def test_a_run_that_is_over_or_never_began_holds_nobody_up(port: int) -> None:
-    """There is nobody to tell."""
+    """No node needs a message."""
     async with rendezvous_at(Hosted(f"localhost:{port}"), None, AccessFiles()) as host:
         assert host is not None
         await asyncio.wait_for(host.stop_when_over(RUN, "it failed", (), succeeded=False), PATIENCE)
@@ -310,7 +310,7 @@ async def test_a_run_that_is_over_or_never_began_holds_nobody_up(port: int) -> N
 async def test_a_node_that_asks_for_another_run_is_reported(
     port: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Two hosts with different names for one job would each wait for the other; once for each name."""
+    """Two hosts with different names for one job would wait for each other; each name is reported once."""
     async with rendezvous_at(Hosted(f"localhost:{port}"), None, AccessFiles(), "other-job") as host:
         assert host is not None
         for node_id in ("a", "b"):

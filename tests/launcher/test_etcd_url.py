@@ -1,4 +1,4 @@
-"""torch's etcd URL and flags mean here what they mean there, and what can't be meant is told in one line."""
+"""torch's etcd URL and flags have the same meaning here, and an impossible one is refused in one line."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PASSWORD = {"RALLYPOINT_ETCD_PASSWORD": "secret"}
 
 
 def url(text: str, environment: Mapping[str, str] | None = None, **beside: Any) -> Any:
-    """Read one."""
+    """Parse a URL."""
     return of_url(text, environment=environment or {}, **beside)
 
 
@@ -29,12 +29,12 @@ def flags(
     run_id: str = "job",
     environment: Mapping[str, str] | None = None,
 ) -> Any:
-    """Read some."""
+    """Parse flags."""
     return of_flags(backend, endpoint, run_id, conf=conf, environment=environment or {})
 
 
 def test_a_url_with_everything() -> None:
-    """Each parameter of torch's ends where it has its meaning."""
+    """Each parameter of torch's sets the value with its meaning."""
     found = url(
         "etcd://head:4001/job-1?min_workers=2&max_workers=5&timeout=60&last_call_timeout=3&etcd_prefix=/jobs/p"
         "&protocol=https&cert=/c.pem&key=/k.pem&cacert=/a.pem"
@@ -56,13 +56,13 @@ def test_a_url_with_nothing() -> None:
 @pytest.mark.parametrize(
     ("backend", "prefix", "conf"),
     [
-        # torchrun itself tells every backend to wait for 900 s; etcd-v2 has join_timeout, and 600 s.
+        # torchrun itself makes every backend wait for 900 s; etcd-v2 has join_timeout, and 600 s.
         ("etcd", "/torchelastic/p2p/job", {"join_timeout": "900"}),
         ("etcd-v2", "/torch/elastic/rendezvous/job", {}),
     ],
 )
 def test_flags_with_nothing(backend: str, prefix: str, conf: Mapping[str, str]) -> None:
-    """Each of torch's two backends has its own place in etcd; without an endpoint it is this host."""
+    """Each of torch's two backends has its own prefix in etcd; the default endpoint is this host."""
     found = flags("", backend=backend)
     assert found.address == EtcdAddress((Endpoint("localhost", 2379),), prefix)
     assert found.conf == conf
@@ -71,13 +71,13 @@ def test_flags_with_nothing(backend: str, prefix: str, conf: Mapping[str, str]) 
 @pytest.mark.parametrize("names", [("cert", "key", "cacert"), ("ssl_cert", "ssl_cert_key", "ca_cert")])
 @pytest.mark.parametrize("backend", ["etcd", "etcd-v2"])
 def test_both_spellings_of_certificates_are_known(backend: str, names: tuple[str, ...]) -> None:
-    """torch's two backends have one each, and pass over the other one in silence."""
+    """torch's two backends have one each, and silently ignore the other one."""
     conf = {**dict(zip(names, ("/c", "/k", "/a"), strict=True)), "protocol": "HTTPS"}
     assert flags(conf=conf, backend=backend).address.tls == ClientTLS(Path("/a"), Path("/c"), Path("/k"))
 
 
 def test_settings_of_a_run_are_passed_on() -> None:
-    """Ours, and those of torch's dynamic rendezvous, which etcd-v2 is."""
+    """Our settings, and those of torch's dynamic rendezvous, which etcd-v2 is, are passed on."""
     others = {"keep_alive_interval": "1", "read_timeout": "9", "rank_policy": "sorted"}
     assert flags(conf={**others, "timeout": "7"}).conf == {**others, "join_timeout": "7"}
     assert flags(conf=others, backend="etcd-v2").conf == others
@@ -93,33 +93,33 @@ def test_settings_of_a_run_are_passed_on() -> None:
     ],
 )
 def test_all_members_of_a_cluster_may_be_named(hosts: str, endpoints: tuple[Endpoint, ...]) -> None:
-    """torch takes one, and is lost with it."""
+    """torch accepts only one, and fails with it."""
     assert url(f"etcd://{hosts}/job").address.endpoints == endpoints
     assert flags(hosts).address.endpoints == endpoints
 
 
 @pytest.mark.parametrize(("prefix", "space"), [("/", "/job"), ("/a", "/a/job"), ("a/b/", "/a/b/job")])
 def test_where_in_etcd_a_run_is(prefix: str, space: str) -> None:
-    """Slashes around a prefix mean nothing: torch's own example has none."""
+    """Slashes around a prefix have no meaning: torch's own example has none."""
     assert url(f"etcd://head/job?etcd_prefix={prefix}").address.prefix == space
 
 
 def test_no_run_is_inside_another_one() -> None:
-    """A name with slashes is one step, so that it can't lead into what another run has in etcd."""
+    """A name with slashes is one path element, so that it can't name keys of another run."""
     found = url("etcd://head/team/job?etcd_prefix=/p")
     assert (found.run_id, found.address.prefix) == ("team/job", "/p/team%2Fjob")
     assert flags(run_id="a%2Fb").address.prefix != flags(run_id="a/b").address.prefix
 
 
 def test_the_number_of_nodes_is_that_of_min_workers_unless_told() -> None:
-    """As with torch; and it may be said twice, if it is the same."""
+    """torch does so too; it may be given twice, if both are the same."""
     assert url("etcd://head/job?min_workers=3").nodes == (3, 3)
     assert url("etcd://head/job?min_workers=1&max_workers=3", nodes=(1, 3)).nodes == (1, 3)
     assert url("etcd://head/job", nodes=(1, 3)).nodes == (1, 3)
 
 
 def test_a_user_has_a_password_from_the_environment() -> None:
-    """Where it doesn't stand in `ps`; in the URL it may be too. A variable for another cluster is no mistake."""
+    """`ps` does not show it there; the URL may have it too. A variable for another cluster is no mistake."""
     found = url("etcd://me@head/job", PASSWORD).address
     assert (found.user, found.password) == ("me", "secret")
     in_the_url = url("etcd://me:own%40@head/job", PASSWORD).address
@@ -130,14 +130,14 @@ def test_a_user_has_a_password_from_the_environment() -> None:
 
 
 def test_one_file_may_be_certificate_and_key() -> None:
-    """As torch's client has it where no key is given."""
+    """torch's client does so if no key is given."""
     assert flags(conf={"protocol": "https", "cert": "/c"}).address.tls == ClientTLS(
         None, Path("/c"), Path("/c")
     )
 
 
 def test_a_file_is_called_as_it_was_given() -> None:
-    """What is wrong with it is found when it is read."""
+    """Errors in the file are detected when it is read."""
     tls = url("etcds://head/job?cert=/c", conf={"ssl_cert_key": "/k", "ca_cert": "/a"}).address.tls
     assert tls.names == FileNames(
         "cert of the --rdzv-endpoint URL", "--rdzv-conf ssl_cert_key", "--rdzv-conf ca_cert"
@@ -147,7 +147,7 @@ def test_a_file_is_called_as_it_was_given() -> None:
 
 
 def test_https_by_the_scheme() -> None:
-    """With the public roots, where no authority is named."""
+    """Without a CA, the public roots are used."""
     assert url("etcds://head/job").address.tls == ClientTLS()
     assert url("etcds://head/job?protocol=https").address.tls == ClientTLS()
 
@@ -235,7 +235,7 @@ def test_https_by_the_scheme() -> None:
     ],
 )
 def test_a_url_that_can_not_be_is_told_in_one_line(text: str, beside: dict[str, Any], told: str) -> None:
-    """What is wrong and what was expected; and never the password."""
+    """The line has the mistake and the expected form, and never the password."""
     with pytest.raises(SettingError, match=re.escape(told)) as caught:
         url(text, **beside)
     assert "\n" not in str(caught.value)
@@ -262,7 +262,7 @@ def test_a_url_that_can_not_be_is_told_in_one_line(text: str, beside: dict[str, 
     ],
 )
 def test_flags_that_can_not_be_are_told_in_one_line(given: dict[str, Any], told: str) -> None:
-    """With what is wrong."""
+    """The line has the mistake."""
     with pytest.raises(SettingError, match=re.escape(told)) as caught:
         flags(**given)
     assert "\n" not in str(caught.value)

@@ -1,4 +1,4 @@
-"""What a job of `rallypoint run` needs is looked at first, and what is missing told by the flag that asked for it."""
+"""The needs of a job of `rallypoint run` are checked first, and an error names the flag."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ async def spawner() -> AsyncIterator[Spawner]:
 
 @pytest.fixture
 def taken() -> Iterator[str]:
-    """An address at which somebody listens."""
+    """An address in use."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         yield f"127.0.0.1:{listening.getsockname()[1]}"
 
 
 def plan(log_dir: Path, **attributes: Any) -> LaunchPlan:
-    """The plan of a job that does nothing, unless it is told to."""
+    """Return the plan of a job that does nothing, unless attributes change it."""
     given: dict[str, Any] = {
         "command": ("true",),
         "environment": {"PATH": "/usr/bin:/bin"},
@@ -96,7 +96,7 @@ def plan(log_dir: Path, **attributes: Any) -> LaunchPlan:
 async def test_what_can_not_be_done_is_told_in_one_line(
     spawner: Spawner, tmp_path: Path, attributes: dict[str, Any], told: str
 ) -> None:
-    """It names the flag, and what was expected."""
+    """It names the flag, and the expected form."""
     with pytest.raises(SettingError) as caught:
         await launch(plan(tmp_path, **attributes), spawner)
     assert re.match(told, str(caught.value))
@@ -106,7 +106,7 @@ async def test_what_can_not_be_done_is_told_in_one_line(
 async def test_a_supervisor_port_in_use_is_told_in_one_line(
     spawner: Spawner, tmp_path: Path, taken: str
 ) -> None:
-    """With the flag and the address."""
+    """The line has the flag and the address."""
     with pytest.raises(SettingError, match=f"--supervisor-address {taken}: {taken} is in use"):
         await launch(plan(tmp_path, supervisor_address=taken), spawner)
 
@@ -114,7 +114,7 @@ async def test_a_supervisor_port_in_use_is_told_in_one_line(
 async def test_an_unreadable_tls_file_is_told_in_one_line(
     spawner: Spawner, tmp_path: Path, taken: str
 ) -> None:
-    """With the flag and the file: missing, or not what it should be."""
+    """The line has the flag and the file, which is missing or malformed."""
     garbage = tmp_path / "garbage.pem"
     garbage.write_text("no certificate")
     for file, reason in ((tmp_path / "none.pem", "No such file"), (tmp_path, "directory"), (garbage, "PEM")):
@@ -124,12 +124,12 @@ async def test_an_unreadable_tls_file_is_told_in_one_line(
 
 @pytest.mark.parametrize("address", ["127.0.0.1:0", "localhost:0"])
 async def test_a_standalone_job_needs_nothing_else(spawner: Spawner, tmp_path: Path, address: str) -> None:
-    """Its rendezvous and timer services are inside."""
+    """Its rendezvous and timer services are in its own process."""
     assert (await launch(plan(tmp_path, supervisor_address=address), spawner)).exit_code == 0
 
 
 async def running(started: Path, spawner: Spawner, script: str, **attributes: Any) -> asyncio.Task[JobResult]:
-    """A job whose worker has started: a shell script that touches a file when it is ready."""
+    """Return a job whose worker has started: a shell script that touches a file when it is ready."""
     command = ("sh", "-c", script, "worker", str(started))
     job = asyncio.create_task(launch(plan(started.parent, command=command, **attributes), spawner))
     await until(started.exists, "the worker to start")
@@ -139,7 +139,7 @@ async def running(started: Path, spawner: Spawner, script: str, **attributes: An
 async def test_who_follows_the_output_has_its_end(
     spawner: Spawner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The agent waits for it, also where it takes longer than the job takes to end."""
+    """The agent waits until the client has read it, also if that takes longer than the end of the job."""
     monkeypatch.setattr(log_stream, "GATHER", 1.0)
     script = "echo the first line; touch $1; while [ ! -e $1.over ]; do sleep 0.05; done; echo the last line"
     job, pieces = await running(tmp_path / "started", spawner, script), []
@@ -174,7 +174,7 @@ async def test_a_signal_makes_the_job_leave(
 
 
 async def test_under_nohup_a_terminal_that_closes_stops_nothing(spawner: Spawner, tmp_path: Path) -> None:
-    """Whoever started the job with SIGHUP ignored wants it to stay so."""
+    """A user who started the job with SIGHUP ignored wants that to stay so."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         job = await running(tmp_path / "started", spawner, WAIT)
@@ -190,10 +190,10 @@ USR1 = 'trap "echo USR1 >$1; exit" USR1; touch $1; while :; do sleep 0.05; done'
 
 
 async def test_a_users_signal_goes_on_to_the_workers(spawner: Spawner, tmp_path: Path) -> None:
-    """Schedulers warn with it; what it means is for the workers to say, and the job goes on."""
+    """Schedulers warn with it; the workers decide its meaning, and the job goes on."""
     started = tmp_path / "started"
     job = await running(started, spawner, USR1)
-    # The worker may have begun before its agent has heard so.
+    # The worker may run before its agent has the report of its start.
     while not job.done():
         signal.raise_signal(signal.SIGUSR1)
         await asyncio.wait({job}, timeout=1.0)
@@ -202,7 +202,7 @@ async def test_a_users_signal_goes_on_to_the_workers(spawner: Spawner, tmp_path:
 
 
 async def test_a_signal_that_is_to_end_the_job_does(spawner: Spawner, tmp_path: Path) -> None:
-    """torchrun's --signals-to-handle: the job leaves on those, and on no others."""
+    """With torchrun's --signals-to-handle, the job leaves on those signals, and on no others."""
     started = tmp_path / "started"
     job = await running(started, spawner, WAIT, signals=(signal.SIGUSR1,))
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
@@ -214,7 +214,7 @@ async def test_a_signal_that_is_to_end_the_job_does(spawner: Spawner, tmp_path: 
 async def test_notices_are_told_once_each(
     spawner: Spawner, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A flag without a meaning is not passed over in silence."""
+    """A flag without a meaning is never silently ignored."""
     result = await launch(plan(tmp_path, notices=("--one has no meaning", "--two has none")), spawner)
     assert result.exit_code == 0
     told = [record.getMessage() for record in caplog.records if record.name == "rallypoint.run"]

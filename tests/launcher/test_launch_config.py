@@ -1,4 +1,4 @@
-"""Torch's LaunchConfig comes to the same plan as the flags of the same names, and mistakes name the field."""
+"""Torch's LaunchConfig leads to the same plan as the flags of the same names, and errors name the field."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_defaults_are_torchs() -> None:
 
 
 def test_fields_have_torchs_order() -> None:
-    """Whoever passes them by place gets what torch would take them for."""
+    """Positional arguments have the meaning that they have in torch."""
     names = [field.name for field in dataclasses.fields(LaunchConfig)]
     assert names[:6] == ["min_nodes", "max_nodes", "nproc_per_node", "logs_specs", "run_id", "role"]
     assert names.index("shutdown_timeout") == 22
@@ -44,7 +44,7 @@ def test_fields_have_torchs_order() -> None:
 
 @pytest.mark.torch
 def test_every_field_of_torchs_is_here() -> None:
-    """With its name, and its place, and its default but for the backend."""
+    """It has its name, its position, and its default except for the backend."""
     Torchs = pytest.importorskip("torch.distributed.launcher.api").LaunchConfig
 
     torchs = {field.name: field.default for field in dataclasses.fields(Torchs)}
@@ -54,7 +54,7 @@ def test_every_field_of_torchs_is_here() -> None:
 
 
 def test_every_field_reaches_the_plan() -> None:
-    """What is not about where the hosts meet is an option of the job."""
+    """Fields that don't concern the rendezvous are options of the job."""
     found = plan(
         min_nodes=2,
         max_nodes=4,
@@ -102,28 +102,28 @@ def test_every_field_reaches_the_plan() -> None:
 
 
 class Std(IntFlag):
-    """As torch has it."""
+    """The same as torch's."""
 
     OUT = 1
     ERR = 2
 
 
 class AffinityMode(str, Enum):  # noqa: UP042
-    """As torch has it."""
+    """The same as torch's."""
 
     SOCKET = "socket"
 
 
 @dataclasses.dataclass
 class NumaOptions:
-    """As torch has it."""
+    """The same as torch's."""
 
     affinity_mode: AffinityMode
     should_fall_back_if_binding_fails: bool = False
 
 
 class LogsSpecs:
-    """As torch has it."""
+    """The same as torch's."""
 
     root_log_dir = "elsewhere"
     _redirects = Std.OUT
@@ -132,7 +132,7 @@ class LogsSpecs:
 
 
 def test_torchs_own_objects_are_understood() -> None:
-    """A program that makes DefaultLogsSpecs and NumaOptions need not change."""
+    """A program that creates DefaultLogsSpecs and NumaOptions need not change."""
     found = plan(logs_specs=LogsSpecs(), numa_options=NumaOptions(AffinityMode.SOCKET))
     assert found.job["log_dir"] == Path("elsewhere")
     assert found.job["redirects"] == Redirect(Streams.STDOUT)
@@ -142,7 +142,7 @@ def test_torchs_own_objects_are_understood() -> None:
 
 
 def test_torchs_static_backend_has_its_rank_in_the_settings() -> None:
-    """As torchrun hands it over."""
+    """torchrun passes it there."""
     found = plan(
         min_nodes=2,
         max_nodes=2,
@@ -158,7 +158,7 @@ def test_torchs_static_backend_has_its_rank_in_the_settings() -> None:
 
 
 def test_the_old_names_of_timeouts_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's environment variable for the shutdown, torch's first name for the rendezvous'."""
+    """They are torch's environment variable for the shutdown, and torch's first name for the rendezvous timeout."""
     monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "11")
     assert plan().job["shutdown_timeout"] == 11.0
     assert plan(shutdown_timeout=3).job["shutdown_timeout"] == 3.0
@@ -168,7 +168,7 @@ def test_the_old_names_of_timeouts_count(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize("backend", ["", "rallypoint", "etcd"])
 def test_a_run_id_is_made_up_where_one_host_is_enough(backend: str) -> None:
-    """As torch does, a new one each time; that no other host can join is reported where others were meant to."""
+    """It is a new one each time, as in torch; a notice is given if several hosts were expected, as none can join."""
     fields: dict[str, Any] = {"rdzv_backend": backend, "rdzv_endpoint": "meet:29400"}
     alone = plan(**fields)
     assert alone.run_id
@@ -181,7 +181,7 @@ def test_a_run_id_is_made_up_where_one_host_is_enough(backend: str) -> None:
 
 @dataclasses.dataclass
 class TorchsConfig:
-    """As torch has it: its default of the timeout is in rdzv_configs."""
+    """The same as torch's: its default of the timeout is in rdzv_configs."""
 
     min_nodes: int = 1
     max_nodes: int = 1
@@ -194,7 +194,7 @@ class TorchsConfig:
 
 
 def test_torchs_config_is_one_here() -> None:
-    """Its default timeout is no setting of the user's; a field of a newer torch may have its default only."""
+    """Its default timeout is no setting of the user's; a field of a newer torch must have its default."""
     found = LaunchConfig.from_torch(TorchsConfig()).plan(["train"])
     assert (found.conf, found.notices, found.job["log_dir"]) == ({"join_timeout": "7"}, (), Path("elsewhere"))
     with pytest.raises(ValueError, match="config: future is not supported; leave it out"):
@@ -205,7 +205,7 @@ def test_torchs_config_is_one_here() -> None:
 
 
 def test_what_has_no_meaning_is_said() -> None:
-    """As a notice that the agent logs, and in the names of the fields."""
+    """The agent logs a notice, with the names of the fields."""
     notices = plan(metrics_cfg={"a": "b"}, rdzv_configs={"timeout": 900}).notices
     assert [notice.split(" has no meaning")[0] for notice in notices] == [
         "rdzv_configs: timeout",
@@ -255,7 +255,7 @@ def test_what_has_no_meaning_is_said() -> None:
     ],
 )
 def test_mistakes_are_told_in_one_line(fields: dict[str, Any], expected: str) -> None:
-    """Before anything is started, with the field's name rather than a flag's."""
+    """The error comes before anything is started, with the field's name rather than a flag's."""
     with pytest.raises(ValueError, match=expected) as caught:
         plan(**fields)
     assert "\n" not in str(caught.value)

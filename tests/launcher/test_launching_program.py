@@ -47,7 +47,7 @@ def wait_for_workers(program: subprocess.Popen[str], folder: Path) -> None:
 
 
 def ran(mode: str, folder: Path, method: str) -> str:
-    """Runs it to its end; what it has printed."""
+    """Run the program to its end; return its output."""
     with start(mode, folder, method) as program:
         out, err = program.communicate(timeout=PATIENCE * 3)
     assert program.returncode == 0, err
@@ -57,35 +57,35 @@ def ran(mode: str, folder: Path, method: str) -> str:
 
 @pytest.fixture
 def marker() -> Iterator[str]:
-    """In the environment of everything that a test starts; whoever has it at the end is killed."""
+    """A variable in the environment of all processes of a test; those left at the end are killed."""
     with fresh_marker() as marker:
         yield marker
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_functions_and_classes_of_the_main_module_work(tmp_path: Path, method: str) -> None:
-    """Twice in one program, which never loads gRPC itself."""
+    """It works twice in one program, which never loads gRPC itself."""
     lines = ran("results", tmp_path, method).splitlines()
     name = "__main__" if method == "fork" else "__mp_main__"
     assert [line for line in lines if line != f"{name} prints"] == ["{0: 7, 1: 8}", "False"]
     logs = sorted((tmp_path / "logs").glob("*/attempt_0/*/stdout.log"))
-    assert len(logs) == 4 or not logs  # what the console shows has no file
+    assert len(logs) == 4 or not logs  # output shown on the console is in no file
 
 
 def test_a_fork_calls_what_nobody_could_pickle(tmp_path: Path) -> None:
-    """A closure with all it holds; what the workers change stays theirs."""
+    """A closure works with its variables; changes by the workers are not seen by the program."""
     assert ran("closure", tmp_path, "fork") == "not to be printed twice {0: 1, 1: 1}\n[]\n"
 
 
 @pytest.mark.slow
 def test_forking_beside_threads_is_warned_of(tmp_path: Path) -> None:
-    """Once, and where the program calls."""
+    """There is one warning, at the line of the call."""
     assert ran("threads", tmp_path, "fork").splitlines()[-1] == "[('RuntimeWarning', 'launching.py')]"
 
 
 @pytest.mark.slow
 def test_a_main_module_without_a_guard_is_told_so(tmp_path: Path) -> None:
-    """A worker that imports it does not launch in its turn."""
+    """A worker that imports it does not launch again."""
     with start("unguarded", tmp_path, "spawn") as program:
         _, err = program.communicate(timeout=PATIENCE * 3)
     assert program.returncode == 1
@@ -94,7 +94,7 @@ def test_a_main_module_without_a_guard_is_told_so(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_program_from_standard_input_launches_what_it_imports(tmp_path: Path) -> None:
-    """There is no file of it that workers could import; what is defined there is refused where it can't work."""
+    """Workers can't import it, as it is no file; its own functions are refused where they can't work."""
     program = (
         "import sys\n"
         "from launcher import calls\n"
@@ -127,7 +127,7 @@ def test_a_program_from_standard_input_launches_what_it_imports(tmp_path: Path) 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_ctrl_c_stops_the_workers_and_is_raised(tmp_path: Path, method: str, marker: str) -> None:
-    """The workers get SIGINT, the program KeyboardInterrupt, and its handlers are back."""
+    """The workers get SIGINT, the program KeyboardInterrupt, and its handlers are restored."""
     with start("linger", tmp_path, method, MARKER=marker) as program:
         wait_for_workers(program, tmp_path)
         program.send_signal(signal.SIGINT)
@@ -140,7 +140,7 @@ def test_ctrl_c_stops_the_workers_and_is_raised(tmp_path: Path, method: str, mar
 
 @pytest.mark.slow
 def test_a_signal_without_a_handler_ends_the_program_in_good_order(tmp_path: Path, marker: str) -> None:
-    """The workers get SIGTERM; what the program has to clear up it clears up."""
+    """The workers get SIGTERM; the program can clean up."""
     with start("linger", tmp_path, "spawn", MARKER=marker) as program:
         wait_for_workers(program, tmp_path)
         program.send_signal(signal.SIGTERM)
@@ -152,7 +152,7 @@ def test_a_signal_without_a_handler_ends_the_program_in_good_order(tmp_path: Pat
 
 
 def test_a_signal_that_the_program_handles_is_handled_once_the_workers_are_gone(tmp_path: Path) -> None:
-    """And the launch has failed, for the program to go on."""
+    """The launch has then failed, and the program goes on."""
     with start("handled", tmp_path, "spawn") as program:
         wait_for_workers(program, tmp_path)
         program.send_signal(signal.SIGTERM)
@@ -163,7 +163,7 @@ def test_a_signal_that_the_program_handles_is_handled_once_the_workers_are_gone(
 
 @pytest.mark.parametrize("method", METHODS)
 def test_users_signals_go_to_the_workers(tmp_path: Path, method: str) -> None:
-    """A scheduler warns the program that it has started; to stop is for the workers to decide."""
+    """A scheduler warns the program that it started; the workers decide if they stop."""
     with start("linger", tmp_path, method) as program:
         wait_for_workers(program, tmp_path)
         program.send_signal(signal.SIGUSR1)
@@ -178,7 +178,7 @@ def test_users_signals_go_to_the_workers(tmp_path: Path, method: str) -> None:
 def test_an_agent_that_is_killed_is_an_error_and_leaves_nothing(
     tmp_path: Path, method: str, marker: str
 ) -> None:
-    """The launching program is told how its agent ended, once workers and temporary folders are gone."""
+    """The error has the exit of the agent; it is raised once workers and temporary folders are gone."""
     with start("linger", tmp_path, method, MARKER=marker) as program:
         wait_for_workers(program, tmp_path)
         (agent,) = [process.pid for process in descendants(program.pid) if process.parent == program.pid]
@@ -191,11 +191,11 @@ def test_an_agent_that_is_killed_is_an_error_and_leaves_nothing(
 
 @pytest.mark.parametrize("method", METHODS)
 def test_nothing_outlives_the_program(tmp_path: Path, method: str, marker: str) -> None:
-    """SIGKILL of the program that has launched ends agent, workers and daemons, and removes temporary folders."""
+    """SIGKILL of the launching program ends agent, workers and daemons, and removes temporary folders."""
     with start("tree", tmp_path, method, MARKER=marker) as program:
         wait_until(lambda: all_there(tmp_path, 2), "all parts of the stubborn workers")
         program.kill()
         program.communicate(timeout=PATIENCE)
         wait_until(lambda: gone(marker), "the end of everything")
-    # The folder of the call may have come into being only now, and be the program's own.
+    # The folder of the call may have been created only now, and belong to the program.
     assert [path.name for path in (tmp_path / "tmp").iterdir()] == []

@@ -1,4 +1,4 @@
-"""Agents that serve their job's rendezvous over an etcd: each finds the run, wherever it is, and none can't be lost."""
+"""Agents that serve their job's rendezvous over an etcd: each finds the run at any address, and each may be lost."""
 
 from __future__ import annotations
 
@@ -49,20 +49,20 @@ PLAINTEXT = Plaintext()
 
 @pytest.fixture
 def place(etcd: EtcdCluster, tmp_path: Path) -> EtcdAddress:
-    """A place of this test alone."""
+    """A prefix for this test alone."""
     return parse_address(f"{etcd.url}/{tmp_path.name}", {})
 
 
 @asynccontextmanager
 async def agent(place: EtcdAddress, security: ClientSecurity = PLAINTEXT) -> AsyncIterator[OwnReplica]:
-    """What one agent does."""
+    """Run the rendezvous of one agent."""
     host = "localhost" if isinstance(security, ClientTLS) else "127.0.0.1"
     async with replicated_rendezvous(place, RUN, host, security, PATIENCE, access=AccessFiles()) as replica:
         yield replica
 
 
 async def owner(place: EtcdAddress) -> str | None:
-    """Where the run is served, as etcd has it."""
+    """Return the address of the run's owner in etcd."""
     async with EtcdClient(place) as client:
         for pair in (await client.get(f"{place.prefix}/owners/0000".encode())).pairs:
             return Owner.decode(pair.value).address
@@ -70,7 +70,7 @@ async def owner(place: EtcdAddress) -> str | None:
 
 
 async def pointed(replica: OwnReplica) -> str:
-    """Where an agent's own endpoint says that the run is."""
+    """Return the address to which an agent's own endpoint redirects."""
     async with grpc.aio.insecure_channel(replica.peer.endpoint) as channel:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await pb_grpc.RendezvousServiceStub(channel).GetRun(
@@ -82,18 +82,18 @@ async def pointed(replica: OwnReplica) -> str:
 
 
 class Member:
-    """A node of the run, as its agent would be."""
+    """A node of the run, as seen from its agent."""
 
     def __init__(self, reading: asyncio.Task[pb.RunEnd]) -> None:
-        """`reading`: hears of the run's end."""
+        """`reading`: returns the run's end."""
         self.reading = reading
 
     async def ends(self) -> pb.RunEnd:
-        """How it hears that the run has ended."""
+        """Return the end of the run that the service reports."""
         return await asyncio.wait_for(self.reading, PATIENCE)
 
     async def sent_to(self) -> str:
-        """Where it is told to go on, when the run goes elsewhere."""
+        """Return the address to which the node is redirected when the owner changes."""
         error = await refusal(asyncio.wait_for(self.reading, PATIENCE))
         assert error.reason == "NOT_OWNER"
         return error.metadata["owner_address"]
@@ -102,7 +102,7 @@ class Member:
 async def join(
     stub: pb_grpc.RendezvousServiceAsyncStub, node_id: str, settings: pb.RunSettings
 ) -> tuple[Any, pb.JoinResponse]:
-    """Join the run, as soon as its owner serves it: the stream, and its first message."""
+    """Join the run, as soon as its owner serves it; return the stream, and its first message."""
     async with asyncio.timeout(PATIENCE):
         while True:
             call: Any = stub.Join()
@@ -112,7 +112,7 @@ async def join(
                 assert isinstance(first, pb.JoinResponse), "the stream ended without a word"
                 return call, first
             except grpc.aio.AioRpcError as error:
-                # gRPC's own, INTERNAL, if the stream ended while this was written.
+                # gRPC itself raises INTERNAL if the stream ended during this write.
                 if error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL):
                     raise
                 await asyncio.sleep(0.05)
@@ -122,7 +122,7 @@ async def join(
 async def member(
     endpoint: str, security: ClientSecurity = PLAINTEXT, node_id: str = "a"
 ) -> AsyncIterator[Member]:
-    """Join the run where it is served."""
+    """Join the run at its owner."""
     settings = pb.RunSettings(min_nodes=1, max_nodes=2 * NODES)
     async with open_channel(endpoint, security) as channel:
         call, first = await join(pb_grpc.RendezvousServiceStub(channel), node_id, settings)
@@ -146,14 +146,14 @@ async def member(
 
 
 async def close(endpoint: str) -> None:
-    """End the run, as its nodes do when all is done."""
+    """End the run, as its nodes do at their success."""
     async with open_channel(endpoint, PLAINTEXT) as channel:
         request = pb.CloseRunRequest(run_id=RUN, reason="all done")
         await pb_grpc.RendezvousServiceStub(channel).CloseRun(request, timeout=PATIENCE)
 
 
 async def run_at(endpoint: str) -> pb.Run:
-    """The run, where it is served."""
+    """Return the run from its owner."""
     async with open_channel(endpoint, PLAINTEXT) as channel:
         request = pb.GetRunRequest(run_id=RUN)
         return (await pb_grpc.RendezvousServiceStub(channel).GetRun(request, timeout=PATIENCE)).run
@@ -171,14 +171,14 @@ async def seated(place: EtcdAddress, count: int) -> None:
 
 
 async def becomes(replica: OwnReplica, owner: str | None) -> None:
-    """Wait until an agent's own endpoint says that the run is there."""
+    """Wait until an agent's own endpoint redirects to this owner."""
     async with asyncio.timeout(PATIENCE):
         while await pointed(replica) != owner:  # noqa: ASYNC110 (asked as a client asks)
             await asyncio.sleep(0.01)
 
 
 async def test_every_agent_knows_the_way(place: EtcdAddress) -> None:
-    """By an endpoint of its own that never changes; whoever has no seat too."""
+    """Its own endpoint never changes and redirects to the owner, also at an agent without a seat."""
     async with AsyncExitStack() as stack:
         agents = [await stack.enter_async_context(agent(place)) for _ in range(5)]
         served_at = await owner(place)
@@ -186,7 +186,7 @@ async def test_every_agent_knows_the_way(place: EtcdAddress) -> None:
 
 
 async def test_a_run_outlives_whoever_serves_it(place: EtcdAddress) -> None:
-    """The one that leaves hands it over first: its nodes are told where to go on, and every agent knows the way."""
+    """A leaving owner hands it over first: its nodes are redirected, and every agent finds the new owner."""
     async with agent(place) as first, AsyncExitStack() as stack:
         before = await owner(place) or ""
         other = await stack.enter_async_context(agent(place))
@@ -201,7 +201,7 @@ async def test_a_run_outlives_whoever_serves_it(place: EtcdAddress) -> None:
 
 
 async def test_both_servers_of_an_agent_announce_redirects(place: EtcdAddress) -> None:
-    """The one that serves the run has the name that the other replicas see."""
+    """The server of the run has the name that the other replicas see."""
     async with agent(place) as replica:
         served_at = await owner(place) or ""
         here, there = await info_at(replica.peer.endpoint), await info_at(served_at, PLAINTEXT)
@@ -213,7 +213,7 @@ async def test_both_servers_of_an_agent_announce_redirects(place: EtcdAddress) -
 
 
 async def test_the_last_one_stays_until_all_have_heard_the_end(place: EtcdAddress) -> None:
-    """Nobody else could tell them."""
+    """No other process could send it."""
     async with agent(place) as last, AsyncExitStack() as stack:
         served_at = await owner(place) or ""
         nodes = [await stack.enter_async_context(member(served_at, node_id=f"node{n}")) for n in range(NODES)]
@@ -226,7 +226,7 @@ async def test_the_last_one_stays_until_all_have_heard_the_end(place: EtcdAddres
 async def test_the_end_of_a_finished_run_waits_for_no_successor(
     place: EtcdAddress, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not even if another replica is registered, such as one that hangs. And no warning tells of it."""
+    """That holds even if another replica is registered, such as one that hangs. No warning is logged."""
     monkeypatch.setattr(hosting, "_SUCCESSOR_WITHIN", 3600.0)
     hanging = ReplicaRegistration("127.0.0.1:1", "of a process that hangs", 0.0, SEAT_TTL)
     async with agent(place) as last, EtcdClient(place) as client:
@@ -240,7 +240,7 @@ async def test_the_end_of_a_finished_run_waits_for_no_successor(
 
 
 async def test_whoever_still_listens_has_time_to_hear_the_end(place: EtcdAddress) -> None:
-    """A call that is open when the run is over is waited for, before the replica goes."""
+    """The replica waits for a call that is open when the run is over, before it ends."""
     async with agent(place) as last:
         served_at = await owner(place) or ""
         async with member(served_at) as node, open_channel(served_at, PLAINTEXT) as channel:
@@ -258,7 +258,7 @@ async def test_whoever_still_listens_has_time_to_hear_the_end(place: EtcdAddress
 
 
 async def test_a_run_that_somebody_deletes_is_served_anew(place: EtcdAddress) -> None:
-    """At once, and with a lease of its own: the old one would end some day with all that was written on it since."""
+    """It is served at once, with a new lease: the old one would expire some day with all keys written since."""
     key = f"{place.prefix}/run".encode()
     async with agent(place) as replica, EtcdClient(place) as client:
         (before,) = (await client.get(key)).pairs
@@ -278,7 +278,7 @@ async def test_a_run_that_somebody_deletes_is_served_anew(place: EtcdAddress) ->
 
 
 async def test_what_is_over_stays_over(place: EtcdAddress) -> None:
-    """An agent that comes when all others are gone serves what they left, and hears how the run ended."""
+    """An agent that joins when all others are gone serves their run, and receives its end."""
     async with agent(place) as first:
         served_at = await owner(place) or ""
         async with member(served_at) as node:
@@ -303,7 +303,7 @@ class Node:
         self._call, self._first = await join(self._stub, "n", settings)
 
     async def phase(self, phase: pb.Phase.ValueType) -> pb.NodeUpdate:
-        """The first update that is of a phase."""
+        """Return the first update of a phase."""
         while True:
             response, self._first = self._first or await self._call.read(), None
             assert isinstance(response, pb.JoinResponse)
@@ -313,7 +313,7 @@ class Node:
                 return response.update
 
     async def running(self) -> pb.NodeUpdate:
-        """Have the next round run."""
+        """Start the next round."""
         frozen = await self.phase(pb.PHASE_FROZEN)
         confirm = pb.ConfirmRound(round=frozen.assignment.round, master_port=1)
         await self._call.write(pb.JoinRequest(confirm=confirm))
@@ -328,11 +328,11 @@ class Node:
 async def test_no_number_goes_back_when_the_lease_of_a_run_ends_under_it(
     place: EtcdAddress, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All agents were cut off from etcd for longer than it lives, and then come back: to a run that goes on.
+    """All agents were disconnected from etcd for longer than the lease lives, and then reconnect: the run goes on.
 
-    Rounds, fencing tokens, leases and revisions go on from where they were, and so does what was used of the budget.
+    Rounds, fencing tokens, leases and revisions go on from their last values, and so does the used budget.
     """
-    # Long enough to be kept alive on a machine that stalls.
+    # The TTL is long enough to be kept alive on a machine that stalls.
     monkeypatch.setattr(replicated, "run_lease", partial(run_lease, ttl=15))
     run, shards, end = (f"{place.prefix}{text}".encode() for text in ("/run", "/shards/", "/shards0"))
     async with agent(place) as cut_off, EtcdClient(place) as client:
@@ -369,7 +369,7 @@ async def test_no_number_goes_back_when_the_lease_of_a_run_ends_under_it(
 
 
 async def test_with_tls_whoever_has_no_certificate_is_kept_out(place: EtcdAddress, tmp_path: Path) -> None:
-    """From what an agent serves to others; its own way there is a socket of this user."""
+    """The client is refused at the server for others; the agent's own access is a socket of this user."""
     if shutil.which("openssl") is None:
         pytest.skip("needs the openssl command (apt install openssl)")
     files = make_certificates(tmp_path, "ours")
@@ -384,7 +384,7 @@ async def test_with_tls_whoever_has_no_certificate_is_kept_out(place: EtcdAddres
 
 
 async def test_without_a_setting_the_agents_share_a_secret_by_etcd(place: EtcdAddress) -> None:
-    """Who can't read the run's keys there can't call its services, whichever agent serves."""
+    """A client that can't read the run's keys there can't call its services, on any agent."""
     async with agent(place, None) as one, agent(place, None) as two:
         secret = one.peer.security
         assert isinstance(secret, RunSecret)
@@ -399,7 +399,7 @@ async def test_without_a_setting_the_agents_share_a_secret_by_etcd(place: EtcdAd
 
 
 async def assert_refused(endpoint: str, security: ClientSecurity) -> None:
-    """Fail if a client gets an answer there."""
+    """Fail if a client gets a reply there."""
     async with open_channel(endpoint, security) as channel:
         stub = pb_grpc.RendezvousServiceStub(channel)
         assert (
@@ -408,14 +408,14 @@ async def assert_refused(endpoint: str, security: ClientSecurity) -> None:
 
 
 async def test_serving_with_tls_needs_a_certificate(place: EtcdAddress) -> None:
-    """An authority alone is what a client has."""
+    """A CA alone is enough only for a client."""
     with pytest.raises(SettingError, match="give --tls-cert and --tls-key beside --tls-ca"):
         async with agent(place, ClientTLS()):
             pass
 
 
 async def test_an_etcd_that_is_not_there_is_told() -> None:
-    """It is asked again for a while: it may be just starting."""
+    """The agent retries for a while: etcd may be starting."""
     address = parse_address(f"etcd://127.0.0.1:{free_port()}/x?request-timeout=0.2", {})
     with pytest.raises(SettingError, match=r"no etcd answers at 127\.0\.0\.1:.*retried for 0.3 s"):
         async with replicated_rendezvous(address, RUN, "127.0.0.1", None, 0.3, access=AccessFiles()):
@@ -423,7 +423,7 @@ async def test_an_etcd_that_is_not_there_is_told() -> None:
 
 
 async def test_what_can_not_be_served_ends_the_launch(place: EtcdAddress) -> None:
-    """With its one line, at once: here somebody else's key is in the place of the run, and nobody serves it."""
+    """The error is one line, at once: here another program's key is at the key of the run, which has no owner."""
     async with EtcdClient(place) as client:
         await client.transact(Txn([], [Put(f"{place.prefix}/run".encode(), b"another program's")]))
     async with asyncio.timeout(PATIENCE / 2):
@@ -433,10 +433,10 @@ async def test_what_can_not_be_served_ends_the_launch(place: EtcdAddress) -> Non
 
 
 class Trying(OwnReplica):
-    """An agent that has a seat whenever it wants one, and whose attempts at serving end as a test says."""
+    """An agent that always gets a seat, and whose attempts at serving are scripted."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, ends: list[tuple[float, Exception]]) -> None:
-        """`ends`: for how long each attempt holds, and what ends it; the last is that of all further ones."""
+        """`ends`: duration and error of each attempt; the last repeats."""
         self.slept: list[float] = []
         self.now = 0.0
         self._ends = ends
@@ -447,7 +447,7 @@ class Trying(OwnReplica):
         super().__init__(address, RUN, "127.0.0.1", None, Peer("127.0.0.1:1"), access=AccessFiles())
 
     async def attempts(self, count: int) -> list[float]:
-        """The pauses between so many of them."""
+        """Return the pauses between so many attempts."""
         self._refused.cancel()  # the launch has begun
         self.begin(EtcdClient(self._etcd))
         assert self._renewals is not None
@@ -473,7 +473,7 @@ class Trying(OwnReplica):
 async def test_what_lasts_is_tried_ever_more_seldom_and_told_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """To have a seat is no success: each attempt costs etcd a lease."""
+    """Getting a seat is no success: each attempt costs etcd a lease."""
     replica = Trying(monkeypatch, [(0.1, SettingError("no"))])
     assert await replica.attempts(10) == [0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0]
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
@@ -482,7 +482,7 @@ async def test_what_lasts_is_tried_ever_more_seldom_and_told_once(
 async def test_what_ends_a_good_while_of_serving_is_told_and_tried_again_at_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Even if it is what had happened before: it is another outage."""
+    """It may be the same error as before: it is another outage."""
     error = SettingError("no")
     replica = Trying(monkeypatch, [(0.0, error), (0.0, error), (SEAT_TTL + 1, error), (0.0, error)])
     assert await replica.attempts(5) == [0.05, 0.1, 0.05, 0.1]
@@ -492,7 +492,7 @@ async def test_what_ends_a_good_while_of_serving_is_told_and_tried_again_at_once
 async def test_a_mistake_of_ours_is_told_and_does_not_end_the_attempts(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Once, with its traceback; otherwise nobody would serve when the others are gone, and nobody would know why."""
+    """It is logged once, with its traceback; otherwise no agent would serve when the others are gone, unexplained."""
     replica = Trying(monkeypatch, [(0.0, RuntimeError())])
     assert len(await replica.attempts(5)) == 4
     (record,) = caplog.records

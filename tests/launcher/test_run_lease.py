@@ -1,4 +1,4 @@
-"""What a run has in etcd dies with one lease, which whoever serves the run finds and keeps alive."""
+"""All keys of a run in etcd expire with one lease, which every server of the run finds and keeps alive."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from support.waiting import PATIENCE
 
 @pytest.fixture
 def address(etcd: EtcdCluster, tmp_path: Path) -> EtcdAddress:
-    """A place of this test alone."""
+    """A prefix for this test alone."""
     return parse_address(f"{etcd.url}/{tmp_path.name}?{PATIENT}", {})
 
 
@@ -41,7 +41,7 @@ async def client(address: EtcdAddress) -> AsyncIterator[EtcdClient]:
 
 
 def test_only_puts_without_a_lease_get_the_runs() -> None:
-    """An owner key, say, has to die with its owner."""
+    """For example, an owner key must expire with its owner."""
     txn = Txn([], [Put(b"a", b"1"), Put(b"b", b"2", 7), Delete(b"c")], [Put(b"d", b"4"), Get(b"e")])
     assert on_lease(txn, 5) == Txn(
         [], [Put(b"a", b"1", 5), Put(b"b", b"2", 7), Delete(b"c")], [Put(b"d", b"4", 5), Get(b"e")]
@@ -53,7 +53,7 @@ def test_only_puts_without_a_lease_get_the_runs() -> None:
 
 
 async def test_all_who_serve_a_run_find_one_lease(client: EtcdClient) -> None:
-    """However many come at once."""
+    """Any number of them may begin at once."""
     found = await asyncio.gather(*(run_lease(client, "job") for _ in range(8)))
     assert len(set(found)) == 1
     assert await run_lease(client, "job") == found[0]
@@ -62,7 +62,7 @@ async def test_all_who_serve_a_run_find_one_lease(client: EtcdClient) -> None:
 async def test_the_end_of_the_lease_is_the_end_of_all_there_is(
     client: EtcdClient, address: EtcdAddress
 ) -> None:
-    """Then the run is a new one, with a lease of its own."""
+    """Then the run is a new one, with a new lease."""
     lease = await run_lease(client, "job")
     async with LeasedClient(address, lease, pace=Pace()) as leased:
         await leased.transact(Txn([], [Put(f"{address.prefix}/x".encode(), b"1")]))
@@ -75,7 +75,7 @@ async def test_the_end_of_the_lease_is_the_end_of_all_there_is(
 async def test_a_high_water_mark_outlives_the_run_on_one_lease_of_its_own(
     client: EtcdClient, address: EtcdAddress
 ) -> None:
-    """A bounded one: whoever serves the run next finds it by the mark, and prolongs it."""
+    """The lease is bounded: the next server of the run finds it by the mark, and prolongs it."""
     mark = Keys(address.prefix).space(0) + HIGH_WATER + b"job"
     leases = set()
     for _ in range(2):
@@ -94,7 +94,7 @@ async def test_a_high_water_mark_outlives_the_run_on_one_lease_of_its_own(
 async def test_a_high_water_mark_whose_lease_was_ended_gets_another(
     client: EtcdClient, address: EtcdAddress
 ) -> None:
-    """By an operator, say. The write fails that finds out; the next owner's does not."""
+    """An operator may do so. The write that detects it fails; the next owner's write succeeds."""
     mark = Keys(address.prefix).space(0) + HIGH_WATER + b"job"
     async with LeasedClient(address, await run_lease(client, "job"), pace=Pace()) as leased:
         await leased.transact(Txn([], [Put(mark, b"5")]))
@@ -106,13 +106,13 @@ async def test_a_high_water_mark_whose_lease_was_ended_gets_another(
 
 
 async def there(client: EtcdClient) -> list[bytes]:
-    """All keys of the run."""
+    """Return all keys of the run."""
     prefix = client.address.prefix
     return [pair.key for pair in (await client.get(f"{prefix}/".encode(), f"{prefix}0".encode())).pairs]
 
 
 async def test_a_lease_is_kept_alive_until_it_ends(client: EtcdClient) -> None:
-    """It is renewed long before that; who serves the run is told when it is gone."""
+    """It is renewed long before it expires; the server of the run is notified when it is gone."""
     slept: asyncio.Queue[float] = asyncio.Queue()
     go_on = asyncio.Event()
 
@@ -133,7 +133,7 @@ async def test_a_lease_is_kept_alive_until_it_ends(client: EtcdClient) -> None:
 async def test_who_serves_a_run_that_is_forgotten_hears_of_it_at_once(
     client: EtcdClient, revoked: bool
 ) -> None:
-    """Not at the next renewal: until then it would write with a lease that is gone, or that nobody will keep alive."""
+    """It is not at the next renewal: until then it would write with a lease that is gone, or that is never renewed."""
     lease = await run_lease(client, "job")
     hearing = asyncio.create_task(forgotten(client, lease, Pace()))
     key = f"{client.address.prefix}/run".encode()

@@ -1,4 +1,4 @@
-"""So many of a job's agents serve its rendezvous at a time, and a seat that falls free is taken at once."""
+"""A fixed number of a job's agents serve its rendezvous at a time, and a free seat is taken at once."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from support.waiting import PATIENCE
 
 @pytest.fixture
 async def client(etcd: EtcdCluster, tmp_path: Path) -> AsyncIterator[EtcdClient]:
-    """A client at a place of this test alone."""
+    """A client at a prefix for this test alone."""
     async with EtcdClient(parse_address(f"{etcd.url}/{tmp_path.name}?{PATIENT}", {})) as client:
         yield client
 
 
 class Sitters:
-    """Agents, each with a seat or waiting for one until told to leave."""
+    """Agents that hold or await a seat until they leave."""
 
     def __init__(self, client: EtcdClient) -> None:
         self._client = client
@@ -34,7 +34,7 @@ class Sitters:
         self.changed = asyncio.Condition()
 
     def come(self, *names: str) -> None:
-        """Begin to want a seat."""
+        """Add agents that wait for a seat each."""
         for name in names:
             self.tasks[name] = asyncio.create_task(self._sit(name))
 
@@ -49,19 +49,19 @@ class Sitters:
                 del self.sitting[name]
 
     async def until(self, count: int) -> None:
-        """Wait until so many sit."""
+        """Wait until so many have a seat."""
         async with asyncio.timeout(PATIENCE), self.changed:
             await self.changed.wait_for(lambda: len(self.sitting) >= count)
 
     async def leave(self, name: str) -> None:
-        """Get up, or wait no longer."""
+        """Release the seat, or stop waiting."""
         self.tasks[name].cancel()
         await asyncio.wait({self.tasks.pop(name)})
 
 
 @pytest.fixture
 async def sitters(client: EtcdClient) -> AsyncIterator[Sitters]:
-    """Nobody yet; all gone at the end."""
+    """No agents yet; all leave at the end."""
     async with AsyncExitStack() as stack:
         sitters = Sitters(client)
         stack.push_async_callback(_all_leave, sitters)
@@ -74,14 +74,14 @@ async def _all_leave(sitters: Sitters) -> None:
 
 
 async def taken(client: EtcdClient) -> set[str]:
-    """Who has a seat, as etcd has it."""
+    """Return the agents with a seat in etcd."""
     prefix = client.address.prefix
     found = await client.get(f"{prefix}/seats/".encode(), f"{prefix}/seats0".encode())
     return {pair.value.decode() for pair in found.pairs}
 
 
 async def test_there_are_never_more_than_the_seats(client: EtcdClient, sitters: Sitters) -> None:
-    """Whoever else comes waits."""
+    """Other agents wait."""
     names = [f"agent{number}" for number in range(3 * SEATS)]
     sitters.come(*names)
     await sitters.until(SEATS)
@@ -92,7 +92,7 @@ async def test_there_are_never_more_than_the_seats(client: EtcdClient, sitters: 
 
 
 async def test_a_seat_that_falls_free_is_taken(client: EtcdClient, sitters: Sitters) -> None:
-    """By one of those who wait, as soon as its holder leaves."""
+    """A waiting agent takes it, as soon as its holder leaves."""
     first = [f"agent{number}" for number in range(SEATS)]
     sitters.come(*first)
     await sitters.until(SEATS)
@@ -106,7 +106,7 @@ async def test_a_seat_that_falls_free_is_taken(client: EtcdClient, sitters: Sitt
 
 
 async def test_whoever_has_lost_the_lease_has_lost_the_seat(client: EtcdClient, sitters: Sitters) -> None:
-    """It is told, so that it serves no more."""
+    """The agent is notified, so that it stops serving."""
     sitters.come("agent")
     await sitters.until(1)
     await client.revoke(sitters.sitting["agent"].lease)

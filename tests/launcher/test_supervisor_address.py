@@ -24,7 +24,7 @@ WAIT = ("sh", "-c", "touch $1; exec sleep 600", "worker")
 
 
 def plan(folder: Path, address: str, security: ClientSecurity) -> LaunchPlan:
-    """A job whose worker touches a file and stays."""
+    """Return a job whose worker touches a file and stays."""
     return LaunchPlan(
         command=(*WAIT, str(folder / "started")),
         environment={"PATH": "/usr/bin:/bin"},
@@ -37,7 +37,7 @@ def plan(folder: Path, address: str, security: ClientSecurity) -> LaunchPlan:
 
 
 async def test_others_need_a_certificate_of_the_same_authority(tmp_path: Path) -> None:
-    """Who shows one can look and steer; who shows none can't."""
+    """A client with one can read and control; a client without one can't."""
     if shutil.which("openssl") is None:
         pytest.skip("needs the openssl command (apt install openssl)")
     files = make_certificates(tmp_path / "tls", "ours")
@@ -70,6 +70,6 @@ async def test_others_need_a_certificate_of_the_same_authority(tmp_path: Path) -
 async def test_nobody_is_served_who_can_not_be_known(
     tmp_path: Path, security: ClientSecurity, complaint: str
 ) -> None:
-    """Whoever reaches it can kill the job."""
+    """Any client of the address can kill the job."""
     with pytest.raises(SettingError, match=complaint):
         await launch(plan(tmp_path, "0.0.0.0:0", security), Spawner.start())

@@ -1,4 +1,4 @@
-"""Each key of torch's --rdzv-conf has its meaning here, or a line that says that it has none."""
+"""Each key of torch's --rdzv-conf has its meaning here, or a line reports that it has none."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from rallypoint.rpc.endpoint import SettingError
 @pytest.mark.parametrize("key", ["heartbeat_timeout", "use_libuv", "rank", "cas_backoff_max_seconds"])
 @pytest.mark.parametrize("backend", ["rallypoint", "c10d"])
 def test_what_has_no_meaning_here_is_told(backend: str, key: str) -> None:
-    """And gone, so that our own service is not asked for it."""
+    """It is removed, so that our own service does not get it."""
     conf, notices = split_conf({key: "5", "join_timeout": "60"}, backend)
     assert conf == TorchConf({"join_timeout": "60"})
     assert [notice.startswith(f"--rdzv-conf: {key} has no meaning here: ") for notice in notices] == [True]
 
 
 def test_static_waits_as_long_as_torchs() -> None:
-    """For its service as for the other nodes; what is said of one of them alone holds for that one."""
+    """The timeout holds for the service and for the other nodes; a value for one of them holds for that one alone."""
     assert split_conf({}, "static")[0].settings == {"read_timeout": "900", "join_timeout": "900"}
     conf, notices = split_conf({"timeout": "60", "join_timeout": "5"}, "static")
     assert conf.settings == {"read_timeout": "60", "join_timeout": "5"}
@@ -29,7 +29,7 @@ def test_static_waits_as_long_as_torchs() -> None:
     ("backend", "key"), [("c10d", "timeout"), ("rallypoint", "timeout"), ("rallypoint", "is_host")]
 )
 def test_a_key_of_another_backend_is_told(backend: str, key: str) -> None:
-    """With whose it is, or what to say instead."""
+    """The notice names its backend, or the key to use instead."""
     conf, notices = split_conf({key: "1"}, backend)
     assert conf.is_host is None
     assert key not in conf.settings
@@ -40,7 +40,7 @@ def test_a_key_of_another_backend_is_told(backend: str, key: str) -> None:
     ("text", "host"), [("1", True), ("True", True), ("y", True), ("0", False), ("no", False)]
 )
 def test_whether_this_host_serves_can_be_said(text: str, host: bool) -> None:
-    """In all the words that torch takes."""
+    """All words that torch accepts are accepted."""
     for backend in ("c10d", "static"):
         conf, notices = split_conf({"is_host": text}, backend)
         assert (conf.is_host, notices) == (host, ())

@@ -1,4 +1,4 @@
-"""A node whose name can rightly be only its own is refused where another one is at work under it."""
+"""A node whose name can only be its own is refused while another node of this name is active."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from support.waiting import PATIENCE
 
 
 def node(endpoint: str, node_id: str = "rank1") -> JobConfig:
-    """A node of the run."""
+    """Return a node of the run."""
     return replace(CONFIG, node_id=node_id, rendezvous=Peer(endpoint), connect_timeout=PATIENCE)
 
 
 async def test_the_second_of_two_is_refused() -> None:
-    """While the first is at work; who comes after it is gone takes its place, and other names are free."""
+    """The first must be active; a node that comes after its end takes its place, and other names are free."""
     async with embedded_rendezvous() as endpoint, open_channel(endpoint) as channel:
         stub = pb_grpc.RendezvousServiceStub(channel)
         await refuse_duplicate(node(endpoint))
@@ -45,5 +45,5 @@ async def test_the_second_of_two_is_refused() -> None:
 
 
 async def test_a_service_that_is_away_is_not_this_ones_business() -> None:
-    """Whoever joins says what is wrong with it."""
+    """The join that follows reports the error."""
     await refuse_duplicate(replace(node("127.0.0.1:1"), connect_timeout=0.2))

@@ -1,4 +1,4 @@
-"""A handshake that fails is told with what to change, in whatever words gRPC and its libraries have for it."""
+"""A failed handshake is reported with the setting to change, for each wording of gRPC and its libraries."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Start = Callable[..., Any]
 
 @pytest.fixture
 def advised(serve: Start, connect: Start) -> Callable[..., Any]:
-    """What is advised to a client that is not let in by a server."""
+    """Return the advice to a client that a server refuses."""
 
     async def ask(options: ServerOptions, security: ClientSecurity) -> str | None:
         channel = connect(await serve({}, options=options), security)
@@ -34,7 +34,7 @@ def advised(serve: Start, connect: Start) -> Callable[..., Any]:
 async def test_a_plaintext_client_learns_that_tls_is_wanted(
     advised: Callable[..., Any], certificates: Certificates
 ) -> None:
-    """And the other way round."""
+    """The reverse holds too."""
     secure = ServerOptions(tls_cert=certificates.server, tls_key=certificates.server_key)
     assert (await advised(secure, Plaintext()) or "").startswith("it may require TLS or a run secret")
     told = await advised(ServerOptions(insecure=True), ClientTLS(ca=certificates.ca))
@@ -42,7 +42,7 @@ async def test_a_plaintext_client_learns_that_tls_is_wanted(
 
 
 async def test_a_client_with_another_secret_learns_so(advised: Callable[..., Any]) -> None:
-    """Of the run, or of its user."""
+    """The secret is of the run, or of its user."""
     ours, theirs = RunSecret("a" * 32), RunSecret("b" * 32)
     told = "its run secret is another: give all hosts of the job the same"
     assert await advised(ServerOptions(run_secret=ours), theirs) == told
@@ -55,7 +55,7 @@ async def test_a_client_with_another_secret_learns_so(advised: Callable[..., Any
 async def test_a_client_of_another_authority_learns_so(
     advised: Callable[..., Any], certificates: Certificates, other_certificates: Certificates
 ) -> None:
-    """The server's certificate is not signed by what it trusts."""
+    """The server's certificate is not signed by a CA that the client trusts."""
     secure = ServerOptions(tls_cert=certificates.server, tls_key=certificates.server_key)
     told = await advised(secure, ClientTLS(ca=other_certificates.ca))
     assert told == "its certificate is not signed by an authority in --tls-ca"
@@ -84,6 +84,6 @@ async def test_a_client_whose_certificate_is_missing_or_wrong_learns_so(
     ],
 )
 def test_other_failures_are_told_apart(message: str, advice: str | None) -> None:
-    """Those that no server of the tests has, as gRPC tells of them."""
+    """They occur with no server of the tests; the messages are gRPC's."""
     told = tls_advice(message, ClientTLS())
     assert told is None if advice is None else told is not None and told.startswith(advice)

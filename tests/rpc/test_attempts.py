@@ -1,4 +1,4 @@
-"""A call is attempted for as long as it makes sense, and no longer than it may take."""
+"""A call is repeated as long as that can help, and no longer than its timeout."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rallypoint.rpc.replica_client import ReplicaClient
 
 
 class Timeline:
-    """Time passes while somebody sleeps."""
+    """A clock that advances by sleeping."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -33,7 +33,7 @@ def gone(retry_after: float | None = None) -> ServiceError:
 
 
 async def test_backing_off_grows_jittered_to_a_bound() -> None:
-    """Drawn from a range that doubles; what the service asks for comes on top."""
+    """It is drawn from a range that doubles; the delay that the service requests is added."""
     timeline = Timeline()
     attempts = timeline.attempts(3600.0)
     for _ in range(9):
@@ -44,7 +44,7 @@ async def test_backing_off_grows_jittered_to_a_bound() -> None:
 
 
 async def test_there_is_an_end_to_it() -> None:
-    """At the timeout, with what the service said last; a deadline that passed says nothing of it."""
+    """It ends at the timeout, with the service's last error; a deadline that passed is no such error."""
     timeline = Timeline()
     attempts = timeline.attempts(10.0)
     await attempts.failed(gone(retry_after=6.0))
@@ -78,7 +78,7 @@ async def test_there_is_an_end_to_it() -> None:
 async def test_what_another_attempt_may_mend(
     code: StatusCode, reason: str, retry_after: float | None, again: bool
 ) -> None:
-    """A broken connection, or what the service says will pass; a refusal of the service's is its last word."""
+    """It may after a broken connection, or an error that the service marks as temporary; any other refusal is final."""
     timeline = Timeline()
     error = ServiceError(code, reason, "a sentence", retry_after=retry_after)
     if again:

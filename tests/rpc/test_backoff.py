@@ -6,7 +6,7 @@ from rallypoint.rpc.backoff import Backoff
 
 
 def test_the_bound_doubles_up_to_the_longest() -> None:
-    """Drawn at its most, so that the bound is seen."""
+    """The largest value is drawn, so that the bound is seen."""
     backoff = Backoff(lambda: 1.0, first=0.5, longest=3.0)
     assert [backoff.next() for _ in range(5)] == [0.5, 1.0, 2.0, 3.0, 3.0]
 
@@ -19,7 +19,7 @@ def test_each_is_drawn_from_all_of_its_bound() -> None:
 
 
 def test_it_begins_with_the_shortest_after_a_success() -> None:
-    """What worked for a while and fails again is tried again soon."""
+    """A connection that worked for a while and fails again is retried soon."""
     backoff = Backoff(lambda: 1.0, first=0.5, longest=3.0)
     for _ in range(4):
         backoff.next()
@@ -28,6 +28,6 @@ def test_it_begins_with_the_shortest_after_a_success() -> None:
 
 
 def test_no_delay_is_beyond_the_longest() -> None:
-    """Also if the first is set to more."""
+    """The first may be set to more."""
     backoff = Backoff(lambda: 1.0, first=5.0, longest=3.0)
     assert [backoff.next(), backoff.next()] == [3.0, 3.0]

@@ -1,4 +1,4 @@
-"""A channel connects only where it was told to, finds a restarted server again, and says no to what is no endpoint."""
+"""A channel connects only to its endpoint, finds a restarted server again, and refuses an invalid endpoint."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ async def test_a_restarted_server_is_found_again(serve: Start, connect: Start) -
 
 
 async def test_a_goodbye_instead_of_a_welcome_ends_the_call() -> None:
-    """Rather than being tried again on that very connection for as long as it is open, with all the memory there is."""
+    """It is not retried on that very connection for as long as it is open, with unbounded memory."""
     settings, goodbye = "000000040000000000", "000008070000000000" + "00000000" + "0000000b"
 
     async def say_goodbye(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -1,4 +1,4 @@
-"""Seconds survive the wire to the nanosecond, and what is no duration is named."""
+"""Seconds survive the wire to the nanosecond, and an invalid duration is refused by name."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rallypoint.rpc.errors import ServiceError, invalid
 
 @given(st.floats(-1e6, 1e6))
 def test_there_and_back(seconds: float) -> None:
-    """Of either sign; seconds and nanos agree in it."""
+    """It may have either sign; seconds and nanos have the same."""
     duration = to_duration(seconds)
     assert duration.seconds * duration.nanos >= 0
     assert to_seconds(duration) == pytest.approx(seconds, abs=1e-9)
@@ -22,6 +22,6 @@ def test_there_and_back(seconds: float) -> None:
 
 @pytest.mark.parametrize(("seconds", "nanos"), [(1, -1), (-1, 1), (0, 10**9), (0, -(10**9)), (10**12, 0)])
 def test_what_is_no_duration_is_refused(seconds: int, nanos: int) -> None:
-    """By the definition of google.protobuf.Duration."""
+    """The definition is that of google.protobuf.Duration."""
     with pytest.raises(ServiceError, match="after: is not a valid duration"):
         checked_seconds(Duration(seconds=seconds, nanos=nanos), "after", invalid)

@@ -1,4 +1,4 @@
-"""Only real endpoints are taken, each refusal says what is wrong, and loopback is what other machines cannot reach."""
+"""Only valid endpoints are accepted, each refusal has its reason, and loopback is unreachable for other machines."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_what_is_no_endpoint_is_refused_in_one_line(text: str, complaint: str) -
     ],
 )
 def test_a_password_is_not_shown(text: str, shown: str) -> None:
-    """Nor by whoever refuses it as an endpoint."""
+    """An error about the endpoint doesn't show it either."""
     assert without_password(text) == shown
     if shown != text:
         with pytest.raises(EndpointError) as caught:

@@ -1,4 +1,4 @@
-"""A list of endpoints names each place once, and a mistake in it is told with the part that has it."""
+"""A list of endpoints names each address once, and an error in it quotes the part that has it."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_list_is_of_this_machine_alone_if_all_of_it_is() -> None:
 
 
 def test_no_part_of_a_password_is_told() -> None:
-    """Not even where there is a comma in it; sockets may have an @ in their names."""
+    """That holds even with a comma in it; sockets may have an @ in their names."""
     with pytest.raises(EndpointError, match=r"endpoint 'me:\*\*\*@a:1' has an @"):
         parse_endpoints("me:hid,den@a:1")
     assert len(parse_endpoints("unix:/run/a@1,b:2").endpoints) == 2

@@ -1,4 +1,4 @@
-"""An error arrives at the client with everything it was raised with, and always arrives."""
+"""An error arrives at the client with all its fields, and always arrives."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_an_error_survives_the_wire_whole() -> None:
 
 
 def test_the_reason_and_the_delay_are_trailers_for_people() -> None:
-    """As text, beside the details, which tools print as base64."""
+    """They are text, beside the details, which tools print as base64."""
     trailers = dict(encode(invalid("a", "b")).trailing_metadata)
     assert trailers.keys() == {"grpc-status-details-bin", "rallypoint-reason"}
     assert trailers["rallypoint-reason"] == "INVALID_ARGUMENT"
@@ -113,7 +113,7 @@ def test_no_error_outgrows_the_metadata_that_a_client_takes(
     [([f"{'€' * 20}{n}" for n in range(8)], True), (range(96), True), (range(1000), False)],
 )
 def test_a_list_arrives_as_one(values: list[str | int], whole: bool) -> None:
-    """All of it, or its first values."""
+    """All of it arrives, or its first values."""
     error = ServiceError(grpc.StatusCode.NOT_FOUND, "NO_WORKER", "none", metadata={"list": json_list(values)})
     got = json.loads(decode(over_the_wire(error)).metadata["list"])
     assert got == list(values)[: len(got)]

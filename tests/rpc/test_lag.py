@@ -1,4 +1,4 @@
-"""The watch clock leaves out what the watchdog slept through, and gets on however often it stumbles."""
+"""The watch clock leaves out the time for which the watchdog slept, and advances however often that happens."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ SETTINGS = LagSettings(tolerance=0.1, pulse=0.25, settle=1.0)
 
 
 def test_ordinary_lateness_forgives_nothing() -> None:
-    """Waking within the tolerance leaves every deadline where it was."""
+    """Waking within the tolerance leaves every deadline unchanged."""
     clock = WatchClock(0.0, SETTINGS)
     assert clock.observe(10.1, due=10.0) == 0.0
     assert clock.read(10.1) == 10.1
 
 
 def test_a_busy_machine_is_forgiven_its_lag_and_no_more() -> None:
-    """It comes again and again: expiries must not become later and later by twice as much."""
+    """Lag comes again and again: it must not delay expiries by twice its length each time."""
     clock = WatchClock(0.0, SETTINGS)
     assert clock.observe(10.2, due=10.0) == pytest.approx(0.2)
 
@@ -40,7 +40,7 @@ def test_a_pause_is_forgiven_whole(began: float, asleep: float, until_due: float
 
 @given(st.lists(st.tuples(st.floats(0, 3), st.floats(2 * SETTINGS.pulse, 20)), min_size=1, max_size=20))
 def test_pauses_that_follow_one_another_are_forgiven_whole(cycles: list[tuple[float, float]]) -> None:
-    """However short the time between them was: but for a few milliseconds, where it was next to none."""
+    """This holds for any time between them, except for a few milliseconds if it was almost none."""
     clock = WatchClock(0.0, SETTINGS)
     now = 0.0
     for awake, asleep in cycles:
@@ -55,7 +55,7 @@ def test_pauses_that_follow_one_another_are_forgiven_whole(cycles: list[tuple[fl
 
 
 def test_looks_are_close_together_only_right_after_a_pause() -> None:
-    """Half a dozen of them; from then on, and before the first pause, one a pulse."""
+    """Half a dozen of them; after these, and before the first pause, there is one per pulse."""
     clock = WatchClock(0.0, SETTINGS)
     assert clock.next_look(0.0) == SETTINGS.pulse
     clock.observe(10.0, due=5.0)
@@ -73,7 +73,7 @@ def test_a_watchdog_that_stumbles_for_ever_still_gets_on(cycles: list[tuple[floa
     for watching, lag in cycles:
         due = now + watching
         now = due + lag
-        # As the clock sees it: what the sum has rounded away is part of it.
+        # As the clock sees it: the part lost by rounding of the sum is included.
         seen = now - due
         watched += watching + (seen if seen <= SETTINGS.tolerance else 0.0)
         clock.observe(now, due)
@@ -82,7 +82,7 @@ def test_a_watchdog_that_stumbles_for_ever_still_gets_on(cycles: list[tuple[floa
 
 
 def test_what_is_forgiven_is_told() -> None:
-    """The sum of what observe returned is what reading the clock leaves out."""
+    """The sum of the results of observe is the time that the clock leaves out."""
     clock = WatchClock(0.0, SETTINGS)
     total = clock.observe(20.0, due=0.5) + clock.observe(50.0, due=40.0)
     assert clock.forgiven == pytest.approx(total)

@@ -1,4 +1,4 @@
-"""Logs are one JSON object a line unless a person watches, whoever wrote them, and cost nothing until set up."""
+"""Logs are one JSON object a line except at a terminal, from any library, and cost nothing until set up."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_format(
 
 
 def test_a_line_for_people_is_one_line() -> None:
-    """The time, the level unless it is info, and fields that can be told apart; a sentence stands for all fields."""
+    """The time, the level unless it is info, and unambiguous fields; a sentence replaces all fields."""
     out = io.StringIO()
     configure_logs(format="human", stream=out)
     log = get_logger("rallypoint.x", run_id="r 1")
@@ -197,7 +197,7 @@ async def test_clients_that_go_are_no_errors_where_the_program_has_logs_of_its_o
     connect: Callable[..., grpc.aio.Channel],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """As where a server is embedded. What a handler's mistake comes to is still logged."""
+    """An embedded server is an example. A handler's bug is still logged."""
 
     async def write_on(requests: AsyncIterator[bytes], context: Any) -> None:
         while True:

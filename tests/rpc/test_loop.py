@@ -87,7 +87,7 @@ Start = Callable[..., "subprocess.Popen[str]"]
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    """Starts a program that ends with the test at the latest."""
+    """Start a program that ends with the test at the latest."""
     programs: list[subprocess.Popen[str]] = []
 
     def begin(source: str, *arguments: str) -> subprocess.Popen[str]:
@@ -109,15 +109,15 @@ def start() -> Iterator[Start]:
 
 
 def event_of(program: subprocess.Popen[str]) -> dict[str, Any]:
-    """The next line of a program's log."""
+    """Return the next record of a program's log."""
     assert program.stdout is not None
     return dict(json.loads(program.stdout.readline()))
 
 
 def ended(program: subprocess.Popen[str]) -> tuple[str, str]:
-    """The rest of what a program prints until its end, on stdout and stderr.
+    """Return the rest of a program's output until its end, on stdout and stderr.
 
-    Not by `communicate`, which reads past what `readline` has taken in and not handed out.
+    `communicate` would lose the text that `readline` has buffered and not returned.
     """
     assert program.stdout is not None
     assert program.stderr is not None
@@ -172,7 +172,7 @@ def test_ctrl_c_lets_main_clean_up_and_shows_no_traceback(start: Start) -> None:
 
 @pytest.mark.parametrize("slow", [False, True])
 def test_what_comes_before_the_drain_is_done_first_or_cut_short(start: Start, slow: bool) -> None:
-    """While it is done the server still answers; a second signal waits for it no longer."""
+    """Meanwhile the server still answers; a second signal ends that wait."""
     program = start(FIRST_THINGS_FIRST, *["slow"] * slow)
     assert event_of(program)["event"] == "ready"
     program.send_signal(signal.SIGTERM)

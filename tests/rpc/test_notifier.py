@@ -1,4 +1,4 @@
-"""A watcher is woken once for all that has changed while it was busy, and never misses a change."""
+"""A watcher is woken once for all changes while it was busy, and never misses a change."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from rallypoint.rpc.loop import Notifier
 
 
 async def test_many_changes_are_one_wake_up() -> None:
-    """Nothing queues up for who does not look."""
+    """Nothing queues up for a watcher that does not look."""
     changes = Notifier()
     with changes.watch() as changed:
         for _ in range(1000):
@@ -19,7 +19,7 @@ async def test_many_changes_are_one_wake_up() -> None:
 
 
 async def test_each_watcher_is_told_by_itself() -> None:
-    """One that looks does not look for the others; one that has gone is told nothing."""
+    """Each has its own flag; one that has gone is not notified."""
     changes = Notifier()
     with changes.watch() as first:
         with changes.watch() as second:

@@ -1,4 +1,4 @@
-"""A name stands for all its addresses, keeps its name for certificates, and where it has none stands for itself."""
+"""A name is replaced by all its addresses, keeps its name for certificates, and without addresses stays itself."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ async def three(host: str, port: int) -> Sequence[str]:
 
 
 async def test_a_name_stands_for_all_its_addresses() -> None:
-    """Addresses are left as they are; what is there twice, by name and by address, is one place."""
+    """Addresses are left unchanged; one that is there twice, by name and by address, is listed once."""
     places = await listed_addresses(parse_endpoints("10.0.0.3:29400,rdzv.example:29400,unix:/run/x"), three)
     assert [str(each) for each in places] == [
         "10.0.0.3:29400",
@@ -42,7 +42,7 @@ async def test_a_name_without_addresses_stands_for_itself(error: Exception) -> N
 
 
 async def test_a_name_service_that_says_nothing_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The others of the list are there all the same."""
+    """The others of the list are usable all the same."""
     monkeypatch.setattr(address, "RESOLVE_TIMEOUT", 0.05)
 
     async def hang(host: str, port: int) -> Sequence[str]:

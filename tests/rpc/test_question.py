@@ -1,4 +1,4 @@
-"""A question goes to each replica until one answers."""
+"""A call goes to each replica until one answers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from support.waiting import PATIENCE
 
 
 async def ask(*places: str) -> str:
-    """Who answers, asking in this order."""
+    """Call replicas in this order; return the name of the one that answers."""
     async with ReplicaClient(",".join(places)) as board, asyncio.timeout(PATIENCE):
         board._selector._start = 0
         answer: bytes = await call_any(board, Tiny, lambda stub: stub.Ask(b"?"))
@@ -33,7 +33,7 @@ async def test_who_is_not_there_is_passed_over(serve: Serve, monkeypatch: pytest
 
 
 async def test_the_owner_is_followed(serve: Serve) -> None:
-    """Whoever names it did nothing."""
+    """The replica that names it has not carried out the call."""
     first, owner = await Replica("a").start(serve), await Replica("b").start(serve)
     first.owner = owner.address
     assert await ask(first.address) == "b"
@@ -51,7 +51,7 @@ async def test_a_run_without_an_owner_is_waited_for(serve: Serve) -> None:
 
 @pytest.mark.parametrize("owner", ["named", ""])
 async def test_an_owner_that_changed_on_the_way_is_followed(serve: Serve, owner: str) -> None:
-    """At once where the next one is known."""
+    """The next one is called at once if it is known."""
     first, second = await Replica("a").start(serve), await Replica("b").start(serve)
     first.reason, first.owner = "OWNERSHIP_LOST", owner and second.address
     asking = asyncio.ensure_future(ask(first.address))
@@ -83,7 +83,7 @@ async def test_silence_is_left(serve: Serve, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("first", ["there", "gone"])
 async def test_what_is_wrong_is_told_as_those_have_it_who_are_there(serve: Serve, first: str) -> None:
-    """Whichever was asked last: that another one is gone is not why there is no answer."""
+    """The order does not matter: another replica that is gone is not the reason for the failure."""
     there = await Replica("a").start(serve)
     there.reason, there.owner = "ETCD_UNAVAILABLE", ""
     nobody, gone = refusing()
@@ -94,14 +94,14 @@ async def test_what_is_wrong_is_told_as_those_have_it_who_are_there(serve: Serve
 
 
 async def test_nobody_there_is_told_at_once() -> None:
-    """After each was asked: nobody waits who asked at a terminal."""
+    """Each is called once: a user at a terminal should not wait."""
     (one, first), (two, second) = refusing(), refusing()
     with one, two, pytest.raises(ServiceError, match="Connection refused"):
         await ask(first, second)
 
 
 async def test_a_refusal_is_the_answer(serve: Serve, refused: Callable[[Serve], Awaitable[str]]) -> None:
-    """Another replica would say the same."""
+    """Another replica would reply the same."""
     here = await Replica("b").start(serve)
     with pytest.raises(ServiceError) as caught:
         await ask(await refused(serve), here.address)
@@ -111,7 +111,7 @@ async def test_a_refusal_is_the_answer(serve: Serve, refused: Callable[[Serve], 
 
 @pytest.fixture
 def refused() -> Callable[[Serve], Awaitable[str]]:
-    """A replica that refuses; its address."""
+    """Start a replica that refuses; return its address."""
 
     async def answer(request: bytes, context: object) -> bytes:
         raise ServiceError(grpc.StatusCode.FAILED_PRECONDITION, "RUN_CLOSED", "it is closed")

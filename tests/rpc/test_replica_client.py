@@ -1,4 +1,4 @@
-"""A client of several replicas finds whoever answers: over real connections, whatever the others do."""
+"""A client of several replicas finds one that answers, over real connections, in any state of the others."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Certificates = Any
 
 
 class Client:
-    """Calls over a switchboard; `pauses`: the seconds that it rested between attempts."""
+    """Calls over a replica client; `pauses`: the seconds of each pause between attempts."""
 
     def __init__(self, stack: AsyncExitStack, *places: str, draw: float = 0.0, **board: Any) -> None:
         self.pauses: list[float] = []
@@ -37,7 +37,7 @@ class Client:
         await asyncio.sleep(seconds)
 
     async def ask(self, **how: Any) -> str:
-        """The name of who answers."""
+        """Call; return the name of the replica that answers."""
         async with asyncio.timeout(PATIENCE):
             answer: bytes = await self.asking.call(lambda stub: stub.Ask, b"?", PATIENCE, **how)
         return answer.decode()
@@ -53,7 +53,7 @@ async def stack() -> Any:
 async def test_one_that_is_not_there_costs_no_rest(
     stack: AsyncExitStack, serve: Serve, monkeypatch: pytest.MonkeyPatch, absent: Any
 ) -> None:
-    """The next is asked as soon as it is clear, and later calls begin there."""
+    """The next is called as soon as the failure is clear, and later calls begin there."""
     monkeypatch.setattr(replica_client, "CONNECT_TIMEOUT", 0.2)
     keeper, nowhere = absent()
     stack.callback(keeper.close)
@@ -67,7 +67,7 @@ async def test_one_that_is_not_there_costs_no_rest(
 async def test_one_that_takes_calls_and_says_nothing_is_left(
     stack: AsyncExitStack, serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not where it may take its time, as for a key that is waited for."""
+    """Calls that may wait, as for a key, are not interrupted."""
     monkeypatch.setattr(replica_client, "REPLY_TIMEOUT", 0.2)
     hung, here = await Replica("a").start(serve), await Replica("b").start(serve)
     hung.pause = 3600.0
@@ -79,7 +79,7 @@ async def test_one_that_takes_calls_and_says_nothing_is_left(
 async def test_one_that_is_slow_gets_to_answer_where_no_other_does(
     stack: AsyncExitStack, serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However much longer than the first patience it takes."""
+    """It may take longer than the first reply timeout by any factor."""
     monkeypatch.setattr(replica_client, "REPLY_TIMEOUT", 0.1)
     keeper, nowhere = refusing()
     stack.callback(keeper.close)
@@ -89,7 +89,7 @@ async def test_one_that_is_slow_gets_to_answer_where_no_other_does(
 
 
 async def test_the_owner_is_followed_at_once_and_remembered(stack: AsyncExitStack, serve: Serve) -> None:
-    """Also one that is not in the list; who pointed there is asked no more."""
+    """It need not be in the list; the replica that redirected gets no more calls."""
     first, owner = await Replica("a").start(serve), await Replica("far").start(serve)
     first.owner = owner.address
     client = Client(stack, first.address)
@@ -113,7 +113,7 @@ async def test_an_owner_that_is_gone_is_looked_for_in_the_list(stack: AsyncExitS
 
 
 async def test_no_owner_is_waited_for(stack: AsyncExitStack, serve: Serve) -> None:
-    """As long as the service says, and a bit by chance."""
+    """The pause is the delay in the error, plus jitter."""
     one = await Replica("a").start(serve)
     one.owner = ""
     client = Client(stack, one.address, draw=0.5)
@@ -126,7 +126,7 @@ async def test_no_owner_is_waited_for(stack: AsyncExitStack, serve: Serve) -> No
 
 
 async def test_owners_in_a_circle_cost_rests(stack: AsyncExitStack, serve: Serve) -> None:
-    """Not a storm of calls."""
+    """They cause no storm of calls."""
     one, two = await Replica("a").start(serve), await Replica("b").start(serve)
     one.owner, two.owner = two.address, one.address
     client = Client(stack, one.address, two.address, draw=0.5)
@@ -141,7 +141,7 @@ async def test_owners_in_a_circle_cost_rests(stack: AsyncExitStack, serve: Serve
 
 
 async def test_a_name_stands_for_all_its_addresses(stack: AsyncExitStack, serve: Serve) -> None:
-    """Found when first needed, and anew when all have failed: replicas move."""
+    """They are resolved at the first need, and again when all have failed: replicas move."""
     here = await Replica("a").start(serve, options=ServerOptions(insecure=True))
     port = int(here.address.rpartition(":")[2])
     answers = iter([["127.0.0.2", "127.0.0.3"], ["127.0.0.3", "127.0.0.1"]])
@@ -181,7 +181,7 @@ async def test_localhost_is_found_whichever_address_is_served(
 async def test_a_certificate_is_asked_for_the_name_that_was_given(
     stack: AsyncExitStack, serve: Serve, certificates: Certificates
 ) -> None:
-    """Not for the address that it was found at, which the certificate needn't have; and not for none."""
+    """The certificate needn't have the resolved address; a name is always checked."""
     options = dataclasses.replace(
         ServerOptions(host="127.0.0.2"), tls_cert=certificates.server, tls_key=certificates.server_key
     )
@@ -202,7 +202,7 @@ async def test_a_certificate_is_asked_for_the_name_that_was_given(
 async def test_an_owner_named_by_address_is_asked_for_the_listed_name(
     stack: AsyncExitStack, serve: Serve, certificates: Certificates
 ) -> None:
-    """Which is in its certificate, as the address is not."""
+    """Its certificate has that name, but not the address."""
     options = dataclasses.replace(
         ServerOptions(host="127.0.0.2"), tls_cert=certificates.server, tls_key=certificates.server_key
     )
@@ -229,7 +229,7 @@ async def test_many_calls_share_one_connection(stack: AsyncExitStack, serve: Ser
 async def test_a_connection_that_nobody_needs_is_closed(
     stack: AsyncExitStack, serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After a while; the one that calls go to stays."""
+    """It is closed after the idle timeout; the connection in use stays."""
     monkeypatch.setattr(replica_client, "IDLE_TIMEOUT", 0.05)
     first, owner = await Replica("a").start(serve), await Replica("b").start(serve)
     first.owner = owner.address
@@ -241,7 +241,7 @@ async def test_a_connection_that_nobody_needs_is_closed(
 
 
 async def test_a_place_alone_is_waited_for_as_a_channel_is(stack: AsyncExitStack, serve: Serve) -> None:
-    """A call that begins before the service does succeeds with it, without an attempt of its own for each try."""
+    """A call that begins before the service does succeeds with it, without a separate attempt for each connection."""
     keeper, address = refusing()
     client = Client(stack, address)
     asking = asyncio.ensure_future(client.ask())

@@ -17,7 +17,7 @@ from rallypoint.rpc.replica_client import ReplicaClient
 
 
 class Timeline:
-    """Time passes while somebody sleeps; `script`: what the service does at each attempt, an error's code or None."""
+    """A clock that advances by sleeping; `script`: for each attempt, the code of the service's error or None."""
 
     def __init__(self, *script: StatusCode | None) -> None:
         self.now = 1000.0
@@ -61,7 +61,7 @@ async def test_a_refusal_is_the_last_word() -> None:
 
 
 async def test_whoever_waits_long_is_told_why_once(caplog: pytest.LogCaptureFixture) -> None:
-    """With where it was tried; not with every attempt."""
+    """The line has the address; it is not repeated with every attempt."""
     timeline = Timeline(*[StatusCode.UNAVAILABLE] * 30, None)
     with caplog.at_level("WARNING"):
         assert await timeline.call() == "call answered"

@@ -1,4 +1,4 @@
-"""TLS from a secret: who holds it connects, nobody else does, and it is never sent."""
+"""TLS from a secret: only its holders connect, and it is never sent."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ METHOD = "/tiny.v1.TinyService/Ask"
 
 
 async def said(_request: bytes, _context: object) -> bytes:
-    """An answer."""
+    """Reply."""
     return b"yes"
 
 
@@ -43,14 +43,14 @@ async def ask(channel: grpc.aio.Channel) -> bytes:
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])
 async def test_holders_of_the_secret_connect(serve: Start, connect: Start, host: str) -> None:
-    """By any name or address: certificates are for the secret, not for hosts."""
+    """They use any name or address: certificates are for the secret, not for hosts."""
     server = await serve(HANDLERS, options=ServerOptions(host=host, run_secret=OURS))
     assert await ask(connect(server, OURS)) == b"yes"
 
 
 @pytest.mark.parametrize("security", [THEIRS, None, Plaintext(), ClientTLS()])
 async def test_nobody_else_does(serve: Start, connect: Start, security: ClientSecurity) -> None:
-    """Neither with another secret, nor as another user of the host, nor without any."""
+    """Clients with another secret, of another user of the host, or without a secret are refused."""
     server = await serve(HANDLERS, options=ServerOptions(run_secret=OURS))
     assert (await refusal(ask(connect(server, security)))).code is grpc.StatusCode.UNAVAILABLE
 
@@ -61,7 +61,7 @@ async def test_nobody_else_does(serve: Start, connect: Start, security: ClientSe
 async def test_a_server_without_the_secret_gets_no_call(
     serve: Start, connect: Start, options: ServerOptions
 ) -> None:
-    """Who listens there first would otherwise tell a job where its workers meet."""
+    """Otherwise a process that listens there first could send a job a false address for its workers."""
     server = await serve(HANDLERS, options=options)
     assert (await refusal(ask(connect(server, OURS)))).code is grpc.StatusCode.UNAVAILABLE
 
@@ -79,7 +79,7 @@ def test_without_a_setting_no_client_speaks_plaintext_over_a_network() -> None:
 
 
 def test_nothing_that_is_sent_has_the_secret() -> None:
-    """Two processes have different keys, and the same authority's public key."""
+    """Two processes have different keys, and the same CA's public key."""
     one = identity_of(OURS)
     identity_of.cache_clear()
     other = identity_of(OURS)

@@ -1,4 +1,4 @@
-"""The folder of this user's sockets: nobody else can enter it, and services are found in it by name."""
+"""The folder of this user's sockets: no other user can enter it, and services are found in it by name."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from rallypoint.rpc.runtime_folder import (
 
 @pytest.fixture
 def folder(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One of the test's own, not made yet; short, as a socket's path must be."""
+    """A folder of the test's own, not created yet; short, as a socket's path must be."""
     made = tmp_path_factory.mktemp("r") / "x"
     monkeypatch.setenv("RALLYPOINT_RUNTIME_DIR", str(made))
     return made
 
 
 def listening(endpoint: str) -> socket.socket:
-    """A server of a socket."""
+    """Return a server of a socket."""
     server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     server.bind(endpoint.removeprefix("unix:"))
     server.listen()
@@ -58,7 +58,7 @@ def test_a_folder_that_others_may_enter_is_refused(folder: Path, mode: int) -> N
 
 
 def test_another_users_folder_and_a_link_are_refused(folder: Path, tmp_path: Path) -> None:
-    """A stranger may have made it in /tmp first."""
+    """Another user may have created it in /tmp first."""
     if os.geteuid() == 0:
         folder.mkdir(mode=0o700)
         os.chown(folder, 65534, 65534)
@@ -125,7 +125,7 @@ def test_without_a_name_the_only_one_is_found(folder: Path) -> None:
 
 
 def test_a_runs_secret_is_beside_its_socket(folder: Path) -> None:
-    """For whom the service there redirects to another host; it goes with the socket."""
+    """Clients that the service redirects to another host need it; it is deleted with the socket."""
     with new_run_socket("rendezvous", "train", RunSecret("of the run")) as endpoint:
         secret = secret_beside(endpoint)
         assert secret is not None
@@ -162,7 +162,7 @@ def test_any_name_of_a_run_stays_in_the_folder(folder: Path, run_id: str) -> Non
 
 
 def test_sockets_of_agents_that_were_killed_go_away(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """But not those of an agent that is about to serve there."""
+    """Those of an agent that is about to serve there stay."""
     monkeypatch.setattr(folders, "_STARTING", 0.0)
     runtime_folder()
     dead, alive = folder / "run-a.timer.1.sock", folder / "run-b.timer.2.sock"
@@ -175,7 +175,7 @@ def test_sockets_of_agents_that_were_killed_go_away(folder: Path, monkeypatch: p
 
 
 def test_all_processes_of_a_user_have_one_secret(folder: Path) -> None:
-    """Whoever makes it: nobody's is replaced by a later one."""
+    """Any process may create it: no later one replaces it."""
     with ThreadPoolExecutor(8) as pool:
         found = set(pool.map(lambda _: user_secret(), range(32)))
     assert len(found) == 1
@@ -188,7 +188,7 @@ def test_all_processes_of_a_user_have_one_secret(folder: Path) -> None:
 
 @pytest.mark.parametrize("umask", [0, 0o022, 0o777])
 def test_a_private_file_is_private_before_it_has_content(tmp_path: Path, umask: int) -> None:
-    """A new one, and one that others could read before; of another user, only its content is touched."""
+    """A new one is, and one that others could read before; if another user owns it, only its content is changed."""
     paths = [tmp_path / "new", tmp_path / "old"]
     paths[1].write_text("old")
     paths[1].chmod(0o644)

@@ -1,4 +1,4 @@
-"""Who is asked next: the owner, who answered last, the list in turn; never in circles, and never without a rest."""
+"""The next replica to call: the owner, the last that answered, the list in turn; never in circles, with rests."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def begin(*places: Address, draw: float = 0.0) -> ReplicaSearch:
 
 
 def test_clients_begin_at_different_places() -> None:
-    """As many at each, over a thousand of them."""
+    """Over a thousand clients, each address is the first equally often."""
     first = Counter(begin(draw=number / 1000).next(NOW) for number in range(1000))
     assert sorted(first.values()) == [333, 333, 334]
 
 
 def test_everyone_is_asked_before_a_rest() -> None:
-    """In turn, at once; after the rest it begins with another, so that none is asked most."""
+    """They are called in turn, at once; after the rest the search begins with another, so that none gets most calls."""
     search = begin()
     asked: list[Address] = []
     while not asked or search.at_once:
@@ -39,7 +39,7 @@ def test_everyone_is_asked_before_a_rest() -> None:
 
 
 def test_who_answered_is_asked_again() -> None:
-    """By other calls as well."""
+    """Other calls use it as well."""
     search = begin()
     search.refused(search.next(NOW), NOW)
     search.answered(B)
@@ -48,7 +48,7 @@ def test_who_answered_is_asked_again() -> None:
 
 
 def test_the_owner_is_asked_at_once() -> None:
-    """And by other calls, and by this one after rests; also where it is outside the list."""
+    """Other calls use it too, and this one after rests; also if it is outside the list."""
     search = begin()
     search.pointed(A, FAR, NOW)
     assert search.at_once
@@ -59,7 +59,7 @@ def test_the_owner_is_asked_at_once() -> None:
 
 
 def test_an_owner_that_just_failed_is_not_asked_at_anybody_s_word() -> None:
-    """The others name it until its lease has ended; it gets another chance in a moment."""
+    """The others name it until its lease has expired; it is tried again a moment later."""
     search = begin()
     search.refused(A, NOW)
     search.pointed(B, A, NOW)
@@ -73,7 +73,7 @@ def test_an_owner_that_just_failed_is_not_asked_at_anybody_s_word() -> None:
 
 
 def test_a_silent_owner_is_avoided_for_longer_each_time() -> None:
-    """A visit costs a patience; but for ever it is not avoided, since it may come back still the owner."""
+    """A call to it costs a timeout; but it is not avoided for ever, since it may come back as the owner."""
     search = begin()
     avoided = []
     for _ in range(5):
@@ -85,9 +85,9 @@ def test_a_silent_owner_is_avoided_for_longer_each_time() -> None:
 
 
 def test_after_a_rest_whoever_was_silent_is_asked_last() -> None:
-    """Also when its doubt is over: the replica that took over is found before its node is lost (seed 120663693)."""
+    """Its doubt may be over: the replica that took over is found before its node is lost (seed 120663693)."""
     search = begin()
-    search.pointed(A, B, NOW)  # which took over, and is suspended; A takes over again
+    search.pointed(A, B, NOW)  # B took over, and is suspended; A takes over again
     for silent in (B, C):
         assert search.next(NOW) == silent
         search.refused(silent, NOW, silent=True)
@@ -139,7 +139,7 @@ def test_no_owner_means_a_rest() -> None:
 
 
 def test_an_owner_that_is_gone_is_forgotten() -> None:
-    """Also one outside the list, which would else be tried for ever."""
+    """It may be outside the list, and would otherwise be tried for ever."""
     search = begin()
     search.pointed(A, FAR, NOW)
     search.refused(FAR, NOW)
@@ -149,7 +149,7 @@ def test_an_owner_that_is_gone_is_forgotten() -> None:
 
 
 def test_an_answer_that_it_can_t_just_now_is_no_reason_to_go() -> None:
-    """A service that is full is full everywhere."""
+    """A service that is full is full on every replica."""
     search = begin()
     search.declined(A)
     assert not search.at_once
@@ -157,7 +157,7 @@ def test_an_answer_that_it_can_t_just_now_is_no_reason_to_go() -> None:
 
 
 def test_only_where_there_is_a_choice_patience_ends() -> None:
-    """It doubles with each silence of a place, so that one that is slow gets to answer, and begins anew with that."""
+    """It doubles with each silence of an address, so that a slow one gets to answer, and starts again with that."""
     assert begin(A).selector.timeout(A, REPLY_TIMEOUT) == math.inf
     search = begin()
     patience = []
@@ -180,7 +180,7 @@ def test_one_place_alone_is_asked_with_a_rest_before_each_time() -> None:
 
 
 def test_a_list_that_changed_is_used_from_then_on() -> None:
-    """Who answers stays known, wherever it is."""
+    """A replica that answers stays known, also outside the list."""
     search = begin()
     search.answered(A)
     search.selector.renew([B, FAR])
@@ -191,7 +191,7 @@ def test_a_list_that_changed_is_used_from_then_on() -> None:
 
 @pytest.mark.parametrize("named", ["rdzv.example:1", "10.0.0.1:1"])
 def test_an_owner_is_known_as_the_list_has_it(named: str) -> None:
-    """So its certificate is asked for the name that the user gave."""
+    """Its certificate is checked for the name that the user gave."""
     listed = parse_endpoint("rdzv.example:1")
     place = Address(parse_endpoint("10.0.0.1:1"), listed)
     known = ReplicaSelector([place, A], lambda: 0.0).known_as(Address.of(parse_endpoint(named)))
@@ -199,7 +199,7 @@ def test_an_owner_is_known_as_the_list_has_it(named: str) -> None:
 
 
 def test_who_answers_what_another_refused_is_the_owner_and_whoever_wants_to_know_is_told() -> None:
-    """By any call, to all others; who merely answers, as any replica may, or is merely named, proves nothing."""
+    """Any call reports it to all others; merely answering, as any replica may, or being named, proves nothing."""
     route = ReplicaSelector((A, B, C), lambda: 0.0)
     found: list[Address] = []
     forget = route.when_found(found.append)

@@ -1,4 +1,4 @@
-"""Texts that are cut fit, and no character of them is broken."""
+"""Texts that are cut fit, and none of their characters is broken."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from rallypoint.rpc.text import clip, clip_start, one_line, size_in_words
     ],
 )
 def test_a_reason_is_one_line_that_a_service_accepts(text: str, expected: str) -> None:
-    """No longer than its bytes, whole characters."""
+    """It has at most so many bytes, in whole characters."""
     assert one_line(text, 1024) == expected
 
 
 def test_a_cut_is_between_characters_and_marked() -> None:
-    """At either end; a text that fits is unchanged."""
+    """The cut may be at either end; a text that fits is unchanged."""
     assert clip("abc", 3, "...") == clip_start("abc", 3, "...") == "abc"
     assert clip("\N{SNOWMAN}" * 10, 12, "\n...") == "\N{SNOWMAN}\N{SNOWMAN}\n..."
     assert clip_start("\N{SNOWMAN}" * 10, 12, "...\n") == "...\n\N{SNOWMAN}\N{SNOWMAN}"
@@ -32,7 +32,7 @@ def test_a_cut_is_between_characters_and_marked() -> None:
 
 
 def test_bytes_in_words() -> None:
-    """In the largest unit that leaves a digit before the point."""
+    """The unit is the largest that leaves a digit before the point."""
     assert [size_in_words(count) for count in (0, 1023, 1024, 3 << 29, 1 << 40)] == [
         "0 B",
         "1023 B",

@@ -1,4 +1,4 @@
-"""TLS and mutual TLS with real certificates: who is let in, who is not, and files that are wrong or change."""
+"""TLS and mutual TLS with real certificates: accepted clients, refused clients, and files that are wrong or change."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ HANDLERS: dict[str, grpc.RpcMethodHandler[bytes, bytes]] = {
 
 
 async def ask(channel: grpc.aio.Channel) -> bytes:
-    """The name that the server sees, or AioRpcError UNAVAILABLE when no connection comes about."""
+    """Return the client's name as the server sees it; AioRpcError UNAVAILABLE if no connection is made."""
     method: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(
         "/tiny.v1.TinyService/WhoAmI"
     )
@@ -113,14 +113,14 @@ async def test_changed_files_count_from_the_next_connection_on(
     shutil.copy(other_certificates.server_key, key)
     assert await ask(connect(server, ClientTLS(ca=other_certificates.ca))) == b"nobody"
     await assert_refused(connect(server, ClientTLS(ca=certificates.ca)))
-    # A connection that stands is not touched.
+    # An open connection is not affected.
     assert await ask(before) == b"nobody"
 
 
 async def test_a_client_goes_on_with_rotated_files(
     serve: Start, certificates: Certificates, other_certificates: Certificates, tmp_path: Path
 ) -> None:
-    """Authority, certificate and key of both ends are replaced, and one channel connects again after that."""
+    """CA, certificate and key of both ends are replaced, and one channel reconnects after that."""
 
     def put(files: Certificates) -> None:
         for source, name in (
@@ -163,7 +163,7 @@ async def test_half_written_files_leave_the_old_ones_in_force(
 
 
 def files_that_do_not_work(certificates: Certificates, folder: Path) -> dict[str, tuple[dict[str, Any], str]]:
-    """Options that must be refused, with what the refusal must say."""
+    """Return options that must be refused, each with a text of its refusal."""
     junk, encrypted = folder / "junk", folder / "encrypted.key"
     junk.write_text("hello")
     subprocess.run(
@@ -238,7 +238,7 @@ async def test_a_clients_files_are_checked_too(certificates: Certificates, tmp_p
 
 
 async def test_files_are_called_as_they_were_given(certificates: Certificates, tmp_path: Path) -> None:
-    """Whoever gave them otherwise knows nothing of our usual flags."""
+    """A user who did not give them by our flags does not know these flags."""
     junk = tmp_path / "junk"
     junk.write_text("hello")
     cert, key = certificates.client, certificates.client_key

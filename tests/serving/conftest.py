@@ -25,14 +25,14 @@ Handlers = Mapping[str, Any]
 
 
 def tiny(handlers: Handlers, on_drain: Callable[[], Awaitable[None]] | None = None) -> Registration:
-    """The registration of a service whose messages are bytes."""
+    """Return the registration of a service whose messages are bytes."""
     generic = grpc.method_handlers_generic_handler(SERVICE, dict(handlers))
     return Registration(SERVICE, lambda server: server.add_generic_rpc_handlers((generic,)), on_drain)
 
 
 @pytest.fixture
 async def serve() -> AsyncIterator[Callable[..., Awaitable[Server]]]:
-    """Starts servers of the tiny service; they end with the test."""
+    """Start servers of the tiny service; they end with the test."""
     servers: list[Server] = []
 
     async def start(
@@ -54,7 +54,7 @@ async def serve() -> AsyncIterator[Callable[..., Awaitable[Server]]]:
 
 @pytest.fixture
 async def connect() -> AsyncIterator[Callable[..., grpc.aio.Channel]]:
-    """Opens channels to a server; they are closed with the test."""
+    """Open channels to a server; they are closed with the test."""
     channels: list[grpc.aio.Channel] = []
 
     def open_one(server: Server, tls: ClientTLS | None = None) -> grpc.aio.Channel:
@@ -68,7 +68,7 @@ async def connect() -> AsyncIterator[Callable[..., grpc.aio.Channel]]:
 
 @dataclass(frozen=True)
 class Certificates:
-    """An authority, and what it signed: for a server at 127.0.0.1 and localhost, and for a client."""
+    """A CA and its certificates: for a server at 127.0.0.1 and localhost, and for a client."""
 
     ca: Path
     server: Path
@@ -78,7 +78,7 @@ class Certificates:
 
 
 def make_certificates(folder: Path, name: str) -> Certificates:
-    """Makes an authority of that name and what it signs, valid for a day."""
+    """Create a CA of that name and its certificates, valid for a day."""
     folder.mkdir(parents=True, exist_ok=True)
     ca, _ = _certificate(folder / "ca", f"{name} ca")
     places = ("-addext", "subjectAltName=IP:127.0.0.1,DNS:localhost")
@@ -87,7 +87,7 @@ def make_certificates(folder: Path, name: str) -> Certificates:
 
 
 def client_certificate(certificates: Certificates, name: str) -> ClientTLS:
-    """Makes the files of a client whose certificate has this subject alternative name, such as `DNS:worker`."""
+    """Create the files of a client whose certificate has this subject alternative name, such as `DNS:worker`."""
     ca = certificates.ca
     stem = ca.with_name(re.sub(r"\W", "-", name))
     return ClientTLS(ca, *_certificate(stem, "client", *_signed_by(ca), "-addext", f"subjectAltName={name}"))
@@ -108,7 +108,7 @@ def _certificate(stem: Path, common_name: str, *extra: str) -> tuple[Path, Path]
 
 @pytest.fixture(scope="session")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
-    """Certificates of one authority."""
+    """Certificates of one CA."""
     if shutil.which("openssl") is None:
         pytest.skip("needs the openssl command (apt install openssl)")
     return make_certificates(tmp_path_factory.mktemp("tls"), "first")
@@ -116,13 +116,13 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
 
 @pytest.fixture
 def other_certificates(certificates: Certificates, tmp_path: Path) -> Certificates:
-    """Certificates of an authority that the first one's clients do not know."""
+    """Certificates of a CA that the first one's clients do not know."""
     return make_certificates(tmp_path / "other", "second")
 
 
 @pytest.fixture
 def logging_restored() -> Iterator[None]:
-    """Lets a test configure logging and puts back what it found."""
+    """Let a test configure logging, and restore it."""
     root = logging.getLogger()
     before = root.handlers[:], root.level
     yield

@@ -1,4 +1,4 @@
-"""A tiny service's replicas as they may be: one answers, names another, says nothing, or is not there."""
+"""Replicas of a tiny service, in each condition: one answers, redirects, hangs, or is not there."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class Tiny:
 
 
 class Replica:
-    """One server, what it was asked, and by whom.
+    """One server, and its requests with their clients.
 
     Attributes:
-        owner: Whom it names as the owner; None: it answers itself; empty: nobody is.
-        reason: Why it does, NOT_OWNER unless set.
-        pause: Seconds before each answer.
+        owner: Address of the owner that it names; None: it answers itself; empty: there is no owner.
+        reason: Reason of its refusal, NOT_OWNER unless set.
+        pause: Seconds before each reply.
     """
 
     def __init__(self, name: str) -> None:
@@ -61,7 +61,7 @@ class Replica:
 
 
 def not_owner(owner: str = "", reason: str = "NOT_OWNER") -> ServiceError:
-    """The refusal of a replica that doesn't own what it is asked about, or does no longer."""
+    """Return the refusal of a replica that does not, or no longer, own the run."""
     return ServiceError(
         grpc.StatusCode.UNAVAILABLE,
         reason,
@@ -72,13 +72,13 @@ def not_owner(owner: str = "", reason: str = "NOT_OWNER") -> ServiceError:
 
 
 def refusing() -> tuple[socket.socket, str]:
-    """An address where nobody listens, and nobody will; and what keeps it."""
+    """Return a bound socket without a listener, and its address, which stays without one."""
     nobody = socket.socket()
     nobody.bind(("127.0.0.1", 0))
     return nobody, f"127.0.0.1:{nobody.getsockname()[1]}"
 
 
 def mute() -> tuple[socket.socket, str]:
-    """An address where connections are taken and nothing is said, as by a process that is stopped."""
+    """Return a socket that accepts connections and never replies, like a stopped process, and its address."""
     server = socket.create_server(("127.0.0.1", 0))
     return server, f"127.0.0.1:{server.getsockname()[1]}"

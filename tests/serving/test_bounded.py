@@ -1,4 +1,4 @@
-"""A bounded wait ends in time, whoever else waits, and takes no cancellation for its own that is another's."""
+"""A bounded wait ends in time, with any number of others, and does not take a cancellation by others for its own."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rallypoint.serving.flow import bounded
 
 
 async def test_what_comes_in_time_is_returned() -> None:
-    """And what it raises is raised."""
+    """Its exception is raised as well."""
     assert await bounded(asyncio.sleep(0, "answer"), 60.0) == "answer"
 
     async def fail() -> None:
@@ -21,7 +21,7 @@ async def test_what_comes_in_time_is_returned() -> None:
 
 
 async def test_what_does_not_come_is_given_up() -> None:
-    """It is cancelled, and its task goes on, not cancelled itself."""
+    """The wait is cancelled; its task goes on and is not cancelled."""
     never = asyncio.get_running_loop().create_future()
     with pytest.raises(TimeoutError):
         await bounded(never, 0.01)
@@ -33,7 +33,7 @@ async def test_what_does_not_come_is_given_up() -> None:
 
 
 async def test_each_has_its_own_time_though_many_share_the_timer() -> None:
-    """Those that began later end later, and those that are done are not ended at all."""
+    """Later waits end later, and completed waits are not cancelled."""
     loop = asyncio.get_running_loop()
 
     async def waited(begin: float) -> float:
@@ -54,7 +54,7 @@ async def test_each_has_its_own_time_though_many_share_the_timer() -> None:
 
 
 async def test_a_cancellation_from_elsewhere_stays_one() -> None:
-    """Who was cancelled must not go on."""
+    """A task that was cancelled must not go on."""
     never = asyncio.get_running_loop().create_future()
     waiting = asyncio.create_task(bounded(never, 60.0))
     await asyncio.sleep(0)
@@ -64,7 +64,7 @@ async def test_a_cancellation_from_elsewhere_stays_one() -> None:
 
 
 async def test_waits_that_are_over_are_not_kept() -> None:
-    """Ten thousand in a row leave no queue behind."""
+    """Ten thousand in sequence leave no queue behind."""
     from rallypoint.serving import flow as module
 
     for _ in range(10_000):

@@ -1,5 +1,5 @@
-"""Whatever a handler does, its caller gets a status that says what to do: never UNKNOWN or INTERNAL, never the text
-of a bug, never silence. All four kinds of call, and both ways to answer with a stream."""
+"""The caller of any handler gets a status to act on: never UNKNOWN or INTERNAL, never the text of a bug, never
+silence. All four kinds of call, and both ways to answer with a stream."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from support.waiting import PATIENCE
 
 SERVICE = "tiny.v1.TinyService"
 METHOD = f"/{SERVICE}/Do"
-# The kind of call, and for answers that are streams how the handler gives them.
+# The kind of call; for streams of answers also the style of the handler.
 SHAPES = (
     "unary_unary",
     "stream_unary",
@@ -35,7 +35,7 @@ Start = Callable[..., Any]
 
 
 class SealBrokenError(Exception):
-    """Something that a service knows by name and the chassis does not."""
+    """An error that the service knows and the server does not."""
 
 
 def encode_answer(answer: Any) -> bytes:
@@ -51,7 +51,7 @@ def decode_request(data: bytes) -> bytes:
 
 
 def handler_of(shape: str, body: Body) -> Any:
-    """A handler of that shape which reads its request, then does `body(context)`, then answers with its result."""
+    """Return a handler of that shape which reads its request, runs `body(context)`, and answers with its result."""
     kind, _, _style = shape.partition("/")
 
     async def read(request: Any) -> None:
@@ -100,7 +100,7 @@ def shape(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def do(shape: str, serve: Start, connect: Start) -> Callable[..., Awaitable[ServiceError | list[bytes]]]:
-    """Serves `body`, calls it once, returns the answers or the error."""
+    """Serve `body`, call it once, return the answers or the error."""
 
     async def once(
         body: Body,
@@ -125,11 +125,11 @@ def raising(error: BaseException) -> Body:
 
 
 def assert_hidden_bug(got: object, caplog: pytest.LogCaptureFixture) -> None:
-    """The caller learns of an incident, and the log has its number and its traceback."""
+    """The caller receives an incident number; the log has that number and the traceback."""
     assert isinstance(got, ServiceError), got
     assert (got.code, got.reason) == (grpc.StatusCode.UNAVAILABLE, "UNEXPECTED_ERROR")
     assert got.retry_after is not None
-    # Not asyncio's own, of gRPC's threads that raced for a wake-up.
+    # Errors of asyncio itself are left out, of gRPC's threads that raced for a wake-up.
     errors = [each for each in caplog.records if each.levelno >= logging.ERROR]
     [record] = [each for each in errors if each.name.startswith("rallypoint")]
     assert got.metadata["incident"] in record.getMessage()
@@ -199,17 +199,17 @@ async def test_an_answer_that_cannot_be_encoded_is_a_bug(do: Start, caplog: pyte
 
 
 class Held:
-    """Something large that a handler has in hand."""
+    """A large object in a handler's local variable."""
 
 
 async def test_what_a_refused_call_had_in_hand_is_let_go_of_at_once(do: Start) -> None:
-    """And not when the garbage collector comes by: until then a thousand hostile requests would pile up in memory."""
+    """The next garbage collection would be too late: until then a thousand hostile requests would pile up in memory."""
     held: list[weakref.ref[Held]] = []
 
     async def body(_context: Any) -> Any:
         in_hand = Held()
         held.append(weakref.ref(in_hand))
-        # As an engine answers: the future, which the exception's traceback leads to, keeps the exception.
+        # As the engine answers: the future, which the exception's traceback refers to, keeps the exception.
         answer = asyncio.get_running_loop().create_future()
         answer.set_exception(ServiceError(grpc.StatusCode.ABORTED, "REVISION_CONFLICT", "stale"))
         return await answer
@@ -217,7 +217,7 @@ async def test_what_a_refused_call_had_in_hand_is_let_go_of_at_once(do: Start) -
     gc.disable()
     try:
         assert (await do(body)).reason == "REVISION_CONFLICT"
-        for _ in range(100):  # its task ends a few turns of the loop after its client was answered
+        for _ in range(100):  # its task ends a few cycles of the loop after the reply to its client
             await asyncio.sleep(0)
         assert held[0]() is None
     finally:
@@ -227,7 +227,7 @@ async def test_what_a_refused_call_had_in_hand_is_let_go_of_at_once(do: Start) -
 async def test_a_method_that_a_service_leaves_out_is_no_bug(
     do: Start, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Generated code stands in for it, as for List in gRPC's own health service."""
+    """Generated code raises for it, as for List in gRPC's own health service."""
 
     async def body(context: Any) -> Any:
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -394,5 +394,5 @@ async def test_a_method_is_wrapped_once_and_keeps_its_shape() -> None:
     interceptor: Any = CallInterceptor(lambda error: None)
     first = await interceptor.intercept_service(find, Details())
     assert first is await interceptor.intercept_service(find, Details())
-    # What other interceptors, those of OpenTelemetry for one, tell the two styles of streams apart by.
+    # Other interceptors, such as OpenTelemetry's, distinguish the two styles of streams by this.
     assert hasattr(first.unary_stream(b"", None), "__aiter__")

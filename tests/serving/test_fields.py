@@ -1,4 +1,4 @@
-"""A field that no service can take is refused by its name, before anything is done."""
+"""A field value that no service can accept is refused with the field's name, before anything is done."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from rallypoint.serving.requests import NAME_BYTES, count, name, text
     ],
 )
 def test_a_name_fits_a_line(value: str, told: str) -> None:
-    """It ends up in logs and on terminals."""
+    """It is shown in logs and on terminals."""
     with pytest.raises(ServiceError) as caught:
         name("run_id", value)
     assert caught.value.field_violations == (("run_id", told),)
 
 
 def test_bounds_are_inside() -> None:
-    """Names, sentences and numbers that just fit pass; an empty sentence is one."""
+    """Names, sentences and numbers at the limit pass; an empty sentence is valid."""
     name("run_id", "x" * NAME_BYTES)
     text("reason", "", 0)
     count("workers", 1, 1, 2)
@@ -34,7 +34,7 @@ def test_bounds_are_inside() -> None:
 
 @pytest.mark.parametrize("value", [0, 3])
 def test_a_number_has_bounds(value: int) -> None:
-    """They are told."""
+    """The refusal states them."""
     with pytest.raises(ServiceError) as caught:
         count("workers", value, 1, 2)
     assert caught.value.field_violations == (("workers", f"must be from 1 to 2, not {value}"),)

@@ -1,4 +1,4 @@
-"""A server describes itself: the same to its clients as in its log, with the limits that it enforces, and no secret."""
+"""A server describes itself: the same to clients as in its log, with the limits that it enforces, without secrets."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ ECHO: dict[str, grpc.RpcMethodHandler[bytes, bytes]] = {"Echo": grpc.unary_unary
 
 @pytest.fixture
 async def describe() -> AsyncIterator[Callable[..., Awaitable[pb.GetServerInfoResponse]]]:
-    """Starts a server with these options and services, and returns its description."""
+    """Start a server with these options and services; return its description."""
     servers: list[Server] = []
 
     async def start(options: ServerOptions, *services: Registration, **more: Any) -> pb.GetServerInfoResponse:
@@ -59,7 +59,7 @@ Describe = Callable[..., Awaitable[pb.GetServerInfoResponse]]
 
 
 async def test_a_server_has_its_version_and_the_name_of_its_process(describe: Describe) -> None:
-    """The version is that of the installed package; the process is this one, since a moment ago."""
+    """The version is that of the installed package; the process is this one, started a moment ago."""
     began = time.time()
     info = await describe(ServerOptions())
     assert info.version == VERSION == version("rallypoint")
@@ -99,7 +99,7 @@ async def test_the_ready_line_has_the_same_values(
 
 
 async def test_the_limits_are_those_of_the_options_and_of_each_service(describe: Describe) -> None:
-    """With what gRPC enforces; a service that is not there has no limits."""
+    """The limits that gRPC enforces are included; a service that is not there has no limits."""
     options = ServerOptions(request_rate=7.5, request_burst=9, request_byte_rate=11, max_watches_per_client=3)
     limits = pb.ServerLimits(timer=pb.TimerLimits(timers=5))
     other = Registration("tiny.v1.Other", lambda server: None, limits=limits)
@@ -114,7 +114,7 @@ async def test_the_limits_are_those_of_the_options_and_of_each_service(describe:
 
 
 async def test_the_rate_in_the_description_is_enforced(serve: Start, connect: Connect) -> None:
-    """GetServerInfo counts as a call, as any other."""
+    """GetServerInfo counts as a call, like any other."""
     channel = connect(await serve(ECHO, options=ServerOptions(request_rate=1e-3, request_burst=4)))
     burst = (await server_info(channel)).limits.calls.request_burst
     for _ in range(burst - 1):
@@ -123,7 +123,7 @@ async def test_the_rate_in_the_description_is_enforced(serve: Start, connect: Co
 
 
 def test_a_field_of_limits_has_a_value_or_is_an_error() -> None:
-    """A renamed option does not become a limit of 0, nor is a value for no field lost."""
+    """A renamed option does not become a limit of 0, and a value without a field is not lost."""
     options = ServerOptions()
     with pytest.raises(AttributeError):
         limits_of(pb.CallLimits, options)
@@ -138,7 +138,7 @@ async def test_capabilities_of_options_and_services_are_sorted(describe: Describ
 
 
 async def test_a_description_has_no_path(describe: Describe, tmp_path: Path) -> None:
-    """Not even of the socket that the client knows."""
+    """The path of the socket that the client knows is left out as well."""
     access = AccessFiles(audit_log=tmp_path / "audit")
     info = await describe(ServerOptions(host=f"unix:{tmp_path}/s", access=access))
     assert info.transport == "Unix socket"
@@ -146,6 +146,6 @@ async def test_a_description_has_no_path(describe: Describe, tmp_path: Path) -> 
 
 
 def test_each_capability_is_in_the_contract() -> None:
-    """In the comment of the field, sorted, and no others."""
+    """They are in the comment of the field, sorted, and no others."""
     comment = PROTO.read_text().partition("repeated string capabilities")[0].rpartition("// Capabilities")[2]
     assert re.findall(r"^  //   ([a-z-]+) +\S", comment, re.MULTILINE) == [*Capability] == sorted(Capability)

@@ -1,4 +1,4 @@
-"""Figures are served to whoever asks properly, and nobody who asks otherwise does any harm."""
+"""Metrics are served to valid requests, and other requests do no harm."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _registry() -> CollectorRegistry:
 
 
 async def _ask(address: str, request: str, *, more: bool = False) -> tuple[str, str, str]:
-    """Status line, headers and body of what is answered; `more`: leave the request without its end."""
+    """Return status line, headers and body of the response; `more`: send the request without its end."""
     host, _, port = address.rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     writer.write(request.replace("\n", "\r\n").encode() + (b"" if more else b"\r\n\r\n"))
@@ -33,7 +33,7 @@ async def _ask(address: str, request: str, *, more: bool = False) -> tuple[str, 
 
 
 async def _rest(reader: asyncio.StreamReader) -> bytes:
-    """What still comes of a connection that the other end closes, in good order or not."""
+    """Return the remaining bytes of a connection that the other end closes or resets."""
     try:
         return await asyncio.wait_for(reader.read(), PATIENCE)
     except ConnectionResetError:
@@ -41,7 +41,7 @@ async def _rest(reader: asyncio.StreamReader) -> bytes:
 
 
 async def test_figures_are_at_metrics_in_the_format_that_is_asked_for() -> None:
-    """Prometheus asks for OpenMetrics, a person with curl for nothing in particular."""
+    """Prometheus requests OpenMetrics; curl requests no particular format."""
     async with serve_metrics("127.0.0.1:0", _registry()) as address:
         first, headers, body = await _ask(address, "GET /metrics HTTP/1.1\nHost: here")
         assert first == "HTTP/1.1 200 OK"
@@ -66,13 +66,13 @@ async def test_figures_are_at_metrics_in_the_format_that_is_asked_for() -> None:
     ],
 )
 async def test_nothing_else_is_served(request_line: str, status: str) -> None:
-    """Figures can be read; nothing can be changed, and there is nothing else."""
+    """Metrics can be read; nothing can be changed, and there is nothing else."""
     async with serve_metrics("127.0.0.1:0", _registry()) as address:
         assert (await _ask(address, request_line))[0] == f"HTTP/1.1 {status}"
 
 
 async def test_who_asks_without_end_or_not_at_all_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And the next is served."""
+    """The next client is served."""
     monkeypatch.setattr(metrics, "_TIMEOUT", 0.1)
     async with serve_metrics("127.0.0.1:0", _registry()) as address:
         assert await _ask(address, "GET /metrics HTTP/1.1", more=True) == ("", "", "")
@@ -82,7 +82,7 @@ async def test_who_asks_without_end_or_not_at_all_is_dropped(monkeypatch: pytest
 
 
 async def test_many_who_never_ask_are_no_more_than_so_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each holds a descriptor of a process that has better uses for it."""
+    """Each holds a descriptor that the process needs for its own work."""
     monkeypatch.setattr(metrics, "_MOST_AT_ONCE", 2)
     monkeypatch.setattr(metrics, "_TIMEOUT", 3600.0)
     async with serve_metrics("127.0.0.1:0", _registry()) as address:
@@ -95,7 +95,7 @@ async def test_many_who_never_ask_are_no_more_than_so_many(monkeypatch: pytest.M
 
 
 async def test_the_end_waits_for_nobody() -> None:
-    """An agent whose job is over goes, whoever has a connection open."""
+    """An agent whose job is over exits, also with connections open."""
     async with serve_metrics("127.0.0.1:0", _registry()) as address:
         host, _, port = address.rpartition(":")
         reader, writer = await asyncio.open_connection(host, int(port))
@@ -106,7 +106,7 @@ async def test_the_end_waits_for_nobody() -> None:
 
 
 async def test_a_port_that_is_taken_is_told_of_in_one_line() -> None:
-    """Before anything runs."""
+    """The error comes before anything runs."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(
@@ -118,13 +118,13 @@ async def test_a_port_that_is_taken_is_told_of_in_one_line() -> None:
 
 @pytest.mark.parametrize("text", ["nonsense", "host:", "host:http", "127.0.0.1:70000", "unix:/run/x:1"])
 async def test_what_is_no_address_is_told_of_in_one_line(text: str) -> None:
-    """With what is expected."""
+    """The error states the expected form."""
     with pytest.raises(EndpointError):
         async with serve_metrics(text, _registry()):
             pass
 
 
 def test_an_address_without_a_host_is_this_machine_alone() -> None:
-    """Plaintext goes further only where somebody has said so."""
+    """Plaintext leaves the machine only if a setting allows it."""
     assert str(parse_metrics_address(":9400")) == "127.0.0.1:9400"
     assert not parse_metrics_address("0.0.0.0:9400").loopback

@@ -28,7 +28,7 @@ SECRET = "0123456789abcdef"  # noqa: S105 (of tests)
 
 @pytest.fixture
 def got() -> dict[str, Any]:
-    """What the command was called with."""
+    """The arguments that the command received."""
     return {}
 
 

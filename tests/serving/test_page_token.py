@@ -1,4 +1,4 @@
-"""A token says where the same request goes on, and any other text is refused."""
+"""A token marks the position at which the same request goes on, and any other text is refused."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ REQUEST = pb.ListEventsRequest(run_id="run", filter=FILTER, page_size=7)
 
 
 def with_token(token: str, request: pb.ListEventsRequest = REQUEST) -> pb.ListEventsRequest:
-    """The request of a further page, of another size."""
+    """Return the request for a further page, of another size."""
     further = pb.ListEventsRequest(page_size=8, page_token=token)
     further.run_id, further.newest_first = request.run_id, request.newest_first
     further.filter.CopyFrom(request.filter)
@@ -25,7 +25,7 @@ def with_token(token: str, request: pb.ListEventsRequest = REQUEST) -> pb.ListEv
 
 @pytest.mark.parametrize("name", [("run", "s"), ("", ""), ("\0", "ü" * 256), ('"],["', "\\")])
 def test_a_token_leads_back_to_its_name(name: tuple[str, str]) -> None:
-    """Whatever is in it; and it is plain ASCII."""
+    """Its content may be any text; and it is plain ASCII."""
     token = page_token(REQUEST, *name)
     assert token.isascii()
     assert page_position(with_token(token), str, str) == [*name]
@@ -33,7 +33,7 @@ def test_a_token_leads_back_to_its_name(name: tuple[str, str]) -> None:
 
 
 def test_a_number_is_not_negative_and_may_be_added_to() -> None:
-    """So that it can be a position in any list."""
+    """It can be a position in any list."""
     assert page_position(with_token(page_token(REQUEST, 2**62)), int) == [2**62]
     for number in (-1, 2**62 + 1, True):
         with pytest.raises(ServiceError):
@@ -57,14 +57,14 @@ def test_a_token_of_another_request_is_refused(other: pb.ListEventsRequest) -> N
 
 
 def test_a_token_of_another_method_is_refused() -> None:
-    """Though the two requests have the same bytes."""
+    """It is refused although the two requests have the same bytes."""
     token = page_token(pb.ListNodesRequest(run_id="run"), 12)
     with pytest.raises(ServiceError):
         page_position(pb.ListEventsRequest(run_id="run", page_token=token), int)
 
 
 def encoded(*values: object) -> str:
-    """A token with the digest of the right one."""
+    """Return a token with the digest of the right one."""
     digest = json.loads(base64.urlsafe_b64decode(page_token(REQUEST, "a", "b")))[-1]
     return base64.urlsafe_b64encode(json.dumps([*values, digest]).encode()).decode()
 
@@ -89,7 +89,7 @@ def encoded(*values: object) -> str:
     ],
 )
 def test_what_no_service_gave_out_is_refused(token: str) -> None:
-    """With the field's name."""
+    """The refusal names the field."""
     assert page_position(with_token(encoded("a", "b")), str, str) == ["a", "b"]
     with pytest.raises(ServiceError) as caught:
         page_position(with_token(token), str, str)

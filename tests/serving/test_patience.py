@@ -1,4 +1,4 @@
-"""A subscriber that takes nothing is let go after a while, with a reason that tells it to come back."""
+"""A subscriber that doesn't read is dropped after the write timeout, with a reason to reconnect."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rallypoint.serving.flow import Subscriber
 from support.waiting import PATIENCE
 
 METHOD = "/tiny.v1.TinyService/Do"
-# More than a transport takes for a client that doesn't read.
+# More than a transport buffers for a client that doesn't read.
 LARGE = b"x" * (2 << 20)
 
 Start = Callable[..., Any]
@@ -30,7 +30,7 @@ async def test_who_takes_nothing_is_told_to_come_back(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Also if it is the first answer that waits; and nothing of it looks like a bug in the log."""
+    """This may be the first answer; the log has no entry that looks like a bug."""
     monkeypatch.setattr(flow, "WRITE_TIMEOUT", 0.05)
     given_up = asyncio.Event()
 
@@ -60,7 +60,7 @@ async def test_who_takes_nothing_is_told_to_come_back(
 async def test_a_stream_that_ends_while_it_begins_has_its_status(
     serve: Start, connect: Start, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The task that greets is cancelled, for example because the client's first message is refused meanwhile."""
+    """The greeting task is cancelled, for example because the client's first message is refused meanwhile."""
 
     async def answer(_request: bytes, context: Any) -> None:
         greeting = asyncio.create_task(Subscriber(context).greet())
@@ -76,7 +76,7 @@ async def test_a_stream_that_ends_while_it_begins_has_its_status(
 
 
 async def test_who_has_gone_is_not_slow() -> None:
-    """What goes wrong with a write is told as it is."""
+    """An error of a write is raised unchanged."""
 
     class Gone:
         async def send_initial_metadata(self, _metadata: object) -> None: ...

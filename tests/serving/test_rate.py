@@ -1,4 +1,4 @@
-"""Nobody gets more than its rate over any stretch of time, everybody gets its rate, and who is refused is told when."""
+"""A client gets at most its rate in any period of time, and always its rate; a refusal states the time to wait."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from rallypoint.serving.flow import Bucket, Buckets, Rate
 
 
 def test_a_burst_passes_and_no_more() -> None:
-    """After a pause however long, as many as the burst; the next is told when there is room again."""
+    """After any pause, as many as the burst pass; the refusal of the next has the time until there is room again."""
     bucket = Bucket(Rate(10, 3), 0.0)
     assert [bucket.take(1000.0) for _ in range(4)] == [0.0, 0.0, 0.0, pytest.approx(0.1)]
 
 
 def test_who_waits_as_told_gets_through() -> None:
-    """And being refused costs nothing: the wait does not grow with the number of attempts."""
+    """A refusal costs nothing: the wait does not grow with the number of attempts."""
     bucket = Bucket(Rate(4, 1), 0.0)
     bucket.take(0.0)
     waits = [bucket.take(0.0) for _ in range(100)]
@@ -25,7 +25,7 @@ def test_who_waits_as_told_gets_through() -> None:
 
 
 def test_who_keeps_to_the_rate_is_never_refused() -> None:
-    """For as long as one likes."""
+    """It may call for any length of time."""
     bucket = Bucket(Rate(8, 1), 0.0)
     assert not any(bucket.take(number / 8) for number in range(10_000))
 
@@ -34,7 +34,7 @@ def test_who_keeps_to_the_rate_is_never_refused() -> None:
 def test_no_stretch_of_time_has_more_than_the_rate(
     per_second: float, burst: int, pauses: list[float]
 ) -> None:
-    """Between any two moments at most the burst and what the rate adds, whenever somebody comes."""
+    """In any period, at most the burst plus the rate times its length passes."""
     bucket, now, passed = Bucket(Rate(per_second, burst), 0.0), 0.0, []
     for pause in pauses:
         now += pause
@@ -47,20 +47,20 @@ def test_no_stretch_of_time_has_more_than_the_rate(
 
 @pytest.mark.parametrize(("per_second", "burst"), [(0, 1), (-1, 1), (float("nan"), 1), (1, 0)])
 def test_a_rate_that_lets_nobody_through_is_no_rate(per_second: float, burst: int) -> None:
-    """Told where it is made, not where it is used."""
+    """The error is raised at the construction, not at the use."""
     with pytest.raises(ValueError, match="no such rate"):
         Rate(per_second, burst)
 
 
 def test_each_party_has_a_bucket_of_its_own() -> None:
-    """One that floods takes nothing from another."""
+    """A flooding client takes nothing from another."""
     buckets = Buckets(Rate(1, 2), most=10)
     assert [buckets.take("flood", 0.0) > 0 for _ in range(5)] == [False, False, True, True, True]
     assert buckets.take("other", 0.0) == 0.0
 
 
 def test_memory_is_bounded_and_who_comes_often_is_not_forgotten() -> None:
-    """Of more parties than are kept, those go that were not seen for longest."""
+    """Beyond the maximum, the clients that were idle for longest are dropped."""
     buckets = Buckets(Rate(1, 1), most=100)
     buckets.take("flood", 0.0)
     for number in range(10_000):

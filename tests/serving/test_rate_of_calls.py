@@ -1,4 +1,4 @@
-"""A client that calls too often, or holds too many streams, is told when to come again; others never notice."""
+"""A client that calls too often, or holds too many streams, is refused with the time to wait; others never notice."""
 
 from __future__ import annotations
 
@@ -40,18 +40,18 @@ async def served(handler: Any, clock: Clock, **rates: Any) -> AsyncIterator[Any]
 
 
 async def echo(request: bytes, context: Any) -> bytes:
-    """Answers with what it is asked."""
+    """Reply with the request."""
     return request
 
 
 async def echo_each(requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
-    """Answers each message with itself."""
+    """Reply to each message with itself."""
     async for request in requests:
         yield request
 
 
 async def test_calls_past_the_rate_are_refused_until_it_is_time() -> None:
-    """With the reason, and with RetryInfo that tells the truth."""
+    """The refusal has the reason, and RetryInfo with the right time."""
     clock = Clock()
     handler: Any = grpc.unary_unary_rpc_method_handler(echo)
     async with served(handler, clock, request_rate=Rate(2, 3)) as channel:
@@ -66,7 +66,7 @@ async def test_calls_past_the_rate_are_refused_until_it_is_time() -> None:
 
 
 async def test_another_connection_of_the_same_host_is_the_same_client() -> None:
-    """Or one would connect again and again."""
+    """Otherwise a client could reconnect again and again."""
     clock = Clock()
     handler: Any = grpc.unary_unary_rpc_method_handler(echo)
     calls = CallInterceptor(lambda error: None, clock=clock, request_rate=Rate(1, 1))
@@ -81,7 +81,7 @@ async def test_another_connection_of_the_same_host_is_the_same_client() -> None:
 
 
 async def test_bytes_past_the_rate_are_refused_until_it_is_time() -> None:
-    """A request that is larger than what may come at once counts as that much, or it would never be taken."""
+    """A request larger than the burst counts as the burst, or it would never be accepted."""
     clock = Clock()
     handler: Any = grpc.unary_unary_rpc_method_handler(echo)
     async with served(handler, clock, byte_rate=Rate(10, 100)) as channel:
@@ -99,8 +99,8 @@ async def test_bytes_past_the_rate_are_refused_until_it_is_time() -> None:
 
 
 async def test_a_few_requests_of_a_client_are_handled_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One whose handler takes long, since it waits for a commit, does not count."""
-    monkeypatch.setattr(Turns.__init__, "__defaults__", (0.5,))  # of `hold`: this machine may be busy
+    """A request whose handler takes long, since it waits for a commit, does not count."""
+    monkeypatch.setattr(Turns.__init__, "__defaults__", (0.5,))  # `hold`: this machine may be busy
     running, most, over = 0, 0, asyncio.Event()
 
     async def work(request: bytes, context: Any) -> bytes:
@@ -126,7 +126,7 @@ async def test_a_few_requests_of_a_client_are_handled_at_a_time(monkeypatch: pyt
 
 
 async def test_a_stream_counts_as_one_call_and_its_messages_by_themselves() -> None:
-    """So that a node that is content with its stream never meets the rate of calls; a chatty one is ended."""
+    """A node that uses only its stream never meets the rate of calls; a stream with too many messages is ended."""
     clock = Clock()
     handler: Any = grpc.stream_stream_rpc_method_handler(echo_each)
     rates = {"request_rate": Rate(1, 1), "message_rates": {SERVICE: Rate(10, 5)}}
@@ -145,7 +145,7 @@ async def test_a_stream_counts_as_one_call_and_its_messages_by_themselves() -> N
 
 
 async def test_streams_of_other_services_are_not_metered() -> None:
-    """An agent sends the timers of all its workers on one stream, as many as there are."""
+    """An agent sends the timers of all its workers on one stream, without a limit."""
     clock = Clock()
     handler: Any = grpc.stream_stream_rpc_method_handler(echo_each)
     async with served(handler, clock, message_rates={"other.v1.OtherService": Rate(1, 1)}) as channel:
@@ -157,20 +157,20 @@ async def test_streams_of_other_services_are_not_metered() -> None:
 
 
 async def hold_as_generator(request: bytes, context: Any) -> AsyncIterator[bytes]:
-    """Answers, and ends with its client only."""
+    """Reply, and end only with the client."""
     yield request
     await asyncio.Event().wait()
 
 
 async def hold_as_writer(request: bytes, context: Any) -> None:
-    """Does the same by writes."""
+    """Do the same by writes."""
     await context.write(request)
     await asyncio.Event().wait()
 
 
 @pytest.mark.parametrize("behaviour", [hold_as_generator, hold_as_writer])
 async def test_one_client_holds_so_many_streams_and_no_more(behaviour: Any) -> None:
-    """The next one is refused until one has ended, however it ended."""
+    """The next one is refused until one has ended, for any reason."""
     handler: Any = grpc.unary_stream_rpc_method_handler(behaviour)
     async with served(handler, Clock(), most_watches=2) as channel:
         call = channel.unary_stream(METHOD)
@@ -195,7 +195,7 @@ async def test_one_client_holds_so_many_streams_and_no_more(behaviour: Any) -> N
 
 
 def test_the_streams_of_another_client_are_counted_apart() -> None:
-    """So that nobody can take them all."""
+    """One client can't take them all."""
     calls = CallInterceptor(lambda error: None, clock=Clock(), most_watches=1)
     calls.begin_watch("10.0.0.1")
     calls.begin_watch("10.0.0.2")
@@ -206,7 +206,7 @@ def test_the_streams_of_another_client_are_counted_apart() -> None:
 
 
 async def test_a_flooded_server_does_not_look_ill() -> None:
-    """Health is asked by an orchestrator that would restart it; so it is never refused."""
+    """An orchestrator that checks health would restart the server; so these calls are never refused."""
     handler: Any = grpc.unary_unary_rpc_method_handler(echo)
     generic = grpc.method_handlers_generic_handler(SERVICE, {"Do": handler})
     registration = Registration(SERVICE, lambda server: server.add_generic_rpc_handlers((generic,)))
@@ -229,7 +229,7 @@ async def test_a_flooded_server_does_not_look_ill() -> None:
 
 
 async def test_a_service_says_what_its_streams_may_send() -> None:
-    """A server has it from the registration; its other services are not touched by it."""
+    """The server has it from the registration; its other services are not affected."""
     handler: Any = grpc.stream_stream_rpc_method_handler(echo_each)
     generic = grpc.method_handlers_generic_handler(SERVICE, {"Do": handler})
     registration = Registration(
@@ -249,7 +249,7 @@ async def test_a_service_says_what_its_streams_may_send() -> None:
 
 
 async def test_zero_is_no_limit() -> None:
-    """As the flag's help says."""
+    """The flag's help states it."""
     calls = CallInterceptor(lambda error: None, clock=Clock())
     assert not any(calls.excess("10.0.0.1") for _ in range(100_000))
 

@@ -1,4 +1,4 @@
-"""Who counts as one client."""
+"""The peers that count as one client."""
 
 from __future__ import annotations
 
@@ -22,5 +22,5 @@ from rallypoint.serving.flow import client_of
     ],
 )
 def test_a_client_is_its_host(peer: str, client: str) -> None:
-    """Whatever its port; of IPv6 its /64; all at a Unix socket are one."""
+    """The port does not matter; of IPv6 its /64 counts; all at a Unix socket are one."""
     assert client_of(peer) == client

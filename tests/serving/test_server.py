@@ -1,4 +1,4 @@
-"""A server starts wholly or not at all, is alone on its address, tells how it is, and ends without a surprise."""
+"""A server starts wholly or not at all, is alone on its address, reports its health, and ends without a surprise."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ ECHO: dict[str, grpc.RpcMethodHandler[bytes, bytes]] = {"Echo": grpc.unary_unary
 
 
 class Hall:
-    """A service with one stream, `Wait`, that says "in" and ends when the doors open."""
+    """A service with one stream, `Wait`, that sends "in" and ends when the doors open."""
 
     def __init__(self) -> None:
         self.doors = asyncio.Event()
@@ -78,7 +78,7 @@ async def health_of(channel: grpc.aio.Channel, service: str) -> int:
 
 
 async def soon(awaitable: Awaitable[Any]) -> Any:
-    """Well before the grace of a minute that these tests drain with, and well after what a slow machine needs."""
+    """Await within a time below the drain grace of these tests, a minute, and above the need of a slow machine."""
     return await asyncio.wait_for(awaitable, PATIENCE)
 
 
@@ -107,7 +107,7 @@ async def test_a_started_server_answers_at_its_address(serve: Start, connect: St
 
 
 async def test_no_usual_garbage_collection_stops_the_service_for_long(serve: Start) -> None:
-    """Of all but the oldest objects it examines 50,000 at most: some 40 ms, in which no heartbeat is read."""
+    """Except for the oldest objects it examines at most 50,000: about 40 ms, in which no heartbeat is read."""
     await serve(ECHO)
     newest, collections, _ = gc.get_threshold()
     assert newest * collections <= 50_000
@@ -115,7 +115,7 @@ async def test_no_usual_garbage_collection_stops_the_service_for_long(serve: Sta
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="needs glibc 2.33")
 async def test_memory_of_large_values_is_given_back(serve: Start) -> None:
-    """Each has a mapping of its own, also after one was freed, which makes glibc keep those that follow."""
+    """Each has its own mapping, also after one was freed, which makes glibc keep those that follow."""
     await serve(ECHO)
     large = 16 * MIB  # no heap of a process that runs tests has room for it
     value = bytearray(large + MIB)
@@ -128,7 +128,7 @@ async def test_memory_of_large_values_is_given_back(serve: Start) -> None:
 
 
 class MallInfo(ctypes.Structure):
-    """What mallinfo2(3) returns: ten sizes, of which the fifth is that of blocks with a mapping of their own."""
+    """The result of mallinfo2(3): ten sizes, of which the fifth is that of blocks with their own mapping."""
 
     _fields_ = (("before", ctypes.c_size_t * 4), ("mapped", ctypes.c_size_t), ("after", ctypes.c_size_t * 5))
 
@@ -166,7 +166,7 @@ async def test_an_address_in_use_is_refused_and_named(serve: Start, host: str) -
 
 
 async def test_a_name_with_one_of_its_addresses_in_use_is_refused(serve: Start) -> None:
-    # gRPC alone would listen on ::1 and leave 127.0.0.1, where clients may look first, to whoever has it.
+    # gRPC alone would listen on ::1 and leave 127.0.0.1, where clients may look first, to another process.
     first = await serve(ECHO)
     with pytest.raises(ServiceStartError, match="in use"):
         await serve(ECHO, options=ServerOptions(host="localhost", port=port_of(first)))
@@ -216,7 +216,7 @@ async def test_a_failed_start_leaves_nothing_behind(serve: Start) -> None:
     descriptors, threads = me.num_fds(), me.num_threads()
     for _ in range(5):
         await fail_twice()
-    # gRPC closes sockets on threads of its own, a little later.
+    # gRPC closes sockets on its own threads, a little later.
     await until(lambda: me.num_fds() <= descriptors, "the descriptors to be closed")
     await until(lambda: me.num_threads() <= threads + 1, "the threads to end")
 
@@ -238,7 +238,7 @@ async def test_a_unix_socket_is_served_alone_and_cleaned_up(
     serve: Start, connect: Start, tmp_path: Path
 ) -> None:
     path = tmp_path / "rallypoint.sock"
-    # What a killed server leaves behind is no obstacle.
+    # The socket file of a killed server is no obstacle.
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(str(path))
     options = ServerOptions(host=f"unix:{path}")
@@ -304,7 +304,7 @@ async def test_each_service_has_a_status_of_its_own(connect: Start) -> None:
 
 @pytest.mark.parametrize("version", ["v1", "v1alpha"])
 async def test_reflection_lists_the_services(serve: Start, connect: Start, version: str) -> None:
-    """In both versions, whose messages are the same."""
+    """It does so in both versions, whose messages are the same."""
     call = connect(await serve(ECHO)).stream_stream(
         f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo",
         reflection_pb2.ServerReflectionRequest.SerializeToString,
@@ -320,7 +320,7 @@ async def test_reflection_lists_the_services(serve: Start, connect: Start, versi
 
 
 async def test_health_and_reflection_can_be_closed(serve: Start, connect: Start) -> None:
-    """Then they are methods like any that there is not; the service itself is there."""
+    """Then they are unknown methods; the service itself is there."""
     channel = connect(await serve(ECHO, options=ServerOptions(health=False, reflection=False)))
 
     async def ask() -> AsyncIterator[Any]:
@@ -470,7 +470,7 @@ async def test_a_handler_that_ignores_its_end_holds_nobody_up(
     stream = wait_call(connect(server))
     try:
         assert await stream.read() == b"in"
-        await soon(waits.wait())  # the client may have read what the handler still writes
+        await soon(waits.wait())  # the client may have read a message that the handler still writes
         await soon(server.stop())
         with pytest.raises(grpc.aio.AioRpcError):
             await soon(stream.read())
@@ -491,7 +491,7 @@ async def test_a_server_starts_once(serve: Start) -> None:
 async def test_it_may_open_as_many_files_as_the_hard_limit_allows(
     serve: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, hard: int, warnings: int
 ) -> None:
-    """Whatever the soft one is; a low one is told once, with what would raise it."""
+    """The soft limit does not matter; a low hard limit is logged once, with the way to raise it."""
     given: list[tuple[int, int]] = []
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, hard))
     monkeypatch.setattr(resource, "setrlimit", lambda _, limits: given.append(limits))
@@ -518,7 +518,7 @@ async def ping(channel: grpc.aio.Channel) -> bytes | grpc.StatusCode:
 async def test_connections_leave_files_for_the_rest(
     serve: Start, connect: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One too many is refused at once; each that ends makes room for another, and those that are open stay."""
+    """One too many is refused at once; each that ends makes room for another, and open ones stay."""
     assert 0 < server_module._most_connections() < resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     monkeypatch.setattr(server_module, "_most_connections", lambda: 18)
     server = await serve(ECHO)
@@ -535,7 +535,7 @@ async def test_connections_leave_files_for_the_rest(
 async def test_a_connection_without_calls_is_closed(
     serve: Start, connect: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In order: the next call of its client connects again. One with an open stream stays."""
+    """It closes in order: the client's next call reconnects. A connection with an open stream stays."""
     arguments = {**dict(server_module.SERVER_ARGUMENTS), "grpc.max_connection_idle_ms": 1000}
     monkeypatch.setattr(server_module, "SERVER_ARGUMENTS", tuple(arguments.items()))
     hall = Hall()
@@ -581,7 +581,7 @@ async def test_a_storm_of_streams_loses_none(serve: Start, connect: Start) -> No
 async def test_a_port_that_is_taken_between_the_check_and_the_bind_is_in_use(
     monkeypatch: pytest.MonkeyPatch, serve: Start
 ) -> None:
-    """As by another agent that starts at once: who asks gets the same error as from the check."""
+    """Another agent that starts at once may take it: the caller gets the same error as from the check."""
     port = port_of(await serve(ECHO))
     checks = []
 

@@ -1,4 +1,4 @@
-"""A few of many operations run at the same time, in order; one that takes long holds nobody up."""
+"""A few of many operations run at the same time, in order; a slow operation does not delay the others."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ async def test_a_few_operations_run_at_a_time_in_order() -> None:
 
 
 async def test_an_operation_that_takes_long_gives_its_place_up() -> None:
-    """Once: when it ends later, it gives no second place."""
+    """It does so once: when it ends later, it frees no second place."""
     turns, over = Turns(1, 0.01), asyncio.Event()
 
     async def stall() -> None:
@@ -49,7 +49,7 @@ async def test_an_operation_that_takes_long_gives_its_place_up() -> None:
 
 
 async def test_an_operation_that_was_cancelled_takes_no_place() -> None:
-    """Neither while it waits, nor when its turn has come in the same moment."""
+    """It may wait, or get its turn in the same moment."""
     turns, began = Turns(1, LONG), list[int]()
     await turns.take()
 

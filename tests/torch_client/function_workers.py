@@ -21,13 +21,13 @@ def rank() -> int:
 
 
 def linger(agent: int) -> None:
-    """Stay, whatever happens to the agent."""
+    """Stay, also after the agent's end."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     children = Path(f"/proc/{agent}/task/{agent}/children").read_text().split()
     companion = next(
         pid for pid in children if b"rallypoint.torch.companion" in Path(f"/proc/{pid}/cmdline").read_bytes()
     )
-    if os.fork() == 0:  # torch has the kernel kill its own forks
+    if os.fork() == 0:  # torch makes the kernel kill its own forks
         os.write(1, f"{companion} {os.getpid()}\n".encode())
         while True:
             signal.pause()
@@ -35,7 +35,7 @@ def linger(agent: int) -> None:
 
 
 def main(endpoint: str, what: str) -> None:
-    """Launch, and print what came of it."""
+    """Launch, and print the result."""
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,

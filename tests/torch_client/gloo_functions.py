@@ -1,4 +1,4 @@
-"""Functions of workers that leave gloo as it is when they return, as most programs do."""
+"""Functions of workers that return without closing gloo, as most programs do."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def meet() -> int:
 
 
 def leave_work() -> int:
-    """Return while gloo's threads hold tensors: they let go of them while the interpreter ends."""
+    """Return while gloo's threads hold tensors: they release them while the interpreter ends."""
     dist.init_process_group("gloo")
     dist.barrier()
     for _ in range(30):

@@ -1,7 +1,7 @@
 """A worker that trains over gloo and counts in torch's store: arguments are a folder, and the name of its agent.
 
-It notes in the file NAME: `trained` once all ranks have summed, `counted` for each call to the store, and `lost` when
-the store replies no more. It ends with 0 when the file `finish` is there.
+It writes to the file NAME: `trained` once all ranks have summed, `counted` for each call to the store, and `lost`
+when the store stops replying. It ends with 0 when the file `finish` is there.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What torch makes of its etcd flags, we make of them too: the same etcd, spoken to in the same way, the same times.
+"""torch's etcd flags have the same meaning here: the same etcd, the same protocol and certificates, the same times.
 
-torch's own code runs as it is installed, up to where it would connect: for that it needs a client package that is gone.
+torch's own code runs as installed, up to the point of connecting: beyond, it needs a discontinued client package.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ REFUSED: list[tuple[str, str, Mapping[str, str]]] = [
 
 
 class Recorder:
-    """In the place of a class of torch's: notes what it is made of."""
+    """Replaces a class of torch's: records the arguments of its construction."""
 
     def __init__(self) -> None:
         self.given: dict[str, Any] = {}
@@ -60,11 +60,11 @@ class Recorder:
 
 @pytest.fixture
 def torchs(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """What torch makes of flags: as it makes them of a command line, down to the arguments of its client."""
+    """Makes torch's objects of flags, as for a command line, down to the arguments of its client."""
     api = pytest.importorskip("torch.distributed.launcher.api")
-    # torch has a stand-in for that client; the folder of our own tests has its name.
+    # torch has a stub of that client; the folder of our own tests has its name.
     monkeypatch.setitem(sys.modules, "etcd", None)
-    # Part of that client, of which torch names an exception.
+    # A part of that client; torch names one of its exceptions.
     for name in ("urllib3", "urllib3.exceptions"):
         monkeypatch.setitem(sys.modules, name, MagicMock())
     from torch.distributed.elastic.rendezvous import RendezvousParameters, etcd_rendezvous
@@ -89,12 +89,12 @@ def torchs(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def ours(backend: str, endpoint: str, conf: Mapping[str, str]) -> EtcdRendezvous:
-    """What we make of the same flags."""
+    """Return our values of the same flags."""
     return of_flags(backend, endpoint, "job", conf=conf, environment={})
 
 
 def check_client(client: dict[str, Any], found: EtcdRendezvous) -> None:
-    """That both speak to the same etcd in the same way."""
+    """Check that both use the same etcd in the same way."""
     (place,) = found.address.endpoints
     assert (place.host, place.port) == (client["0"], client["1"])
     tls = found.address.tls
@@ -115,7 +115,7 @@ def _text(path: object) -> str | None:
 
 @pytest.mark.parametrize(("endpoint", "conf"), CASES)
 def test_etcd(torchs: Any, endpoint: str, conf: Mapping[str, str]) -> None:
-    """Endpoint, protocol, certificates, prefix, and how long nodes are waited for; torchrun's own default is in it."""
+    """Endpoint, protocol, certificates, prefix, and the wait for nodes; torchrun's own default is included."""
     client, rendezvous = torchs("etcd", endpoint, conf)
     found = ours("etcd", endpoint, conf)
     check_client(client, found)
@@ -128,7 +128,7 @@ def test_etcd(torchs: Any, endpoint: str, conf: Mapping[str, str]) -> None:
 
 @pytest.mark.parametrize(("endpoint", "conf"), V2_CASES)
 def test_etcd_v2(torchs: Any, endpoint: str, conf: Mapping[str, str]) -> None:
-    """The other backend has names of its own for the same things, and its own place in etcd."""
+    """The other backend has other names for the same settings, and its own prefix in etcd."""
     client, rendezvous = torchs("etcd-v2", endpoint, conf)
     found = ours("etcd-v2", endpoint, conf)
     check_client(client, found)
@@ -141,7 +141,7 @@ def test_etcd_v2(torchs: Any, endpoint: str, conf: Mapping[str, str]) -> None:
 def test_what_torch_refuses_is_refused(
     torchs: Any, backend: str, endpoint: str, conf: Mapping[str, str]
 ) -> None:
-    """There with a traceback, here with a line."""
+    """torch refuses it with a traceback, we with one line."""
     with pytest.raises(ValueError):  # noqa: PT011 (torch's has no type of its own)
         torchs(backend, endpoint, conf)
     with pytest.raises(SettingError):

@@ -1,4 +1,4 @@
-"""Function workers end well when they leave gloo as it is: none is aborted, and none loses the store of rank 0."""
+"""Function workers that return without closing gloo end well: none is aborted, and none loses the store of rank 0."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.torch, pytest.mark.integration, pytest.mark.timeout(60
     ("name", "method"), [("leave_work", "spawn"), ("meet", "forkserver"), ("leave_work", "forkserver")]
 )
 def test_no_worker_fails_after_its_function(tmp_path: Path, name: str, method: str) -> None:
-    """RALLYPOINT_FUNCTION_WORKERS of them, four at a time; a failed launch counts, and the next one is made."""
+    """RALLYPOINT_FUNCTION_WORKERS of them, four at a time; a failed launch counts, and the next one starts."""
     pytest.importorskip("torch")
     from torch_client import gloo_functions
 

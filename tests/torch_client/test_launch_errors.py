@@ -19,20 +19,20 @@ specs = pytest.importorskip("torch.distributed.elastic.multiprocessing")
 
 
 def config(tmp_path: Path, **more: Any) -> Any:
-    """Torch's own."""
+    """Return torch's own configuration."""
     return api.LaunchConfig(
         1, 1, 2, rdzv_backend="c10d", logs_specs=specs.DefaultLogsSpecs(str(tmp_path)), max_restarts=0, **more
     )
 
 
 def test_torchs_config_launches(tmp_path: Path) -> None:
-    """Under both of torch's names of the call."""
+    """Both of torch's names of the call work."""
     assert elastic_launch(config(tmp_path), calls.leave)(0) == {0: None, 1: None}
     assert launch_agent(config(tmp_path), calls.leave, [0]) == {0: None, 1: None}
 
 
 def test_torchs_error_catches_a_failed_worker(tmp_path: Path) -> None:
-    """It has torch's failures, with the content of the worker's error file, and is ours as well."""
+    """It has torch's failures, with the content of the worker's error file, and is also our type."""
     with pytest.raises(errors.ChildFailedError) as caught:
         elastic_launch(config(tmp_path), calls.fail)(1)
     rank, failure = caught.value.get_first_failure()
@@ -46,7 +46,7 @@ def test_torchs_error_catches_a_failed_worker(tmp_path: Path) -> None:
 
 
 def test_a_failure_without_an_error_file_has_its_reason(tmp_path: Path) -> None:
-    """Torch has a sentence about the missing traceback there."""
+    """Torch's message there is a sentence about the missing traceback."""
     with pytest.raises(errors.ChildFailedError) as caught:
         elastic_launch(config(tmp_path), "sh")("-c", "kill -9 $$")
     _, failure = caught.value.get_first_failure()
@@ -56,7 +56,7 @@ def test_a_failure_without_an_error_file_has_its_reason(tmp_path: Path) -> None:
 
 
 def test_torchs_record_keeps_the_workers_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Around a launch of ours, it copies the worker's error file as it does around torch's own."""
+    """Around our launch, it copies the worker's error file as it does around torch's own."""
     reply = tmp_path / "reply.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(reply))
     with pytest.raises(errors.ChildFailedError):

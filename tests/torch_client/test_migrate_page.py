@@ -1,4 +1,4 @@
-"""Each command of docs/migrate.md, run as the page has it, does its job.
+"""Each command of docs/migrate.md works as written on the page.
 
 `head` is this machine, its ports are free ones, and a command for every host runs twice. Slurm's two commands are
 stand-ins, which start their command on both hosts with Slurm's variables.
@@ -29,7 +29,7 @@ SECTIONS = dict(re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | 
 HOSTS = 2
 WORLD = 4
 
-# They leave without the interpreter's clean-up, in which torch 2.13 rarely aborts.
+# They exit without the interpreter's clean-up, in which torch 2.13 rarely aborts.
 PROGRAMS = {
     "train.py": """
 import os
@@ -92,23 +92,23 @@ for pid in $pids; do wait "$pid" || exit; done
 
 @pytest.fixture(scope="module", autouse=True)
 def frameworks() -> None:
-    """All are in the environment of `make test-torch`."""
+    """Skip without the frameworks; `make test-torch` has all of them."""
     for name in ("torch", "lightning", "accelerate"):
         pytest.importorskip(name)
 
 
 def commands(section: str) -> list[str]:
-    """The commands of a section's console blocks."""
+    """Return the commands of a section's console blocks."""
     text = "".join(re.findall(r"^```console\n(.*?)^```$", section, re.MULTILINE | re.DOTALL))
     assert all(line.startswith("$ ") for line in text.splitlines())
     return [line.removeprefix("$ ") for line in text.splitlines()]
 
 
 class Shells:
-    """The shells of a machine for each host, in one folder with the programs and the secret."""
+    """The shells of one machine that replace each host, in one folder with the programs and the secret."""
 
     def __init__(self, folder: Path, marker: str, stack: ExitStack) -> None:
-        """Write the programs, and make the secret as the page does it."""
+        """Write the programs, and create the secret with the page's command."""
         self.folder = folder
         self._stack = stack
         self._environment = clean_environment(
@@ -141,7 +141,7 @@ class Shells:
         return process
 
     def here(self, text: str) -> str:
-        """A text of the page with this machine's address and free ports."""
+        """Return a text of the page with this machine's address and free ports."""
         text = re.sub(
             r"(?<!\$)(?<!\| )\bhead(?=[: ]|$)", "127.0.0.1", text
         )  # the host, not the variable or program
@@ -165,7 +165,7 @@ class Shells:
 
 @pytest.fixture
 def shells(tmp_path: Path) -> Iterator[Shells]:
-    """Shells, of which no process is left."""
+    """Shells that leave no process behind."""
     with fresh_marker() as marker, ExitStack() as stack:
         yield Shells(tmp_path, marker, stack)
 
@@ -178,7 +178,7 @@ LAST_CALL = {"PET_RDZV_CONF": "last_call_timeout=15"}
     "title", [title for title in SECTIONS if re.match(r"\d|Lightning|Accelerate", title)]
 )
 def test_the_commands_of_a_section(shells: Shells, title: str) -> None:
-    """Those before and those after the change."""
+    """The commands before and after the change are run."""
     for command in commands(SECTIONS[title]):
         if " serve " in command:
             shells.serve(command)
@@ -188,7 +188,7 @@ def test_the_commands_of_a_section(shells: Shells, title: str) -> None:
 
 
 def test_the_batch_file(shells: Shells) -> None:
-    """The one with `rallypoint run`, and the one to go back to."""
+    """The one with `rallypoint run` works, and the one to go back to."""
     (batch,) = re.findall(r"^```sh\n(.*?)^```$", SECTIONS["Slurm"], re.MULTILINE | re.DOTALL)
     assert "srun rallypoint run" in batch
     slurm = {"SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "host-[1-2]", "SLURM_JOB_ID": "17"}
@@ -201,7 +201,7 @@ FORMS = re.findall(r"^\| ([^|]+) \| `(PET_.*)` \|$", SECTIONS["Kubeflow"], re.MU
 
 @pytest.mark.parametrize(("form", "variables"), FORMS, ids=[form for form, _ in FORMS])
 def test_kubeflows_variables(shells: Shells, form: str, variables: str) -> None:
-    """In each of their forms."""
+    """All of their forms work."""
     pairs = dict(pair.split("=") for pair in shlex.split(variables))
     per_host = (
         os.cpu_count() or 1 if pairs["PET_NPROC_PER_NODE"] == "auto" else int(pairs["PET_NPROC_PER_NODE"])
@@ -212,7 +212,7 @@ def test_kubeflows_variables(shells: Shells, form: str, variables: str) -> None:
 
 
 def test_every_command_is_run() -> None:
-    """By one of the tests above."""
+    """One of the tests above runs it."""
     tested = {title for title in SECTIONS if re.match(r"\d|Lightning|Accelerate|Slurm|Kubeflow", title)}
     assert tested == SECTIONS.keys()
     assert len(FORMS) == 3

@@ -1,4 +1,4 @@
-"""torch's dynamic rendezvous on our backend outlives an outage of the service; on a store of torch's it can't."""
+"""torch's dynamic rendezvous on our backend survives an outage of the service; on a store of torch's it can't."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ AWAY = ordinarily(4.0, in_full=30.0)
 
 @pytest.fixture(scope="module")
 def module() -> Any:
-    """Ours."""
+    """Our module."""
     pytest.importorskip("torch.distributed.elastic.rendezvous.api")
     from rallypoint.torch import backend
 
@@ -30,7 +30,7 @@ def module() -> Any:
 
 
 def test_an_outage_ends_no_agent(module: Any, server: MortalServer) -> None:
-    """Agents go on looking for newcomers meanwhile; afterwards the same nodes are in, and let a newcomer in."""
+    """Agents look for newcomers meanwhile; afterwards the same nodes are in the run, and admit a newcomer."""
     from datetime import timedelta
 
     import torch.distributed as dist
@@ -77,7 +77,7 @@ def test_an_outage_ends_no_agent(module: Any, server: MortalServer) -> None:
 
 
 def _look_for(handler: Any, seconds: float) -> int:
-    """Do as an agent does between two restarts: look for newcomers until there is one, or for so long."""
+    """Look for newcomers, as an agent does between two restarts, until there is one, or for so many seconds."""
     end = time.monotonic() + seconds
     while not (waiting := handler.num_nodes_waiting()) and time.monotonic() < end:
         time.sleep(0.1)
@@ -85,7 +85,7 @@ def _look_for(handler: Any, seconds: float) -> int:
 
 
 def test_no_service(module: Any) -> None:
-    """Within `read_timeout`. The backend can be used afterwards."""
+    """The error comes within `read_timeout`. The backend can be used afterwards."""
     from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
 
     endpoint = f"127.0.0.1:{free_port()}"
@@ -99,7 +99,7 @@ def test_no_service(module: Any) -> None:
 
 
 def test_the_death_of_the_program_is_no_error(module: Any, server: MortalServer) -> None:
-    """Its companion ends without a word, also with a reply that the program has not read."""
+    """Its companion exits without output, also with a reply that the program has not read."""
     program = (
         "import os, select, sys; from rallypoint.torch.backend import RallypointRendezvousBackend as Backend\n"
         "companion = Backend(sys.argv[1], 'run', {'insecure': True})._companion\n"
@@ -107,7 +107,7 @@ def test_the_death_of_the_program_is_no_error(module: Any, server: MortalServer)
         "select.select([companion._socket], [], [])\n"
         "os._exit(0)\n"
     )
-    # The companion has the pipe too: run() returns when both have ended.
+    # The companion has the pipe too: run() returns when both have exited.
     command = [sys.executable, "-c", program, server.endpoint]
     ended = subprocess.run(command, stderr=subprocess.PIPE, timeout=PATIENCE, check=True, text=True)
     assert ended.stderr == ""
@@ -124,14 +124,14 @@ def test_the_death_of_the_program_is_no_error(module: Any, server: MortalServer)
     ],
 )
 def test_a_mistake(module: Any, endpoint: str, run_id: str, conf: dict[str, str], text: str) -> None:
-    """Is one line, before anything is called."""
+    """The error is one line, before any call."""
     with pytest.raises(ValueError, match=text) as caught:
         module.RallypointRendezvousBackend(endpoint, run_id, conf)
     assert "\n" not in str(caught.value)
 
 
 def test_a_large_state(module: Any, server: MortalServer) -> None:
-    """The largest that the service takes; a larger one is refused, and leaves the first."""
+    """It is the largest that the service accepts; a larger one is refused, and leaves the first."""
     from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
 
     backend = module.RallypointRendezvousBackend(server.endpoint, "run", {"insecure": True})

@@ -1,4 +1,4 @@
-"""What torch documents of a RendezvousHandler holds for ours, on a real service."""
+"""torch's documentation of a RendezvousHandler holds for ours, on a real service."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MortalServer]:
 
 
 class Handlers:
-    """Handlers of one run; each is used by one thread of its own, as by a torchrun."""
+    """Handlers of one run; each is used by its own thread, as by a torchrun."""
 
     def __init__(self, api: Any, endpoint: str, run_id: str, nodes: tuple[int, int]) -> None:
         self._api = api
@@ -58,7 +58,7 @@ class Handlers:
         self.made: list[Any] = []
 
     def make(self, **conf: Any) -> Any:
-        """A handler, made as torch makes it."""
+        """Return a handler, created as torch creates it."""
         from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
         parameters = self._api.RendezvousParameters(
@@ -76,11 +76,11 @@ class Handlers:
         return handler
 
     def companion(self, handler: Any) -> int:
-        """The process id of the node of a handler."""
+        """Return the process id of the node of a handler."""
         return self._companions[handler]
 
     def status(self) -> pb.Run:
-        """The run as the service has it."""
+        """Return the run from the service."""
         shown = rallypoint("status", self._run_id, "--rdzv-endpoint", self._endpoint, "--insecure", "--json")
         return Parse(shown.stdout, pb.GetRunResponse()).run
 
@@ -89,7 +89,7 @@ class Handlers:
         return self._threads.submit(handler.next_rendezvous)
 
     def form(self, *handlers: Any) -> list[Any]:
-        """Have all of them in one round."""
+        """Form one round of them all."""
         return [joining.result(PATIENCE) for joining in [self.next(handler) for handler in handlers]]
 
     def close(self) -> None:
@@ -103,7 +103,7 @@ class Handlers:
 def handlers(
     api: Any, server: MortalServer, request: pytest.FixtureRequest
 ) -> Iterator[Callable[..., Handlers]]:
-    """Makes handlers of a run of this test's own, for so many nodes."""
+    """Make handlers of a run of this test's own, for so many nodes."""
     made: list[Handlers] = []
 
     def make(least: int, most: int) -> Handlers:
@@ -116,12 +116,12 @@ def handlers(
 
 
 def waits(handler: Any) -> bool:
-    """Whether torch's agent would restart its workers now."""
+    """Return True if torch's agent would restart its workers now."""
     return bool(handler.num_nodes_waiting())
 
 
 def test_a_round(handlers: Callable[..., Handlers]) -> None:
-    """Ranks, size and an address where workers meet, the same for all; nothing is waiting, and nothing closed."""
+    """Ranks, size and the workers' address are the same for all; no node waits, and nothing is closed."""
     run = handlers(2, 2)
     one, two = run.make(local_addr="127.0.0.1"), run.make()
     infos = run.form(one, two)
@@ -139,7 +139,7 @@ def test_a_round(handlers: Callable[..., Handlers]) -> None:
 
 
 def test_the_store_of_a_round(handlers: Callable[..., Handlers]) -> None:
-    """All that torch's agent and torch's helpers do with it, from both nodes; and torch's own error in time."""
+    """All calls of torch's agent and torch's helpers work, from both nodes; and torch's own error comes in time."""
     from datetime import timedelta
 
     from torch.distributed import DistStoreError
@@ -173,7 +173,7 @@ def test_the_store_of_a_round(handlers: Callable[..., Handlers]) -> None:
 
 
 def test_a_newcomer_waits(handlers: Callable[..., Handlers]) -> None:
-    """The agents of the round see it, and all form the next. Nobody's failure is counted."""
+    """The agents of the round see it, and all form the next. No failure is counted."""
     run = handlers(1, 3)
     one, two = run.make(), run.make()
     run.form(one)
@@ -187,7 +187,7 @@ def test_a_newcomer_waits(handlers: Callable[..., Handlers]) -> None:
 
 
 def test_a_lost_node_is_noticed(handlers: Callable[..., Handlers]) -> None:
-    """torch's own handlers never do. The others form a round without it, with another port."""
+    """torch's own handlers never notice. The others form a round without it, with another port."""
     run = handlers(1, 2)
     one, two = run.make(), run.make()
     before = run.form(one, two)[0]
@@ -211,7 +211,7 @@ def test_a_call_without_a_reason_is_a_failure_of_its_workers(handlers: Callable[
 
 
 def test_closing(handlers: Callable[..., Handlers], api: Any) -> None:
-    """All nodes notice, those with workers, those that wait, and those that come later."""
+    """All nodes notice: those with workers, those that wait, and those that come later."""
     run = handlers(1, 1)
     one, spare = run.make(), run.make()
     run.form(one)
@@ -229,7 +229,7 @@ def test_closing(handlers: Callable[..., Handlers], api: Any) -> None:
 
 
 def test_a_spare_is_let_go_at_the_end(handlers: Callable[..., Handlers], api: Any) -> None:
-    """As a spare of torch's: it is no failure that it never ran."""
+    """It is no failure that a spare never ran, as in torch."""
     run = handlers(1, 1)
     one, spare = run.make(), run.make()
     run.form(one)
@@ -243,13 +243,13 @@ def test_a_spare_is_let_go_at_the_end(handlers: Callable[..., Handlers], api: An
 
 
 def test_too_few_nodes(handlers: Callable[..., Handlers], api: Any) -> None:
-    """Within the time for joining."""
+    """The error comes within the time for joining."""
     with pytest.raises(api.RendezvousTimeoutError):
         handlers(2, 2).make(join_timeout="1").next_rendezvous()
 
 
 def test_other_settings(handlers: Callable[..., Handlers], api: Any) -> None:
-    """A node that disagrees about the run's is refused, and the message has both values."""
+    """A node with other settings than the run's is refused, and the message has both values."""
     run = handlers(1, 1)
     run.form(run.make())
     with pytest.raises(api.RendezvousStateError, match=r"join_timeout.*60"):
@@ -257,7 +257,7 @@ def test_other_settings(handlers: Callable[..., Handlers], api: Any) -> None:
 
 
 def test_no_service(handlers: Callable[..., Handlers], api: Any) -> None:
-    """Within the time for a first reply."""
+    """The error comes within the time for a first reply."""
     run = handlers(1, 1)
     handler = run.make(endpoint=f"127.0.0.1:{free_port()}", read_timeout="1")
     with pytest.raises(api.RendezvousConnectionError, match="within 1 s"):
@@ -265,7 +265,7 @@ def test_no_service(handlers: Callable[..., Handlers], api: Any) -> None:
 
 
 def test_a_run_secret(api: Any, tmp_path: Path) -> None:
-    """Of a file, as for `rallypoint run`; a node with another one is refused, with a reason."""
+    """A file has it, as for `rallypoint run`; a node with another secret is refused, with a reason."""
     right, wrong = tmp_path / "right", tmp_path / "wrong"
     right.write_text("a secret of the whole job")
     wrong.write_text("the secret of another job")
@@ -284,7 +284,7 @@ def test_a_run_secret(api: Any, tmp_path: Path) -> None:
 
 
 def test_no_service_at_the_end(api: Any, tmp_path: Path) -> None:
-    """`shutdown` waits for it as long as it may, and reports it; a second call does nothing."""
+    """`shutdown` waits for it until its timeout, and reports it; a second call does nothing."""
     server = MortalServer(tmp_path)
     server.start()
     run = Handlers(api, server.endpoint, "run", (1, 1))
@@ -305,7 +305,7 @@ def test_no_service_at_the_end(api: Any, tmp_path: Path) -> None:
 
 
 def test_shutdown(handlers: Callable[..., Handlers], api: Any) -> None:
-    """Ends the process of the node; afterwards the rendezvous is closed to the handler, though not to others."""
+    """It ends the process of the node; afterwards the rendezvous is closed to the handler, but not to others."""
     run = handlers(1, 2)
     one, two = run.make(), run.make()
     run.form(one, two)
@@ -323,7 +323,7 @@ def test_shutdown(handlers: Callable[..., Handlers], api: Any) -> None:
 
 @pytest.mark.parametrize("joined", [False, True])
 def test_shutdown_while_nothing_runs(handlers: Callable[..., Handlers], api: Any, joined: bool) -> None:
-    """Before the first round, or after a wait that failed: there is nothing to say to the others."""
+    """Before the first round, or after a wait that failed, no message to the others is needed."""
     handler = handlers(2, 2).make(join_timeout="1")
     if joined:
         with pytest.raises(api.RendezvousTimeoutError):
@@ -346,7 +346,7 @@ def test_an_error_of_the_agent_is_no_end_of_the_run(handlers: Callable[..., Hand
 
 
 def test_the_process_of_the_node_is_killed(handlers: Callable[..., Handlers], api: Any) -> None:
-    """The agent ends, with its workers: there is no node under which they could go on."""
+    """The agent ends, with its workers: they have no node any more."""
     run = handlers(1, 1)
     handler = run.make()
     handler.next_rendezvous()
@@ -364,7 +364,7 @@ def test_the_process_of_the_node_is_killed(handlers: Callable[..., Handlers], ap
 
 
 def test_a_round_that_ends_during_the_rank_assignment(handlers: Callable[..., Handlers], api: Any) -> None:
-    """torch's agent has no answer to an error of the store there. It gets ranks, and restarts at once."""
+    """torch's agent can't handle an error of the store there. It gets ranks, and restarts at once."""
     from torch.distributed.elastic.agent.server.api import _RoleInstanceInfo
 
     run = handlers(1, 3)
@@ -407,14 +407,14 @@ MISTAKES = [
 
 @pytest.mark.parametrize(("conf", "text"), MISTAKES, ids=[str(conf) for conf, _ in MISTAKES])
 def test_a_mistake(handlers: Callable[..., Handlers], conf: dict[str, str], text: str | None) -> None:
-    """Is one line, before anything runs."""
+    """The error is one line, before anything runs."""
     with pytest.raises(ValueError, match=re.escape(text) if text else None) as caught:
         handlers(1, 1).make(read_timeout="1", **conf)
     assert "\n" not in str(caught.value)
 
 
 def test_every_setting_of_torchs_is_one_here(handlers: Callable[..., Handlers]) -> None:
-    """All that torch's backends read of `--rdzv-conf`, and all of ours."""
+    """These are all keys that torch's backends read from `--rdzv-conf`, and all of ours."""
     run = handlers(1, 1)
     torchs = (
         "join_timeout=60 last_call_timeout=1 close_timeout=5 heartbeat_timeout=5 keep_alive_interval=1 "
@@ -432,7 +432,7 @@ def test_every_setting_of_torchs_is_one_here(handlers: Callable[..., Handlers]) 
 
 
 def test_forks_of_the_agent(server: MortalServer) -> None:
-    """Function workers with `start_method="fork"`: they return their values, and gRPC is in no process of torch's."""
+    """Function workers with `start_method="fork"` return their values, and gRPC is in no process of torch's."""
     command = [sys.executable, str(FUNCTION_WORKERS), server.endpoint, "fork"]
     ended = subprocess.run(
         command, env=clean_environment(), capture_output=True, text=True, timeout=PATIENCE, check=False
@@ -442,7 +442,7 @@ def test_forks_of_the_agent(server: MortalServer) -> None:
 
 
 def test_a_killed_agent_takes_the_process_of_its_node_along(server: MortalServer) -> None:
-    """Though its forks live on, with all that they inherited."""
+    """This holds although its forks live on, with all that they inherited."""
     command = [sys.executable, str(FUNCTION_WORKERS), server.endpoint, "linger"]
     with subprocess.Popen(command, env=clean_environment(), stdout=subprocess.PIPE, text=True) as agent:
         assert agent.stdout is not None
@@ -457,7 +457,7 @@ def test_a_killed_agent_takes_the_process_of_its_node_along(server: MortalServer
 
 
 def test_every_torchrun_loads_little(api: Any) -> None:
-    """Every torchrun loads the plug-in, whatever its backend: it costs no import but its own."""
+    """Every torchrun loads the plug-in, with any backend: it costs no import but its own."""
     loaded = modules_after(
         "import torch.distributed.elastic.rendezvous as rendezvous; "
         "assert 'rallypoint' in rendezvous.rendezvous_handler_registry._registry"
@@ -467,6 +467,6 @@ def test_every_torchrun_loads_little(api: Any) -> None:
 
 
 def children() -> set[int]:
-    """The processes that this one has started, those that are to be reaped left out."""
+    """Return the processes that this one has started, without zombies."""
     found = psutil.Process().children()
     return {process.pid for process in found if process.status() != psutil.STATUS_ZOMBIE}

@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.torch, pytest.mark.timeout(300)]
 
 WORKER = Path(__file__).with_name("store_worker.py")
 PATIENCE = 120.0
-# The round outlives its first node for so long, seconds: time for the other one to call the store.
+# Seconds for which the round outlives its first node: time for the other node to call the store.
 GRACE = "10"
 
 
@@ -29,7 +29,7 @@ GRACE = "10"
 def agent(
     folder: Path, endpoint: str, name: str, store: str, marker: str
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """An agent with one worker; killed at the end, and its workers with it."""
+    """An agent with one worker; both are killed at the end."""
     with (folder / f"{name}.log").open("wb") as log:
         process = subprocess.Popen(
             [

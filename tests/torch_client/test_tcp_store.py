@@ -30,7 +30,7 @@ LONG = timedelta(seconds=PATIENCE)
 def both(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Any, Any]]:
-    """Two clients of one store, each with a connection of its own."""
+    """Two clients of one store, each with its own connection."""
     if request.param == "torch's server":
         server = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=LONG, wait_for_workers=False)
         yield server, server.clone()
@@ -154,7 +154,7 @@ def test_more_keys_than_a_request_to_the_service_may_have(store: Any, key: str) 
 def test_a_wait_times_out_and_the_store_goes_on(
     store: Any, key: str, call: Callable[[Any, str], Any]
 ) -> None:
-    """With torch's own exception, which names the key; `set_timeout` has the time."""
+    """It raises torch's own exception, which names the key; `set_timeout` sets the time."""
     store.set_timeout(SHORT)
     with pytest.raises(dist.DistStoreError, match=rf"wait timeout after 200ms, keys: /{key}"):
         call(store, key)
@@ -206,7 +206,7 @@ def test_a_pop_waits_for_a_value(store: Any, other: Any, key: str) -> None:
 
 
 def test_each_value_of_a_queue_is_popped_once(store: Any, key: str) -> None:
-    """While several clients push and pop."""
+    """Several clients push and pop."""
 
     def push(name: str) -> None:
         client = store.clone()
@@ -221,7 +221,7 @@ def test_each_value_of_a_queue_is_popped_once(store: Any, key: str) -> None:
         while len(found) < 10 and time.monotonic() < deadline:
             try:
                 found.append(client.queue_pop(key))
-            except dist.QueueEmptyError:  # another one was faster, after the same wait
+            except dist.QueueEmptyError:  # another client was faster, after the same wait
                 continue
         return found
 
@@ -233,7 +233,7 @@ def test_each_value_of_a_queue_is_popped_once(store: Any, key: str) -> None:
 
 
 def test_a_barrier(store: Any, key: str) -> None:
-    """The calls return when the last one is made, and one that is late returns at once."""
+    """The calls return when the last one is made, and a late one returns at once."""
     early = [in_thread(lambda: store.clone().barrier(key, 3, LONG)) for _ in range(2)]
     store.barrier(key, 3, LONG)
     for thread, results in early:
@@ -279,7 +279,7 @@ def test_sixteen_threads_share_a_client_and_have_one_each(store: Any, key: str) 
 
 
 def test_a_call_that_the_store_refuses_ends_its_connection_alone(both: tuple[Any, Any], key: str) -> None:
-    """As torch's server does: the protocol has no reply for it."""
+    """torch's server does so too: the protocol has no reply for it."""
     store = both[0].clone()
     store.set(key, "no number")
     with pytest.raises(dist.DistNetworkError):

@@ -1,4 +1,4 @@
-"""torch's own timers, carried by our socket: what torch promises of them holds, whatever its clock does."""
+"""torch's own timers over our socket: torch's promises about them hold, with any change of its clock."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TREES = [Path(__file__).parents[2] / tree for tree in ("services", "agent")]
 
 
 def test_torch_is_imported_by_its_own_package_only() -> None:
-    """It takes a second and a gigabyte: neither the command line nor an agent, nor a worker without it, pays that."""
+    """The import costs a second and a gigabyte: the command line, the agent and workers without torch avoid it."""
     importers = {
         path.relative_to(tree)
         for tree in TREES
@@ -44,7 +44,7 @@ def _names_torch(node: ast.AST) -> bool:
 
 
 class Recorded:
-    """In the place of `rallypoint.timer.expires`: remembers what is guarded now."""
+    """Replaces `rallypoint.timer.expires`: records the current timers."""
 
     now: ClassVar[list[Recorded]] = []
 
@@ -60,14 +60,14 @@ class Recorded:
 
 
 def held() -> dict[str, float]:
-    """What is guarded, and for how long; fails if a scope is twice."""
+    """Return the timeout of each scope that is timed now; fail if a scope is twice."""
     assert len({each.scope for each in Recorded.now}) == len(Recorded.now)
     return {each.scope: each.after for each in Recorded.now}
 
 
 @pytest.fixture
 def timer(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """torch's timers, with our client, whose timers are only noted."""
+    """torch's timers, with our client, whose timers are only recorded."""
     timer = pytest.importorskip("torch.distributed.elastic.timer")
     from rallypoint.torch import timer as module
 
@@ -87,7 +87,7 @@ def client(timer: Any) -> Any:
 
 @pytest.mark.torch
 def test_torchs_blocks_are_guarded_for_as_long_as_they_last(timer: Any) -> None:
-    """By scope, or by the block's own file and line, where torch has one of contextlib; also when it raises."""
+    """The scope is given, or the block's own file and line, where torch has one of contextlib; an error ends it too."""
     with timer.expires(after=60, scope="step"):
         assert held() == {"step": pytest.approx(60.0, abs=5)}
         with timer.expires(after=600):
@@ -100,7 +100,7 @@ def test_torchs_blocks_are_guarded_for_as_long_as_they_last(timer: Any) -> None:
 
 @pytest.mark.torch
 def test_acquiring_a_scope_again_replaces_its_deadline(client: Any) -> None:
-    """One timer for each scope, and one release ends it; a release of nothing is none."""
+    """Each scope has one timer, and one release ends it; a release without a timer has no effect."""
     client.acquire("step", time.time() + 60)
     client.acquire("step", time.time() + 600)
     client.acquire("save", time.time() + 60)
@@ -114,7 +114,7 @@ def test_acquiring_a_scope_again_replaces_its_deadline(client: Any) -> None:
 @pytest.mark.torch
 @pytest.mark.parametrize("signal", [None, 0, 10])
 def test_the_client_chooses_the_signal(timer: Any, signal: int | None) -> None:
-    """As torch's file client does; 0 kills nobody there, too."""
+    """torch's file client does so too; 0 kills no process there either."""
     from rallypoint.torch.timer import RallypointTimerClient
 
     with timer.expires(after=60, client=RallypointTimerClient(signal=signal)):
@@ -123,7 +123,7 @@ def test_the_client_chooses_the_signal(timer: Any, signal: int | None) -> None:
 
 @pytest.mark.torch
 def test_a_time_that_is_none_is_refused() -> None:
-    """Before anything is guarded by it."""
+    """The error comes before a timer starts."""
     pytest.importorskip("torch.distributed.elastic.timer")
     from rallypoint.torch.timer import RallypointTimerClient
 
@@ -133,7 +133,7 @@ def test_a_time_that_is_none_is_refused() -> None:
 
 @pytest.mark.torch
 def test_a_negative_time_is_a_release(client: Any) -> None:
-    """As torch's requests have it."""
+    """torch's requests use it so."""
     client.acquire("step", time.time() + 60)
     client.acquire("step", -1)
     client.acquire("save", -1)
@@ -145,14 +145,14 @@ def test_a_negative_time_is_a_release(client: Any) -> None:
     ("after", "expected"), [(-5.0, 1e-9), (0.0, 1e-9), (math.inf, 315_360_000.0), (1e12, 315_360_000.0)]
 )
 def test_any_time_that_torch_takes_is_taken(client: Any, after: float, expected: float) -> None:
-    """One that has passed runs out at once, and one beyond ten years after ten."""
+    """A past time expires at once, and one beyond ten years after ten."""
     client.acquire("step", time.time() + after)
     assert held()["step"] == pytest.approx(expected)
 
 
 @pytest.mark.torch
 def test_a_scope_without_a_name_is_taken(client: Any) -> None:
-    """Ours would take the client's own line for it."""
+    """Our own client would use its caller's line instead."""
     client.acquire("", time.time() + 60)
     assert list(held()) == ["unnamed"]
     client.release("")
@@ -161,7 +161,7 @@ def test_a_scope_without_a_name_is_taken(client: Any) -> None:
 
 @pytest.mark.torch
 def test_the_clock_may_be_set_while_a_timer_runs(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only how far off the moment is when it is named counts."""
+    """Only the distance to the deadline at the time of the call counts."""
     now = 1_000_000.0
     monkeypatch.setattr(time, "time", lambda: now)
     client.acquire("step", now + 60)
@@ -171,7 +171,7 @@ def test_the_clock_may_be_set_while_a_timer_runs(client: Any, monkeypatch: pytes
 
 @pytest.mark.torch
 def test_a_forked_child_begins_without_timers(client: Any) -> None:
-    """Whatever another thread was doing at the time; and the parent's stay the parent's."""
+    """Another thread may be changing timers at the time; the parent keeps its timers."""
     client.acquire("step", time.time() + 60)
     with client._changing:
         busy = threading.Thread(target=client.acquire, args=("save", time.time() + 60))
@@ -188,7 +188,7 @@ def test_a_forked_child_begins_without_timers(client: Any) -> None:
 
 @pytest.mark.torch
 def test_threads_share_a_scope_without_losing_a_timer(client: Any) -> None:
-    """The last to come has replaced the others; nothing is left that nobody would release."""
+    """The last timer has replaced the others; none is left without a release."""
 
     def work() -> None:
         for _ in range(200):
@@ -205,7 +205,7 @@ def test_threads_share_a_scope_without_losing_a_timer(client: Any) -> None:
 
 @pytest.mark.torch
 def test_without_an_agent_a_block_says_so() -> None:
-    """It is not entered: nobody is to believe to be guarded who is not."""
+    """It is not entered: a program must not run without the timers that it expects."""
     pytest.importorskip("torch.distributed.elastic.timer")
     program = (
         "from torch.distributed.elastic import timer\n"

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.torch
 timer = pytest.importorskip("torch.distributed.elastic.timer")
 
 CONTEXT = multiprocessing.get_context("fork")
-# Seconds: as good as never, and the most that a test waits for what must come.
+# Seconds: practically never, and the longest that a test waits for an expected event.
 LONG = 3600.0
 LIMIT = 60.0
 
@@ -38,7 +38,7 @@ def queue() -> Iterator[Any]:
 
 @pytest.fixture
 def server(queue: Any) -> Iterator[Any]:
-    """A server that looks often, and is not started."""
+    """A server that checks often, and is not started."""
     from rallypoint.torch.timer import RallypointTimerServer
 
     server = RallypointTimerServer(queue, max_interval=0.02)
@@ -51,7 +51,7 @@ def server(queue: Any) -> Iterator[Any]:
 
 @pytest.fixture
 def processes() -> Iterator[Callable[..., ForkProcess]]:
-    """Starts processes, which end with the test."""
+    """Start processes, which end with the test."""
     started: list[ForkProcess] = []
 
     def start(function: Callable[..., None], *arguments: Any) -> ForkProcess:
@@ -68,7 +68,7 @@ def processes() -> Iterator[Callable[..., ForkProcess]]:
 
 @pytest.fixture
 def kills(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """The signals that a server would have sent."""
+    """Record signals instead of sending them."""
     kills: list[tuple[int, int]] = []
     monkeypatch.setattr(os, "kill", lambda pid, number: kills.append((pid, number)))
     return kills
@@ -83,7 +83,7 @@ def release(pid: int, scope: str) -> Any:
 
 
 def scopes(server: Any) -> list[str]:
-    """The names of all timers that a server has."""
+    """Return the names of all timers of a server."""
     return [each.scope_id for timers in server.get_expired_timers(math.inf).values() for each in timers]
 
 
@@ -109,7 +109,7 @@ def put_all(queue: Any, number: int) -> None:
 def test_a_queue_returns_at_once_as_many_requests_as_its_size_promised(
     queue: Any, processes: Callable[..., ForkProcess]
 ) -> None:
-    """In their order, also while more are on their way."""
+    """They come in their order, also while more are on their way."""
     from rallypoint.torch.timer import RallypointRequestQueue
 
     requests = RallypointRequestQueue(queue)
@@ -132,7 +132,7 @@ def put_and_die(queue: Any) -> None:
 def test_a_queue_goes_on_without_the_requests_that_were_lost_with_their_process(
     queue: Any, processes: Callable[..., ForkProcess]
 ) -> None:
-    """The queue counts them for ever, but waiting for them would delay each look at the timers."""
+    """The queue counts them for ever, but waiting for them would delay each check of the timers."""
     from rallypoint.torch.timer import RallypointRequestQueue
 
     requests = RallypointRequestQueue(queue)
@@ -159,11 +159,11 @@ def test_a_queue_waits_for_requests_and_returns_no_more_than_wanted(queue: Any) 
     assert time.monotonic() - begun >= 0.3
 
 
-# ---- The server: what it does with requests.
+# ---- The server: the effect of requests.
 
 
 def test_each_process_has_one_timer_for_each_scope(server: Any, kills: list[Any]) -> None:
-    """A second request replaces the first, a negative time ends a timer, and to end none is no error."""
+    """A second request replaces the first, a negative time ends a timer, and to end a missing one is no error."""
     mine = os.getpid()
     server.register_timers(
         [
@@ -178,7 +178,7 @@ def test_each_process_has_one_timer_for_each_scope(server: Any, kills: list[Any]
 
 
 def test_a_timer_expires_at_its_time_and_not_before(server: Any) -> None:
-    """Of all processes, with all of their timers that are due."""
+    """This holds for all processes, with all of their timers that are due."""
     server.register_timers(
         [timer.TimerRequest(*each) for each in ((-5, "a", 100), (-5, "b", 90), (-7, "a", 101))]
     )
@@ -190,7 +190,7 @@ def test_a_timer_expires_at_its_time_and_not_before(server: Any) -> None:
 
 
 def test_a_process_is_killed_once_and_loses_all_its_timers(server: Any, queue: Any, kills: list[Any]) -> None:
-    """By the requests that are in the queue, in one look."""
+    """The requests in the queue decide, in one check."""
     for each in (request(-5, "step", -1), request(-5, "save", LONG), request(-7, "step", LONG)):
         queue.put(each)
     while len(scopes(server)) != 1:
@@ -202,7 +202,7 @@ def test_a_process_is_killed_once_and_loses_all_its_timers(server: Any, queue: A
 def test_a_process_that_can_not_be_killed_is_tried_again(
     server: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And one that is gone counts as killed."""
+    """One that is gone counts as killed."""
     outcomes: list[Exception | None] = [PermissionError("not yours"), ProcessLookupError("gone"), None]
     monkeypatch.setattr(os, "kill", lambda *_: _raise(outcomes.pop(0)))
     server.register_timers([request(-5, "step", -1)])
@@ -220,7 +220,7 @@ def _raise(error: Exception | None) -> None:
 def test_a_process_that_has_ended_is_not_killed_under_its_number(
     server: Any, processes: Callable[..., ForkProcess], kills: list[Any]
 ) -> None:
-    """The number may be another process's by then; a request of that one ends the timers of the former."""
+    """The number may be another process's by then; a request of that process ends the timers of the former."""
     process = processes(wait_for_ever)
     pid = process.pid
     assert pid is not None
@@ -262,12 +262,12 @@ def hang(client: str, queue: Any, after: float) -> None:
 
 
 def work(client: str, queue: Any, after: float) -> None:
-    """As long as `after`, in blocks of which none takes so long."""
+    """Work as long as `after`, in blocks that are all shorter."""
     timer.configure(client_of(client, queue))
     for _ in range(4):
         with timer.expires(after=after, scope="step"):
             time.sleep(after / 4)
-    # The last timer is still held here if its end were not seen.
+    # The last timer would still be held here if its end were missed.
     with timer.expires(after=LONG, scope="save"):
         time.sleep(after)
 
@@ -276,7 +276,7 @@ def work(client: str, queue: Any, after: float) -> None:
 def test_a_process_that_hangs_is_killed_and_others_work_on(
     server: Any, queue: Any, processes: Callable[..., ForkProcess], client: str
 ) -> None:
-    """Also with torch's own client in the processes, and after the server was stopped and started again."""
+    """torch's own client may be in the processes, and the server may have been stopped and started again."""
     server.start()
     server.stop()
     working = processes(work, client, queue, 2.0)
@@ -290,7 +290,7 @@ def test_a_process_that_hangs_is_killed_and_others_work_on(
 def test_torchs_own_server_takes_the_requests_of_our_client(
     queue: Any, processes: Callable[..., ForkProcess]
 ) -> None:
-    """So a program may change either end first."""
+    """A program may change either end first."""
     server = timer.LocalTimerServer(queue, max_interval=0.02)
     server.start()
     working, hung = processes(work, "ours", queue, 2.0), processes(hang, "ours", queue, 0.2)
@@ -301,7 +301,7 @@ def test_torchs_own_server_takes_the_requests_of_our_client(
 
 
 def test_a_forked_child_speaks_for_itself(queue: Any, processes: Callable[..., ForkProcess]) -> None:
-    """Also with the client of its parent."""
+    """It may use the client of its parent."""
     from rallypoint.torch.timer import RallypointRequestQueue
 
     client = client_of("ours", queue)
@@ -330,7 +330,7 @@ def test_threads_of_a_server_that_was_started_twice_keep_the_order(
 
 
 def test_a_client_refuses_what_a_queue_can_not_carry(queue: Any) -> None:
-    """Before a block is entered that would not be guarded as asked."""
+    """The error comes before a block is entered that would lack its timer."""
     from rallypoint.torch.timer import RallypointTimerClient
 
     with pytest.raises(ValueError, match="signal is 10: only an agent sends it"):

@@ -33,7 +33,7 @@ while attempt == "0":
 
 @pytest.fixture(scope="module", autouse=True)
 def torch() -> None:
-    """There is no torchrun without it."""
+    """Skip without torch, which has torchrun."""
     pytest.importorskip("torch")
 
 
@@ -55,7 +55,7 @@ def torchrun(folder: Path, destination: str) -> subprocess.CompletedProcess[str]
 
 
 def test_events_of_a_stock_torchrun_have_our_form(tmp_path: Path) -> None:
-    """Each start of a worker, where its logs are, its end, and that of the job; the log of the failed attempt stays."""
+    """Each start of a worker, its log files, its end, and the job's end; the log of the failed attempt stays."""
     result = torchrun(tmp_path, f"file:{tmp_path / 'events.jsonl'}")
     assert result.returncode == 0, result.stderr
     events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
@@ -101,7 +101,7 @@ def test_logs_of_an_attempt_stay_when_membership_changes(tmp_path: Path) -> None
 
 
 def test_torchrun_loads_no_grpc_for_events() -> None:
-    """It forks; and an event in another form than expected is a line of the log."""
+    """torchrun forks; and an event in another form than expected is a line of the log."""
     program = (
         "import sys\n"
         "from torch.distributed.elastic.events import Event, EventSource, record\n"

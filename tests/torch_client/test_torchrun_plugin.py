@@ -1,4 +1,4 @@
-"""Stock torchruns over a Rallypoint service go on after every loss that torch lets them survive."""
+"""Stock torchruns over a Rallypoint service go on after every loss that torch can survive."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ pytestmark = [pytest.mark.torch, pytest.mark.integration, pytest.mark.timeout(60
 
 ABC = ("a", "b", "c")
 AWAY = ordinarily(4.0, in_full=30.0)
-"""Seconds that a service is away: longer than the disconnect grace of a node, or as long as users ask for."""
+"""Seconds for which a service is away: longer than a node's disconnect grace, or the longest that users require."""
 
 
 @pytest.fixture(scope="module", autouse=True)
 def torch() -> None:
-    """There is no torchrun without it."""
+    """Skip without torch, which has torchrun."""
     if not TORCHRUN.exists():
         pytest.skip("torch is not installed")
 
 
 def test_three_agents_form_and_end(tmp_path: Path, server: MortalServer) -> None:
-    """Without a last call at the full number. Each process beside a torchrun ends with it."""
+    """At the full number there is no last call. Each process beside a torchrun ends with it."""
     with torchrun_job(tmp_path / "job", server.endpoint, "3") as job:
         job.start(*ABC, conf={"last_call_timeout": "600"})
         job.round_of(ABC)
@@ -46,7 +46,7 @@ def test_three_agents_form_and_end(tmp_path: Path, server: MortalServer) -> None
 
 
 def test_a_killed_worker_restarts_all(tmp_path: Path, server: MortalServer) -> None:
-    """It counts at its own agent alone: the others learn of the end of the round first, with none to spare. The
+    """It counts at its own agent alone: the others notice the end of the round first, without a restart left. The
     next round has another port, so no worker meets one of the round before."""
     with torchrun_job(tmp_path / "job", server.endpoint, "3", max_restarts=1) as job:
         job.start(*ABC)
@@ -67,8 +67,8 @@ def test_a_killed_worker_restarts_all(tmp_path: Path, server: MortalServer) -> N
 def test_survivors_of_a_killed_agent_go_on_without_a_restart(
     tmp_path: Path, server: MortalServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Though none is allowed, as long as their workers do not die of it: after grace and last call they have a
-    round of their own."""
+    """No restart is allowed or needed, as long as their workers do not die of it: after grace and last call they form
+    a round of their own."""
     with torchrun_job(tmp_path / "job", server.endpoint, "2:3", max_restarts=0) as job:
         job.start(*ABC)
         first = job.round_of(ABC)
@@ -96,7 +96,7 @@ def test_an_agent_that_is_stopped_leaves_at_once(tmp_path: Path, server: MortalS
 
 
 def test_a_newcomer_is_let_in_without_a_restart(tmp_path: Path, server: MortalServer) -> None:
-    """Though none is allowed."""
+    """No restart is allowed."""
     with torchrun_job(tmp_path / "job", server.endpoint, "1:3", max_restarts=0) as job:
         job.start("a", "b")
         first = job.round_of(("a", "b"))
@@ -107,8 +107,8 @@ def test_a_newcomer_is_let_in_without_a_restart(tmp_path: Path, server: MortalSe
 
 
 def test_a_spare_takes_the_place_of_a_killed_agent(tmp_path: Path, server: MortalServer) -> None:
-    """At once, although the last call takes ten minutes. A spare that never ran is let go at the end; torchrun 2.13
-    takes that for an error."""
+    """It does so at once, although the last call takes ten minutes. A spare that never ran exits at the end; torchrun
+    2.13 treats that as an error."""
     with torchrun_job(tmp_path / "job", server.endpoint, "2") as job:
         job.start("a", "b", conf={"last_call_timeout": "600"})
         first = job.round_of(("a", "b"))
@@ -129,7 +129,7 @@ def test_a_spare_takes_the_place_of_a_killed_agent(tmp_path: Path, server: Morta
 
 @pytest.mark.parametrize("way", ["paused", "killed"])
 def test_a_service_that_is_away_disturbs_no_worker(tmp_path: Path, server: MortalServer, way: str) -> None:
-    """The same workers run before, meanwhile and afterwards, and the job is as well protected as before."""
+    """The same workers run before, meanwhile and afterwards, and the job can survive the same losses as before."""
     with torchrun_job(tmp_path / "job", server.endpoint, "3", max_restarts=1) as job:
         job.start(*ABC)
         first = job.round_of(ABC)
@@ -137,7 +137,7 @@ def test_a_service_that_is_away_disturbs_no_worker(tmp_path: Path, server: Morta
             server.pause()
         else:
             server.kill()
-        time.sleep(AWAY)  # nothing is to happen
+        time.sleep(AWAY)  # nothing must happen
         if way == "paused":
             server.go_on()
         else:
@@ -160,7 +160,7 @@ def test_a_worker_that_fails_while_the_service_is_away_waits_for_it(
         server.kill()
         os.kill(first["b"]["pid"], signal.SIGKILL)
         wait_until(lambda: "will restart worker group" in job.log("b"), "b to stop its workers", PATIENCE)
-        time.sleep(AWAY)  # nothing is to happen
+        time.sleep(AWAY)  # nothing must happen
         job.check()
         server.start()
         job.round_of(ABC, int(first["a"]["RALLYPOINT_ROUND"]))
@@ -168,7 +168,7 @@ def test_a_worker_that_fails_while_the_service_is_away_waits_for_it(
 
 
 def test_another_replica_takes_over(tmp_path: Path, etcd: EtcdCluster) -> None:
-    """The owner of the run is killed: no worker notices, and the job is as well protected as before."""
+    """The owner of the run is killed: no worker notices, and the job can survive the same losses as before."""
     journal = f"{etcd.url}/torchrun-{os.getpid()}"
     servers = [
         MortalServer(
@@ -197,7 +197,7 @@ def test_another_replica_takes_over(tmp_path: Path, etcd: EtcdCluster) -> None:
 
 @pytest.mark.parametrize("then", ["waits", "is killed", "is stopped"])
 def test_an_agent_that_finishes_early_ends_no_other(tmp_path: Path, server: MortalServer, then: str) -> None:
-    """Even one that is killed or stopped at its exit barrier: it has nothing left to do, and is no loss."""
+    """It may be killed or stopped at its exit barrier: its work is done, and it is no loss."""
     with torchrun_job(tmp_path / "job", server.endpoint, "3") as job:
         job.start(*ABC)
         job.round_of(ABC)
@@ -234,7 +234,7 @@ def test_a_finished_agent_is_not_needed_in_the_next_round(tmp_path: Path, server
 
 
 def test_a_failure_without_a_restart_left_ends_the_run(tmp_path: Path, server: MortalServer) -> None:
-    """For all its agents, at once. The run has the failure as torch describes it."""
+    """It ends for all its agents, at once. The run has the failure in torch's words."""
     with torchrun_job(tmp_path / "job", server.endpoint, "3", max_restarts=0) as job:
         job.start(*ABC)
         first = job.round_of(ABC)
@@ -250,8 +250,8 @@ def test_a_failure_without_a_restart_left_ends_the_run(tmp_path: Path, server: M
 
 @pytest.mark.parametrize("max_restarts", [1, 0])
 def test_workers_that_die_of_a_killed_agent(tmp_path: Path, server: MortalServer, max_restarts: int) -> None:
-    """As workers with open connections do, long before the service knows of the loss. The run counts no failure; each
-    torchrun needs one restart, and ends without. The run stays open in any case, for those that are started again."""
+    """Workers with open connections do so, long before the service knows of the loss. The run counts no failure; each
+    torchrun needs one restart, and ends without. The run always stays open, for torchruns that are started again."""
     with torchrun_job(tmp_path / "job", server.endpoint, "2:3", max_restarts=max_restarts) as job:
         job.start(*ABC)
         first = job.round_of(ABC)
@@ -270,7 +270,7 @@ def test_workers_that_die_of_a_killed_agent(tmp_path: Path, server: MortalServer
 
 
 def test_workers_meet(tmp_path: Path, server: MortalServer) -> None:
-    """At MASTER_ADDR and MASTER_PORT, with torch's own collectives, in two rounds."""
+    """They meet at MASTER_ADDR and MASTER_PORT, with torch's own collectives, in two rounds."""
     worker = Path(__file__).with_name("gloo_worker.py")
     with torchrun_job(tmp_path / "job", server.endpoint, "1:2", "--local-addr=127.0.0.1") as job:
         job.start("a", worker=worker)

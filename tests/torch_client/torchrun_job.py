@@ -1,4 +1,4 @@
-"""A job of stock torchruns at one rendezvous service, each torchrun in the part of a host."""
+"""A job of stock torchruns at one rendezvous service; each torchrun acts as one host."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ TORCHRUN = Path(sys.executable).with_name("torchrun")
 WORKER = Path(__file__).with_name("waiting_worker.py")
 RUN = "job"
 PATIENCE = 120.0
-"""Seconds that a test waits for what takes some seconds on an idle machine: torchrun imports torch."""
+"""Seconds to wait for events that take some seconds on an idle machine: torchrun imports torch."""
 
 CONF = {"last_call_timeout": "1", "insecure": "1"}
 
 
 class TorchrunJob:
-    """The agents, by name, and what their workers noted."""
+    """The agents, by name, and the records of their workers."""
 
     def __init__(self, folder: Path, endpoint: str, nodes: str, marker: str, flags: Sequence[str]) -> None:
         """Start nothing yet; `flags` are for every torchrun."""
@@ -64,13 +64,13 @@ class TorchrunJob:
                 )
 
     def started(self) -> list[dict[str, Any]]:
-        """What all workers noted when they started."""
+        """Return the records that all workers wrote at their start."""
         path = self._folder / "started"
         lines = path.read_text().splitlines() if path.exists() else []
         return [json.loads(line) for line in lines]
 
     def round_of(self, names: Collection[str], after: int = 0) -> dict[str, dict[str, Any]]:
-        """Wait for a round with these agents and no others; return what their workers noted, by agent."""
+        """Wait for a round with these agents and no others; return the records of their workers, by agent."""
         found: dict[str, dict[str, Any]] = {}
 
         def runs() -> bool:
@@ -94,13 +94,13 @@ class TorchrunJob:
             assert agent.poll() in (None, 0), f"{name} ended with {agent.poll()}:\n{self.log(name)}"
 
     def kill(self, name: str, number: int = signal.SIGKILL) -> int:
-        """Send a signal to an agent, and return its exit code; it takes no part any more."""
+        """Send a signal to an agent, and return its exit code; it is no longer part of the job."""
         agent = self.agents.pop(name)
         agent.send_signal(number)
         return agent.wait(PATIENCE)
 
     def touch(self, name: str) -> None:
-        """Make a file for which the workers wait."""
+        """Create a file for which the workers wait."""
         (self._folder / name).touch()
 
     def finish(self) -> None:
@@ -113,15 +113,15 @@ class TorchrunJob:
         return {name: agent.wait(PATIENCE) for name, agent in self.agents.items()}
 
     def log(self, name: str) -> str:
-        """The output of an agent."""
+        """Return the output of an agent."""
         return (self._folder / f"{name}.log").read_text(errors="replace")
 
     def logs(self) -> str:
-        """The output of all agents."""
+        """Return the output of all agents."""
         return "\n".join(f"--- {name}\n{self.log(name)}" for name in self.agents)
 
     def run(self) -> pb.Run:
-        """The run as the service has it."""
+        """Return the run from the service."""
         shown = rallypoint(*("status", RUN, "--rdzv-endpoint", self._endpoint, "--insecure", "--json"))
         assert shown.returncode == 0, shown.stderr
         return Parse(shown.stdout, pb.GetRunResponse()).run
@@ -144,7 +144,7 @@ def torchrun_job(
 
 
 def is_alive(pid: int) -> bool:
-    """True if a process runs."""
+    """Return True if a process runs."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

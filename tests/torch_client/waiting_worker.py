@@ -1,4 +1,4 @@
-"""A worker that notes that it runs, and then waits: arguments are a folder, and the name of its agent.
+"""A worker that records that it runs, and then waits: arguments are a folder, and the name of its agent.
 
 It ends with 0 once the file `finish` is there, or `finish.NAME` for the workers of one agent alone; with 7 for a file
 `fail.NAME`, which it removes; and when its agent is dead.

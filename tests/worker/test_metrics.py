@@ -1,4 +1,4 @@
-"""Workers measure what they do: never blocked, never stopped, and for nothing where nobody wants to know."""
+"""Workers send measurements: never blocked, never stopped, and at no cost without a sink."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rallypoint.worker.metrics import METRICS_VARIABLE, Measurement, configure, 
 
 @pytest.fixture
 def taken() -> Iterator[list[Measurement]]:
-    """What a sink of the program's own is given."""
+    """The measurements that a sink of the program receives."""
     found: list[Measurement] = []
     configure(found.append)
     yield found
@@ -52,7 +52,7 @@ def test_calls_are_timed_under_their_names_and_return_what_they_do(taken: list[M
 
 
 def test_names_of_ones_own_blocks_and_values(taken: list[Measurement]) -> None:
-    """What is no function can be measured too."""
+    """Code that is no function can be measured too."""
 
     @timed(name="checkpoint")
     def save() -> str:
@@ -67,7 +67,7 @@ def test_names_of_ones_own_blocks_and_values(taken: list[Measurement]) -> None:
 
 
 def test_a_sink_that_raises_stops_nobody() -> None:
-    """Training is worth more than its figures."""
+    """Training is worth more than its metrics."""
 
     def broken(measurement: Measurement) -> None:
         raise OSError("no")
@@ -82,7 +82,7 @@ def test_a_sink_that_raises_stops_nobody() -> None:
 def test_measurements_go_to_the_agent_that_the_environment_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And are lost, rather than waited for, where it has no room; a child process measures as well."""
+    """They are dropped, without waiting, if it has no room; a child process measures as well."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as agent:
         agent.bind(str(tmp_path / "metrics"))
         monkeypatch.setenv(METRICS_VARIABLE, str(tmp_path / "metrics"))

@@ -1,4 +1,4 @@
-"""A worker learns at once that its host leaves, tells its agent when its state is saved, and pays next to nothing."""
+"""A worker learns at once that its host leaves, reports to its agent when its state is saved, at almost no cost."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from support.waiting import PATIENCE
 
 @pytest.fixture
 def announce(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
-    """Makes this process a worker; what it returns announces that the host leaves, as docs/draining.md says."""
+    """Make this process a worker; return a function that announces that the host leaves, as in docs/draining.md."""
     # The package has a function of the module's name.
     monkeypatch.setattr(sys.modules["rallypoint.worker.notice"], "_board", None)
     monkeypatch.setenv("RALLYPOINT_NOTICE", str(tmp_path / "notice"))
@@ -37,7 +37,7 @@ def announce(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], in
 
 
 def test_nothing_is_due_until_it_is_announced(announce: Callable[[], int]) -> None:
-    """Then it is, with the reason and the time that is left."""
+    """Then it is, with the reason and the remaining time."""
     assert not should_checkpoint()
     assert notice() is None
     announce()
@@ -68,7 +68,7 @@ def test_who_has_saved_says_so_once_and_is_not_asked_again(announce: Callable[[]
 
 
 def test_without_an_announcement_nothing_is_said(announce: Callable[[], int]) -> None:
-    """On the hosts that stay: ranks agree to save, and all of them say that they have."""
+    """On the hosts that stay, for example, ranks agree to save, and all of them report it."""
     assert not checkpoint_saved()
     announce()
     assert should_checkpoint()
@@ -92,7 +92,7 @@ def test_outside_of_an_agent_nothing_is_ever_due(
 
 
 def test_a_fork_looks_for_itself(announce: Callable[[], int], tmp_path: Path) -> None:
-    """A worker may be the fork of a process that asked before it knew whose worker it is going to be."""
+    """A worker may be the fork of a process that checked before it had this worker's environment."""
     assert not should_checkpoint()
     announce()
     (tmp_path / "elsewhere").write_text((tmp_path / "notice").read_text())
@@ -112,7 +112,7 @@ def _asks_elsewhere(path: Path) -> None:
 
 
 def test_it_costs_little(announce: Callable[[], int]) -> None:
-    """It is asked for in every step. A microsecond or so of processor time; the bound is a slow machine's."""
+    """It is called in every step. A microsecond or so of processor time; the bound is a slow machine's."""
     began = time.thread_time()
     for _ in range(1000):
         should_checkpoint()

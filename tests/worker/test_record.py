@@ -1,4 +1,4 @@
-"""An exception that ends a worker is left for its agent in torch's format, whole, and goes on its way."""
+"""An exception that ends a worker is written for its agent in torch's format, whole, and raised again."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_the_file_has_torchs_format(error_file: Path) -> None:
 
 @pytest.mark.torch
 def test_torchs_own_decorator_writes_the_same(error_file: Path) -> None:
-    """Same keys, same message, same traceback but for the decorator's own frame."""
+    """It has the same keys, message and traceback, except for the decorator's own frame."""
     errors: Any = pytest.importorskip("torch.distributed.elastic.multiprocessing.errors")
     with pytest.raises(ZeroDivisionError):
         divide(1)
@@ -74,7 +74,7 @@ def test_torchs_own_decorator_writes_the_same(error_file: Path) -> None:
 
 
 def test_results_and_names_pass_through(error_file: Path) -> None:
-    """Without an exception the decorator can't be seen."""
+    """Without an exception the decorator has no visible effect."""
     assert divide(6, divisor=3) == 2.0
     assert divide.__name__ == "divide"
     assert divide.__doc__ == "Divides."
@@ -82,7 +82,7 @@ def test_results_and_names_pass_through(error_file: Path) -> None:
 
 
 def test_exits_are_no_exceptions(error_file: Path) -> None:
-    """sys.exit(0) returns None, as torch has it; other codes leave; neither is recorded, nor is Ctrl-C."""
+    """sys.exit(0) returns None, as in torch; other codes exit; neither is recorded, nor is Ctrl-C."""
 
     @record
     def leave(how: BaseException) -> None:
@@ -109,7 +109,7 @@ def test_torch_s_agent_reads_ours(error_file: Path) -> None:
 
 
 def test_what_no_restart_can_mend_is_said_and_ends_with_93(tmp_path: Path) -> None:
-    """The error file says so, standard error has the traceback, and the exit code is enough by itself."""
+    """The error file has the reason, standard error has the traceback, and the exit code is enough by itself."""
     program = """
 from rallypoint.worker import Unrecoverable, record
 
@@ -148,7 +148,7 @@ def test_without_the_variable_nothing_is_written(
 def test_a_file_that_cannot_be_written_hides_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The exception itself arrives; the trouble with the file is one line on standard error."""
+    """The exception itself arrives; the error with the file is one line on standard error."""
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "no" / "error.json"))
     with pytest.raises(ZeroDivisionError):
         divide(1)
@@ -158,7 +158,7 @@ def test_a_file_that_cannot_be_written_hides_nothing(
 
 
 def test_a_reader_never_sees_half_a_file(error_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The file appears complete: until it is renamed into place, what was there stays."""
+    """The file appears complete: until the rename, the old content stays."""
     error_file.write_text("old")
     seen: list[str] = []
 
@@ -191,7 +191,7 @@ def test_hostile_exceptions_are_recorded_within_bounds(tmp_path: Path) -> None:
 
 
 def test_a_forked_child_does_not_speak_for_the_worker(error_file: Path) -> None:
-    """An exception in a process forked inside the function is that process's own affair."""
+    """An exception in a process forked inside the function concerns that process alone."""
     program = """
 import os
 from rallypoint.worker import record
@@ -229,6 +229,6 @@ main()
 
 
 def test_workers_load_no_grpc() -> None:
-    """Importing what runs in workers brings in neither gRPC nor protobuf nor an event loop."""
+    """Importing the workers' library loads neither gRPC nor protobuf nor an event loop."""
     loaded = {name.partition(".")[0] for name in modules_after("import rallypoint.worker")}
     assert loaded.isdisjoint({"grpc", "google", "asyncio"})

@@ -1,4 +1,4 @@
-"""A worker of --run-path runs as torchrun's: `runpy` finds it, and what it raises is recorded."""
+"""A worker of --run-path runs as torchrun's: `runpy` finds it, and its exception is recorded."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SHOW = "import sys; print(__name__, sys.argv, {folder!r} in sys.path)"
 
 
 def run(program: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run a program so, in its own folder."""
+    """Run a program by its path, in its own folder."""
     command = [sys.executable, "-u", "-m", "rallypoint.worker.run_path", str(program), *arguments]
     return subprocess.run(
         command,
@@ -38,14 +38,14 @@ def test_a_script_is_main_and_its_folder_is_not_on_the_path(tmp_path: Path, safe
 
 
 def test_a_folder_is_run_by_its_main_module(tmp_path: Path) -> None:
-    """And is on the path, so that the main module finds what is beside it."""
+    """The folder is on the path, so that the main module can import the modules beside it."""
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "__main__.py").write_text(SHOW.format(folder=str(tmp_path / "package")))
     assert run(tmp_path / "package").stdout.endswith(" True\n")
 
 
 def test_what_it_raises_is_recorded(tmp_path: Path) -> None:
-    """As if it had decorated its main function."""
+    """The record is as if its main function were decorated."""
     script, error_file = tmp_path / "train.py", tmp_path / "error.json"
     script.write_text("raise ValueError('no data')")
     assert run(script, TORCHELASTIC_ERROR_FILE=str(error_file)).returncode == 1
@@ -53,7 +53,7 @@ def test_what_it_raises_is_recorded(tmp_path: Path) -> None:
 
 
 def test_its_exit_code_is_its_own(tmp_path: Path) -> None:
-    """No failure of ours in between."""
+    """No failure of ours replaces it."""
     script = tmp_path / "train.py"
     script.write_text("raise SystemExit(7)")
     assert run(script).returncode == 7

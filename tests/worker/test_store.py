@@ -1,5 +1,5 @@
-"""A worker's store, all the way: worker, agent's socket, gRPC, service. Binary stays binary, waits are pushed,
-threads and forks don't get in each other's way, and a restart of the service is a pause and nothing more."""
+"""A worker's store, all the way: worker, agent's socket, gRPC, service. Binary stays binary, waits end by a push,
+threads and forks don't disturb each other, and a restart of the service is only a pause."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ in_thread = asyncio.to_thread
 
 @dataclass
 class Agent:
-    """What is behind the worker's socket."""
+    """The agent and the service behind the worker's socket."""
 
     path: str
     store: StoreService
@@ -71,7 +71,7 @@ def store(agent: Agent) -> Iterator[Store]:
 
 
 async def run_worker(agent: Agent, script: str) -> str:
-    """Run a worker's program to its end; return what it printed."""
+    """Run a worker's program to its end; return its output."""
     worker = await asyncio.create_subprocess_exec(
         sys.executable,
         "-W",
@@ -125,7 +125,7 @@ async def test_every_call_in_a_worker_process_without_grpc(agent: Agent) -> None
 
 
 async def test_a_reader_is_told_by_the_write(agent: Agent, store: Store) -> None:
-    """And another thread of the same store is not held up by it."""
+    """It does not delay another thread of the same store."""
     waiting = asyncio.ensure_future(in_thread(store.get, "k"))
     both = asyncio.ensure_future(in_thread(store.wait, ["k", "j"]))
     await in_thread(store.set, "j", b"")
@@ -194,7 +194,7 @@ async def test_a_forked_child_connects_anew(agent: Agent) -> None:
 
 
 async def test_threads_share_a_store(agent: Agent, store: Store) -> None:
-    """Concurrent calls mix nothing up, and connections are as many as concurrent calls, not more."""
+    """Concurrent calls mix nothing up, and there are as many connections as concurrent calls, not more."""
     sums: list[int] = []
     begin = threading.Barrier(8)
 
@@ -328,7 +328,7 @@ def test_a_busy_agent_is_waited_for(tmp_path: Path) -> None:
         with Store(f"{tmp_path}/agent.sock", round=1) as store, ThreadPoolExecutor(1) as thread:
             getting = thread.submit(store.get, "k")
             with socket.socket(socket.AF_UNIX) as probe:
-                # The worker's connection has no room either; nothing can be seen of it but that it waits.
+                # The worker's connection has no room either; its wait is all that can be observed.
                 probe.setblocking(False)
                 with pytest.raises(BlockingIOError):
                     probe.connect(f"{tmp_path}/agent.sock")
@@ -340,7 +340,7 @@ def test_a_busy_agent_is_waited_for(tmp_path: Path) -> None:
 
 
 async def test_one_call_too_many_may_be_repeated(tmp_path: Path) -> None:
-    """Its connection is the agent's to close, and is not used again."""
+    """The agent closes its connection, which is not used again."""
     async with agent_socket(tmp_path, open_store(TestJournal()), max_connections=1) as path:
         with Store(path, round=1) as first, Store(path, round=1) as second:
             await in_thread(first.set, "k", b"1")

@@ -54,7 +54,7 @@ main(sys.argv[1])
 
 
 def build(project: Path, folder: Path) -> Path:
-    """The wheel of a project, as `make wheel` makes it, without network."""
+    """Build the wheel of a project, as `make wheel` does, without network; return its path."""
     command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
     subprocess.run(command, cwd=project, check=True, capture_output=True)
     (wheel,) = folder.glob("*.whl")
@@ -68,7 +68,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def interpreters() -> Iterator[tuple[str, str | None]]:
-    """Each version with its interpreter on this machine: on the path, or of pyenv or uv; None if there is none."""
+    """Yield each version with its interpreter here: on the path, or of pyenv or uv; None if there is none."""
     homes = [Path.home() / ".pyenv/versions", Path.home() / ".local/share/uv/python"]
     for version in VERSIONS:
         name = f"python{version}"
@@ -96,7 +96,7 @@ def python(request: pytest.FixtureRequest, wheel: Path, tmp_path_factory: pytest
 
 
 def run(python: Path, tmp_path: Path, mode: str, *flags: str) -> subprocess.CompletedProcess[str]:
-    """A job of two workers on that interpreter."""
+    """Run a job of two workers on that interpreter."""
     program = tmp_path / "train.py"
     program.write_text(PROGRAM)
     return rallypoint("run", "--nproc-per-node=2", f"--python={python}", *flags, program, mode)
@@ -116,7 +116,7 @@ def test_a_program_uses_all_that_we_have_for_workers(python: Path, tmp_path: Pat
 
 @pytest.mark.integration
 def test_an_exception_and_a_hang_are_reported_from_any_python(python: Path, tmp_path: Path) -> None:
-    """The traceback that `record` has written; the stacks that the worker's own handler has."""
+    """The report has the traceback of `record`, and the stacks of the worker's own handler."""
     raised = run(python, tmp_path, "raise")
     assert raised.returncode == 1
     assert 'raise ValueError("no data")' in raised.stderr
@@ -158,7 +158,7 @@ def test_a_python_without_the_wheel_runs_programs_that_do_not_need_it(bare: Path
     ],
 )
 def test_what_is_no_interpreter_is_refused(tmp_path: Path, python: str, reason: str) -> None:
-    """In one line, before the job begins; from the environment as well."""
+    """The refusal is one line, before the job begins; from the environment as well."""
     program = tmp_path / "program.py"
     program.write_text("")
     path = str(tmp_path / python)
@@ -169,7 +169,7 @@ def test_what_is_no_interpreter_is_refused(tmp_path: Path, python: str, reason: 
 
 
 def test_both_wheels_fit_into_one_environment_in_one_version(wheel: Path, tmp_path: Path) -> None:
-    """Other versions are refused, and so is the rest of an installation from which one was uninstalled."""
+    """Other versions are refused, and so are the remains of an installation after one was uninstalled."""
     whole, site = build(ROOT, tmp_path), tmp_path / "site"
     with zipfile.ZipFile(whole) as archive:
         archive.extractall(site)
