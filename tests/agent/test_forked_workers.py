@@ -169,4 +169,3 @@ asyncio.run(main())
     first, second, third = ran.stdout.splitlines()
     assert (first, second) == ("before True", "5")
     assert "a fork of the launching process at its start" in third
-    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL

@@ -74,11 +74,18 @@ async def test_an_agent_that_is_not_there_is_tried_for_a_while() -> None:
 
 async def test_an_agent_that_is_gone_is_told_as_that() -> None:
     """An unreachable agent is named in the error, and the others get a stop request with its name."""
+    now = [0.0]
     async with agents("a", "b") as (fakes, remotes):
+
+        async def pass_when_launched(_: float) -> None:
+            await until(lambda: all(fake.job for fake in fakes), "the job at the others")
+            now[0] += 1.0
+
+        pace = Pace(clock=lambda: now[0], sleep=pass_when_launched)
         async with gone_agent("gone") as gone:
             with pytest.raises(NotLaunched, match=f"agent {gone.endpoint} did not accept the job"):
-                await launch_everywhere([*remotes, gone], REQUEST, None, timeout=0.0, pace=PACE)
-        assert all(fake.stops[0].reason == "gone did not accept it" for fake in fakes if fake.job)
+                await launch_everywhere([*remotes, gone], REQUEST, None, timeout=1.0, pace=pace)
+        assert [fake.stops[0].reason for fake in fakes] == ["gone did not accept it"] * 2
 
 
 async def test_a_launch_that_is_broken_off_is_taken_back() -> None:

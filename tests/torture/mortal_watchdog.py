@@ -42,8 +42,7 @@ class MortalWatchdog(MortalServer):
     @property
     def _arguments(self) -> tuple[str, ...]:
         listening = ("--insecure", "--port", str(self._address[1]), "--log-format", "json")
-        learned = str(self._folder / "timer-learned.json")
-        return ("serve", "timer", *listening, "--learned", learned, *self._more)
+        return ("serve", "timer", *listening, *self._more)
 
 
 class GuardedNode:

@@ -107,6 +107,7 @@ async def test_on_a_full_disk_a_journal_is_read_and_takes_nothing(small: Path) -
     with ballast.open("wb", buffering=0) as file, contextlib.suppress(OSError):  # until there is no more room
         while True:
             file.write(b"x" * 4096)
+    assert len((await reopen(small)).records) == 10
     with pytest.raises(JournalError, match=r"disk is full|disk I/O error"):
         await append(small, [record(11, padding=100_000)])
     ballast.unlink()
