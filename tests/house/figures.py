@@ -193,11 +193,20 @@ def callback_constructors() -> Figure:
 
 def dialect() -> Figure:
     """Return the number of dialect words per 1,000 words of comments, docstrings, proto comments and docs."""
+    return _dialect(_prose())
+
+
+def dialect_of_tests() -> Figure:
+    """Return the number of dialect words per 1,000 words of the tests' comments and docstrings."""
+    return _dialect((module.shown, module.prose) for module in _test_modules())
+
+
+def _dialect(prose: Iterable[tuple[str, str]]) -> Figure:
     words = dialect_words()
     total = 0
     by_word: Counter[str] = Counter()
     by_file: Counter[str] = Counter()
-    for name, text in _prose():
+    for name, text in prose:
         spoken = re.findall(r"[a-z]+", re.sub(r"`[^`\n]*`", "", text).lower())
         hits = [word for word in spoken if word in words]
         total += len(spoken)
@@ -213,8 +222,8 @@ def dialect() -> Figure:
 def test_lines() -> Figure:
     """Count the lines of the tests."""
     folders: Counter[str] = Counter()
-    for path in (ROOT / "tests").rglob("*.py"):
-        folders[str(path.parent.relative_to(ROOT))] += len(path.read_text().splitlines())
+    for module in _test_modules():
+        folders[str(module.path.parent.relative_to(ROOT))] += module.lines
     return Figure(folders.total(), tuple(f"{name}: {count}" for name, count in folders.most_common()))
 
 
@@ -235,6 +244,7 @@ RULES = (
     Rule("hand-written back-off", backoffs, 17, 0, 0),
     Rule("constructors with more than 2 callables", callback_constructors, 8, 0, 0),
     Rule("dialect words per 1,000 words", dialect, 27.3, 0.1, 1),
+    Rule("dialect words per 1,000 words of the tests", dialect_of_tests, 38.8, 0.1, 1),
     Rule("test lines", test_lines, 95_746, 114_300, 70_000),
 )
 
@@ -269,6 +279,10 @@ def _per_folder(measure: Callable[[Module], int]) -> tuple[str, ...]:
     for module in product():
         folders[module.folder] += measure(module)
     return tuple(f"{name}: {count}" for name, count in folders.most_common())
+
+
+def _test_modules() -> list[Module]:
+    return [Module("", path) for path in sorted((ROOT / "tests").rglob("*.py"))]
 
 
 def _prose() -> Iterator[tuple[str, str]]:
