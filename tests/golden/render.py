@@ -105,7 +105,7 @@ _LABELS = {
 
 
 def protos() -> str:
-    """Return what the generated modules hold of each file in `protos/`, without comments."""
+    """Return the content of the generated modules for each file in `protos/`, without comments."""
     lines: list[str] = []
     for path in sorted((ROOT / "protos").rglob("*.proto")):
         name = str(path.relative_to(ROOT / "protos"))
@@ -273,7 +273,7 @@ _METRIC_CLASSES = (
 
 
 def _metric_name(collector: Any) -> str:
-    """Return the name as a scraper has it: that of a counter ends with `_total`."""
+    """Return the metric's name in a scrape: that of a counter ends with `_total`."""
     name: str = collector._name
     return f"{name}_total" if collector._type == "counter" else name
 

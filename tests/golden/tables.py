@@ -83,7 +83,7 @@ def _utc() -> Iterator[None]:
 
 
 def _shown(answer: Any, *command: str) -> str:
-    # rich takes a terminal that is "dumb" for 80 columns wide, and writes no colours to it.
+    # For rich, a "dumb" terminal has 80 columns and no colours.
     answers = chain([answer], repeat(([], None)))  # after the first call: no events
     terminal = {"FORCE_COLOR": "1", "TERM": "dumb", "COLUMNS": "", "LINES": ""}
     with (

@@ -1,4 +1,4 @@
-"""The public surface stays as the golden files have it: help, contract, metrics, exit codes, import paths."""
+"""The public surface is that of the golden files: help, contract, metrics, exit codes, import paths."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def test_a_golden_file_is_up_to_date(rendered: dict[str, str], name: str) -> Non
 
 
 def test_every_text_has_a_golden_file(rendered: dict[str, str]) -> None:
-    """A new command has a file of its own."""
+    """A new command has its own file."""
     missing = sorted(rendered.keys() - stored().keys())
     assert not missing, f"`make golden` writes {', '.join(missing)}"
 
 
 @pytest.mark.slow
 def test_the_environment_changes_no_golden_file(tmp_path: Path) -> None:
-    """Neither the terminal nor the user, the folder or the settings of a job are in them."""
+    """They do not contain the terminal, the user, the folder or the settings of a job."""
     environment = {
         **os.environ,
         "PYTHONPATH": str(ROOT / "tests"),

@@ -1,4 +1,4 @@
-"""A client that writes down everything it asks for: what it asked, how often, and what it knows of the outcome."""
+"""A client that records each of its operations: the request, and the outcome as far as the client knows it."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from rallypoint.rpc.errors import ServiceError, decode
 
 _Response = TypeVar("_Response")
 
-# One attempt, seconds: a replica that is stopped answers nothing.
+# Timeout of one attempt, seconds: a stopped replica does not reply.
 _ATTEMPT = 4.0
-# Longest that a client goes on asking, seconds.
+# Longest time for which a client retries, seconds.
 _PATIENCE = 15.0
-# Longest pause between two attempts, seconds; cut at random.
+# Longest pause between two attempts, seconds; the actual one is random.
 _PAUSE = 0.4
-# Codes with which a service says that nothing happened. Any other leaves it open.
+# Codes which mean that the operation had no effect. Any other leaves that open.
 _REFUSALS = frozenset(
     {
         grpc.StatusCode.FAILED_PRECONDITION,
@@ -34,10 +34,10 @@ _REFUSALS = frozenset(
 
 
 class Caller:
-    """Asks for one thing at a time. Not as the product's clients do: it also goes where these would not go."""
+    """Runs one operation at a time. Unlike the product's clients, it also calls replicas that do not own the run."""
 
     def __init__(self, name: str, doors: Doors, history: History, draw: random.Random) -> None:
-        """Ask nothing yet; what is asked is written to `history` under this name."""
+        """Send nothing yet; operations are added to `history` under this name."""
         self.name = name
         self.draw = draw
         self._doors = doors
@@ -45,7 +45,7 @@ class Caller:
         self._door = draw.choice(list(doors.by_name.values()))
 
     def anywhere(self) -> str:
-        """A replica, drawn."""
+        """Return the name of a random replica."""
         return self.draw.choice(self._doors.names)
 
     async def ask(
@@ -59,17 +59,17 @@ class Caller:
         at: str = "",
         patience: float | None = None,
     ) -> Operation:
-        """Ask until there is an answer, and write down how it went.
+        """Retry an operation until there is a final reply, and record its outcome.
 
         Args:
-            what: The kind of operation.
-            object_: What it is done to.
-            asked: What is asked, for the history.
+            `what`: The kind of operation.
+            object_: The run, or key of a run, that it acts on.
+            asked: The fields of the request, for the history.
             call: Makes one attempt at a replica, with a timeout in seconds. Attempts must be repetitions of one and the
                 same operation.
-            read: What a response says, for the history.
-            at: The only replica to ask, once; empty: whoever is thought to be the owner, until it answers.
-            patience: Seconds after which its outcome is left unknown; None: drawn, so that some give up soon.
+            read: Returns the fields of a response, for the history.
+            at: The only replica to call, once; empty: the presumed owner, with retries.
+            `patience`: Seconds after which its outcome stays unknown; None: random, so that some clients give up soon.
         """
         began = self._history.clock()
         patience = self.draw.uniform(0.5, _PATIENCE) if patience is None else patience
@@ -103,7 +103,7 @@ class Caller:
             else:
                 return Outcome.OK, dict(read(response))
             if error.code in _REFUSALS and error.retry_after is None:
-                # Where an earlier attempt may have taken effect, this one's refusal says nothing about that.
+                # An earlier attempt may have taken effect; this one's refusal does not rule that out.
                 return (Outcome.UNKNOWN if open_ else Outcome.REFUSED), {"reason": error.reason}
             open_ = open_ or error.code not in _REFUSALS
             if at or self._history.clock() >= deadline:
@@ -112,6 +112,6 @@ class Caller:
             await asyncio.sleep(self.draw.random() * _PAUSE)
 
     def _move_on(self, error: ServiceError) -> None:
-        """Ask whoever is named as the owner next, or anybody."""
+        """Choose the replica for the next attempt: the owner that the error names, or a random one."""
         named = self._doors.at(error.metadata.get("owner_address", ""))
         self._door = named or self._doors.by_name[self.anywhere()]

@@ -1,4 +1,4 @@
-"""Checks a history: `PYTHONPATH=tests python -m ha.check FILE` says what is wrong with it, if something is."""
+"""Check a history: `PYTHONPATH=tests python -m ha.check FILE` prints its violations."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ha.stores import check_stores
 
 
 def check(history: History) -> list[Finding]:
-    """Everything that is wrong with a history."""
+    """Return all violations in a history."""
     operations = list(history.of(Operation))
     return [
         *check_fenced_states(operations),
@@ -28,7 +28,7 @@ def check(history: History) -> list[Finding]:
 
 
 def counts(history: History) -> Counter[tuple[str, str]]:
-    """How many operations of each kind had which outcome."""
+    """Return the number of operations by kind and outcome."""
     return Counter((each.what, each.outcome.value) for each in history.of(Operation))
 
 

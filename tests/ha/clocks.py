@@ -1,9 +1,9 @@
-"""Clocks of replicas that tests set. The kernel's own stay as they are, and so do those of etcd and of the tests.
+"""Clocks of replicas that tests set. The clocks of the kernel, of etcd and of the tests are not changed.
 
-The wall clock jumps to and fro, as an operator or a bad time server sets it, by libfaketime, preloaded into the
-process. That libfaketime (0.9.10) can move the monotonic clocks as well is of no use here: CPython's locks, waited for
-with a timeout, then wait for ever. What happens to a machine that was suspended is another thing anyway: its clock
-since boot is ahead of its monotonic one when it wakes up. So that is done inside the process, by `suspended`.
+The wall clock jumps back and forth, as if set by an operator or a bad time server: libfaketime, preloaded into the
+process, does that. libfaketime (0.9.10) can also move the monotonic clocks, but that is of no use here: CPython's locks
+with a timeout then wait for ever. A suspended machine is a different case anyway: when it wakes up, its clock since
+boot is ahead of its monotonic clock. `suspended` does that inside the process.
 """
 
 from __future__ import annotations
@@ -12,31 +12,31 @@ import sys
 from pathlib import Path
 from typing import Protocol
 
-# Debian's, and where others put it.
+# The path of Debian, and those of other systems.
 _PLACES = ("usr/lib/*/faketime", "usr/lib*/faketime", "usr/local/lib*/faketime")
 _STARTER = Path(__file__).with_name("suspended.py")
 
 
 class Clock(Protocol):
-    """A clock of a process that is started by `wrapper`, in front of its own command."""
+    """A clock of a process that is started with `wrapper` in front of its own command."""
 
     wrapper: list[str]
 
     def jump(self, seconds: float) -> None:
-        """Set it ahead by so much, or back. The process sees it when it looks next."""
+        """Move it by so many seconds, forward or back. The process sees that when it reads it next."""
         ...
 
 
 class WallClock:
-    """That of an operator.
+    """A wall clock that an operator sets.
 
     Attributes:
         wrapper: See `Clock`.
-        offset: By how many seconds it is ahead of the machine's.
+        offset: Seconds by which it is ahead of the machine's.
     """
 
     def __init__(self, file: Path) -> None:
-        """Right at first; `file` is where the process reads its offset.
+        """Start with offset 0; `file` is where the process reads its offset.
 
         Raises:
             FileNotFoundError: libfaketime isn't installed.
@@ -50,8 +50,8 @@ class WallClock:
             "env",
             f"LD_PRELOAD={preloaded}",
             f"FAKETIME_TIMESTAMP_FILE={file}",
-            "FAKETIME_NO_CACHE=1",  # it tells by its own time how old what it remembers is
-            # Named differently by its versions.
+            "FAKETIME_NO_CACHE=1",  # it measures the age of its cache by the faked time
+            # The name differs between versions.
             "FAKETIME_DONT_FAKE_MONOTONIC=1",
             "DONT_FAKE_MONOTONIC=1",
         ]
@@ -63,14 +63,14 @@ class WallClock:
 
 
 class BootClock:
-    """That of a machine that is suspended now and then; it only goes ahead.
+    """The clock since boot of a machine that is suspended now and then; it only moves forward.
 
     Attributes:
         wrapper: See `Clock`.
     """
 
     def __init__(self, file: Path) -> None:
-        """Right at first; `file` is where the process reads its offset."""
+        """Start with offset 0; `file` is where the process reads its offset."""
         self._file = file
         self._offset = 0.0
         self.wrapper = [sys.executable, str(_STARTER), str(file)]
@@ -83,13 +83,13 @@ class BootClock:
 
 
 def library() -> Path | None:
-    """libfaketime for programs with threads; None: it isn't installed."""
+    """Return the path of libfaketime for programs with threads; None if it isn't installed."""
     found = [path for place in _PLACES for path in Path("/").glob(f"{place}/libfaketimeMT.so.1")]
     return found[0] if found else None
 
 
 def _replace(file: Path, content: str) -> None:
-    """Put a file in the place of the one before at once: half a line would be another time."""
+    """Replace a file atomically: half a line would be another time."""
     fresh = file.with_suffix(".new")
     fresh.write_text(content)
     fresh.replace(file)

@@ -1,10 +1,10 @@
-"""Three etcd members and three replicas of the rendezvous service, as real processes on hosts that can be parted.
+"""Three etcd members and three rendezvous replicas, as real processes on hosts that can be partitioned.
 
     async with running_cluster(tmp_path) as cluster:
         owner = await cluster.owner("run-1")
         await cluster.process(owner).kill()
 
-Whatever happens inside the block, after it no process and no network of it is left; nor if the test is killed.
+After the block no process and no network of it is left, also if the block fails or the test is killed.
 """
 
 from __future__ import annotations
@@ -29,44 +29,44 @@ __all__ = ["AGENTS", "ETCD", "PATIENCE", "REPLICAS", "TTL", "Cluster", "running_
 ETCD = ("etcd-0", "etcd-1", "etcd-2")
 REPLICAS = ("replica-0", "replica-1", "replica-2")
 TTL = 5.0
-"""Of a replica's lease, seconds."""
+"""Time to live of a replica's lease, seconds."""
 
 
 class Cluster:
-    """What was started, and what can be done to it.
+    """The processes and the network of a cluster, with operations on them.
 
     Attributes:
-        network: Where the hosts are.
+        network: The network of the hosts.
         etcd: The members.
         replicas: The replicas.
     """
 
     def __init__(self, network: Network, etcd: EtcdMembers, replicas: Replicas) -> None:
-        """Of parts that somebody opens and closes."""
+        """Use parts that the caller opens and closes."""
         self.network = network
         self.etcd = etcd
         self.replicas = replicas
 
     @property
     def endpoints(self) -> str:
-        """Of all replicas, as `--rdzv-endpoint` takes it."""
+        """The endpoints of all replicas, in the form of `--rdzv-endpoint`."""
         return self.replicas.endpoints
 
     def process(self, name: str) -> HostProcess:
-        """The process of a member or replica."""
+        """Return the process of a member or replica."""
         return self.etcd.members[name] if name in self.etcd.members else self.replicas.replicas[name]
 
     async def restart(self, *names: str) -> None:
-        """Start members and replicas again, with their data; returns once they serve."""
+        """Start members and replicas again, with their data; return when they serve."""
         for name in names:
             (self.etcd if name in self.etcd.members else self.replicas).spawn(name)
         for name in names:
             await (self.etcd if name in self.etcd.members else self.replicas).serve(name)
 
-    # --- Who owns what ----------------------------------------------------------------------------------
+    # --- Ownership --------------------------------------------------------------------------------------
 
     async def owners(self) -> dict[int, str]:
-        """The replica that owns each shard, as etcd has it; a shard that nobody owns is left out.
+        """Read the owner of each shard from etcd; shards without an owner are left out.
 
         Raises:
             EtcdSilent: No member answers.
@@ -78,10 +78,10 @@ class Cluster:
         return shard_of(run_id, await self._shards())
 
     async def owner(self, run_id: str, *, but: Collection[str] = (), timeout: float = PATIENCE) -> str:
-        """Wait until a replica, none of `but`, owns a run; its name.
+        """Wait until a replica that is not in `but` owns a run; return its name.
 
         Raises:
-            AssertionError: None does.
+            AssertionError: None does in time.
         """
         owner = ""
 
@@ -97,10 +97,10 @@ class Cluster:
         return owner
 
     async def expired(self, name: str) -> None:
-        """Wait until the lease of a replica that died, sleeps or is cut off has run out.
+        """Wait until the lease of a dead, stopped or disconnected replica has expired.
 
         Raises:
-            AssertionError: It lives on.
+            AssertionError: It has not in time.
         """
 
         async def look() -> str:
@@ -109,10 +109,10 @@ class Cluster:
         await until(f"the end of the lease of {name}", look)
 
     async def registered(self, name: str) -> None:
-        """Wait until a replica is one of those that take runs over.
+        """Wait until a replica is registered, so that it can take over runs.
 
         Raises:
-            AssertionError: It isn't.
+            AssertionError: It is not in time.
         """
 
         async def look() -> str:
@@ -121,10 +121,10 @@ class Cluster:
         await until(f"{name} to be counted with", look)
 
     async def settled(self, timeout: float = PATIENCE) -> None:
-        """Wait until every shard is owned by the replica that it belongs to, of those that run.
+        """Wait until every shard is owned by its preferred replica among those that run.
 
         Raises:
-            AssertionError: They don't come to that.
+            AssertionError: Some shard has another owner for too long.
         """
 
         async def look() -> str:
@@ -148,12 +148,12 @@ class Cluster:
         layout = json.loads((await self.etcd.read(f"{PREFIX}/layout"))[f"{PREFIX}/layout"])
         return int(layout["shards"])
 
-    # --- What can be done to the network ----------------------------------------------------------------
+    # --- Faults of the network --------------------------------------------------------------------------
 
     async def part(self, one: str, *others: str) -> None:
-        """Part a host (AGENTS for that of the test) from others: nothing arrives either way, nobody is told.
+        """Partition a host (AGENTS: the test's) from others: nothing arrives either way, no connection is closed.
 
-        Skips the test on a machine where that can't be done.
+        Skips the test on a machine where that is not possible.
         """
         for other in others:
             if why_not := self.network.why_inseparable(one, other):
@@ -161,13 +161,13 @@ class Cluster:
             await self.network.part(one, other)
 
     async def heal(self) -> None:
-        """All hosts reach each other again, over links of full speed."""
+        """Let all hosts reach each other again, over links of full speed."""
         await self.network.heal()
 
 
 @asynccontextmanager
 async def running_cluster(folder: Path, *, replicas: bool = True) -> AsyncIterator[Cluster]:
-    """A cluster that serves; its data and logs are in `folder`. `replicas`: whether these are started as well."""
+    """Run a cluster with its data and logs in `folder`; `replicas`: start these as well, not only etcd."""
     if lacking := missing("etcd", "setpriv"):
         pytest.skip(f"needs {' and '.join(lacking)} (.ci/install-etcd installs etcd)")
     folder.mkdir(parents=True, exist_ok=True)  # noqa: ASYNC240 (before anything runs)

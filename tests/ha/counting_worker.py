@@ -1,6 +1,6 @@
-"""A worker that counts until the test lets go of FOLDER/lock, and then succeeds: counting_worker.py FOLDER.
+"""A worker that counts until the test releases FOLDER/lock, and then succeeds: counting_worker.py FOLDER.
 
-Each of its processes adds a line to FOLDER/starts; FOLDER/count-RANK says how far a rank has counted.
+Each of its processes adds a line to FOLDER/starts; FOLDER/count-RANK has the present count of a rank.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Hundreds of nodes in this process, of runs on replicas, and whether their workers would have been stopped."""
+"""Hundreds of nodes in this process that join runs, with a record of the events that would stop their workers."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ LEASE = 20.0
 
 
 class WatchedNode(TormentedNode):
-    """A node that notes when it got through to a replica, and when its workers had to stop.
+    """A node that records when it resumed its lease, and which events stopped its workers.
 
     Attributes:
-        resumed_at: When it took its lease up again on a new stream, by the event loop's clock.
-        disturbances: What it was told that stopped workers: an end of the round, or of its lease.
+        resumed_at: Times at which it resumed its lease on a new stream, by the event loop's clock.
+        disturbances: Events that stopped its workers: an end of the round, or of its lease.
     """
 
     resumed_at: list[float]
@@ -45,7 +45,7 @@ class WatchedCrowd(Crowd):
     """
 
     def __init__(self, endpoints: str, run_id: str, count: int, settings: pb.RunSettings) -> None:
-        """Make so many nodes; none has joined."""
+        """Create `count` nodes; none has joined."""
         super().__init__(endpoints, settings, 0, random.Random())
         self.watched: list[WatchedNode] = []
         for number in range(count):
@@ -57,16 +57,16 @@ class WatchedCrowd(Crowd):
 
     @property
     def disturbances(self) -> list[str]:
-        """What stopped workers, of all nodes."""
+        """The events that stopped workers, of all nodes."""
         return [each for node in self.watched for each in node.disturbances]
 
     async def resumed(self, since: float, timeout: float) -> float:
-        """Wait until all of them have resumed their leases after a moment; returns when the last one did.
+        """Wait until all nodes have resumed their leases after `since`; return the time of the last one.
 
         Times are those of the event loop's clock.
 
         Raises:
-            AssertionError: One has not.
+            AssertionError: A node has not in time.
         """
 
         def all_have() -> bool:
@@ -77,7 +77,7 @@ class WatchedCrowd(Crowd):
 
 
 def steady(count: int) -> pb.RunSettings:
-    """Settings of a run of exactly so many nodes."""
+    """Return the settings of a run of exactly `count` nodes."""
     return pb.RunSettings(
         min_nodes=count,
         max_nodes=count,
@@ -88,7 +88,7 @@ def steady(count: int) -> pb.RunSettings:
 
 
 def patient(count: int) -> pb.RunSettings:
-    """The same, for nodes that may be cut off for a minute without being given up."""
+    """As `steady`, but a node may be disconnected for a minute without being removed."""
     settings = steady(count)
     settings.keep_alive_interval.FromSeconds(15)
     settings.disconnect_grace.FromSeconds(60)
@@ -99,7 +99,7 @@ def patient(count: int) -> pb.RunSettings:
 async def watched_crowd(
     endpoints: str, run_id: str, count: int, settings: pb.RunSettings | None = None
 ) -> AsyncIterator[WatchedCrowd]:
-    """Nodes that have joined, or are about to; none is left afterwards."""
+    """Yield nodes that have joined, or are about to; stop all of them after the block."""
     crowd = WatchedCrowd(endpoints, run_id, count, settings or steady(count))
     crowd.join()
     try:

@@ -1,4 +1,4 @@
-"""Connections to each replica by itself, which those share that ask one after the other."""
+"""One connection to each replica, shared by the clients of a test."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class Door:
 
 
 class Doors:
-    """One for each replica, by name."""
+    """The connections to all replicas, by name."""
 
     def __init__(self, channels: Mapping[str, grpc.aio.Channel], endpoints: Mapping[str, str]) -> None:
-        """Over channels that somebody closes."""
+        """Use channels that the caller closes."""
         self.by_name = {
             name: Door(
                 name,
@@ -45,17 +45,17 @@ class Doors:
 
     @property
     def names(self) -> list[str]:
-        """Of all replicas."""
+        """The names of all replicas."""
         return list(self.by_name)
 
     def at(self, endpoint: str) -> Door | None:
-        """The replica that has this address; None: none of ours."""
+        """Return the connection to the replica at an address; None if no replica has it."""
         return self._by_endpoint.get(endpoint)
 
 
 @asynccontextmanager
 async def open_doors(endpoints: Mapping[str, str]) -> AsyncIterator[Doors]:
-    """Doors of replicas, by name; `endpoints`: where each listens. Closed afterwards."""
+    """Connect to replicas; `endpoints`: their addresses by name. Closes the connections after the block."""
     channels = {name: open_channel(endpoint, Plaintext()) for name, endpoint in endpoints.items()}
     try:
         yield Doors(channels, endpoints)

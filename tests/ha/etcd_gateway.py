@@ -1,4 +1,4 @@
-"""etcd's JSON gateway: what a test asks etcd itself, and has it do, without any code of ours in between."""
+"""etcd's JSON gateway: requests that a test sends to etcd directly, without any code of the product."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ import urllib.error
 import urllib.request
 from typing import Any
 
-# An http_proxy meant for the web would swallow it.
+# No proxies: an http_proxy meant for the web can't reach the members.
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 class EtcdSilent(Exception):
-    """A member gave no answer, or refused."""
+    """A member did not reply, or refused the request."""
 
 
 async def ask(endpoint: str, path: str, timeout: float, **fields: Any) -> dict[str, Any]:
-    """POST to a member.
+    """Send a POST request to a member, and return its reply.
 
     Args:
-        endpoint: `host:port` where it listens for clients.
-        path: As `kv/range`.
+        endpoint: Its address for clients, `host:port`.
+        path: The path, such as `kv/range`.
         timeout: Seconds.
-        fields: Of the request, as the gateway has them: bytes in base64.
+        fields: The fields of the request in the form of the gateway: bytes in base64.
 
     Raises:
         EtcdSilent: It did not answer, or refused.
@@ -33,7 +33,7 @@ async def ask(endpoint: str, path: str, timeout: float, **fields: Any) -> dict[s
 
 
 async def read(endpoint: str, prefix: str, timeout: float) -> dict[str, bytes]:
-    """All keys with a prefix, and their values; linearizable.
+    """Return all keys with a prefix, and their values, by a linearizable read.
 
     Raises:
         EtcdSilent: It did not answer, or refused.

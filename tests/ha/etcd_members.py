@@ -15,7 +15,7 @@ from ha.waiting import PATIENCE, until
 
 CLIENT_PORT, PEER_PORT = 23790, 23800
 
-_ASKING = 5.0  # seconds for one answer
+_ASKING = 5.0  # seconds for one reply
 
 
 class EtcdMembers:
@@ -32,16 +32,16 @@ class EtcdMembers:
         self._folder = folder
 
     def endpoint(self, name: str) -> str:
-        """Where a member listens for clients, as `host:port`."""
+        """Return the address of a member for clients, `host:port`."""
         return f"{self._network.address(name)}:{CLIENT_PORT}"
 
     @property
     def endpoints(self) -> list[str]:
-        """Where they listen for clients, each as `host:port`."""
+        """The addresses of all members for clients, each `host:port`."""
         return [self.endpoint(name) for name in self.members]
 
     async def open(self) -> None:
-        """Start them all; returns once they have a leader."""
+        """Start all members; return when they serve."""
         for name in self.members:
             self.spawn(name)
         await self.serve()
@@ -57,7 +57,7 @@ class EtcdMembers:
                 *["--listen-client-urls", client, "--advertise-client-urls", client],
                 *["--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer],
                 *["--initial-cluster", peers, "--initial-cluster-token", "ha"],
-                # The default since 3.5: who comes back after a partition doesn't depose the leader.
+                # The default since 3.5: a member that returns after a partition doesn't depose the leader.
                 *["--pre-vote", "--logger", "zap"],
             ]
         )
@@ -66,18 +66,18 @@ class EtcdMembers:
         """Wait until these members (by default all) answer linearizable reads.
 
         Raises:
-            AssertionError: They don't.
+            AssertionError: They don't in time.
         """
         for name in names or self.members:
             await until(f"{name} to serve", partial(self._silence, name), timeout)
 
     async def restart(self, name: str) -> None:
-        """Start a member again with its data; returns once it serves."""
+        """Start a member again with its data; return when it serves."""
         self.spawn(name)
         await self.serve(name)
 
     async def leader(self) -> str:
-        """The name of the member that leads, as most say.
+        """Return the name of the leader on which a majority agrees.
 
         Raises:
             AssertionError: There is none for too long.
@@ -100,23 +100,23 @@ class EtcdMembers:
 
     @property
     def majority(self) -> int:
-        """How many of them can decide."""
+        """The number of members that form a majority."""
         return len(self.members) // 2 + 1
 
     async def compact(self) -> int:
-        """Compact all that is over, at the present revision; returns the revision."""
+        """Compact all history before the present revision; return that revision."""
         answer = await self._ask_anyone("maintenance/status")
         revision = int(answer["header"]["revision"])
         await self._ask_anyone("kv/compaction", revision=revision, physical=True)
         return revision
 
     async def defragment(self) -> None:
-        """Defragment one member after the other; each stands still meanwhile."""
+        """Defragment one member after the other; each serves no requests meanwhile."""
         for name in self.members:
             await ask(self.endpoint(name), "maintenance/defragment", PATIENCE)
 
     async def read(self, prefix: str) -> dict[str, bytes]:
-        """All keys with a prefix, and their values; linearizable.
+        """Return all keys with a prefix, and their values, by a linearizable read.
 
         Raises:
             EtcdSilent: No member answers.
@@ -130,7 +130,7 @@ class EtcdMembers:
         raise silent
 
     def close(self) -> None:
-        """Leave no process behind."""
+        """Kill all members."""
         for member in self.members.values():
             member.close()
 
@@ -158,7 +158,7 @@ class EtcdMembers:
         raise silent
 
     async def _silence(self, name: str) -> str:
-        """Why a member does not answer; empty: it does."""
+        """Return the reason for which a member does not answer; empty if it does."""
         self.members[name].check_alive()
         try:
             await read(self.endpoint(name), "/nothing", _ASKING)

@@ -1,4 +1,4 @@
-"""What the nemesis does to a cluster: each fault is a block, begun with the trouble and ended with its repair."""
+"""The faults of the nemesis: each is a context manager that breaks a cluster at its start and repairs it at its end."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from ha.etcd_gateway import EtcdSilent
 
 @dataclass(slots=True)
 class Stage:
-    """Where the nemesis plays.
+    """The targets of the nemesis.
 
     Attributes:
-        cluster: What it breaks.
-        runs: Whose owners it looks for.
-        draw: What it draws from.
+        cluster: The cluster that it breaks.
+        runs: The runs whose owners it breaks.
+        draw: Its source of random numbers.
         boot_clock: A replica, and its clock since boot.
-        wall_clock: A replica, and its wall clock; None: none can be set here.
+        wall_clock: A replica, and its wall clock; None: this machine can't set one.
     """
 
     cluster: Cluster
@@ -32,7 +32,7 @@ class Stage:
     wall_clock: tuple[str, WallClock] | None
 
     async def owner(self) -> str:
-        """The replica that owns one of the runs, as far as etcd tells; otherwise any that runs."""
+        """Return the owner of a random run, as read from etcd; a random replica if it can't be read."""
         try:
             async with asyncio.timeout(2.0):
                 owners = await self.cluster.owners()
@@ -43,7 +43,7 @@ class Stage:
 
 
 Fault = Callable[[Stage], AbstractAsyncContextManager[str]]
-"""Begins when the block is entered, which is told what was done, and is repaired when it ends."""
+"""Breaks something when the block begins, yields a description of it, and repairs it when the block ends."""
 
 
 @asynccontextmanager
@@ -57,7 +57,7 @@ async def owner_killed(stage: Stage) -> AsyncIterator[str]:
 
 @asynccontextmanager
 async def owner_paused(stage: Stage) -> AsyncIterator[str]:
-    """The owner of a run is SIGSTOPped, and goes on with what it believes."""
+    """The owner of a run is SIGSTOPped, and continues later with its old state."""
     name = await stage.owner()
     process = stage.cluster.process(name)
     process.pause()
@@ -67,7 +67,7 @@ async def owner_paused(stage: Stage) -> AsyncIterator[str]:
 
 @asynccontextmanager
 async def owner_ended(stage: Stage) -> AsyncIterator[str]:
-    """The owner of a run is told to go, and hands its shards over."""
+    """The owner of a run receives SIGTERM, and hands its shards over."""
     name = await stage.owner()
     code = await stage.cluster.process(name).terminate()
     assert code == 0, f"{name} ended with {code} when told to go"
@@ -90,7 +90,7 @@ async def wall_clock_set(stage: Stage) -> AsyncIterator[str]:
     """The wall clock of a replica is set by hours, ahead or back."""
     assert stage.wall_clock is not None
     name, clock = stage.wall_clock
-    # Back to what is right when it is far off: it is to go to and fro.
+    # Back to the right time when it is far off, so that it jumps both ways.
     seconds = -clock.offset if abs(clock.offset) > 8 * 3600 else stage.draw.uniform(-5, 5) * 3600
     clock.jump(seconds)
     yield f"the wall clock of {name} is set by {seconds:+.0f} s"
@@ -98,7 +98,7 @@ async def wall_clock_set(stage: Stage) -> AsyncIterator[str]:
 
 @asynccontextmanager
 async def machine_suspended(stage: Stage) -> AsyncIterator[str]:
-    """A replica finds that its machine was suspended."""
+    """The clock since boot of a replica jumps, as if its machine had been suspended."""
     name, clock = stage.boot_clock
     seconds = stage.draw.choice((3.0, 20.0, 600.0))
     clock.jump(seconds)
@@ -116,7 +116,7 @@ async def etcd_leader_killed(stage: Stage) -> AsyncIterator[str]:
 
 @asynccontextmanager
 async def etcd_leader_paused(stage: Stage) -> AsyncIterator[str]:
-    """The leader of etcd is SIGSTOPped, and believes that it leads when it goes on."""
+    """The leader of etcd is SIGSTOPped, and still acts as the leader when it continues."""
     name = await _leader(stage)
     process = stage.cluster.process(name)
     process.pause()
@@ -135,7 +135,7 @@ async def etcd_minority_lost(stage: Stage) -> AsyncIterator[str]:
 
 @asynccontextmanager
 async def etcd_majority_lost(stage: Stage) -> AsyncIterator[str]:
-    """Two members of etcd are SIGKILLed: it decides nothing until one is back."""
+    """Two members of etcd are SIGKILLed: etcd commits nothing until one is back."""
     names = stage.draw.sample(ETCD, 2)
     for name in names:
         await stage.cluster.process(name).kill()
@@ -154,7 +154,7 @@ async def etcd_restarted(stage: Stage) -> AsyncIterator[str]:
 
 @asynccontextmanager
 async def etcd_compacted(stage: Stage) -> AsyncIterator[str]:
-    """etcd forgets all that is over, and is defragmented: each member stands still meanwhile."""
+    """etcd is compacted and defragmented: each member serves no requests meanwhile."""
     try:
         revision = await stage.cluster.etcd.compact()
         await stage.cluster.etcd.defragment()
@@ -166,7 +166,7 @@ async def etcd_compacted(stage: Stage) -> AsyncIterator[str]:
 
 @asynccontextmanager
 async def replica_parted_from_etcd(stage: Stage) -> AsyncIterator[str]:
-    """A replica reaches clients and no member of etcd."""
+    """A replica reaches its clients, but no member of etcd."""
     name = await stage.owner()
     async with _parted(stage, name, *ETCD):
         yield f"{name} is parted from etcd"
@@ -174,7 +174,7 @@ async def replica_parted_from_etcd(stage: Stage) -> AsyncIterator[str]:
 
 @asynccontextmanager
 async def replica_parted_from_a_member(stage: Stage) -> AsyncIterator[str]:
-    """A replica reaches one member of etcd less."""
+    """A replica can't reach one member of etcd."""
     name, member = await stage.owner(), stage.draw.choice(ETCD)
     async with _parted(stage, name, member):
         yield f"{name} is parted from {member}"
@@ -182,7 +182,7 @@ async def replica_parted_from_a_member(stage: Stage) -> AsyncIterator[str]:
 
 @asynccontextmanager
 async def replica_parted_from_agents(stage: Stage) -> AsyncIterator[str]:
-    """A replica keeps its lease, and its clients don't reach it."""
+    """A replica keeps its lease, but its clients can't reach it."""
     name = await stage.owner()
     async with _parted(stage, AGENTS, name):
         yield f"{name} is parted from all clients"
@@ -190,7 +190,7 @@ async def replica_parted_from_agents(stage: Stage) -> AsyncIterator[str]:
 
 @asynccontextmanager
 async def leader_parted_from_members(stage: Stage) -> AsyncIterator[str]:
-    """The leader of etcd is alone with those who ask it: it answers some of what it no longer knows."""
+    """The leader of etcd reaches its clients, but no other member: some of its answers are stale."""
     name = await _leader(stage)
     async with _parted(stage, name, *(each for each in ETCD if each != name)):
         yield f"{name}, which led, is parted from the other members"
@@ -198,7 +198,7 @@ async def leader_parted_from_members(stage: Stage) -> AsyncIterator[str]:
 
 @asynccontextmanager
 async def link_slow(stage: Stage) -> AsyncIterator[str]:
-    """The link of a replica or a member carries little."""
+    """The link of a replica or a member is slow."""
     name, kilobits = stage.draw.choice((*REPLICAS, *ETCD)), stage.draw.choice((64, 256, 1024))
     await stage.cluster.network.slow(name, kilobits)
     try:
@@ -217,7 +217,7 @@ async def _parted(stage: Stage, one: str, *others: str) -> AsyncIterator[None]:
 
 
 async def _leader(stage: Stage) -> str:
-    """The member that leads; if nobody can tell, any."""
+    """Return the leader of etcd; a random member if there is none within 5 s."""
     try:
         async with asyncio.timeout(5.0):
             return await stage.cluster.etcd.leader()
@@ -226,13 +226,13 @@ async def _leader(stage: Stage) -> str:
 
 
 async def _start(stage: Stage, name: str) -> None:
-    """Start a replica again; returns once it serves."""
+    """Start a replica again; return when it serves."""
     stage.cluster.replicas.spawn(name)
     await stage.cluster.replicas.serve(name)
 
 
 REPLICA_FAULTS: Mapping[Fault, tuple[float, tuple[float, float]]] = {
-    # Weight, and for how many seconds at least and at most.
+    # Weight, and the least and greatest duration in seconds.
     owner_killed: (4, (0.0, 8.0)),
     owner_paused: (4, (1.0, 18.0)),
     owner_ended: (2, (0.0, 8.0)),
@@ -240,7 +240,7 @@ REPLICA_FAULTS: Mapping[Fault, tuple[float, tuple[float, float]]] = {
     wall_clock_set: (1, (0.0, 4.0)),
     machine_suspended: (1, (0.0, 4.0)),
 }
-"""What happens to replicas: one of them at a time."""
+"""Faults of replicas: one at a time."""
 
 ETCD_FAULTS: Mapping[Fault, tuple[float, tuple[float, float]]] = {
     etcd_leader_killed: (2, (0.0, 10.0)),
@@ -250,7 +250,7 @@ ETCD_FAULTS: Mapping[Fault, tuple[float, tuple[float, float]]] = {
     etcd_restarted: (1, (0.0, 1.0)),
     etcd_compacted: (2, (0.0, 1.0)),
 }
-"""What happens to etcd: one thing at a time, and at the same time as something to replicas."""
+"""Faults of etcd: one at a time, and at the same time as one of a replica."""
 
 LINK_FAULTS: Mapping[Fault, tuple[float, tuple[float, float]]] = {
     replica_parted_from_etcd: (3, (1.0, 18.0)),
@@ -259,4 +259,4 @@ LINK_FAULTS: Mapping[Fault, tuple[float, tuple[float, float]]] = {
     leader_parted_from_members: (2, (1.0, 12.0)),
     link_slow: (1, (2.0, 10.0)),
 }
-"""What happens to the network, in the place of what happens to etcd."""
+"""Faults of the network: each in place of a fault of etcd."""

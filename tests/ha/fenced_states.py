@@ -1,9 +1,9 @@
-"""Whether what was answered about fenced states is linearizable: their tokens form one chain.
+"""Check that the replies about fenced states are linearizable: the tokens form one chain.
 
-Each state is written by one operation, and has a token of its own; a write names the token that it builds on. So the
-answers themselves say in which order the states came, and nothing need be searched: two states on one token are a
-fork, a state on a token that nobody was given stands on nothing, and every answer has its place on the chain, which
-must agree with the times at which it was asked for and given.
+Each state is written by one operation, and has its own token; a write names the token that it replaces. So the replies
+themselves give the order of the states, and no search is needed: two states on one token are a fork, a state on a token
+that was never issued has no predecessor, and every reply has a position on the chain, which must agree with the times
+of the request and the reply.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _NUMBER_DIGITS = 16
 
 
 def check_fenced_states(operations: Iterable[Operation]) -> list[Finding]:
-    """What is wrong with the answers about fenced states.
+    """Return the violations in the replies about fenced states.
 
-    A "state.set" is asked with "state", of which each write has its own, and "token", the one it builds on or None;
-    repetitions of one write are one operation or several. It is answered "has_set", "state" and "token": what is there
-    now. A "state.get" is answered the last two; None: there is no state.
+    The request of a "state.set" has "state", unique for each write, and "token", the one it replaces or None;
+    repetitions of one write are one operation or several. The reply has "has_set", and the present "state" and "token".
+    The reply of a "state.get" has the last two; None: there is no state.
     """
     by_run: dict[str, list[Operation]] = defaultdict(list)
     for operation in operations:
@@ -48,7 +48,7 @@ class _Write:
 
     @property
     def done(self) -> Sequence[Operation]:
-        """The attempts that were answered that it is done."""
+        """The attempts whose replies confirm the write."""
         return [each for each in self.attempts if _has_set(each)]
 
     @property
@@ -69,7 +69,7 @@ class _Chain:
                 write = self._writes.setdefault(state, _Write(state, parent))
                 assert write.parent == parent, f"the history has two writes of {state!r}: each needs its own"
                 write.attempts.append(each)
-        # By token, the state that it stands for, and who was told so.
+        # The state of each token and the token of each state; by token, the first operation whose reply had it.
         self._state_of: dict[str, str] = {}
         self._token_of: dict[str, str] = {}
         self._witness: dict[str, Operation] = {}
@@ -77,7 +77,7 @@ class _Chain:
         self._found: list[Finding] = []
 
     def findings(self) -> list[Finding]:
-        """What is wrong with them. What is found first often explains the rest, so each step needs the one before."""
+        """Return the violations of the first failing step: these often explain the rest, and later steps rely on it."""
         for step in (self._name_states, self._find_forks, self._walk, self._check_answers, self._check_times):
             step()
             if self._found:
@@ -88,7 +88,7 @@ class _Chain:
         self._found.append(Finding(wrong, self._run, sentence, evidence))
 
     def _name_states(self) -> None:
-        """Which token stands for which state, as whoever was told of them agrees."""
+        """Map tokens to states and states to tokens; all replies must agree."""
         for each in self._operations:
             if each.outcome is not Outcome.OK or (token := each.answered["token"]) is None:
                 continue
@@ -114,7 +114,7 @@ class _Chain:
                 self._find(Wrong.REFUSED_BUT_DONE, sentence, *write.attempts, self._witness[token])
 
     def _children(self) -> dict[str | None, list[str]]:
-        """By token, those of the states that build on it."""
+        """Return, by token, the tokens of the states that were set on it."""
         children: dict[str | None, list[str]] = defaultdict(list)
         for token, state in self._state_of.items():
             children[self._writes[state].parent].append(token)
@@ -129,7 +129,7 @@ class _Chain:
                 self._find(Wrong.FORK, f"{states} were all set on {on}", *evidence)
 
     def _walk(self) -> None:
-        """Give every token its place on the chain."""
+        """Give every token its position on the chain."""
         children = self._children()
         token: str | None = None
         number = 0
@@ -148,7 +148,7 @@ class _Chain:
             self._find(Wrong.FROM_NOWHERE, sentence, self._witness[token])
 
     def _check_answers(self) -> None:
-        """Who has the token of the current state sets its own."""
+        """Check that a write on the current token succeeds, and that a repetition confirms a completed write."""
         for each in self._operations:
             if each.what != SET or each.outcome is not Outcome.OK:
                 continue
@@ -161,7 +161,7 @@ class _Chain:
                 )
 
     def _check_times(self) -> None:
-        """No answer tells of a time before it was asked for: the chain is an order that time allows."""
+        """Check that no reply shows a state older than its request allows: the chain must agree with the times."""
         last: _Sighting | None = None  # of all earlier on the chain, the one that began last
         for sighting in sorted(self._sightings()):
             if last is not None and sighting.ended < last.began:
@@ -181,8 +181,8 @@ class _Chain:
                 yield _Sighting(position, 1, each.began, each.ended, each)
 
     def _blame(self, late: _Sighting, before: _Sighting) -> None:
-        """Say that something was seen which is earlier on the chain than what had been seen when it was asked for."""
-        # Whoever looked later knows whether what was done before is gone, or was only not shown.
+        """Report that `late` began after `before` had ended, and shows an earlier position on the chain."""
+        # Later reads show if the completed write is lost, or if only this reply was stale.
         sightings = list(self._sightings())
         newest = max(
             [each.position for each in sightings if each.seen and each.began >= late.began], default=0
@@ -199,7 +199,7 @@ class _Chain:
 
 @dataclass(frozen=True, slots=True, order=True)
 class _Sighting:
-    """A place on the chain at which an operation takes effect: a write makes it, others see it (then `seen` is 1)."""
+    """The position on the chain at which an operation takes effect: a write creates it, others see it (`seen` is 1)."""
 
     position: int
     seen: int

@@ -1,4 +1,4 @@
-"""What a checker finds wrong in a history."""
+"""The violations that a checker finds in a history."""
 
 from __future__ import annotations
 
@@ -8,53 +8,53 @@ from enum import StrEnum
 
 from ha.history import Entry, dump
 
-# How much of the evidence is shown: entries, and characters of each.
+# Limits of the entries shown with a finding: their number, and characters of each.
 _SHOWN = 12
 _WIDTH = 400
 
 
 class Wrong(StrEnum):
-    """What may be wrong."""
+    """The kinds of violations."""
 
     # Two writes built on one and the same state.
     FORK = "fork"
     # A write that was acknowledged is gone.
     LOST = "lost"
-    # A read tells of a time before it began.
+    # A read shows a state that was replaced before it began.
     STALE = "stale"
-    # Something was read that nobody wrote, or that stands on nothing.
+    # A read shows a value that was never written, or a state without a predecessor.
     FROM_NOWHERE = "from nowhere"
-    # What was refused was done.
+    # A refused operation took effect.
     REFUSED_BUT_DONE = "refused but done"
-    # One write, however often it was repeated, was done twice.
+    # One write, sent once or repeatedly, took effect twice.
     DONE_TWICE = "done twice"
-    # What had to be done was refused.
+    # An operation that had to succeed was refused.
     DENIED = "denied"
     # A token, a revision, a lease or a round number stands for two things.
     REUSED = "reused"
-    # What is to grow doesn't.
+    # A number that must grow does not.
     OUT_OF_ORDER = "out of order"
     # No order of the operations explains the answers.
     NOT_LINEARIZABLE = "not linearizable"
-    # Something was told that is not durable, or not as it was told.
+    # A report is not durable, or differs from the durable state.
     NOT_DURABLE = "told and not durable"
     # Ranks of a round are not 0 … n-1.
     RANKS = "ranks"
-    # Who was over wrote.
+    # A writer wrote after its round or lease was over.
     UNFENCED = "unfenced"
-    # The history is not enough to judge by.
+    # The search for an order was too long to finish.
     UNDECIDED = "undecided"
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Something wrong.
+    """A violation.
 
     Attributes:
-        wrong: What kind of thing.
+        wrong: Its kind.
         where: The run, or the key of one.
-        sentence: What was found, for people.
-        evidence: The entries of the history that show it.
+        sentence: A description for people.
+        `evidence`: The entries of the history that show it.
     """
 
     wrong: Wrong

@@ -1,6 +1,6 @@
-"""What clients did and were told, written down line by line, so that it can be examined and checked again.
+"""The operations of clients and the reports to them, recorded line by line, to be examined and checked again.
 
-All times are of one monotonic clock, in seconds: that of the process that records, or of its machine.
+All times are seconds of one monotonic clock: that of the process that records, or of its machine.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Self, TypeVar
 
 
 class Outcome(StrEnum):
-    """What a client knows of an operation when it is over."""
+    """The outcome of an operation, as far as its client knows it."""
 
     OK = "ok"
     # It was refused, and nothing happened.
@@ -28,18 +28,18 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """Something that a client asked for.
+    """An operation of a client.
 
     Attributes:
-        client: Who asked; it asks for one thing at a time.
-        what: The kind: "state.set", "store.add", "run.get" …
-        object: What it was done to: a run, or a key of one.
-        began: When it was sent first.
-        ended: When it was known how it went; infinite: never.
-        outcome: How it went.
-        asked: What was asked.
-        answered: What was answered; of a refusal, its reason.
-        at: Which replica was asked, where it was one only.
+        client: The client; it runs one operation at a time.
+        `what`: The kind: "state.set", "store.add", "run.get" …
+        object: The run, or key of a run, that it acts on.
+        began: Time of the first attempt.
+        ended: Time at which its outcome was known; infinite: never.
+        outcome: The outcome.
+        asked: The fields of the request.
+        answered: The fields of the reply; of a refusal, its reason.
+        at: The replica of the last attempt.
     """
 
     kind: ClassVar[str] = "operation"
@@ -56,7 +56,7 @@ class Operation:
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """A node was given a lease, or was let in again with the one it had."""
+    """A node got a lease, or resumed the one it had."""
 
     kind: ClassVar[str] = "admission"
     at: float
@@ -69,11 +69,11 @@ class Admission:
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """A subscriber was told the state of a run.
+    """A subscriber received the state of a run.
 
     Attributes:
-        at: When.
-        subscriber: Whom, over any number of streams: one agent, or one watcher.
+        at: The time.
+        subscriber: One agent, or one watcher, over any number of streams.
         run_id: The run.
         node_id: The node of an agent; "": a watcher.
         lease: The agent's lease; 0: a watcher.
@@ -91,7 +91,7 @@ class Told:
 
 @dataclass(frozen=True, slots=True)
 class Logged:
-    """An event of a run, as a subscriber was told it, or, with no subscriber, as the log had it at the end."""
+    """An event of a run, as a subscriber received it, or, with no subscriber, as the log had it at the end."""
 
     kind: ClassVar[str] = "event"
     at: float
@@ -112,7 +112,7 @@ class Fact:
 
 @dataclass(frozen=True, slots=True)
 class Trouble:
-    """What the nemesis did, or the run as a whole; for people."""
+    """A note about an action of the nemesis, or about the whole run; for people."""
 
     kind: ClassVar[str] = "trouble"
     at: float
@@ -121,7 +121,7 @@ class Trouble:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """The last line: nothing that was under way is missing."""
+    """The last line: it shows that no operation is missing."""
 
     kind: ClassVar[str] = "end"
     at: float
@@ -135,14 +135,14 @@ _E = TypeVar("_E", Operation, Admission, Told, Logged, Fact, Trouble, End)
 
 
 class HistoryIsCutError(Exception):
-    """A history has no last line: what was under way when it was cut off is not in it, and it can't be judged."""
+    """A history has no last line: operations that were pending at its end are missing, so it can't be checked."""
 
 
 class History:
     """Entries in the order in which they became known; in memory, and in a file where one is named."""
 
     def __init__(self, file: Path | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        """Begin, with an empty file; `clock` dates what is added (seconds)."""
+        """Start with an empty file; `clock` gives the times of entries, in seconds."""
         self.entries: list[Entry] = []
         self.clock = clock
         self._file = file.open("w") if file is not None else None
@@ -153,43 +153,43 @@ class History:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close the file; the last line is for who knows that nothing is missing."""
+        """Close the file; write no last line, since entries may be missing: see `end`."""
         if self._file is not None:
             self._file.close()
 
     def add(self, entry: Entry) -> None:
-        """Write an entry down."""
+        """Append an entry."""
         self.entries.append(entry)
         if self._file is not None:
             self._file.write(dump(entry) + "\n")
 
     def trouble(self, what: str) -> None:
-        """Write down what the nemesis does now."""
+        """Append a note about an action of the nemesis."""
         self.add(Trouble(self.clock(), what))
         if self._file is not None:
-            self._file.flush()  # what was going on is the first thing that is asked of a run that died
+            self._file.flush()  # after a crash, the last action is the first thing to look at
 
     def end(self) -> None:
-        """Write the last line."""
+        """Append the last line."""
         self.add(End(self.clock()))
         if self._file is not None:
             self._file.flush()
 
     def of(self, kind: type[_E]) -> Iterator[_E]:
-        """All entries of a kind, in order."""
+        """Return all entries of a kind, in order."""
         return (entry for entry in self.entries if isinstance(entry, kind))
 
 
 def dump(entry: Entry) -> str:
-    """An entry as a line of JSON."""
+    """Return an entry as a line of JSON."""
     return json.dumps({"kind": entry.kind} | asdict(entry), separators=(",", ":"))
 
 
 def load(line: str) -> Entry:
-    """The entry of a line.
+    """Return the entry of a line.
 
     Raises:
-        ValueError: It is none.
+        ValueError: The line is no entry.
     """
     try:
         fields = json.loads(line)
@@ -202,7 +202,7 @@ def load(line: str) -> Entry:
 
 
 def read(file: Path) -> History:
-    """A history from its file.
+    """Read a history from its file.
 
     Raises:
         ValueError: A line is no entry; the message names it.
@@ -221,4 +221,4 @@ def read(file: Path) -> History:
 
 
 NEVER = math.inf
-"""When an operation ended of which nobody knows how it went."""
+"""The end of an operation of unknown outcome."""

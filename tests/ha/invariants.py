@@ -1,7 +1,7 @@
-"""What a cluster may never tell of a run, whoever is asked and whatever broke meanwhile.
+"""Invariants of all reports about a run, from any replica and under any fault.
 
-These look at nothing but what clients were told and what the log of events has at the end, so they hold whatever the
-product's own code believes. The journal itself is held to the rules of the core by `journal_rules`.
+The checks use only the reports that clients received and the log of events at the end, so they do not depend on the
+product's own code. `journal_rules` checks the journal itself against the rules of the core.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _FORMED = (pb.PHASE_FROZEN, pb.PHASE_FINAL)
 
 
 def check_invariants(history: History) -> list[Finding]:
-    """What is wrong with what was told of the runs in a history."""
+    """Return the violations in the reports about the runs of a history."""
     told = [Message(each) for each in history.of(Told)]
     logs = Logs(history.of(Logged))
     found: list[Finding] = list(logs.findings)
@@ -36,7 +36,7 @@ def check_invariants(history: History) -> list[Finding]:
 
 
 class Message:
-    """Something told, with its message."""
+    """A recorded report, with its decoded message."""
 
     __slots__ = ("entry", "update")
 
@@ -45,7 +45,7 @@ class Message:
         self.update: _Update = ParseDict(dict(entry.update), pb.NodeUpdate() if entry.node_id else pb.Run())
 
     def seats(self) -> Iterator[tuple[str, int, pb.Assignment]]:
-        """The places that it tells of: node, lease and assignment."""
+        """Return the assignments in it, each with its node and lease."""
         if isinstance(self.update, pb.NodeUpdate):
             if self.update.HasField("assignment"):
                 yield self.entry.node_id, self.entry.lease, self.update.assignment
@@ -56,7 +56,7 @@ class Message:
 
     @property
     def over(self) -> int:
-        """The newest round that is over, as far as it tells; of a closed run, all that could be."""
+        """The newest round that it shows to be over; for a closed run, a number above all rounds."""
         if self.update.phase == pb.PHASE_CLOSED:
             return 2**31
         formed = [place.round - 1 for _, _, place in self.seats()]
@@ -73,7 +73,7 @@ def _by_run(told: Sequence[Message]) -> dict[str, list[Message]]:
 
 
 def _revisions_that_fall(told: Sequence[Message], logged: Iterable[Logged]) -> Iterator[Finding]:
-    """The revisions that one subscriber sees only grow; of events, none is left out either."""
+    """Check that the revisions that one subscriber receives never fall, and that it misses no event."""
     last: dict[tuple[str, str], Message] = {}
     for message in told:
         entry = message.entry
@@ -94,7 +94,7 @@ def _revisions_that_fall(told: Sequence[Message], logged: Iterable[Logged]) -> I
 
 
 def leases_given_twice(admissions: Iterable[Admission]) -> Iterator[Finding]:
-    """A lease number is given once; who resumes has the one that was given to its node."""
+    """Check that a lease number is given once, and that a node resumes only its own."""
     given: dict[tuple[str, int], Admission] = {}
     for each in admissions:
         before = given.setdefault((each.run_id, each.lease), each)
@@ -106,7 +106,7 @@ def leases_given_twice(admissions: Iterable[Admission]) -> Iterator[Finding]:
 
 
 def rounds_of_two_memberships(run_id: str, told: Sequence[Message]) -> list[Finding]:
-    """All that are told of a round are told of the same one, and its ranks are 0 … n-1, each one node's."""
+    """Check that all reports of a round agree, and that its ranks are 0 … n-1, each of one node."""
     rounds: dict[int, _Round] = {}
     found: list[Finding] = []
     for message in told:
@@ -123,7 +123,7 @@ def rounds_of_two_memberships(run_id: str, told: Sequence[Message]) -> list[Find
 
 
 class _Round:
-    """What is known of one round."""
+    """The reports of one round."""
 
     def __init__(self, run_id: str, place: pb.Assignment, witness: Told) -> None:
         self.place = place
@@ -136,7 +136,7 @@ class _Round:
     def contradiction(
         self, node_id: str, lease: int, place: pb.Assignment, message: Message
     ) -> Finding | None:
-        """What speaks against what was told of it before."""
+        """Return a finding if a report contradicts earlier ones."""
         if _common(place) != _common(self.place):
             sentence = f"round {place.round} is told as {_common(self.place)} and as {_common(place)}"
             return Finding(Wrong.REUSED, self._run_id, sentence, (self._witness, message.entry))
@@ -160,7 +160,7 @@ class _Round:
         return self._overlap(message) if len(self._holders) == place.group_world_size else None
 
     def _overlap(self, message: Message) -> Finding | None:
-        """Whether the workers' ranks, all of them known, fail to be what they must be: each begins where one ended."""
+        """Return a finding if the base ranks, all known, repeat, don't begin at 0, or exceed the world size."""
         bases = [self._holders[rank][2] for rank in range(len(self._holders))]
         if len(set(bases)) == len(bases) and min(bases) == 0 and max(bases) < self.place.world_size:
             return None
@@ -169,15 +169,15 @@ class _Round:
 
 
 def _common(place: pb.Assignment) -> tuple[int, int, int, str]:
-    """What all participants of a round are told alike."""
+    """Return the fields that are the same for all participants of a round."""
     return place.group_world_size, place.world_size, place.fencing_token, place.master_address
 
 
 class Logs:
-    """The logs of events as they were at the end, and what they say of each revision."""
+    """The logs of events as they were at the end, and the state of each run at each revision."""
 
     def __init__(self, logged: Iterable[Logged]) -> None:
-        """Fold the events of every run; `findings` has what is wrong with the logs themselves."""
+        """Fold the events of every run; `findings` has the violations in the logs themselves."""
         self.findings: list[Finding] = []
         self._states: dict[str, list[_State]] = defaultdict(lambda: [_State()])
         events: dict[tuple[str, int], Logged] = {}
@@ -205,7 +205,7 @@ class Logs:
                 self.findings.append(Finding(Wrong.NOT_DURABLE, each.run_id, sentence, evidence))
 
     def told_and_not_durable(self, run_id: str, told: Sequence[Message]) -> Iterator[Finding]:
-        """Every state that anybody was told is in the log, word for word as far as the log goes."""
+        """Check that every reported state is in the log, with the same values as far as the log has them."""
         states = self._states[run_id]
         for message in told:
             revision = message.update.revision
@@ -222,7 +222,7 @@ class Logs:
 
 
 class _State:
-    """A run after one of its events, as far as events tell."""
+    """The state of a run after one of its events, as far as events show it."""
 
     __slots__ = ("end", "formed", "newest", "outcome", "phase", "size", "token", "world_size")
 
@@ -235,7 +235,7 @@ class _State:
         self.outcome: int = pb.OUTCOME_UNSPECIFIED
 
     def after(self, event: pb.Event) -> _State:
-        """The state that an event makes of it."""
+        """Return the state after one more event."""
         state = _State()
         for name in _State.__slots__:
             setattr(state, name, getattr(self, name))
@@ -252,7 +252,7 @@ class _State:
             case pb.EVENT_KIND_ROUND_ENDED:
                 state.phase, state.formed, state.end = pb.PHASE_JOINABLE, 0, event.round_end
             case pb.EVENT_KIND_WORKER_FAILED if event.earliest and event.round == state.end.round:
-                # It was the first failure of the round, though another ended it: the end is laid at its door.
+                # It was the first failure of the round, though another ended it: the end is attributed to it.
                 cause, node_id = pb.ROUND_END_CAUSE_WORKER_FAILED, event.failure.node_id
                 state.end = pb.RoundEnd(round=event.round, cause=cause, node_id=node_id)
             case pb.EVENT_KIND_RUN_CLOSED:
@@ -260,7 +260,7 @@ class _State:
         return state
 
     def compared(self, message: Message) -> Iterator[tuple[str, Any, Any]]:
-        """What was told beside what is durable, thing by thing."""
+        """Return pairs of a reported and a durable value, each with its name."""
         update = message.update
         yield "phase", pb.Phase.Name(update.phase), pb.Phase.Name(pb.Phase.ValueType(self.phase))
         yield "outcome", update.run_end.outcome, self.outcome
@@ -268,7 +268,7 @@ class _State:
             told, end = update.last_round_end, self.end
             own, durable = (told.round, told.cause, told.node_id), (end.round, end.cause, end.node_id)
             yield "the end of the round before", own, durable
-            if end.detail:  # of a failure that turned out to be the first, no event tells the sentence
+            if end.detail:  # no event has the sentence of a failure that turned out to be the first
                 yield "the end of the round before", told.detail, end.detail
         for _, _, place in message.seats():
             yield "round", place.round, self.formed
@@ -278,9 +278,9 @@ class _State:
 
 
 def reads_of_the_past(operations: Iterable[Operation], told: Sequence[Message]) -> Iterator[Finding]:
-    """Who asks for a run is shown no earlier revision than anybody had seen by then; the same one is shown alike.
+    """Check that a read shows no revision older than one known when it began, and that a revision has one state.
 
-    A "run.get" is answered with "revision", "phase" and "round".
+    The reply of a "run.get" has "revision", "phase" and "round".
     """
     reads = [each for each in operations if each.what == "run.get" and each.outcome is Outcome.OK]
     shown: dict[tuple[str, int], Operation] = {}
@@ -292,7 +292,7 @@ def reads_of_the_past(operations: Iterable[Operation], told: Sequence[Message]) 
             yield Finding(
                 Wrong.REUSED, each.object, f"revision {revision} was shown as two states", (same, each)
             )
-        # Of one moment, what was known by then comes after what began then: they may have been the other way round.
+        # At equal times, the begin of a read comes before a known revision: their real order is unknown.
         moments += [(each.began, 0, each, each.object, 0), (each.ended, 1, each, each.object, revision)]
     for message in told:
         moments.append((message.entry.at, 1, message.entry, message.entry.run_id, message.update.revision))
@@ -314,9 +314,9 @@ def reads_of_the_past(operations: Iterable[Operation], told: Sequence[Message]) 
 def writes_of_who_is_over(
     operations: Iterable[Operation], admissions: Iterable[Admission], told: Sequence[Message]
 ) -> Iterator[Finding]:
-    """No write of a round, or under a lease, is taken that begins after anybody knew that it is over.
+    """Check that no write is accepted that begins after its round or its lease was known to be over.
 
-    A write to a store is asked with "writer": its run, node, lease and round; 0: it is of no round.
+    The request of a write to a store has "writer": its run, node, lease and round; 0: it belongs to no round.
     """
     newer: dict[tuple[str, str], list[tuple[float, int, Admission]]] = defaultdict(list)
     for each in admissions:
@@ -344,7 +344,7 @@ def writes_of_who_is_over(
 
 
 def _first_of_each(known: Sequence[tuple[float, int, Told]]) -> list[tuple[float, int, Told]]:
-    """Of what was known to be over, what said more than all before it."""
+    """Return the reports that were the first to show a newer round to be over, by time."""
     first: list[tuple[float, int, Told]] = []
     for each in sorted(known, key=lambda each: each[0]):
         if not first or each[1] > first[-1][1]:

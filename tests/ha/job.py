@@ -1,4 +1,4 @@
-"""A real job: agents with worker processes, on the host of the test, which is to outlive all trouble elsewhere."""
+"""A real job: agents with worker processes on the test's host, which must survive all faults of other hosts."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 
 WORKER = Path(__file__).with_name("counting_worker.py")
 WORKERS = 2
-"""Of each agent."""
+"""The number of workers of each agent."""
 
 
 class Job:
-    """Two agents of two workers each, which count until they are let go.
+    """Agents of two workers each, which count until the test lets them finish.
 
     Attributes:
         run_id: The run.
     """
 
     def __init__(self, cluster: Cluster, run_id: str, folder: Path, programs: Sequence[Path]) -> None:
-        """Start nothing yet; what workers write goes to `folder`. `programs`: the `rallypoint` of each agent."""
+        """Start nothing yet; the workers write to `folder`. `programs`: the `rallypoint` of each agent."""
         self.run_id = run_id
         self._cluster = cluster
         self._folder = folder
@@ -42,7 +42,7 @@ class Job:
         fcntl.flock(self._lock, fcntl.LOCK_EX)
 
     async def start(self) -> pb.Run:
-        """Start the agents; returns once every worker counts."""
+        """Start the agents; return the run when every worker counts."""
         for number, agent in enumerate(self._agents):
             agent.spawn(
                 [
@@ -66,7 +66,7 @@ class Job:
         )
 
     def starts(self) -> list[str]:
-        """A line of each worker process that was ever started: its rank, and the restarts before."""
+        """Return a line for each worker process ever started: its rank, and the number of restarts before."""
         path = self._folder / "starts"
         return path.read_text().splitlines() if path.exists() else []
 
@@ -84,16 +84,16 @@ class Job:
         await until("all workers to count on", look)
 
     async def finish(self) -> list[int]:
-        """Let the workers succeed; the agents' exit codes."""
+        """Let the workers succeed; return the agents' exit codes."""
         fcntl.flock(self._lock, fcntl.LOCK_UN)
         return list(await asyncio.gather(*(agent.ended(PATIENCE) for agent in self._agents)))
 
     def logs(self) -> str:
-        """What the agents have said."""
+        """Return the logs of the agents."""
         return "\n".join(agent.log() for agent in self._agents)
 
     def close(self) -> None:
-        """Leave no process behind."""
+        """Kill all agents."""
         self._lock.close()
         for agent in self._agents:
             agent.close()
@@ -106,7 +106,7 @@ class Job:
 async def running_job(
     cluster: Cluster, run_id: str, folder: Path, programs: Sequence[Path] = (RALLYPOINT, RALLYPOINT)
 ) -> AsyncIterator[Job]:
-    """A job whose workers count; none of its processes is left afterwards."""
+    """Run a job whose workers count; kill its processes after the block."""
     job = Job(cluster, run_id, folder, programs)
     try:
         await job.start()

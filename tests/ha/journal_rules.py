@@ -1,4 +1,4 @@
-"""Whether what lies in etcd at the end keeps the rules of the core: the referee of the random histories looks at it."""
+"""Check the facts in etcd at the end against the rules of the core, with the checker of its random histories."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from rallypoint.rendezvous.journal.codec import DecodedRecord
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rendezvous.core.ledger import Ledger, Violation
 
-# Replicas don't agree on the time, and the nemesis sets their clocks: so the ledger is told that each fact came ages
-# after the one before, and that clocks are not to be trusted.
+# The clocks of replicas differ, and the nemesis sets them: so `Ledger` gets facts that are ages apart, and settings
+# with which it does not trust clocks.
 _AGES = 1e9
 
 _T = TypeVar("_T", Fact, Told)
 
 
 def check_journal(history: History) -> list[Finding]:
-    """What is wrong with the facts of every run, and with what its nodes and watchers were told beside them."""
+    """Return the violations in the facts of every run, and in the reports to its nodes and watchers."""
     told = _by_run(history.of(Told))
     return [
         finding

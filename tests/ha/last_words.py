@@ -1,4 +1,4 @@
-"""What lies in etcd of runs when all is over, read past every replica."""
+"""The facts of runs in etcd at the end, read without a replica."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from rallypoint.rendezvous.journal.etcd.reading import interpret, read_pairs
 
 
 async def read_facts(cluster: Cluster, history: History, runs: Collection[str]) -> int:
-    """Write down the journal's records of runs; returns how many there are.
+    """Add the journal's records of runs to a history; return their number.
 
     Raises:
-        EtcdError: etcd does not tell.
+        EtcdError: etcd can't be read.
     """
     count = 0
     async with EtcdClient(parse_address(f"etcd://{','.join(cluster.etcd.endpoints)}/ha")) as client:

@@ -1,4 +1,4 @@
-"""How long the tests of availability last: seconds by `make test-slow`, minutes by `make test-ha`."""
+"""The length of the availability tests: seconds in `make test-slow`, minutes in `make test-ha`."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import TypeVar
 _T = TypeVar("_T")
 
 FULL_LENGTH = os.environ.get("RALLYPOINT_HA") == "full"
-"""Whether all repeats are played, and times are judged besides being printed."""
+"""True if all repeats run, and measured times are checked besides being printed."""
 
 
 def ordinarily(short: _T, *, in_full: _T) -> _T:
-    """A figure of a test: what it is by `make test-slow`, and what it is in full."""
+    """Return a figure of a test: `short` in `make test-slow`, `in_full` at full length."""
     return in_full if FULL_LENGTH else short

@@ -1,9 +1,9 @@
-"""Whether the answers to concurrent operations can be explained by some order of them: linearizability, in general.
+"""A general check for linearizability: a search for an order of concurrent operations that explains their replies.
 
 The search is that of Wing and Gong, with Lowe's memory of the configurations that led nowhere (G. Lowe, "Testing for
 linearizability", 2017). An operation takes effect at one moment between its beginning and its end; one of unknown
-outcome at any moment after it began, or never. The search is exponential in how many are under way at the same time,
-those of unknown outcome counted for ever after, so it is bounded, and callers keep the histories of one object short.
+outcome at any moment after it began, or never. The search is exponential in the number of concurrent operations, and
+one of unknown outcome never ends, so it is bounded, and callers keep the histories of one object short.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from typing import Any, Generic, TypeVar
 
 from ha.history import NEVER, Operation, Outcome
 
-# Configurations looked at before the search is given up: some seconds.
+# Configurations to visit before the search gives up: some seconds.
 BUDGET = 300_000
 
 _S = TypeVar("_S", bound=Hashable)
 
 Apply = Callable[[_S, Operation], tuple[_S, Mapping[str, Any]]]
-"""What an operation makes of a state, and what it is answered by an object in that state."""
+"""Returns the next state of an object and its reply, given its state and an operation."""
 
 
 class Verdict(Enum):
-    """What the search came to."""
+    """The result of the search."""
 
     LINEARIZABLE = auto()
     VIOLATION = auto()
@@ -34,21 +34,21 @@ class Verdict(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """A verdict, and of a violation the operations of which none can come next, after the longest order found."""
+    """A result, and for a violation the operations of which none can come next after the longest order found."""
 
     verdict: Verdict
     stuck: Sequence[Operation] = ()
 
 
 def judge(operations: Sequence[Operation], initial: _S, apply: Apply[_S], budget: int = BUDGET) -> Judgement:
-    """Whether operations on one object that was in a state at first can be put in order.
+    """Search for an order that explains operations on one object.
 
     Args:
-        operations: In any order. Those that were refused took no effect; reads are among them, with `apply` leaving the
-            state as it is.
-        initial: The state.
-        apply: How the object works.
-        budget: Configurations to look at, at most.
+        operations: The operations, in any order. Refused ones had no effect; for reads, `apply` leaves the state
+            unchanged.
+        initial: The first state of the object.
+        apply: The behaviour of the object.
+        budget: Configurations to visit, at most.
     """
     took_part = sorted(
         (each for each in operations if each.outcome is not Outcome.REFUSED), key=lambda each: each.began
@@ -91,7 +91,7 @@ class _Search(Generic[_S]):
         return Judgement(Verdict.VIOLATION, [self._operations[index] for index in self._candidates(stuck)])
 
     def _next(self, done: int, state: _S) -> Iterator[tuple[int, _S]]:
-        """What may come next, and what that leads to; what was answered first comes first, and the unknown last."""
+        """Return the possible next configurations, in order of operations' ends: unknown outcomes come last."""
         for index in sorted(self._candidates(done), key=lambda index: self._ends[index]):
             operation = self._operations[index]
             after, answer = self._apply(state, operation)
@@ -99,7 +99,7 @@ class _Search(Generic[_S]):
                 yield done | 1 << index, after
 
     def _candidates(self, done: int) -> list[int]:
-        """Which operations none of the others that are to come had ended before."""
+        """Return the remaining operations that began before any other remaining one had ended."""
         candidates, first_end = [], NEVER
         for index in range(_lowest_zero(done), len(self._operations)):
             if done >> index & 1:

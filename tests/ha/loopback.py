@@ -1,4 +1,4 @@
-"""Hosts that are loopback addresses, where there are no network namespaces, and links between them that can be cut."""
+"""Hosts as loopback addresses, where there are no network namespaces, with links between them that can be cut."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from support.link import Link
 
 
 class Loopback:
-    """See `Network`. Hosts are parted where one reaches the other by a link, and only there."""
+    """See `Network`. Hosts can be partitioned only where one reaches the other through a link."""
 
     parts = False
 
     def __init__(self, number: int, hosts: Sequence[str], why_not: str) -> None:
-        """Nothing is to be set up: all of 127/8 is there.
+        """Set up nothing: all addresses of 127/8 exist.
 
         Args:
-            number: No other network has it; addresses follow from it.
+            number: A number that no other network has; it determines the addresses.
             hosts: Their names.
-            why_not: Why there are no network namespaces.
+            why_not: The reason for which there are no network namespaces.
         """
         self.why_not = why_not
         self._addresses = {
@@ -29,7 +29,7 @@ class Loopback:
         self._links: dict[tuple[str, str], list[Link]] = {}
 
     async def close(self) -> None:
-        """End all links."""
+        """Close all links."""
         for links in self._links.values():
             for link in links:
                 await link.close()

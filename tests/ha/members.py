@@ -1,4 +1,4 @@
-"""Nodes and watchers of one run, who write down what they are told; and what happens to the nodes."""
+"""Nodes and watchers of one run that record the reports they receive, and random events of the nodes."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ SETTINGS = pb.RunSettings(
 NODES = 7
 """One more than a round has room for: a spare."""
 
-# Between two things that happen to the nodes of one run, seconds, on average.
+# Average time between two random events of the nodes of one run, seconds.
 _CALM = 4.0
-# How long the worker of a place that is over goes on writing, operations: it does not know.
+# Writes of a worker after its round or lease is over, which it does not know.
 _ZOMBIE_WRITES = 3
 
 
 class RecordedNode(TormentedNode):
-    """A node that writes down what its agents are told; each agent is a subscriber of its own."""
+    """A node that records the reports its agents receive; each agent is a separate subscriber."""
 
     history: History
     agents = 0
@@ -65,8 +65,8 @@ class Members:
     """The nodes of one run.
 
     Attributes:
-        crowd: They.
-        lives: How many agents there were, besides the first ones.
+        crowd: The nodes.
+        lives: Number of agents so far, besides the first ones.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Members:
             self.crowd.nodes.append(node)
 
     def tasks(self, stopping: asyncio.Event, *, happening: bool = True) -> list[asyncio.Task[None]]:
-        """Join, and let things happen (unless not) until `stopping` is set; at the end every node has an agent."""
+        """Join, and work until `stopping` is set, with random events if `happening`; then every node has an agent."""
         self.crowd.join()
         tasks = [asyncio.create_task(self._happen(stopping))] if happening else []
         tasks += [asyncio.create_task(self._work(node, stopping)) for node in self.crowd.nodes[:2]]
@@ -95,14 +95,14 @@ class Members:
         return tasks
 
     async def agree(self, timeout: float, *, after: int = 0) -> int:
-        """Wait until as many nodes as there is room for have a place in one FINAL round; its number.
+        """Wait until the largest possible number of nodes is in one FINAL round; return its number.
 
         Args:
             timeout: Seconds.
-            after: Of a later round than this.
+            after: The round must be later than this one.
 
         Raises:
-            AssertionError: They have not in time.
+            AssertionError: They are not in time.
         """
 
         def rounds() -> list[int]:
@@ -116,7 +116,7 @@ class Members:
         return rounds()[0]
 
     async def _happen(self, stopping: asyncio.Event) -> None:
-        """Nodes leave, die, come back, and have workers that fail."""
+        """Let nodes leave, die and come back, and let workers fail."""
         while not await _set_within(stopping, self._draw.uniform(0.0, 2.0) * _CALM):
             self.crowd.check_alive()
             node = self._draw.choice(self.crowd.nodes)
@@ -124,7 +124,7 @@ class Members:
             if what == "fails":
                 node.break_worker()
                 continue
-            # Whoever wants to leave may have nobody to tell; it goes all the same in the end.
+            # A node that leaves may reach no replica; then it dies without leaving.
             if what == "leaves":
                 with suppress(TimeoutError):
                     async with asyncio.timeout(5.0):
@@ -136,7 +136,7 @@ class Members:
             self.lives += 1
 
     async def _work(self, node: TormentedNode, stopping: asyncio.Event) -> None:
-        """Its worker writes under its lease and round, and a little longer: it is not told when they are over."""
+        """Run a node's workers: each writes under its lease and round, and a little longer, as it gets no notice."""
         place: Place | None = None
         zombies: set[asyncio.Task[None]] = set()
         try:
@@ -164,7 +164,7 @@ class Members:
                 return
 
     async def _watch(self, watching: Callable[[Door], Any], stopping: asyncio.Event) -> None:
-        """Keep one stream after the other open, at the owner as far as it is known."""
+        """Keep a stream open, at the owner if it is known; open the next one when it breaks."""
         door = self._anyone()
         ended = asyncio.create_task(stopping.wait())
         try:
@@ -189,7 +189,7 @@ class Members:
         return self._doors.by_name[self._draw.choice(self._doors.names)]
 
     async def _watch_run(self, door: Door) -> None:
-        # Without a revision to go on from, it is told the state of now: each stream is a subscriber of its own.
+        # Without a revision to resume from, a stream begins with the present state: each is a separate subscriber.
         subscriber = f"{self.run_id}/watcher@{door.name}#{self._history.clock():.6f}"
         async for answer in door.rendezvous.WatchRun(pb.WatchRunRequest(run_id=self.run_id)):
             told = Told(self._history.clock(), subscriber, self.run_id, "", 0, as_json(answer.run))
@@ -207,10 +207,10 @@ class Members:
             self._seen = max(self._seen, answer.revision)
 
     async def read_log(self, door: Door, timeout: float) -> int:
-        """Write down the log of events as a replica has it; returns how many it has.
+        """Record the log of events of a replica; return the number of events.
 
         Raises:
-            grpc.aio.AioRpcError: It does not tell.
+            grpc.aio.AioRpcError: The replica does not reply, or refuses.
         """
         token, count = "", 0
         while True:
@@ -225,7 +225,7 @@ class Members:
 
 @asynccontextmanager
 async def at_work(*working: list[asyncio.Task[None]]) -> AsyncIterator[list[asyncio.Task[None]]]:
-    """Have tasks work beside a block; the first that fails fails the block, and none is left afterwards."""
+    """Run tasks beside a block, and cancel them after it; their errors do not fail the block."""
     tasks = [task for some in working for task in some]
     try:
         yield tasks
@@ -236,12 +236,12 @@ async def at_work(*working: list[asyncio.Task[None]]) -> AsyncIterator[list[asyn
 
 
 def as_json(message: Any) -> dict[str, Any]:
-    """A message as it is written down: in proto3's JSON, with the names of the contract."""
+    """Return a message in the form of a history: proto3's JSON, with the names of the contract."""
     return MessageToDict(message, preserving_proto_field_name=True)
 
 
 async def _set_within(event: asyncio.Event, timeout: float) -> bool:
-    """Whether an event was set within some seconds."""
+    """Return True if an event is set within `timeout` seconds."""
     with suppress(TimeoutError):
         async with asyncio.timeout(timeout):
             await event.wait()

@@ -1,11 +1,11 @@
-"""Hosts that are network namespaces, each on a bridge by a virtual cable.
+"""Hosts as network namespaces, each connected to a bridge by a virtual cable.
 
     this process ── rpha7 ╮
     etcd-0 ── eth0 ───────┼── bridge, in a namespace of its own
     replica-0 ── eth0 ────╯
 
-A namespace has no name: it is held by one sleeping process, which the kernel kills when this process dies, however it
-dies; then the namespace ends, and its cables with it. So nothing can be left behind, and nothing has to be swept.
+A namespace has no name: one sleeping process holds it, which the kernel kills when this process dies, however it dies;
+then the kernel removes the namespace and its cables. So nothing can be left behind, and no clean-up is needed.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from support.mortal import mortal
 
 _BRIDGE = "bridge"
 _TOOLS = ("ip", "iptables", "nsenter", "setpriv", "tc", "unshare")
-# Long enough on any machine for the kernel to tear a network down, and for what runs in a moment. Seconds.
+# Seconds, enough on any machine for the kernel to remove a network, and for a short command.
 _PATIENCE = 60.0
 
 
 class NetworkError(Exception):
-    """A command that sets up the network failed; the message has what it said."""
+    """A command that sets up the network failed; the message has its output."""
 
 
 class Namespaces:
-    """See `Network`. Opened before it is used, and closed whatever happens."""
+    """See `Network`. Open it before use, and always close it."""
 
     parts = True
     why_not = ""
@@ -42,10 +42,10 @@ class Namespaces:
         """Set up nothing yet.
 
         Args:
-            number: No other network has it; names and addresses follow from it.
+            number: A number that no other network has; it determines names and addresses.
             hosts: Their names.
         """
-        # 198.18/15 is set aside for benchmarks of networks (RFC 2544): no real host is there.
+        # 198.18/15 is reserved for network benchmarks (RFC 2544): no real host is there.
         self._subnet = f"198.{18 + number // 256}.{number % 256}"
         self._cable = f"rpha{number}"
         self._addresses = {AGENTS: f"{self._subnet}.1"} | {
@@ -54,7 +54,7 @@ class Namespaces:
         self._holders: dict[str, subprocess.Popen[bytes]] = {}
 
     async def open(self) -> None:
-        """Make the namespaces and lay the cables.
+        """Create the namespaces and their cables.
 
         Raises:
             NetworkError: The machine doesn't allow it.
@@ -76,7 +76,7 @@ class Namespaces:
             await self._connect(host, "eth0", f"port{place}")
 
     async def close(self) -> None:
-        """End the namespaces; returns when this host has no cable left."""
+        """Remove the namespaces; return when this host has no cable left."""
         for holder in self._holders.values():
             holder.kill()
         for holder in self._holders.values():
@@ -102,20 +102,20 @@ class Namespaces:
         return ""
 
     async def part(self, one: str, other: str) -> None:
-        # One of them drops both ways; this host's own rules are never touched.
+        # One of the two drops packets both ways; the rules of this host are never changed.
         here, there = (other, one) if one == AGENTS else (one, other)
         for chain, flag in (("INPUT", "-s"), ("OUTPUT", "-d")):
             await self._run(here, "iptables", "-w", "-A", chain, flag, self._addresses[there], "-j", "DROP")
 
     async def cut(self, host: str) -> None:
-        """Part a host from all others: it sends nothing and receives nothing from now on."""
+        """Partition a host from all others: it sends nothing and receives nothing from now on."""
         drop = "iptables -w -A OUTPUT ! -o lo -j DROP && iptables -w -A INPUT ! -i lo -j DROP"
         await self._run(host, "sh", "-c", drop)
 
     async def power_off(self, host: str) -> None:
-        """Take a host's cable away, then kill all its processes; returns when it is gone. It is there no longer.
+        """Remove a host's cable, then kill all its processes; return when the host is gone for good.
 
-        With the cable gone first, no peer is sent a word of the end of a connection.
+        As the cable is removed first, no peer receives the end of a connection.
         """
         await self._ip(_BRIDGE, "link", "delete", f"port{list(self._addresses).index(host)}")
         holder = self._holders.pop(host)
@@ -166,12 +166,12 @@ class Namespaces:
 
 @cache
 def why_no_namespaces() -> str:
-    """Why this machine has no network namespaces for us, in one line; empty: it has. Takes a moment once."""
+    """Return the reason for which network namespaces can't be used here, in one line; empty if they can."""
     if lacking := missing(*_TOOLS):
         return f"hosts can't be parted without {', '.join(lacking)}"
     if os.geteuid() != 0:
         return "only root can make network namespaces"
-    # All that is needed, tried in a namespace that ends with the command.
+    # Try everything that is needed, in a namespace that ends with the command.
     trial = (
         "ip link add eth0 type veth peer name eth1 && ip link add br0 type bridge && ip link set eth1 master br0"
         " && iptables -w -A INPUT -s 198.18.0.9 -j DROP"
@@ -182,12 +182,12 @@ def why_no_namespaces() -> str:
 
 
 def _hold_namespace() -> subprocess.Popen[bytes]:
-    """A process that will be in a namespace of its own until it is killed."""
+    """Start a process that enters its own namespace, and holds it until it is killed."""
     return subprocess.Popen(mortal("unshare", "--net", "sleep", "infinity"))
 
 
 async def _not_apart(holder: subprocess.Popen[bytes]) -> str:
-    """Why a holder is not in a namespace of its own; empty: it is."""
+    """Return the reason for which a holder is not in its own namespace yet; empty if it is."""
     if (code := holder.poll()) is not None:
         raise NetworkError(f"a namespace could not be made: exit code {code}")
     namespaces = {os.readlink(f"/proc/{pid}/ns/net") for pid in ("self", holder.pid)}
@@ -195,7 +195,7 @@ async def _not_apart(holder: subprocess.Popen[bytes]) -> str:
 
 
 def _processes_of(namespace: str) -> list[int]:
-    """The processes of a network namespace, zombies left out."""
+    """Return the processes of a network namespace, without zombies."""
     found = []
     for name in os.listdir("/proc"):
         # A zombie has left its namespaces.
@@ -206,7 +206,7 @@ def _processes_of(namespace: str) -> list[int]:
 
 
 def _said(command: list[str]) -> str | None:
-    """What a command that failed has said, in one line; None: it did not fail."""
+    """Run a command; return its output in one line if it failed, None if it did not."""
     done = subprocess.run(
         mortal(*command),
         capture_output=True,

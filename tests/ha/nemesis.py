@@ -1,10 +1,10 @@
-"""Random trouble for a cluster under load, and whether all that anybody was told meanwhile was true.
+"""Random faults for a cluster under load, and a check of all replies and reports that clients received meanwhile.
 
     PYTHONPATH=tests python -m ha.nemesis --minutes 30 --seed 7 --folder /tmp/nemesis
 
-plays a seed: which faults come, in which order, and for how long. What they meet is the machine's to decide, so the
-same seed plays the same trouble and not the same run. Everything that clients did and were told is in the folder
-afterwards (`history.jsonl`, to be checked again by `python -m ha.check`), with the logs of all processes.
+plays a seed: it determines the faults, their order and their durations. All other timing depends on the machine, so the
+same seed gives the same faults, but not the same run. Afterwards the folder has all operations of clients and reports
+to them (`history.jsonl`, which `python -m ha.check` can check again), and the logs of all processes.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ RUNS = ("crew-0", "crew-1", "crew-2")
 # Clients of each kind and run, and how long each waits between two operations on average, seconds.
 _CLIENTS = 3
 _PAUSE = 0.3
-# Between two faults of one hand, seconds, at most.
+# Longest pause between two faults of one sequence, seconds.
 _CALM = 8.0
 _LOOK = 0.5
 
 
 class Nemesis:
-    """What is done to a cluster, by two hands at a time: one for replicas, one for etcd and the network."""
+    """Breaks a cluster with two parallel sequences of faults: one of replicas, one of etcd and the network."""
 
     def __init__(self, stage: Stage, seed: int, history: History, say: Callable[[str], None]) -> None:
         self.faults: Counter[str] = Counter()
@@ -69,7 +69,7 @@ class Nemesis:
         self._began = history.clock()
 
     async def rage(self, seconds: float) -> None:
-        """Go on for so long; everything is repaired when this returns."""
+        """Inject faults for some seconds; return when everything is repaired."""
         until = self._history.clock() + seconds
         replicas = [each for each in REPLICA_FAULTS if each is not wall_clock_set or self._stage.wall_clock]
         others = [*ETCD_FAULTS, *LINK_FAULTS]
@@ -101,7 +101,7 @@ class Nemesis:
         self._say(f"{self._history.clock() - self._began:7.1f} {what}")
 
     async def count_takeovers(self, stopping: asyncio.Event) -> None:
-        """Look again and again who owns the runs."""
+        """Poll the owners of the runs, and count their changes."""
         last: dict[str, str] = {}
         while not stopping.is_set():
             try:
@@ -112,12 +112,12 @@ class Nemesis:
                         self.takeovers += 1
                         last[run_id] = owner
             except (EtcdSilent, KeyError):
-                pass  # nobody owns anything then, or it can't be known
+                pass  # etcd does not reply, or has no layout yet
             await asyncio.sleep(_LOOK)
 
 
 async def play(folder: Path, seed: int, seconds: float, say: Callable[[str], None] = print) -> Report:
-    """Play a seed for so long over a fresh cluster, in a folder that is there, and check all that came of it.
+    """Play a seed for some seconds on a fresh cluster, in an existing folder, and check its history.
 
     Raises:
         AssertionError: The cluster did not come up, did not recover, or a process ended by itself.
@@ -161,7 +161,7 @@ async def play(folder: Path, seed: int, seconds: float, say: Callable[[str], Non
 
 
 def _stage(cluster: Cluster, folder: Path) -> Stage:
-    """One replica's machine can be suspended, another's wall clock be set; the third's clocks are right."""
+    """Set up clocks: one replica's machine can be suspended, another's wall clock be set; the third's stay right."""
     first, second, _ = REPLICAS
     boot_clock = BootClock(folder / f"{first}.clock")
     cluster.replicas.wrappers[first] = boot_clock.wrapper
@@ -178,7 +178,7 @@ def _stage(cluster: Cluster, folder: Path) -> Stage:
 
 
 async def _beside(raging: object, working: Sequence[asyncio.Task[None]]) -> None:
-    """Rage to the end, unless one of those at work fails first; then that is what is raised."""
+    """Wait for the end of `raging`; if one of the tasks `working` fails first, raise its error."""
     rage = asyncio.ensure_future(raging)  # type: ignore[call-overload]
     try:
         pending = {rage, *working}
@@ -206,7 +206,7 @@ async def _read_back(
 
 async def _restart(run_id: str, cluster: Cluster, doors: Doors) -> None:
     owner = doors.by_name[await cluster.owner(run_id)]
-    with suppress(grpc.aio.AioRpcError):  # it is asked for again
+    with suppress(grpc.aio.AioRpcError):  # the caller retries
         await owner.rendezvous.RestartRun(pb.RestartRunRequest(run_id=run_id), timeout=PATIENCE)
 
 
@@ -222,12 +222,12 @@ async def _end_nodes(members: Sequence[Members]) -> None:
     "--folder", type=click.Path(path_type=Path), help="For the history and logs; by default a new one."
 )
 def main(minutes: float, seed: int | None, folder: Path | None) -> None:
-    """Play random trouble; exit code 1 if something is wrong with what came of it, or hardly anything happened."""
+    """Play random faults; exit code 1 if there are violations or errors of replicas, or hardly anything happened."""
     seed = random.SystemRandom().randrange(2**32) if seed is None else seed
     folder = folder or Path(tempfile.mkdtemp(prefix="nemesis-"))
     click.echo(f"seed {seed}, history and logs in {folder}")
     folder.mkdir(parents=True, exist_ok=True)
-    # Dozens of clients lose their streams over and over; that they say so each time would bury the rest.
+    # Dozens of clients lose their streams over and over; a log message for each would hide the rest.
     logging.getLogger("rallypoint.rendezvous.client").disabled = True
     began = time.monotonic()
     report = asyncio.run(play(folder, seed, 60 * minutes, click.echo))

@@ -1,4 +1,4 @@
-"""Where the hosts of a test's cluster are, and who of them can't reach whom."""
+"""The hosts of a test's cluster: their addresses, and partitions between them."""
 
 from __future__ import annotations
 
@@ -10,59 +10,59 @@ from contextlib import asynccontextmanager
 from typing import Protocol
 
 AGENTS = "agents"
-"""The host of this very process, and of all that it starts without a host of their own."""
+"""The host of this process, and of all processes that it starts without another host."""
 
 _NETWORKS = range(512)
 
 
 class Network(Protocol):
-    """Hosts with an address each. Names are those that it was made with, and AGENTS.
+    """Hosts, each with an address. Their names are those given at its creation, and AGENTS.
 
     Attributes:
-        parts: Whether any two hosts can be parted here.
-        why_not: Why not, in one line; empty if they can.
+        parts: True if any two hosts can be partitioned here.
+        why_not: The reason if they can't, in one line; empty if they can.
     """
 
     parts: bool
     why_not: str
 
     def address(self, host: str) -> str:
-        """The IPv4 address of a host."""
+        """Return the IPv4 address of a host."""
         ...
 
     async def reach(self, one: str, other: str, port: int) -> str:
-        """Where one host is to connect to, as `host:port`, in order to reach a port of another."""
+        """Return the address, `host:port`, to which one host must connect to reach a port of another."""
         ...
 
     def command(self, host: str, *command: str) -> list[str]:
-        """The command, as this process has to start it for it to run on that host."""
+        """Return the command with which this process starts `command` on a host."""
         ...
 
     def why_inseparable(self, one: str, other: str) -> str:
-        """Why these two can't be parted, in one line; empty: they can."""
+        """Return the reason for which these two can't be partitioned, in one line; empty if they can."""
         ...
 
     async def part(self, one: str, other: str) -> None:
-        """From now on nothing that one host sends the other arrives, either way; neither is told."""
+        """Deliver nothing between two hosts from now on, either way; neither gets an error."""
         ...
 
     async def slow(self, host: str, kilobits: int) -> None:
-        """From now on the host's link carries so many kilobits a second, each way; what is more waits for its turn."""
+        """Limit the link of a host to so many kilobits per second, each way; further data is queued."""
         ...
 
     async def heal(self) -> None:
-        """Undo all that `part` and `slow` have done."""
+        """Undo all effects of `part` and `slow`."""
         ...
 
 
 class NoNetworkLeft(Exception):
-    """All numbers are taken, by tests that run at this moment."""
+    """Tests that run now have taken all numbers."""
 
 
 def claim_number() -> tuple[int, socket.socket]:
-    """A number that no other network on this machine has, for as long as the socket is open.
+    """Return a number that no other network on this machine has while the socket is open.
 
-    The kernel forgets the claim with the process, however that ends: there is nothing that could be left behind.
+    The kernel drops the claim when the process ends, however it ends: nothing can be left behind.
     """
     for number in _NETWORKS:
         claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
@@ -77,7 +77,7 @@ def claim_number() -> tuple[int, socket.socket]:
 
 @asynccontextmanager
 async def network_of(hosts: Sequence[str]) -> AsyncIterator[Network]:
-    """A network of its own for these hosts: namespaces where the machine allows, otherwise loopback addresses."""
+    """Create a network for these hosts: namespaces if the machine allows them, otherwise loopback addresses."""
     from ha.loopback import Loopback
     from ha.namespaces import Namespaces, why_no_namespaces
 
@@ -100,5 +100,5 @@ async def network_of(hosts: Sequence[str]) -> AsyncIterator[Network]:
 
 
 def missing(*programs: str) -> list[str]:
-    """Those of the programs that aren't installed."""
+    """Return the programs that aren't installed."""
     return [program for program in programs if shutil.which(program) is None]

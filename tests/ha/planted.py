@@ -1,9 +1,9 @@
-"""Runs a replica with one line of the product changed, or over a network that holds back what it writes to etcd.
+"""Run a replica with one line of the product changed, or over a network that holds back its writes to etcd.
 
     planted.py [--plant NAME] --held FILE PROGRAM ARGUMENTS…
 
-Only tests start replicas so: they show that the checkers find what such a replica does wrong, and that the product,
-over the same network, does nothing wrong. A plant names the line; where the product no longer has it, nothing starts.
+For tests only: they show that the checkers find the errors of such a replica, and none of the product over the same
+network. A plant names the line; if the product no longer has that line, the replica does not start.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from pathlib import Path
 from types import CodeType
 from typing import Any
 
-# How often what is held back looks whether it may go on, seconds.
+# Interval at which a held write checks if it may continue, seconds.
 _LOOK = 0.02
-# After how long whoever wrote what is held back is told that nothing is known of it, seconds.
+# Time after which the sender of a held write gets an error, seconds.
 _SILENCE = 0.2
 
 
 @dataclass(frozen=True, slots=True)
 class Plant:
-    """A line of a module, and what it is changed to."""
+    """A line of a module, and its replacement."""
 
     module: str
     line: str
@@ -36,32 +36,32 @@ class Plant:
 
 
 PLANTS: Mapping[str, Plant] = {
-    # A commit is let in whoever owns the shard by then.
+    # A commit is accepted even if another replica owns the shard by then.
     "no-fence": Plant(
         "rallypoint.rendezvous.journal.etcd.fence",
         "[CreateRevision(location.owner_key, self.revision), ModRevision(head_key, self.head_revision)],",
         "[ModRevision(head_key, self.head_revision)],",
     ),
-    # A commit is let in whatever was committed since it was sent.
+    # A commit is accepted even if others were committed since it was sent.
     "no-head": Plant(
         "rallypoint.rendezvous.journal.etcd.fence",
         "[CreateRevision(location.owner_key, self.revision), ModRevision(head_key, self.head_revision)],",
         "[CreateRevision(location.owner_key, self.revision)],",
     ),
-    # A write is acknowledged as soon as it is on its way.
+    # A write is acknowledged as soon as it is sent to etcd.
     "tell-before-commit": Plant(
         "rallypoint.rendezvous.journal.etcd.journal",
         "        await durable\n",
         "        durable.add_done_callback(lambda done: done.cancelled() or done.exception())\n",
     ),
-    # What happened to a run is told while it is on its way; stores and states wait.
+    # Changes of a run are published before they are committed; stores and states wait.
     "run-told-before-commit": Plant(
         "rallypoint.rendezvous.journal.commit_loop",
         "                await self._journal.append(entries)\n",
         "                self._sent = asyncio.ensure_future(self._journal.append(entries))\n"
         "                if not hasattr(self, 'data'):  # only runs have it\n                    await self._sent\n",
     ),
-    # A replica answers for as long as nobody tells it that its session is lost.
+    # A replica ignores the deadline of its session, and answers until etcd reports the session as lost.
     "session-ignored": Plant(
         "rallypoint.etcd.session", "        if self._clock() >= self._deadline:\n", "        if False:\n"
     ),
@@ -69,26 +69,26 @@ PLANTS: Mapping[str, Plant] = {
 
 
 class Held:
-    """A network that holds writes back while a test wants it to, and delivers them late: all, and in order.
+    """A network that holds writes back while a test wants it to, and delivers all of them later.
 
-    Whoever sent one is told that nothing is known of it. The test writes to a file what is to be done: "hold" what is
-    sent, let it through and "keep" what is held, or let it through and "pass" on what is held. How many were held, and
-    how many of them were delivered, stands in a file beside it.
+    The sender of a held write gets an error of unknown outcome. The test writes the mode to a file: "hold" new writes,
+    let them through and "keep" the held ones, or let them through and "pass" on the held ones. A file beside it has
+    the number of held writes, and of those delivered.
     """
 
     def __init__(self, file: Path) -> None:
-        """Hold what the file says."""
+        """Read the mode from `file`."""
         self._file = file
         self.held = self.delivered = 0
         self._late: set[asyncio.Task[None]] = set()
 
     @property
     def mode(self) -> str:
-        """What is to be done."""
+        """The present mode."""
         return self._file.read_text().strip()
 
     def hold(self, send: Any) -> None:
-        """Hold something back; `send` sends it."""
+        """Hold a write back; `send` sends it."""
         self.held += 1
         self._say()
         task = asyncio.create_task(self._deliver(send))
@@ -96,7 +96,7 @@ class Held:
         task.add_done_callback(self._late.discard)
 
     async def _deliver(self, send: Any) -> None:
-        while self.mode != "pass":  # noqa: ASYNC110 (another process says when)
+        while self.mode != "pass":  # noqa: ASYNC110 (another process writes the mode)
             await asyncio.sleep(_LOOK)
         try:
             await send()
@@ -111,7 +111,7 @@ class Held:
 
 
 def changed_module(name: str) -> tuple[ModuleSpec, CodeType]:
-    """A plant's module, and its code with the line changed.
+    """Return a plant's module, and its code with the line changed.
 
     Raises:
         SystemExit: The product has no such line, or more than one.
@@ -127,7 +127,7 @@ def changed_module(name: str) -> tuple[ModuleSpec, CodeType]:
 
 
 def plant(name: str) -> None:
-    """Have a module with one line changed take the place of the product's."""
+    """Replace a module of the product by one with a changed line."""
     planted = PLANTS[name]
     spec, code = changed_module(name)
     module = importlib.util.module_from_spec(spec)
@@ -138,7 +138,7 @@ def plant(name: str) -> None:
 
 
 def hold_writes(file: Path) -> None:
-    """Have a network between this process and etcd that holds the journal's writes back as a file says."""
+    """Hold back the journal's writes from this process to etcd, in the mode that a file has."""
     from rallypoint.etcd.client import EtcdClient
     from rallypoint.etcd.errors import EtcdUnavailable
     from rallypoint.etcd.values import Put, Txn

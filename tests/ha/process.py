@@ -1,4 +1,4 @@
-"""A process on a host of the network, of which the log is kept: to be killed, paused, and started again."""
+"""A process on a host of the network, with its log, that a test can kill, pause and start again."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from support.mortal import mortal
 
 
 class ProcessError(AssertionError):
-    """A process ended without being told to, or does not end; the message has the end of its log."""
+    """A process ended by itself, or does not end; the message has the end of its log."""
 
 
 class HostProcess:
-    """One after the other, the processes of one service. Its methods that wait let the event loop run.
+    """The successive processes of one service. Its methods that wait let the event loop run.
 
     Attributes:
-        name: Of the service.
-        paused: Whether it is stopped, by `pause`.
-        starts: How many processes there were.
+        name: The name of the service.
+        paused: True if `pause` has stopped the process.
+        starts: Number of processes so far.
     """
 
     def __init__(self, name: str, network: Network, folder: Path, host: str = "") -> None:
-        """Start nothing yet; logs go to `folder`. `host`: where it runs; by default on the host of its own name."""
+        """Start nothing yet; logs go to `folder`. `host`: its host; by default the one with its own name."""
         self.name = name
         self.paused = False
         self.starts = 0
@@ -40,12 +40,12 @@ class HostProcess:
 
     @property
     def running(self) -> bool:
-        """Whether a process is there, paused ones too."""
+        """True if a process exists, also if it is paused."""
         return self._process is not None and self._process.poll() is None
 
     @property
     def pid(self) -> int:
-        """Of the present process, or the last one."""
+        """The pid of the present process, or the last one."""
         assert self._process is not None, f"{self.name} was never started"
         return self._process.pid
 
@@ -55,11 +55,11 @@ class HostProcess:
         return self._folder / f"{self.name}-{self.starts}.log"
 
     def log(self) -> str:
-        """What the present process, or the last one, has written."""
+        """Return the output of the present process, or the last one."""
         return self.log_path.read_text(errors="replace")
 
     def logs(self) -> list[Path]:
-        """The logs of all its processes."""
+        """Return the logs of all its processes."""
         return [self._folder / f"{self.name}-{number}.log" for number in range(1, self.starts + 1)]
 
     def spawn(self, command: Sequence[str], **environment: str) -> None:
@@ -80,17 +80,17 @@ class HostProcess:
             )
 
     def pause(self) -> None:
-        """SIGSTOP it."""
+        """Send it SIGSTOP."""
         os.kill(self.pid, signal.SIGSTOP)
         self.paused = True
 
     def resume(self) -> None:
-        """SIGCONT it."""
+        """Send it SIGCONT."""
         os.kill(self.pid, signal.SIGCONT)
         self.paused = False
 
     async def kill(self) -> None:
-        """SIGKILL it, if it runs; returns when it is gone.
+        """Send it SIGKILL, if it runs; return when it is gone.
 
         Raises:
             ProcessError: It had ended by itself.
@@ -103,17 +103,17 @@ class HostProcess:
         self._process = None
 
     async def terminate(self) -> int:
-        """SIGTERM it; returns its exit code once it is gone."""
+        """Send it SIGTERM; return its exit code when it is gone."""
         os.kill(self.pid, signal.SIGTERM)
         code = await self.ended()
         self._process = None
         return code
 
     async def ended(self, timeout: float = PATIENCE) -> int:
-        """Wait for the end of the process; returns its exit code, or minus the signal that ended it.
+        """Wait for the end of the process; return its exit code, or minus the signal that ended it.
 
         Raises:
-            ProcessError: It goes on.
+            ProcessError: It does not end in time.
         """
         assert self._process is not None
         try:
@@ -122,7 +122,7 @@ class HostProcess:
             raise ProcessError(f"{self.name} did not end within {timeout:g} s: {self._tail()}") from None
 
     def check_alive(self) -> None:
-        """Whether it has not ended by itself.
+        """Check that it has not ended by itself.
 
         Raises:
             ProcessError: It has.
@@ -131,7 +131,7 @@ class HostProcess:
             raise ProcessError(f"{self.name} ended by itself, with {code}: {self._tail()}")
 
     def close(self) -> None:
-        """Leave no process behind, whatever state it is in."""
+        """Kill the process, if there is one."""
         if self._process is not None:
             self._process.kill()
             self._process.wait(PATIENCE)

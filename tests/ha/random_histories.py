@@ -1,4 +1,4 @@
-"""Random histories of small objects, of which it is known what is true of them."""
+"""Random histories of small objects: linearizable ones, and ones with a changed reply."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ha.linearizability import Apply
 _S = TypeVar("_S")
 
 Ask = Callable[[random.Random, int, _S], tuple[str, Mapping[str, Any]]]
-"""What a client asks for: its kind and its fields; given a number of its own, and the state that it saw last."""
+"""Returns the kind and fields of a client's operation, given a unique number and the state that it saw last."""
 
 
 def linearizable(
@@ -26,10 +26,10 @@ def linearizable(
     clients: int = 3,
     lost: float = 0.25,
 ) -> list[Operation]:
-    """Operations of some clients on an object that does one after the other; a share of answers is `lost`.
+    """Return operations of some clients on an object that runs them one by one; a share of replies is `lost`.
 
-    Each takes effect at a moment of its own between its beginning and its end, in the order of the list. One whose
-    answer is lost may take effect at any later moment, or never.
+    Each takes effect at a moment between its beginning and its end, in the order of the list. One whose reply is lost
+    has no end: it takes effect in its turn, or never.
     """
     free = [0.0] * clients
     operations: list[Operation] = []
@@ -37,17 +37,17 @@ def linearizable(
     seen: list[Any] = [initial] * clients
     for number in range(count):
         client = draw.randrange(clients)
-        # Moments are whole numbers, so some are the same.
+        # Times are whole numbers, so some are equal.
         now = max(now, free[client]) + draw.choice((0.0, 1.0, 2.0))
         began = max(free[client], now - draw.choice((0.0, 1.0, 3.0, 6.0)))
         what, asked = ask(draw, number, seen[client])
         operation = Operation(f"client-{client}", what, "object", began, NEVER, Outcome.UNKNOWN, asked)
         fate = draw.random()
         if fate < 0.4 * lost:
-            free[client] = now + 1.0  # never done, and nobody knows
+            free[client] = now + 1.0  # had no effect, and its client does not know that
         elif fate < lost:
             state, _ = apply(state, operation)
-            free[client] = now + 1.0  # done, and nobody knows
+            free[client] = now + 1.0  # took effect, and its client does not know that
         else:
             state, answered = apply(state, operation)
             ended = now + draw.choice((0.0, 1.0, 3.0, 6.0))
@@ -58,7 +58,7 @@ def linearizable(
 
 
 def corrupted(draw: random.Random, operations: list[Operation]) -> list[Operation]:
-    """The same with one answer exchanged for another's of its kind, or at another time; that may be no lie."""
+    """Return a history with one reply exchanged, moved in time or refused; it may still be linearizable."""
     answered = [index for index, each in enumerate(operations) if each.outcome is Outcome.OK]
     if not answered:
         return operations

@@ -15,7 +15,7 @@ from ha.waiting import PATIENCE, until
 
 PORT = 29400
 PREFIX = "/ha"
-"""Of all keys in etcd."""
+"""Prefix of all keys in etcd."""
 
 
 class Replicas:
@@ -24,8 +24,8 @@ class Replicas:
     Attributes:
         replicas: Their processes.
         programs: By name, the `rallypoint` that a replica runs; by default that of this environment.
-        wrappers: By name, the command that a replica is started by, in front of its own; most have none.
-        ttl: Of a replica's lease, seconds.
+        wrappers: By name, a command that is put in front of the replica's own; most have none.
+        ttl: Time to live of a replica's lease, seconds.
     """
 
     def __init__(self, names: Sequence[str], network: Network, folder: Path, ttl: float) -> None:
@@ -39,23 +39,23 @@ class Replicas:
         self._etcd: dict[str, str] = {}
 
     def endpoint(self, name: str) -> str:
-        """Where agents reach a replica, as `host:port`."""
+        """Return the address at which agents reach a replica, `host:port`."""
         return self._endpoints[name]
 
     @property
     def endpoints(self) -> str:
-        """Where agents reach them, as `--rdzv-endpoint` takes it."""
+        """The addresses at which agents reach them, in the form of `--rdzv-endpoint`."""
         return ",".join(map(self.endpoint, self.replicas))
 
     async def connect(self, members: Sequence[str], port: int) -> None:
-        """Settle how they reach members of etcd, and how agents reach them; to be done before any is started."""
+        """Set the addresses at which they reach etcd members, and agents reach them; call it before any start."""
         for name in self.replicas:
             self._endpoints[name] = await self._network.reach(AGENTS, name, PORT)
             etcd = [await self._network.reach(name, member, port) for member in members]
             self._etcd[name] = f"etcd://{','.join(etcd)}{PREFIX}"
 
     async def open(self) -> None:
-        """Start them all; returns once all serve."""
+        """Start all replicas; return when all serve."""
         for name in self.replicas:
             self.spawn(name)
         await self.serve()
@@ -81,21 +81,21 @@ class Replicas:
         )
 
     async def serve(self, *names: str, timeout: float = PATIENCE) -> None:
-        """Wait until these replicas (by default all) say that they are ready.
+        """Wait until these replicas (by default all) have logged that they are ready.
 
         Raises:
-            AssertionError: They don't.
+            AssertionError: They have not in time.
         """
         for name in names or self.replicas:
             await until(f"{name} to be ready", partial(self._silence, name), timeout)
 
     async def restart(self, name: str) -> None:
-        """Start a replica again; returns once it serves."""
+        """Start a replica again; return when it serves."""
         self.spawn(name)
         await self.serve(name)
 
     def complaints(self) -> list[str]:
-        """What any of their processes logged as an error, or wrote besides its log. There is to be none."""
+        """Return the errors that their processes logged, and output that is no log record: none is expected."""
         return [
             f"{log.stem}: {line}"
             for replica in self.replicas.values()
@@ -104,25 +104,25 @@ class Replicas:
         ]
 
     async def _silence(self, name: str) -> str:
-        """What a replica has logged that is not ready; empty: it is."""
+        """Return the log of a replica that is not ready; empty if it is ready."""
         replica = self.replicas[name]
         replica.check_alive()
         log = replica.log()
         return "" if any(record.get("event") == "ready" for record in records(log)) else log or "no word"
 
     def close(self) -> None:
-        """Leave no process behind."""
+        """Kill all replicas."""
         for replica in self.replicas.values():
             replica.close()
 
 
 def records(log: str) -> list[dict[str, Any]]:
-    """The records of a log in JSON; a last line that is not whole is left out."""
+    """Return the records of a log in JSON; an incomplete last line is left out."""
     return [json.loads(line) for line in log.split("\n")[:-1] if line.startswith("{")]
 
 
 def _grave_lines(log: str) -> list[str]:
-    # A process that was killed may have left half a line behind.
+    # A process that was killed may have left half a line.
     lines = log.split("\n")[:-1]
     return [
         line

@@ -1,4 +1,4 @@
-"""What came of random trouble, in figures."""
+"""The results of random faults, in figures."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ha.findings import Finding
 from ha.history import Admission, History, Operation, Outcome, Told
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 
-# What must have happened in a run that says something, by the minute. A tenth of what does on two cores.
+# Least activity per minute of a meaningful run: a tenth of the activity on two cores.
 _OPERATIONS = 300
 _TAKEOVERS = 0.5
 _ROUNDS = 1.0
@@ -19,20 +19,20 @@ _ROUNDS = 1.0
 
 @dataclass(slots=True)
 class Report:
-    """What came of a run.
+    """The results of a run.
 
     Attributes:
-        seconds: How long the trouble lasted.
-        operations: How many operations had which outcome.
-        kinds: The same by kind.
-        faults: How often each fault was played.
-        takeovers: How often a run's shard came to another replica.
-        rounds: FINAL rounds that nodes were told of, over all runs.
-        admissions: Leases that nodes were given (False), and that they took up again (True).
-        events: Facts of all runs that were read back.
-        recovered: How long after the last repair everything had been answered, seconds.
-        findings: What is wrong.
-        complaints: What replicas logged as an error.
+        seconds: Duration of the faults.
+        operations: Number of operations by outcome.
+        kinds: Number of operations by kind and outcome.
+        faults: Number of times that each fault occurred.
+        takeovers: Number of times that a run's shard moved to another replica.
+        rounds: Number of FINAL rounds reported to nodes, over all runs.
+        admissions: Number of leases that nodes got (False), and resumed (True).
+        events: Number of facts that were read back, of all runs.
+        recovered: Seconds from the last repair until everything was answered.
+        findings: The violations.
+        complaints: The errors that replicas logged.
     """
 
     seconds: float = 0.0
@@ -48,7 +48,7 @@ class Report:
     complaints: Sequence[str] = ()
 
     def idle(self) -> list[str]:
-        """In what ways hardly anything happened, so that it says nothing that nothing was found."""
+        """Return the figures that are so low that the absence of findings proves nothing."""
         minutes = self.seconds / 60
         wanted = {
             "operations that succeeded": (self.operations[Outcome.OK], _OPERATIONS),
@@ -62,7 +62,7 @@ class Report:
         ]
 
     def __str__(self) -> str:
-        """Of it, what people want to know."""
+        """Return a summary for people."""
         faults = ", ".join(f"{count} {name}" for name, count in sorted(self.faults.items()))
         return (
             f"{self.seconds / 60:.1f} min of trouble: {sum(self.faults.values())} faults ({faults}); operations: "
@@ -74,7 +74,7 @@ class Report:
         )
 
     def count(self, history: History) -> None:
-        """Take the figures out of a history."""
+        """Compute the figures of a history."""
         self.operations = Counter(each.outcome for each in history.of(Operation))
         self.kinds = counts(history)
         self.admissions = Counter(each.resumed for each in history.of(Admission))

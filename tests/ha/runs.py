@@ -1,4 +1,4 @@
-"""What replicas say of runs, each asked by itself: who owns them plays no part in reading."""
+"""Runs as single replicas report them: every replica answers reads, not only the owner."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
 from rallypoint.rpc.channel import open_channel
 from rallypoint.rpc.endpoint import Plaintext
 
-_ANSWER = 5.0  # seconds for one answer
+_ANSWER = 5.0  # seconds for one reply
 
 
 async def run_at(endpoint: str, run_id: str, timeout: float = _ANSWER) -> pb.Run:
-    """A run as that one replica tells of it.
+    """Read a run at one replica.
 
     Raises:
-        grpc.aio.AioRpcError: It doesn't.
+        grpc.aio.AioRpcError: It does not reply, or refuses.
     """
     channel = open_channel(endpoint, Plaintext())
     try:
@@ -32,10 +32,10 @@ async def run_at(endpoint: str, run_id: str, timeout: float = _ANSWER) -> pb.Run
 
 
 async def run_everywhere(cluster: Cluster, run_id: str) -> pb.Run:
-    """A run, of which every replica tells the same.
+    """Wait until every replica reports the same state of a run; return the run.
 
     Raises:
-        AssertionError: They don't agree.
+        AssertionError: They don't agree in time.
     """
     runs: list[pb.Run] = []
 
@@ -55,7 +55,7 @@ async def run_everywhere(cluster: Cluster, run_id: str) -> pb.Run:
 
 
 async def run_until(cluster: Cluster, run_id: str, what: str, condition: Callable[[pb.Run], bool]) -> pb.Run:
-    """A run, once something is so of it, as any replica tells."""
+    """Wait until a condition holds for a run, as any replica reports it; return the run."""
     found = pb.Run()
 
     async def look() -> str:

@@ -1,4 +1,4 @@
-"""A small cluster whose replicas may be planted, over networks that may hold their writes back, and clients of it."""
+"""A small cluster with clients: its replicas may have a plant, and their networks may hold back their writes."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ _STARTER = Path(__file__).with_name("planted.py")
 
 
 class Scene:
-    """What a directed nemesis plays with.
+    """The cluster and clients of a test with directed faults.
 
     Attributes:
         cluster: Three replicas, all with the same plant, or none.
-        history: Of all clients.
-        doors: To each replica.
+        history: The history of all clients.
+        doors: The connections to all replicas.
     """
 
     def __init__(self, cluster: Cluster, doors: Doors, history: History, folder: Path) -> None:
-        """Of parts that somebody opens and closes."""
+        """Use parts that the caller opens and closes."""
         self.cluster = cluster
         self.doors = doors
         self.history = history
@@ -39,39 +39,39 @@ class Scene:
         self._clients = 0
 
     def client(self) -> StateClient:
-        """One more client of the run's state."""
+        """Create one more client of the run's state."""
         return StateClient(self.caller(), RUN)
 
     def caller(self) -> Caller:
-        """One more client."""
+        """Create one more client."""
         self._clients += 1
         return Caller(f"client-{self._clients}", self.doors, self.history, random.Random(self._clients))
 
     def members(self) -> Members:
-        """The nodes of the run; none has joined."""
+        """Create the nodes of the run; none has joined."""
         draw = random.Random(0)
         return Members(RUN, self.cluster.endpoints, self.doors, self.history, draw)
 
     def told(self) -> int:
-        """How often anybody was told the state of the run."""
+        """Return the number of reports of the run's state that subscribers received."""
         return sum(1 for _ in self.history.of(Told))
 
     def third(self, *others: str) -> str:
-        """A replica that is none of these."""
+        """Return a replica that is none of these."""
         return next(name for name in REPLICAS if name not in others)
 
     def network(self, replica: str, mode: str) -> None:
-        """Have the network between a replica and etcd "hold", "keep" or "pass" its writes: see `planted.Held`."""
+        """Set the network between a replica and etcd to "hold", "keep" or "pass" its writes: see `planted.Held`."""
         network = _network(self._folder, replica)
         fresh = network.with_suffix(".fresh")
         fresh.write_text(mode)
         fresh.replace(network)
 
     async def holds(self, replica: str) -> None:
-        """Wait until the network holds something that a replica wrote.
+        """Wait until the network holds a write of a replica.
 
         Raises:
-            AssertionError: It does not.
+            AssertionError: It holds none in time.
         """
 
         async def look() -> str:
@@ -80,10 +80,10 @@ class Scene:
         await until(f"{replica} to write", look)
 
     async def delivered(self, replica: str) -> None:
-        """Wait until the network has delivered all that it held.
+        """Wait until the network has delivered all held writes of a replica.
 
         Raises:
-            AssertionError: It does not.
+            AssertionError: It has not in time.
         """
 
         async def look() -> str:
@@ -100,7 +100,7 @@ class Scene:
 
 @asynccontextmanager
 async def scene(folder: Path, plant: str = "") -> AsyncIterator[Scene]:
-    """A cluster of which all replicas have a plant; "": none."""
+    """Run a cluster whose replicas all have a plant; "": none."""
     planted = ["--plant", plant] if plant else []
     async with running_cluster(folder / "cluster", replicas=False) as cluster:
         for name in REPLICAS:

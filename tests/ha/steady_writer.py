@@ -1,4 +1,4 @@
-"""A client that adds to a number all the time, over every failure, and knows how long it had to wait."""
+"""A client that adds to a number all the time, through all failures, and records its waiting times."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from torture.tormented_node import TormentedNode
 
 
 class SteadyWriter:
-    """Adds one to a key of a run, again and again; every addition counts once, or `go_on` and `stop` fail."""
+    """Adds one to a key of a run repeatedly; every addition counts once, or `go_on` and `stop` fail."""
 
     def __init__(self, endpoints: str, node: TormentedNode, key: str = "sum", pause: float = 0.01) -> None:
-        """Write nothing yet; `endpoints` as `--rdzv-endpoint` takes them.
+        """Write nothing yet; `endpoints`: in the form of `--rdzv-endpoint`.
 
         It writes for `node`, which must hold its lease all the time. No other writer may use the key. `pause`:
-        between two additions, seconds: one is to be under way at each trouble, not to use up the machine.
+        seconds between two additions: short, so that each fault meets one, but without overloading the machine.
         """
         self._pause = pause
         self._key = key
         self._board = ReplicaClient(endpoints, Plaintext())
         self._store = StoreClient(self._board, node.run_id, writer=lambda: node.writer)
-        # When each addition was answered, by the event loop's clock.
+        # Time of the reply to each addition, by the event loop's clock.
         self._answers: list[float] = []
         self._answered = asyncio.Event()
         self._stopping = False
@@ -41,7 +41,7 @@ class SteadyWriter:
         await self._board.close()
 
     async def go_on(self, times: int = 1) -> None:
-        """Wait until so many additions that begin later than now were answered.
+        """Wait for the replies to so many additions that begin after this call.
 
         Raises:
             AssertionError: An addition was lost, or took effect twice.
@@ -57,7 +57,7 @@ class SteadyWriter:
             waiting.cancel()
 
     async def stop(self) -> int:
-        """Wait for the last answer; how many there were.
+        """Stop, wait for the last reply, and return the number of additions.
 
         Raises:
             AssertionError: An addition was lost, or took effect twice.
@@ -68,7 +68,7 @@ class SteadyWriter:
         return len(self._answers)
 
     def longest_gap(self, since: float = 0.0) -> float:
-        """The longest time between two answers of which the second came after a moment, seconds."""
+        """Return the longest time between two successive replies, the second one after `since`, in seconds."""
         pairs = zip(self._answers, self._answers[1:], strict=False)
         return max(after - before for before, after in pairs if after > since)
 

@@ -1,4 +1,4 @@
-"""Whether what a store answered is linearizable, key by key."""
+"""Check that the replies of a store are linearizable, key by key."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from ha.history import Operation, Outcome
 from ha.linearizability import BUDGET, Verdict, judge
 
 PREFIX = "store."
-"""How the kinds of the store's operations begin."""
+"""Prefix of the kinds of the store's operations."""
 
-# Operations on registers, of which each value is written once in a history.
+# Operations on registers; a history writes each of their values once.
 _REGISTER = {"store.set", "store.compare_set", "store.get"}
 
 
 def check_stores(operations: Iterable[Operation], budget: int = BUDGET) -> list[Finding]:
-    """What is wrong with the answers of a store; the object of each operation is a key of a run."""
+    """Return the violations in the replies of a store; the object of each operation is a key of a run."""
     by_key: dict[str, list[Operation]] = defaultdict(list)
     for operation in operations:
         if operation.what.startswith(PREFIX):
@@ -27,7 +27,7 @@ def check_stores(operations: Iterable[Operation], budget: int = BUDGET) -> list[
 
 
 def apply(value: str | None, operation: Operation) -> tuple[str | None, Mapping[str, Any]]:
-    """What an operation makes of the value of a key (None: it isn't there), and what it is answered."""
+    """Return the value of a key after an operation (None: the key does not exist), and the reply."""
     asked = operation.asked
     match operation.what:
         case "store.get":
@@ -61,10 +61,10 @@ def _check_key(key: str, operations: Sequence[Operation], budget: int) -> list[F
 
 
 def _worth_placing(operations: Sequence[Operation]) -> list[Operation]:
-    """The operations, without those of unknown outcome that make no difference.
+    """Return the operations, without those of unknown outcome that make no difference.
 
-    A read makes none. Neither does a write to a register that nobody saw: where an order has it, what follows it is
-    another write, and the order without it explains the same answers.
+    A read makes none. Neither does a write to a register that no reply shows: in an order with it, the next operation
+    is another write, and the order without it explains the same replies.
     """
     register = {each.what for each in operations} <= _REGISTER
     seen = {

@@ -1,7 +1,7 @@
-"""Runs a Python program on a machine that seems to have been suspended: `suspended.py FILE PROGRAM ARGUMENTS…`.
+"""Run a Python program with the clocks of a machine that was suspended: `suspended.py FILE PROGRAM ARGUMENTS…`.
 
-CLOCK_BOOTTIME is ahead by as many seconds as the file says, which may grow while the program runs; CLOCK_MONOTONIC is
-as it is. So they are after a suspend.
+CLOCK_BOOTTIME is ahead by the number of seconds in the file, which may grow while the program runs; CLOCK_MONOTONIC is
+unchanged. That is their state after a suspend.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a recording client knows of the outcome of what it asked for."""
+"""The outcome of an operation, as far as a recording client knows it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LOST = _failure(grpc.StatusCode.FAILED_PRECONDITION, "LEASE_LOST")
 
 
 class _Script:
-    """Answers one thing after the other, and notes which replica it was asked of."""
+    """Gives one answer after the other, and records which replica was called."""
 
     def __init__(self, answers: Iterable[str | Exception]) -> None:
         self._answers = iter(answers)
@@ -61,7 +61,7 @@ async def _ask(script: Callable[[Door, float], Any], at: str = "", patience: flo
 
 
 async def test_an_answer_is_kept() -> None:
-    """An operation that is answered is over then, whatever its earlier attempts came to."""
+    """A reply ends an operation, regardless of the results of its earlier attempts."""
     scripts: list[list[str | Exception]] = [["fine"], [GONE, LATE, "fine"]]
     for answers in scripts:
         operation = await _ask(_Script(answers))
@@ -70,7 +70,7 @@ async def test_an_answer_is_kept() -> None:
 
 
 async def test_a_refusal_at_once_says_that_nothing_happened() -> None:
-    """After an attempt of which nobody knows, it says nothing about that one."""
+    """A refusal after an attempt of unknown outcome leaves the outcome unknown."""
     refused = await _ask(_Script([LOST]))
     assert (refused.outcome, refused.answered) == (Outcome.REFUSED, {"reason": "LEASE_LOST"})
     assert refused.ended < NEVER
@@ -79,7 +79,7 @@ async def test_a_refusal_at_once_says_that_nothing_happened() -> None:
 
 
 async def test_who_is_not_the_owner_names_it() -> None:
-    """The next attempt goes to the owner that is named."""
+    """The next attempt goes to the owner that the error names."""
     for owner, endpoint in _ENDPOINTS.items():
         elsewhere = _failure(grpc.StatusCode.UNAVAILABLE, "NOT_OWNER", owner_address=endpoint)
         script = _Script([elsewhere, "fine"])
@@ -88,20 +88,20 @@ async def test_who_is_not_the_owner_names_it() -> None:
 
 
 async def test_a_replica_that_is_meant_is_asked_once() -> None:
-    """What it can't answer stays unknown."""
+    """An operation at one given replica has an unknown outcome if that replica fails."""
     script = _Script([GONE])
     operation = await _ask(script, at="two")
     assert (operation.outcome, operation.at, script.asked) == (Outcome.UNKNOWN, "two", ["two"])
 
 
 async def test_patience_ends() -> None:
-    """An operation that nobody answers is of unknown outcome in the end."""
+    """An operation that no replica answers has an unknown outcome in the end."""
     operation = await _ask(_Script([GONE] * 1000), patience=0.0)
     assert (operation.outcome, operation.ended) == (Outcome.UNKNOWN, NEVER)
 
 
 async def test_who_is_cut_short_leaves_a_trace() -> None:
-    """What was under way when a client ended is in the history: it may have happened."""
+    """An operation that is pending when its client ends is in the history: it may have taken effect."""
     history = History()
     channel = grpc.aio.insecure_channel(_ENDPOINTS["one"])
     asked = asyncio.Event()

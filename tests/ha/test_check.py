@@ -1,4 +1,4 @@
-"""A history in a file is checked again, as `python -m ha.check FILE`."""
+"""Checks of a history in a file, by `python -m ha.check FILE`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _written(file: Path, *, lie: bool) -> None:
 
 
 def test_a_sound_history_passes(tmp_path: Path) -> None:
-    """It says how much there is of what, and what the nemesis did where that is asked for."""
+    """The output has the number of operations by kind and outcome, and on request the actions of the nemesis."""
     _written(tmp_path / "history", lie=False)
     result = CliRunner().invoke(main, [str(tmp_path / "history"), "--troubles"])
     assert result.exit_code == 0
@@ -35,7 +35,7 @@ def test_a_sound_history_passes(tmp_path: Path) -> None:
 
 
 def test_a_lie_is_shown_with_its_evidence(tmp_path: Path) -> None:
-    """What is wrong comes with the lines of the history that show it, and exit code 1."""
+    """A violation is shown with the lines of the history that prove it; the exit code is 1."""
     _written(tmp_path / "history", lie=True)
     result = CliRunner().invoke(main, [str(tmp_path / "history")])
     assert result.exit_code == 1
@@ -45,7 +45,7 @@ def test_a_lie_is_shown_with_its_evidence(tmp_path: Path) -> None:
 
 
 def test_what_can_not_be_judged_is_no_pass(tmp_path: Path) -> None:
-    """A file that was cut off, or that is none of ours, has an exit code of its own."""
+    """A file that is cut off, or that is no history, has its own exit code."""
     _written(tmp_path / "history", lie=False)
     whole = (tmp_path / "history").read_text()
     for content, said in (

@@ -15,7 +15,7 @@ from support.mortal import mortal
 
 pytestmark = pytest.mark.integration
 
-# Says, for each line that it reads, what its clocks say.
+# Prints the times of its clocks for each line that it reads.
 _TELL = """#!/usr/bin/env python3
 import sys, time
 for _ in sys.stdin:
@@ -26,13 +26,13 @@ _SLACK = 30.0
 
 
 class Teller:
-    """A process that says what its clocks say."""
+    """A process that prints the times of its clocks."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
 
     def offsets(self) -> tuple[float, float, float]:
-        """How far ahead its clocks are, seconds: wall, monotonic, and since boot."""
+        """Return the seconds by which its clocks are ahead: wall, monotonic, and since boot."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         here = time.time(), time.monotonic(), time.clock_gettime(time.CLOCK_BOOTTIME)
@@ -58,7 +58,7 @@ def _telling(clock: Clock, folder: Path) -> Iterator[Teller]:
 
 @pytest.mark.skipif(library() is None, reason="libfaketime isn't installed (the package is called faketime)")
 def test_a_wall_clock_goes_to_and_fro(tmp_path: Path) -> None:
-    """It is set by hours ahead and back, and the other clocks of the process don't notice."""
+    """The wall clock moves by hours, forward and back; the other clocks of the process don't change."""
     clock = WallClock(tmp_path / "clock")
     with _telling(clock, tmp_path) as teller:
         for jump, ahead in ((0.0, 0.0), (7_200.0, 7_200.0), (-18_000.0, -10_800.0), (10_800.0, 0.0)):
@@ -67,7 +67,7 @@ def test_a_wall_clock_goes_to_and_fro(tmp_path: Path) -> None:
 
 
 def test_a_machine_was_suspended(tmp_path: Path) -> None:
-    """The clock since boot is ahead then, and never goes back; the monotonic one did not count that time."""
+    """The clock since boot is ahead then, and never goes back; the monotonic clock does not count that time."""
     clock = BootClock(tmp_path / "clock")
     with _telling(clock, tmp_path) as teller:
         for jump, ahead in ((0.0, 0.0), (600.0, 600.0), (600.0, 1_200.0)):

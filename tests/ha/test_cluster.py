@@ -1,4 +1,4 @@
-"""The cluster that the other tests here break: hosts are really parted, and nothing of it outlives a test."""
+"""The cluster that the other tests here break: partitions are real, and nothing of it outlives a test."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ asyncio.run(main())
 
 @pytest.mark.slow
 async def test_parted_members_elect_another_leader_and_agree_when_healed(tmp_path: Path) -> None:
-    """A leader without its majority leads nobody; after healing all three answer again."""
+    """A leader without its majority is replaced and answers no read; after healing all three answer again."""
     async with running_cluster(tmp_path, replicas=False) as cluster:
         former = await cluster.etcd.leader()
         others = [name for name in ETCD if name != former]
@@ -56,7 +56,7 @@ async def test_parted_members_elect_another_leader_and_agree_when_healed(tmp_pat
 
 @pytest.mark.slow
 async def test_a_host_parted_from_the_agents_is_not_reached(tmp_path: Path) -> None:
-    """What is parted from this host does not answer it, and still answers the others; healed, it does."""
+    """A member that is partitioned from this host does not answer it, another does; after healing it answers."""
     async with running_cluster(tmp_path, replicas=False) as cluster:
         endpoint = await cluster.network.reach(AGENTS, "etcd-0", CLIENT_PORT)
         await cluster.part(AGENTS, "etcd-0")
@@ -70,7 +70,7 @@ async def test_a_host_parted_from_the_agents_is_not_reached(tmp_path: Path) -> N
 
 @pytest.mark.slow
 async def test_a_slow_link_is_slow_and_becomes_fast_again(tmp_path: Path) -> None:
-    """Answers of a quarter of a megabyte take seconds over a link of 512 kbit/s."""
+    """A reply of a quarter of a megabyte takes seconds over a link of 512 kbit/s."""
     async with running_cluster(tmp_path, replicas=False) as cluster:
         endpoint = await cluster.network.reach(AGENTS, "etcd-0", CLIENT_PORT)
         await ask(endpoint, "kv/put", PATIENCE, key="eA==", value="A" * 350_000)
@@ -82,7 +82,7 @@ async def test_a_slow_link_is_slow_and_becomes_fast_again(tmp_path: Path) -> Non
 
 @pytest.mark.slow
 async def test_a_member_comes_back_with_its_data_and_outlives_compaction(tmp_path: Path) -> None:
-    """Killed, paused, compacted and defragmented, the members have what was written."""
+    """The members keep their data when they are killed, paused, compacted and defragmented."""
     async with running_cluster(tmp_path, replicas=False) as cluster:
         await ask(cluster.etcd.endpoint("etcd-0"), "kv/put", PATIENCE, key="eA==", value="eQ==")
         for name in ETCD:
@@ -98,7 +98,7 @@ async def test_a_member_comes_back_with_its_data_and_outlives_compaction(tmp_pat
 
 
 async def test_nothing_is_left_of_a_cluster_whose_test_was_killed(tmp_path: Path) -> None:
-    """SIGKILL ends every process that a test has started, and its network with them."""
+    """SIGKILL of a test ends every process that it has started, and its network."""
     with fresh_marker() as marker:
         folder = tmp_path / marker
         starter = subprocess.Popen(  # noqa: ASYNC220 (it is to die with this thread)
@@ -119,7 +119,7 @@ async def test_nothing_is_left_of_a_cluster_whose_test_was_killed(tmp_path: Path
 
 
 def test_no_two_networks_have_the_same_number() -> None:
-    """A number is given out once, for as long as its claim is held."""
+    """A number is given only once while its claim is held."""
     one, claim = claim_number()
     with claim:
         other, another_claim = claim_number()
@@ -141,7 +141,7 @@ def _survivors(marker: str) -> str:
 
 
 def _remainder(address: str) -> str:
-    """The interface of this host that still has that address. Of loopback addresses nothing can remain."""
+    """Return the interfaces of this host if one still has that address. Loopback addresses leave nothing behind."""
     if address.startswith("127."):
         return ""
     shown = subprocess.run(["ip", "-4", "address"], capture_output=True, text=True, check=True).stdout

@@ -1,4 +1,4 @@
-"""etcd is compacted and defragmented under load: nothing is missed, and nothing stops."""
+"""etcd is compacted and defragmented under load: no change is missed, and nothing stops."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ pytestmark = [pytest.mark.slow, pytest.mark.integration]
 RUN = "compacted"
 NODES = 32
 TIMES = ordinarily(3, in_full=60)
-# Writers at a time, and how much each writes between two compactions.
+# Number of concurrent writers, and of the writes of each between two compactions.
 WRITERS, EACH = 16, 25
 
 
 @pytest.mark.timeout(5 * PATIENCE + TIMES * 10)
 async def test_compaction_and_defragmentation_under_load_are_no_event(tmp_path: Path) -> None:
-    """Every write is there once, every node keeps its round, and a replica that comes later finds all of it."""
+    """Every write counts once, every node keeps its round, and a later owner finds all of it."""
     async with running_cluster(tmp_path) as cluster, watched_crowd(cluster.endpoints, RUN, NODES) as crowd:
         round_ = await crowd.agree(PATIENCE)
         async with AsyncExitStack() as stack:
@@ -40,7 +40,7 @@ async def test_compaction_and_defragmentation_under_load_are_no_event(tmp_path: 
                 await asyncio.gather(*(writer.go_on(EACH) for writer in writers))
                 await cluster.etcd.compact()
                 await cluster.etcd.defragment()
-                # What a watch would have to resume from is gone: whoever is cut off meanwhile must read all anew.
+                # The revisions from which a watch would resume are gone: after a broken stream it must read all again.
                 member = await cluster.etcd.leader()
                 await cluster.process(member).kill()
                 await cluster.restart(member)

@@ -1,4 +1,4 @@
-"""A replica that is told to go hands its runs over first: nobody waits for them."""
+"""A replica that receives SIGTERM hands its runs over before it ends: no client waits for them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ REPEATS = ordinarily(1, in_full=10)
 
 @pytest.mark.timeout(3 * PATIENCE + REPEATS * PATIENCE)
 async def test_a_drained_replica_hands_its_runs_over_first(tmp_path: Path) -> None:
-    """Every node is with another owner before the old one's process has ended, long before any lease has."""
+    """The run has another owner when the old one's process has ended, and nodes resume there before a lease ends."""
     loop = asyncio.get_running_loop()
     gaps: list[float] = []
     async with running_cluster(tmp_path) as cluster, watched_crowd(cluster.endpoints, RUN, NODES) as crowd:

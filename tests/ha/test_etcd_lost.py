@@ -1,4 +1,4 @@
-"""The majority of etcd is lost for longer than a lease lives: workers go on, and nothing is told that isn't durable."""
+"""etcd has no majority for longer than a lease lives: workers go on, and replicas report only durable states."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ pytestmark = [pytest.mark.slow, pytest.mark.integration]
 
 RUN, NEW_RUN = "lost-majority", "joined-meanwhile"
 NODES = ordinarily(32, in_full=256)
-# Longer than the lease of a replica, shorter than what nodes have: they are not to be lost for want of an owner.
+# Longer than the lease of a replica, shorter than that of a node: no node may be lost for lack of an owner.
 OUTAGE = ordinarily(2 * TTL, in_full=30.0)
-# Codes with which nothing is said about a write; anything else would be a decision that nobody can have written down.
+# Codes that leave the outcome of a write unknown; any other would be a decision that can't have been committed.
 _UNKNOWN = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED}
 
 
 @pytest.mark.timeout(6 * PATIENCE)
 async def test_a_lost_majority_stops_no_worker_and_acknowledges_nothing(tmp_path: Path) -> None:
-    """No write is acknowledged, no node let in and no round ended meanwhile; all of it is once etcd is back."""
+    """Meanwhile no write is acknowledged, no node admitted, no round ended; the latter two follow when etcd is back."""
     loop = asyncio.get_running_loop()
     async with running_cluster(tmp_path) as cluster, watched_crowd(cluster.endpoints, RUN, NODES) as crowd:
         round_ = await crowd.agree(PATIENCE)
@@ -54,7 +54,7 @@ async def test_a_lost_majority_stops_no_worker_and_acknowledges_nothing(tmp_path
             await cluster.restart(*lost)
             served = loop.time()
             await newcomers.agree(PATIENCE)
-        # The failure was said during the outage, and counts after it: once, for a reason that is durable.
+        # The failure was reported during the outage, and counts after it: once, for a reason that is durable.
         next_round = await crowd.agree(PATIENCE, after=round_)
         recovered = loop.time()
         run = await run_everywhere(cluster, RUN)
@@ -69,7 +69,7 @@ async def test_a_lost_majority_stops_no_worker_and_acknowledges_nothing(tmp_path
 
 
 async def _write_until(cluster: Cluster, end: float) -> Counter[grpc.StatusCode]:
-    """Try to set states at every replica until a moment; how often each code was the answer."""
+    """Try to set states at every replica until `end`; return the number of replies by code."""
     loop = asyncio.get_running_loop()
     outcomes: Counter[grpc.StatusCode] = Counter()
 

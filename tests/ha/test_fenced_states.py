@@ -1,4 +1,4 @@
-"""The chain of a run's fenced states: each kind of lie about it is found, and nothing true is taken for one."""
+"""The chain of a run's fenced states: each kind of violation is found, and a correct history has none."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ A, B, C = (_token(number, state) for number, state in ((1, "a"), (2, "b"), (3, "
 def _set(
     state: str, on: str | None, began: float, ended: float, answered: tuple[str, str] | str | None
 ) -> Operation:
-    """A write of a state on a token; `answered`: what it was shown, "?" unknown, "!" refused."""
+    """A write of a state on a token; `answered`: the state in the reply, "?" unknown, "!" refused."""
     asked = {"state": state, "token": on}
     if answered == "?":
         return Operation("c", "state.set", "run", began, NEVER, Outcome.UNKNOWN, asked)
@@ -59,7 +59,7 @@ THIRD = _set("c", B, 4, 5, ("c", C))
 
 
 def test_a_chain_is_no_lie() -> None:
-    """Writes one on the other, those that lost, reads of what was there, and writes of which nobody knows."""
+    """Successive, losing, refused and unknown writes, with reads of the states at their times, have no findings."""
     assert not _wrong()
     assert not _wrong(_get(None, 0, 1), _get(None, 5, 6))
     loser = _set("x", A, 2, 5, ("b", B))
@@ -70,7 +70,7 @@ def test_a_chain_is_no_lie() -> None:
 
 
 def test_a_write_of_unknown_outcome_may_be_seen_at_any_time() -> None:
-    """It is on the chain as soon as somebody saw it or built on it, and not before it began."""
+    """It is on the chain as soon as a reply shows it or a write replaces it, and not before it began."""
     unknown = _set("b", A, 2, 3, "?")
     assert not _wrong(FIRST, unknown, _get(("a", A), 20, 21), _get(("b", B), 30, 31))
     assert not _wrong(FIRST, unknown, _set("x", A, 5, 6, ("b", B)), _set("c", B, 7, 8, ("c", C)))
@@ -79,7 +79,7 @@ def test_a_write_of_unknown_outcome_may_be_seen_at_any_time() -> None:
 
 @pytest.mark.parametrize("second", [("x", 4, 5), ("x", 2, 3)])
 def test_two_writes_on_one_state_are_a_fork(second: tuple[str, float, float]) -> None:
-    """Also when both were acknowledged at the same time, and when the state is that there is none."""
+    """This holds also if both were acknowledged at the same time, and if both were set on no state."""
     state, began, ended = second
     rival = _set(state, A, began, ended, (state, _token(2, state)))
     assert _wrong(FIRST, SECOND, rival) == [Wrong.FORK]
@@ -87,29 +87,29 @@ def test_two_writes_on_one_state_are_a_fork(second: tuple[str, float, float]) ->
 
 
 def test_an_unknown_write_that_somebody_saw_can_be_one_side_of_a_fork() -> None:
-    """A state that was read has taken effect, whatever its writer was told."""
+    """A state that was read has taken effect, although its writer got no reply."""
     assert _wrong(FIRST, SECOND, _set("x", A, 2, 3, "?"), _get(("x", _token(2, "x")), 2, 3)) == [Wrong.FORK]
 
 
 def test_an_acknowledged_write_that_nobody_sees_later_is_lost() -> None:
-    """Everybody who asks after it was acknowledged is shown what was there before."""
+    """It is lost if all later reads show the state before it."""
     assert _wrong(FIRST, SECOND, _get(("a", A), 4, 5), _get(("a", A), 6, 7)) == [Wrong.LOST]
     assert _wrong(FIRST, _get(None, 4, 5)) == [Wrong.LOST]
 
 
 def test_a_read_of_what_was_before_is_stale() -> None:
-    """A later read sees it again, so it isn't lost: somebody was shown the past."""
+    """The write is not lost, since a later read shows it again: the first read was stale."""
     assert _wrong(FIRST, SECOND, _get(("a", A), 4, 5), _get(("b", B), 6, 7)) == [Wrong.STALE]
-    # Nobody acknowledged it; but it had been seen.
+    # The write was not acknowledged, but a read had shown it.
     unknown = _set("b", A, 2, 3, "?")
     assert _wrong(FIRST, unknown, _get(("b", B), 4, 5), _get(("a", A), 6, 7)) == [Wrong.STALE]
-    # A write that is told that the past is there.
+    # A write whose reply shows a past state.
     loser = _set("x", None, 4, 5, ("a", A))
     assert _wrong(FIRST, SECOND, loser, _get(("b", B), 6, 7)) == [Wrong.STALE]
 
 
 def test_a_state_from_nowhere() -> None:
-    """Nobody wrote it, or it was set on a token that nobody was given, or a writer is shown another's as its own."""
+    """A state without a write, one set on a token never issued, and another's state confirmed to a writer are found."""
     assert _wrong(FIRST, _get(("ghost", B), 2, 3)) == [Wrong.FROM_NOWHERE]
     assert _wrong(FIRST, _set("b", "f" * 16, 2, 3, ("b", B))) == [Wrong.FROM_NOWHERE]
     mine = Operation(
@@ -126,7 +126,7 @@ def test_a_state_from_nowhere() -> None:
 
 
 def test_what_was_refused_and_is_there() -> None:
-    """A refusal, as well as an answer that another state is there, says that nothing happened."""
+    """A refusal, or a reply with another state, means that the write had no effect."""
     assert _wrong(FIRST, _set("b", A, 2, 3, "!"), _get(("b", B), 4, 5)) == [Wrong.REFUSED_BUT_DONE]
     lost = _set("b", A, 2, 3, ("a2", _token(2, "a2")))
     winner = _set("a2", A, 2, 3, ("a2", _token(2, "a2")))
@@ -134,7 +134,7 @@ def test_what_was_refused_and_is_there() -> None:
 
 
 def test_a_write_that_must_succeed() -> None:
-    """Who has the token of the current state is not refused, nor is who did it told, repeated, that he didn't."""
+    """A write on the current token succeeds, and the repetition of a completed write confirms it."""
     assert _wrong(FIRST, _set("b", A, 2, 3, ("a", A))) == [Wrong.DENIED]
     assert _wrong(_set("a", None, 0, 1, None)) == [Wrong.DENIED]
     again = _set("b", A, 6, 7, ("c", C))
@@ -142,11 +142,11 @@ def test_a_write_that_must_succeed() -> None:
 
 
 def test_a_write_is_repeated() -> None:
-    """Repeated, a write that was done is told its own token, also if others have replaced it since."""
+    """The repetition of a completed write returns its own token, also if others have replaced its state since."""
     again = _set("b", A, 6, 7, ("b", B))
     assert not _wrong(FIRST, SECOND, THIRD, again)
     assert not _wrong(FIRST, _set("b", A, 2, 3, "?"), again)
-    # It took effect before it was answered first, whenever it was answered again.
+    # It took effect before its first reply, regardless of the time of a later one.
     assert _wrong(
         FIRST, SECOND, _set("b", A, 6, 7, ("b", B)), _get(("a", A), 4, 5), _get(("b", B), 8, 9)
     ) == [Wrong.STALE]
@@ -155,13 +155,13 @@ def test_a_write_is_repeated() -> None:
 
 
 def test_a_token_stands_for_one_state_and_numbers_grow() -> None:
-    """A token that comes twice, and one whose number is not greater than that of the state it replaces."""
+    """A token of two states, and one whose number is not greater than that of the state it replaces, are found."""
     assert Wrong.REUSED in _wrong(FIRST, _set("b", A, 2, 3, ("b", A)))
     assert _wrong(FIRST, _set("b", A, 2, 3, ("b", _token(1, "b")))) == [Wrong.OUT_OF_ORDER]
 
 
 def test_runs_are_apart() -> None:
-    """What is wrong in one run says nothing about another, and names it."""
+    """A violation in one run does not affect another, and names its run."""
     other = Operation("c", "state.get", "other", 2, 3, Outcome.OK, {}, _shown(("a", A)))
     (finding,) = check_fenced_states([FIRST, SECOND, other])
     assert finding.where == "other"
@@ -169,7 +169,7 @@ def test_runs_are_apart() -> None:
 
 
 def _apply(current: _State, operation: Operation) -> tuple[_State, Mapping[str, Any]]:
-    """A fenced state as its contract has it, with tokens that can be foreseen."""
+    """Apply an operation to a fenced state as the contract requires, with predictable tokens."""
     if operation.what == "state.get":
         return current, _shown(current)
     state, token = operation.asked["state"], operation.asked["token"]
@@ -191,7 +191,7 @@ def _asked_tokens(operations: list[Operation]) -> set[str | None]:
 
 
 def test_it_agrees_with_the_general_search() -> None:
-    """Of random histories, true and corrupted, the chain is sound exactly where some order explains the answers."""
+    """Of random correct and corrupted histories, the chain is sound exactly if some order explains the replies."""
     verdicts: Counter[Verdict] = Counter()
     for seed in range(2000):
         draw = random.Random(seed)
@@ -200,7 +200,7 @@ def test_it_agrees_with_the_general_search() -> None:
         assert not found, f"seed {seed}: {found[0]}"
         lie = corrupted(draw, operations)
         if not _asked_tokens(lie) <= {each.answered.get("token") for each in lie}:
-            continue  # the general search takes it for possible that somebody guessed one
+            continue  # the general search accepts a token that a client guessed
         verdict = judge(lie, None, _apply).verdict
         assert bool(check_fenced_states(lie)) == (verdict is Verdict.VIOLATION), f"seed {seed}"
         verdicts[verdict] += 1
@@ -208,7 +208,7 @@ def test_it_agrees_with_the_general_search() -> None:
 
 
 def test_long_histories_take_no_time() -> None:
-    """A history of half an hour is checked within seconds; and a lie at its end is found."""
+    """A history of half an hour is checked within seconds, and a violation at its end is found."""
     draw = random.Random(3)
     operations = linearizable(draw, None, _ask, _apply, 20_000, clients=8)
     assert not check_fenced_states(operations)

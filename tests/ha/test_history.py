@@ -1,4 +1,4 @@
-"""Histories as they are written down."""
+"""Histories in their written form."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ _ENTRIES: list[Entry] = [
 
 @pytest.mark.parametrize("entry", _ENTRIES, ids=lambda entry: entry.kind)
 def test_what_is_written_is_read(entry: Entry) -> None:
-    """Every kind of entry comes back as it was, an operation of which nobody knows the end too."""
+    """Every kind of entry is read back unchanged, also an operation of unknown outcome."""
     line = dump(entry)
     assert "\n" not in line
     assert load(line) == entry
 
 
 def test_a_file_has_all_that_was_added(tmp_path: Path) -> None:
-    """A history that ended is read as it was."""
+    """A complete history is read back unchanged."""
     with History(tmp_path / "history", clock=lambda: 6.0) as history:
         for entry in _ENTRIES[:-1]:
             history.add(entry)
@@ -56,7 +56,7 @@ def test_a_file_has_all_that_was_added(tmp_path: Path) -> None:
 
 
 def test_a_history_that_was_cut_off_is_not_judged(tmp_path: Path) -> None:
-    """Without its last line, writes that were under way would be missing, and reads of them be taken for lies."""
+    """Without its last line, pending writes would be missing, and reads of them would look like violations."""
     with History(tmp_path / "history") as history:
         history.add(_ENTRIES[0])
     with pytest.raises(HistoryIsCutError, match="no last line"):
@@ -67,7 +67,7 @@ def test_a_history_that_was_cut_off_is_not_judged(tmp_path: Path) -> None:
     "line", ["", "{}", "[1]", '{"kind":"rumour"}', '{"kind":"fact"}', '{"kind":"end","at":1']
 )
 def test_a_line_that_is_no_entry_is_named(tmp_path: Path, line: str) -> None:
-    """Whoever hands in a wrong file is told which line is wrong."""
+    """The error for a wrong file names the wrong line."""
     file = tmp_path / "history"
     file.write_text(f"{dump(End(1.0))}\n{line}\n")
     with pytest.raises(ValueError, match="history:2: "):

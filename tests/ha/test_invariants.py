@@ -1,4 +1,4 @@
-"""What may never be told of a run: each lie is found, and the truth is not taken for one."""
+"""Invariants of reports about a run: each violation is found, and a correct history has none."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ _TRUTH: list[Entry] = [
 
 
 def _wrong(*more: Entry) -> set[Wrong]:
-    """What is found in the truth and something more."""
+    """Return the kinds of findings in the correct history with further entries."""
     return _wrong_alone(*_TRUTH, *more)
 
 
@@ -108,7 +108,7 @@ def _wrong_alone(*entries: Entry) -> set[Wrong]:
 
 
 def test_the_truth_is_no_lie() -> None:
-    """A run that was told to nodes and watchers as the log has it, with a lease that was resumed."""
+    """Reports to nodes and watchers that match the log, with a resumed lease, have no findings."""
     assert not _wrong()
 
 
@@ -126,12 +126,12 @@ def test_the_truth_is_no_lie() -> None:
     ids=["nodes", "workers", "token", "address", "port", "rank", "base"],
 )
 def test_a_round_has_one_membership(place: pb.Assignment) -> None:
-    """Whatever of a round two nodes are told differently, or whichever rank two are told, is found."""
+    """Each field of a round that differs between the reports to two nodes is found, and a rank given to both."""
     assert Wrong.REUSED in _wrong(_told("b", 5, pb.PHASE_FINAL, place, at=5.6))
 
 
 def test_ranks_are_those_of_the_nodes() -> None:
-    """A rank past the last, a node with two ranks, and worker ranks that leave a gap or overlap."""
+    """A rank past the last, a node with two ranks, and worker ranks that don't begin at 0 are found."""
     assert Wrong.RANKS in _wrong(_told("b", 5, pb.PHASE_FINAL, _place(2), at=5.6))
     for base in 1, 2, -1:
         gap = _seen(8, pb.PHASE_FROZEN, [("a", _place(0, 2, base_rank=base))])
@@ -141,7 +141,7 @@ def test_ranks_are_those_of_the_nodes() -> None:
 
 
 def test_fencing_tokens_grow() -> None:
-    """A later round with a token that is not greater: a worker of the earlier one would not be fenced."""
+    """A later round needs a greater token: otherwise a worker of the earlier round would not be fenced."""
     first = _told("a", 5, pb.PHASE_FINAL, _place(0))
     assert not _wrong_alone(first, _told("a", 8, pb.PHASE_FROZEN, _place(0, 2)))
     assert Wrong.OUT_OF_ORDER in _wrong_alone(
@@ -150,13 +150,13 @@ def test_fencing_tokens_grow() -> None:
 
 
 def test_revisions_grow() -> None:
-    """A subscriber that is told an earlier state again, over any number of streams; another may be."""
+    """A subscriber receives no earlier state again, over any number of streams; another subscriber may."""
     assert Wrong.OUT_OF_ORDER in _wrong(_told("a", 3, pb.PHASE_JOINABLE, at=20.0))
     assert not _wrong(_told("a", 3, pb.PHASE_JOINABLE, at=20.0, subscriber="a#2"))
 
 
 def test_events_come_without_a_gap() -> None:
-    """Who watches events is told each of them, as the log has it."""
+    """A watcher of events receives each of them, as the log has it."""
     assert Wrong.OUT_OF_ORDER in _wrong(*_logged("gap", [_EVENTS[1], _EVENTS[3]]))
     other = pb.Event(revision=3, kind=pb.EVENT_KIND_NODE_JOINED, node_id="ghost")
     assert _wrong(*_logged("ghosts", [other])) == {Wrong.NOT_DURABLE}
@@ -164,7 +164,7 @@ def test_events_come_without_a_gap() -> None:
 
 
 def test_a_log_with_a_gap_can_not_be_judged_by() -> None:
-    """Events that are missing in the log are a finding by themselves."""
+    """Missing events in the log are a finding by themselves."""
     history = History()
     for event in _logged(events=[*_EVENTS[:3], *_EVENTS[5:]]):
         history.add(event)
@@ -172,7 +172,7 @@ def test_a_log_with_a_gap_can_not_be_judged_by() -> None:
 
 
 def test_a_round_number_is_given_once() -> None:
-    """Two rounds of one number in the log of events."""
+    """Two rounds of one number in the log of events are found."""
     again = pb.Event(revision=10, kind=pb.EVENT_KIND_ROUND_FROZEN, round=2, group_world_size=1, world_size=2)
     history = History()
     for event in _logged(events=[*_EVENTS, again]):
@@ -181,7 +181,7 @@ def test_a_round_number_is_given_once() -> None:
 
 
 def test_a_lease_is_given_once() -> None:
-    """The same number for two nodes, or twice for one; who resumes has the one of its node."""
+    """A number for two nodes, or twice for one, is found; a node resumes only its own lease."""
     assert _wrong(Admission(9.0, "c#1", RUN, "c", 2, resumed=False)) == {Wrong.REUSED}
     assert _wrong(Admission(9.0, "b#2", RUN, "b", 2, resumed=False)) == {Wrong.REUSED}
     assert _wrong(Admission(9.0, "c#1", RUN, "c", 2, resumed=True)) == {Wrong.REUSED}
@@ -190,7 +190,7 @@ def test_a_lease_is_given_once() -> None:
 
 
 def test_what_is_told_is_durable() -> None:
-    """A revision that the log has not, and one that it has otherwise."""
+    """A reported revision that the log lacks, or has with other values, is found."""
     assert _wrong(_told("a", 10, pb.PHASE_FINAL, _place(0, 2))) == {Wrong.NOT_DURABLE}
     assert _wrong(_told("b", 6, pb.PHASE_JOINABLE)) == {Wrong.NOT_DURABLE}
     assert _wrong(_seen(9, pb.PHASE_JOINABLE, at=9.5)) == {Wrong.NOT_DURABLE}
@@ -202,7 +202,7 @@ def test_what_is_told_is_durable() -> None:
 
 
 def test_the_first_failure_may_be_known_late() -> None:
-    """A round that a failure ended is laid at the door of an earlier one, once that is reported; and at no other's."""
+    """The end of a round is attributed to an earlier failure once that is reported, and to no other."""
     end = pb.RoundEnd(round=1, cause=pb.ROUND_END_CAUSE_WORKER_FAILED, node_id="b", detail="of b")
     first = pb.Event(
         revision=7,
@@ -229,7 +229,7 @@ def _read(revision: int, began: float, ended: float, round_: int = 2) -> Operati
 
 
 def test_a_read_shows_what_was_known() -> None:
-    """Who asks after a revision was told to anybody, or read by anybody, is shown no earlier one."""
+    """A read that begins after a revision was reported to a client, or read, shows no earlier one."""
     assert not _wrong(_read(9, 9.5, 10.0), _read(5, 5.0, 9.5, round_=1))
     assert _wrong(_read(5, 7.5, 8.0, round_=1)) == {Wrong.STALE}
     assert _wrong(_read(10, 11.0, 12.0), _read(9, 12.5, 13.0)) == {Wrong.STALE}
@@ -237,7 +237,7 @@ def test_a_read_shows_what_was_known() -> None:
 
 
 def test_a_revision_is_shown_alike() -> None:
-    """Two replicas that show one revision differently have gone apart."""
+    """Two replicas that show one revision differently have diverged."""
     assert _wrong(_read(9, 10.0, 11.0), _read(9, 10.0, 11.0, round_=3)) == {Wrong.REUSED}
 
 
@@ -251,7 +251,7 @@ def _write(
 
 
 def test_who_is_over_writes_no_more() -> None:
-    """A write that begins after anybody knew that its round was over, or its lease superseded, is taken."""
+    """An accepted write is found if it begins after its round was known to be over, or its lease superseded."""
     assert not _wrong(_write(6.0, 2, 1), _write(6.9, 2, 1), _write(8.0, 1, 2, node="a"))
     assert not _wrong(_write(7.5, 2, 1, outcome=Outcome.REFUSED))
     assert not _wrong(_write(7.5, 2, 1, outcome=Outcome.UNKNOWN))

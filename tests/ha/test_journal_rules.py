@@ -1,4 +1,4 @@
-"""The rules of the core, over what was read back from etcd at the end."""
+"""The rules of the core, applied to the facts that were read back from etcd at the end."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _wrong(written: Sequence[facts.Fact], *told: Told) -> list[Wrong]:
     for entry in told:
         history.add(entry)
     for revision, fact in enumerate(written, start=1):
-        # Wall clocks of replicas that were set: the newer the record, the older it says it is.
+        # Wall clocks of replicas that were set: the newer the record, the older its time.
         content = encode_record("run", revision, fact, 1e9 - 1e6 * revision, SERVICE)
         history.add(Fact("run", revision, content.hex()))
     return [finding.wrong for finding in check_journal(history)]
@@ -51,12 +51,12 @@ _PLACE = pb.Assignment(
 
 
 def test_the_rules_are_kept() -> None:
-    """Whatever the clocks of replicas say, and also with what the node was told."""
+    """Valid facts have no findings, with any clocks of replicas, and with the reports to the node."""
     assert not _wrong(_FACTS, _told(2, pb.PHASE_JOINABLE), _told(3, pb.PHASE_FROZEN, _PLACE))
 
 
 def test_facts_that_break_them_are_found() -> None:
-    """A round of somebody who isn't in, one that is FINAL before all confirmed, and a gap in ranks."""
+    """A round of a node that has not joined, one that is FINAL before all confirmed, and a gap in ranks are found."""
     assert _wrong([*_FACTS[:1], *_FACTS[2:]]) == [Wrong.OUT_OF_ORDER]
     assert _wrong([*_FACTS[:3], *_FACTS[4:]]) == [Wrong.OUT_OF_ORDER]
     gap = replace(_FROZEN, seats=(replace(_SEAT, base_rank=1),))
@@ -64,7 +64,7 @@ def test_facts_that_break_them_are_found() -> None:
 
 
 def test_what_was_told_and_is_not_in_them_is_found() -> None:
-    """A revision that is missing, a phase that was not, and a seat that was told to another lease."""
+    """Reports of a missing revision, of a wrong phase, and of ranks to another lease are found."""
     assert _wrong(_FACTS, _told(6, pb.PHASE_FINAL, _PLACE)) == [Wrong.NOT_DURABLE]
     assert _wrong(_FACTS, _told(4, pb.PHASE_FINAL, _PLACE)) == [Wrong.NOT_DURABLE]
     assert _wrong(_FACTS, _told(5, pb.PHASE_FINAL, _PLACE, lease=1)) == [Wrong.NOT_DURABLE]

@@ -1,4 +1,4 @@
-"""The general search for an order that explains the answers."""
+"""The general search for an order that explains the replies."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _verdict(*operations: Operation) -> Verdict:
 
 
 def test_what_is_read_was_written_before() -> None:
-    """A read sees the last write that was over, or one under way."""
+    """A read shows the last completed write, or a concurrent one."""
     assert _verdict(_set("a", 0, 1), _get("a", 2, 3)) is Verdict.LINEARIZABLE
     assert _verdict(_set("a", 0, 5), _get("a", 2, 3)) is Verdict.LINEARIZABLE
     assert _verdict(_set("a", 0, 5), _get(None, 2, 3)) is Verdict.LINEARIZABLE
@@ -44,7 +44,7 @@ def test_what_is_read_was_written_before() -> None:
 
 
 def test_what_all_saw_comes_in_one_order() -> None:
-    """Two writes at once may come in any order, and in one order for all."""
+    """Two concurrent writes may come in any order, but in the same order for all readers."""
     writes = _set("a", 0, 10), _set("b", 0, 10)
     assert _verdict(*writes, _get("a", 1, 2), _get("b", 3, 4)) is Verdict.LINEARIZABLE
     assert _verdict(*writes, _get("b", 1, 2), _get("a", 3, 4)) is Verdict.LINEARIZABLE
@@ -71,7 +71,7 @@ def test_what_was_refused_did_not_happen() -> None:
 
 
 def test_a_violation_names_what_can_not_come_next() -> None:
-    """Whoever looks into it sees the operations that have no place after the longest order found."""
+    """The result has the operations that can't follow the longest order found."""
     stale = _get("a", 6, 7)
     judgement = judge([_set("a", 0, 1), _set("b", 2, 3), _get("b", 4, 5), stale], None, apply)
     assert judgement.verdict is Verdict.VIOLATION
@@ -79,7 +79,7 @@ def test_a_violation_names_what_can_not_come_next() -> None:
 
 
 def test_a_search_that_takes_too_long_is_given_up() -> None:
-    """Past its budget the search says that it doesn't know, rather than that all is well."""
+    """Past its budget the search returns UNDECIDED, not LINEARIZABLE."""
     lost = [_operation("add", 0, NEVER, {"amount": 2**power}, None) for power in range(24)]
     impossible = _operation("add", 1, 2, {"amount": 1}, {"value": "-1"})
     assert judge([*lost, impossible], None, apply, budget=1000).verdict is Verdict.UNDECIDED
@@ -87,7 +87,7 @@ def test_a_search_that_takes_too_long_is_given_up() -> None:
 
 
 def test_long_histories_are_quick_where_all_is_well() -> None:
-    """Hundreds of operations by five clients at a time, a dozen of unknown outcome, are placed at once."""
+    """Hundreds of operations by five concurrent clients, a dozen of unknown outcome, are ordered at once."""
 
     def ask(draw: random.Random, number: int, seen: str | None) -> tuple[str, Mapping[str, Any]]:
         return ("store.add", {"amount": 1 + draw.randrange(10**6)}) if number % 3 else ("store.get", {})
@@ -99,7 +99,7 @@ def test_long_histories_are_quick_where_all_is_well() -> None:
 
 
 def test_it_agrees_with_trying_every_order() -> None:
-    """Of random short histories, true and corrupted, it finds linearizable exactly those for which an order exists."""
+    """Of random short histories, correct and corrupted, exactly those with a valid order are linearizable."""
     verdicts: Counter[Verdict] = Counter()
     for seed in range(1500):
         draw = random.Random(seed)
@@ -126,7 +126,7 @@ def _ask(draw: random.Random, number: int, seen: str | None) -> tuple[str, Mappi
 
 
 def _some_order_explains(operations: list[Operation]) -> bool:
-    """Whether one of all orders does, of what was answered and of any of what is unknown."""
+    """Return True if an order of all answered and some unknown operations explains the replies."""
     answered = [each for each in operations if each.outcome is Outcome.OK]
     unknown = [each for each in operations if each.outcome is Outcome.UNKNOWN]
     subsets = chain.from_iterable(combinations(unknown, size) for size in range(len(unknown) + 1))
@@ -138,7 +138,7 @@ def _explains(order: tuple[Operation, ...]) -> bool:
     latest = -math.inf
     for operation in order:
         if operation.outcome is Outcome.OK and operation.ended < latest:
-            return False  # one that comes before it began after it had ended
+            return False  # an earlier one in this order began after it had ended
         latest = max(latest, operation.began)
         value, answer = apply(value, operation)
         if operation.outcome is Outcome.OK and answer != operation.answered:

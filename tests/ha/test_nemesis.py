@@ -1,4 +1,4 @@
-"""Random trouble for a cluster under load: nothing that anybody was told was a lie, and it goes on afterwards."""
+"""Random faults for a cluster under load: no reply or report is wrong, and the cluster recovers afterwards."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MINUTES = float(os.environ.get("RALLYPOINT_HA_MINUTES", ordinarily(5.0, in_full=
 
 @pytest.mark.timeout(60 * MINUTES + 8 * PATIENCE)
 async def test_random_trouble_makes_no_liar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reads and writes are linearizable, rounds keep their invariants, what was told is durable, whatever breaks."""
+    """Under any fault reads and writes are linearizable, rounds keep their invariants, and reports are durable."""
     monkeypatch.setattr(logging.getLogger("rallypoint.rendezvous.client"), "disabled", True)
     seed = int(os.environ.get("RALLYPOINT_HA_SEED") or random.SystemRandom().randrange(2**32))
     print(f"seed {seed}, history and logs in {tmp_path}")  # noqa: T201

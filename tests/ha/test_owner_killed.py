@@ -1,4 +1,4 @@
-"""The owner of a run is SIGKILLed: another replica has it a lease later, and no worker has noticed."""
+"""The owner of a run is SIGKILLed: another replica owns it one lease later, and no worker stops."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.integration
 
 RUN = "killed-owners"
 REPEATS = ordinarily(2, in_full=20)
-# From the kill to the last node resumed, seconds. Judged at full length: CI may be slow, and must not be wrong.
+# From the kill to the last resumed node, seconds. Checked only at full length: CI may be slow.
 WITHIN = TTL + 2.0
 
 
@@ -29,7 +29,7 @@ WITHIN = TTL + 2.0
 async def test_every_node_is_resumed_by_another_owner_and_no_round_ends(
     tmp_path: Path, count: int, repeats: int
 ) -> None:
-    """All nodes are resumed within the lease and 2 s; the round goes on, told by all replicas alike."""
+    """All nodes resume within the lease and 2 s; the round goes on, and all replicas report it alike."""
     loop = asyncio.get_running_loop()
     claimed: list[float] = []
     resumed: list[float] = []

@@ -1,4 +1,4 @@
-"""The owner of a run is stopped past its lease, with requests in its sockets, and wakes up when another has the run."""
+"""The owner of a run is stopped past its lease, with requests in its sockets, and continues when another owns it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ STORE_WRITES = 20
 
 @pytest.mark.timeout(3 * PATIENCE + REPEATS * PATIENCE)
 async def test_nothing_that_waited_in_a_stopped_owner_lands(tmp_path: Path) -> None:
-    """States, keys and joins sent to the sleeper are refused, with the new owner's address, and none is ever seen."""
+    """States, keys and joins sent to the stopped owner are refused, do not name it as owner, and have no effect."""
     loop = asyncio.get_running_loop()
     pauses: list[float] = []
     redirected: list[float] = []
@@ -62,7 +62,7 @@ async def test_nothing_that_waited_in_a_stopped_owner_lands(tmp_path: Path) -> N
                 sleeper.send(token)
                 await cluster.expired(owner)
                 await cluster.owner(RUN, but=[owner])
-                # With the same token: had the sleeper's state landed before, this one would not be set.
+                # With the same token: if the stopped owner had set its state before, this one would not be set.
                 outcome = await states.set(f"heir-{repeat}".encode(), token)
                 assert outcome.has_set
                 cluster.process(owner).resume()
@@ -90,7 +90,7 @@ async def test_nothing_that_waited_in_a_stopped_owner_lands(tmp_path: Path) -> N
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """How a request was answered."""
+    """The error with which a request was refused."""
 
     code: grpc.StatusCode
     reason: str
@@ -98,7 +98,7 @@ class Refusal:
 
 
 async def _state_at(states: state_grpc.StateServiceAsyncStub) -> state_pb.FencedState:
-    """The state as one replica reads it, which sends a reader to the owner now and then, so that the use counts."""
+    """Read the state at one replica; it redirects a reader to the owner now and then, so that the use counts."""
     request = state_pb.GetStateRequest(run_id=RUN)
     try:
         return (await states.GetState(request, timeout=PATIENCE)).current
@@ -112,7 +112,7 @@ class Writes:
     """Requests of all kinds that change a run, over one connection to one replica, each sent once."""
 
     def __init__(self, channel: grpc.aio.Channel, name: str, writer: Writer) -> None:
-        """Over that connection, with a name that is part of all that is written, and the lease of a node."""
+        """Use a connection, a name that is part of everything written, and the lease of a node."""
         self._name = name
         self._writer = store_pb.StoreWriter(node_id=writer.node_id, lease=writer.lease, token=writer.token)
         self._states = state_grpc.StateServiceStub(channel)
@@ -121,7 +121,7 @@ class Writes:
         self._sent: list[asyncio.Task[Any]] = []
 
     async def current_token(self) -> bytes | None:
-        """The token of the present state; None: there is none. The connection stands afterwards."""
+        """Return the token of the present state, None if there is none. The connection is open afterwards."""
         request = state_pb.GetStateRequest(run_id=RUN)
         answer = await self._states.GetState(request, timeout=PATIENCE, wait_for_ready=True)
         return answer.current.token if answer.HasField("current") else None
@@ -132,7 +132,7 @@ class Writes:
         return await self._states.SetState(request, timeout=PATIENCE)
 
     def send(self, token: bytes | None) -> None:
-        """Send one of each kind, and wait for no answer."""
+        """Send requests of each kind without waiting for replies."""
         self._begin(self.set_state(token))
         for number in range(STORE_WRITES):
             request = store_pb.SetRequest(
@@ -142,10 +142,10 @@ class Writes:
         self._begin(self._join())
 
     async def refusals(self) -> list[Refusal]:
-        """How all that was sent was refused.
+        """Return the refusals of all sent requests.
 
         Raises:
-            AssertionError: Something was not.
+            AssertionError: A request was not refused.
         """
         found = []
         for answer in await asyncio.gather(*self._sent, return_exceptions=True):
@@ -155,10 +155,10 @@ class Writes:
         return found
 
     async def has_left_nothing(self, channel: grpc.aio.Channel, state: FencedState | None) -> None:
-        """Whether nothing of it is there, and this state is, as the replica at the end of a channel says.
+        """Check at one replica that no request has had an effect, and that `state` is the present one.
 
         Raises:
-            AssertionError: Something of it landed.
+            AssertionError: A request has had an effect.
         """
         states = state_grpc.StateServiceStub(channel)
         store = store_grpc.StoreServiceStub(channel)
@@ -185,7 +185,7 @@ async def _answer(call: Any) -> Any:
 
 
 def _channel(cluster: Cluster, name: str) -> grpc.aio.Channel:
-    """A connection to one replica that is never given up: what was sent over it waits in the sleeper's socket."""
+    """Open a connection to one replica without retries: requests wait in the socket of a stopped process."""
     return grpc.aio.insecure_channel(
         cluster.replicas.endpoint(name),
         options=[("grpc.use_local_subchannel_pool", 1), ("grpc.enable_retries", 0)],
@@ -193,7 +193,7 @@ def _channel(cluster: Cluster, name: str) -> grpc.aio.Channel:
 
 
 async def _is_told_of_the_owner(cluster: Cluster, sleeper: str) -> float:
-    """Wait until who asks the sleeper is told of the owner, or it has been given the run back; how long that took."""
+    """Wait until the former owner names the new one to a client, or owns the run again; return the seconds taken."""
     began = asyncio.get_running_loop().time()
 
     async def look() -> str:

@@ -1,4 +1,4 @@
-"""Hosts can't reach each other for a while: runs go where they can be served, and nobody is told two things."""
+"""Hosts can't reach each other for a while: runs move to where they can be served, and reports never conflict."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ pytestmark = [pytest.mark.slow, pytest.mark.integration, pytest.mark.timeout(8 *
 RUN = "parted"
 NODES = 32
 REPEATS = ordinarily(1, in_full=5)
-# Writes that are answered in a row when nothing is wrong.
+# Successive writes that must be answered before the next fault.
 CALM = 50
-# Longer than a client takes to notice that nothing comes any more: 10 + 5 s.
+# Longer than a client needs to detect a dead connection: 10 + 5 s.
 UNREACHABLE = 20.0
 
 
 @dataclass
 class Scene:
-    """A run of many nodes that is written to, and the cluster that serves it."""
+    """A run of many nodes with a writer, and the cluster that serves it."""
 
     cluster: Cluster
     crowd: WatchedCrowd
@@ -48,7 +48,7 @@ class Scene:
 
 @asynccontextmanager
 async def scene(folder: Path) -> AsyncIterator[Scene]:
-    """One whose run must be as it was in the end: same round, nobody restarted, every write there once."""
+    """Yield a scene; its run must be unchanged in the end: same round, no restart, every write there once."""
     async with (
         running_cluster(folder) as cluster,
         watched_crowd(cluster.endpoints, RUN, NODES, patient(NODES)) as crowd,
@@ -68,7 +68,7 @@ async def scene(folder: Path) -> AsyncIterator[Scene]:
 
 
 async def test_a_replica_parted_from_etcd_loses_its_runs_and_tells_nothing(tmp_path: Path) -> None:
-    """Another has the run a lease later; the parted one ends its streams, and neither writes nor reads."""
+    """Another owns the run a lease later; the partitioned one ends its streams, and refuses writes and reads."""
     loop = asyncio.get_running_loop()
     moved: list[float] = []
     async with scene(tmp_path) as at:
@@ -98,7 +98,7 @@ async def test_a_replica_parted_from_etcd_loses_its_runs_and_tells_nothing(tmp_p
 
 
 async def test_agents_parted_from_the_owner_come_back_when_they_can(tmp_path: Path) -> None:
-    """Followers name the owner, which keeps the run; healed, every node is resumed and every write answered."""
+    """Followers name the owner, which keeps the run; after healing every node resumes, every write is answered."""
     loop = asyncio.get_running_loop()
     async with scene(tmp_path) as at:
         await at.cluster.settled()
@@ -123,12 +123,12 @@ async def test_agents_parted_from_the_owner_come_back_when_they_can(tmp_path: Pa
 
 
 async def test_losing_one_member_of_etcd_is_no_event(tmp_path: Path) -> None:
-    """A follower is parted from everybody, then the leader, then the leader killed: nobody's round ends."""
+    """A follower is partitioned from all hosts, then the leader, then the leader is killed: no round ends."""
     loop = asyncio.get_running_loop()
     gaps: dict[str, float] = {}
     async with scene(tmp_path) as at:
         for trouble in (*("follower parted", "leader parted", "leader killed") * REPEATS,):
-            # One trouble at a time: until writes flow again.
+            # One fault at a time: wait until writes flow again.
             await at.writer.go_on(CALM)
             leader = await at.cluster.etcd.leader()
             follower = next(name for name in ETCD if name != leader)
@@ -138,7 +138,7 @@ async def test_losing_one_member_of_etcd_is_no_event(tmp_path: Path) -> None:
                 await at.cluster.process(member).kill()
             else:
                 await at.cluster.part(member, *REPLICAS, *[name for name in ETCD if name != member])
-            await asyncio.sleep(TTL)  # for as long as a lease lives, the others are to do
+            await asyncio.sleep(TTL)  # the other members must be enough for a lease's time to live
             await at.writer.go_on()
             gaps[trouble] = max(gaps.get(trouble, 0.0), at.writer.longest_gap(since=began))
             await at.cluster.heal()
@@ -150,7 +150,7 @@ async def test_losing_one_member_of_etcd_is_no_event(tmp_path: Path) -> None:
 
 
 async def test_slow_links_slow_nobody_to_death(tmp_path: Path) -> None:
-    """The owner's link carries 256 kbit/s: its run is served, by whoever owns it, and no round ends."""
+    """With 256 kbit/s on the owner's link, its run is served, by any owner, and no round ends."""
     loop = asyncio.get_running_loop()
     async with scene(tmp_path) as at:
         slowed = loop.time()
@@ -161,7 +161,7 @@ async def test_slow_links_slow_nobody_to_death(tmp_path: Path) -> None:
 
 
 async def _watch_to_the_end(endpoint: str) -> str:
-    """Watch the run at one replica; the reason with which it ended that."""
+    """Watch the run at one replica; return the reason with which it ended the stream."""
     channel = open_channel(endpoint, Plaintext())
     try:
         watching = pb_grpc.RendezvousServiceStub(channel).WatchRun(
@@ -177,7 +177,7 @@ async def _watch_to_the_end(endpoint: str) -> str:
 
 
 async def _redirected(endpoint: str) -> str:
-    """Where a replica sends somebody who wants to watch the run."""
+    """Return the address to which a replica redirects a watcher of the run."""
     channel = open_channel(endpoint, Plaintext())
     try:
         watching = pb_grpc.RendezvousServiceStub(channel).WatchRun(
@@ -193,7 +193,7 @@ async def _redirected(endpoint: str) -> str:
 
 
 async def _set_state(endpoint: str, state: str) -> grpc.StatusCode:
-    """Try to set the first state of a run of this name at one replica, which owns no run by now; how that ended."""
+    """Try to set the run's first state at one replica, which loses or has lost the run; return the status code."""
     channel = open_channel(endpoint, Plaintext())
     try:
         request = state_pb.SetStateRequest(run_id=RUN, state=state.encode())

@@ -1,6 +1,6 @@
-"""Replicas with one line of the product changed: a short nemesis that knows where to press, and what the checkers find.
+"""Replicas with one line of the product changed, under a few directed faults, and the findings of the checkers.
 
-Each scene is played with its plant, and must be found out; and without it, over the same trouble, and nothing must be.
+Each scene runs with its plant, which the checkers must find, and without it under the same faults, with no findings.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from ha.writers import StateClient, read_run
 
 pytestmark = pytest.mark.timeout(6 * PATIENCE)
 
-# How long something is waited for that does not come where nothing is planted, seconds.
+# Time to wait for an event that does not come without a plant, seconds.
 _IN_VAIN = 3.0
 
 Play = Callable[[Scene], Awaitable[None]]
 
 
 async def late_write(at: Scene) -> None:
-    """A write of an owner arrives when another has taken over, and has read what there is."""
+    """A write of an owner arrives after another has taken over, and has read the present data."""
     writer = at.client()
     owner = await _written(at, writer)
     at.network(owner, "hold")
@@ -45,13 +45,13 @@ async def late_write(at: Scene) -> None:
     at.cluster.process(owner).resume()
     await at.delivered(owner)
     await late
-    # Who reads etcd sees what lies there; the heir tells what it read when it took over.
+    # The third replica reads the present state from etcd; the new owner returns the state it read when it took over.
     await _answered(at.client(), at.third(owner, heir))
     await _answered(at.client(), heir)
 
 
 async def late_copy(at: Scene) -> None:
-    """A copy of a write arrives after its repetition was done, and others after it."""
+    """A copy of a write arrives after its repetition and a further write took effect."""
     writer = at.client()
     owner = await _written(at, writer)
     at.network(owner, "hold")
@@ -67,7 +67,7 @@ async def late_copy(at: Scene) -> None:
 
 
 async def owner_killed_while_it_commits(at: Scene) -> None:
-    """An owner is killed whose last writes have not arrived; what it told of them must not have been told."""
+    """An owner is killed before its last writes have arrived; it must not have reported them."""
     members = at.members()
     stopping = asyncio.Event()
     try:
@@ -82,13 +82,13 @@ async def owner_killed_while_it_commits(at: Scene) -> None:
             breaking.break_worker()
             await at.holds(owner)
             await asyncio.wait({setting}, timeout=_IN_VAIN)
-            with suppress(AssertionError):  # nobody is to be told anything
+            with suppress(AssertionError):  # no report may be sent
                 await until("somebody to be told", lambda: _more(at, told), _IN_VAIN)
             await at.cluster.process(owner).kill()
             await setting
             heir = await at.cluster.owner(RUN, but=[owner])
             await _answered(at.client(), heir)
-            # The heir hears of the failure too. Only then there is nothing more to tell, and the facts can be read.
+            # The new owner receives the failure too. After that there are no more reports, and the facts can be read.
             await members.agree(PATIENCE, after=broken)
             stopping.set()
             await members.read_log(at.doors.by_name[heir], PATIENCE)
@@ -98,7 +98,7 @@ async def owner_killed_while_it_commits(at: Scene) -> None:
 
 
 async def owner_cut_off(at: Scene) -> None:
-    """An owner that etcd doesn't hear is asked for what another has changed since."""
+    """An owner that can't reach etcd is read after another has changed the state."""
     writer, reader = at.client(), at.client()
     owner = await _written(at, writer)
     await at.cluster.part(owner, *ETCD)
@@ -120,7 +120,7 @@ PLAYS = {getattr(play, "__name__", ""): play for play, _ in SCENES.values()}
 
 
 def test_every_plant_has_its_scene() -> None:
-    """No plant is left out, and the product still has each one's line."""
+    """Every plant has a scene, and the product still has each plant's line."""
     assert SCENES.keys() == PLANTS.keys()
     for plant in PLANTS:
         changed_module(plant)
@@ -130,7 +130,7 @@ def test_every_plant_has_its_scene() -> None:
 @pytest.mark.integration
 @pytest.mark.parametrize("plant", SCENES)
 async def test_a_planted_bug_is_found(tmp_path: Path, plant: str) -> None:
-    """What the changed line makes a replica tell is found to be wrong, as what it is."""
+    """The checkers find the violation that the changed line causes, with its right kind."""
     play, wrong = SCENES[plant]
     async with scene(tmp_path, plant) as at:
         await play(at)
@@ -142,7 +142,7 @@ async def test_a_planted_bug_is_found(tmp_path: Path, plant: str) -> None:
 @pytest.mark.integration
 @pytest.mark.parametrize("play", PLAYS.values(), ids=PLAYS)
 async def test_the_product_passes_the_same(tmp_path: Path, play: Play) -> None:
-    """Over the same trouble, nothing is found where nothing is planted."""
+    """Under the same faults, the checkers find nothing without a plant."""
     async with scene(tmp_path) as at:
         await play(at)
         found = await asyncio.to_thread(check, at.history)
@@ -151,7 +151,7 @@ async def test_the_product_passes_the_same(tmp_path: Path, play: Play) -> None:
 
 
 async def _written(at: Scene, writer: StateClient, *, but: Collection[str] = ()) -> str:
-    """Write a state at the owner, and return which that is. It may own the run, and not serve it yet."""
+    """Write a state at the owner, and return its name. Retries, as it may own the run but not serve it yet."""
     owner = ""
 
     async def write() -> str:

@@ -1,4 +1,4 @@
-"""Everything is restarted, one after the other, under a job that trains: it trains on."""
+"""All replicas and etcd members are restarted, one after the other, under a training job: it trains on."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ROUNDS = ordinarily(1, in_full=3)
 
 @pytest.mark.timeout(6 * PATIENCE * (1 + ROUNDS))
 async def test_a_rolling_restart_of_everything_restarts_no_worker(tmp_path: Path) -> None:
-    """Three replicas and three members of etcd go and come back in good order: one process per rank, to the end."""
+    """Three replicas and three etcd members end in good order and restart: one process per rank, to the end."""
     loop = asyncio.get_running_loop()
     took: list[float] = []
     async with (
@@ -38,7 +38,7 @@ async def test_a_rolling_restart_of_everything_restarts_no_worker(tmp_path: Path
         before = await run_everywhere(cluster, RUN)
         for name in (*REPLICAS, *ETCD) * ROUNDS:
             began = loop.time()
-            # etcd ends itself with the signal that it was sent.
+            # etcd ends itself with the signal that it received.
             in_good_order = 0 if name in REPLICAS else -signal.SIGTERM
             assert await cluster.process(name).terminate() == in_good_order
             await cluster.restart(name)

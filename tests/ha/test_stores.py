@@ -1,4 +1,4 @@
-"""Answers of the store, key by key."""
+"""Checks of the store's replies, key by key."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _wrong(*operations: Operation) -> list[Wrong]:
 
 
 def test_additions_count_once_each() -> None:
-    """A sum that has an addition twice, or that lacks one which was acknowledged, has no explanation."""
+    """A sum that has an addition twice, or lacks an acknowledged one, is a violation."""
     one = _operation("add", 0, 1, {"amount": 1}, {"value": "1"})
     assert not _wrong(one, _operation("add", 2, 3, {"amount": 2}, {"value": "3"}))
     assert _wrong(one, _operation("add", 2, 3, {"amount": 2}, {"value": "2"})) == [Wrong.NOT_LINEARIZABLE]
@@ -42,7 +42,7 @@ def test_additions_count_once_each() -> None:
 
 
 def test_a_swap_is_won_by_one() -> None:
-    """Of two that compare with the same value, one swaps, and the other is shown what the first has set."""
+    """Of two swaps that expect the same value, one succeeds, and the other's reply has the new value."""
     first = _operation("compare_set", 0, 3, {"expected": "", "desired": "a"}, {"swapped": True, "value": "a"})
     lost = _operation("compare_set", 0, 3, {"expected": "", "desired": "b"}, {"swapped": False, "value": "a"})
     won = _operation("compare_set", 0, 3, {"expected": "", "desired": "b"}, {"swapped": True, "value": "b"})
@@ -56,21 +56,21 @@ def test_a_swap_is_won_by_one() -> None:
 
 
 def test_an_acknowledged_value_is_there() -> None:
-    """A value that was set is read until another is."""
+    """A value that was set is read until another is set."""
     first = _operation("set", 0, 1, {"value": "a"}, {})
     assert not _wrong(first, _operation("get", 2, 3, {}, {"value": "a"}))
     assert _wrong(first, _operation("get", 2, 3, {}, {"value": None})) == [Wrong.NOT_LINEARIZABLE]
 
 
 def test_keys_are_apart() -> None:
-    """Each key is judged by itself, and the one that is wrong is named."""
+    """Each key is checked by itself, and a finding names its key."""
     other = _operation("get", 2, 3, {}, {"value": "a"}, key="run/other")
     (finding,) = check_stores([_operation("set", 0, 1, {"value": "a"}, {}), other])
     assert finding.where == "run/other"
 
 
 def test_what_can_not_be_decided_is_said() -> None:
-    """A key with too many writes of unknown outcome is not taken for sound."""
+    """A key with too many writes of unknown outcome is reported as undecided."""
     lost = [_operation("add", 0, NEVER, {"amount": 2**power}, None) for power in range(24)]
     impossible = _operation("add", 1, 2, {"amount": 1}, {"value": "-1"})
     (finding,) = check_stores([*lost, impossible], budget=1000)
@@ -79,7 +79,7 @@ def test_what_can_not_be_decided_is_said() -> None:
 
 
 def test_writes_that_nobody_saw_change_no_verdict() -> None:
-    """Leaving out writes to a register of unknown outcome that nobody saw spares the search time, and no more."""
+    """Leaving out register writes of unknown outcome that no reply shows saves time, and changes no result."""
 
     def ask(draw: random.Random, number: int, seen: str | None) -> tuple[str, Mapping[str, Any]]:
         match draw.randrange(3):
@@ -100,7 +100,7 @@ def test_writes_that_nobody_saw_change_no_verdict() -> None:
 
 
 def test_a_register_of_a_stormy_hour_is_decided() -> None:
-    """A register with hundreds of writes, a hundred of unknown outcome, takes no search worth the name."""
+    """A register with hundreds of writes, a hundred of unknown outcome, is decided almost without a search."""
     draw = random.Random(1)
     lost = [_operation("set", 10 * number, NEVER, {"value": f"lost-{number}"}, None) for number in range(100)]
     known = [

@@ -1,4 +1,4 @@
-"""Waiting until something is so that nobody tells of: of processes, networks and other people's servers."""
+"""Waiting for a condition that no event announces: of processes, networks and third-party servers."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 PATIENCE = 120.0
-"""Seconds that are waited for what takes a moment on an idle machine."""
+"""Seconds to wait for a change that takes a moment on an idle machine."""
 
 _LOOK = 0.02
 
 
 async def until(what: str, look: Callable[[], Awaitable[str]], timeout: float = PATIENCE) -> None:
-    """Look until there is nothing to complain about.
+    """Wait until a check returns no complaint.
 
     Args:
-        what: What is waited for.
-        look: Says what is still missing; empty: nothing.
+        `what`: The awaited condition.
+        look: Returns a complaint about something that is still missing; empty: nothing is.
         timeout: Seconds.
 
     Raises:
-        AssertionError: It did not come to that; the message has the last complaint.
+        AssertionError: There still was one after `timeout`; the message has the last complaint.
     """
     deadline = asyncio.get_running_loop().time() + timeout
     while missing := await look():

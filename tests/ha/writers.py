@@ -1,4 +1,4 @@
-"""Clients that write to and read from fenced states and stores, at the same time and without end."""
+"""Clients that write and read fenced states and stores, concurrently and until they are stopped."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from rallypoint.rendezvous.v1 import state_service_pb2 as state_pb
 from rallypoint.rendezvous.v1 import store_service_pb2 as store_pb
 from torture.tormented_node import TormentedNode
 
-# Operations on one key before the next takes its place: what is of unknown outcome makes judging a key harder and
-# harder, so none lives long.
+# Operations on one key before the next key replaces it: each operation of unknown outcome makes the check of a key
+# harder, so no key is used for long.
 _KEY_LIFE = 120
-_UNKNOWN = 8  # operations of that life that one of unknown outcome takes
-# Writes while no node holds a lease, and is refused.
+_UNKNOWN = 8  # number of those operations for which one of unknown outcome counts
+# The writer while no node holds a lease; it is refused.
 _NOBODY = Writer("nobody", 1)
 
 
 class Keys:
-    """The keys of a run that are written to now. Each lives for so many operations, and is known for good."""
+    """The keys of a run. Each is in use for `_KEY_LIFE` operations, and stays in `all`."""
 
     def __init__(self, run_id: str, kind: str) -> None:
         self.run_id = run_id
@@ -35,7 +35,7 @@ class Keys:
         self._used = 0
 
     def current(self) -> str:
-        """The key to use for one more operation."""
+        """Return the key for one more operation."""
         self._used += 1
         if self._used > _KEY_LIFE:
             self._used = 1
@@ -52,7 +52,7 @@ class StateClient:
     """A client of one fenced state."""
 
     def __init__(self, caller: Caller, run_id: str) -> None:
-        """Under the name of the caller."""
+        """Write under the caller's name."""
         self._caller = caller
         self._run_id = run_id
         self._sequence = 0
@@ -60,7 +60,7 @@ class StateClient:
         self.token: str | None = None
 
     async def set(self, token: str | None, *, at: str = "") -> Operation:
-        """Set a state of its own on a token; None: if there is none."""
+        """Set a unique state on a token; None: only if there is no state."""
         self._sequence += 1
         state = f"{self._caller.name}/{self._sequence}"
         request = state_pb.SetStateRequest(run_id=self._run_id, state=state.encode())
@@ -71,7 +71,7 @@ class StateClient:
         return await self._send(at)
 
     async def repeat(self) -> Operation | None:
-        """Send the last write once more, which is no other write; None: there was none."""
+        """Send the last write again, as a repetition and not a new write; return None if there was none."""
         return await self._send("") if self._last is not None else None
 
     async def get(self, *, at: str = "") -> Operation:
@@ -107,7 +107,7 @@ class StoreClient:
     """A client that writes to one run's store."""
 
     def __init__(self, caller: Caller, run_id: str, writer: Callable[[], Writer], round_: int = 0) -> None:
-        """Under the name of the caller, for the node that `writer` returns at each write; `round_`: of the worker."""
+        """Write under the caller's name, for the node that `writer` returns at each write, in a worker's `round_`."""
         self._caller = caller
         self._run_id = run_id
         self._writer = writer
@@ -161,12 +161,12 @@ class StoreClient:
 
 
 async def read_key(caller: Caller, run_id: str, key: str, *, at: str = "") -> Operation:
-    """Read a value of a store; it is not waited for."""
+    """Read a value of a store, without waiting for it."""
     request = store_pb.MultiGetRequest(run_id=run_id, keys=[key])
     check = store_pb.CheckRequest(run_id=run_id, keys=[key])
 
     async def call(door: Door, timeout: float) -> str | None:
-        # Who isn't the owner can't wait for a key. Once a key is there it stays.
+        # Only the owner can wait for a key. Once a key exists it stays.
         if not (await door.store.Check(check, timeout=timeout)).present:
             return None
         return (await door.store.MultiGet(request, timeout=timeout)).values[0].decode()
@@ -193,7 +193,7 @@ async def read_run(caller: Caller, run_id: str, *, at: str = "") -> Operation:
 class Writers:
     """The clients of one run: some that set its state, some its counters and registers, some that only read.
 
-    What they write to the store is for one of the nodes, drawn, by the lease that it holds at that moment.
+    Each write to the store is for a random node, under the lease that it holds at that moment.
     """
 
     def __init__(
@@ -204,7 +204,7 @@ class Writers:
         draw: random.Random,
         pause: float,
     ) -> None:
-        """Write nothing yet; each client waits for some `pause` (seconds, on average) between two operations."""
+        """Write nothing yet; each client waits for `pause` seconds, on average, between two operations."""
         self.run_id = nodes[0].run_id
         self._nodes = nodes
         self.counters = Keys(self.run_id, "counter")
@@ -215,7 +215,7 @@ class Writers:
         self._pause = pause
 
     def tasks(self, of_each: int, stopping: asyncio.Event) -> list[asyncio.Task[None]]:
-        """Start so many clients of each kind; each ends after its operation when `stopping` is set."""
+        """Start `of_each` clients of each kind; each ends after its operation when `stopping` is set."""
         kinds = (self._set_states, self._count, self._swap, self._look)
         return [
             asyncio.create_task(kind(self._caller(f"{kind.__name__.strip('_')}-{number}"), stopping))
@@ -224,7 +224,7 @@ class Writers:
         ]
 
     def _caller(self, name: str) -> Caller:
-        # Drawn: a client that comes after another must not be taken for it, and repeat its operations.
+        # Random: the operations of a later client must not be taken for repetitions of an earlier client's.
         name = f"{self.run_id}-{name}-{self._draw.randrange(16**8):08x}"
         return Caller(name, self._doors, self._history, random.Random(self._draw.random()))
 
@@ -259,7 +259,7 @@ class Writers:
         while await self._goes_on(caller, stopping):
             key = self.counters.current()
             if caller.draw.random() < 0.7:
-                # Sums of what is drawn from so many say which additions are in them.
+                # Random numbers from a large range: a sum shows which additions it contains.
                 self.counters.written(await client.add(key, 1 + caller.draw.randrange(10**9)))
             else:
                 await read_key(caller, self.run_id, key, at=caller.anywhere())

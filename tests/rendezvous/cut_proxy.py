@@ -1,4 +1,4 @@
-"""A TCP proxy whose connections can be cut, or made to swallow what they carry."""
+"""A TCP proxy that can cut its connections, or drop the bytes of one direction."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Self
 
 
 class CutProxy:
-    """Passes bytes on to a server, for as long as it is told to.
+    """Forwards bytes between clients and a server.
 
     Attributes:
-        address: Where it listens.
+        address: The `host:port` on which it listens.
         swallowed: Bytes of the client that did not reach the server.
         kept_back: Bytes of the server that did not reach the client.
     """
 
     def __init__(self, target: str) -> None:
-        """Stand before `target`, a `host:port`."""
+        """Forward to `target`, a `host:port`."""
         self._target = target
         self.address = ""
         self.swallowed = self.kept_back = 0
@@ -40,11 +40,11 @@ class CutProxy:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def swallow(self) -> None:
-        """From now on, what the client says is lost."""
+        """Drop all bytes of the client from now on."""
         self._swallowing, self.swallowed = True, 0
 
     def keep_back(self) -> None:
-        """From now on, what the server says is lost."""
+        """Drop all bytes of the server from now on."""
         self._keeping_back, self.kept_back = True, 0
 
     def refuse(self) -> None:
@@ -53,11 +53,11 @@ class CutProxy:
         self.cut()
 
     def heal(self) -> None:
-        """Pass on everything again, on new connections."""
+        """Forward everything again, on new connections."""
         self._swallowing = self._keeping_back = self._refusing = False
 
     def cut(self) -> None:
-        """End all connections, without a word."""
+        """Abort all connections."""
         for writer in self._writers:
             writer.transport.abort()
 

@@ -1,4 +1,4 @@
-"""An engine over a journal whose commits, and a clock whose time, the test holds in its hands."""
+"""An engine over a journal and a clock that the test controls."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from rallypoint.rpc.clock import LagSettings
 T = TypeVar("T")
 
 RUN = "run"
-# A test's clock jumps; that is no pause of the process.
+# The jumps of a test's clock are no pauses of the process.
 NO_PAUSES = LagSettings(tolerance=math.inf)
 
 
 class HeldJournal:
-    """Keeps entries in memory, and commits when it is let."""
+    """Keeps entries in memory; a test can hold its commits."""
 
     def __init__(self, durable: Sequence[Entry] = ()) -> None:
         self.durable = list(durable)
@@ -51,7 +51,7 @@ class HeldJournal:
         return self.kept()
 
     def kept(self) -> Recovered:
-        """What is durable, as a journal hands it out."""
+        """The durable entries, as a journal returns them when opened."""
         checkpoints: dict[str, Checkpoint] = {}
         records: dict[tuple[str, int], Record] = {}
         for entry in self.durable:
@@ -87,12 +87,12 @@ class HeldJournal:
         pass
 
     def hold(self) -> None:
-        """From now on commits wait."""
+        """Hold commits from now on."""
         self._free.clear()
         self._arrived.clear()
 
     async def held(self) -> None:
-        """Wait until a commit waits."""
+        """Wait until a commit is held."""
         await self._arrived.wait()
 
     def release(self) -> None:
@@ -106,7 +106,7 @@ class HeldJournal:
 
 
 class Stage:
-    """An engine, and what a test needs to play all the parts around it."""
+    """An engine; the test plays its agents, its store and its clock."""
 
     def __init__(
         self,
@@ -151,7 +151,7 @@ class Stage:
         return await self.engine.join(run_id, self.join_command(node_id))
 
     async def running(self, *node_ids: str) -> list[Member]:
-        """Members of a round that runs, who have taken all their updates."""
+        """Members of a final round, which have taken all their updates."""
         members = [await self.join(node_id) for node_id in node_ids]
         await self.confirm(*members)
         for member in members:
@@ -159,7 +159,7 @@ class Stage:
         return members
 
     async def confirm(self, *members: Member) -> None:
-        """Members confirm the round that stands."""
+        """Confirm the current round for the members."""
         round_ = (await self.engine.get_run(RUN)).round
         for member in members:
             command = commands.Confirm(member.node_id, member.lease.number, round_, 29500)
@@ -177,7 +177,7 @@ class Stage:
         await self.engine.execute(RUN, command)
 
     async def list_runs(self) -> list[pb.Run]:
-        """All runs without their nodes, by name, as they are durable; on the way the engine looks at the clock."""
+        """The durable runs without their nodes, by name; the engine also reads the clock."""
 
         def summaries(states: Iterable[RunState]) -> list[pb.Run]:
             return [run_summary(state) for state in sorted(states, key=lambda state: state.run_id)]
@@ -185,7 +185,7 @@ class Stage:
         return await self.engine.read_runs(summaries)
 
     async def later(self, seconds: float) -> pb.Run:
-        """Time passes and the engine looks at the clock; returns the run as it is then."""
+        """Advance the clock, let the engine read it, and return the run."""
         self.now += seconds
         return await self.engine.get_run(RUN)
 
@@ -215,13 +215,13 @@ def writer_of(member: Member) -> Writer:
 
 
 async def begun(*coroutines: Coroutine[Any, Any, T]) -> list[asyncio.Task[T]]:
-    """Tasks that got as far as they can."""
+    """Start tasks, and let them run until they wait."""
     tasks = [asyncio.create_task(each) for each in coroutines]
     await idle()
     return tasks
 
 
 async def idle() -> None:
-    """Let everybody go on who can; enough turns of the loop for a request to travel to the journal and back."""
+    """Run the loop for enough turns that a request gets to the journal and back."""
     for _ in range(20):
         await asyncio.sleep(0)

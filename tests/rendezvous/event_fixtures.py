@@ -1,4 +1,4 @@
-"""A rendezvous service on a real socket with a run whose round runs, and the two ways to hear what happened to it."""
+"""A rendezvous service on a real socket with a run in a final round, and clients that list and watch its events."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ BEGINNING = [
 
 
 class Served:
-    """A rendezvous service on a real socket, over a journal and a clock that the test holds."""
+    """A rendezvous service on a real socket, over a journal and a clock that the test controls."""
 
     def __init__(self, stage: Stage, server: Server, servicer: RendezvousServicer) -> None:
         self.stage = stage
@@ -48,7 +48,7 @@ class Served:
         self._channels: list[grpc.aio.Channel] = []
 
     def stub(self, **options: int) -> pb_grpc.RendezvousServiceAsyncStub:
-        """On a connection of its own."""
+        """A stub on a connection of its own."""
         if options:
             channel = grpc.aio.insecure_channel(self.server.address, list(options.items()))
         else:
@@ -58,7 +58,7 @@ class Served:
         return stub
 
     async def list(self, **request: Any) -> pb.ListEventsResponse:
-        """A page."""
+        """A page of events."""
         return await self.stub().ListEvents(pb.ListEventsRequest(run_id=RUN, **request), timeout=PATIENCE)
 
     def watch(self, revision: int = 0, run_id: str = RUN, **filter_: Any) -> Watch:
@@ -69,7 +69,7 @@ class Served:
         return Watch(self.stub().WatchEvents(request, timeout=PATIENCE))
 
     async def note(self, count: int) -> None:
-        """Things happen, of which nothing follows."""
+        """Record `count` events that have no consequences."""
         for number in range(count):
             command = commands.Evict if number % 2 == 0 else commands.Readmit
             await self.stage.engine.execute(RUN, command("elsewhere", "to and fro"), SERVICE)
@@ -97,14 +97,14 @@ class Watch:
         return response
 
     async def until(self, revision: int) -> list[pb.Event]:
-        """Everything up to a revision."""
+        """All events up to a revision."""
         events: list[pb.Event] = []
         while (response := await self.hear()).revision < revision:
             events += response.events
         return [*events, *response.events]
 
     async def ended(self) -> tuple[list[pb.Event], ServiceError | None]:
-        """Read to the end: what came, and the error that the stream ended with, if any."""
+        """Read to the end; return the events, and the error that ended the stream, if any."""
         events: list[pb.Event] = []
         try:
             while (response := await self.call.read()) is not grpc.aio.EOF:
@@ -117,7 +117,7 @@ class Watch:
 
 @asynccontextmanager
 async def serving_events() -> AsyncIterator[Served]:
-    """The service, with a run of two nodes whose round runs."""
+    """The service, with a run of two nodes in a final round."""
     async with staged(Stage(limits=LIMITS)) as stage:
         servicer = RendezvousServicer(home_of(stage.engine))
         add = partial(pb_grpc.add_RendezvousServiceServicer_to_server, servicer)
@@ -135,10 +135,10 @@ async def serving_events() -> AsyncIterator[Served]:
 
 
 def kinds(events: list[pb.Event]) -> list[str]:
-    """Names of their kinds."""
+    """The names of the events' kinds."""
     return [pb.EventKind.Name(event.kind).removeprefix("EVENT_KIND_") for event in events]
 
 
 def revisions(events: list[pb.Event]) -> list[int]:
-    """Their numbers."""
+    """The events' revisions."""
     return [event.revision for event in events]

@@ -1,4 +1,4 @@
-"""Homes of what a test has built by itself: an engine, a store or fenced states, without a shard around it."""
+"""Run locators for an engine, a store or fenced states that a test has built without a shard."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rallypoint.rendezvous.store.service import StoreService
 
 
 def home_of(part: RendezvousEngine | StoreService | FencedStateService) -> RunLocator:
-    """Where all runs are with that one; whoever asks for another part of a shard finds none."""
+    """A locator that finds all runs at `part`; it has no other part of a shard."""
     match part:
         case RendezvousEngine():
             parts: dict[str, Any] = {"engine": part, "runs": part}

@@ -1,4 +1,4 @@
-"""A shard with something of everything in it, over a journal whose commits the test holds in its hands."""
+"""A shard with a run, a key and a state, over a journal whose commits the test controls."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def elsewhere(run_id: str) -> NotOwner:
 
 
 class ShardJournal(HeldJournal):
-    """Keeps what belongs to stores and states too, and may be another's from some moment on."""
+    """Keeps entries of stores and states too; a test can make it lose its ownership."""
 
     def __init__(self, durable: Sequence[Entry] = ()) -> None:
         super().__init__(durable)
@@ -65,24 +65,24 @@ class ShardJournal(HeldJournal):
         await self._may_tell.wait()
 
     def hold_answers(self) -> None:
-        """From now on commits are made, and nobody learns of it."""
+        """Make commits durable from now on, but let `append` wait."""
         self._may_tell.clear()
 
     def answer(self) -> None:
-        """Those who made them learn of it."""
+        """Let the waiting `append` calls return."""
         self._may_tell.set()
 
     async def close(self) -> None:
         self.closed = True
 
     def lose(self) -> None:
-        """Let commits find that the journal is another's."""
+        """Let commits fail because another replica owns the journal."""
         self._error = OwnershipLost("another replica has it")
         self._free.set()
 
 
 class Scene:
-    """A shard whose run has two nodes in a round that runs, and everybody who may be waiting for something of it."""
+    """A shard whose run has two nodes in a final round, and streams and requests of every kind."""
 
     def __init__(self, journal: ShardJournal) -> None:
         self.journal = journal
@@ -94,7 +94,7 @@ class Scene:
         self.members: list[Member] = []
 
     def guard(self) -> None:
-        """Counts how often it is asked."""
+        """Count the ownership checks; raise `lost` if it is set."""
         self.guarded += 1
         if self.lost is not None:
             raise self.lost
@@ -117,7 +117,7 @@ class Scene:
         return await self.shard.engine.join(run_id, command)
 
     async def populate(self) -> None:
-        """A round that runs, a key and a state; members have taken all their updates."""
+        """Make a final round, a key and a state; members have taken all their updates."""
         self.members = [await self.join("a"), await self.join("b")]
         for member in self.members:
             await self.confirm(member)
@@ -131,7 +131,7 @@ class Scene:
         await self.shard.engine.execute(RUN, command)
 
     async def restart(self) -> None:
-        """A change that every member is told."""
+        """Make a change that is sent to every member."""
         await self.shard.engine.execute(RUN, commands.Restart("the operator wants it"))
 
     async def set(self, key: str, value: bytes, operation: Operation | None = None) -> None:
@@ -140,7 +140,7 @@ class Scene:
 
     @property
     def writer(self) -> Writer:
-        """The first of the nodes."""
+        """The lease of the first node."""
         return writer_of(self.members[0])
 
     async def set_state(self, state: bytes, token: bytes | None = None, **rest: Any) -> FencedState | None:
@@ -149,13 +149,13 @@ class Scene:
 
     @property
     def token(self) -> bytes:
-        """Of the state that is there."""
+        """The token of the current state."""
         held = self.shard.states._states.held(RUN)
         assert held is not None
         return held.current.token
 
     async def streams(self) -> dict[str, LatestValue[Any]]:
-        """One of each kind, all of them read to the end."""
+        """A stream of each kind, all of them read to the end."""
         streams: dict[str, LatestValue[Any]] = {
             "member": self.members[0].updates,
             "watcher": await self.shard.engine.watch(RUN, self.revision),
@@ -167,11 +167,11 @@ class Scene:
 
     @property
     def revision(self) -> int:
-        """Of the latest durable event."""
+        """The revision of the latest durable event."""
         return self.shard.engine._runs[RUN].history.latest
 
     def requests(self) -> dict[str, Callable[[], Awaitable[object]]]:
-        """Whatever can be asked of a shard, and can be answered."""
+        """Every kind of request to a shard; all of them succeed."""
         engine, store, states = self.shard.engine, self.shard.store, self.shard.states
         member = self.members[0]
 
@@ -206,7 +206,7 @@ class Scene:
 
 @asynccontextmanager
 async def opened(journal: ShardJournal | None = None, **settings: Any) -> AsyncIterator[Scene]:
-    """A scene; nothing of it runs any more at the end."""
+    """A scene; none of its tasks may run on at the end."""
     scene = Scene(journal or ShardJournal())
     await scene.open(**settings)
     if journal is None:
@@ -219,9 +219,9 @@ async def opened(journal: ShardJournal | None = None, **settings: Any) -> AsyncI
 
 
 async def refusal_of(awaitable: Awaitable[object]) -> Exception:
-    """What a request is refused with."""
+    """The error that refuses a request."""
     async with asyncio.timeout(_PATIENCE):
-        with pytest.raises(Exception) as refused:  # noqa: PT011 (which one it is, is for the test to say)
+        with pytest.raises(Exception) as refused:  # noqa: PT011 (the test checks its type)
             await awaitable
     assert not isinstance(refused.value, TimeoutError), "it waits for ever"
     return refused.value

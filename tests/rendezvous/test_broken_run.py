@@ -1,4 +1,4 @@
-"""An unexpected error in one run stops that run, says so, and deletes nothing; all others go on."""
+"""An unexpected error in one run stops that run, is reported, and deletes nothing; all others go on."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OTHER = "other"
 
 
 def tripping(original: Callable[..., Any], run_id: str, named: Callable[..., str]) -> Callable[..., Any]:
-    """The same function, which makes a mistake in one run."""
+    """The same function, but it raises an error in one run."""
 
     def trip(*arguments: Any, **named_arguments: Any) -> Any:
         if named(*arguments) == run_id:
@@ -34,7 +34,7 @@ def tripping(original: Callable[..., Any], run_id: str, named: Callable[..., str
     return trip
 
 
-# What goes wrong: where it stands, and by which of its arguments it knows its run.
+# The failing function: its module or class, its name, and the run id in its arguments.
 MISTAKES: dict[str, tuple[Any, str, Callable[..., str]]] = {
     "while a command is carried out": (runs, "carry_out", lambda state, *_: state.run_id),
     "while its consequences are found": (runs, "settle", lambda state, *_: state.run_id),
@@ -48,8 +48,8 @@ MISTAKES: dict[str, tuple[Any, str, Callable[..., str]]] = {
 async def test_one_run_is_stopped_and_the_others_go_on(
     mistake: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Who speaks to it, listens to it or comes to it is told, once for all. Its records stay as they were, whole; a
-    service that starts again, without the mistake, goes on from them."""
+    """Members, watchers and later requests of the run get RunBroken. Its records stay complete; a service that starts
+    again, without the error, goes on from them."""
     async with staged(Stage()) as stage:
         members = [await stage.join(node, RUN) for node in "ab"]
         others = [await stage.join(node, OTHER) for node in "ab"]
@@ -66,7 +66,7 @@ async def test_one_run_is_stopped_and_the_others_go_on(
                 for member in each
             ]
             tasks = await begun(*confirms)
-            # What was durable before the mistake was made is answered as ever.
+            # Commands that were durable before the error may succeed.
             for outcome in await asyncio.gather(*tasks[:2], return_exceptions=True):
                 assert isinstance(outcome, RunBroken) or where is HostedRun
             await asyncio.gather(*tasks[2:])
@@ -104,7 +104,7 @@ async def test_one_run_is_stopped_and_the_others_go_on(
 
 
 async def test_a_mistake_in_a_deadline_stops_that_run_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody asks for anything: it is forgotten, say, and then something goes wrong."""
+    """The error happens without a request: here while an idle run is forgotten."""
     async with staged(Stage(limits=RendezvousLimits(run_ttl=10.0))) as stage:
         for run_id in (RUN, OTHER):
             member = await stage.join("a", run_id)
@@ -149,7 +149,7 @@ async def test_a_run_that_can_not_be_recovered_is_set_aside(monkeypatch: pytest.
 
 
 async def test_a_mistake_in_the_store_of_one_run_stops_that_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who waits in it too. Stores of other runs go on, and so does the run."""
+    """Its waiting requests fail too. Stores of other runs go on, and so does the run itself."""
     async with opened() as scene:
         other = await scene.join("a", OTHER)
         store = scene.shard.store

@@ -1,4 +1,4 @@
-"""A node stays a member of its run over broken streams and servers that come and go, and says nothing in vain."""
+"""A node stays a member of its run over broken streams and server restarts, and repeats reports that were lost."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ RUN = "run-1"
 
 
 class Service:
-    """A rendezvous service that can be stopped and started again at the same place."""
+    """A rendezvous service that can be stopped and started again at the same address."""
 
     def __init__(self, journal: Callable[[], Journal]) -> None:
         """`journal`: makes the journal for each start."""
-        # Bound and not listening, it keeps the port for us: nobody else gets it while the service is away.
+        # Bound and not listening, it reserves the port: no other process gets it while the service is away.
         self._place = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         self._place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self._place.bind(("127.0.0.1", 0))
@@ -62,17 +62,17 @@ class Service:
         self._stack.push_async_callback(self.server.stop)
 
     async def stop(self) -> None:
-        """Go away at once, as a process that is killed."""
+        """Stop at once, as a process that is killed."""
         await self._stack.aclose()
 
     async def close(self) -> None:
-        """Go away for good."""
+        """Stop, and free the port."""
         await self.stop()
         self._place.close()
 
 
 class Member:
-    """A node, and everything that its membership told it."""
+    """A node, and all events of its membership."""
 
     def __init__(self, endpoint: str, request: pb.JoinRun, connect_timeout: float = PATIENCE) -> None:
         self.node_id = request.node_id
@@ -89,7 +89,7 @@ class Member:
         self._news.set()
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        """Wait until what was told makes something true."""
+        """Wait until the events make a condition true."""
         async with asyncio.timeout(PATIENCE):
             while not condition():
                 self._news.clear()
@@ -101,7 +101,7 @@ class Member:
         return self.admissions[times - 1]
 
     async def told(self, phase: pb.Phase.ValueType, round_: int = 0) -> pb.NodeUpdate:
-        """Wait until the latest update has this phase, and a place in this round where one is given."""
+        """Wait until the latest update has this phase and an assignment of this round; 0: no assignment."""
 
         def matches() -> bool:
             updates = self.updates
@@ -111,34 +111,34 @@ class Member:
         return self.updates[-1]
 
     async def end(self) -> None:
-        """Wait for the end of the membership; raises what it raised."""
+        """Wait for the end of the membership; raise its error."""
         async with asyncio.timeout(PATIENCE):
             await self.running
 
     @property
     def admissions(self) -> list[Admitted]:
-        """Every stream that was admitted."""
+        """The admissions, one for each stream."""
         return [event for event in self.events if isinstance(event, Admitted)]
 
     @property
     def updates(self) -> list[pb.NodeUpdate]:
-        """Every state of the run that was told."""
+        """All updates that were received."""
         return [event.update for event in self.events if isinstance(event, MembershipUpdate)]
 
     @property
     def lost_leases(self) -> int:
-        """How often the lease ended."""
+        """The number of leases that ended."""
         return sum(isinstance(event, MembershipReset) for event in self.events)
 
     async def close(self) -> None:
-        """Vanish."""
+        """Disconnect without leaving the run."""
         self.running.cancel()
         await asyncio.gather(self.running, return_exceptions=True)
         await self.channel.close()
 
 
 def join_request(node_id: str, nodes: int = 2, most: int = 0, **settings: float) -> pb.JoinRun:
-    """What a node of the tests asks for: rounds that form at once, and patience with broken streams."""
+    """A join request: rounds form at once, and a broken stream has a long grace period."""
     run_settings = pb.RunSettings(min_nodes=nodes, max_nodes=most or nodes)
     for name, seconds in {"last_call_timeout": 0.0, "disconnect_grace": PATIENCE, **settings}.items():
         set_seconds(getattr(run_settings, name), seconds)
@@ -164,7 +164,7 @@ async def service(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterat
 
 @pytest.fixture
 async def join() -> AsyncIterator[Callable[..., Member]]:
-    """Makes members; they vanish with the test."""
+    """Makes members; they are closed after the test."""
     members: list[Member] = []
 
     def make(endpoint: str, request: pb.JoinRun, connect_timeout: float = PATIENCE) -> Member:
@@ -178,13 +178,13 @@ async def join() -> AsyncIterator[Callable[..., Member]]:
 
 @pytest.fixture
 async def proxy(service: Service) -> AsyncIterator[CutProxy]:
-    """A proxy before the service."""
+    """A proxy in front of the service."""
     async with CutProxy(service.address) as proxy:
         yield proxy
 
 
 async def see(endpoint: str, condition: Callable[[pb.Run], bool]) -> pb.Run:
-    """Watch the run until something is true of it."""
+    """Watch the run until a condition is true; return the run."""
     async with asyncio.timeout(PATIENCE), open_channel(endpoint) as channel:
         stub = pb_grpc.RendezvousServiceStub(channel)
         async for response in stub.WatchRun(pb.WatchRunRequest(run_id=RUN), wait_for_ready=True):
@@ -200,7 +200,7 @@ async def close_run(endpoint: str) -> None:
 
 
 async def formed(*members: Member, round_: int = 1) -> None:
-    """Bring members to a round that is final."""
+    """Confirm a round for the members; wait until it is final."""
     for member in members:
         await member.told(pb.PHASE_FROZEN, round_)
         member.membership.confirm(round_, 5000)
@@ -209,7 +209,7 @@ async def formed(*members: Member, round_: int = 1) -> None:
 
 
 async def pair(service: Service, join: Callable[..., Member]) -> tuple[Member, Member]:
-    """Two members of a run that can do with one, running in round 2."""
+    """Two members, in round 2, of a run that needs only one."""
     one = join(service.address, join_request("a", nodes=1, most=2))
     await formed(one)
     two = join(service.address, join_request("b", nodes=1, most=2))
@@ -218,7 +218,7 @@ async def pair(service: Service, join: Callable[..., Member]) -> tuple[Member, M
 
 
 async def test_two_members_join_confirm_and_run(service: Service, join: Callable[..., Member]) -> None:
-    """The whole way to a round, and to the end of a run that succeeds."""
+    """Two nodes get to a final round, and to the end of a run that succeeds."""
     one, two = (join(service.address, join_request(node_id)) for node_id in ("a", "b"))
     await formed(one, two)
     seats = {member.updates[-1].assignment.group_rank: member.updates[-1].assignment for member in (one, two)}
@@ -237,7 +237,7 @@ async def test_two_members_join_confirm_and_run(service: Service, join: Callable
 async def test_a_restarted_service_is_found_again_under_the_same_lease(
     service: Service, join: Callable[..., Member]
 ) -> None:
-    """A service that dies and comes back takes nothing from anybody: no lease ends, no round."""
+    """A restart of the service ends no lease and no round."""
     one, two = (join(service.address, join_request(node_id)) for node_id in ("a", "b"))
     await formed(one, two)
     await service.stop()
@@ -249,7 +249,7 @@ async def test_a_restarted_service_is_found_again_under_the_same_lease(
     run = await see(service.address, lambda run: all(node.connected for node in run.nodes))
     assert (run.phase, run.round) == (pb.PHASE_FINAL, 1)
     for member in (one, two):
-        # What a node is told on resuming is the state that it knows.
+        # On resuming, the node receives the state that it knows.
         await member.until(lambda member=member: len(member.updates) > 2)  # type: ignore[misc]
         assert member.updates[-1].assignment.round == 1
         assert member.lost_leases == 0
@@ -258,7 +258,7 @@ async def test_a_restarted_service_is_found_again_under_the_same_lease(
 async def test_a_service_that_drains_is_found_again_too(
     service: Service, join: Callable[..., Member]
 ) -> None:
-    """A restart in good order costs no more than one that is none."""
+    """A graceful restart costs no more than a crash."""
     one = join(service.address, join_request("a", nodes=1))
     await formed(one)
     await service.server.drain()
@@ -272,7 +272,7 @@ async def test_a_service_that_drains_is_found_again_too(
 async def test_a_service_that_forgot_the_run_gets_it_anew(
     service: Service, join: Callable[..., Member]
 ) -> None:
-    """The lease is worth nothing there: the node joins as a newcomer, and is told that it is one."""
+    """The lease is not valid there: the node joins as a newcomer, and gets a MembershipReset."""
     one = join(service.address, join_request("a", nodes=1))
     await formed(one)
     await service.stop()
@@ -290,7 +290,7 @@ async def test_a_service_that_forgot_the_run_gets_it_anew(
 async def test_who_lost_its_lease_joins_anew(
     service: Service, proxy: CutProxy, join: Callable[..., Member]
 ) -> None:
-    """A node that was away for too long is a newcomer, and its old lease is never shown again."""
+    """A node that was away for too long is a newcomer, and its old lease is never sent again."""
     away = join(proxy.address, join_request("a", nodes=1, most=2, disconnect_grace=0.05))
     await formed(away)
     stays = join(service.address, join_request("b", nodes=1, most=2, disconnect_grace=0.05))
@@ -309,7 +309,7 @@ async def test_who_lost_its_lease_joins_anew(
 async def test_what_was_said_last_is_said_again_on_the_next_stream(
     proxy: CutProxy, service: Service, join: Callable[..., Member], lost: str
 ) -> None:
-    """A statement written into a connection that broke may have arrived or not; saying it twice is harmless."""
+    """A report written into a connection that broke may have arrived or not; sending it twice is harmless."""
     one = join(proxy.address, join_request("a", nodes=1))
     await one.told(pb.PHASE_FROZEN, 1)
     if lost == "what was said":
@@ -342,7 +342,7 @@ async def test_a_failure_is_heard_though_the_node_leaves_in_the_same_breath(
 async def test_members_answer_at_once_when_a_failed_round_settles(
     service: Service, join: Callable[..., Member]
 ) -> None:
-    """The run ends once all have shown that they are alive: long before the next heartbeat is due."""
+    """The run ends once all have reported that they are alive: long before the next heartbeat is due."""
     requests = [join_request(node_id) for node_id in ("a", "b")]
     for request in requests:
         request.settings.keep_alive_interval.FromSeconds(1200)
@@ -357,7 +357,7 @@ async def test_members_answer_at_once_when_a_failed_round_settles(
 async def test_a_failure_that_is_said_again_has_grown_older(
     proxy: CutProxy, join: Callable[..., Member]
 ) -> None:
-    """It was lost with its connection; by its age, the service still finds which failure of the run was the first."""
+    """The first report was lost with its connection; from the age, the service still finds the run's first failure."""
     one = join(proxy.address, join_request("a", nodes=1))
     await formed(one)
     proxy.swallow()
@@ -376,7 +376,7 @@ async def test_a_failure_that_is_said_again_has_grown_older(
 async def test_a_start_that_is_said_again_has_grown_older_and_is_said_until_it_is_recorded(
     join: Callable[..., Member],
 ) -> None:
-    """On each new stream, once, unless the first update there has it."""
+    """It is sent once on each new stream, unless the first update there has `start_recorded`."""
     final = pb.NodeUpdate(phase=pb.PHASE_FINAL, assignment=pb.Assignment(round=1))
     admitted, recorded = lease(7), lease(7)
     admitted.update.CopyFrom(final)
@@ -402,7 +402,7 @@ async def test_a_start_that_is_said_again_has_grown_older_and_is_said_until_it_i
 async def test_a_success_is_heard_though_the_node_leaves_in_the_same_breath(
     service: Service, join: Callable[..., Member]
 ) -> None:
-    """As one does past the exit barrier: the round of those still at work goes on without it."""
+    """A node leaves like this after the exit barrier; the round goes on for the others."""
     one, two = join(service.address, join_request("a")), join(service.address, join_request("b"))
     await formed(one, two)
     one.membership.report_success(1)
@@ -415,7 +415,7 @@ async def test_a_success_is_heard_though_the_node_leaves_in_the_same_breath(
 
 
 async def test_leaving_gives_the_lease_back(service: Service, join: Callable[..., Member]) -> None:
-    """The others re-form without the node, and need not wait for a lease to run out."""
+    """The others form a new round, and need not wait until the node's lease expires."""
     one, two = await pair(service, join)
     one.membership.leave("no longer needed")
     await one.end()
@@ -441,7 +441,7 @@ async def test_a_departing_node_is_waited_for_until_it_has_left(
 async def test_a_leave_that_a_draining_service_did_not_take_is_said_again(
     proxy: CutProxy, service: Service, join: Callable[..., Member]
 ) -> None:
-    """Otherwise the others would wait for the lease of a node that left in good order."""
+    """Otherwise the others would wait until the lease of that node expires."""
     one = join(proxy.address, join_request("a", nodes=1))
     await one.admitted()
     proxy.swallow()
@@ -460,7 +460,7 @@ async def test_a_leave_that_a_draining_service_did_not_take_is_said_again(
 async def test_who_is_going_and_lost_its_lease_is_out(
     proxy: CutProxy, service: Service, join: Callable[..., Member]
 ) -> None:
-    """There is nothing left to give back, and joining for the sake of leaving would cost a round."""
+    """It has no lease to give back, and joining only to leave would cost a round."""
     one = join(proxy.address, join_request("a", nodes=1, disconnect_grace=0.05))
     await one.admitted()
     proxy.refuse()
@@ -476,7 +476,7 @@ async def test_who_is_going_and_lost_its_lease_is_out(
 async def test_who_is_going_before_it_was_in_does_not_join(
     proxy: CutProxy, join: Callable[..., Member]
 ) -> None:
-    """The same before the first answer."""
+    """This holds before the first admission too."""
     proxy.refuse()
     one = join(proxy.address, join_request("a"))
     one.membership.depart("got SIGTERM")
@@ -487,12 +487,12 @@ async def test_who_is_going_before_it_was_in_does_not_join(
 async def test_two_agents_of_one_name_do_not_chase_each_other_out(
     service: Service, join: Callable[..., Member]
 ) -> None:
-    """The younger one has the place; the older one is told, and does not come back."""
+    """The newer one gets the lease; the older one gets an error, and does not join again."""
     older = join(service.address, join_request("a"))
     await older.admitted()
     younger = join(service.address, join_request("a"))
     await younger.admitted()
-    # gRPC may end the stream without the reason; the refusal to resume has it in other words.
+    # gRPC may end the stream without the reason; the refusal to resume has another text.
     words = r"an agent joined again under its name|lease \d+ superseded it"
     with pytest.raises(ServiceError, match=words) as caught:
         await older.end()
@@ -501,7 +501,7 @@ async def test_two_agents_of_one_name_do_not_chase_each_other_out(
 
 
 async def test_a_closed_run_is_left_with_its_end(service: Service, join: Callable[..., Member]) -> None:
-    """Whoever is in learns how it ended, and goes."""
+    """A member receives the outcome, and its membership ends."""
     one = join(service.address, join_request("a"))
     await one.admitted()
     await close_run(service.address)
@@ -512,7 +512,7 @@ async def test_a_closed_run_is_left_with_its_end(service: Service, join: Callabl
 async def test_who_was_away_when_the_run_was_closed_learns_its_end(
     proxy: CutProxy, service: Service, join: Callable[..., Member]
 ) -> None:
-    """Its lease ended with the run; that is no reason to keep the outcome from it."""
+    """Its lease ended with the run, but it still receives the outcome."""
     one = join(proxy.address, join_request("a"))
     await one.admitted()
     proxy.refuse()
@@ -524,7 +524,7 @@ async def test_who_was_away_when_the_run_was_closed_learns_its_end(
 
 
 async def test_who_joins_a_closed_run_is_refused(service: Service, join: Callable[..., Member]) -> None:
-    """The error says that it is closed, and what to do."""
+    """The error is RUN_CLOSED, and recommends another run id."""
     for request in (requests := [join_request("a"), join_request("b")]):
         request.settings.reopen = pb.REOPEN_NEVER
     first = join(service.address, requests[0])
@@ -539,7 +539,7 @@ async def test_who_joins_a_closed_run_is_refused(service: Service, join: Callabl
 async def test_a_run_is_opened_again_when_its_last_node_has_left(
     service: Service, join: Callable[..., Member]
 ) -> None:
-    """A node that stays keeps its lease past the end, over a server that starts again; a join waits for it."""
+    """With `stays_until_gone` a node keeps its lease past the end and over a restart; a join waits until it leaves."""
     requests = [join_request("a"), join_request("b", nodes=1)]
     for request in requests:
         request.stays_until_gone = True
@@ -563,7 +563,7 @@ async def test_a_run_is_opened_again_when_its_last_node_has_left(
 async def test_an_agent_that_was_in_the_ended_run_does_not_join_the_next(
     service: Service, join: Callable[..., Member], proxy: CutProxy
 ) -> None:
-    """Its lease is over, and it learns how its own run ended."""
+    """Its lease is over, and it receives the outcome of its own run."""
     stale = join(proxy.address, join_request("a", nodes=1, disconnect_grace=0.05))
     await formed(stale)
     proxy.refuse()
@@ -578,7 +578,7 @@ async def test_an_agent_that_was_in_the_ended_run_does_not_join_the_next(
 
 
 class Refusing(pb_grpc.RendezvousServiceServicer):
-    """A service that admits a node, refuses it once when it is back, and then admits it again."""
+    """A service that admits a node, refuses it once when it resumes, and then admits it again."""
 
     def __init__(self, refusal: ServiceError) -> None:
         self.first_messages: list[pb.JoinRequest] = []
@@ -626,8 +626,7 @@ async def refusing(refusal: ServiceError) -> AsyncIterator[tuple[Refusing, Membe
     ],
 )
 async def test_a_node_that_was_in_goes_only_if_it_is_refused(code: grpc.StatusCode, reason: str) -> None:
-    """Whatever else it is answered, it comes back with its lease: its workers run, and next time it may be another
-    answer."""
+    """After any other error it resumes with its lease: its workers run, and the next attempt may succeed."""
     async with refusing(ServiceError(code, reason, "not now")) as (servicer, member):
         assert (await member.admitted(times=2)).resumed
         assert [each.resume.lease for each in servicer.first_messages] == [0, 7, 7]
@@ -645,7 +644,7 @@ async def test_a_node_that_was_in_goes_only_if_it_is_refused(code: grpc.StatusCo
     ],
 )
 async def test_a_node_that_was_in_and_is_refused_goes(reason: str, metadata: dict[str, str]) -> None:
-    """It would be told the same each time."""
+    """Each further attempt would be refused too."""
     refusal = ServiceError(grpc.StatusCode.FAILED_PRECONDITION, reason, "go", metadata=metadata)
     async with refusing(refusal) as (servicer, member):
         with pytest.raises(ServiceError, match="go") as caught:
@@ -655,7 +654,7 @@ async def test_a_node_that_was_in_and_is_refused_goes(reason: str, metadata: dic
 
 
 async def test_nobody_there_is_told_with_the_address_after_the_timeout(join: Callable[..., Member]) -> None:
-    """The reason is the one that connecting failed with."""
+    """The error has the cause of the failed connection."""
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{nobody.getsockname()[1]}"
@@ -667,7 +666,7 @@ async def test_nobody_there_is_told_with_the_address_after_the_timeout(join: Cal
 
 
 async def test_a_host_that_says_nothing_is_told_with_the_address_too(join: Callable[..., Member]) -> None:
-    """Something listens there, and is no rendezvous service."""
+    """Another program listens there, not a rendezvous service."""
     with socket.create_server(("127.0.0.1", 0)) as mute:
         address = f"127.0.0.1:{mute.getsockname()[1]}"
         with pytest.raises(RendezvousUnreachable, match=f"at {address} within 0.5 s: "):
@@ -675,10 +674,10 @@ async def test_a_host_that_says_nothing_is_told_with_the_address_too(join: Calla
 
 
 class Script:
-    """A service that says what it is told to, and keeps what it hears."""
+    """A service that sends scripted responses, and keeps all requests."""
 
     def __init__(self, *streams: list[pb.JoinResponse | grpc.StatusCode]) -> None:
-        """`streams`: what to answer on the first stream, the second …; a status ends it, else it stays open."""
+        """`streams`: the responses on the first stream, the second …; a status ends it, else it stays open."""
         self.streams = list(streams)
         self.heard: list[pb.JoinRequest] = []
 
@@ -699,7 +698,7 @@ class Script:
 
 
 async def serve_script(script: Script, stack: AsyncExitStack) -> str:
-    """Serve a script; returns where."""
+    """Serve a script; return the address."""
     handler = grpc.stream_stream_rpc_method_handler(
         script.join, pb.JoinRequest.FromString, pb.JoinResponse.SerializeToString
     )
@@ -712,14 +711,14 @@ async def serve_script(script: Script, stack: AsyncExitStack) -> str:
 
 
 def lease(number: int) -> pb.JoinResponse:
-    """A lease that asks for a heartbeat every hundredth of a second."""
+    """A lease that asks for a heartbeat every 10 ms."""
     answer = pb.JoinResponse(lease=pb.Lease(number=number, revision=1))
     answer.lease.keep_alive_interval.FromMilliseconds(10)
     return answer
 
 
 async def test_a_node_with_nothing_to_say_says_that_it_is_alive(join: Callable[..., Member]) -> None:
-    """At the interval that the lease names."""
+    """It sends heartbeats at the interval of the lease."""
     async with AsyncExitStack() as stack:
         script = Script([lease(7)])
         one = join(await serve_script(script, stack), join_request("a"))
@@ -732,7 +731,7 @@ async def test_a_node_with_nothing_to_say_says_that_it_is_alive(join: Callable[.
 async def test_a_node_without_a_watchdog_says_so_at_once_and_until_it_has_one(
     join: Callable[..., Member],
 ) -> None:
-    """On a new stream as well; and where there is something else to say, beside that."""
+    """It repeats that on a new stream, and beside other reports."""
     async with AsyncExitStack() as stack:
         quiet = lease(7)
         quiet.lease.keep_alive_interval.FromSeconds(3600)
@@ -768,7 +767,7 @@ async def test_a_node_without_a_watchdog_says_so_at_once_and_until_it_has_one(
 async def test_a_broken_stream_is_resumed_from_the_last_revision(
     join: Callable[..., Member], end: grpc.StatusCode
 ) -> None:
-    """Whatever broke it; only a service of ours that refuses for a reason of its own is believed."""
+    """This holds for any status; only a refusal with a reason of the service ends the membership."""
     async with AsyncExitStack() as stack:
         seen = pb.JoinResponse(update=pb.NodeUpdate(revision=41, phase=pb.PHASE_JOINABLE))
         script = Script([lease(7), seen, end], [lease(7)])
@@ -783,7 +782,7 @@ async def test_a_broken_stream_is_resumed_from_the_last_revision(
 async def test_a_service_that_goes_away_before_it_gives_a_lease_admits_nobody(
     join: Callable[..., Member],
 ) -> None:
-    """Nothing is told of a lease that there is not; the node asks again, for the same as before."""
+    """Without a lease there is no admission; the node repeats its last request."""
     async with AsyncExitStack() as stack:
         gone: list[pb.JoinResponse | grpc.StatusCode] = [
             pb.JoinResponse(draining=pb.Draining(revision=5)),

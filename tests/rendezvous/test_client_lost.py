@@ -1,4 +1,4 @@
-"""A service that is lost is waited for without end, or, where it may be gone for good, for as long as is said."""
+"""A node waits for a lost service without end, or, where it may be gone for good, for `lost_timeout` seconds."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ class Node:
         self._port = 0
 
     async def serve(self) -> None:
-        """Stand the service up, at the address that it had."""
+        """Start the service, at the address that it had."""
         serving = await self._service.enter_async_context(rendezvous_server(ServerOptions(port=self._port)))
         self._port = int(serving.server.address.rpartition(":")[2])
         self._stack.push_async_callback(self._service.aclose)
 
     async def lose(self) -> None:
-        """Take it away."""
+        """Stop the service."""
         await self._service.aclose()
 
     async def join(self, lost_timeout: float) -> asyncio.Task[None]:
-        """Be a member; returns once admitted."""
+        """Join the run; return once admitted."""
         endpoint = f"127.0.0.1:{self._port}"
         channel = await self._stack.enter_async_context(open_channel(endpoint))
         membership = Membership(channel, endpoint, JOIN, self.events.put_nowait, lost_timeout=lost_timeout)
@@ -49,14 +49,14 @@ class Node:
         return task
 
     async def admitted(self) -> None:
-        """Wait until the member is in."""
+        """Wait until the member is admitted."""
         async with asyncio.timeout(PATIENCE):
             while not isinstance(await self.events.get(), Admitted):
                 pass
 
 
 async def test_who_waits_no_longer_than_said_gives_up() -> None:
-    """With the address, and why there is no answer."""
+    """The error has the address and the cause."""
     async with AsyncExitStack() as stack:
         node = Node(stack)
         await node.serve()
@@ -69,7 +69,7 @@ async def test_who_waits_no_longer_than_said_gives_up() -> None:
 
 @pytest.mark.parametrize("lost_timeout", [math.inf, PATIENCE])
 async def test_a_service_that_comes_back_in_time_is_joined_anew(lost_timeout: float) -> None:
-    """As often as it goes: each time there is all the time again."""
+    """The timeout begins again at each loss."""
     async with AsyncExitStack() as stack:
         node = Node(stack)
         await node.serve()
@@ -82,7 +82,7 @@ async def test_a_service_that_comes_back_in_time_is_joined_anew(lost_timeout: fl
 
 
 async def test_a_stream_that_lives_longer_than_that_is_no_loss() -> None:
-    """The time begins when the service is lost."""
+    """The timeout begins when the service is lost."""
     async with AsyncExitStack() as stack:
         node = Node(stack)
         await node.serve()

@@ -1,4 +1,4 @@
-"""A node whose rendezvous has several replicas stays a member of its run whichever of them it is with."""
+"""A node stays a member of its run when the run moves between replicas of the rendezvous."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ class Other:
     """A replica that owns nothing.
 
     Attributes:
-        owner: Whom it names; empty: nobody.
-        silent: It takes streams, and says nothing on them.
-        paused: It admits, and says nothing after that, as an owner that is stopped.
+        owner: The owner that it names; empty: none.
+        silent: It accepts streams, and sends nothing on them.
+        paused: It admits, and sends nothing after that, as an owner that is stopped.
     """
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class Other:
         self.asked = asyncio.Event()
 
     async def join(self, requests: object, context: object) -> AsyncIterator[pb.JoinResponse]:
-        """Refuse to."""
+        """Refuse with NotOwner, unless silent or paused."""
         self.asked.set()
         if self.paused:
             yield pb.JoinResponse(lease=pb.Lease(number=1, keep_alive_interval=Duration(seconds=3600)))
@@ -66,7 +66,7 @@ class Other:
 
 
 class Fleet:
-    """One replica that owns the run, over a journal that outlives it, and others."""
+    """One replica that owns the run, over a journal that outlives it, and other replicas."""
 
     def __init__(self, stack: AsyncExitStack, journal: Path) -> None:
         self._stack = stack
@@ -75,7 +75,7 @@ class Fleet:
         self.events: asyncio.Queue[Event] = asyncio.Queue()
 
     async def own(self) -> str:
-        """Have a replica own the run, at a place of its own."""
+        """Start a replica that owns the run; return its address."""
         services = await self._owner.enter_async_context(rendezvous_services(SqliteJournal(self._journal)))
         server = Server(ServerOptions(), services=services, translate=translate)
         await server.start()
@@ -84,7 +84,7 @@ class Fleet:
         return server.address
 
     async def kill_owner(self) -> None:
-        """Take it away."""
+        """Stop the owner."""
         await self._owner.aclose()
 
     async def other(self) -> tuple[Other, str]:
@@ -101,7 +101,7 @@ class Fleet:
         return servicer, server.address
 
     def join(self, *places: str, connect_timeout: float = PATIENCE) -> asyncio.Task[None]:
-        """Be a member."""
+        """Join the run."""
         board = ReplicaClient(",".join(places))
         self._stack.push_async_callback(board.close)
         self.board = board
@@ -114,7 +114,7 @@ class Fleet:
         return task
 
     async def admitted(self) -> Admitted:
-        """Wait until the member is in."""
+        """Wait until the member is admitted."""
         async with asyncio.timeout(PATIENCE):
             while True:
                 event = await self.events.get()
@@ -131,7 +131,7 @@ async def fleet(tmp_path: Path) -> AsyncIterator[Fleet]:
 async def test_a_node_joins_at_the_owner_wherever_it_begins(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without a pause; and the owner need not be in its list."""
+    """It does so without a pause; the owner need not be in its list."""
     monkeypatch.setattr(client, "_FIRST_BACKOFF", 3600.0)
     other, elsewhere = await fleet.other()
     other.owner = await fleet.own()
@@ -141,8 +141,8 @@ async def test_a_node_joins_at_the_owner_wherever_it_begins(
 
 
 async def test_a_node_is_resumed_by_the_next_owner(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under its lease; before there is one, it is looked for where the list says. An owner that is gone is not waited
-    for, however patient one is with those that are silent."""
+    """It keeps its lease. While there is no owner, it asks the replicas of its list. It does not wait for an owner
+    that is gone, however long the timeout for silent replicas is."""
     monkeypatch.setattr(replica_client, "REPLY_TIMEOUT", 3600.0)
     other, elsewhere = await fleet.other()
     first = await fleet.own()
@@ -162,7 +162,7 @@ async def test_a_node_is_resumed_by_the_next_owner(fleet: Fleet, monkeypatch: py
 async def test_a_replica_that_says_nothing_holds_nobody(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whether it takes streams, or as one that is stopped only connections."""
+    """One replica accepts streams, the other one, stopped, only connections."""
     monkeypatch.setattr(replica_client, "REPLY_TIMEOUT", 0.3)
     monkeypatch.setattr(replica_client, "CONNECT_TIMEOUT", 0.3)
     other, silent = await fleet.other()
@@ -174,7 +174,7 @@ async def test_a_replica_that_says_nothing_holds_nobody(
 
 
 async def test_stores_and_nodes_of_a_job_share_what_they_know(fleet: Fleet) -> None:
-    """The owner that one was told of is asked by the other."""
+    """The store client asks the owner that the node has found."""
     other, elsewhere = await fleet.other()
     other.owner = await fleet.own()
     fleet.join(elsewhere)
@@ -194,7 +194,7 @@ async def test_nobody_there_is_told_with_all_that_was_asked(fleet: Fleet) -> Non
 
 
 async def test_the_owner_s_refusal_is_the_last_word(fleet: Fleet) -> None:
-    """However it was found."""
+    """This holds also if the node found the owner by a redirect."""
     other, elsewhere = await fleet.other()
     owner = await fleet.own()
     async with ReplicaClient(owner) as board, asyncio.timeout(PATIENCE):
@@ -212,7 +212,7 @@ async def test_the_owner_s_refusal_is_the_last_word(fleet: Fleet) -> None:
 
 
 async def test_what_another_call_finds_out_ends_the_wait_for_a_paused_owner(fleet: Fleet) -> None:
-    """Its stream would end with gRPC's patience only; another replica has answered for the run meanwhile."""
+    """Its stream would end only at gRPC's timeout; another replica has answered for the run meanwhile."""
     paused, before = await fleet.other()
     paused.paused = True
     fleet.join(before, before)
@@ -236,7 +236,7 @@ async def test_what_another_call_finds_out_ends_the_wait_for_a_paused_owner(flee
 async def test_an_outage_is_told_once_with_who_was_lost(
     fleet: Fleet, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """And not with what the others say of it, which is that it is the owner."""
+    """The log line leaves out the replies of the others, which still name it as the owner."""
     caplog.set_level(logging.INFO, "rallypoint")
     other, elsewhere = await fleet.other()
     other.owner = first = await fleet.own()
@@ -255,7 +255,7 @@ async def test_an_outage_is_told_once_with_who_was_lost(
     if line.name == "rendezvous replica lost, looking for the next owner of the run":
         assert (line.fields["replica"], line.fields["among"]) == (first, f"{elsewhere},{first}")
         assert "belongs to" not in line.fields["error"]
-    else:  # it could still say that it goes
+    else:  # it could still report that it is draining
         assert line.name == "the run moves to another replica"
         assert (line.fields["before"], line.fields["among"]) == (first, f"{elsewhere},{first}")
 
@@ -263,7 +263,7 @@ async def test_an_outage_is_told_once_with_who_was_lost(
 async def test_who_is_told_to_stop_while_a_call_fails_stops(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """gRPC takes a cancellation for its own while it begins a call, and may report the call's failure instead."""
+    """gRPC treats a cancellation as its own while it begins a call, and may report the call's failure instead."""
     begun = asyncio.Event()
 
     async def line(*arguments: object) -> ReplicaConnection:

@@ -1,4 +1,4 @@
-"""ListEvents over real gRPC: all that happened, in order, a page at a time."""
+"""ListEvents over real gRPC: all events, in order, a page at a time."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ async def served() -> AsyncIterator[Served]:
 
 
 async def test_what_happened_is_listed(served: Served) -> None:
-    """Why a round ended, who was first, and that it goes on: in order, with who caused it."""
+    """The failure, the end of the round and the next round are listed in order, with their actors."""
     members = list(served.stage.engine._runs[RUN].members.values())
     await served.stage.fail(members[1], 1)
     response = await served.list()
@@ -48,7 +48,7 @@ async def test_what_happened_is_listed(served: Served) -> None:
 
 
 async def test_pages_lead_from_one_to_the_next(served: Served) -> None:
-    """In both directions, past what comes meanwhile."""
+    """This holds in both directions, also if events are added meanwhile."""
     up = await served.list(page_size=3)
     down = await served.list(page_size=3, newest_first=True)
     await served.note(1)
@@ -64,7 +64,7 @@ async def test_pages_lead_from_one_to_the_next(served: Served) -> None:
 
 
 async def test_only_what_is_asked_for_is_listed(served: Served) -> None:
-    """By node, kind, round and time."""
+    """Events are filtered by node, kind, round and time."""
 
     async def listed(**filter_: Any) -> list[int]:
         return revisions(list((await served.list(filter=pb.EventFilter(**filter_))).events))
@@ -77,7 +77,7 @@ async def test_only_what_is_asked_for_is_listed(served: Served) -> None:
 
 
 async def test_a_page_stays_within_what_a_client_takes(served: Served) -> None:
-    """However large the failures are; the rest is on the next page."""
+    """This holds for large failures too; the rest is on the next page."""
     history = served.stage.engine.history(RUN)
     history._most_events = history._most_bytes = 10**9
     failure = ReportedFailure(1, 0, 0, "t", "a", "h", 1, 1, 1.7e9, "it broke", "x" * 16_384, "")
@@ -114,13 +114,13 @@ def ask(served: Served, request: pb.ListEventsRequest | pb.WatchEventsRequest) -
 async def test_a_bad_request_names_its_field(
     served: Served, field: str, bad: pb.ListEventsRequest | pb.WatchEventsRequest
 ) -> None:
-    """INVALID_ARGUMENT, with a BadRequest."""
+    """The error is INVALID_ARGUMENT with a BadRequest."""
     error = await refusal(ask(served, bad))
     assert (error.code, [each for each, _ in error.field_violations]) == (Code.INVALID_ARGUMENT, [field])
 
 
 async def test_a_page_that_is_gone_is_told(served: Served) -> None:
-    """With what is still there; who begins anew gets that."""
+    """The error has the oldest revision that is left; a new listing begins there."""
     token = (await served.list(page_size=3)).next_page_token
     down = (await served.list(page_size=3, newest_first=True)).next_page_token
     await served.note(300)
@@ -137,7 +137,7 @@ async def test_a_page_that_is_gone_is_told(served: Served) -> None:
 
 @pytest.mark.parametrize("method", ["ListEvents", "WatchEvents"])
 async def test_a_run_that_is_not_there_has_no_events(served: Served, method: str) -> None:
-    """NOT_FOUND, also while it is being made and may come to nothing."""
+    """The error is RUN_NOT_FOUND, also while the creation of the run is not durable yet."""
     request = getattr(pb, f"{method}Request")
     assert (await refusal(ask(served, request(run_id="nowhere")))).reason == "RUN_NOT_FOUND"
     served.stage.journal.hold()

@@ -1,4 +1,4 @@
-"""WatchEvents over real gRPC: all that happens, in order and once, however slow or late one is."""
+"""WatchEvents over real gRPC: all events, in order and once, also for slow and late watchers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ async def served() -> AsyncIterator[Served]:
 
 
 async def test_a_watcher_hears_all_from_the_beginning(served: Served) -> None:
-    """What was, then what comes, until the run is closed."""
+    """It receives the past events, then the new ones, until the run is closed."""
     watch = served.watch()
     assert kinds(await watch.until(7)) == BEGINNING
     await served.note(2)
@@ -41,7 +41,7 @@ async def test_a_watcher_hears_all_from_the_beginning(served: Served) -> None:
 
 
 async def test_a_watcher_that_comes_back_hears_what_it_missed(served: Served) -> None:
-    """Nothing twice, nothing left out; and of a closed run the rest, then the end."""
+    """It receives each event once; of a closed run the rest, then the end."""
     watch = served.watch()
     await watch.until(7)
     watch.call.cancel()
@@ -57,7 +57,7 @@ async def test_a_watcher_that_comes_back_hears_what_it_missed(served: Served) ->
 
 
 async def test_the_first_message_comes_at_once(served: Served) -> None:
-    """So that a watcher knows it is heard, also where there is nothing to tell."""
+    """So a watcher knows that its stream is open, also if there are no events."""
     for watch in (served.watch(7), served.watch(node_ids=["nobody"])):
         first = await watch.hear()
         assert (list(first.events), first.revision) == ([], 7)
@@ -67,7 +67,7 @@ async def test_the_first_message_comes_at_once(served: Served) -> None:
 async def test_a_watcher_that_wants_little_is_told_how_far_it_has_come(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Now and then, so that what it would resume from is still kept."""
+    """It gets a message now and then, so that the revision to resume from is still kept."""
     monkeypatch.setattr(event_pages, "_MOST_UNREPORTED", 3)
     watch = served.watch(node_ids=["nobody"])
     assert (await watch.hear()).revision == 7
@@ -78,7 +78,7 @@ async def test_a_watcher_that_wants_little_is_told_how_far_it_has_come(
 
 
 async def test_a_watcher_hears_only_what_it_asked_for(served: Served) -> None:
-    """And every message says how far it was told."""
+    """Every message has the revision that the watcher has reached."""
     watch = served.watch(kinds=[pb.EVENT_KIND_NODE_READMITTED])
     assert (await watch.hear()).revision == 7
     await served.note(4)
@@ -86,7 +86,7 @@ async def test_a_watcher_hears_only_what_it_asked_for(served: Served) -> None:
 
 
 async def test_nothing_is_told_before_it_is_durable(served: Served) -> None:
-    """Neither to a watcher nor in a page."""
+    """It is neither sent to a watcher nor listed in a page."""
     watch = served.watch(7)
     await watch.hear()
     served.stage.journal.hold()
@@ -102,7 +102,7 @@ async def test_nothing_is_told_before_it_is_durable(served: Served) -> None:
 
 
 async def test_a_cursor_that_was_never_given_out_is_told(served: Served) -> None:
-    """It belongs to another service, or to one that forgot."""
+    """It belongs to another service, or to one that lost its journal."""
     _, error = await served.watch(8).ended()
     assert error is not None
     assert (error.code, error.reason) == (Code.OUT_OF_RANGE, "REVISION_AHEAD")
@@ -110,7 +110,7 @@ async def test_a_cursor_that_was_never_given_out_is_told(served: Served) -> None
 
 
 async def test_a_cursor_that_is_gone_is_told(served: Served) -> None:
-    """With what is still there; from 0 one always hears that."""
+    """The error has the oldest revision that is left; a watch from 0 begins there."""
     await served.note(300)
     _, error = await served.watch(7).ended()
     assert error is not None
@@ -123,7 +123,7 @@ async def test_a_cursor_that_is_gone_is_told(served: Served) -> None:
 
 
 async def test_watchers_are_limited_and_their_places_come_free(served: Served) -> None:
-    """Past the limit: come back later. Who goes makes room."""
+    """Past the limit a watcher is refused for now. A watcher that ends makes room."""
     watches = [served.watch() for _ in range(3)]
     for watch in watches:
         await watch.hear()
@@ -133,13 +133,13 @@ async def test_watchers_are_limited_and_their_places_come_free(served: Served) -
     assert error.retry_after is not None
     watches[0].call.cancel()
     async with asyncio.timeout(PATIENCE):
-        while len(served.stage.engine._runs[RUN].followers) == 3:  # noqa: ASYNC110 (nobody is told)
+        while len(served.stage.engine._runs[RUN].followers) == 3:  # noqa: ASYNC110 (no event)
             await asyncio.sleep(0.01)
     assert await served.watch().hear()
 
 
 async def test_a_draining_server_lets_its_watchers_go(served: Served) -> None:
-    """They come back with their cursor, here or elsewhere; newcomers are turned away."""
+    """They can resume with their cursor, at any replica; newcomers are refused."""
     watch = served.watch()
     await watch.until(7)
     await served.servicer.drain()
@@ -152,11 +152,11 @@ async def test_a_draining_server_lets_its_watchers_go(served: Served) -> None:
 async def test_a_watcher_that_reads_nothing_is_ended_and_holds_nothing(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Others are not delayed by it, and what it did not take is told to it when it comes back."""
+    """Others are not delayed by it, and it receives the events that it missed when it resumes."""
     monkeypatch.setattr(flow, "WRITE_TIMEOUT", 3.0)  # a busy machine reads late too
     history = served.stage.engine.history(RUN)
     history._most_events, history._most_bytes = 10**9, 10**9
-    # Windows that don't grow: what the transport takes before a write waits is small.
+    # Windows that don't grow: the transport takes little before a write waits.
     small = {
         "grpc.http2.bdp_probe": 0,
         "grpc.http2.lookahead_bytes": 16_384,
@@ -172,7 +172,7 @@ async def test_a_watcher_that_reads_nothing_is_ended_and_holds_nothing(
             await served.stage.engine.execute(RUN, command)
     assert (await brisk.until(served.latest()))[-1].revision == served.latest()
     async with asyncio.timeout(PATIENCE):
-        while len(served.stage.engine._runs[RUN].followers) == 2:  # noqa: ASYNC110 (nobody is told)
+        while len(served.stage.engine._runs[RUN].followers) == 2:  # noqa: ASYNC110 (no event)
             await asyncio.sleep(0.01)
     _, error = await slow.ended()
     assert error is not None

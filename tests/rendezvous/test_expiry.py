@@ -1,4 +1,4 @@
-"""A run that nobody is in is forgotten after a while; its numbers are not, so none is given out twice."""
+"""A run without nodes is forgotten after a while; its numbers are not, so that none is used twice."""
 
 from __future__ import annotations
 
@@ -35,27 +35,27 @@ LIMITS = RendezvousLimits(run_ttl=TTL)
 
 @pytest.fixture
 async def stage() -> AsyncIterator[Stage]:
-    """Runs of one node, which are forgotten a hundred seconds after it has gone."""
+    """An engine whose runs have one node, and are forgotten 100 s after it has gone."""
     async with staged(Stage(limits=LIMITS, min_nodes=1, max_nodes=1)) as stage:
         yield stage
 
 
 async def known(stage: Stage, after: float = 0.0) -> list[str]:
-    """The names of the runs that there are, so many seconds later."""
+    """The names of the known runs, `after` seconds later."""
     stage.now += after
-    await stage.list_runs()  # what is due by now happens in the step that this is read in
+    await stage.list_runs()  # this step also carries out the due deadlines
     return [run.run_id for run in await stage.list_runs()]
 
 
 async def ended_run(stage: Stage) -> pb.Run:
-    """A run that is closed, with one round behind it."""
+    """A closed run that had one round."""
     await stage.running("a")
     await stage.engine.close_run(RUN, "enough")
     return await stage.engine.get_run(RUN)
 
 
 async def test_a_closed_run_is_forgotten_after_its_time(stage: Stage) -> None:
-    """And not a moment before: whoever asks how it ended is told so until then."""
+    """Until then its outcome can be read."""
     await ended_run(stage)
     assert await known(stage, TTL - 0.1) == [RUN]
     assert (await stage.engine.get_run(RUN)).run_end.outcome == pb.OUTCOME_CANCELLED
@@ -67,7 +67,7 @@ async def test_a_closed_run_is_forgotten_after_its_time(stage: Stage) -> None:
 
 
 async def test_a_run_that_all_nodes_left_is_forgotten_too(stage: Stage) -> None:
-    """It is open, but nobody came back."""
+    """It is open, but no node came back."""
     (member,) = await stage.running("a")
     await stage.leave(member)
     assert await known(stage, TTL - 0.1) == [RUN]
@@ -75,7 +75,7 @@ async def test_a_run_that_all_nodes_left_is_forgotten_too(stage: Stage) -> None:
 
 
 async def test_a_run_that_lost_its_nodes_has_its_time_from_then_on(stage: Stage) -> None:
-    """The time until they are held for lost comes before it."""
+    """The time begins when the nodes count as lost."""
     (member,) = await stage.running("a")
     stage.engine.disconnect(member)
     assert await known(stage, 2.0) == [RUN]
@@ -84,7 +84,7 @@ async def test_a_run_that_lost_its_nodes_has_its_time_from_then_on(stage: Stage)
 
 
 async def test_a_run_that_somebody_is_in_is_never_forgotten(stage: Stage) -> None:
-    """However long nothing happens to it."""
+    """This holds however long nothing happens to it."""
     (member,) = await stage.running("a")
     for _ in range(30):
         stage.engine.renew(member)
@@ -93,7 +93,7 @@ async def test_a_run_that_somebody_is_in_is_never_forgotten(stage: Stage) -> Non
 
 
 async def test_who_comes_back_in_time_begins_the_time_anew(stage: Stage) -> None:
-    """From when it goes again."""
+    """The time begins when the node leaves again."""
     await stage.leave(await stage.join("a"))
     stage.now += TTL - 1
     member = await stage.join("a")
@@ -105,7 +105,7 @@ async def test_who_comes_back_in_time_begins_the_time_anew(stage: Stage) -> None
 
 
 async def test_who_comes_back_at_the_very_moment_finds_the_run(stage: Stage) -> None:
-    """What is asked for comes before what follows by itself."""
+    """Requests come before deadlines of the same step."""
     await stage.leave(await stage.join("a"))
     revision = (await stage.engine.get_run(RUN)).revision
     stage.now += TTL
@@ -115,7 +115,7 @@ async def test_who_comes_back_at_the_very_moment_finds_the_run(stage: Stage) -> 
 
 
 async def test_it_is_told_when_it_is_durable(stage: Stage) -> None:
-    """The store is told that the run is gone, and so is everybody else, once no restart can bring it back."""
+    """The engine reports it to the store and to readers once no restart can bring the run back."""
     await ended_run(stage)
     stage.journal.hold()
     stage.now += TTL
@@ -130,7 +130,7 @@ async def test_it_is_told_when_it_is_durable(stage: Stage) -> None:
 
 
 async def test_whoever_watches_an_idle_run_is_told_that_it_is_gone(stage: Stage) -> None:
-    """Watchers and followers alike; nobody waits for ever."""
+    """Watchers and followers get RunNotFound; none waits for ever."""
     await stage.leave(await stage.join("a"))
     watcher, follower = await stage.engine.watch(RUN, 0), stage.engine.follow(RUN, 0)
     await watcher.take()
@@ -143,7 +143,7 @@ async def test_whoever_watches_an_idle_run_is_told_that_it_is_gone(stage: Stage)
 
 
 async def test_deadlines_of_a_run_that_is_gone_wake_nobody() -> None:
-    """With no time to live at all it goes with its last node, whose lease had longer to live."""
+    """With a time to live of 0 it goes with its last node, whose lease would have lasted longer."""
     async with staged(Stage(limits=RendezvousLimits(run_ttl=0.0))) as stage:
         await stage.leave(await stage.join("a"))
         assert await known(stage) == []
@@ -153,7 +153,7 @@ async def test_deadlines_of_a_run_that_is_gone_wake_nobody() -> None:
 
 
 async def test_a_stream_that_outlives_its_run_does_no_harm(stage: Stage) -> None:
-    """A node that was told of the end, and has not closed its side yet, may say what it likes."""
+    """A node that received the end, and has not closed its side yet, may still send messages."""
     (member,) = await stage.running("a")
     await stage.engine.close_run(RUN, "enough")
     assert await known(stage, TTL) == []
@@ -167,7 +167,7 @@ async def test_a_stream_that_outlives_its_run_does_no_harm(stage: Stage) -> None
 
 
 async def test_a_closed_run_is_deleted_at_once(stage: Stage) -> None:
-    """As if its time were over: the journal has nothing of it but its numbers, and watchers are told."""
+    """As if its time were over: the journal keeps only its numbers, and members receive the end."""
     (member,) = await stage.running("a")
     with pytest.raises(RunInUse, match="has 1 nodes: close it"):
         await stage.engine.delete_run(RUN, SERVICE)
@@ -182,7 +182,7 @@ async def test_a_closed_run_is_deleted_at_once(stage: Stage) -> None:
 
 
 async def test_a_node_that_comes_with_the_deletion_keeps_its_run(stage: Stage) -> None:
-    """Both are carried out in one step: the node is in, and who wanted the run deleted is told so."""
+    """Both are carried out in one step: the node is admitted, and the deletion is refused."""
     await stage.leave(await stage.join("a"))
     deleting = asyncio.ensure_future(stage.engine.delete_run(RUN, SERVICE))
     joining = asyncio.ensure_future(stage.join("a"))
@@ -196,7 +196,7 @@ async def test_a_node_that_comes_with_the_deletion_keeps_its_run(stage: Stage) -
 
 
 async def test_a_name_can_be_used_again(stage: Stage) -> None:
-    """With other settings, and nothing of what was: outcome, restarts, evicted nodes."""
+    """The new run has other settings, and no outcome, restarts or evicted nodes of the old one."""
     member = await stage.join("a")
     await stage.engine.execute(RUN, commands.Evict("bad", "bad memory"))
     await stage.confirm(member)
@@ -215,7 +215,7 @@ async def test_a_name_can_be_used_again(stage: Stage) -> None:
 
 
 async def test_its_numbers_go_on(stage: Stage) -> None:
-    """Revisions, leases, rounds, fencing tokens."""
+    """Revisions, leases, rounds and fencing tokens only grow."""
     (old,) = await stage.running("a")
     token = (await stage.engine.get_run(RUN)).nodes[0].assignment.fencing_token
     await stage.engine.close_run(RUN, "enough")
@@ -230,7 +230,7 @@ async def test_its_numbers_go_on(stage: Stage) -> None:
 
 
 async def test_leases_of_its_earlier_life_are_worth_nothing(stage: Stage) -> None:
-    """A node that slept through it all must not write, resume, or be heard."""
+    """A node that slept through it all can't write, resume, or send commands."""
     (old,) = await stage.running("a")
     await stage.engine.close_run(RUN, "enough")
     await known(stage, TTL)
@@ -244,7 +244,7 @@ async def test_leases_of_its_earlier_life_are_worth_nothing(stage: Stage) -> Non
 
 
 async def test_workers_of_its_earlier_life_write_no_more() -> None:
-    """Their round is over, also before the run that has their name now has a round of its own."""
+    """Their round is over, also before the new run of that name has a round of its own."""
     async with staged(Stage(limits=LIMITS)) as stage:
         await stage.running("a", "b")
         await stage.engine.close_run(RUN, "enough")
@@ -259,7 +259,7 @@ async def test_workers_of_its_earlier_life_write_no_more() -> None:
 
 
 async def test_cursors_of_its_earlier_life_still_grow(stage: Stage) -> None:
-    """Whoever watched the run before it was forgotten watches on, and is told what is new only."""
+    """A watcher of the earlier run can go on watching, and receives only new states."""
     last = await ended_run(stage)
     await known(stage, TTL)
     await stage.join("a")
@@ -272,7 +272,7 @@ async def test_cursors_of_its_earlier_life_still_grow(stage: Stage) -> None:
 
 
 async def test_numbers_outlive_the_server_too(stage: Stage) -> None:
-    """Whether the server starts again while the run is forgotten, or after it came again, any number of times."""
+    """The server may start again while the run is forgotten, or after it came again, any number of times."""
     last = await ended_run(stage)
     await known(stage, TTL)
     durable = stage.journal.durable
@@ -293,12 +293,12 @@ async def test_numbers_outlive_the_server_too(stage: Stage) -> None:
 
 
 def restarted(durable: list[Entry]) -> Stage:
-    """The server as it starts again."""
+    """A server that starts again."""
     return Stage(durable=durable, limits=LIMITS, min_nodes=1, max_nodes=1)
 
 
 async def test_a_restart_gives_an_idle_run_its_full_time_again(stage: Stage) -> None:
-    """The server can't know for how long it was away."""
+    """The server can't know for how long it was down."""
     await ended_run(stage)
     stage.now += TTL - 1
     async with staged(Stage(durable=stage.journal.durable, limits=LIMITS)) as second:
@@ -308,7 +308,7 @@ async def test_a_restart_gives_an_idle_run_its_full_time_again(stage: Stage) -> 
 
 
 async def test_every_life_of_a_run_has_a_name_of_its_own(stage: Stage) -> None:
-    """By it others know that numbers may have begun again; a server that starts again changes nothing of it."""
+    """Clients see by it that numbers may have begun again; a restart of the server does not change it."""
     (member,) = await stage.running("a")
     first = member.lease.incarnation
     assert first
@@ -325,7 +325,7 @@ async def test_every_life_of_a_run_has_a_name_of_its_own(stage: Stage) -> None:
     assert renewed.incarnation not in ("", first)
 
 
-# ---- what is left of those that do not come again
+# ---- the remains of runs that do not come again
 
 
 async def lived(stage: Stage, run_id: str) -> pb.Run:
@@ -340,7 +340,7 @@ async def lived(stage: Stage, run_id: str) -> pb.Run:
 
 
 async def test_of_all_that_are_forgotten_one_mark_is_left(stage: Stage) -> None:
-    """Neither the journal nor the service knows their names; every run that comes begins above all of their numbers."""
+    """Neither the journal nor the service knows their names; every new run begins above all of their numbers."""
     last = pb.Run()
     for number in range(30):
         run = await lived(stage, f"run{number}")
@@ -366,7 +366,7 @@ async def test_where_nothing_was_forgotten_runs_begin_at_1(stage: Stage) -> None
 
 
 async def test_what_versions_before_kept_of_each_is_let_go_of() -> None:
-    """By the first process of this version, while it serves; a run that comes again meanwhile begins above them all."""
+    """The first process of this version deletes it while it serves; a run that comes again begins above all numbers."""
     kept = [
         Forgotten(f"run{number}", number, encode_snapshot(numbers_only(f"run{number}", number, number)))
         for number in range(1, 1001)
@@ -384,7 +384,7 @@ async def test_what_versions_before_kept_of_each_is_let_go_of() -> None:
 
 
 async def test_a_fenced_state_outlives_the_beginning_of_its_run(tmp_path: Path) -> None:
-    """It needs no run; and one that begins under its name, above the mark, takes nothing from it."""
+    """It needs no run; a run that begins under its name, above the mark, does not delete it."""
 
     async def opened() -> Shard:
         return await open_shard(

@@ -1,4 +1,4 @@
-"""However a run is flooded, what others do on theirs is done after a commit or two more than if they were alone."""
+"""A flood of requests to one run delays requests to other runs by a commit or two at most."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ FLOODED = "flooded"
 
 @pytest.fixture
 async def stage() -> AsyncIterator[Stage]:
-    """An engine that is served, with limits that a test can reach."""
+    """A serving engine, with limits that a test can reach."""
     limits = RendezvousLimits(runs=3, nodes_per_run=300, subscribers_per_run=50)
     async with staged(Stage(limits=limits, min_nodes=2, max_nodes=1_000)) as served:
         yield served
 
 
 async def flooded(stage: Stage) -> list[asyncio.Task[Any]]:
-    """A thousand nodes that want to join one run, and ten thousand commands about it; all of them wait."""
+    """A thousand joins to one run, and a thousand commands for it; all of them wait."""
     stage.journal.hold()
     (first,) = await begun(stage.join("first", FLOODED))
     await stage.journal.held()
@@ -38,7 +38,7 @@ async def flooded(stage: Stage) -> list[asyncio.Task[Any]]:
 
 
 async def test_a_join_beside_a_flood_waits_for_one_commit_more(stage: Stage) -> None:
-    """The one that is under way; its own is the next."""
+    """That is the commit under way; the join is in the next one."""
 
     async def commits_when_joined() -> int:
         await stage.join("a")
@@ -53,7 +53,7 @@ async def test_a_join_beside_a_flood_waits_for_one_commit_more(stage: Stage) -> 
 
 
 async def test_a_flood_stays_within_the_limits_of_its_run(stage: Stage) -> None:
-    """And the other run has all of its own."""
+    """The other run can use its own limits fully."""
     flood = await flooded(stage)
     stage.journal.release()
     results = await asyncio.gather(*flood, return_exceptions=True)
@@ -66,7 +66,7 @@ async def test_a_flood_stays_within_the_limits_of_its_run(stage: Stage) -> None:
 
 
 async def test_watchers_of_one_run_are_no_business_of_another(stage: Stage) -> None:
-    """Neither their number nor what they are told."""
+    """Neither their number nor their updates affect it."""
     await stage.join("a", FLOODED)
     watchers = [await stage.engine.watch(FLOODED, 0) for _ in range(50)]
     with pytest.raises(LimitReached, match="at its limit of watchers"):
@@ -83,7 +83,7 @@ async def test_watchers_of_one_run_are_no_business_of_another(stage: Stage) -> N
 
 
 async def test_a_write_beside_a_flood_of_writes_takes_its_turn() -> None:
-    """A store that is flooded commits batch by batch; another's write is not behind its queue, however long."""
+    """A flooded store commits batch by batch; a write to another run does not wait behind its queue."""
     journal = TestJournal()
     store = open_store(journal, Rounds({FLOODED: 1, RUN: 1}), StoreLimits(batch_entries=100))
     journal.hold()
@@ -98,7 +98,7 @@ async def test_a_write_beside_a_flood_of_writes_takes_its_turn() -> None:
     (writing,) = await begun(store.write(RUN, Set(writer=WRITER, round=1, key="k", value=b"v")))
     journal.release()
     await writing
-    # Before it at most the commit of the flood that was under way, and one more.
+    # At most the commit of the flood that was under way, and one more, come before it.
     assert [commit[0].run_id for commit in journal.commits].index(RUN) <= 2
     assert sum(task.done() for task in flood) <= 300
     await asyncio.gather(first, *flood)

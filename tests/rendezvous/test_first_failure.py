@@ -1,4 +1,4 @@
-"""What the engine makes of failures: who is told what, and that a slow disk blames nobody."""
+"""The engine finds the first failure of a run and sends it to all nodes; a slow disk does not change it."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ async def stage() -> AsyncIterator[Stage]:
 def report(
     member: Member, message: str = "it broke", round_: int = 1, age: float = 0.0
 ) -> commands.ReportFailure:
-    """What a member says of a failure of its first worker."""
+    """A member's report of a failure of its first worker."""
     failure = ReportedFailure(round_, 0, 0, "", member.node_id, "host", 1, 1, 1.7e9, message, "", "")
     return commands.ReportFailure(member.node_id, member.lease.number, replace(failure, age=age))
 
 
 async def all_of(member: Member) -> None:
-    """Take a member's updates to their end."""
+    """Take a member's updates until they end."""
     while await member.updates.take() is not None:
         pass
 
 
 async def first_of(engine: RendezvousEngine) -> str:
-    """What the run ended of."""
+    """The message of the failure that ended the run."""
     return (await engine.get_run(RUN)).run_end.failure.message
 
 
 async def test_the_end_of_a_run_settles_by_itself(stage: Stage) -> None:
-    """The engine looks again when the others have had their time, and tells everybody of the first failure."""
+    """The engine decides after the settle window, and sends the first failure to every node."""
     a, b = await stage.running("a", "b")
     await stage.later(5.0)
     await stage.engine.execute(RUN, report(b, "connection reset"))
@@ -58,7 +58,7 @@ async def test_the_end_of_a_run_settles_by_itself(stage: Stage) -> None:
 
 
 async def test_a_failure_from_within_a_pause_is_not_the_first() -> None:
-    """Leases are judged by a clock that forgives the pause, and failures by one that does not (seed 7005342)."""
+    """Leases go by a clock that leaves out the pause, and failures by one that does not (seed 7005342)."""
     async with staged(Stage(max_restarts=0, lag=LagSettings())) as stage:
         a, b = await stage.running("a", "b")
         await stage.later(0.3)
@@ -73,7 +73,7 @@ async def test_a_failure_from_within_a_pause_is_not_the_first() -> None:
 
 
 async def test_everybody_is_told_once_that_the_end_settles(stage: Stage) -> None:
-    """Whoever has a worker that takes its time to end can report it yet; further failures tell nobody anything."""
+    """A node whose worker ends slowly can still report it; further failures cause no update."""
     a, b = await stage.running("a", "b")
     await stage.later(5.0)
     await stage.engine.execute(RUN, report(b))
@@ -90,7 +90,7 @@ async def test_everybody_is_told_once_that_the_end_settles(stage: Stage) -> None
 
 
 async def test_a_participant_that_does_not_answer_keeps_the_run_from_ending(stage: Stage) -> None:
-    """Until it shows a sign of life: if its lease ends first, its loss is why the other's worker failed."""
+    """The run ends at its next heartbeat; if its lease ended first, its loss would be the cause of the failure."""
     a, b = await stage.running("a", "b")
     await stage.later(5.0)
     await stage.engine.execute(RUN, report(b))
@@ -101,7 +101,7 @@ async def test_a_participant_that_does_not_answer_keeps_the_run_from_ending(stag
 
 
 async def test_a_message_that_waited_is_no_answer(stage: Stage) -> None:
-    """Right after a pause of the server, what a lost host sent before may be read after its peer's failure."""
+    """Right after a pause of the server, messages of a lost host may be read after its peer's failure."""
     a, b = await stage.running("a", "b")
     await stage.later(5.0)
     stage.journal.hold()
@@ -115,7 +115,7 @@ async def test_a_message_that_waited_is_no_answer(stage: Stage) -> None:
 
 
 async def test_a_node_that_comes_back_is_told_that_the_end_settles(stage: Stage) -> None:
-    """Its stream broke before it heard of that."""
+    """Its stream broke before it received that."""
     a, b = await stage.running("a", "b")
     before = (await stage.engine.get_run(RUN)).revision
     await stage.engine.execute(RUN, report(b))
@@ -124,7 +124,7 @@ async def test_a_node_that_comes_back_is_told_that_the_end_settles(stage: Stage)
 
 
 async def test_a_report_that_waits_for_a_commit_grows_no_younger(stage: Stage) -> None:
-    """It counts from when it came: a disk that is slow must not make the last failure of the first."""
+    """Its age counts from its arrival: a slow disk must not turn the first failure into the last."""
     a, b = await stage.running("a", "b")
     stage.journal.hold()
     settled = await begun(stage.engine.execute(RUN, commands.Evict("x", "something to be committed")))
@@ -140,7 +140,7 @@ async def test_a_report_that_waits_for_a_commit_grows_no_younger(stage: Stage) -
 
 
 async def test_who_is_told_of_a_restart_is_told_how_long_it_is_held_back() -> None:
-    """Nodes and watchers, with the end of the round; and not once the next is being formed."""
+    """Nodes and watchers receive it with the end of the round, and no longer once the next is being formed."""
     async with staged(Stage(max_restarts=9, restart_backoff=30.0)) as stage:
         a, b = await stage.running("a", "b")
         await stage.fail(b, 1)
@@ -161,7 +161,7 @@ async def test_who_is_told_of_a_restart_is_told_how_long_it_is_held_back() -> No
 
 
 async def test_a_node_that_failed_too_often_is_told_so() -> None:
-    """Its stream ends with the reason, as a thing of the service; who looks sees what counts against whom."""
+    """Its stream ends with the reason, by the service; the run shows the counted restarts of each node."""
     async with staged(Stage(max_restarts=9, max_restarts_per_node=1)) as stage:
         a, b = await stage.running("a", "b")
         await stage.fail(b, 1)

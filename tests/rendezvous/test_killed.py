@@ -41,7 +41,7 @@ async def test_a_killed_store_loses_and_repeats_nothing(tmp_path: Path) -> None:
 
 
 async def test_killed_fenced_states_lose_and_repeat_nothing(tmp_path: Path) -> None:
-    """Writers increment one state, each by replacing what it knows; every value is won by exactly one of them."""
+    """Writers increment one state, each by compare-and-set; every value is set by exactly one of them."""
     writers, each = 6, 50
     async with victim_in(tmp_path) as victim, channel_to(victim.path) as channel:
 

@@ -1,4 +1,4 @@
-"""People are told once that the rendezvous is lost, with who was and why; and of a move in good order nothing worse."""
+"""The loss of the rendezvous is logged once, with replica and cause; a graceful move is no warning."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def of_several() -> Outage:
 
 
 def test_a_replica_that_is_lost_is_named_at_once_and_once(told: pytest.LogCaptureFixture) -> None:
-    """With what broke, not with what others say of it; and again at the next loss."""
+    """The line has the first error, not the replies of other replicas; the next loss has a line again."""
     outage = of_several()
     for _ in range(2):
         outage.attempt_failed(LOST, admitted=True, at_once=True)
@@ -51,7 +51,7 @@ def test_a_replica_that_is_lost_is_named_at_once_and_once(told: pytest.LogCaptur
 
 @pytest.mark.parametrize("ended", [not_owner("b:1"), GOING], ids=["moved", "drained"])
 def test_a_move_in_good_order_is_no_warning(told: pytest.LogCaptureFixture, ended: ServiceError) -> None:
-    """But if nobody has the run afterwards, that is one."""
+    """It is a warning if no replica has the run afterwards."""
     outage = of_several()
     outage.attempt_failed(ended, admitted=True, at_once=True)
     outage.over("b:1", replicated=True)
@@ -65,13 +65,13 @@ def test_a_move_in_good_order_is_no_warning(told: pytest.LogCaptureFixture, ende
 
 
 def test_an_owner_that_nobody_follows_is_a_warning(told: pytest.LogCaptureFixture) -> None:
-    """It lost the run, and does not know to whom: perhaps to nobody."""
+    """It lost the run, and knows no new owner: there may be none."""
     of_several().attempt_failed(not_owner(), admitted=True, at_once=False)
     assert [level for level, _ in lines(told)] == ["WARNING"]
 
 
 def test_before_a_node_is_in_only_what_takes_long_is_told(told: pytest.LogCaptureFixture) -> None:
-    """To be sent to the owner is how one joins; and one that is there knows best what is wrong."""
+    """Redirects are part of joining; an error from a replica that answered is more useful than a connection error."""
     outage = Outage(ALL)
     outage.attempt_failed(NO_ETCD, admitted=False, at_once=True)
     assert lines(told) == []

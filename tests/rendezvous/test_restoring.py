@@ -1,4 +1,4 @@
-"""Shards are restored one at a time and in slices; until one stands, nobody sees it, and it counts nowhere."""
+"""Shards are restored one at a time and in small steps; until one is complete, it is invisible and counts nowhere."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _NODES = 5
 
 
 def run_of(run_id: str, records: int) -> list[Entry]:
-    """The first records of a run whose rounds come and go."""
+    """The first records of a run with many rounds."""
     state, entries = RunState(run_id), list[Entry]()
     settings = RunSettings(min_nodes=_NODES, max_nodes=_NODES, max_restarts=1_000_000, restart_backoff=0.0)
 
@@ -52,7 +52,7 @@ def run_of(run_id: str, records: int) -> list[Entry]:
 
 @pytest.fixture
 def count_records(monkeypatch: pytest.MonkeyPatch) -> Callable[[Turns], None]:
-    """Has the records counted that are folded."""
+    """Counts the records that recovery folds."""
 
     def begin(turns: Turns) -> None:
         def decode(content: bytes) -> DecodedRecord:
@@ -72,7 +72,7 @@ async def drop(shards: Sequence[Shard]) -> None:
 async def test_the_loop_is_held_for_a_slice_however_many_shards_are_taken_over(
     count_records: Callable[[Turns], None],
 ) -> None:
-    """Regression: sixteen claims at once held it for nine seconds, and cost the replica its lease, again and again."""
+    """Regression: sixteen claims at once held it for nine seconds, and the replica lost its lease, again and again."""
     slices, totals = CooperativeRunner(TickingClock(0.001)), SharedTotals()
     journals = [ShardJournal(run_of(f"run-{number}", 300)) for number in range(16)]
     async with counting() as turns:
@@ -108,12 +108,12 @@ def _read_only(recovered: Recovered) -> Work[ReadOnlyRuns]:
     ids=["store", "states", "store elsewhere", "states elsewhere", "runs elsewhere"],
 )
 def test_there_can_be_a_pause_after_every_entry(work: Work[object], least: int) -> None:
-    """And another one wherever it is looked at again."""
+    """There can be another one each time the entry is read again."""
     assert sum(1 for _ in work) >= least
 
 
 async def test_stores_and_states_are_restored_in_slices_too() -> None:
-    """Of a shard with little else in it."""
+    """This holds for a shard with few records."""
     changes = [*_VALUES, *_STATES]
     clock = TickingClock(0.001)
     async with counting() as turns:
@@ -126,7 +126,7 @@ async def test_stores_and_states_are_restored_in_slices_too() -> None:
 
 
 def _newer_fact() -> Entry:
-    return Record("b", 1, b"\n\x01b\x10\x01")  # its run and revision, and no fact that is known
+    return Record("b", 1, b"\n\x01b\x10\x01")  # its run and revision, and no known fact
 
 
 _SPOILT = {
@@ -158,7 +158,7 @@ async def test_a_claim_that_fails_counts_nothing(spoilt: list[Entry]) -> None:
 
 
 async def test_a_claim_whose_lease_was_lost_meanwhile_does_not_stand() -> None:
-    """It is looked at once more when all is restored, and nothing is left of the claim."""
+    """The ownership is checked once more when all is restored, and nothing is left of the claim."""
     totals, journal, asked = SharedTotals(), ShardJournal(_GOOD), []
 
     def guard() -> None:
@@ -174,7 +174,7 @@ async def test_a_claim_whose_lease_was_lost_meanwhile_does_not_stand() -> None:
 
 
 async def test_a_claim_that_is_cancelled_gives_everything_back() -> None:
-    """Wherever it was, waiting for its turn included; and the next one begins."""
+    """This holds at every step, also while it waits for its turn; the next claim then begins."""
     ended = 0
     for turns in range(30):
         slices, totals = CooperativeRunner(TickingClock(0.001)), SharedTotals()
@@ -198,7 +198,7 @@ async def test_a_claim_that_is_cancelled_gives_everything_back() -> None:
 
 
 async def test_what_is_over_is_deleted_only_once_the_shard_stands() -> None:
-    """A restoring that goes on must not write: the shard may turn out to be another's."""
+    """A restore under way must not write: another replica may own the shard."""
     stale = StoreChange(RUN, 1, "old", b"value")
     journal = ShardJournal([*run_of(RUN, 60), stale])
     task = asyncio.create_task(

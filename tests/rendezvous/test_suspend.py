@@ -1,4 +1,4 @@
-"""A service whose machine was suspended finds the streams of its nodes broken, and holds that against none of them."""
+"""A service whose machine was suspended finds the streams of its nodes broken, and gives them time to come back."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ RUN = "run"
 
 
 class Machine:
-    """The clocks of a machine, in the test's hands: they differ by the time for which it was suspended."""
+    """The clocks of a machine, set by the test: they differ by the time for which it was suspended."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.awake = self.suspended = 0.0
@@ -32,9 +32,9 @@ class Machine:
 async def test_nodes_have_time_to_come_back_after_a_suspend(
     monkeypatch: pytest.MonkeyPatch, suspended: float, there: list[str]
 ) -> None:
-    """As after a pause: a broken stream shortens no lease to the 2 s that it has otherwise."""
+    """As after a pause, a broken stream does not shorten a lease to the usual 2 s."""
     machine = Machine(monkeypatch)
-    # The test's clock jumps by less than is taken for a pause.
+    # The jumps of the test's clock are too short to count as a pause.
     shard = await open_shard(MemoryJournal(), lag=LagSettings(tolerance=5.0))
     settings = RunSettings(min_nodes=1, max_nodes=1)
     member = await shard.engine.join(RUN, commands.Join("a", settings, "a.cluster", 1, "trainer"))

@@ -1,4 +1,4 @@
-"""A write of a round is answered with success before the end of that round is announced, or not at all."""
+"""A write of a round gets a successful reply before the end of that round is announced, or never."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ KINDS = ["to its space", "by its worker"]
 
 @pytest.mark.parametrize("kind", KINDS)
 async def test_a_write_that_comes_while_the_end_of_its_round_is_committed_is_refused(kind: str) -> None:
-    """By the latest facts. Nobody is told so before these are durable: a service killed now would have ended nothing,
-    and ROUND_OVER is final."""
+    """The latest facts decide. The refusal is sent once these are durable: a service killed before that would have
+    ended nothing, and ROUND_OVER is final."""
     async with opened() as scene:
         journal, store = scene.journal, scene.shard.store
         journal.hold()
@@ -64,7 +64,7 @@ async def test_a_write_that_comes_while_the_end_of_its_round_is_committed_is_ref
 
 @pytest.mark.parametrize("kind", KINDS)
 async def test_a_write_that_comes_first_is_answered_first(kind: str) -> None:
-    """Both commits are made at the same moment; still it is answered before any member is told of the end."""
+    """Both commits are made at the same moment; still the reply comes before any member receives the end."""
     async with opened() as scene:
         journal = scene.journal
         order: list[str] = []
@@ -87,7 +87,7 @@ async def test_a_write_that_comes_first_is_answered_first(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 async def test_a_write_that_waited_for_another_is_judged_by_the_facts_of_then(kind: str) -> None:
-    """It was taken in while its round lasted; its turn came after the end of that was decided."""
+    """It was queued while its round lasted; its turn came after the end of that was decided."""
     async with opened() as scene:
         journal, store = scene.journal, scene.shard.store
         journal.hold()
@@ -102,7 +102,7 @@ async def test_a_write_that_waited_for_another_is_judged_by_the_facts_of_then(ki
 
 
 async def test_what_changes_nothing_waits_for_what_it_was_judged_by() -> None:
-    """A lost comparison in a round that is frozen, but not durably, would tell of that round."""
+    """The result of a failed comparison in a round that is frozen, but not durably, would reveal that round."""
     async with opened() as scene:
         journal, store, engine = scene.journal, scene.shard.store, scene.shard.engine
         journal.hold()
@@ -126,7 +126,7 @@ async def test_what_changes_nothing_waits_for_what_it_was_judged_by() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 async def test_a_completed_write_that_is_repeated_has_its_outcome(kind: str) -> None:
-    """While the end of its round is being committed, after that, and of a service that was started again."""
+    """This holds while the end of its round is being committed, after that, and after a restart of the service."""
     async with opened() as scene:
         store, journal = scene.shard.store, scene.journal
         write = of_round(scene.writer, 1, kind, Operation("c", 0, 1))
@@ -147,7 +147,7 @@ async def test_a_completed_write_that_is_repeated_has_its_outcome(kind: str) -> 
         await scene.shard.store.write(RUN, write)
 
 
-# ---- all at once, over every journal
+# ---- concurrently, over every journal
 
 
 class SlowJournal:
@@ -162,7 +162,7 @@ class SlowJournal:
         return await self._journal.open()
 
     async def append(self, entries: Sequence[Entry]) -> None:
-        async with self._turn:  # taken in the order of asking
+        async with self._turn:  # acquired in the order of the calls
             for _ in range(self._random.randrange(20)):
                 await asyncio.sleep(0)
             await self._journal.append(entries)
@@ -172,7 +172,7 @@ class SlowJournal:
 
 
 class Job:
-    """One run of two nodes, workers that write as fast as they are answered, and an operator who ends rounds."""
+    """One run of two nodes, workers that write as fast as they get replies, and an operator who ends rounds."""
 
     ROUNDS = 12
     WRITERS = 6
@@ -214,7 +214,7 @@ class Job:
                     continue  # it ended meanwhile
 
     async def write(self, number: int) -> None:
-        """As a worker of the round that is announced, and of the one before, which doesn't know yet that it ended."""
+        """Write as a worker of the announced round, and of the one before, which doesn't know yet that it ended."""
         sequence, writer = 0, writer_of(self.members[0])
         while not self.over.is_set():
             for _ in range(self.random.randrange(5)):
@@ -242,7 +242,7 @@ class Job:
                 self.progress.notify_all()
 
     def settle(self, refusal: RoundOver) -> None:
-        """Check that what a write was refused by is durable."""
+        """Check that the end of the round that refused a write is durable."""
         durable = self.shard.engine.writable_round(RUN)
         assert durable is not None
         assert refusal.round < durable
@@ -260,7 +260,7 @@ class Job:
 
 @pytest.fixture(params=["memory", "sqlite", pytest.param("etcd", marks=NEEDS_ETCD)])
 async def journals(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[list[Journal]]:
-    """A journal of every kind; and, where it outlives its process, the same once more for the next one."""
+    """A journal of every kind; and, if it outlives its process, the same again for the next process."""
     async with AsyncExitStack() as stack:
         if request.param == "memory":
             yield [SlowJournal(Random(3))]
@@ -274,7 +274,7 @@ async def journals(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncItera
 async def test_no_write_is_acknowledged_after_the_end_of_its_round_is_announced(
     journals: list[Journal],
 ) -> None:
-    """And none that was refused took effect. What was acknowledged is there, also for the next process."""
+    """No refused write takes effect. Acknowledged writes are there, also for the next process."""
     jobs: list[Job] = []
     for journal in journals:
         shard = await open_shard(journal)

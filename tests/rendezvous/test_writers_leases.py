@@ -1,4 +1,4 @@
-"""A write that is done for a node needs its lease, by what the engine knows when the write is decided."""
+"""A write for a node needs the node's lease, by the engine's latest facts when the write is decided."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from support.waiting import PATIENCE
 
 
 async def test_the_engine_refuses_by_its_latest_facts() -> None:
-    """A lease that is about to end writes no more, though its end is not durable yet: better late than wrong."""
+    """A lease that is about to end allows no writes, though its end is not durable yet: that is the safe side."""
     async with staged(Stage()) as stage:
         a, b = await stage.running("a", "b")
         check = partial(stage.engine.check_lease, token=b"")
@@ -65,7 +65,7 @@ async def test_the_engine_refuses_by_its_latest_facts() -> None:
 
 @pytest.mark.parametrize("kind", ["store", "states"])
 async def test_a_refusal_waits_until_its_cause_is_durable(kind: str) -> None:
-    """Nobody is told of what may still not have happened: a server that is killed now has lost nobody."""
+    """Until then the cause may be undone: a server that is killed now has lost no node."""
     async with staged(Stage()) as stage:
         _, b = await stage.running("a", "b")
         engine, writer = stage.engine, Writer("b", b.lease.number, b.lease.token)
@@ -91,7 +91,7 @@ async def test_a_refusal_waits_until_its_cause_is_durable(kind: str) -> None:
 
 
 async def reason_of(call: Awaitable[object]) -> str | None:
-    """Why a call was refused; None: it was not."""
+    """The reason of a call's refusal; None: it succeeded."""
     try:
         await call
     except grpc.aio.AioRpcError as error:
@@ -100,7 +100,7 @@ async def reason_of(call: Awaitable[object]) -> str | None:
 
 
 async def test_store_and_states_ask_the_engine() -> None:
-    """A node that an operator took out writes no more to either; each says so as its contract has it."""
+    """A node that an operator evicted can write to neither; each refuses with the reason in its contract."""
     async with rendezvous_services(MemoryJournal()) as services:
         server = Server(ServerOptions(), services=services, translate=translate)
         await server.start()

@@ -1,4 +1,4 @@
-"""How much is done between two turns of an event loop: what can be said of how long it is held on any machine."""
+"""The work done between two turns of an event loop: a measure of blocking that is the same on any machine."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 
 class TickingClock:
-    """Goes on by so many seconds whenever it is read."""
+    """Advances by `tick` seconds whenever it is read."""
 
     def __init__(self, tick: float) -> None:
         self.now = 0.0
@@ -20,12 +20,12 @@ class TickingClock:
 
 
 class Turns:
-    """Counts the turns of the loop, and what was done between two of them.
+    """Counts the turns of the loop, and the work done between two of them.
 
     Attributes:
-        taken: How many turns there were.
-        most: The most that was done between two.
-        done: All that was done.
+        taken: The number of turns.
+        most: The most work between two turns.
+        done: All work so far.
     """
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class Turns:
         self._in_this = 0
 
     def did(self, amount: int) -> None:
-        """Take note of something that takes time."""
+        """Count `amount` units of work."""
         self.done += amount
         self._in_this += amount
         self.most = max(self.most, self._in_this)
@@ -49,7 +49,7 @@ class Turns:
 
 @asynccontextmanager
 async def counting() -> AsyncIterator[Turns]:
-    """Counts, as one of those who wait for their turns would."""
+    """Count the turns, as a waiting task sees them."""
     turns = Turns()
     counter = asyncio.create_task(turns._count())
     await asyncio.sleep(0)

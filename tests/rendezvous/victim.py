@@ -1,6 +1,6 @@
-"""Store and fenced states in a process of their own, on a journal that lasts, to be SIGKILLed and started again.
+"""Store and fenced states in a separate process over an SQLite journal, to be SIGKILLed and started again.
 
-victim.py JOURNAL ENDPOINT
+`victim.py JOURNAL ENDPOINT`
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _TESTS = Path(__file__).parents[1]
 
 
 class Victim:
-    """The process; its progress is what others count that it serves."""
+    """The process; the test counts the requests that it has served."""
 
     def __init__(self, folder: Path) -> None:
         """Set up, with journal and socket in a folder."""
@@ -57,13 +57,13 @@ class Victim:
         await self._process.wait()
 
     async def count(self) -> None:
-        """Note that one more thing is done."""
+        """Count one more served request."""
         async with self._progress:
             self._done += 1
             self._progress.notify_all()
 
     async def die_after(self, *counts: int) -> None:
-        """Kill and restart it whenever so many things are done."""
+        """Kill and restart it when each of the counts is reached."""
         for count in counts:
             async with self._progress:
                 await self._progress.wait_for(lambda count=count: self._done >= count)  # type: ignore[misc]
@@ -73,7 +73,7 @@ class Victim:
 
 @asynccontextmanager
 async def victim_in(folder: Path) -> AsyncIterator[Victim]:
-    """One that has been started."""
+    """A started process."""
     victim = Victim(folder)
     await victim.start()
     try:

@@ -1,4 +1,4 @@
-"""A clock in the hand of the test."""
+"""A clock that the test sets."""
 
 from __future__ import annotations
 

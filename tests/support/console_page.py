@@ -1,4 +1,4 @@
-"""The commands of docs/grpcurl.md, for one of its tools, with the replies that the page promises."""
+"""The commands of docs/grpcurl.md for one of its tools, with the replies that the page promises."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class Example:
     """A command.
 
     Attributes:
-        before: Lines for the shell that the page has before it.
+        before: Shell lines that precede it on the page.
         command: The command.
         reply: Its output. `…` stands for any text, alone on a line for any lines; a time stands for any time. Ends
-            with `^C` if the command goes on until Ctrl-C.
+            with `^C` if the command runs until Ctrl-C.
     """
 
     before: str
@@ -31,7 +31,7 @@ class Example:
 
     @property
     def goes_on(self) -> bool:
-        """Whether the command goes on until Ctrl-C."""
+        """True if the command runs until Ctrl-C."""
         return self.reply.endswith(_INTERRUPTED)
 
     @property
@@ -40,7 +40,7 @@ class Example:
         return self.reply.removesuffix(_INTERRUPTED).splitlines()
 
     def is_answered_by(self, output: str) -> bool:
-        """Whether an output is the promised one. Names of headers differ in case, and trailing spaces do not count."""
+        """Return True if an output is the promised one, except for the case of header names and trailing spaces."""
         pattern = ""
         for line in self.lines:
             text = ".*".join(re.escape(part) for part in _ANY.split(line))
@@ -50,7 +50,7 @@ class Example:
 
 
 def examples(tool: str) -> list[Example]:
-    """The commands of the page for a tool: without the lines that call another one."""
+    """Return the page's commands for a tool, without the lines that call the other tool."""
     (other,) = (re.compile(rf"\b{name}\b") for name in TOOLS if name != tool)
     before = ""
     found: list[Example] = []

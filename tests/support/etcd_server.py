@@ -26,12 +26,12 @@ ETCD = os.environ.get("RALLYPOINT_TEST_ETCD") or shutil.which("etcd")
 NEEDS_ETCD = pytest.mark.skipif(ETCD is None, reason="needs the etcd command (apt install etcd-server)")
 
 PATIENT = f"attempt-timeout={PATIENCE:g}&request-timeout={PATIENCE:g}"
-"""Query of a URL of etcd: whose test is not of a reply that does not come waits for it as for anything else."""
+"""Query of an etcd URL, with long timeouts for tests that are not about missing replies."""
 
 
 @dataclass(frozen=True)
 class EtcdTLS:
-    """Files with which a member speaks TLS to its clients; `client_ca`: it asks them for certificates."""
+    """TLS files of a member, for its clients; with `client_ca` it requires client certificates."""
 
     certificate: Path
     key: Path
@@ -54,17 +54,17 @@ class EtcdMember:
 
     @property
     def endpoint(self) -> str:
-        """Where clients reach it: host:port."""
+        """The address for clients: host:port."""
         return f"127.0.0.1:{self.client_port}"
 
     @property
     def peer(self) -> str:
-        """As it stands in --initial-cluster."""
+        """Its entry in --initial-cluster."""
         return f"{self.name}=http://127.0.0.1:{self.peer_port}"
 
     @property
     def log(self) -> Path:
-        """What it has written to its standard error."""
+        """The file with its standard output and standard error."""
         return self.folder / f"{self.name}.log"
 
     def start(self) -> None:
@@ -91,14 +91,14 @@ class EtcdMember:
             )
 
     def healthy(self) -> bool:
-        """Whether it has a leader and commits."""
+        """Return True if it has a leader and commits."""
         url = f"http://127.0.0.1:{self.metrics_port}/health"
         with contextlib.suppress(OSError, ValueError), urllib.request.urlopen(url, timeout=5) as answer:
             return bool(json.load(answer)["health"] == "true")
         return False
 
     def metric(self, name: str) -> float:
-        """What it says of itself."""
+        """Return the value of one of its metrics."""
         url = f"http://127.0.0.1:{self.metrics_port}/metrics"
         with urllib.request.urlopen(url, timeout=PATIENCE) as answer:
             for line in answer.read().decode().splitlines():
@@ -116,21 +116,21 @@ class EtcdMember:
             time.sleep(0.02)
 
     def send(self, number: signal.Signals) -> None:
-        """Send it a signal: SIGSTOP, SIGCONT; once it returns, who was to stop has stopped."""
+        """Send it a signal, such as SIGSTOP or SIGCONT; after SIGSTOP, return when it has stopped."""
         assert self.process is not None
         self.process.send_signal(number)
         if number is signal.SIGSTOP:
             os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WNOWAIT)
 
     def kill(self) -> None:
-        """End it at once, if it runs. Its data stay."""
+        """Kill it, if it runs; keep its data."""
         if self.process is not None:
             self.process.kill()
             self.process.wait()
             self.process = None
 
     def restart(self) -> None:
-        """End it, start it again, and wait until it is healthy."""
+        """Kill it, start it again, and wait until it is healthy."""
         self.kill()
         self.start()
         self.wait()
@@ -154,18 +154,18 @@ class EtcdCluster:
             member.wait()
 
     def stop(self) -> None:
-        """End them all."""
+        """Kill all members."""
         for member in self.members:
             member.kill()
 
     @property
     def endpoints(self) -> str:
-        """Where clients reach it: host:port,host:port."""
+        """The client addresses of all members: host:port,host:port."""
         return ",".join(member.endpoint for member in self.members)
 
     @property
     def url(self) -> str:
-        """The same as a URL."""
+        """The etcd URL of the cluster."""
         return f"etcd://{self.endpoints}"
 
 
@@ -173,9 +173,9 @@ class EtcdCluster:
 def etcd_cluster(
     folder: Path, size: int = 1, *, tls: EtcdTLS | None = None, extra: Sequence[str] = ()
 ) -> Iterator[EtcdCluster]:
-    """A cluster that is gone at the end. Skips the test where no etcd is installed."""
+    """Run a cluster until the block ends. Skips the test if etcd is not installed."""
     for attempt in range(3):
-        # Somebody may take a port between the look and the start: others are tried then.
+        # Another process may take a port between the check and the start: then retry with others.
         cluster = EtcdCluster(folder / f"cluster{attempt}", size, tls=tls, extra=extra)
         try:
             cluster.start()

@@ -1,4 +1,4 @@
-"""The workers of a host, as its sockets ask for them."""
+"""The workers of a host, as the agent's sockets look them up."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from rallypoint.agent.spawner.spawner import read_process
 
 
 class HostWorkers:
-    """Those that a test names; `expired` are those that were to be reaped."""
+    """Workers that a test names; `expired` has the hung workers to reap."""
 
     def __init__(self, pids: dict[int, str] | None = None, base_rank: int = 0) -> None:
-        """`pids`: their names by process id; `base_rank`: of the first one."""
+        """`pids`: worker names by process id; `base_rank`: rank of the first worker."""
         self.pids = pids or {}
         self.base_rank = base_rank
         self.expired: list[HungWorker] = []
 
     def worker_of(self, pid: int) -> str | None:
-        """As the product's: descendants are the worker's."""
+        """As in the product, a descendant belongs to its worker."""
         while pid not in self.pids:
             if (process := read_process(pid)) is None:
                 return None
@@ -30,6 +30,6 @@ class HostWorkers:
         return self.base_rank + int(worker.partition("@")[0])
 
     async def reap(self, hang: HungWorker) -> bool | None:
-        """As the product's, but nobody dies."""
+        """Record the hang; unlike the product, kill no process."""
         self.expired.append(hang)
         return None

@@ -1,4 +1,4 @@
-"""A node's join, as an agent sends it first on its stream."""
+"""The join request that an agent sends first on its stream."""
 
 from __future__ import annotations
 

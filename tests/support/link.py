@@ -1,4 +1,4 @@
-"""A TCP proxy for one way between two hosts: held up while they are parted, slow while their link is."""
+"""A TCP proxy for connections from one host to another, which can stop or slow down their traffic."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ import asyncio
 import contextlib
 from typing import Self
 
-# What is passed on at a time over a slow link, so that its pace is even. Bytes.
+# Bytes forwarded at a time over a slow link: few, so that the rate is even.
 _PIECE = 4096
 _CHUNK = 1 << 16
 
 
 class Link:
-    """Passes on what clients of a service say, and what it answers.
+    """Forwards data between a service and its clients.
 
-    What is said while hosts are parted waits, as it would with a TCP that sends it again until the network heals;
-    nobody is told of an end, and whoever connects meanwhile waits as well.
+    Data sent during a partition waits, as with a TCP that retransmits until the network heals: neither end sees its
+    connection close, and new connections wait as well.
 
     Attributes:
-        address: Where it listens, as `host:port`; known once it is open.
-        kilobits: How many it carries a second, each way; 0: as many as come.
+        address: The address on which it listens, `host:port`; known once it is open.
+        kilobits: Its rate in kilobits per second, each way; 0: no limit.
     """
 
     def __init__(self, target: str) -> None:
-        """Stand before a service, a `host:port`."""
+        """Forward to the service at `target`, a `host:port`."""
         self.address = ""
         self.kilobits = 0
         self._target = target
@@ -40,24 +40,24 @@ class Link:
         await self.close()
 
     async def open(self, host: str) -> None:
-        """Listen at an address, at a free port."""
+        """Listen on a free port of an address."""
         self._server = await asyncio.start_server(self._serve, host, 0)
         there, port = self._server.sockets[0].getsockname()
         self.address = f"{there}:{port}"
 
     async def close(self) -> None:
-        """End it and all its connections."""
+        """Close it and all its connections."""
         self._server.close()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def part(self) -> None:
-        """From now on nothing arrives."""
+        """Deliver nothing from now on."""
         self._whole.clear()
 
     def heal(self) -> None:
-        """From now on everything arrives, at full speed; also what was said meanwhile."""
+        """Deliver everything from now on, at full speed, including the data that has waited."""
         self.kilobits = 0
         self._whole.set()
 
@@ -82,7 +82,7 @@ class Link:
                     way.cancel()
                 await asyncio.gather(*ways, return_exceptions=True)
         except (OSError, asyncio.CancelledError):
-            pass  # who was connected sees its end
+            pass  # the client sees its connection close
         finally:
             for end in ends:
                 end.transport.abort()

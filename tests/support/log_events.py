@@ -1,4 +1,4 @@
-"""What our own loggers said, as names and fields rather than as text."""
+"""The events of our own loggers, as names and fields rather than as text."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class LogEvent:
 
 
 def log_events(records: Iterable[LogRecord]) -> list[LogEvent]:
-    """The events among records; those of other libraries are left out."""
+    """Return the events among records, without the records of other libraries."""
     events: list[LogEvent] = []
     for record in records:
         message: Any = record.msg

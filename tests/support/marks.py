@@ -8,5 +8,5 @@ import pytest
 
 
 def slow(*values: object, id: str | None = None) -> Any:
-    """A case for `make test-slow` alone."""
+    """A case that runs only in `make test-slow`."""
     return pytest.param(*values, id=id, marks=pytest.mark.slow)

@@ -1,16 +1,16 @@
-"""Commands whose processes the kernel kills as soon as the one that started them is dead, however it died."""
+"""Commands whose processes the kernel kills when the process that started them dies, however it dies."""
 
 from __future__ import annotations
 
 import os
 
 MORTAL_ONCE_MORE = ("setpriv", "--pdeathsig", "KILL", "--")
-"""Before a command of a mortal process that gets other rights: there the kernel forgets what it was asked."""
+"""Prefix of a command with which a mortal process changes its rights: the kernel clears its pdeathsig then."""
 
-# The look at the parent comes after the kernel was asked: had the parent died before, nobody would be told.
+# The check of the parent follows the setting of pdeathsig: if the parent died before that, no signal would come.
 _UNLESS_ORPHANED = ("sh", "-c", 'test "$PPID" = "$0" && exec "$@"')
 
 
 def mortal(*command: str) -> list[str]:
-    """The command, with what makes its process die with this one; its process id is that of the command."""
+    """Return a command whose process dies with this process; its process id is that of the wrapped command."""
     return [*MORTAL_ONCE_MORE, *_UNLESS_ORPHANED, str(os.getpid()), *command]

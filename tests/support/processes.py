@@ -1,4 +1,4 @@
-"""What tests of supervision need: trees of processes that are hard to kill, and a way to see who is alive."""
+"""For tests of supervision: process trees that are hard to kill, and a search for living processes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rallypoint.agent.spawner.spawner import watch_forks
 
 
 def modules_after(statements: str) -> set[str]:
-    """The names of the modules that a new Python has loaded after some statements."""
+    """Return the names of the modules that a new Python process has loaded after some statements."""
     program = f"{statements}\nimport sys; print(*sys.modules)"
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     return set(ran.stdout.split())
@@ -57,8 +57,8 @@ if os.fork() == 0:  # one that is never the same process for long
             os._exit(0)
 linger("main")
 """
-"""A worker that ignores SIGTERM, forks, daemonises and hops: arguments are a marker, and a folder to say in what
-has started."""
+"""A worker that ignores SIGTERM, forks, daemonises and hops. Arguments: a marker, and a folder in which each of its
+processes creates a file at its start."""
 
 STUBBORN_PARTS = ("child", "daemon", "daemons-child", "stranger", "hopper", "main")
 
@@ -69,14 +69,14 @@ def stubborn(marker: str, folder: Path) -> list[str]:
 
 
 def all_there(folder: Path, workers: int) -> bool:
-    """Whether every part of that many stubborn workers has started."""
+    """Return True if every part of that many stubborn workers has started."""
     return all((folder / f"{part}.{rank}").exists() for part in STUBBORN_PARTS for rank in range(workers))
 
 
 def living(marker: str) -> list[int]:
-    """Pids of the processes, zombies left out, that have the marker in their arguments or environment."""
+    """Return the pids of all processes, except zombies, with the marker in their arguments or environment."""
     found = []
-    # Youngest first: a hopper is gone the soonest.
+    # Youngest first: a hopper lives for the shortest time.
     for pid in sorted((int(name) for name in os.listdir("/proc") if name.isdigit()), reverse=True):
         if pid == os.getpid():
             continue
@@ -92,7 +92,7 @@ def living(marker: str) -> list[int]:
 
 
 def gone(marker: str, besides: int | Collection[int] = ()) -> bool:
-    """Whether nobody has the marker. One look may miss a hopper between two processes, unless nobody forked."""
+    """Return True if no process has the marker. A scan may miss a hopper if a fork occurs: scan again then."""
     spared = {besides} if isinstance(besides, int) else set(besides)
     for _ in range(20):
         before = watch_forks()
@@ -105,7 +105,7 @@ def gone(marker: str, besides: int | Collection[int] = ()) -> bool:
 
 @contextlib.contextmanager
 def fresh_marker() -> Iterator[str]:
-    """A marker that no other process has; whoever has it at the end is killed."""
+    """Yield a marker that no other process has; at the end, kill all processes that have it."""
     marker = f"marker-{uuid.uuid4().hex}"
     try:
         yield marker
@@ -115,5 +115,6 @@ def fresh_marker() -> Iterator[str]:
                 with contextlib.suppress(ProcessLookupError):
                     group = os.getpgid(pid)
                     os.kill(pid, signal.SIGKILL)
-                    if group not in (0, 1, os.getpgid(0)):  # a hopper can't be hit otherwise
+                    # A hopper changes its pid too fast to be killed alone.
+                    if group not in (0, 1, os.getpgid(0)):
                         os.killpg(group, signal.SIGKILL)

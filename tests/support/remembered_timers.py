@@ -1,4 +1,4 @@
-"""A timer client that only remembers: what the agent's end of its workers' timers made of what they said."""
+"""A timer client that only records the calls which the agent's timer socket makes for its workers."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from rallypoint.timer.client.client import ExpiredTimer, NodeTimers, OnExpired, 
 
 
 class RememberedTimers(NodeTimers):
-    """Stands in for the real one."""
+    """A stand-in for the client of the timer service."""
 
     def __init__(self) -> None:
-        # (worker, scope at the service) -> number, seconds, since when.
+        # (worker, scope at the service) -> sequence number, seconds, start time.
         self.held: dict[tuple[str, str], tuple[int, float, float]] = {}
         self.acquired: list[tuple[str, str]] = []
         self.learned_as: dict[tuple[str, str], str] = {}
         self.completed: list[tuple[str, str]] = []
         self.observed: list[tuple[str, int, float]] = []
-        # (worker, rank, step, since when).
+        # (worker, rank, step, start time).
         self.steps: list[tuple[str, int, int, float]] = []
         self.cleared: list[str] = []
         self.on_expired: OnExpired | None = None
@@ -43,12 +43,12 @@ class RememberedTimers(NodeTimers):
         self._news.set()
 
     def release(self, worker_id: str, scope: str) -> None:
-        """As NodeTimers, but for one that is held only."""
+        """As NodeTimers, but only for a timer that is held."""
         del self.held[worker_id, scope]
         self._news.set()
 
     def complete(self, worker_id: str, scope: str) -> None:
-        """As NodeTimers, but for one that is held only."""
+        """As NodeTimers, but only for a timer that is held."""
         self.completed.append((worker_id, scope))
         self.release(worker_id, scope)
 
@@ -68,17 +68,17 @@ class RememberedTimers(NodeTimers):
         return timer is not None and timer[0] == expired.sequence
 
     def scopes(self, worker_id: str = "0@1") -> list[str]:
-        """What a worker holds."""
+        """Return the scopes of the timers that a worker holds."""
         return sorted(scope for worker, scope in self.held if worker == worker_id)
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        """Waits until news make it true."""
+        """Wait until a recorded call makes the condition true."""
         while not condition():
             await self._news.wait()
             self._news.clear()
 
     async def expire(self, worker_id: str, scope: str) -> bool | None:
-        """As the service would have it: the timer that is held now has run out."""
+        """Deliver the expiry of the timer that is held now, as the service does."""
         return await self.tell(self.expired(worker_id, scope))
 
     def expired(self, worker_id: str, scope: str) -> ExpiredTimer:
@@ -87,6 +87,6 @@ class RememberedTimers(NodeTimers):
         return ExpiredTimer(worker_id, scope, after, 0.01, sequence)
 
     async def tell(self, expired: ExpiredTimer) -> bool | None:
-        """An expiry comes from the service."""
+        """Deliver an expiry, as the service does."""
         assert self.on_expired is not None
         return await self.on_expired(expired)

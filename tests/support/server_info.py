@@ -1,4 +1,4 @@
-"""The description that a server gives of itself."""
+"""A server's description of itself."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from support.waiting import PATIENCE
 
 
 async def server_info(channel: grpc.aio.Channel) -> pb.GetServerInfoResponse:
-    """The description of the server at the other end."""
+    """Return the description of the server at the other end."""
     stub: rpc.ServerServiceAsyncStub = rpc.ServerServiceStub(channel)
     return await stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=PATIENCE)
 
 
 async def info_at(endpoint: str, security: ClientSecurity = None) -> pb.GetServerInfoResponse:
-    """The description of the server at an address."""
+    """Return the description of the server at an address."""
     async with open_channel(endpoint, security) as channel:
         return await server_info(channel)

@@ -1,4 +1,4 @@
-"""A memory cgroup that is soon full, and a program that fills it."""
+"""A small memory cgroup, and a program that fills it."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ while True:
 
 @contextlib.contextmanager
 def small_cgroup(limit: int) -> Iterator[Path]:
-    """A memory cgroup of so many bytes, version 1 or 2; a process is in it that writes 0 to its `cgroup.procs`.
+    """Create a memory cgroup of `limit` bytes, version 1 or 2; a process enters it by writing 0 to its `cgroup.procs`.
 
-    Afterwards nobody may be in it. Skips the test where none can be made.
+    At the end no process may be left in it. Skips the test if the machine allows no memory cgroup.
     """
     name = f"rallypoint-test-{uuid.uuid4().hex[:8]}"
     for top, file in (
@@ -43,9 +43,9 @@ def small_cgroup(limit: int) -> Iterator[Path]:
 
 
 def _is_limited(file: Path, limit: int) -> bool:
-    """Set the limit; whether that was possible."""
+    """Set the limit; return True if that was possible."""
     try:
-        # Not to be made by opening it: in a folder that is no cgroup there is no such file.
+        # Must not create the file: a folder that is no cgroup has no such file.
         with open(file, "r+", encoding="utf-8") as opened:
             opened.write(str(limit))
         with contextlib.suppress(OSError):  # swap would only make it slow

@@ -1,8 +1,8 @@
-"""Calls every method of an address as another user of this host, and prints how each call ended, as JSON.
+"""Call every method of an address as another user of this host, and print the outcome of each call as JSON.
 
     python -m support.stranger '{"endpoint": "unix:/run/x.sock", "secret": ""}'
 
-Run by root. `secret`: a run secret to show; empty: it speaks plaintext.
+Run it as root. `secret`: the run secret to use; empty: plaintext.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _outcome(channel: grpc.Channel, method: str) -> str:
 
 
 def main() -> None:
-    """Give up all rights for good, and call."""
+    """Give up all rights for good, then call the methods."""
     order = json.loads(sys.argv[1])
     os.setgroups([])
     os.setgid(NOBODY)

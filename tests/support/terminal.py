@@ -1,4 +1,4 @@
-"""A person at a terminal: a program on a pseudo-terminal, what it shows, and keys."""
+"""A user at a terminal: a program on a pseudo-terminal, its output, and key presses."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SIZE = (24, 80)
 
 
 class TerminalSession:
-    """A program that has a terminal, as the leader of a session.
+    """A program on its own terminal, as the leader of a session.
 
     Attributes:
         process: The program.
@@ -96,7 +96,7 @@ def at_terminal(
         command: The command.
         environment: Its whole environment.
         folder: Its working directory; None: that of the test.
-        redirect: What a shell would apply to it, as in `2>file`.
+        redirect: A redirection in shell syntax, such as `2>file`.
     """
     master, slave = os.openpty()
     termios.tcsetwinsize(slave, SIZE)

@@ -1,4 +1,4 @@
-"""The agent's end of the timer socket, as bare as it can be, for tests of what workers send."""
+"""A minimal agent's end of the timer socket, for tests of the messages that workers send."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ class Connection:
     def __init__(self, connected: socket.socket) -> None:
         connected.settimeout(PATIENCE)
         self.socket = connected
-        # Of the table that came with the last TABLE.
+        # The table that came with the last TABLE message.
         self.table: table.TableReader
         self.view: memoryview
 
     def receive(self) -> wire.Message | None:
-        """The next message; None at the end."""
+        """Return the next message; None at the end of the connection."""
         try:
             message, descriptors, _, _ = socket.recv_fds(self.socket, 1000, 4)
         except ConnectionResetError:
@@ -34,7 +34,7 @@ class Connection:
         return wire.decode(message) if message else None
 
     def waiting(self) -> list[wire.Message]:
-        """All messages that wait."""
+        """Return all messages that wait in the socket."""
         messages: list[wire.Message] = []
         self.socket.setblocking(False)
         try:
@@ -46,16 +46,16 @@ class Connection:
         return messages
 
     def scopes(self) -> list[str]:
-        """What the table's process is in."""
+        """Return the scopes that the table's process is in."""
         return sorted(slot.scope.decode() for slot in self.table.slots())
 
     def close(self) -> None:
-        """Ends it."""
+        """Close the connection."""
         self.socket.close()
 
 
 class Agent:
-    """Listens."""
+    """A listening socket, and the connections that it has accepted."""
 
     def __init__(self, path: Path) -> None:
         self.path = str(path)
@@ -66,18 +66,18 @@ class Agent:
         self.connections: list[Connection] = []
 
     def accept(self) -> Connection:
-        """The next connection, its first message unread."""
+        """Return the next connection, its first message unread."""
         self.connections.append(Connection(self.listener.accept()[0]))
         return self.connections[-1]
 
     def welcome(self) -> Connection:
-        """The next connection, with its table."""
+        """Return the next connection, with its table."""
         connection = self.accept()
         assert connection.receive() == wire.TableMessage()
         return connection
 
     def close(self) -> None:
-        """Ends it all."""
+        """Close all connections, and stop listening."""
         for connection in self.connections:
             connection.close()
         self.listener.close()

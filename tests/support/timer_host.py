@@ -17,7 +17,7 @@ from support.host_workers import HostWorkers
 from support.remembered_timers import RememberedTimers
 from support.waiting import until
 
-# What a script of a worker begins with: each `ask()` says a line, and waits for one of the test's `answer`.
+# The start of a worker's script: each `ask()` prints a line, and waits for a line from the test's `answer`.
 PRELUDE = """
 import asyncio, multiprocessing, os, sys, threading, time
 from rallypoint.timer import configure, expires
@@ -34,7 +34,7 @@ def reap(*children):
 
 
 class TimerHost(HostWorkers):
-    """A timer socket, the workers of which are the processes that `start` and `run` started."""
+    """A timer socket whose workers are the processes started by `start` and `run`."""
 
     def __init__(self, path: Path, base_rank: int = 0, **settings: Any) -> None:
         """`settings`: as TimerSocket's."""
@@ -45,12 +45,12 @@ class TimerHost(HostWorkers):
         self.socket = TimerSocket(path, self.timers, self, **settings)
 
     async def start(self, script: str) -> asyncio.subprocess.Process:
-        """Runs PRELUDE and a script. A fork beside threads is what some are about."""
+        """Run PRELUDE and a script. Some scripts test a fork beside threads, so that warning is ignored."""
         fork = "ignore:This process:DeprecationWarning"
         return await self.run(sys.executable, "-W", "error", "-W", fork, "-c", PRELUDE + script)
 
     async def run(self, *program: str | Path) -> asyncio.subprocess.Process:
-        """Starts worker 0@1."""
+        """Start a program as worker 0@1."""
         process = await asyncio.create_subprocess_exec(
             *program,
             stdin=asyncio.subprocess.PIPE,
@@ -64,19 +64,19 @@ class TimerHost(HostWorkers):
         return process
 
     def connect(self) -> socket.socket:
-        """This process as a worker, in the raw."""
+        """Connect this process as a worker; return the raw socket."""
         self.pids[os.getpid()] = "0@1"
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         connection.connect(str(self.path))
         return connection
 
     async def shows(self, *scopes: str) -> None:
-        """Waits until the agent knows of these timers and no others."""
+        """Wait until the agent has these timers and no others."""
         await until(lambda: self.timers.scopes() == sorted(scopes))
 
     @asynccontextmanager
     async def listening(self) -> AsyncIterator[None]:
-        """No process is left at the end, nor a child of one."""
+        """Serve the socket; at the end, kill all workers and their children."""
         await self.socket.start()
         try:
             yield
@@ -89,20 +89,20 @@ class TimerHost(HostWorkers):
 
 
 async def asked(worker: asyncio.subprocess.Process) -> str:
-    """Waits for the next line that a worker says."""
+    """Wait for the next line that a worker prints, and return it."""
     assert worker.stdout is not None
     return (await worker.stdout.readline()).decode().strip()
 
 
 async def answer(worker: asyncio.subprocess.Process, line: str = "") -> None:
-    """Has a worker go on."""
+    """Send a line to a worker, which then continues."""
     assert worker.stdin is not None
     worker.stdin.write(f"{line}\n".encode())
     await worker.stdin.drain()
 
 
 async def finished(worker: asyncio.subprocess.Process) -> str:
-    """Waits until a worker has ended well; returns what it said that nobody waited for."""
+    """Wait until a worker has ended with exit code 0; return its unread output."""
     assert worker.stdin is not None
     assert worker.stdout is not None
     worker.stdin.close()

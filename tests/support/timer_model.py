@@ -1,4 +1,4 @@
-"""What a timer table should know, in dictionaries: the plainest account of it that there is."""
+"""A model of the timer table in plain dictionaries, as simple as possible."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SETTINGS = TimerSettings(
     max_scopes_per_run=2,
     lag=LagSettings(tolerance=0.125, pulse=0.5, settle=1.0),
 )
-# What the core takes for now.
+# Deadlines up to this many seconds in the future count as reached, as in the core.
 ROUNDING = 1e-6
 
 Place = tuple[str, str]
@@ -34,7 +34,7 @@ class Held:
     sequence: int
     stream: int
     expired: bool = False
-    # Once expired: when it is told again, or dropped.
+    # Once expired: time of the next report, or of the drop.
     again: float = 0.0
     expiry_id: int = 0
 
@@ -45,7 +45,7 @@ class Known:
 
     lease: int = 0
     subscriber: Subscription | None = None
-    # When it is forgotten, on the watch clock.
+    # Time at which it is forgotten, on the watch clock.
     until: float | None = None
 
 
@@ -54,13 +54,13 @@ class Model:
     """All timers, nodes and scopes."""
 
     now: float
-    # By which the watch clock is behind.
+    # Seconds by which the watch clock is behind.
     forgiven: float = 0.0
     held: dict[TimerName, Held] = field(default_factory=dict)
     nodes: dict[Place, Known] = field(default_factory=dict)
     # By run and scope.
     learned: dict[tuple[str, str], Learned] = field(default_factory=dict)
-    # Since when runs that have learned something are without a node.
+    # By run with learned scopes but without a node: the time since which it has none.
     idle: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -120,7 +120,7 @@ class Model:
         self.learned[run, scope] = Learned(scope, count(old), max(old.longest, longest))
 
     def forget_runs(self) -> set[tuple[str, str]]:
-        """Forgets the scopes of runs that have been without a node for too long; says which."""
+        """Forget the scopes of runs that have had no node for too long; return these scopes."""
         forgotten: set[tuple[str, str]] = set()
         for run, since in list(self.idle.items()):
             if since + SETTINGS.learned_retention <= self.now:
@@ -132,7 +132,7 @@ class Model:
         return forgotten
 
     def judge(self) -> tuple[dict[TimerName, int], int, int]:
-        """What is to be told; how many run out with nobody to tell, and how many are dropped for that."""
+        """Return the expiries to report, and how many timers expire, or are dropped, for lack of a subscriber."""
         now = self.watch + ROUNDING
         expected: dict[TimerName, int] = {}
         unclaimed = 0

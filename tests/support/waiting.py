@@ -28,7 +28,7 @@ def wait_until(condition: Callable[[], bool], what: str, timeout: float = PATIEN
 async def until(
     condition: Callable[[], bool], what: str = "the condition", timeout: float = PATIENCE
 ) -> float:
-    """As `wait_until`, while the event loop runs."""
+    """As `wait_until`, without blocking the event loop."""
     began = time.monotonic()
     while not condition():
         if time.monotonic() - began > timeout:
@@ -38,7 +38,7 @@ async def until(
 
 
 async def started(*awaitables: Any) -> list[asyncio.Task[Any]]:
-    """Tasks that have run until they wait for something."""
+    """Start tasks, and return them when each has run until it waits for something."""
     tasks = [asyncio.ensure_future(each) for each in awaitables]
     for _ in range(5):
         await asyncio.sleep(0)

@@ -1,4 +1,4 @@
-"""The engine tells nothing before it is durable, tells everybody what matters, and accuses nobody wrongly."""
+"""The engine publishes only durable facts, to every member and watcher, and never counts a live node as lost."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ from rendezvous.engine_fixtures import RUN, Stage, begun, idle, staged, taken
 
 @pytest.fixture
 async def stage() -> AsyncIterator[Stage]:
-    """Runs of two nodes; the journal commits at once until it is held, and time stands still."""
+    """Runs of two nodes; the journal commits at once until it is held, and the clock does not advance."""
     async with staged(Stage()) as stage:
         yield stage
 
 
 def states(run: pb.Run) -> dict[str, str]:
-    """What every node does."""
+    """The state of every node."""
     return {node.node_id: pb.NodeState.Name(node.state).removeprefix("NODE_STATE_") for node in run.nodes}
 
 
-# ---- nothing is told before it is durable
+# ---- nothing is published before it is durable
 
 
 async def test_nothing_is_told_or_read_before_it_is_durable(stage: Stage) -> None:
-    """While a commit is held back: no lease, no update, no watcher, no reader, no round; after it, all of them."""
+    """While a commit is held back, no join, update, watch or read returns, and no round begins; after it, all do."""
     first = await stage.join("a")
     watcher = await stage.engine.watch(RUN, 0)
     seen = await watcher.take()
@@ -73,7 +73,7 @@ async def test_nothing_is_told_or_read_before_it_is_durable(stage: Stage) -> Non
 
 
 async def test_a_refusal_waits_for_what_it_tells_of(stage: Stage) -> None:
-    """That a run is closed is not told to who joins before the closing is durable."""
+    """A join of a closed run is refused only once the closing is durable."""
     stage.settings = replace(stage.settings, reopen=Reopen.NEVER)
     await stage.join("a")
     stage.journal.hold()
@@ -88,7 +88,7 @@ async def test_a_refusal_waits_for_what_it_tells_of(stage: Stage) -> None:
 
 
 async def test_a_run_that_is_not_durable_is_not_there(stage: Stage) -> None:
-    """The store asks for its round and is told that there is no such run."""
+    """The store asks for its round, and the engine answers that there is no such run."""
     stage.journal.hold()
     (joining,) = await begun(stage.join("a"))
     await stage.journal.held()
@@ -110,7 +110,7 @@ async def test_commands_that_arrive_together_are_committed_together(stage: Stage
 
 
 async def test_a_round_is_over_for_writers_when_its_end_is_durable(stage: Stage) -> None:
-    """Not only when the next one has its number: a lost node's workers write no more from then on."""
+    """That is before the next one has its number: a lost node's workers write no more from then on."""
     _, b = await stage.running("a", "b")
     assert stage.engine.writable_round(RUN) == 1
     stage.journal.hold()
@@ -126,7 +126,7 @@ async def test_a_round_is_over_for_writers_when_its_end_is_durable(stage: Stage)
 
 
 async def test_members_are_told_after_the_end_of_a_round_is(stage: Stage) -> None:
-    """Whoever keeps state per round has dropped the old one before any node hears of its end."""
+    """The store drops its data of the old round before any node receives its end."""
     a, b = await stage.running("a", "b")
     (listening,) = await begun(a.updates.take())
     ends_when_told: list[int] = []
@@ -141,7 +141,7 @@ async def test_members_are_told_after_the_end_of_a_round_is(stage: Stage) -> Non
 
 
 async def test_a_broken_journal_fails_whoever_waits(stage: Stage) -> None:
-    """The command in the commit, the one behind it, every stream, and whoever comes later."""
+    """The command in the commit, the one behind it, every stream, and every later request fail."""
     member = await stage.join("a")
     watcher = await stage.engine.watch(RUN, 1)
     await watcher.take()
@@ -160,7 +160,7 @@ async def test_a_broken_journal_fails_whoever_waits(stage: Stage) -> None:
 
 @pytest.mark.parametrize("error", [JournalError, IndexError])
 async def test_serving_ends_with_the_error_of_the_journal(error: type[Exception]) -> None:
-    """Also one that is none of a journal's: the process starts again from what is durable; no call waits."""
+    """This holds for any error: the process starts again from the durable entries; no call waits."""
     stage = Stage(max_nodes=1, min_nodes=1)
 
     async def trip(entries: Sequence[Entry]) -> None:
@@ -176,7 +176,7 @@ async def test_serving_ends_with_the_error_of_the_journal(error: type[Exception]
 
 
 async def test_a_server_that_is_stopped_leaves_nobody_waiting() -> None:
-    """Who waits for a commit, who listens, who comes later: all are told to come back."""
+    """Commands that wait for a commit, streams, and later requests all get Draining."""
     stage = Stage()
     async with staged(stage):
         member = await stage.join("a")
@@ -192,7 +192,7 @@ async def test_a_server_that_is_stopped_leaves_nobody_waiting() -> None:
 
 
 async def test_a_slow_member_is_told_the_latest_state_only(stage: Stage) -> None:
-    """It reads nothing while two rounds pass, and then the one that stands."""
+    """It reads nothing while two rounds pass, and then the current one."""
     a, b = await stage.running("a", "b")
     for round_ in (1, 2):
         await stage.fail(b, round_)
@@ -205,7 +205,7 @@ async def test_a_slow_member_is_told_the_latest_state_only(stage: Stage) -> None
 
 
 async def test_who_joins_a_round_that_is_there_is_told_its_phase(stage: Stage) -> None:
-    """A spare learns at once that it has no seat."""
+    """A spare receives at once that it has no assignment."""
     await stage.running("a", "b")
     spare = await stage.join("c")
     update = await taken(spare)
@@ -214,7 +214,7 @@ async def test_who_joins_a_round_that_is_there_is_told_its_phase(stage: Stage) -
 
 
 async def test_a_node_that_joins_again_ends_its_older_stream(stage: Stage) -> None:
-    """With LeaseLost and the reason; nothing that the old stream does touches the new lease."""
+    """It ends with LeaseLost and the reason; nothing on the old stream touches the new lease."""
     old, _ = await stage.running("a", "b")
     new = await stage.join("a")
     with pytest.raises(LeaseLost, match="node a was lost: an agent joined again under its name"):
@@ -226,7 +226,7 @@ async def test_a_node_that_joins_again_ends_its_older_stream(stage: Stage) -> No
 
 
 async def test_two_nodes_that_share_a_name_get_a_lease_each(stage: Stage) -> None:
-    """Also when they join in the same moment: the first is refused, and never told the second one's lease."""
+    """If they join at the same moment, the first is refused, and never receives the second one's lease."""
     stage.journal.hold()
     (other,) = await begun(stage.join("b"))
     await stage.journal.held()
@@ -239,7 +239,7 @@ async def test_two_nodes_that_share_a_name_get_a_lease_each(stage: Stage) -> Non
 
 
 async def test_a_node_that_waited_too_long_is_told_so(stage: Stage) -> None:
-    """Not that its lease is lost: joining again would only make it wait again."""
+    """The error is not LeaseLost: joining again would only make it wait again."""
     member = await stage.join("a")
     for _ in range(120):
         await stage.later(5)
@@ -252,7 +252,7 @@ async def test_a_node_that_waited_too_long_is_told_so(stage: Stage) -> None:
 
 
 async def test_a_member_that_resumes_is_told_the_present_state(stage: Stage) -> None:
-    """Whatever it missed; its lease is the same, and nobody is lost."""
+    """It has missed updates; its lease is the same, and no node is lost."""
     a, b = await stage.running("a", "b")
     stage.engine.disconnect(a)
     await stage.fail(b, 1)
@@ -264,7 +264,7 @@ async def test_a_member_that_resumes_is_told_the_present_state(stage: Stage) -> 
 
 
 async def test_a_member_that_comes_back_in_time_is_not_lost_to_a_slow_disk(stage: Stage) -> None:
-    """It came within the grace; that the commit before it took longer than that is not its fault."""
+    """It came within the grace; the time of the commit before it does not count."""
     a, _ = await stage.running("a", "b")
     stage.engine.disconnect(a)
     stage.journal.hold()
@@ -280,7 +280,7 @@ async def test_a_member_that_comes_back_in_time_is_not_lost_to_a_slow_disk(stage
 
 
 async def test_who_can_not_prove_a_lease_does_not_prolong_it(stage: Stage) -> None:
-    """A stranger that tries to resume as a node is no sign of life of that node."""
+    """An attempt to resume without the node's token does not count as a heartbeat."""
     a, _ = await stage.running("a", "b")
     stage.engine.disconnect(a)
     stage.now += 1.5
@@ -290,7 +290,7 @@ async def test_who_can_not_prove_a_lease_does_not_prolong_it(stage: Stage) -> No
 
 
 async def test_a_member_whose_stream_breaks_before_it_is_in_again_is_still_away(stage: Stage) -> None:
-    """No round freezes over it. It has a term from then, not the grace: its next attempt may come later than that."""
+    """No round freezes with it. It has a term from then, not the grace: its next attempt may come later than that."""
     a, b = await stage.running("a", "b")
     state = stage.engine._runs[RUN].state
     stage.engine.disconnect(a)
@@ -317,7 +317,7 @@ async def test_a_member_whose_stream_breaks_before_it_is_in_again_is_still_away(
 
 
 async def test_a_newer_stream_replaces_the_older_one(stage: Stage) -> None:
-    """With the same lease; the older one's end is no broken stream."""
+    """The lease is the same; the end of the older one does not count as a broken stream."""
     a, _ = await stage.running("a", "b")
     again = await stage.engine.resume(RUN, "a", a.lease.number, 0, a.lease.token)
     with pytest.raises(StreamReplaced):
@@ -342,7 +342,7 @@ async def test_a_newer_stream_replaces_the_older_one(stage: Stage) -> None:
 async def test_what_can_not_be_resumed_is_refused(
     stage: Stage, cursor: tuple[str, str, int, int, bytes], refusal: type[Exception]
 ) -> None:
-    """A run that is not there, a lease that does not stand or is not proven, a revision that was never given out."""
+    """Causes are an unknown run, a lease that is not held or not proven, and a revision that does not exist yet."""
     a, _ = await stage.running("a", "b")
     with pytest.raises(refusal):
         await stage.engine.resume(*cursor) if len(cursor) > 4 else await stage.engine.resume(
@@ -352,7 +352,7 @@ async def test_what_can_not_be_resumed_is_refused(
 
 @pytest.mark.parametrize("turns", range(8))
 async def test_a_member_that_goes_away_while_it_joins_is_disconnected(stage: Stage, turns: int) -> None:
-    """At whatever moment: nobody holds its lease, so it is lost after the grace, not after the time to live."""
+    """This holds at any moment: no stream has its lease, so it is lost after the grace, not after the time to live."""
     await stage.join("a")
     stage.journal.hold()
     (joining,) = await begun(stage.join("b"))
@@ -370,7 +370,7 @@ async def test_a_member_that_goes_away_while_it_joins_is_disconnected(stage: Sta
 
 @pytest.mark.parametrize("turns", range(6))
 async def test_a_watcher_that_goes_away_while_it_subscribes_is_dropped(stage: Stage, turns: int) -> None:
-    """At whatever moment."""
+    """This holds at any moment."""
     await stage.join("a")
     stays = await stage.engine.watch(RUN, 0)
     going = asyncio.create_task(stage.engine.watch(RUN, 0))
@@ -383,12 +383,12 @@ async def test_a_watcher_that_goes_away_while_it_subscribes_is_dropped(stage: St
 
 
 async def test_members_may_speak_while_their_loss_is_being_committed(stage: Stage) -> None:
-    """A heartbeat or a broken stream in that moment is nothing; it neither fails nor touches a newer lease."""
+    """A heartbeat or a broken stream at that moment has no effect; it neither fails nor touches a newer lease."""
     a, b = await stage.running("a", "b")
     stage.engine.disconnect(b)
     stage.now += 2
     stage.journal.hold()
-    (joining,) = await begun(stage.join("a"))  # the state is ahead now: b is lost, and a is another a
+    (joining,) = await begun(stage.join("a"))  # the state is ahead now: b is lost, and a has a new lease
     await stage.journal.held()
     for member in (a, b):
         stage.engine.renew(member)
@@ -400,7 +400,7 @@ async def test_members_may_speak_while_their_loss_is_being_committed(stage: Stag
 
 
 async def test_a_heartbeat_while_the_run_is_being_closed_is_harmless(stage: Stage) -> None:
-    """All leases end with the run, and its members hear of it a moment later."""
+    """All leases end with the run, and its members receive that a moment later."""
     a, b = await stage.running("a", "b")
     stage.journal.hold()
     (closing,) = await begun(stage.engine.close_run(RUN, "enough"))
@@ -416,7 +416,7 @@ async def test_a_heartbeat_while_the_run_is_being_closed_is_harmless(stage: Stag
 
 
 async def test_deadlines_come_due_by_themselves() -> None:
-    """Nobody has to ask: the round freezes when the last call is over, by the engine's own clock."""
+    """No request is needed: the round freezes when the last call is over, by the engine's own clock."""
     engine = RendezvousEngine(MemoryJournal(), clock=time.monotonic, wall_clock=time.time)
     settings = RunSettings(min_nodes=1, max_nodes=2, last_call_timeout=0.05)
     serving = asyncio.create_task(engine.serve())
@@ -426,18 +426,18 @@ async def test_deadlines_come_due_by_themselves() -> None:
 
 
 async def test_a_pause_of_the_server_is_held_against_nobody() -> None:
-    """It slept for a minute and finds no heartbeat: they wait, unread, in its sockets."""
+    """It was stopped for a minute and finds no heartbeat: they wait, unread, in its sockets."""
     async with staged(Stage(lag=LagSettings())) as stage:
         await stage.running("a", "b")
         assert states(await stage.later(60)) == {"a": "RUNNING", "b": "RUNNING"}
-        # But who stays silent while it looks is lost all the same.
+        # But a node that sends nothing while the server is awake is lost all the same.
         for _ in range(60):
             run = await stage.later(0.3)
         assert states(run) == {}
 
 
 async def test_after_a_pause_nodes_have_the_time_to_come_back() -> None:
-    """It finds their streams broken before it knows that it slept. They have as long as after a restart."""
+    """It finds their streams broken before it notices the pause. They have as long as after a restart."""
     async with staged(Stage(lag=LagSettings())) as stage:
         a, b = await stage.running("a", "b")
         stage.now += 20
@@ -454,7 +454,7 @@ async def test_after_a_pause_nodes_have_the_time_to_come_back() -> None:
 
 
 async def test_a_short_pause_breaks_no_stream() -> None:
-    """Whoever goes then has the grace, as always."""
+    """A node that disconnects then has the usual grace."""
     async with staged(Stage(lag=LagSettings())) as stage:
         a, _ = await stage.running("a", "b")
         stage.now += 1
@@ -465,7 +465,7 @@ async def test_a_short_pause_breaks_no_stream() -> None:
 
 
 async def test_a_slow_commit_is_no_pause() -> None:
-    """A lease ends in its time though each commit takes a second: the process was awake, and could be told."""
+    """A lease ends in its time though each commit takes a second: the process was awake, and could read."""
     async with staged(Stage(lag=LagSettings(), keep_alive_interval=1.0, keep_alive_max_attempt=3)) as stage:
         a, _ = await stage.running("a", "b")
         for number in range(4):
@@ -483,7 +483,7 @@ async def test_a_slow_commit_is_no_pause() -> None:
 
 
 async def test_who_waits_for_a_slow_commit_keeps_its_lease() -> None:
-    """Newcomers, and nodes that come back: their streams are open, and they are told nothing that they could answer."""
+    """This holds for new and resuming nodes: their streams are open, but they have received nothing to respond to."""
     async with staged(Stage(lag=LagSettings(), keep_alive_interval=1.0, keep_alive_max_attempt=3)) as stage:
         a, b = await stage.running("a", "b")
         stage.engine.disconnect(a)
@@ -504,7 +504,7 @@ async def test_who_waits_for_a_slow_commit_keeps_its_lease() -> None:
 
 
 async def test_participants_have_their_time_from_when_they_are_told(stage: Stage) -> None:
-    """Not from when it was decided, if the commit took its time."""
+    """The time does not begin with the decision, if the commit is slow."""
     a = await stage.join("a")
     stage.journal.hold()
     (joining,) = await begun(stage.join("b"))
@@ -518,7 +518,7 @@ async def test_participants_have_their_time_from_when_they_are_told(stage: Stage
 
 
 async def test_a_server_that_drains_holds_nothing_against_anybody(stage: Stage) -> None:
-    """It sends its nodes away, so that they are away is no news: when it is back, the same round runs."""
+    """It ends the streams of its nodes, so they do not count as lost: when it is back, the same round runs."""
     a, b = await stage.running("a", "b")
     watcher = await stage.engine.watch(RUN, 0)
     await watcher.take()
@@ -534,7 +534,7 @@ async def test_a_server_that_drains_holds_nothing_against_anybody(stage: Stage) 
 
 
 async def test_a_server_that_drains_as_it_wakes_holds_its_sleep_against_nobody() -> None:
-    """Stopped for a minute, it finds SIGTERM before anything else: nobody could have shown that it was alive."""
+    """Stopped for a minute, it handles SIGTERM before anything else: no node could have sent a heartbeat."""
     async with staged(Stage(lag=LagSettings())) as stage:
         a, b = await stage.running("a", "b")
         stage.now += 60
@@ -564,7 +564,7 @@ async def test_a_commit_that_outlasts_a_lease_costs_none_when_the_server_drains_
 
 
 async def test_a_drain_is_no_disconnect() -> None:
-    """A stream that the server ends costs no lease, with a disconnect grace of 0 either (seed 95000104)."""
+    """A stream that the server ends costs no lease, even with a disconnect grace of 0 (seed 95000104)."""
     async with staged(Stage(disconnect_grace=0.0)) as stage:
         members = await stage.running("a", "b")
         stage.engine.drain(Draining())
@@ -577,7 +577,7 @@ async def test_a_drain_is_no_disconnect() -> None:
 
 
 async def test_a_restarted_server_knows_what_was_durable(stage: Stage) -> None:
-    """Same round, same leases; members resume and are told the same state; nobody restarts anything."""
+    """Round and leases are the same; members resume and receive the same state; nothing is restarted."""
     members = await stage.running("a", "b")
     before = await stage.engine.get_run(RUN)
     async with staged(Stage(durable=stage.journal.durable)) as second:
@@ -595,7 +595,7 @@ async def test_a_restarted_server_knows_what_was_durable(stage: Stage) -> None:
 
 
 async def test_what_was_not_durable_never_happened(stage: Stage) -> None:
-    """A round that was decided and not committed is told to nobody; the next has its number, for the first time."""
+    """A round that was decided and not committed is never published; the next has its number, for the first time."""
     a, b = await stage.running("a", "b")
     stage.journal.hold()
     (failing,) = await begun(stage.fail(b, 1))
@@ -614,7 +614,7 @@ async def test_what_was_not_durable_never_happened(stage: Stage) -> None:
 
 
 async def test_a_restarted_server_gives_everybody_a_full_term(stage: Stage) -> None:
-    """And then expects to hear from them."""
+    """After that, nodes that sent no heartbeat are lost."""
     await stage.running("a", "b")
     async with staged(Stage(durable=stage.journal.durable)) as second:
         run = await second.later(14.9)
@@ -628,25 +628,25 @@ async def test_a_restarted_server_gives_everybody_a_full_term(stage: Stage) -> N
     [
         (lambda records: records.pop(2), "run 'run' has no record 3"),
         (
-            # With its run and revision, and no fact that is known.
+            # With its run and revision, and no known fact.
             lambda records: records.append(Record(RUN, 8, b"\n\x03run\x10\x08")),
             "a newer version",
         ),
     ],
 )
 async def test_a_journal_that_makes_no_sense_is_refused(stage: Stage, spoil: Any, message: str) -> None:
-    """A record that is missing, a fact that this version does not know."""
+    """A missing record, or a fact that this version does not know, is an error."""
     await stage.running("a", "b")
     spoil(stage.journal.durable)
     with pytest.raises(JournalError, match=message):
         Stage(durable=stage.journal.durable)
 
 
-# ---- people and tools
+# ---- reads and watches
 
 
 async def test_a_run_has_its_participants_by_rank_and_then_who_waits(stage: Stage) -> None:
-    """Each with its place and what it does."""
+    """Each has its assignment and its state."""
     _, a = await stage.running("b", "a")
     await stage.join("z")
     spare = await stage.join("c")
@@ -661,7 +661,7 @@ async def test_a_run_has_its_participants_by_rank_and_then_who_waits(stage: Stag
 
 
 async def test_a_run_says_who_is_still_stopping_its_workers(stage: Stage) -> None:
-    """ASSIGNED until it has confirmed; DEPARTING when it has said that it goes."""
+    """A node is ASSIGNED until it has confirmed, DEPARTING when it has announced that it goes."""
     a, b = await stage.running("a", "b")
     await stage.fail(b, 1)
     await stage.confirm(b)
@@ -671,7 +671,7 @@ async def test_a_run_says_who_is_still_stopping_its_workers(stage: Stage) -> Non
 
 
 async def test_a_run_that_is_not_there_is_not_made_by_asking(stage: Stage) -> None:
-    """Every question about it is refused."""
+    """Every request for it is refused."""
     for question in (
         stage.engine.get_run("other"),
         stage.engine.watch("other", 0),
@@ -685,7 +685,7 @@ async def test_a_run_that_is_not_there_is_not_made_by_asking(stage: Stage) -> No
 
 
 async def test_a_watcher_sees_the_present_and_then_the_latest(stage: Stage) -> None:
-    """What happens while it does not read is one state; revisions grow; a closed run ends it."""
+    """Changes while it does not read become one state; revisions grow; a closed run ends it."""
     await stage.join("a")
     watcher = await stage.engine.watch(RUN, 0)
     seen = [await watcher.take()]
@@ -702,7 +702,7 @@ async def test_a_watcher_sees_the_present_and_then_the_latest(stage: Stage) -> N
 
 
 async def test_a_watcher_that_comes_back_is_not_told_again_what_it_saw(stage: Stage) -> None:
-    """It waits for something newer, unless the run is over."""
+    """It waits for a newer state, unless the run is over."""
     await stage.join("a")
     revision = (await stage.engine.get_run(RUN)).revision
     watcher = await stage.engine.watch(RUN, revision)
@@ -720,7 +720,7 @@ async def test_a_watcher_that_comes_back_is_not_told_again_what_it_saw(stage: St
 
 
 async def test_joins_that_wait_for_a_closed_run_count_as_nodes() -> None:
-    """So that no client can make the waiting ones grow without bound."""
+    """So no client can make their number grow without bound."""
     limits = RendezvousLimits(nodes_per_run=2)
     async with staged(Stage(limits=limits, min_nodes=1, max_nodes=1)) as stage:
         former = await stage.join("a")

@@ -1,6 +1,6 @@
-"""Whatever nodes, people and time do to an engine, it misses no deadline, forgets nobody, and dies of nothing.
+"""Under random events, an engine misses no deadline, forgets no member or watcher, and never fails.
 
-The invariants of a single run are held by `core/test_histories`, on a model of the engine. Here it is the engine
+`core/test_histories` tests the invariants of a single run, on a model of the engine. This file tests the engine
 itself, with several runs at once: commands that arrive together, commits that take their time, members that go away
 at any moment, runs that expire and come again, restarts. `RALLYPOINT_ENGINE_SEED=17` replays one.
 """
@@ -38,7 +38,7 @@ LIMITS = RendezvousLimits(runs=2, nodes_per_run=4, subscribers_per_run=3, run_tt
 
 
 class Story:
-    """What happens to one engine after another over one journal."""
+    """A random history of one engine after another over one journal."""
 
     def __init__(self, seed: int) -> None:
         self.draw = random.Random(seed)
@@ -57,14 +57,14 @@ class Story:
         self.watchers: list[tuple[str, LatestValue[PublishedRun], int]] = []
         self.tasks: list[asyncio.Task[None]] = []
         self.refused = 0
-        # The latest number of each kind that anybody was told, per run.
+        # The latest published number of each kind, per run.
         self.lease: dict[str, int] = {}
         self.fencing: dict[str, tuple[int, int]] = {}
 
-    # ---- what can happen
+    # ---- events
 
     def ask(self, asked: Coroutine[Any, Any, Any], then: Callable[[Any], None] = lambda _: None) -> None:
-        """Ask the engine for something; whoever asks may be refused, or go away before the answer."""
+        """Send a request to the engine; it may be refused, or cancelled before the answer."""
 
         async def asking() -> None:
             try:
@@ -167,12 +167,12 @@ class Story:
             self.stage.now += 1.0
             if alive:
                 self.beat()
-        self.ask(self.stage.list_runs())  # the engine looks at the clock
+        self.ask(self.stage.list_runs())  # the engine reads the clock
 
     def hold_or_release(self) -> None:
         (self.stage.journal.hold if self.draw.random() < 0.5 else self.stage.journal.release)()
 
-    # ---- what must hold
+    # ---- invariants
 
     async def calm(self) -> None:
         """Let everything be committed and answered."""
@@ -185,7 +185,7 @@ class Story:
         await self.stage.list_runs()
 
     async def check(self) -> None:
-        """With nothing under way, all that is due has happened, and all that happened is told."""
+        """Check that, with nothing under way, all due deadlines are carried out and all changes published."""
         await self.calm()
         engine, now = self.stage.engine, self.stage.now
         for run_id, run in engine._runs.items():
@@ -219,7 +219,7 @@ class Story:
     async def caught_up(
         self, run_id: str, slot: LatestValue[PublishedRun], seen: int
     ) -> tuple[str, LatestValue[PublishedRun], int]:
-        """What a watcher was told is newer than what it saw, and the last of it what there is."""
+        """Check that a watcher's next state is newer than its last, and that it gets the current one."""
         if slot._value is not None:
             told = slot._value
             assert told.run.revision > seen, "a watcher was told the same twice"
@@ -231,7 +231,7 @@ class Story:
         return run_id, slot, seen
 
     async def play(self) -> None:
-        """Play to the end, with a restart now and then."""
+        """Make all steps, with a restart now and then."""
         happenings: dict[Callable[[], None], float] = {
             self.join: 8,
             self.say: 10,
@@ -268,7 +268,7 @@ class Story:
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is done for large and for old runs only is done for these."""
+    """Lower the limits from which a run counts as large or old."""
     monkeypatch.setattr(hosted_run, "_BUILD", 0.01)
     monkeypatch.setattr(hosted_run, "_CHEAP", 0.03)
     monkeypatch.setattr(hosted_run, "_RECORDS_PER_CHECKPOINT", 12)
@@ -277,7 +277,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("seed", SEEDS)
 async def test_an_engine_misses_nothing(seed: int) -> None:
-    """Holds after every pause for breath, through restarts."""
+    """The invariants hold whenever nothing is under way, also over restarts."""
     story = Story(seed)
     async with asyncio.timeout(PATIENCE):
         await story.play()
@@ -285,7 +285,7 @@ async def test_an_engine_misses_nothing(seed: int) -> None:
 
 @pytest.mark.slow
 async def test_engines_reach_every_corner() -> None:
-    """A property that no history reaches would hold of anything."""
+    """A property is tested only if some history reaches its case."""
     kinds: Counter[str] = Counter()
     for seed in range(30):
         story = Story(seed)

@@ -1,4 +1,4 @@
-"""Whoever looks on is told every state that stays, the last one above all, and a large run costs no more by it."""
+"""Watchers receive every state that lasts, and always the last one; a large run is sent less often."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ async def stage() -> AsyncIterator[Stage]:
 
 @pytest.fixture
 def large(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run of more than two nodes is large, and told once a second if it has four."""
+    """A run of more than two nodes is large, and sent once a second if it has four."""
     monkeypatch.setattr(hosted_run, "_CHEAP", 2 * hosted_run._BUILD)
     monkeypatch.setattr(hosted_run, "_SEND", 0.0)
     monkeypatch.setattr(hosted_run, "_SHARE", 4 * hosted_run._BUILD / PACE)
 
 
 def waits(slot: LatestValue[PublishedRun]) -> bool:
-    """Whether something waits in a slot to be taken."""
+    """Return True if a value waits in a slot."""
     return slot._value is not None
 
 
@@ -49,7 +49,7 @@ async def seen(slot: LatestValue[PublishedRun]) -> pb.Run:
 
 @pytest.mark.usefixtures("large")
 async def test_a_large_run_is_told_now_and_then(stage: Stage) -> None:
-    """The first change at once; those that follow in quick succession together, when it is time."""
+    """The first change is sent at once; those that follow quickly are sent together, when it is time."""
     await stage.running("a", "b")
     await stage.join("c")
     watcher = await stage.engine.watch(RUN, 0)
@@ -87,7 +87,7 @@ async def test_the_last_state_is_told_though_nothing_more_happens(stage: Stage) 
 
 @pytest.mark.usefixtures("large")
 async def test_the_end_of_a_large_run_is_told_at_once(stage: Stage) -> None:
-    """There is nothing to wait for."""
+    """No further change can come."""
     for node_id in ("a", "b", "c", "d"):
         await stage.join(node_id)
     watcher = await stage.engine.watch(RUN, 0)
@@ -100,7 +100,7 @@ async def test_the_end_of_a_large_run_is_told_at_once(stage: Stage) -> None:
 
 @pytest.mark.usefixtures("large")
 async def test_a_new_watcher_of_a_large_run_is_told_at_once(stage: Stage) -> None:
-    """It gets the state that the others got last, and all get the rest: a newcomer has nothing sent twice."""
+    """It gets the state that the others got last, and all get the next one: for the others, nothing is sent twice."""
     for node_id in ("a", "b", "c"):
         await stage.join(node_id)
     first = await stage.engine.watch(RUN, 0)
@@ -122,7 +122,7 @@ async def test_a_new_watcher_of_a_large_run_is_told_at_once(stage: Stage) -> Non
 
 
 async def test_a_small_run_is_told_every_change(stage: Stage) -> None:
-    """Without a moment's delay."""
+    """There is no delay."""
     await stage.join("a")
     watcher = await stage.engine.watch(RUN, 0)
     await seen(watcher)
@@ -151,7 +151,7 @@ async def test_many_watchers_of_a_small_run_are_told_now_and_then(stage: Stage) 
 
 
 async def test_whoever_was_there_before_is_told_nothing_twice_by_who_comes(stage: Stage) -> None:
-    """A watcher that subscribes is nobody else's news."""
+    """A new watcher causes no message to the others."""
     await stage.join("a")
     first = await stage.engine.watch(RUN, 0)
     await seen(first)
@@ -160,7 +160,7 @@ async def test_whoever_was_there_before_is_told_nothing_twice_by_who_comes(stage
 
 
 async def test_what_happens_while_nobody_looks_is_told_to_nobody_twice(stage: Stage) -> None:
-    """A watcher that has seen the latest is not told it because nobody was told it before."""
+    """A watcher that has seen the latest state does not get it, though no watcher received it before."""
     await stage.join("a")
     gone = await stage.engine.watch(RUN, 0)
     stage.engine.unwatch(RUN, gone)
@@ -177,7 +177,7 @@ async def test_what_happens_while_nobody_looks_is_told_to_nobody_twice(stage: St
 
 
 async def test_a_follower_is_told_how_far_it_is(stage: Stage) -> None:
-    """At once, and with every change; nothing when nothing happened, though the engine looked at the run."""
+    """It gets the revision at once and with every change, and nothing if the engine checks an unchanged run."""
     await stage.join("a")
     follower = stage.engine.follow(RUN, 0)
     assert await follower.take() == 2
@@ -192,7 +192,7 @@ async def test_a_follower_is_told_how_far_it_is(stage: Stage) -> None:
 
 
 async def test_a_follower_is_told_nothing_before_it_is_durable(stage: Stage) -> None:
-    """Nor may it ask for what is not: that was never given out."""
+    """It can't follow from a later revision either: that does not exist yet."""
     await stage.join("a")
     follower = stage.engine.follow(RUN, 0)
     assert await follower.take() == 2
@@ -211,7 +211,7 @@ async def test_a_follower_is_told_nothing_before_it_is_durable(stage: Stage) -> 
 
 
 async def test_a_run_that_is_over_is_followed_to_its_end(stage: Stage) -> None:
-    """And nobody stays behind in its books."""
+    """No follower stays registered."""
     await stage.join("a")
     await stage.engine.close_run(RUN, "enough")
     follower = stage.engine.follow(RUN, 0)
@@ -222,7 +222,7 @@ async def test_a_run_that_is_over_is_followed_to_its_end(stage: Stage) -> None:
 
 
 async def test_a_follower_that_was_dropped_is_told_nothing(stage: Stage) -> None:
-    """It is in nobody's books; a run that is not there has none to drop."""
+    """It is no longer registered; for an unknown run, `unfollow` does nothing."""
     await stage.join("a")
     follower = stage.engine.follow(RUN, 0)
     await follower.take()
@@ -234,7 +234,7 @@ async def test_a_follower_that_was_dropped_is_told_nothing(stage: Stage) -> None
     waiting.cancel()
 
 
-# ---- nodes that an operator takes out
+# ---- nodes that an operator evicts
 
 
 async def test_an_evicted_node_is_told_so_and_the_others_why(stage: Stage) -> None:
@@ -255,7 +255,7 @@ async def test_an_evicted_node_is_told_so_and_the_others_why(stage: Stage) -> No
 
 
 async def test_a_node_that_is_taken_out_and_back_in_at_once_has_one_stream(stage: Stage) -> None:
-    """Evicted, readmitted and joined in one commit: the old stream ends, and the new one stands."""
+    """Evicted, readmitted and joined in one commit: the old stream ends, and the new one stays."""
     a, _ = await stage.running("a", "b")
     stage.journal.hold()
     (held,) = await begun(stage.join("n", "other"))
@@ -278,11 +278,11 @@ async def test_a_node_that_is_taken_out_and_back_in_at_once_has_one_stream(stage
     assert stage.engine._runs[RUN].members["a"] is again
 
 
-# ---- what the exit barrier tells
+# ---- the exit barrier
 
 
 async def test_members_are_told_that_the_exit_barrier_is_over() -> None:
-    """At its time, by itself: those that succeeded may go, and those at work see no change of their round."""
+    """It ends at its deadline, without a request: nodes that succeeded may go, and the others stay in their round."""
     async with staged(Stage(exit_barrier_timeout=10.0)) as stage:
         a, b = await stage.running("a", "b")
         await stage.engine.execute(RUN, commands.ReportSuccess("a", a.lease.number, 1))
@@ -324,7 +324,7 @@ async def test_a_heartbeat_after_a_restart_may_bring_a_deadline_nearer() -> None
 
 
 async def test_an_idle_run_is_looked_at_when_it_expires(stage: Stage) -> None:
-    """And one that somebody is in has no such deadline."""
+    """A run with a node has no such deadline."""
     member = await stage.join("a")
     hosted = stage.engine._runs[RUN]
     assert hosted.expires(50.0) == math.inf

@@ -10,12 +10,12 @@ import pytest
 from rallypoint.rendezvous.runs.run import LeaseClock
 from rallypoint.rpc.clock import LagSettings
 
-# The timer runs in real time, by the thousandth of a second; the clock is the test's.
+# The timer runs in real time, every millisecond; the test sets the clock.
 LAG = LagSettings(tolerance=0.1, pulse=0.001, settle=1.0)
 
 
 class World:
-    """A clock that the test holds, and the lease clock that goes by it."""
+    """A clock that the test sets, and the lease clock that reads it."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -30,14 +30,14 @@ class World:
         return self.now
 
     async def looked_at(self) -> None:
-        """Wait until the timer has looked at the clock again, as it does in a process that is awake."""
+        """Wait until the timer has read the clock again, as it does in a process that is awake."""
         self._read_again.clear()
         await self._read_again.wait()
 
 
 @pytest.fixture
 async def world() -> AsyncIterator[World]:
-    """A clock that is watched."""
+    """A lease clock whose timer runs."""
     world = World()
     world.clock.watch(wanted=True)
     yield world
@@ -45,7 +45,7 @@ async def world() -> AsyncIterator[World]:
 
 
 async def test_a_process_that_is_awake_is_forgiven_nothing(world: World) -> None:
-    """However long nobody asks what time it is: the timer looks."""
+    """This holds without requests for the time: the timer reads the clock."""
     for _ in range(40):
         world.now += 0.05
         await world.looked_at()
@@ -54,7 +54,7 @@ async def test_a_process_that_is_awake_is_forgiven_nothing(world: World) -> None
 
 
 async def test_whoever_asks_first_notices_a_pause(world: World) -> None:
-    """The timer may come second; it does not count twice."""
+    """The timer may notice it second; it does not count twice."""
     world.now += 20.0
     assert world.clock.now() == pytest.approx(100.0, abs=1.1)
     await world.looked_at()
@@ -64,7 +64,7 @@ async def test_whoever_asks_first_notices_a_pause(world: World) -> None:
 
 
 async def test_a_deadline_is_never_nearer_than_floats_can_tell(world: World) -> None:
-    """The time of a timer is rounded: it would fire before the deadline, again and again, and no time would pass."""
+    """Timers are rounded: one would fire before the deadline, again and again, and no time would pass."""
     loop_time = 32768.171
     timeout = world.clock.timeout(world.clock.now() + 3.6e-12)
     assert timeout is not None
@@ -72,7 +72,7 @@ async def test_a_deadline_is_never_nearer_than_floats_can_tell(world: World) -> 
 
 
 async def test_unwatched_it_leaves_nothing_out(world: World) -> None:
-    """Without a deadline nobody need be woken, and nothing is held against anybody."""
+    """Without a deadline no timer is needed, and no lease can end."""
     world.clock.watch(wanted=False)
     looks = world.looks
     await asyncio.sleep(0.01)
@@ -82,7 +82,7 @@ async def test_unwatched_it_leaves_nothing_out(world: World) -> None:
 
 
 async def test_stopped_it_stands_still(world: World) -> None:
-    """Where it was before the pause in which it was stopped."""
+    """It keeps the time from before the pause in which it was stopped."""
     world.now += 20.0
     world.clock.stop()
     shown = world.clock.now()

@@ -1,4 +1,4 @@
-"""A lone newcomer is answered almost at once; in a storm answers wait for quiet, and for no longer than they may."""
+"""A lone newcomer is answered almost at once; in a burst, answers wait for quiet, but for a limited time only."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ QUIET = 0.02
 
 
 class _Selector(selectors.SelectSelector):
-    """Waits for nothing: time passes instead."""
+    """Never waits: advances the time instead."""
 
     def __init__(self, pass_time: Callable[[float], None]) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class _Selector(selectors.SelectSelector):
 
 
 class ClockLoop(asyncio.SelectorEventLoop):
-    """An event loop whose time is the test's."""
+    """An event loop whose time the test controls."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -53,7 +53,7 @@ def clock_loop() -> Iterator[ClockLoop]:
 def woken(
     arrivals: PendingJoins, loop: ClockLoop, comings: Sequence[float], term: float = 15.0, until: float = 60.0
 ) -> list[float]:
-    """Newcomers come at these times; returns when each was woken."""
+    """Add newcomers at these times; return when each was woken."""
     began, at = loop.now, dict[int, float]()
 
     def wake(number: int) -> Callable[[], None]:
@@ -75,20 +75,20 @@ def woken(
 
 
 def test_a_lone_newcomer_waits_for_a_moment_only() -> None:
-    """As long as it takes to see whether others come."""
+    """It waits as long as it takes to see if others come."""
     with clock_loop() as loop:
         assert woken(PendingJoins(), loop, [0.0]) == [pytest.approx(QUIET)]
 
 
 def test_a_storm_is_answered_when_it_is_over() -> None:
-    """All at once, a moment after the last."""
+    """All are answered at once, a moment after the last."""
     with clock_loop() as loop:
         comings = [number * 0.01 for number in range(50)]
         assert woken(PendingJoins(), loop, comings) == [pytest.approx(0.49 + QUIET)] * 50
 
 
 def test_nobody_waits_longer_than_a_third_of_its_term() -> None:
-    """Though others come and come: it must know in time when to say that it is alive. And who came later waits on."""
+    """This holds while others keep coming: it needs its lease in time for a heartbeat. Later ones wait on."""
     with clock_loop() as loop:
         comings = [number * 0.01 for number in range(300)]
         times = woken(PendingJoins(), loop, comings, term=1.5)
@@ -98,7 +98,7 @@ def test_nobody_waits_longer_than_a_third_of_its_term() -> None:
 
 
 def test_nobody_waits_so_long_that_it_gives_up() -> None:
-    """However long its lease lives."""
+    """This holds for any lease time."""
     with clock_loop() as loop:
         comings = [number * 0.01 for number in range(1_000)]
         times = woken(PendingJoins(), loop, comings, term=86_400.0)

@@ -31,7 +31,7 @@ def often(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 async def stage() -> AsyncIterator[Stage]:
-    """Runs of two nodes that may fail as often as they like."""
+    """Runs of two nodes that may fail a hundred times."""
     async with staged(Stage(max_restarts=100)) as stage:
         yield stage
 
@@ -41,13 +41,13 @@ def checkpoints(durable: list[Entry]) -> list[Checkpoint]:
 
 
 def recovered(stage: Stage) -> hosted_run.HostedRun:
-    """The run as a server has it that starts now."""
+    """The run as a server that starts now has it."""
     found = finish(recover_runs(stage.journal.kept(), lambda: History(1000, 10**6), stage.now))
     return found.runs[RUN]
 
 
 async def failing_rounds(stage: Stage, rounds: int) -> None:
-    """Rounds of two nodes come and go."""
+    """Let rounds of two nodes fail, one after the other."""
     members = await stage.running("a", "b")
     for _ in range(rounds):
         run = await stage.engine.get_run(RUN)
@@ -56,7 +56,7 @@ async def failing_rounds(stage: Stage, rounds: int) -> None:
 
 
 async def test_checkpoints_are_written_now_and_then(stage: Stage) -> None:
-    """One for every so many records, each with all that came before it, in the same commit as its last record."""
+    """Each comes after 10 to 19 records, with all that came before it, in the same commit as its last record."""
     await failing_rounds(stage, 10)
     written = checkpoints(stage.journal.durable)
     revision = (await stage.engine.get_run(RUN)).revision
@@ -71,7 +71,7 @@ async def test_checkpoints_are_written_now_and_then(stage: Stage) -> None:
 
 
 async def test_a_large_run_is_written_down_less_often(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A checkpoint costs as much as its run has nodes: it has as many records to make up for it."""
+    """The cost of a checkpoint grows with the nodes of its run, so there are more records between two."""
     monkeypatch.setattr(hosted_run, "_RECORDS_PER_NODE", 4)
     for node_id in "abcdefgh":
         await stage.join(node_id)
@@ -85,7 +85,7 @@ async def test_a_large_run_is_written_down_less_often(stage: Stage, monkeypatch:
 
 
 async def test_a_recovery_from_a_checkpoint_is_that_from_all_records(stage: Stage) -> None:
-    """Whatever the run was doing: at every commit of it, both make the same run."""
+    """At every commit of a run, both restore the same run."""
     await failing_rounds(stage, 6)
     await stage.join("spare")
     await stage.engine.execute(RUN, commands.Evict("spare", "bad memory"))
@@ -107,7 +107,7 @@ async def test_a_recovery_from_a_checkpoint_is_that_from_all_records(stage: Stag
 
 @pytest.mark.parametrize("checkpoints_kept", [True, False])
 async def test_a_journal_of_an_earlier_version_goes_on(stage: Stage, checkpoints_kept: bool) -> None:
-    """Same membership, round and count of restarts; and its run fails, restarts and ends like any other."""
+    """Membership, round and count of restarts are the same; and its run fails and restarts like any other."""
     await failing_rounds(stage, 7)
     before = await stage.engine.get_run(RUN)
     old = [
@@ -128,11 +128,11 @@ async def test_a_journal_of_an_earlier_version_goes_on(stage: Stage, checkpoints
         await second.confirm(a, b)
         after = await second.engine.get_run(RUN)
         assert (after.round, after.phase, after.restart_count) == (before.round + 1, pb.PHASE_FINAL, 8)
-        await second.join("c")  # with the settings that a version of today has by default
+        await second.join("c")  # with the default settings of this version
 
 
 async def test_members_resume_after_a_checkpoint(stage: Stage) -> None:
-    """Same leases, same round; and the next record has the next number."""
+    """Leases and round are the same; and the next record has the next number."""
     members = await stage.running("a", "b")
     for round_ in (1, 2, 3):
         await stage.fail(members[0], round_)
@@ -153,7 +153,7 @@ async def test_members_resume_after_a_checkpoint(stage: Stage) -> None:
 
 
 async def test_events_are_kept_past_a_checkpoint(stage: Stage) -> None:
-    """For people: a checkpoint drops no more of them than are dropped anyway."""
+    """Operators read them: a checkpoint drops no more of them than are dropped anyway."""
     await failing_rounds(stage, 10)
     assert stage.journal.kept().checkpoints
     history = recovered(stage).history
@@ -176,7 +176,7 @@ async def test_a_checkpoint_drops_the_records_of_events_that_are_dropped() -> No
 
 
 async def test_every_run_has_its_own(stage: Stage) -> None:
-    """Those without a checkpoint are folded from their first record."""
+    """Runs without a checkpoint are folded from their first record."""
     await failing_rounds(stage, 5)
     await stage.join("n", "other")
     found = finish(recover_runs(stage.journal.kept(), lambda: History(1000, 10**6), 5.0))
@@ -190,7 +190,7 @@ async def test_every_run_has_its_own(stage: Stage) -> None:
 
 
 async def test_a_run_that_expired_is_numbers_only() -> None:
-    """Until it comes again."""
+    """This holds until it comes again."""
     async with staged(Stage(limits=RendezvousLimits(run_ttl=10.0))) as stage:
         await stage.running("a", "b")
         await stage.engine.close_run(RUN, "enough")
@@ -223,7 +223,7 @@ def without_the_first_node(kept: Recovered) -> Recovered:
     "spoil", [dropped_from_the_middle, without_what_follows_the_checkpoint, without_the_first_node]
 )
 async def test_a_missing_record_is_found(stage: Stage, spoil: Callable[[Recovered], Recovered]) -> None:
-    """Wherever it is missing, and before what follows makes no sense without it."""
+    """It may be missing anywhere, and is found before later records fail without it."""
     await failing_rounds(stage, 5)
     kept = spoil(stage.journal.kept())
     revisions = {record.revision for record in kept.records}
@@ -238,14 +238,14 @@ async def test_a_missing_record_is_found(stage: Stage, spoil: Callable[[Recovere
     [b"\xff\xff", encode_snapshot(RunSnapshot(RUN, 3, 1, phase=77))],  # type: ignore[arg-type]
 )
 async def test_a_checkpoint_that_can_not_be_read_is_refused(content: bytes) -> None:
-    """Damaged, or of a newer version: better no server than one that forgot."""
+    """It is damaged, or of a newer version: no server is better than one that lost data."""
     kept = Recovered([Checkpoint(RUN, 3, content, 1)], [], [])
     with pytest.raises(JournalError, match="can't be read by this version"):
         finish(recover_runs(kept, lambda: History(1000, 10**6), 5.0))
 
 
 async def test_every_record_says_who_caused_it(stage: Stage) -> None:
-    """The node that spoke, the operator that asked, or the service where a deadline or a consequence did it."""
+    """That is the node, the operator, or the service if a deadline or a consequence caused it."""
     a, _ = await stage.running("a", "b")
     await stage.engine.execute(RUN, commands.Restart("new data"), Actor(ActorKind.OPERATOR, "ann"))
     stage.engine.disconnect(a)

@@ -1,4 +1,4 @@
-"""Whoever is to be looked at comes up when it is due, once, and at no cost for those that are not."""
+"""A run comes up when its deadline is due, once, and runs that are not due cost nothing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rallypoint.rendezvous.runs.runs import Schedule
 
 
 def test_the_earliest_comes_first() -> None:
-    """And what is not due yet stays."""
+    """Runs that are not due yet stay."""
     schedule = Schedule()
     assert (schedule.next(), schedule.due(1e9)) == (None, [])
     for run_id, deadline in (("c", 3.0), ("a", 1.0), ("b", 2.0)):
@@ -23,7 +23,7 @@ def test_the_earliest_comes_first() -> None:
 
 @pytest.mark.parametrize("deadline", [1.0, 9.0])
 def test_a_deadline_takes_the_place_of_the_one_before(deadline: float) -> None:
-    """Whether it is earlier or later; the run comes up once."""
+    """It may be earlier or later; the run comes up once."""
     schedule = Schedule()
     schedule.put("a", 5.0)
     schedule.put("a", deadline)
@@ -34,7 +34,7 @@ def test_a_deadline_takes_the_place_of_the_one_before(deadline: float) -> None:
 
 
 def test_a_run_without_a_deadline_never_comes_up() -> None:
-    """Also where it had one; one that never had any may be told so too."""
+    """This holds also if it had one; None is allowed for a run that never had one."""
     schedule = Schedule()
     schedule.put("a", 5.0)
     schedule.put("a", None)
@@ -43,7 +43,7 @@ def test_a_run_without_a_deadline_never_comes_up() -> None:
 
 
 def test_a_deadline_that_comes_back_counts_once() -> None:
-    """To and fro, and there again."""
+    """It moves away and back again."""
     schedule = Schedule()
     for deadline in (5.0, 9.0, 5.0):
         schedule.put("a", deadline)
@@ -54,7 +54,7 @@ def test_a_deadline_that_comes_back_counts_once() -> None:
 
 
 def test_it_does_what_a_plain_table_does() -> None:
-    """Whatever is put, in whatever order: the runs that are due are those of a table of the latest deadlines."""
+    """For random deadlines, the runs that are due are those of a table of the latest deadlines."""
     draw = random.Random(5)
     schedule, table, now = Schedule(), dict[str, float](), 0.0
     for _ in range(5_000):

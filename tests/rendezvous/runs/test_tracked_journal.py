@@ -1,4 +1,4 @@
-"""An owner's answers from memory are never behind what others can have read in the journal."""
+"""An owner's answers from memory are never older than another replica's reads of the journal."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rendezvous.shard_fixtures import RUN, ShardJournal, begun, elsewhere, opene
 
 
 async def test_a_read_waits_for_the_commits_that_are_under_way() -> None:
-    """They may be durable by now, and told by whoever reads the journal; after it, memory has them."""
+    """They may be durable by now, and visible to readers of the journal; after the wait, memory has them."""
     async with opened() as scene:
         shard = scene.shard
         scene.journal.hold_answers()
@@ -34,7 +34,7 @@ async def test_a_read_waits_for_the_commits_that_are_under_way() -> None:
 
 
 async def test_a_read_waits_for_no_commit_that_began_after_it() -> None:
-    """A busy shard is read all the same."""
+    """So a busy shard can be read."""
     journal = ShardJournal()
     tracked = TrackedJournal(journal)
     journal.hold()
@@ -51,7 +51,7 @@ async def test_a_read_waits_for_no_commit_that_began_after_it() -> None:
 
 
 async def test_a_read_is_refused_if_the_commit_that_it_waits_for_finds_another_owner() -> None:
-    """What is in memory is worth nothing then."""
+    """The data in memory may be outdated then."""
     async with opened() as scene:
         shard: Shard = scene.shard
         scene.journal.hold()

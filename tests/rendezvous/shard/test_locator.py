@@ -1,4 +1,4 @@
-"""A server of several shards on real gRPC: each request goes to its run's, and who is elsewhere is told where."""
+"""A server of several shards on real gRPC: each request goes to its run's shard, or gets the owner's address."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from support.joining import join_request
 from support.waiting import PATIENCE
 
 SETTINGS = pb.RunSettings(min_nodes=1, max_nodes=2)
-# A run whose shard is another's, and one that nobody owns.
+# A run whose shard another replica owns, and one without an owner.
 AWAY, NOBODYS = "away", "nobody's"
 
 
 class TwoShards:
-    """Runs that begin with "b" are in the second shard; some are elsewhere, and can be read here."""
+    """Runs that begin with "b" are in the second shard; another replica owns `AWAY`, and it can be read here."""
 
     def __init__(self, first: Scene, second: Scene, away: RunReader) -> None:
         self.first = first
@@ -64,7 +64,7 @@ class TwoShards:
 
 
 class Served:
-    """The home, its server, and a client."""
+    """The locator, its server, and a client."""
 
     def __init__(self, home: TwoShards, server: Server, channel: grpc.aio.Channel) -> None:
         self.home = home
@@ -154,7 +154,7 @@ def asked_of_the_owner(served: Served, run_id: str) -> dict[str, Any]:
 
 
 async def test_what_is_the_owners_to_do_is_sent_there(served: Served) -> None:
-    """With its address; and by name: code, reason, run."""
+    """The error has code, reason, run and the owner's address."""
     for name, call in asked_of_the_owner(served, AWAY).items():
         error = await refused(call)
         assert (error.code, error.reason) == (grpc.StatusCode.UNAVAILABLE, "NOT_OWNER"), name
@@ -162,7 +162,7 @@ async def test_what_is_the_owners_to_do_is_sent_there(served: Served) -> None:
 
 
 async def test_while_nobody_owns_a_run_it_is_said_when_to_ask_again(served: Served) -> None:
-    """Of reads too, where nobody can read it either."""
+    """Reads are refused too, where no replica can read it either."""
     calls = asked_of_the_owner(served, NOBODYS)
     calls["GetRun"] = served.runs.GetRun(pb.GetRunRequest(run_id=NOBODYS))
     calls["ListEvents"] = served.runs.ListEvents(pb.ListEventsRequest(run_id=NOBODYS))
@@ -177,7 +177,7 @@ async def test_while_nobody_owns_a_run_it_is_said_when_to_ask_again(served: Serv
 
 
 async def test_reads_are_answered_wherever_the_run_is(served: Served) -> None:
-    """From what is durable."""
+    """The answers come from durable data."""
     runs, store, states = served.runs, served.store, served.states
     run = (await runs.GetRun(pb.GetRunRequest(run_id=AWAY))).run
     assert [node.node_id for node in run.nodes] == ["a"]
@@ -189,7 +189,7 @@ async def test_reads_are_answered_wherever_the_run_is(served: Served) -> None:
 
 
 async def test_runs_of_all_shards_are_listed_by_name(served: Served) -> None:
-    """Those that are elsewhere too."""
+    """Runs of other replicas are listed too."""
     for run_id in ("b1", "a2", "b3", "c4"):
         await served.join(run_id)
     listed = await served.runs.ListRuns(pb.ListRunsRequest())
@@ -199,7 +199,7 @@ async def test_runs_of_all_shards_are_listed_by_name(served: Served) -> None:
 
 
 async def test_a_handed_over_run_sends_its_nodes_and_watchers_away(served: Served) -> None:
-    """Their streams stay open until it is known where to; those of another shard notice nothing."""
+    """Their streams stay open until the new owner is known; those of another shard are not affected."""
     (gone, _), (stays, _) = await served.join("b1"), await served.join("a2")
     watching = served.runs.WatchRun(pb.WatchRunRequest(run_id="b1"))
     events = served.runs.WatchEvents(pb.WatchEventsRequest(run_id="b1"))
@@ -218,7 +218,7 @@ async def test_a_handed_over_run_sends_its_nodes_and_watchers_away(served: Serve
 
 
 async def test_a_member_belongs_to_the_shard_that_admitted_it(served: Served) -> None:
-    """What it says goes there, and is refused there, though another one has its run by now."""
+    """Its messages go there, and are refused there, though another one has its run by now."""
     call, lease = await served.join("b1")
     old = served.home.second
     await old.shard.retire(NotOwner)
@@ -231,7 +231,7 @@ async def test_a_member_belongs_to_the_shard_that_admitted_it(served: Served) ->
 
 
 async def test_a_server_that_drains_ends_the_streams_of_all_its_shards(served: Served) -> None:
-    """And the waits for keys, with the same word."""
+    """Waits for keys end with the same reason."""
     streams = [(await served.join(run_id))[0] for run_id in ("b1", "a2")]
     watch = served.states.WatchState(state_pb.WatchStateRequest(run_id="b1"))
     await watch.read()

@@ -1,4 +1,4 @@
-"""What a replica reads of runs that are another's: the same answers as the owner's, and no more than that."""
+"""A replica reads runs that it does not own: with the same answers as the owner's, and no other effects."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ LIMITS = RendezvousLimits(events_per_run=60, run_ttl=600.0)
 
 
 def reading(scene: Scene) -> ReadOnlyRuns:
-    """What another replica has read of a scene's journal."""
+    """The runs that another replica reads from a scene's journal."""
     restoring = ReadOnlyRuns.restore(
         scene.journal.kept(),
         not_owner=elsewhere,
@@ -50,7 +50,7 @@ def reading(scene: Scene) -> ReadOnlyRuns:
 
 
 class _OneReader:
-    """A home that can read only."""
+    """A run locator that can only read."""
 
     def __init__(self, reader: RunReader) -> None:
         self._reader = reader
@@ -60,7 +60,7 @@ class _OneReader:
 
 
 async def outcome(ask: Callable[..., object], *arguments: object) -> object:
-    """An answer, or why there is none."""
+    """The answer, or the refusal."""
     try:
         answer = ask(*arguments)
         return await answer if isinstance(answer, Awaitable) else answer
@@ -69,7 +69,7 @@ async def outcome(ask: Callable[..., object], *arguments: object) -> object:
 
 
 def run_page(state: RunState) -> pb.GetRunResponse:
-    """A run, without what is known to the owner alone."""
+    """A run, without the fields that only the owner knows."""
     run = hosted_run.run_message(state)
     for node in run.nodes:
         node.connected = False
@@ -77,7 +77,7 @@ def run_page(state: RunState) -> pb.GetRunResponse:
 
 
 def nodes_page(page: NodesPage, state: RunState) -> pb.ListNodesResponse:
-    """A page of the nodes of a run, without what is known to the owner alone."""
+    """A page of the nodes of a run, without the fields that only the owner knows."""
     response = page.read(state)
     for node in response.nodes:
         node.connected = False
@@ -85,7 +85,7 @@ def nodes_page(page: NodesPage, state: RunState) -> pb.ListNodesResponse:
 
 
 async def answers(reader: RunReader) -> dict[tuple[object, ...], object]:
-    """Whatever can be read without waiting."""
+    """The answers to all reads that need no wait."""
     events = EventServicer(cast(RunLocator, _OneReader(reader)), lambda: None, Turns(1))
     store = reader.store
     asked: dict[tuple[object, ...], tuple[Callable[..., object], *tuple[object, ...]]] = {
@@ -112,7 +112,7 @@ async def answers(reader: RunReader) -> dict[tuple[object, ...], object]:
 
 
 class Life:
-    """Random things happen to a scene."""
+    """Random changes of a scene."""
 
     def __init__(self, scene: Scene, draw: Random) -> None:
         self.scene = scene
@@ -120,7 +120,7 @@ class Life:
         self.sequence = 0
 
     async def happen(self) -> None:
-        """One of them; it may be refused."""
+        """Make one change; it may be refused."""
         draw, engine = self.draw, self.scene.shard.engine
         run_id, node_id = draw.choice(RUNS[:2]), draw.choice("abcd")
         run = engine._runs.get(run_id)
@@ -176,7 +176,7 @@ class Life:
 
 @pytest.mark.parametrize("seed", range(12))
 async def test_it_answers_as_the_owner_does(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After any history, and at any point of it, over checkpoints, expired runs and take-overs."""
+    """This holds at any point of any history, over checkpoints, expired runs and take-overs."""
     monkeypatch.setattr(hosted_run, "_RECORDS_PER_CHECKPOINT", 10)
     draw = Random(seed)
     journal, seen = ShardJournal(), set[str]()
@@ -197,7 +197,7 @@ async def test_it_answers_as_the_owner_does(seed: int, monkeypatch: pytest.Monke
 
 
 async def test_who_would_have_to_wait_is_sent_to_the_owner() -> None:
-    """Keys that are there are answered; that they are not is only said to who does not want to wait."""
+    """Keys that are there are returned; a missing one is an error only for a request that does not wait."""
     async with opened() as scene:
         store = reading(scene).store
         assert await store.get(RUN, 0, "here", 1.0) == b"value"
@@ -217,7 +217,7 @@ async def test_who_would_have_to_wait_is_sent_to_the_owner() -> None:
 
 
 async def test_values_that_do_not_fit_into_one_answer() -> None:
-    """Are refused as by the owner."""
+    """They are refused as by the owner."""
     async with opened() as scene:
         await scene.set("large", b"x" * MAX_VALUE_BYTES)
         with pytest.raises(AnswerTooLarge):
@@ -225,7 +225,7 @@ async def test_values_that_do_not_fit_into_one_answer() -> None:
 
 
 async def test_what_is_over_is_over_though_the_journal_has_it_still() -> None:
-    """Its deletion may be under way."""
+    """The deletion of its entries may be under way."""
     async with opened() as scene:
         await scene.shard.store.write(RUN, Set(writer=scene.writer, round=1, key="key", value=b"value"))
         kept = list(scene.journal.durable)
@@ -241,7 +241,7 @@ async def test_what_is_over_is_over_though_the_journal_has_it_still() -> None:
 
 
 async def test_it_has_neither_tasks_nor_deadlines() -> None:
-    """It is read, and thrown away: nothing of it needs to be ended."""
+    """It is read and dropped: nothing in it needs to be stopped."""
     async with opened() as scene:
         before = asyncio.all_tasks()
         reader = reading(scene)
@@ -252,7 +252,7 @@ async def test_it_has_neither_tasks_nor_deadlines() -> None:
 
 
 async def test_a_journal_that_a_newer_version_has_written_is_an_error() -> None:
-    """Of one line, as for the owner."""
+    """The error has one line, as for the owner."""
     async with opened() as scene:
         scene.journal.durable = scene.journal.durable[1:]
         with pytest.raises(JournalError, match="the journal is damaged"):

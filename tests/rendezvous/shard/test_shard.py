@@ -1,4 +1,4 @@
-"""How a shard ends: in good order, or at once. Nobody waits for ever, and nobody is told what may not be so."""
+"""A shard ends by a hand-over, or at once. No request waits for ever, and none gets an answer that may be wrong."""
 
 from __future__ import annotations
 
@@ -55,19 +55,19 @@ REQUESTS = [
 
 
 def assert_refused(error: Exception) -> None:
-    """Nothing was done, and it is said where to go."""
+    """Check that nothing was done, and that the error has the owner."""
     assert isinstance(error, NotOwner), repr(error)
     assert error.owner == OWNER
 
 
 def assert_unknown(error: Exception) -> None:
-    """It may have been done, and it is said where to ask."""
+    """Check that the outcome is unknown, and that the error has the owner."""
     assert isinstance(error, OutcomeUnknown), repr(error)
     assert (error.run_id, error.owner) == (RUN, OWNER)
 
 
 async def three_commits(scene: Scene) -> list[asyncio.Task[Any]]:
-    """A change of the run, of its store and of its state, each in a commit that is under way."""
+    """Begin changes of the run, of its store and of its state, each in a commit that is under way."""
     before = scene.journal.appends
     scene.journal.hold()
     tasks = await begun(scene.restart(), scene.set("new", b"value"), scene.set_state(b"new", scene.token))
@@ -76,7 +76,7 @@ async def three_commits(scene: Scene) -> list[asyncio.Task[Any]]:
 
 
 async def behind_them(scene: Scene) -> list[asyncio.Task[Any]]:
-    """Who waits while commits are under way: for the next, or for a key."""
+    """Begin requests that wait while commits are under way: for the next, or for a key."""
     engine, store = scene.shard.engine, scene.shard.store
     return await begun(
         engine.get_run(RUN),
@@ -90,11 +90,11 @@ async def behind_them(scene: Scene) -> list[asyncio.Task[Any]]:
     )
 
 
-# ---- in good order
+# ---- hand-over
 
 
 async def test_what_is_under_way_is_finished_and_answered() -> None:
-    """The commits that have begun are the last: what waits behind them is refused before they are done."""
+    """The commits that have begun are the last: requests behind them are refused before they are done."""
     async with opened() as scene:
         under_way = await three_commits(scene)
         waiting = await behind_them(scene)
@@ -112,7 +112,7 @@ async def test_what_is_under_way_is_finished_and_answered() -> None:
 
 
 async def test_the_next_owner_finds_all_that_was_answered() -> None:
-    """And nothing of what was refused."""
+    """It finds no effect of the refused requests."""
     async with opened() as scene:
         under_way = await three_commits(scene)
         waiting = await behind_them(scene)
@@ -130,7 +130,7 @@ async def test_the_next_owner_finds_all_that_was_answered() -> None:
 
 
 async def test_streams_stay_open_until_it_is_known_where_to_go() -> None:
-    """What was to be told is told first; then comes the refusal, with the new owner's address."""
+    """Pending updates are sent first; then comes the refusal, with the new owner's address."""
     async with opened() as scene:
         streams = await scene.streams()
         await scene.restart()
@@ -150,7 +150,7 @@ async def test_streams_stay_open_until_it_is_known_where_to_go() -> None:
 @pytest.mark.parametrize("name", REQUESTS)
 @pytest.mark.parametrize("end", ["retire", "halt"])
 async def test_whatever_is_asked_afterwards_is_refused(name: str, end: str) -> None:
-    """With where to ask, and at once."""
+    """It is refused at once, with the owner's address."""
     async with opened() as scene:
         assert list(scene.requests()) == REQUESTS
         ask = scene.requests()[name]
@@ -164,7 +164,7 @@ async def test_whatever_is_asked_afterwards_is_refused(name: str, end: str) -> N
 
 
 async def test_nobody_loses_a_lease_while_its_run_is_handed_over() -> None:
-    """However long that takes: whoever is silent may be talking to the next owner."""
+    """This holds however long it takes: a silent node may be connected to the next owner."""
     async with opened() as scene:
         await scene.shard.retire(elsewhere)
         appends = scene.journal.appends
@@ -175,7 +175,7 @@ async def test_nobody_loses_a_lease_while_its_run_is_handed_over() -> None:
 
 
 async def test_a_member_that_says_something_during_the_hand_over_is_refused() -> None:
-    """A heartbeat is taken, and means nothing any more."""
+    """A heartbeat is accepted, but has no effect."""
     async with opened() as scene:
         await scene.shard.retire(elsewhere)
         scene.shard.engine.renew(scene.members[0])
@@ -183,7 +183,7 @@ async def test_a_member_that_says_something_during_the_hand_over_is_refused() ->
 
 
 async def test_a_long_deletion_does_not_hold_up_the_hand_over() -> None:
-    """What is left to delete, the next owner deletes when it opens the journal."""
+    """The next owner deletes the rest when it opens the journal."""
     async with opened() as scene:
         for number in range(600):
             await scene.shard.store.write(
@@ -199,7 +199,7 @@ async def test_a_long_deletion_does_not_hold_up_the_hand_over() -> None:
 
 
 async def test_nothing_is_written_after_the_last_commit() -> None:
-    """Not even what follows from it: the keys of a round that it ended are the next owner's to delete."""
+    """Not even its consequences are: the next owner deletes the keys of a round that it ended."""
     async with opened() as scene:
         await scene.shard.store.write(RUN, Add(writer=scene.writer, round=1, key="key", amount=1))
         scene.journal.hold()
@@ -224,7 +224,7 @@ async def test_to_retire_twice_is_to_retire_once() -> None:
 
 
 async def test_a_journal_that_breaks_in_the_last_commit() -> None:
-    """Whoever is responsible is told once; who waits for the commit is told as ever, and the hand-over ends."""
+    """`on_failure` is called once; requests that wait for the commit fail as usual, and the hand-over ends."""
     async with opened() as scene:
         run, store, state = await three_commits(scene)
         (retiring,) = await begun(scene.shard.retire(elsewhere))
@@ -240,7 +240,7 @@ async def test_a_journal_that_breaks_in_the_last_commit() -> None:
 
 
 async def test_a_lost_shard_leaves_nobody_waiting() -> None:
-    """Who was in a commit is told that its outcome is unknown, all others that nothing was done."""
+    """A request in a commit gets OutcomeUnknown, all others NotOwner."""
     async with opened() as scene:
         under_way = await three_commits(scene)
         waiting = await behind_them(scene)
@@ -252,7 +252,7 @@ async def test_a_lost_shard_leaves_nobody_waiting() -> None:
 
 
 async def test_a_lost_shard_neither_tells_nor_writes() -> None:
-    """Not even what was on its way to be told; and the journal, whose next commit is another's, is not touched."""
+    """Pending updates are not sent; and the journal, whose next commit is another owner's, is not touched."""
     async with opened() as scene:
         streams = await scene.streams()
         await scene.restart()
@@ -272,7 +272,7 @@ async def test_a_lost_shard_neither_tells_nor_writes() -> None:
 
 @pytest.mark.parametrize("end", ["halt", "end_streams"])
 async def test_of_a_long_history_no_more_is_told(end: str) -> None:
-    """A watcher that reads what happened long ago learns with the next message that the run is elsewhere."""
+    """A watcher that reads old events gets NotOwner instead of the next message."""
     async with opened() as scene:
         for _ in range(100):
             await scene.shard.engine.execute(RUN, commands.Evict("elsewhere", "to and fro"))
@@ -294,7 +294,7 @@ async def test_of_a_long_history_no_more_is_told(end: str) -> None:
 
 
 async def test_a_resume_in_the_same_step_as_a_commit_was_not_done() -> None:
-    """It changes nothing, so it is refused, and not unknown."""
+    """It changes nothing, so it gets NotOwner, not OutcomeUnknown."""
     async with opened() as scene:
         scene.journal.hold()
         member = scene.members[0]
@@ -310,7 +310,7 @@ async def test_a_resume_in_the_same_step_as_a_commit_was_not_done() -> None:
 
 @pytest.mark.parametrize("came_through", [True, False])
 async def test_what_was_unknown_is_repeated_at_the_next_owner(came_through: bool) -> None:
-    """With its operation it takes effect once, whether the commit came through or not."""
+    """With its operation it takes effect once, also if the commit came through."""
     async with opened() as scene:
         add = Add(writer=scene.writer, round=0, key="counter", amount=5, operation=Operation("client", 0, 1))
         request = SetState(run_id=RUN, state=b"newer", token=scene.token, operation=Operation("client", 0, 1))
@@ -358,7 +358,7 @@ async def test_a_hand_over_that_takes_too_long_can_be_given_up() -> None:
 
 
 async def test_to_drop_is_harmless_whatever_came_before() -> None:
-    """Twice, after it was retired, after its journal broke, and with nothing going on."""
+    """It may be dropped twice, after a hand-over, after its journal broke, and while it is idle."""
     async with opened() as scene:
         await scene.shard.drop(elsewhere)
         await scene.shard.drop(NotOwner)
@@ -378,15 +378,15 @@ async def test_to_drop_is_harmless_whatever_came_before() -> None:
             assert_refused(await refusal_of(ask()))
 
 
-# ---- a journal that says that it is another's
+# ---- a journal that another replica owns
 
 
 @pytest.mark.parametrize("part", ["run", "store", "state"])
 async def test_a_journal_that_is_anothers_ends_everything(part: str) -> None:
-    """Whichever part finds out: all of them fall silent in the same moment, and one word of it is passed on."""
+    """Any part may find out: all of them stop at the same moment, and the error is reported once."""
     async with opened() as scene:
         streams = await scene.streams()
-        await scene.restart()  # on its way to be told
+        await scene.restart()  # an update that is still pending
         waiting = asyncio.create_task(scene.shard.store.get(RUN, 0, "nowhere", 3600.0))
         scene.journal.hold()
         changes: dict[str, Callable[[], Coroutine[Any, Any, object]]] = {
@@ -408,7 +408,7 @@ async def test_a_journal_that_is_anothers_ends_everything(part: str) -> None:
 
 
 async def test_a_journal_that_broke_is_told_of_once() -> None:
-    """However many commits fail: whoever is responsible drops the shard, or ends the process, once."""
+    """This holds for any number of failed commits: the caller drops the shard, or ends the process, once."""
     async with opened() as scene:
         tasks = [*await three_commits(scene), *await behind_them(scene)]
         scene.journal.break_()
@@ -421,7 +421,7 @@ async def test_a_journal_that_broke_is_told_of_once() -> None:
 
 
 async def test_a_journal_that_cannot_be_read_is_closed_again() -> None:
-    """So that somebody else may have it."""
+    """So another process can open it."""
     async with opened() as scene:
         await scene.shard.retire(elsewhere)
     nonsense = StoreChange(RUN, SPACE, "nobody knows", b"what this is")
@@ -435,7 +435,7 @@ async def test_a_journal_that_cannot_be_read_is_closed_again() -> None:
 
 @pytest.mark.parametrize(("least", "lost_after"), [(10.0, 15.0), (20.0, 20.0), (60.0, 60.0)])
 async def test_a_take_over_gives_every_lease_time_to_come_back(least: float, lost_after: float) -> None:
-    """A full new term, and at least what it is told; then whoever did not come is lost."""
+    """It is a full new term, and at least `least_lease`; then a node that did not come back is lost."""
     async with opened() as scene:
         await scene.shard.retire(elsewhere)
     async with opened(ShardJournal(scene.journal.durable), least_lease=least) as next_:

@@ -1,4 +1,4 @@
-"""Fenced states over a journal and a clock that a test owns, served or not."""
+"""Fenced states over a journal and a clock that a test controls, served or not."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def open_states(
     limits: StateLimits | None = None,
     ttl: float = 3600.0,
 ) -> FencedStateService:
-    """A service over what the journal holds, as after a restart."""
+    """A service over the journal's entries, as after a restart."""
     states = FencedStateService(
         journal,
         Rounds(check=check_lease),
@@ -54,7 +54,7 @@ def open_states(
 
 @asynccontextmanager
 async def served(states: FencedStateService) -> AsyncIterator[FencedStateService]:
-    """The service at work, gone without a farewell at the end."""
+    """The service at work, cancelled without a drain at the end."""
     serving = asyncio.create_task(states.serve())
     try:
         yield states
@@ -66,7 +66,7 @@ async def served(states: FencedStateService) -> AsyncIterator[FencedStateService
 
 @asynccontextmanager
 async def serving(states: FencedStateService, path: str) -> AsyncIterator[Server]:
-    """The service on a server at a Unix socket, gone without a farewell at the end."""
+    """The service on a server at a Unix socket, stopped without a drain at the end."""
     services = [fenced_registration(home_of(states))]
     # A test may write as fast as the machine can.
     options = ServerOptions(host=f"unix:{path}", request_byte_rate=1 << 40)

@@ -20,7 +20,7 @@ from rendezvous.state.state_fakes import RUN, TestJournal, channel_to, open_stat
 
 
 def after_a_kill(journal: TestJournal) -> TestJournal:
-    """The journal as a restarted service finds it; what the dead one still had in hand reaches no disk."""
+    """The journal as a restarted service finds it; commits that the dead one still held are lost."""
     restarted = TestJournal()
     restarted.rows = dict(journal.rows)
     journal.fails_with = OSError("dead")
@@ -31,8 +31,7 @@ def after_a_kill(journal: TestJournal) -> TestJournal:
 @pytest.mark.parametrize("durable", [True, False], ids=["killed-after-commit", "killed-before-commit"])
 @pytest.mark.parametrize("first", [True, False], ids=["first", "replacing"])
 async def test_a_set_over_a_restart_takes_effect_once(tmp_path: Path, first: bool, durable: bool) -> None:
-    """The service dies with the set unanswered, made durable or not: it was set, once, and is told so, with its own
-    token."""
+    """The service dies with the set unanswered, made durable or not: it takes effect once and gets its own token."""
     journal, path = TestJournal(), f"{tmp_path}/state.sock"
     async with channel_to(path) as channel:
         client = FencedStateClient(channel, RUN)
@@ -58,7 +57,7 @@ async def test_a_set_over_a_restart_takes_effect_once(tmp_path: Path, first: boo
 
 
 async def test_a_set_that_was_replaced_meanwhile_is_told_that_it_was_set(tmp_path: Path) -> None:
-    """As if the answer had come in time: it held the state for a while, and its token is of the past."""
+    """The reply is as if it had come in time: the state was set for a while, and its token is an old one."""
     journal, path = TestJournal(), f"{tmp_path}/state.sock"
     async with channel_to(path) as channel, channel_to(path) as other_channel:
         slow, quick = FencedStateClient(channel, RUN), FencedStateClient(other_channel, RUN)
@@ -70,7 +69,7 @@ async def test_a_set_that_was_replaced_meanwhile_is_told_that_it_was_set(tmp_pat
         states = open_states(journal)
         current = states.get(RUN)
         assert current is not None
-        # The other one replaces it before the first has found its way back.
+        # The other client replaces it before the first one is connected again.
         before = f"{tmp_path}/before.sock"
         async with serving(states, before), channel_to(before) as earlier:
             assert (await FencedStateClient(earlier, RUN).set(b"quick", current.token)).has_set
@@ -86,7 +85,7 @@ async def test_a_set_that_was_replaced_meanwhile_is_told_that_it_was_set(tmp_pat
 
 async def test_increments_over_restarts_add_up(tmp_path: Path) -> None:
     """A state used as a counter behind a lock: many increment it, the service is killed again and again at any
-    point. Who is told that it set, set; who is told that it lost, didn't; so the sum is the number of successes."""
+    point. Each reply has the true outcome of its set, so the sum is the number of successes."""
     journal, path = TestJournal(), f"{tmp_path}/state.sock"
     workers, each = 6, 15
     async with AsyncExitStack() as stack:
@@ -114,7 +113,7 @@ async def test_increments_over_restarts_add_up(tmp_path: Path) -> None:
                 enough: asyncio.Future[Any] = asyncio.ensure_future(journal.until_commits(12))
                 await asyncio.wait([counting, enough], return_when=asyncio.FIRST_COMPLETED)
                 enough.cancel()
-                # Every other life ends before a commit, the others after one that nobody was told of.
+                # Every other process ends before a commit, the others after one that was not confirmed.
                 (journal.hold if lives % 2 else journal.hold_after)()
             journal = after_a_kill(journal)
         seen = sorted(value for of_one in await counting for value in of_one)

@@ -1,4 +1,4 @@
-"""What torch expects of a rendezvous backend, over a real server and each journal: same rules, also after a restart."""
+"""The rules of torch for a rendezvous backend hold over a real server and each journal, also after a restart."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ async def test_the_token_of_the_state_replaces_it(backend: FencedStateClient) ->
 
 
 async def test_an_old_token_replaces_nothing(backend: FencedStateClient) -> None:
-    """Also not when the state is again what it was then, nor when what is to be set is what is there."""
+    """This holds when the state is the same again as then, and when the new state equals the current one."""
     first = await backend.set(b"A")
     second = await backend.set(b"B", held(first).token)
     third = await backend.set(b"A", held(second).token)
@@ -104,7 +104,7 @@ async def test_no_token_replaces_nothing(backend: FencedStateClient) -> None:
 async def test_an_invalid_token_is_no_error_and_sets_nothing(
     backend: FencedStateClient, token: bytes
 ) -> None:
-    """Neither where a state is nor where none is; then nothing comes back either."""
+    """This holds with and without a state; without one, none is returned."""
     assert await backend.set(b"state", token) == SetOutcome(None, has_set=False)
     assert await backend.get() is None
     first = await backend.set(b"first")
@@ -122,7 +122,7 @@ async def test_any_bytes_are_a_state(backend: FencedStateClient) -> None:
 
 
 async def test_a_restart_changes_nothing_that_is_durable(tmp_path: Path) -> None:
-    """With SQLite: the state and its token stand, and so do the losses of older ones."""
+    """With SQLite, the state and its token stay valid, and older tokens stay invalid."""
     path = f"{tmp_path}/state.sock"
     async with backend_of(JOURNALS["sqlite"](tmp_path), path) as client:
         first = await client.set(b"first")
@@ -134,7 +134,7 @@ async def test_a_restart_changes_nothing_that_is_durable(tmp_path: Path) -> None
 
 
 async def test_a_state_that_was_lost_takes_its_token_with_it(tmp_path: Path) -> None:
-    """With a journal in memory: whatever is set after the restart, the old token never matches."""
+    """With a journal in memory, the old token matches no state that is set after the restart."""
     path = f"{tmp_path}/state.sock"
     async with backend_of(JOURNALS["memory"](tmp_path), path) as client:
         first = await client.set(b"first")

@@ -1,4 +1,4 @@
-"""A set takes effect exactly when its token is the current state's, or none where there is none; once per operation."""
+"""A set takes effect if its token is the current state's, or absent if there is no state; and once per operation."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from rendezvous.state.state_fakes import RUN, asked
 
 
 class Ledger:
-    """States and the journal behind them, each change in a batch of its own unless said otherwise."""
+    """States and the journal behind them, each change in a batch of its own by default."""
 
     def __init__(self, limits: StateLimits | None = None) -> None:
         self.limits = limits or StateLimits()
@@ -96,8 +96,8 @@ _MOVES = st.lists(
 
 @given(_MOVES)
 def test_only_the_current_token_ever_matches(moves: Sequence[tuple[str, bytes, int | bytes | None]]) -> None:
-    """Whatever is set, dropped and restarted: against a model that knows nothing but the rule. Tokens given out
-    before, by number, and arbitrary bytes are tried; a set that loses changes nothing in the journal either."""
+    """Random sets, drops and restarts have the results of a model that has only this rule. Earlier tokens, by number,
+    and arbitrary bytes are tried; a set that loses changes nothing in the journal either."""
     ledger, given_out, expected = Ledger(), list[bytes](), None
     for what, state, choice in moves:
         if what == "drop":
@@ -135,7 +135,7 @@ def test_a_token_matches_in_its_own_run_only() -> None:
 
 
 def test_in_one_batch_the_first_of_a_token_wins() -> None:
-    """And the others lose against it, as if they had come in batches of their own."""
+    """The others lose against it, as if they had come in batches of their own."""
     ledger = Ledger()
     first = ledger.set(asked(b"x")).current
     assert first is not None
@@ -150,7 +150,7 @@ def test_in_one_batch_the_first_of_a_token_wins() -> None:
 
 
 def test_a_repetition_is_told_what_happened() -> None:
-    """After a restart too, and after others have set the state; it changes nothing."""
+    """It gets its first outcome, also after a restart and after sets of others; it changes nothing."""
     ledger = Ledger()
     request = asked(b"x", operation=Operation("one", 0, 1))
     outcome = ledger.set(request)
@@ -167,7 +167,7 @@ def test_a_repetition_is_told_what_happened() -> None:
 
 
 def test_a_set_that_lost_may_win_when_repeated() -> None:
-    """Nothing is remembered of it: it changed nothing, and to try again is as good."""
+    """It leaves no record: it changed nothing, so a new decision is as good."""
     ledger = Ledger()
     ledger.set(asked(b"x"))
     request = asked(b"y", operation=Operation("one", 0, 1))
@@ -191,7 +191,7 @@ def test_a_slot_goes_on() -> None:
 
 
 def test_the_slot_used_longest_ago_makes_room() -> None:
-    """In memory and journal, over a restart, and the order is that of use."""
+    """This holds in memory and journal, also over a restart; the order is that of use."""
     ledger = Ledger(StateLimits(operations=2))
     token: bytes | None = None
     requests: list[SetState] = []
@@ -219,7 +219,7 @@ def test_a_drop_leaves_nothing() -> None:
 
 
 def test_states_are_bounded_by_number() -> None:
-    """Those that are there may be replaced, and a dropped one makes room."""
+    """Present states may be replaced, and a dropped one makes room."""
     ledger = Ledger(StateLimits(states=1))
     current = ledger.set(asked(b"x")).current
     assert current is not None
@@ -232,7 +232,7 @@ def test_states_are_bounded_by_number() -> None:
 
 
 def test_states_are_bounded_by_bytes() -> None:
-    """Operations count; a refused set leaves the draft as it was; what makes it no worse is allowed past the limit."""
+    """Operations count; a refused set leaves the draft unchanged; a set that adds no bytes may exceed the limit."""
     ledger = Ledger(StateLimits(state_bytes=1000 + STATE_OVERHEAD_BYTES))
     current = ledger.set(asked(b"x" * 1000)).current
     assert current is not None

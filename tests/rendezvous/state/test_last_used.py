@@ -1,4 +1,4 @@
-"""What is not used for the time to live is due, the one used longest ago first, and not before."""
+"""A name that is not used for the time to live is due, and not earlier; the one used longest ago comes first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Nothing is told before it is durable; leases count when it is decided; what nobody uses expires; watchers hear."""
+"""Sets are visible once durable; leases count at the decision; unused states expire; watchers receive changes."""
 
 from __future__ import annotations
 
@@ -34,21 +34,21 @@ async def first(states: FencedStateService, state: bytes = b"x", run_id: str = R
 
 
 async def view(slot: LatestValue[StateView]) -> FencedState | None:
-    """What a watcher is told next."""
+    """The next state that a watcher receives."""
     told = await slot.take()
     assert told is not None
     return told.current
 
 
 async def silent(slot: LatestValue[StateView]) -> bool:
-    """Whether a watcher has nothing to hear."""
+    """Return True if a watcher has nothing to receive."""
     (taking,) = await started(slot.take())
     return taking.cancel()
 
 
 async def test_nothing_is_told_before_it_is_durable() -> None:
-    """While the commit is held back: no answer, also not to who lost, no reader and no watcher sees it; nor while it
-    is durable but not confirmed."""
+    """While the commit is held back, no set is answered, not even a losing one, and no reader or watcher sees the
+    state; nor while it is durable but not confirmed."""
     journal = TestJournal()
     async with served(open_states(journal)) as states:
         old = await first(states)
@@ -71,7 +71,7 @@ async def test_nothing_is_told_before_it_is_durable() -> None:
 
 
 async def test_sets_that_arrive_together_share_a_commit() -> None:
-    """Those of all runs; and one that changes nothing needs none."""
+    """This holds for sets of all runs; one that changes nothing needs no commit."""
     journal = TestJournal()
     async with served(open_states(journal)) as states:
         journal.hold()
@@ -100,7 +100,7 @@ async def test_of_many_with_one_token_one_wins() -> None:
 
 
 async def test_a_failed_commit_ends_the_service() -> None:
-    """Nobody is told that it was set, nobody waits for ever, and who runs the service hears of it."""
+    """No set gets a successful reply, no request waits for ever, and `serve` raises the error."""
     journal = TestJournal()
     states = open_states(journal)
     working = asyncio.create_task(states.serve())
@@ -143,7 +143,7 @@ async def test_a_setter_that_goes_hurts_nobody() -> None:
 
 
 async def test_a_lease_counts_when_the_set_is_decided() -> None:
-    """One lost between arrival and decision sets nothing; one that is held, and a set without one, do."""
+    """A set fails if its lease was lost before the decision; with a held lease, or without one, it succeeds."""
     held = {(RUN, "a", 1)}
 
     def check_lease(run_id: str, node_id: str, lease: int, token: bytes) -> None:
@@ -168,7 +168,7 @@ async def test_a_lease_counts_when_the_set_is_decided() -> None:
 
 
 async def test_a_repetition_is_answered_whoever_holds_the_lease() -> None:
-    """It was set while the lease was held, and that is what it is told."""
+    """The state was set while the lease was held, so the repetition gets that outcome."""
     lost = False
 
     def check_lease(run_id: str, node_id: str, lease: int, token: bytes) -> None:
@@ -183,7 +183,7 @@ async def test_a_repetition_is_answered_whoever_holds_the_lease() -> None:
 
 
 async def test_what_nobody_uses_expires() -> None:
-    """Reading, trying to set and watching are uses; what expired leaves the journal, and its token matches nothing."""
+    """Reads, attempts to set and watches are uses; an expired state leaves the journal, and its token is invalid."""
     clock, journal = Clock(), TestJournal()
     async with served(open_states(journal, clock=clock, ttl=100.0)) as states:
         kept = ["read", "tried", "watched"]
@@ -196,7 +196,7 @@ async def test_what_nobody_uses_expires() -> None:
         assert states.get("read") is not None
         await states.set(asked(b"y", run_id="tried"))
         clock.now += 60.0
-        await states.set(asked(b"x", run_id="later"))  # anything wakes it
+        await states.set(asked(b"x", run_id="later"))  # any set wakes the service
         assert {run_id for run_id, *_ in journal.rows} == {"later", *kept}
         assert states.get("unused") is None
         assert await states.set(asked(b"y", old.token, "unused")) == SetOutcome(None, has_set=False)
@@ -247,7 +247,7 @@ async def test_very_many_expire_a_portion_at_a_time() -> None:
 
 
 async def test_a_forgotten_run_is_gone() -> None:
-    """For readers, watchers, token holders and the journal; also if its first state is just being set."""
+    """This holds for readers, watchers, token holders and the journal; also while its first state is being set."""
     journal = TestJournal()
     async with served(open_states(journal)) as states:
         old = await first(states)
@@ -269,7 +269,7 @@ async def test_a_forgotten_run_is_gone() -> None:
 
 
 async def test_a_watcher_is_told_what_it_does_not_know() -> None:
-    """With nothing in hand, or the token of something else: at once. Then each change, the latest if it is slow."""
+    """Without the current token it gets the state at once; then each change, or the latest one if it is slow."""
     async with served(open_states(TestJournal())) as states:
         early = states.watch(RUN, None)
         assert await view(early) is None
@@ -317,7 +317,7 @@ async def test_limits_hold() -> None:
 
 
 async def test_a_drain_finishes_what_was_taken() -> None:
-    """And takes no more, and ends every watch."""
+    """It accepts no more requests, and ends every watch."""
     journal = TestJournal()
     async with served(open_states(journal)) as states:
         watching = states.watch(RUN, None)

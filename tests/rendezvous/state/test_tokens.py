@@ -1,4 +1,4 @@
-"""A token stands for one state only, whatever becomes of the numbers."""
+"""A token stands for one state only, even if its number is used again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""torch's own rendezvous runs on the fenced state, and its c10d backend answers the same to the same."""
+"""torch's own rendezvous runs on the fenced state, which answers as torch's c10d backend does."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Loop:
 
     @contextmanager
     def backends(self) -> Iterator[Callable[[], Any]]:
-        """What makes a backend for torch, each as that of a program of its own."""
+        """A function that makes backends for torch, each as in a program of its own."""
         from rallypoint.torch.backend import RallypointRendezvousBackend
 
         self._thread.start()
@@ -72,8 +72,8 @@ class Loop:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_the_c10d_backend_answers_the_same(dynamic: Any, tmp_path: Path, seed: int) -> None:
-    """Random calls to both: with current, older, foreign and empty tokens, and such as are no bytes. No state comes
-    twice, for there the c10d backend can't tell them apart."""
+    """Random calls to both: with current, older, foreign and empty tokens, and others that are no bytes. No state
+    comes twice, because the c10d backend can't distinguish equal states."""
     c10d = pytest.importorskip("torch.distributed.elastic.rendezvous.c10d_rendezvous_backend")
     dist = pytest.importorskip("torch.distributed")
     draw = random.Random(seed)
@@ -81,7 +81,7 @@ def test_the_c10d_backend_answers_the_same(dynamic: Any, tmp_path: Path, seed: i
     with loop.backends() as make:
         ours = make()
         theirs = c10d.C10dRendezvousBackend(dist.HashStore(), RUN)
-        known: list[tuple[Any, Any]] = []  # a token of ours, and theirs of the same state
+        known: list[tuple[Any, Any]] = []  # our token, and the c10d token of the same state
 
         def compare(mine: Any, other: Any) -> None:
             assert (mine is None) == (other is None)
@@ -106,7 +106,7 @@ def test_the_c10d_backend_answers_the_same(dynamic: Any, tmp_path: Path, seed: i
 def test_torchs_dynamic_rendezvous_runs_on_it(
     dynamic: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Four nodes find one another, one goes, the others re-form without it, and close: all of it torch's own code."""
+    """Four nodes rendezvous, one goes, the others rendezvous again and close: all of it in torch's own code."""
     dist = pytest.importorskip("torch.distributed")
     api = pytest.importorskip("torch.distributed.elastic.rendezvous.api")
     # Its TCP store would look names up.
@@ -130,7 +130,7 @@ def test_torchs_dynamic_rendezvous_runs_on_it(
         assert sorted(info.rank for info in infos) == [0, 1, 2, 3]
         assert {info.world_size for info in infos} == {4}
 
-        # A handler that goes in good order leaves the rendezvous and closes it; a lost one is just silent, so its
+        # A handler that shuts down leaves the rendezvous and closes it; a lost one just sends nothing, so its
         # node is taken out of the state as torch's sanitizing does when its heartbeats stop.
         lost = handlers.pop()
         lost._stop_heartbeats()
@@ -155,7 +155,7 @@ def test_torchs_dynamic_rendezvous_runs_on_it(
 
 
 def test_a_state_that_is_none_of_torchs_is_corrupt_to_torch(dynamic: Any, tmp_path: Path) -> None:
-    """Bytes are bytes to the service; torch finds out, and says so as it does on its own backends."""
+    """The service accepts any bytes; torch detects them, and raises the same error as on its own backends."""
     api = pytest.importorskip("torch.distributed.elastic.rendezvous.api")
     loop = Loop(tmp_path)
     with loop.backends() as make:

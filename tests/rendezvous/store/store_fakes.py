@@ -1,4 +1,4 @@
-"""A journal that a test owns, a store service on a real server, and an agent's socket before it."""
+"""A journal that a test controls, a store service on a real server, and an agent's socket in front of it."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
 RUN = "digits"
 WRITER = Writer("node", 1)
-"""For stores that believe every lease, as `Rounds` does by default."""
+"""For stores that accept every lease, as `Rounds` does by default."""
 
 
 class TestJournal:
-    """Keeps entries as SQLite does, one per key; commits are held back, or fail, when a test says so."""
+    """Keeps entries as SQLite does, one per key; a test can hold its commits back, or let them fail."""
 
     __test__ = False
 
@@ -51,7 +51,7 @@ class TestJournal:
         self._may_commit.clear()
 
     def hold_after(self) -> None:
-        """Make things durable, but say so to nobody."""
+        """Make commits durable from now on, but let `append` wait."""
         self._may_return.clear()
 
     def release(self) -> None:
@@ -65,7 +65,7 @@ class TestJournal:
             await self._changed.wait_for(lambda: self.held_before + self.held_after > 0)
 
     async def until_commits(self, count: int) -> None:
-        """Return when there are so many commits."""
+        """Return when there are `count` commits."""
         async with self._changed:
             await self._changed.wait_for(lambda: len(self.commits) >= count)
 
@@ -88,7 +88,7 @@ class TestJournal:
         self.held_after -= 1
 
     def drop_run(self, run_id: str) -> None:
-        """Forget a run, as the rest of the service has the journal do."""
+        """Delete a run's entries, as the engine makes the journal do."""
         self.rows = {place: value for place, value in self.rows.items() if place[0] != run_id}
 
     async def _notify(self) -> None:
@@ -96,7 +96,7 @@ class TestJournal:
             self._changed.notify_all()
 
     def entries(self) -> list[StoreChange]:
-        """What a restarted service finds."""
+        """The entries that a restarted service finds."""
         return [StoreChange(*place, value) for place, value in self.rows.items()]
 
 
@@ -127,7 +127,7 @@ class Rounds:
 def open_store(
     journal: TestJournal, rounds: Rounds | None = None, limits: StoreLimits | None = None
 ) -> StoreService:
-    """A service over what the journal holds, as after a restart."""
+    """A service over the journal's entries, as after a restart."""
     store = StoreService(journal, rounds or Rounds(), limits=limits)
     finish(store.restoring(journal.entries()))
     store.begin()
@@ -136,7 +136,7 @@ def open_store(
 
 @asynccontextmanager
 async def serving(store: StoreService, path: str) -> AsyncIterator[Server]:
-    """The store on a server at a Unix socket, gone without a farewell at the end."""
+    """The store on a server at a Unix socket, stopped without a drain at the end."""
     server = Server(
         ServerOptions(host=f"unix:{path}"), services=[store_registration(home_of(store))], translate=translate
     )
@@ -163,7 +163,7 @@ def client_of(where: Where, run_id: str = RUN, **rest: Any) -> StoreClient:
 async def agent_socket(
     folder: Path, store: StoreService, *, max_connections: int = 1024
 ) -> AsyncIterator[str]:
-    """The whole way that a worker's call takes; yields the path of the agent's socket."""
+    """A store behind an agent's socket, as a worker calls it; yields the path of the socket."""
     service, path = f"{folder}/store.sock", folder / "agent.sock"
     async with serving(store, service), channel_to(service) as channel:
         sock = StoreSocket(path, client_of(channel), max_connections=max_connections)

@@ -60,7 +60,7 @@ async def test_a_write_over_a_restart_takes_effect_once(tmp_path: Path, name: st
             writing = asyncio.ensure_future(write(client))
             await journal.until_held()
         rows = dict(journal.rows)
-        # What the dead service still had in hand reaches no disk.
+        # Commits that the dead service still held are lost.
         journal.fails_with = OSError("dead")
         journal.release()
         assert not writing.done()
@@ -102,7 +102,7 @@ async def test_a_wait_goes_on_over_a_drain(tmp_path: Path) -> None:
 
 async def test_adders_over_restarts_add_up(tmp_path: Path) -> None:
     """Many adders, the service killed again and again at any point: the sum is the number of additions, and
-    each adder saw another sum."""
+    each addition returned another sum."""
     journal, path = TestJournal(), f"{tmp_path}/store.sock"
     adders, each = 8, 25
     async with AsyncExitStack() as stack:
@@ -121,9 +121,9 @@ async def test_adders_over_restarts_add_up(tmp_path: Path) -> None:
                 enough: asyncio.Future[Any] = asyncio.ensure_future(journal.until_commits(8))
                 await asyncio.wait([adding, enough], return_when=asyncio.FIRST_COMPLETED)
                 enough.cancel()
-                # Every other life ends before a commit, the others after one that nobody was told of.
+                # Every other process ends before a commit, the others after one that was not confirmed.
                 (journal.hold if lives % 2 else journal.hold_after)()
-            # Whatever the dead service still had in hand is lost.
+            # Commits that the dead service still held are lost.
             journal, dead = TestJournal(), journal
             journal.rows = dict(dead.rows)
             dead.fails_with = OSError("dead")
@@ -143,7 +143,7 @@ async def test_an_unreachable_service_is_reported_in_time(tmp_path: Path) -> Non
 
 
 async def test_the_end_of_a_wait_is_the_services_word(tmp_path: Path) -> None:
-    """Also with a timeout of 0: the service is asked, and names what is missing."""
+    """This holds also for a timeout of 0: the service is called, and names the missing key."""
     path = f"{tmp_path}/store.sock"
     async with serving(open_store(TestJournal()), path), channel_to(path) as channel:
         client = client_of(channel)
@@ -174,7 +174,7 @@ async def test_a_refusal_is_not_repeated(tmp_path: Path) -> None:
 
 
 async def test_a_full_waiting_room_is_waited_for(tmp_path: Path) -> None:
-    """RetryInfo is heeded: the client tries again until there is room."""
+    """The client follows RetryInfo: it tries again until there is room."""
     path = f"{tmp_path}/store.sock"
     store = open_store(TestJournal(), limits=StoreLimits(waiters=1))
     slept: list[float] = []
@@ -188,14 +188,14 @@ async def test_a_full_waiting_room_is_waited_for(tmp_path: Path) -> None:
         client = client_of(channel, pace=Pace(sleep=sleep, draw=lambda: 0.0))
         first = asyncio.ensure_future(client.get("k"))
         while not store._runs or not store._runs[RUN].waits.waiters:
-            await client.check(["k"])  # what was sent later is answered later
+            await client.check(["k"])  # later requests are answered later
         assert await client.get("k") == b"1"
         assert await first == b"1"
     assert slept == [1.0]
 
 
 async def test_what_is_too_large_never_leaves_the_client(tmp_path: Path) -> None:
-    """Nobody is even there; the error names the field and the limit."""
+    """The check needs no service; the error names the field and the limit."""
     async with channel_to(f"{tmp_path}/nobody.sock") as channel:
         client, large = client_of(channel), b"x" * (MAX_VALUE_BYTES + 1)
         many = {f"{number}": b"x" * 500_000 for number in range(9)}
@@ -215,7 +215,7 @@ async def test_what_is_too_large_never_leaves_the_client(tmp_path: Path) -> None
 
 
 async def test_a_write_carries_the_lease_of_its_node(tmp_path: Path) -> None:
-    """The one held when the write began, also in its repetitions: what a node began under an older lease is
+    """It is the lease held when the write began, also in its repetitions: a write begun under an older lease is
     refused once that is lost, and isn't tried again."""
     path, leases = f"{tmp_path}/store.sock", [1]
     moving, lost = False, set[int]()
@@ -261,7 +261,7 @@ async def test_keys_come_in_pages(tmp_path: Path) -> None:
 
 
 def test_slots_are_reused_and_never_shared() -> None:
-    """As many slots as there were concurrent writes, each with numbers that grow."""
+    """There are as many slots as concurrent writes, each with numbers that grow."""
     slots = OperationSlots("c")
     with slots.operation() as first:
         with slots.operation() as second:
@@ -273,7 +273,7 @@ def test_slots_are_reused_and_never_shared() -> None:
 
 
 def test_the_next_write_goes_through_the_slot_of_one_that_was_given_up() -> None:
-    """That may be on its way still: by its smaller number the service refuses it once the next has taken effect."""
+    """It may still arrive: by its smaller number the service refuses it once the next has taken effect."""
     slots = OperationSlots("c")
     with slots.operation(), suppress(TimeoutError), slots.operation() as given_up:
         raise TimeoutError

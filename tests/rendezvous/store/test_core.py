@@ -1,4 +1,4 @@
-"""Properties of the spaces: what is durable is all there is to them, and a batch is its writes one by one."""
+"""Properties of the spaces: they follow from the durable entries alone, and a batch is its writes one by one."""
 
 from __future__ import annotations
 
@@ -84,13 +84,13 @@ def values_of(run: RunSpaces) -> dict[int, dict[str, bytes]]:
 
 
 def contents(run: RunSpaces) -> tuple[dict[int, dict[str, bytes]], list[tuple[str, OperationRecord]]]:
-    """All that is in the spaces, and the records in their order of use."""
+    """All values of the spaces, and the records in their order of use."""
     return values_of(run), list(run.operations.items())
 
 
 @given(batch=st.lists(writes, max_size=25), data=st.data())
 def test_a_batch_is_its_writes_one_by_one(batch: list[Write[object]], data: st.DataObject) -> None:
-    """However writes are cut into batches, answers and contents are the same."""
+    """Answers and contents do not depend on how writes are cut into batches."""
     limits = StoreLimits(run_bytes=1_000, run_keys=4)
     together, cut = RunSpaces(RUN), RunSpaces(RUN)
     answers = commit(together, batch, limits)
@@ -105,7 +105,7 @@ def test_a_batch_is_its_writes_one_by_one(batch: list[Write[object]], data: st.D
 
 
 def by_hand(spaces: dict[int, dict[str, bytes]], write: Write[object]) -> object:
-    """What a write does to plain dicts; the answer, or the name of the refusal."""
+    """Apply a write to plain dicts; return the answer, or the name of the refusal."""
     space = spaces[write.round]
     match write:
         case Set(key=key, value=value):
@@ -137,7 +137,7 @@ def by_hand(spaces: dict[int, dict[str, bytes]], write: Write[object]) -> object
 
 @given(batches=st.lists(st.lists(writes, max_size=8), max_size=6))
 def test_the_spaces_are_dicts(batches: list[list[Write[object]]]) -> None:
-    """With no limit in sight and each write a new one: answers and contents are those of plain dicts, in order."""
+    """Below all limits and without repetitions, answers and contents are those of plain dicts, in order."""
     run, spaces = RunSpaces(RUN), dict[int, dict[str, bytes]]({0: {}, ROUND: {}})
     for batch in batches:
         fresh = [replace(write, operation=None) for write in batch]
@@ -156,7 +156,7 @@ def test_the_spaces_are_dicts(batches: list[list[Write[object]]]) -> None:
 
 @given(batches=st.lists(st.lists(writes, max_size=8), max_size=5), data=st.data())
 def test_restored_spaces_are_the_spaces(batches: list[list[Write[object]]], data: st.DataObject) -> None:
-    """From one row per key, in any order, everything comes back: values, records, their order of use, bytes."""
+    """One row per key, in any order, restores everything: values, records, their order of use, bytes."""
     run = RunSpaces(RUN)
     rows: dict[tuple[int, str], StoreChange] = {}
     for batch in batches:
@@ -184,8 +184,7 @@ def test_restored_spaces_are_the_spaces(batches: list[list[Write[object]]], data
 
 @given(batch=st.lists(writes, max_size=20), repeated=st.data())
 def test_a_repeated_write_takes_effect_once(batch: list[Write[object]], repeated: st.DataObject) -> None:
-    """To send any write again right after it, in its batch or a later one, changes nothing and is answered the
-    same."""
+    """A write sent again right after, in its batch or a later one, changes nothing and has the same answer."""
     run = RunSpaces(RUN)
     for number, write in enumerate(batch):
         named = replace(write, operation=Operation("client", 0, number + 1))
@@ -216,7 +215,7 @@ def test_a_refused_write_leaves_no_trace() -> None:
 
 
 def test_a_full_store_still_shrinks() -> None:
-    """What doesn't grow is never refused for want of room; a record of a deletion counts nothing."""
+    """A write that adds no bytes is never refused as too large; a record of a deletion counts nothing."""
     run = RunSpaces(RUN)
     commit(run, [Set(writer=WRITER, round=0, key="a", value=b"12345678")])
     full = StoreLimits(run_bytes=run.used_bytes)
@@ -234,7 +233,7 @@ def test_a_full_store_still_shrinks() -> None:
     ],
 )
 def test_several_values_are_set_all_or_none(limits: StoreLimits, refusal: type[Refused], match: str) -> None:
-    """Also when only the last of them is too much, with other writes of the batch before and after it."""
+    """This holds when only the last is too much, and with other writes of the batch before and after."""
     run = RunSpaces(RUN)
     draft = RunDraft(run, limits)
     decide(draft, Set(writer=WRITER, round=0, key="a", value=b""), ROUND)
@@ -283,7 +282,7 @@ def test_rounds_bound_who_may_work_where() -> None:
 
 
 def test_a_round_that_is_over_is_gone_for_good() -> None:
-    """But for the records of who wrote in it."""
+    """Only the records of its writes stay."""
     run = RunSpaces(RUN)
     operation = Operation("client", 0, 1)
     commit(
@@ -304,7 +303,7 @@ def test_a_round_that_is_over_is_gone_for_good() -> None:
 
 
 def test_forgotten_spaces_are_empty_at_once_and_let_go_of_bit_by_bit() -> None:
-    """What deletes them from a journal names each value and record once."""
+    """The deletions for the journal name each value and record once."""
     run = RunSpaces(RUN)
     operation = Operation("client", 0, 1)
     commit(
@@ -348,7 +347,7 @@ def named(round: int, sequence: int, writer_round: int = 0) -> Write[object]:
 
 @pytest.mark.parametrize("write", [named(ROUND, 1), named(0, 1, writer_round=ROUND)])
 def test_a_completed_write_is_answered_again_after_the_end_of_its_round(write: Write[object]) -> None:
-    """With its outcome, and without a second effect; also from what a journal keeps. One that was not is refused."""
+    """It has its outcome and no second effect, also after a restore. A write that was not completed is refused."""
     run = RunSpaces(RUN)
     rows = {(change.round, change.key): change for change in committed(run, write)}
     for deletion in run.forget_rounds_before(ROUND + 1):
@@ -364,7 +363,7 @@ def test_a_completed_write_is_answered_again_after_the_end_of_its_round(write: W
 
 
 def committed(run: RunSpaces, write: Write[object]) -> list[StoreChange]:
-    """Carry a write out; return what a journal is given."""
+    """Carry a write out; return the changes for a journal."""
     draft = RunDraft(run, LIMITS)
     decide(draft, write, ROUND)
     changes = [*draft.values(), *draft.records()]
@@ -375,7 +374,7 @@ def committed(run: RunSpaces, write: Write[object]) -> list[StoreChange]:
 
 @pytest.mark.parametrize(("early", "late"), [(0, ROUND), (ROUND, 0)])
 def test_a_delayed_write_takes_no_effect_after_a_later_one_to_another_space(early: int, late: int) -> None:
-    """Nor once the journal was read again. To number two writes alike is refused, as within one space."""
+    """This holds also after a restore. Two writes with one number are refused, as within one space."""
     run = RunSpaces(RUN)
     rows: dict[tuple[int, str], StoreChange] = {}
     for write in (named(early, 1), named(late, 3)):
@@ -395,7 +394,7 @@ def test_a_delayed_write_takes_no_effect_after_a_later_one_to_another_space(earl
 
 
 def test_records_of_versions_that_kept_one_for_each_space() -> None:
-    """The later write of the slot counts; the other's record is to be deleted, and nothing that lives."""
+    """The later write of the slot counts; only the other's record is to be deleted."""
     key = Operation("client", 0, 1).record_key
     earlier = StoreChange(RUN, 0, key, OperationRecord(4, 1, 0, 0).encode())
     later = StoreChange(RUN, ROUND, key, OperationRecord(5, 2, 0, 0).encode())

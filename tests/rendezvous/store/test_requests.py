@@ -1,4 +1,4 @@
-"""What is malformed is refused by name of the field, whatever the state."""
+"""A malformed request is refused with the name of the field, in any state."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_values_have_a_size() -> None:
 
 
 def entries_of(sizes: Sequence[int]) -> list[pb.StoreEntry]:
-    """Entries of so many bytes, key, value and frame together."""
+    """Entries of these sizes in bytes, key, value and frame together."""
     return [pb.StoreEntry(key=f"{n:04}", value=b"x" * (size - 20)) for n, size in enumerate(sizes)]
 
 
@@ -92,14 +92,14 @@ def test_entries_are_checked_one_by_one_and_together() -> None:
 
 
 def test_keys_fit_into_a_message() -> None:
-    """More than a request can carry is said by a client before gRPC says it less clearly."""
+    """A client refuses keys that exceed a request, with a clearer error than gRPC's."""
     requests.check_keys([f"{n:04}" + "k" * 1_000 for n in range(4_000)])
     with pytest.raises(ServiceError, match="keys: has 5,100,000 bytes, 16 for each counted in"):
         requests.check_keys([f"{n:04}" + "k" * 1_000 for n in range(5_000)])
 
 
 def test_writers_are_whole() -> None:
-    """Absent only where a request may do without: a write to a store may not."""
+    """A writer may be absent only where a request needs none; a write to a store needs one."""
     assert requests.named_writer(SetStateRequest()) is None
     with pytest.raises(ServiceError, match="writer: is absent; expected the node"):
         requests.writer_of(pb.SetRequest())

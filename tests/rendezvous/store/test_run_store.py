@@ -1,4 +1,4 @@
-"""Batches are bounded and take turns; a run that is forgotten leaves nothing behind, whatever was under way."""
+"""Batches are bounded and take turns; a forgotten run leaves nothing behind, also with a commit under way."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ async def idle(store: StoreService) -> None:
     """Return when nothing is left to write."""
     while tasks := [run.committing for run in store._runs.values() if run.committing is not None]:
         await asyncio.wait(tasks)
-    await started()  # what is to be done at their end
+    await started()  # their done callbacks
 
 
 def sizes(journal: TestJournal) -> list[int]:
@@ -39,7 +39,7 @@ def sizes(journal: TestJournal) -> list[int]:
 
 
 async def batches_of(limits: StoreLimits, *writes: Any) -> list[int]:
-    """How many entries each commit has when all of the writes wait for it to begin."""
+    """The number of entries of each commit, when all writes wait before it begins."""
     journal = TestJournal()
     store = open_store(journal, limits=limits)
     journal.hold()
@@ -59,19 +59,19 @@ async def test_a_batch_has_so_many_writes_and_entries() -> None:
 
 
 async def test_a_batch_has_so_many_bytes() -> None:
-    """Of what is sent, and of what is made of it: an Append of one byte may write megabytes."""
+    """Bytes of requests and bytes of results both count: an Append of one byte may write megabytes."""
     large = b"x" * 1_000
     limits = StoreLimits(batch_bytes=2_500)
     assert await batches_of(limits, *(set_(f"{n}", large) for n in range(5))) == [3, 2]
     appends = [Append(writer=WRITER, round=1, key="k", value=b"y") for _ in range(4)]
-    # Each commit has the key once, so its number shows only in how many there are.
+    # Each commit has the key once, so the limit shows only in the number of commits.
     assert await batches_of(limits, set_("k", large), *appends) == [1, 1]
     same = [set_("k", large) for _ in range(6)]
     assert await batches_of(limits, *same) == [1, 1]
 
 
 async def test_runs_take_turns() -> None:
-    """A run with very many writes, over a journal that never makes anyone wait, lets the others in."""
+    """A run with very many writes, over a journal that commits at once, does not block the others."""
     many, few = "many", "few"
     store = open_store(TestJournal(), Rounds({many: 1, few: 1}), StoreLimits(batch_entries=10))
     crowd = await started(*(store.write(many, set_(f"{n}")) for n in range(1_000)))
@@ -88,7 +88,7 @@ async def forgotten(store: StoreService, journal: TestJournal, rounds: Rounds) -
 
 
 async def test_a_forgotten_run_is_gone() -> None:
-    """Who waits in it, or has a write in the queue, is told; nothing of it stays in memory; nothing is written."""
+    """Its waiting and later requests are refused; nothing of it stays in memory; nothing is written."""
     journal, rounds = TestJournal(), Rounds()
     store = open_store(journal, rounds)
     await asyncio.gather(*(store.write(RUN, set_(f"{n}")) for n in range(2_500)))
@@ -127,8 +127,8 @@ async def test_a_run_that_comes_again_begins_empty() -> None:
 @pytest.mark.parametrize("late", ["before", "after"])
 @pytest.mark.parametrize("again", [False, True], ids=["gone", "comes-again"])
 async def test_a_commit_under_way_when_its_run_is_forgotten_stays_nowhere(late: str, again: bool) -> None:
-    """Whether it became durable before or after the journal dropped the run: its entries are deleted, except
-    those that the run, come again, has set anew."""
+    """It may become durable before or after the journal drops the run: its entries are deleted, except those that
+    the next run of that name has set again."""
     journal, rounds = TestJournal(), Rounds()
     store = open_store(journal, rounds)
     (journal.hold if late == "before" else journal.hold_after)()
@@ -162,7 +162,7 @@ async def test_a_commit_under_way_when_its_run_is_forgotten_stays_nowhere(late: 
 
 
 async def test_what_a_killed_store_left_of_a_forgotten_run_goes_at_the_next_start() -> None:
-    """It is deleted bit by bit, seen by nobody, also when the run comes again meanwhile."""
+    """It is deleted in small steps and stays invisible, also when the run comes again meanwhile."""
     journal, rounds = TestJournal(), Rounds({})
     left = {f"{n}": b"old" for n in range(2_500)} | {OPERATION.record_key: b"1 1 1 1"}
     journal.rows = {(RUN, 1, key): value for key, value in left.items()}
@@ -210,7 +210,7 @@ steps = st.lists(
 @given(steps=steps)
 def test_journal_and_store_agree_whatever_happens_to_the_run(steps: Sequence[str]) -> None:
     """Writes, commits held back before and after they are durable, the run forgotten and come again, the store
-    killed: in the end the journal holds what readers see, and of a run that there is not, nothing."""
+    killed: in the end the journal holds the values that readers see, and none of a run that does not exist."""
 
     async def carry_out() -> None:
         journal, rounds = TestJournal(), Rounds()
@@ -271,8 +271,8 @@ def test_journal_and_store_agree_whatever_happens_to_the_run(steps: Sequence[str
 
 
 async def test_a_lost_lease_is_refused_when_the_write_is_decided() -> None:
-    """A node that held its lease when it asked, and lost it while the commit before was under way, writes
-    nothing; nor does a repetition of what it wrote while it held it."""
+    """A node that held its lease when it sent the write, and lost it during the commit before, writes nothing; a
+    repetition of an earlier write under that lease is refused too."""
     journal, lost = TestJournal(), set[int]()
 
     def check_lease(run_id: str, node_id: str, lease: int, token: bytes) -> None:
@@ -299,7 +299,7 @@ async def test_a_lost_lease_is_refused_when_the_write_is_decided() -> None:
 
 
 async def test_whoever_writes_for_an_evicted_node_has_lost_its_lease() -> None:
-    """As with any node that is out of the run: others go on, and without its workers."""
+    """It is refused as for any node that is out of the run: the others go on without its workers."""
 
     def check_lease(run_id: str, node_id: str, lease: int, token: bytes) -> None:
         raise NodeIsEvicted(run_id, node_id, "bad memory")

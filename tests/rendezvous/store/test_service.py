@@ -1,4 +1,4 @@
-"""Nothing is told before it is durable; concurrent writes share commits; waiters are told at once, or why not."""
+"""Nothing is visible before it is durable; concurrent writes share commits; waiters end at once, or with an error."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def set_(key: str, value: bytes = b"1", round: int = 1) -> Set:
 
 
 async def test_nothing_is_told_before_it_is_durable() -> None:
-    """While the commit is held back: no answer, no waiter woken, no reader sees it, not even a lost compare."""
+    """While the commit is held back, no request returns, not even a failed compare, and no reader sees the value."""
     journal = TestJournal()
     store = open_store(journal)
     journal.hold()
@@ -63,7 +63,7 @@ async def test_what_is_durable_but_not_confirmed_is_not_told_either() -> None:
 
 
 async def test_concurrent_writes_share_a_commit() -> None:
-    """What arrives during one commit makes up the next, each key in it once, in the order of arrival."""
+    """Writes that arrive during one commit make up the next, each key in it once, in the order of arrival."""
     journal = TestJournal()
     store = open_store(journal)
     journal.hold()
@@ -90,7 +90,7 @@ async def test_runs_do_not_wait_for_each_other() -> None:
 
 
 async def test_waiters_see_every_write_of_a_batch_in_order() -> None:
-    """A key that is set and deleted in one commit was there: who waited for it is told."""
+    """A key that is set and deleted in one commit was there: its waiters get the value."""
     journal = TestJournal()
     store = open_store(journal)
     journal.hold()
@@ -113,7 +113,7 @@ async def test_waiters_see_every_write_of_a_batch_in_order() -> None:
 
 
 async def test_a_failed_commit_leaves_nothing_behind() -> None:
-    """Writers are told, readers see the old values, and the next store over the journal starts from them."""
+    """Writers get JournalFailed, readers see the old values, and the next store over the journal starts from them."""
     journal = TestJournal()
     store = open_store(journal)
     await store.write(RUN, Add(writer=WRITER, round=1, key="n", amount=1))
@@ -134,7 +134,7 @@ async def test_a_failed_commit_leaves_nothing_behind() -> None:
 
 
 async def test_a_failed_journal_is_reported_once_the_store_knows() -> None:
-    """Whoever runs the service must hear of it even when nothing but the store writes."""
+    """The process must receive the error even when only the store writes."""
     journal, told = TestJournal(), list[Exception]()
     store = StoreService(journal, Rounds(), on_journal_failure=told.append)
     journal.fails_with = OSError("no space left on device")
@@ -186,8 +186,8 @@ async def test_a_waiter_that_goes_leaves_nothing_behind() -> None:
 
 
 async def test_a_new_round_ends_the_old_one() -> None:
-    """Waiters of the old round are told at once, its data leaves memory and journal, the run's own stays. What was
-    carried out in it is answered again, and nothing else."""
+    """Waiters of the old round are refused at once, its data leaves memory and journal, the run's own stays. Of the
+    old round, only repetitions of completed writes are answered."""
     journal, rounds = TestJournal(), Rounds()
     store = open_store(journal, rounds)
     operation = Operation("c", 0, 1)
@@ -214,7 +214,7 @@ async def test_a_new_round_ends_the_old_one() -> None:
 
 
 async def test_a_write_under_way_when_its_round_ends_stays_nowhere() -> None:
-    """But for its record; and a repetition that came while it was under way has its answer too."""
+    """Only its record stays; a repetition that came while it was under way is answered too."""
     journal, rounds = TestJournal(), Rounds()
     store = open_store(journal, rounds)
     journal.hold()
@@ -259,7 +259,7 @@ async def test_a_large_round_goes_from_the_journal_bit_by_bit() -> None:
 
 
 async def test_a_restarted_store_goes_on() -> None:
-    """From the journal's entries alone: values, what was already carried out, and no value of rounds over."""
+    """It restores values and completed writes from the journal alone, and no value of rounds that are over."""
     journal, rounds = TestJournal(), Rounds()
     before = open_store(journal, rounds)
     add = Add(writer=WRITER, round=1, key="n", amount=1, operation=Operation("c", 0, 1))
@@ -298,7 +298,8 @@ async def test_what_waits_to_be_written_is_bounded() -> None:
     await journal.until_held()
     tasks += await started(
         store.write(RUN, set_("k", b"x" * 100))
-    )  # alone in the queue: as large as it likes
+        # Alone in the queue: of any size.
+    )
     with pytest.raises(StoreBusy) as refused:
         await store.write(RUN, set_("k"))
     assert refused.value.retry_after > 0
@@ -325,7 +326,7 @@ async def test_a_draining_store_ends_waits_and_finishes_writes() -> None:
 
 
 async def test_what_is_being_committed_outlives_a_drain_whose_grace_is_over() -> None:
-    """It becomes durable, and whoever wrote it is told so."""
+    """It becomes durable, and its writer gets a successful reply."""
     journal = TestJournal()
     store = open_store(journal)
     journal.hold()

@@ -1,4 +1,4 @@
-"""Keys in order are a sorted list, at the cost of a page."""
+"""`SortedKeys` is a sorted list; a page costs only its own keys."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ names = st.text("ab\U0001f600\ue000", max_size=3)
 def test_keys_are_a_sorted_list(
     part: int, start: set[str], changes: list[str], pages: list[tuple[str, str, int]]
 ) -> None:
-    """However many parts it has, however they were split and emptied, and wherever a page begins."""
+    """This holds for any number of parts, any splits and removals, and any begin of a page."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(core, "_PART", part)
         keys, model = SortedKeys(start), set(start)
@@ -36,7 +36,7 @@ def test_keys_are_a_sorted_list(
 
 
 class Counted(str):
-    """A key that counts how often it is looked at."""
+    """A key that counts how often it is compared."""
 
     looks = 0
     __slots__ = ()
@@ -55,7 +55,7 @@ class Counted(str):
 
 
 def test_a_page_costs_the_page_and_not_all_keys() -> None:
-    """One run with very many keys doesn't hold up the others."""
+    """One run with very many keys doesn't delay the others."""
     keys = SortedKeys(Counted(f"{number:06}") for number in range(50_000))
     Counted.looks = 0
     assert keys.page("04", "042", 3) == ["042000", "042001", "042002"]

@@ -1,4 +1,4 @@
-"""What is over goes bit by bit, each entry once, and never one that lives."""
+"""Obsolete entries are deleted in small steps, each once, and never one in use."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_deletions_come_in_their_order_and_once() -> None:
 
 
 def test_what_lives_again_is_left_alone() -> None:
-    """By the time the deletion would be made, not when it was taken in."""
+    """This is checked when the deletion is made, not when it is added."""
     sweep = StoreSweep()
     living = {(1, "a")}
     sweep.add(deletions("a", "b"))

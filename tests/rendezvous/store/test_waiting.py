@@ -1,4 +1,4 @@
-"""Waiters are told by the key that ends their waiting, and only then."""
+"""Waiters are woken by the key that completes their wait, and only then."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ KEYS = ["a", "b", "c"]
 def test_a_waiter_is_told_when_all_its_keys_are_there_at_once(
     waits: list[set[str]], changes: list[tuple[str, bool]]
 ) -> None:
-    """Against a model that looks at everything after every change."""
+    """The result is that of a model that checks all waits after every change."""
     waiting: SpaceWaiters[int] = SpaceWaiters()
     for number, keys in enumerate(waits):
         waiting.add(keys, keys, number)

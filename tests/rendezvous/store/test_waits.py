@@ -1,4 +1,4 @@
-"""Who waits for keys is told values of one moment; how many may wait is bounded."""
+"""A wait for keys returns values of one moment; the number of waiters is bounded."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ async def test_several_values_come_in_the_order_of_their_keys() -> None:
 
 
 async def test_several_values_are_those_of_the_moment_when_all_were_there() -> None:
-    """Not those of when each came, nor of when the reader was woken; a batch of several writes in between."""
+    """They are not those from when each was set, nor from when the reader woke; several writes come in between."""
     journal = TestJournal()
     store = open_store(journal)
     await set_(store, a=b"first")
@@ -55,7 +55,7 @@ async def test_several_values_are_those_of_the_moment_when_all_were_there() -> N
 
 
 async def test_nobody_sees_half_of_several_values() -> None:
-    """Not even who waited for the first of them."""
+    """This holds also for a reader that waited for the first of them."""
     store = open_store(TestJournal())
     await set_(store, b=b"old")
     both, one = await started(
@@ -67,7 +67,7 @@ async def test_nobody_sees_half_of_several_values() -> None:
 
 
 async def test_an_answer_that_is_too_large_says_how_many_keys_fit() -> None:
-    """One byte more than fits; asked for so many of the keys, they come."""
+    """One byte more than fits is refused; the error has the number of keys that fit."""
     store = open_store(TestJournal())
     last = MAX_MULTI_BYTES - (MAX_VALUE_BYTES + FRAME_BYTES) - FRAME_BYTES
     await set_(store, a=b"x" * MAX_VALUE_BYTES, b=b"y" * last, c=b"y" * (last + 1), d=b"")
@@ -82,7 +82,7 @@ async def test_an_answer_that_is_too_large_says_how_many_keys_fit() -> None:
 
 
 async def test_how_many_wait_is_bounded() -> None:
-    """One more is refused for now; who goes makes room, however he goes; what is there needs no room."""
+    """One more is refused for now; a waiter that ends in any way makes room; a key that is there needs none."""
     rounds = Rounds()
     store = open_store(TestJournal(), rounds, StoreLimits(waiters=2))
     first, second = await started(store.get(RUN, 1, "k", FOR_EVER), store.get(RUN, 0, "k", FOR_EVER))
@@ -124,7 +124,7 @@ async def test_how_many_keys_are_waited_for_is_bounded() -> None:
 
 
 async def test_who_goes_in_the_moment_of_the_write_hurts_nobody() -> None:
-    """Cancelled, and not yet awake, when the key comes: the others are told, and the write is answered."""
+    """It is cancelled, but not yet awake, when the key is set: the others get the value."""
     store = open_store(TestJournal())
     gone, stays = await started(store.get(RUN, 1, "k", FOR_EVER), store.get(RUN, 1, "k", FOR_EVER))
     run = store._runs[RUN]
@@ -141,7 +141,7 @@ async def test_who_goes_in_the_moment_of_the_write_hurts_nobody() -> None:
 async def test_who_has_waited_long_enough_is_told_what_was_missing_then(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Also when the key comes before he is awake."""
+    """This holds also when the key is set before the waiter is awake."""
     timers: list[Callable[[], None]] = []
 
     def call_later(delay: float, callback: Callable[..., None], *args: Any) -> asyncio.TimerHandle:

@@ -1,4 +1,4 @@
-"""What writes decide: the semantics of torch's stores, and repetition."""
+"""The decisions of writes: the semantics of torch's stores, and repetition."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_several_values_take_effect_as_one_write() -> None:
 
 
 def test_requests_that_run_together_have_other_fingerprints() -> None:
-    """Where one key or value ends and the next begins makes a difference."""
+    """The borders between keys and values make a difference."""
     several: list[dict[str, bytes]] = [
         {"a": b"", "b": b""},
         {"b": b"", "a": b""},
@@ -196,7 +196,7 @@ def test_a_write_that_comes_after_a_later_one_of_its_slot_is_refused() -> None:
     ],
 )
 def test_a_client_that_forgets_to_count_is_told(other: Write[object]) -> None:
-    """The same number for another request would otherwise lose that request without a word."""
+    """Otherwise a request with a number that was used before would be lost without an error."""
     space = Space()
     space.do(Add(writer=WRITER, round=0, key="n", amount=1, operation=named(0, 1)))
     with pytest.raises(OperationReused):
