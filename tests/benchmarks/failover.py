@@ -6,7 +6,7 @@ import subprocess
 from collections.abc import Callable, Iterator
 
 from benchmarks.clients.failover import FailoverOrder, FailoverResult
-from benchmarks.clients.victim import VictimOrder
+from benchmarks.clients.victim import LostNodeOrder
 from benchmarks.figures import Figure
 from benchmarks.processes import BenchmarkError, Server, client_command, raise_open_files, running, tail
 from benchmarks.session import Session
@@ -46,7 +46,7 @@ def _failover(
     def measure() -> FailoverResult:
         with start(session.folder) as server:
             log = session.folder / "client-victim.log"
-            with running(_victim(server, nodes), log, subprocess.PIPE) as victim:
+            with running(_lost_node_command(server, nodes), log, subprocess.PIPE) as victim:
                 assert victim.stdout is not None
                 if victim.stdout.readline() != "joined\n":
                     raise BenchmarkError(
@@ -60,5 +60,5 @@ def _failover(
     return measure
 
 
-def _victim(server: Server, nodes: int) -> list[str]:
-    return client_command("victim", VictimOrder(server.endpoint, nodes, _TIMEOUT))
+def _lost_node_command(server: Server, nodes: int) -> list[str]:
+    return client_command("victim", LostNodeOrder(server.endpoint, nodes, _TIMEOUT))

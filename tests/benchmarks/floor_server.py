@@ -82,14 +82,14 @@ class Floor:
         while isinstance(await context.read(), bytes):
             pass
 
-    async def tell_all(self, _: Any, context: _Context) -> None:
+    async def notify_all(self, _: Any, context: _Context) -> None:
         """Admit a node, then send an update to all nodes for each message of this one."""
         await self._let_in(context, _FINAL)
         while isinstance(await context.read(), bytes):
             self._round += 1
-            await self._tell(_update(pb.PHASE_FROZEN, self._round, self._size))
+            await self._send_to_all(_update(pb.PHASE_FROZEN, self._round, self._size))
 
-    async def tell_of_loss(self, _: Any, context: _Context) -> None:
+    async def notify_of_loss(self, _: Any, context: _Context) -> None:
         """Admit a node, then notify all other nodes when its stream breaks."""
         await self._let_in(context, _LEASE, _FINAL)
         try:
@@ -97,7 +97,7 @@ class Floor:
         finally:
             # The waiting handler is cancelled; its last work needs a task of its own.
             self._contexts.remove(context)
-            self._telling = asyncio.create_task(self._tell(_update(pb.PHASE_JOINABLE, 0, self._size)))
+            self._sending = asyncio.create_task(self._send_to_all(_update(pb.PHASE_JOINABLE, 0, self._size)))
 
     async def _let_in(self, context: _Context, *messages: bytes) -> None:
         await context.read()
@@ -106,7 +106,7 @@ class Floor:
                 await context.write(message)
             self._contexts.append(context)
 
-    async def _tell(self, message: bytes) -> None:
+    async def _send_to_all(self, message: bytes) -> None:
         async with self._letting_in:  # a node may receive its message before the write returns here
             pass
         await asyncio.gather(*(context.write(message) for context in self._contexts))
@@ -132,8 +132,8 @@ def behaviours(floor: Floor) -> dict[str, tuple[_Stream, Mapping[str, _Unary]]]:
         "one-message": (floor.one_message, {}),
         "same-messages": (floor.same_messages, {}),
         "read-on": (floor.read_on, {}),
-        "tell-all": (floor.tell_all, {}),
-        "tell-of-loss": (floor.tell_of_loss, {}),
+        "tell-all": (floor.notify_all, {}),
+        "tell-of-loss": (floor.notify_of_loss, {}),
         "answer": (floor.read_on, {"Set": floor.answer, "Get": floor.answer, "Add": floor.answer}),
         "release": (floor.read_on, {"Get": floor.hold_back, "Set": floor.release}),
     }

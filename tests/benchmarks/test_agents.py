@@ -52,7 +52,7 @@ def test_an_agent_is_measured_without_torch(
         assert figure.peer is None
 
 
-def test_a_world_that_does_not_come_about_is_told_of_and_leaves_nobody(tmp_path: Path) -> None:
+def test_a_world_that_does_not_form_is_an_error_after_the_timeout(tmp_path: Path) -> None:
     """A world that does not come about is an error after the timeout, and not an endless benchmark."""
     agent = [sys.executable, "-c", "import time; time.sleep(100)"]
     order = RegroupOrder("restart", agent, 1, 2, str(tmp_path), str(tmp_path / "log"), timeout=0.5)

@@ -30,7 +30,7 @@ def test_without_torch_there_is_no_peer(tmp_path: Path) -> None:
     assert c10d.c10d_calls(session, "set", 8) is None
 
 
-def test_a_rendezvous_without_an_end_is_given_up_and_counts_as_what_it_was_given(
+def test_an_endless_rendezvous_is_stopped_and_counts_as_its_time_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Some c10d rendezvous never end; the result is the time limit, without a failure or an endless wait."""

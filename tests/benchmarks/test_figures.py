@@ -11,7 +11,7 @@ from rich.console import Console
 from benchmarks.figures import Figure, show_figures, write_figures
 
 
-def test_ratios_are_ours_divided_by_theirs_and_absent_where_there_is_nothing_to_divide_by() -> None:
+def test_ratios_are_ours_divided_by_theirs_and_none_without_a_divisor() -> None:
     """Ratios are ours divided by theirs, and None without a divisor."""
     assert Figure("storm", 8, 3.0, "s", floor=2.0, peer=60.0).ratio_to_floor == 1.5
     assert Figure("storm", 8, 3.0, "s", floor=2.0, peer=60.0).ratio_to_peer == 0.05
@@ -37,7 +37,7 @@ def test_the_file_is_a_list_with_an_object_for_each_figure(tmp_path: Path) -> No
     ]
 
 
-def test_the_table_has_a_row_for_each_figure_and_says_what_was_not_measured() -> None:
+def test_the_table_has_a_row_for_each_figure_and_a_dash_for_a_missing_value() -> None:
     """The table shows a dash, and not zero, for a missing value."""
     out = io.StringIO()
     show_figures(Console(file=out, width=150), [Figure("storm", 1024, 1234.5, "s", floor=2.0)])

@@ -110,7 +110,8 @@ def test_each_benchmark_measures_ours_beside_its_floor(name: str, tmp_path: Path
         assert figure["unit"] in done.stdout
         if figure["name"].endswith((".lost", ".raised")):
             assert figure["value"] == 0
-        elif not figure["name"].endswith(".memory"):  # so few nodes fit into memory that the server already has
+        # So few nodes fit into memory that the server already has.
+        elif not figure["name"].endswith(".memory"):
             assert figure["ratio_to_floor"] == pytest.approx(figure["value"] / figure["floor"])
             assert figure["value"] > 0, figure
 
@@ -126,7 +127,7 @@ def test_each_benchmark_measures_ours_beside_its_floor(name: str, tmp_path: Path
         (["--folder", "/dev/null/work"], "cannot make the folder /dev/null/work"),
     ],
 )
-def test_a_mistake_is_told_of_before_anything_is_measured(arguments: list[str], sentence: str) -> None:
+def test_an_invalid_argument_is_reported_before_any_measurement(arguments: list[str], sentence: str) -> None:
     """A benchmark takes minutes, so a mistyped name fails at once, and the error lists the names."""
     result = CliRunner().invoke(command.main, arguments)
     assert result.exit_code in {1, 2}
@@ -155,7 +156,7 @@ def test_names_and_sizes_come_one_by_one_or_as_a_list(
     assert seen == [(name, (8, 16, 32)) for name in ("fanout", "store", "journal")]
 
 
-def test_what_failed_is_in_the_exit_code_and_what_was_measured_is_kept(
+def test_a_failure_sets_the_exit_code_and_keeps_the_other_figures(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """A lost call makes the command fail, but the other figures are kept."""

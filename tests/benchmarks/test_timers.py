@@ -63,7 +63,7 @@ def test_each_block_is_measured_in_each_pace() -> None:
     assert sorted(costs) == sorted(f"{who}.{pace}" for who in ("ours", "floor") for pace in PACES)
 
 
-def test_each_message_ends_what_the_other_one_starts() -> None:
+def test_each_message_releases_the_timers_of_the_other_one() -> None:
     """Sent alternately, they acquire no timer twice, and only those of the last message remain."""
     both = [pb.SuperviseRequest.FromString(each) for each in messages(RequestsOrder("", 0, 1, 40, 1.0, 1.0))]
     held: set[tuple[str, str]] = set()
@@ -78,7 +78,7 @@ def test_each_message_ends_what_the_other_one_starts() -> None:
         assert len(held) == 20
 
 
-def test_who_waits_for_a_worker_of_an_agent_that_ended_is_told_why(tmp_path: Path) -> None:
+def test_a_wait_for_a_worker_of_an_ended_agent_fails_with_its_log(tmp_path: Path) -> None:
     """The error has the end of the agent's log, and comes at once, not after the minute for a start."""
     log = tmp_path / "log"
     with running(["sh", "-c", "echo no such option >&2"], log) as process:

@@ -48,7 +48,7 @@ def test_variants_take_turns_and_the_median_counts(session: Session) -> None:
     assert session.failures == []
 
 
-def test_what_could_not_be_measured_is_told_of_and_left_out(session: Session) -> None:
+def test_failed_trials_are_reported_and_left_out(session: Session) -> None:
     """Failed trials are reported, and left out of the median."""
     left = iter([Taken(1), None, Taken(3)])
 

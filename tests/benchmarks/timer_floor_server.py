@@ -49,7 +49,7 @@ async def decode(_: Any, context: _Context) -> None:
 async def count_down(_: Any, context: _Context) -> None:
     """Admit an agent, set a timer of the event loop for each short timer, and report when it expires."""
     due: asyncio.Queue[pb.Acquire] = asyncio.Queue()
-    telling = asyncio.create_task(_tell(due, context))
+    telling = asyncio.create_task(_send_expired(due, context))
     loop = asyncio.get_running_loop()
     subscribed = False
     try:
@@ -68,7 +68,7 @@ def _left(acquire: pb.Acquire) -> float:
     return acquire.after.ToTimedelta().total_seconds() - acquire.elapsed.ToTimedelta().total_seconds()
 
 
-async def _tell(due: asyncio.Queue[pb.Acquire], context: _Context) -> None:
+async def _send_expired(due: asyncio.Queue[pb.Acquire], context: _Context) -> None:
     number = 0
     while True:
         acquire = await due.get()

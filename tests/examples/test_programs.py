@@ -133,7 +133,8 @@ async def test_a_killed_program_names_its_processes(tmp_path: Path) -> None:
         assert killed.all_dead == pytest.approx(await child.all(0), abs=0.05)
         assert killed.all_dead > killed.at
     assert await program.ended() == -signal.SIGKILL
-    assert (await program.kill()).pids == frozenset()  # a second kill: nothing happens, and no other process is killed
+    # A second kill: nothing happens, and no other process is killed.
+    assert (await program.kill()).pids == frozenset()
 
 
 async def test_a_program_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:

@@ -117,7 +117,7 @@ WAYS: dict[str, Callable[[], None]] = {
 }
 
 
-def told_to_stop(_number: int, _frame: object) -> None:
+def exit_on_sigterm(_number: int, _frame: object) -> None:
     """Report SIGTERM and exit, as a worker that writes a last checkpoint."""
     say("told to stop")
     sys.exit(1)
@@ -141,7 +141,7 @@ def hang() -> None:
 
 def main() -> None:
     """Hang if this worker is the chosen one, then wait."""
-    signal.signal(signal.SIGTERM, told_to_stop)
+    signal.signal(signal.SIGTERM, exit_on_sigterm)
     say("started")
     (FOLDER / f"started.{ROUND}.{RANK}").touch()
     if MEANT:

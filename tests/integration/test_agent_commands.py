@@ -53,7 +53,7 @@ def refused(host: Cluster, command: str, *arguments: str) -> str:
 
 
 @pytest.mark.slow
-def test_a_job_is_looked_at_steered_and_ended(host: Cluster, tmp_path: Path) -> None:
+def test_a_job_is_inspected_controlled_and_ended(host: Cluster, tmp_path: Path) -> None:
     """Commands show its state, workers and stacks, kill one worker, restart all, and stop all."""
     assert agent(host, "jobs").printed == "no jobs\n"
     assert "running or ended (NO_JOB)" in refused(host, "workers")
@@ -129,7 +129,7 @@ def test_logs_are_followed_over_a_restart_complete_and_in_order(host: Cluster) -
 
 
 @pytest.mark.slow
-def test_a_reader_that_does_not_read_holds_nobody_up(host: Cluster, tmp_path: Path) -> None:
+def test_a_stalled_log_reader_blocks_no_worker_and_no_agent(host: Cluster, tmp_path: Path) -> None:
     """It blocks neither the workers, which end, nor the agent; and it receives all bytes when it reads again."""
     script = tmp_path / "flood.py"
     script.write_text(
@@ -152,7 +152,7 @@ def test_a_reader_that_does_not_read_holds_nobody_up(host: Cluster, tmp_path: Pa
         stalled.cancel()
 
 
-def test_a_script_gets_what_it_needs_from_a_launch_by_hand(host: Cluster) -> None:
+def test_a_launch_by_hand_returns_the_rendezvous_endpoint(host: Cluster) -> None:
     """The daemon serves rendezvous at its own address, for jobs without an endpoint."""
     address = host.hosts[0].address
     with users_channel(address) as channel:

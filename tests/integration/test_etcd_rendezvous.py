@@ -239,7 +239,7 @@ def test_all_of_it_may_be_tls(tmp_path: Path, start: Start, certificates: Certif
 
 
 @pytest.mark.slow
-def test_an_etcd_that_is_not_there_is_told(tmp_path: Path, start: Start) -> None:
+def test_an_unreachable_etcd_is_reported(tmp_path: Path, start: Start) -> None:
     """The error is one line, before a worker starts; at most one warning about a retry comes before it."""
     agent = start(
         "--nnodes=2", f"--rdzv-endpoint=etcd://127.0.0.1:{free_port()}/job", "--rdzv-conf=read_timeout=1"

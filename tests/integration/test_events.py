@@ -69,7 +69,7 @@ def _figures(folder: Path) -> dict[str, float]:
     return {re.sub(r'(,)?run_id="[^"]*"(,)?', "", name): float(value) for name, _, value in samples}
 
 
-def test_a_job_that_restarts_tells_so_in_events_figures_and_a_line(tmp_path: Path) -> None:
+def test_a_restart_is_reported_in_events_metrics_and_a_log_line(tmp_path: Path) -> None:
     """Events and metrics cover the job from its first round to its end, with the time of each part of the restart."""
     events = tmp_path / "events.jsonl"
     flags = ["--metrics-address", "127.0.0.1:0", "--event-log-handler", f"file:{events}"]
@@ -94,7 +94,7 @@ def test_a_job_that_restarts_tells_so_in_events_figures_and_a_line(tmp_path: Pat
         (tmp_path / "finish").touch()
         assert agent.wait(PATIENCE) == 0
     told = [json.loads(line) for line in events.read_text().splitlines()]
-    _assert_story(told, parts)
+    _assert_events(told, parts)
     assert re.search(
         r"running again after \d+\.\d\d s \(detected \d+\.\d\d, told \d+\.\d\d, stopped \d+\.\d\d, "
         r"re-formed \d+\.\d\d, started \d+\.\d\d\)",
@@ -102,7 +102,7 @@ def test_a_job_that_restarts_tells_so_in_events_figures_and_a_line(tmp_path: Pat
     )
 
 
-def _assert_story(told: list[dict[str, Any]], parts: tuple[str, ...]) -> None:
+def _assert_events(told: list[dict[str, Any]], parts: tuple[str, ...]) -> None:
     agent = [each["event"] for each in told if each["source"] == "AGENT" and each["event"] != "AGENT_STATE"]
     # These come at no fixed position.
     ordered = [name for name in agent if name not in ("TOLD", "STOPPED", "WATCHDOG")]
@@ -136,7 +136,7 @@ def _assert_story(told: list[dict[str, Any]], parts: tuple[str, ...]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
-def test_a_job_does_not_care_that_the_disk_of_its_events_is_full(tmp_path: Path) -> None:
+def test_a_full_disk_of_its_events_does_not_affect_a_job(tmp_path: Path) -> None:
     """The log has one line about it, and the job succeeds."""
     with _agent(tmp_path, "--event-log-handler", "file:/dev/full") as agent:
         (tmp_path / "fail").touch()
@@ -159,7 +159,7 @@ def test_events_on_the_console_are_lines_of_the_agents_log(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_a_daemon_shows_what_became_of_its_jobs_and_forgets_their_workers(tmp_path: Path) -> None:
+def test_a_daemons_metrics_count_ended_jobs_and_drop_their_workers(tmp_path: Path) -> None:
     """Its metrics count all jobs, but have workers of running jobs only."""
     with _running(tmp_path, "serve", "agent", "--port", "0", "--metrics-address", "127.0.0.1:0"):
         log = tmp_path / "agent.log"
@@ -182,7 +182,7 @@ def test_a_daemon_shows_what_became_of_its_jobs_and_forgets_their_workers(tmp_pa
 
 
 @pytest.mark.slow
-def test_without_anybody_to_tell_workers_are_not_asked_to_measure(tmp_path: Path) -> None:
+def test_without_a_handler_or_metrics_workers_have_no_metrics_socket(tmp_path: Path) -> None:
     """Without an event handler or metrics, workers have no metrics socket in their environment."""
     with _agent(tmp_path) as agent:
         _up(tmp_path, 1)

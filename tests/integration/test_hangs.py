@@ -93,7 +93,7 @@ async def reaped(stage: Scene, function: str) -> str:
         slow("others", "in sleep_beside_others", "other threads compute while its main thread"),
     ],
 )
-async def test_a_hung_worker_dies_soon_and_its_report_says_where_it_was(
+async def test_a_hung_worker_dies_soon_and_its_report_has_its_stack(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str, function: str, state: str
 ) -> None:
     """It hangs in C with the GIL held, in a lock, stopped, or beside busy threads; the job continues and succeeds."""
@@ -125,7 +125,7 @@ async def test_the_report_of_a_run_that_ends_has_the_stacks(
     assert re.search(r"^  All of it: .*/attempt_0/1/hang\.txt$", report, re.MULTILINE)
 
 
-async def test_what_a_hung_worker_has_started_dies_with_it(
+async def test_the_child_processes_of_a_hung_worker_die_with_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A child in a session of its own dies too."""
@@ -150,7 +150,7 @@ async def test_a_chosen_signal_comes_before_the_kill(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.slow
-async def test_a_timer_that_only_reports_kills_nobody(
+async def test_a_timer_that_only_reports_kills_no_worker(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The agent collects the diagnostics, and the job continues."""

@@ -134,7 +134,7 @@ def test_every_service_is_serving(addresses: dict[str, str], role: str) -> None:
             assert answer.status == health_pb2.HealthCheckResponse.SERVING
 
 
-def test_a_run_can_be_looked_at_and_steered_by_hand(addresses: dict[str, str], tmp_path: Path) -> None:
+def test_a_run_can_be_inspected_and_controlled_by_hand(addresses: dict[str, str], tmp_path: Path) -> None:
     """buf curl alone launches it on a daemon, reads it, and closes it; `rallypoint status` agrees."""
     method = "rallypoint.agent.v1.SupervisorService"
     spec = {

@@ -31,7 +31,7 @@ time.sleep(600)
 
 
 # The command; its agent waits for the last lines of a log as long as a busy machine needs.
-_PATIENT_RALLYPOINT = f"""
+_RALLYPOINT_WITH_LONG_TIMEOUTS = f"""
 import sys
 from rallypoint.agent.logs import output
 from rallypoint.agent.workers import group
@@ -48,13 +48,13 @@ def _run(folder: Path, program: str, *options: str) -> tuple[int, str, Path]:
     result = rallypoint(
         *("run", "--standalone", "--nproc-per-node", "2", "--log-dir", str(folder / "logs")),
         *("--redirects", "3", *options, str(script)),
-        program=(sys.executable, "-c", _PATIENT_RALLYPOINT),
+        program=(sys.executable, "-c", _RALLYPOINT_WITH_LONG_TIMEOUTS),
     )
     (run,) = (folder / "logs").iterdir()
     return result.returncode, result.stderr, run
 
 
-def test_the_report_has_the_last_words_of_a_rotated_log(tmp_path: Path) -> None:
+def test_the_report_has_the_last_lines_of_a_rotated_log(tmp_path: Path) -> None:
     """The agent waits for a traceback that is not yet in the file when the worker has ended."""
     code, report, run = _run(tmp_path, _FAILING, "--log-max-size", "16KiB", "--log-keep-files", "2")
     assert code == 1
@@ -132,7 +132,7 @@ def test_a_full_disk_stops_no_worker(tmp_path: Path) -> None:
     assert 0 < lost["bytes"] < 538_890
 
 
-def test_what_workers_wrote_last_survives_their_agent(tmp_path: Path) -> None:
+def test_the_last_output_of_workers_survives_their_agent(tmp_path: Path) -> None:
     """The agent is killed while output is still in the pipe: it gets into the file, and no process is left."""
     program = """
 import os, signal, sys

@@ -90,7 +90,7 @@ async def test_a_rendezvous_service_that_is_killed_stops_no_worker(
         assert {line.fields["round"] for line in cluster.output.items if line.event == "started"} == {1, 2}
 
 
-async def test_a_host_that_is_told_to_go_leaves_the_others_running(
+async def test_a_host_that_receives_sigterm_leaves_the_others_running(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SIGTERM to one of two: it leaves gracefully and reports that, and the other continues in a new round."""

@@ -211,9 +211,7 @@ def documented() -> dict[str, set[str]]:
 
 
 @pytest.mark.parametrize("scene", [CERTIFICATES, TOKENS, RUN_SECRET], indirect=True)
-async def test_each_role_may_do_what_the_documentation_says_for_its_runs_and_nothing_else(
-    scene: Scene,
-) -> None:
+async def test_each_role_has_the_documented_rights_for_its_runs_and_no_others(scene: Scene) -> None:
     """All methods are documented. A call that the role does not permit is refused before it reaches the handler.
 
     A method that all roles may call concerns no run, so a role for any runs is sufficient.
@@ -434,7 +432,7 @@ async def test_a_node_is_superseded_only_by_its_own_kind(scene: Scene) -> None:
     assert await join("host-1/node") is None
 
 
-async def test_what_a_caller_sends_does_not_fill_the_audit_log(scene: Scene) -> None:
+async def test_large_requests_do_not_fill_the_audit_log(scene: Scene) -> None:
     """Large requests are cut in the log, and an invalid duration in one causes no unexpected error."""
     async with scene.channel(STRANGER) as channel:
         for _ in range(150):

@@ -33,7 +33,7 @@ def started(folder: Path) -> Iterator[subprocess.Popen[str]]:
         assert gone(marker)
 
 
-def test_it_trains_to_the_end_and_says_how_to_look_at_it(tmp_path: Path) -> None:
+def test_it_trains_to_the_end_and_prints_a_status_command(tmp_path: Path) -> None:
     """The console shows the folders, every epoch and the accuracy; the status command that it names works."""
     with started(tmp_path) as process:
         assert process.stdout is not None

@@ -22,7 +22,7 @@ pytestmark = [
 LIMIT = 384 << 20
 
 
-def test_a_starved_worker_is_told_from_one_that_somebody_killed(tmp_path: Path) -> None:
+def test_an_oom_kill_is_distinguished_from_other_kills(tmp_path: Path) -> None:
     """An OOM kill is detected if the agent and its workers share a cgroup, as in a container or a job of Slurm."""
     with small_cgroup(LIMIT) as folder:
         wanted = tmp_path / "wanted.json"

@@ -26,7 +26,9 @@ def two_hosts(tmp_path: Path) -> Iterator[Cluster]:
         yield made
 
 
-def test_a_job_runs_on_all_hosts_and_its_output_is_told_apart(two_hosts: Cluster, tmp_path: Path) -> None:
+def test_a_job_runs_on_all_hosts_and_its_output_names_host_and_rank(
+    two_hosts: Cluster, tmp_path: Path
+) -> None:
     """Output lines name host and rank; workers have the requested folder and variables; the run's name is printed."""
     flags = ("--nproc-per-node", "2", "--cwd", tmp_path, "--env", "FLAVOUR=a b", "--rdzv-id", "run-7")
     submitted = two_hosts.submit("finish", flags=flags)
@@ -40,7 +42,7 @@ def test_a_job_runs_on_all_hosts_and_its_output_is_told_apart(two_hosts: Cluster
 
 
 @pytest.mark.slow
-def test_restarts_are_told_and_the_job_goes_on(two_hosts: Cluster) -> None:
+def test_restarts_are_reported_and_the_job_goes_on(two_hosts: Cluster) -> None:
     """The output has the traceback of the failed worker, and the new round."""
     submitted = two_hosts.submit("fail-once", flags=("--max-restarts", "2"))
     assert submitted.ended() == 0, submitted.said
@@ -94,7 +96,7 @@ def test_a_second_ctrl_c_kills_the_workers_everywhere(two_hosts: Cluster) -> Non
 
 
 @pytest.mark.slow
-def test_a_host_that_dies_is_told_and_the_others_go_on(two_hosts: Cluster, tmp_path: Path) -> None:
+def test_a_host_that_dies_is_reported_and_the_others_go_on(two_hosts: Cluster, tmp_path: Path) -> None:
     """The run's settings permit one host, so it continues; the command follows it to its end, which is a success."""
     flags = (
         "--nnodes",
@@ -136,7 +138,7 @@ def test_a_job_runs_on_all_hosts_or_on_none(two_hosts: Cluster) -> None:
 
 
 @pytest.mark.slow
-def test_a_script_that_is_not_there_is_told_by_its_host(two_hosts: Cluster) -> None:
+def test_a_missing_script_is_reported_by_its_host(two_hosts: Cluster) -> None:
     """The script must be on the hosts; the command does not check the local files."""
     agents = ",".join(host.address for host in two_hosts.hosts)
     submitted = two_hosts.run("submit", "--agents", agents, "/nowhere/train.py")
@@ -146,7 +148,7 @@ def test_a_script_that_is_not_there_is_told_by_its_host(two_hosts: Cluster) -> N
 
 
 @pytest.mark.slow
-def test_with_tls_only_who_has_a_certificate_may_submit(tmp_path: Path) -> None:
+def test_with_tls_only_a_client_with_a_certificate_may_submit(tmp_path: Path) -> None:
     """Hosts use the same certificates for the rendezvous at the first daemon, each as server and as client."""
     if shutil.which("openssl") is None:
         pytest.skip("needs the openssl command (apt install openssl)")

@@ -363,7 +363,7 @@ while (line := input("more? ")) != "stop":
         assert terminal.ended() == 0
 
 
-def test_a_worker_that_never_reads_delays_nobody(job: Job) -> None:
+def test_a_worker_that_never_reads_does_not_block_the_terminal(job: Job) -> None:
     """Keys are dropped or buffered, and Ctrl-C still works."""
     with job.at_terminal("print('it runs')\nimport time\ntime.sleep(600)") as terminal:
         terminal.until("it runs")

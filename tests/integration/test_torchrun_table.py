@@ -152,7 +152,8 @@ def test_every_flag_of_torchruns_is_in_the_table() -> None:
         for action in get_args_parser()._actions
         if action.option_strings
     }
-    theirs.discard("--print-completion")  # since 2.14; the completion script depends on the program's own flags
+    # Since 2.14; the completion script depends on the program's own flags.
+    theirs.discard("--print-completion")
     assert theirs - tried == {"--help"}
 
 

@@ -45,7 +45,7 @@ async def disk_to_freeze(folder: Path) -> AsyncIterator[Path]:
         await succeeds(f"umount --lazy {disk}")
 
 
-async def test_a_worker_in_uninterruptible_sleep_makes_its_host_unfit_and_the_others_go_on(
+async def test_uninterruptible_sleep_makes_a_host_unhealthy_and_the_others_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It waits for a frozen file system, and SIGKILL has no effect: its host reports that, and ends with 3."""
@@ -83,7 +83,7 @@ def starts(stage: Scene, name: str) -> int:
     return sum(line.event == "starting workers" for line in stage.cluster.programs[name].log.items)
 
 
-async def test_a_worker_that_is_stuck_while_it_should_train_is_found_where_torch_s_variable_says_so(
+async def test_a_stuck_worker_is_detected_after_the_time_in_torchs_variable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It has no timer, and would hang forever: after the variable's time its host leaves, and the others continue."""

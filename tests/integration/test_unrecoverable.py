@@ -14,7 +14,7 @@ from support.waiting import PATIENCE
 
 pytestmark = pytest.mark.integration
 
-SAYS_SO = {
+FAILING_CODE = {
     "raises": """
 from rallypoint.worker import Unrecoverable, record
 
@@ -45,7 +45,7 @@ def failure_files(folder: Path) -> list[dict[str, Any]]:
 async def test_all_agents_end_with_93_and_no_restart(tmp_path: Path, way: str) -> None:
     """Remaining restarts are not used; the failure files have "retry": "never"."""
     worker = tmp_path / "worker.py"
-    worker.write_text(f"import os, sys, time\n{SAYS_SO[way]}\ntime.sleep(3600)\n")
+    worker.write_text(f"import os, sys, time\n{FAILING_CODE[way]}\ntime.sleep(3600)\n")
     async with LocalCluster(tmp_path / "cluster") as cluster:
         await cluster.start_rendezvous()
         job = Job("run-1", (str(worker),), nodes="2", workers=1, max_restarts=5, log_dir=tmp_path / "logs")

@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.integration]
 WORKER = Path(__file__).with_name("watched_worker.py")
 
 
-async def test_operators_see_what_workers_said(tmp_path: Path) -> None:
+async def test_operators_see_the_reports_of_workers(tmp_path: Path) -> None:
     """One timer service shows two workers on each of two hosts; `scopes --forget` deletes a learned timeout."""
     async with LocalCluster(tmp_path / "cluster") as cluster:
         await cluster.start_rendezvous()

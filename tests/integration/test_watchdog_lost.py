@@ -77,7 +77,7 @@ def test_a_job_that_requires_a_watchdog_starts_no_worker_without(tmp_path: Path,
 
 
 @pytest.mark.slow
-async def test_a_watchdog_that_is_gone_is_seen_wherever_one_looks(tmp_path: Path) -> None:
+async def test_a_lost_watchdog_is_visible_in_status_job_state_and_events(tmp_path: Path) -> None:
     """The run's status, the agent's job state and its events show the loss, and the return."""
     events = tmp_path / "events"
     async with LocalCluster(tmp_path / "cluster") as cluster:

@@ -21,7 +21,7 @@ def runs_after(round_: int, run: pb.Run) -> bool:
     return run.round > round_ and run.phase == pb.PHASE_FINAL
 
 
-async def test_a_host_whose_workers_fail_too_often_leaves_as_unfit(
+async def test_a_host_whose_workers_fail_too_often_is_evicted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After one restart it ends with 3 and the reason; its eviction does not increase the restart count."""

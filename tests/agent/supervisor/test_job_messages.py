@@ -92,7 +92,8 @@ def test_a_job_that_ended_says_how() -> None:
     assert "ValueError: bad" in job.failure_report
     assert "Traceback" in job.failure_report
     listed = job_message(TakenJob(as_job(ending)), whole=False)
-    assert (listed.exit_code, listed.failure_report) == (1, "")  # a hundred reports would exceed the message limit
+    # A hundred reports would exceed the message limit.
+    assert (listed.exit_code, listed.failure_report) == (1, "")
 
 
 def test_what_a_worker_uses_is_told_while_it_runs() -> None:

@@ -136,9 +136,7 @@ async def test_who_watches_gets_the_latest_state_until_the_end(agent: Agent) -> 
     told = await next_state(states)
     assert (told.state, told.restart_count) == (pb.JOB_STATE_RUNNING, 99)
     job.changed.notify()  # nothing visible
-    await stub.GetJob(
-        pb.GetJobRequest()
-    )  # by now the watcher has run, and would have sent a state
+    await stub.GetJob(pb.GetJobRequest())  # by now the watcher has run, and would have sent a state
     job.end(JobResult(0, "done"))
     assert (await next_state(states)).state == pb.JOB_STATE_ENDED
     assert await states.read() is grpc.aio.EOF
@@ -165,7 +163,8 @@ async def test_streams_are_bounded_and_given_back(agent: Agent, monkeypatch: pyt
     first.cancel()
     told: object = None
     async with asyncio.timeout(PATIENCE):
-        while not isinstance(told, pb.WatchJobResponse):  # the agent notices the end of the first stream later
+        # The agent notices the end of the first stream later.
+        while not isinstance(told, pb.WatchJobResponse):
             with suppress(grpc.aio.AioRpcError):
                 told = await stub.WatchJob(pb.WatchJobRequest(), timeout=PATIENCE).read()
 

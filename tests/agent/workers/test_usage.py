@@ -97,7 +97,8 @@ async def test_who_is_busy_is_told_from_who_was(tmp_path: Path) -> None:
         assert first.processors > 0
         spent = first.processor_seconds
         later = first
-        while later.processor_seconds < spent + 0.5:  # measured in processor time, so a slow machine does not matter
+        # Measured in processor time, so a slow machine does not matter.
+        while later.processor_seconds < spent + 0.5:
             later = (await meter.measure(os.getpid(), [process.pid]))[process.pid]
         now[0] += 10.0
         usage = (await meter.measure(os.getpid(), [process.pid]))[process.pid]

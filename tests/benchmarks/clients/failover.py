@@ -14,7 +14,8 @@ from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 
 _JOINABLE = (pb.PHASE_JOINABLE, 0)
 _REPLACED = (pb.PHASE_FROZEN, 2)
-_CALM = 1.0  # seconds between the round's start and the kill, so that the start does not affect the measurement
+# Seconds between the round's start and the kill, so that the start does not affect the measurement.
+_CALM = 1.0
 
 
 @dataclass(frozen=True, slots=True)

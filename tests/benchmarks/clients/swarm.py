@@ -54,7 +54,7 @@ class SwarmError(Exception):
 
 
 @dataclass(slots=True)
-class Told:
+class Notified:
     """The nodes that were notified of one moment: their number, and times by `time.perf_counter`."""
 
     count: int = 0
@@ -184,7 +184,7 @@ class Swarm:
             confirm: See the attribute.
             security: TLS settings of their connections.
         """
-        self.told: dict[Moment, Told] = defaultdict(Told)
+        self.told: dict[Moment, Notified] = defaultdict(Notified)
         self.lost: Counter[str] = Counter()
         self.calls: list[_Call] = []
         self.lease = pb.Lease()
@@ -214,7 +214,7 @@ class Swarm:
         self._lives = [asyncio.create_task(self._live(request)) for request in self._requests]
         return began
 
-    async def reached(self, moment: Moment, timeout: float, count: int | None = None) -> Told:
+    async def reached(self, moment: Moment, timeout: float, count: int | None = None) -> Notified:
         """Wait until all nodes were notified of a moment, or `count` of them.
 
         Raises:

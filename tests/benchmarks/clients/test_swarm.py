@@ -42,7 +42,7 @@ async def _swarm(handler: Handler, nodes: int) -> AsyncIterator[Swarm]:
             yield swarm
 
 
-async def test_every_node_is_told_and_confirms() -> None:
+async def test_every_node_is_notified_and_confirms() -> None:
     """The last node ends a storm, and the confirmations of the nodes lead to FINAL."""
     async with _swarm(Floor(0).same_messages, 5) as swarm:
         final = await swarm.reached(FINAL, 10)
@@ -64,7 +64,7 @@ async def test_each_node_has_a_connection_of_its_own() -> None:
     assert len(peers) == 5
 
 
-async def test_streams_that_end_are_counted_and_told_apart_by_why_not_by_whom() -> None:
+async def test_streams_that_end_are_counted_by_reason_and_not_by_node() -> None:
     """A lost stream is a failure, even if the other nodes have good figures; equal losses are counted together."""
     count = 0
 
@@ -90,7 +90,7 @@ async def test_streams_that_end_are_counted_and_told_apart_by_why_not_by_whom() 
             swarm.check_whole()
 
 
-async def test_who_is_not_told_is_not_waited_for_for_ever() -> None:
+async def test_the_wait_for_an_update_has_a_time_limit() -> None:
     """A server that sends no update causes a failure, not an endless benchmark."""
     async with _swarm(Floor(0).read_on, 2) as swarm:
         with pytest.raises(SwarmError, match=r"0 of 2 nodes were told PHASE_FROZEN of round 1 within 0.1 s"):

@@ -12,7 +12,7 @@ from benchmarks.clients.swarm import JOINED, Swarm, join_requests, ready
 
 
 @dataclass(frozen=True, slots=True)
-class VictimOrder:
+class LostNodeOrder:
     """A request to the client process.
 
     Attributes:
@@ -26,7 +26,7 @@ class VictimOrder:
     timeout: float
 
 
-async def hold(order: VictimOrder) -> NoReturn:
+async def hold(order: LostNodeOrder) -> NoReturn:
     """Join, and hold the node until killed.
 
     Raises:
@@ -43,4 +43,4 @@ async def hold(order: VictimOrder) -> NoReturn:
 
 
 if __name__ == "__main__":
-    carry_out(VictimOrder, hold)
+    carry_out(LostNodeOrder, hold)
