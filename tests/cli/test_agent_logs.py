@@ -24,7 +24,7 @@ async def test_a_line_without_an_end_is_shown_though_the_agent_is_lost(
     assert capfd.readouterr().out == "[0]: whole\n[0]: last words\n"
 
 
-async def test_output_that_is_gone_is_told(capfd: pytest.CaptureFixture[str]) -> None:
+async def test_lost_output_is_reported(capfd: pytest.CaptureFixture[str]) -> None:
     """Rotated away, or of an attempt that is no longer kept: the reader must not take the rest for the whole."""
     async with agents("a") as ((fake,), (remote,)):
         for offset, lost in ((110, 100), (120, -1), (130, 0)):

@@ -43,7 +43,7 @@ def test_there_is_a_script_for_each_shell(shell: str, loads: str) -> None:
         ("rallypoint completion ", ["bash", "zsh", "fish"]),
     ],
 )
-def test_the_shell_is_offered_what_can_come_next(words: str, offered: list[str]) -> None:
+def test_the_shell_is_offered_the_possible_next_words(words: str, offered: list[str]) -> None:
     """Commands, subcommands, flags and values are offered."""
     assert completed(words) == offered
 

@@ -32,7 +32,7 @@ def refused(*arguments: str | Path, command: tuple[str, ...] = ("tls", "init")) 
     return result.stderr
 
 
-def test_the_printed_commands_speak_mutual_tls(tmp_path: Path) -> None:
+def test_the_printed_commands_use_mutual_tls(tmp_path: Path) -> None:
     """The server's certificate serves an agent as a client too; a client without a certificate is refused."""
     output = init(tmp_path / "a b", "head.example").splitlines()
     serve, run, status = (shlex.split(line)[2:] for line in output if line.startswith("  rallypoint "))
@@ -149,7 +149,7 @@ def test_a_token_is_issued_for_a_role_and_runs_and_shows_that(tmp_path: Path) ->
         (("inspect", "{keys}/none"), "No such file"),
     ],
 )
-def test_what_is_wrong_with_a_command_about_tokens_is_told(
+def test_an_error_in_a_token_command_is_reported(
     tmp_path: Path, arguments: tuple[str, ...], told: str
 ) -> None:
     """The error is one line."""

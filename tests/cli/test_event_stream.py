@@ -122,7 +122,7 @@ async def test_a_broken_connection_is_resumed_where_it_broke() -> None:
     assert servicer.asked == [0, 2, 2, 3]
 
 
-async def test_a_gap_is_told_and_what_is_kept_is_shown() -> None:
+async def test_a_gap_is_reported_and_the_kept_events_are_shown() -> None:
     """A client that was away for too long must not believe that nothing happened."""
     servicer = Scripted(([[1, 2]], DRAINING), ([], COMPACTED), ([[9, 10]], None))
     gap = "events 3 to 9 (not included) are no longer kept"
@@ -130,7 +130,7 @@ async def test_a_gap_is_told_and_what_is_kept_is_shown() -> None:
     assert servicer.asked == [0, 2, 0]
 
 
-async def test_a_service_that_was_never_there_is_told_at_once() -> None:
+async def test_a_service_that_never_answered_is_reported_at_once() -> None:
     """The other commands do so too."""
     assert await followed(Scripted(([], DRAINING))) == ([], [], "HERE: the server is going away (DRAINING)")
 
@@ -142,7 +142,7 @@ async def test_a_service_that_stays_away_is_given_up() -> None:
     assert 2 <= len(servicer.asked) <= 40
 
 
-async def test_whoever_was_asleep_himself_asks_once_more() -> None:
+async def test_a_client_that_was_suspended_retries_once_more() -> None:
     """After a stop by Ctrl-Z, for example, all of the time is used up, though the service may have been there."""
     servicer = Scripted(([[1]], DRAINING), ([], SILENCE), ([[2]], None))
     assert await followed(servicer, patience=0.2) == ([1, 2], [], "")

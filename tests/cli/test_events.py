@@ -86,7 +86,7 @@ def kinds(lines: str) -> list[str]:
     return [next(word for word in line.split() if word in events_module.KINDS) for line in lines.splitlines()]
 
 
-def test_what_happened_is_shown_oldest_first(rendezvous: str) -> None:
+def test_events_are_shown_oldest_first(rendezvous: str) -> None:
     """The reasons are shown too."""
     result = shown(rendezvous)
     assert (result.exit_code, result.stderr) == (0, "")
@@ -110,14 +110,14 @@ LATER = (datetime.now(UTC) + timedelta(days=1)).isoformat()
         (["--node", "nobody"], []),
     ],
 )
-def test_only_what_is_asked_for_is_shown(rendezvous: str, flags: list[str], expected: list[str]) -> None:
+def test_only_the_requested_events_are_shown(rendezvous: str, flags: list[str], expected: list[str]) -> None:
     """If there is no such event, a line reports it."""
     result = shown(rendezvous, *flags)
     assert (kinds(result.stdout), result.exit_code) == (expected, 0)
     assert result.stderr == ("" if expected else "no such events\n")
 
 
-def test_the_last_are_shown_and_that_there_are_older_ones(rendezvous: str) -> None:
+def test_the_last_events_are_shown_with_a_notice_of_older_ones(rendezvous: str) -> None:
     """No operator wants 50,000 lines, or should believe that these are all."""
     result = shown(rendezvous, "--limit", "2")
     assert kinds(result.stdout) == STORY[-2:]
@@ -165,7 +165,7 @@ def read(process: subprocess.Popen[str], expected: Sequence[str]) -> None:
         assert kinds(process.stdout.readline()) == [kind]
 
 
-def test_what_happens_is_shown_as_it_happens(rendezvous: str) -> None:
+def test_new_events_are_shown_as_they_happen(rendezvous: str) -> None:
     """Operators' actions too, with their names; Ctrl-C ends it quietly, with the shell's exit code for it."""
     asyncio.run(play(rendezvous, "live", until="ROUND_FINALIZED"))
     with following(rendezvous, "live", "--kind", "ROUND_FINALIZED", "--kind", "NODE_EVICTED") as process:
@@ -207,7 +207,7 @@ def test_a_pipe_that_closes_ends_it(rendezvous: str) -> None:
         (["--round", "0"], "0 is not in the range x>=1"),
     ],
 )
-def test_a_command_line_that_makes_no_sense_is_refused_in_one_line(flags: list[str], told: str) -> None:
+def test_an_invalid_command_line_is_refused_in_one_line(flags: list[str], told: str) -> None:
     """No request is sent before."""
     assert told in refusal(rallypoint("events", "digits", "--rdzv-endpoint", "127.0.0.1:1", *flags))
 
@@ -221,7 +221,7 @@ def test_rounds_are_put_together_from_a_real_run(rendezvous: str) -> None:
     assert second["gapSeconds"] >= 0
 
 
-def test_a_restart_asked_for_is_done_and_told(rendezvous: str) -> None:
+def test_a_requested_restart_is_done_and_reported(rendezvous: str) -> None:
     """The command and the run's events show it."""
     asyncio.run(play(rendezvous, "again", until="ROUND_FINALIZED"))
     arguments = ["again", "--rdzv-endpoint", rendezvous]

@@ -42,7 +42,7 @@ def test_options_of_run_that_the_page_names_exist(option: str) -> None:
     assert option in {name for each in run.params for name in each.opts}
 
 
-def test_what_the_page_calls_is_there() -> None:
+def test_the_calls_on_the_page_exist() -> None:
     """The methods of the service exist too."""
     from rallypoint.timer.v1 import timer_service_pb2 as pb
 

@@ -27,7 +27,7 @@ def test_a_job_runs_without_a_standard_stream(tmp_path: Path, closed: str) -> No
     assert (ended.returncode, b"spawner" in ended.stderr) == (0, False)
 
 
-def test_what_the_encoding_does_not_have_is_escaped() -> None:
+def test_characters_missing_in_the_encoding_are_escaped() -> None:
     """A name in another script does not end a command with a traceback."""
     program = "from rallypoint.cli import main as inherited; print('训练')"
     environment = {**os.environ, "PYTHONIOENCODING": "ascii"}

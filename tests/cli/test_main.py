@@ -110,9 +110,7 @@ def test_the_version_is_that_of_the_distribution() -> None:
         (["serve", "timer", "--port", "70000"], "70000 is not in the range"),
     ],
 )
-def test_a_command_line_that_can_not_be_followed_is_answered_in_one_line(
-    arguments: list[str], told: str
-) -> None:
+def test_an_invalid_command_line_is_refused_in_one_line(arguments: list[str], told: str) -> None:
     """The line has the mistake and the command to look at; the whole usage would hide it."""
     result = CliRunner().invoke(main, arguments, prog_name="rallypoint")
     assert result.exit_code == 2

@@ -47,7 +47,7 @@ def test_workers_can_be_one_per_xpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("text", ["gpu", "xpu"])
-def test_what_is_not_there_can_not_be_counted(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+def test_missing_devices_can_not_be_counted(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     """torchrun refuses it too; no job is better than one on processors that the user did not request."""
     monkeypatch.setattr(f"rallypoint.agent.health.gpu.count_{text}s", lambda environment: 0)
     with pytest.raises(click.BadParameter, match=f"'{text}' asks for one worker per .*, and there is none"):
@@ -131,7 +131,7 @@ def test_text_is_taken_as_it_is() -> None:
     ],
     ids=ascii,
 )
-def test_bytes_that_are_no_text_are_told_in_one_line(command: list[str], told: str) -> None:
+def test_bytes_that_are_not_text_are_reported_in_one_line(command: list[str], told: str) -> None:
     """The line names the flag or argument that has them."""
     result = CliRunner().invoke(main, command)
     assert (result.exit_code, result.stderr.count("\n")) == (2, 1)

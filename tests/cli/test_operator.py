@@ -46,7 +46,7 @@ COMMANDS = [
 
 
 @pytest.mark.parametrize(("command", "name", "flag"), COMMANDS, ids=_part_of_id)
-def test_nobody_there_is_told_at_once(command: list[str], name: str, flag: str) -> None:
+def test_a_refused_connection_is_reported_at_once(command: list[str], name: str, flag: str) -> None:
     """The line has the address, the reason, and the flag."""
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))
@@ -58,7 +58,7 @@ def test_nobody_there_is_told_at_once(command: list[str], name: str, flag: str) 
 
 
 @pytest.mark.parametrize(("command", "name", "flag"), COMMANDS, ids=_part_of_id)
-def test_a_host_that_says_nothing_is_told_after_the_timeout(command: list[str], name: str, flag: str) -> None:
+def test_a_silent_host_is_reported_after_the_timeout(command: list[str], name: str, flag: str) -> None:
     """The command waits no longer than requested."""
     with socket.create_server(("127.0.0.1", 0)) as mute:
         address = f"127.0.0.1:{mute.getsockname()[1]}"
@@ -67,7 +67,7 @@ def test_a_host_that_says_nothing_is_told_after_the_timeout(command: list[str], 
 
 
 @pytest.mark.parametrize("command", OF_TIMERS, ids=" ".join)
-def test_another_service_is_told_from_a_timer_service(rendezvous: str, command: list[str]) -> None:
+def test_another_service_is_not_taken_for_a_timer_service(rendezvous: str, command: list[str]) -> None:
     """The two are easily mistaken for each other: their addresses differ in a digit."""
     told = refused(*command, "--timer-endpoint", rendezvous)
     assert told.startswith(f"the server at {rendezvous} is not a timer service (")
@@ -75,19 +75,19 @@ def test_another_service_is_told_from_a_timer_service(rendezvous: str, command: 
 
 
 @pytest.mark.parametrize("command", ABOUT_A_RUN, ids=" ".join)
-def test_an_unknown_run_is_told(rendezvous: str, command: list[str]) -> None:
+def test_an_unknown_run_is_reported(rendezvous: str, command: list[str]) -> None:
     """The line has its name, and the reason code to look up."""
     told = refused(*command, "--rdzv-endpoint", rendezvous)
     assert told == f"{rendezvous}: there is no run 'run-1' (RUN_NOT_FOUND)"
 
 
 @pytest.mark.parametrize(("command", "name", "flag"), COMMANDS, ids=_part_of_id)
-def test_a_wrong_endpoint_is_told(command: list[str], name: str, flag: str) -> None:
+def test_an_invalid_endpoint_is_reported(command: list[str], name: str, flag: str) -> None:
     """The line states the expected form."""
     assert "endpoint 'here' has no port, expected host:port" in refused(*command, flag, "here")
 
 
-def test_a_service_without_runs_says_so(rendezvous: str) -> None:
+def test_an_empty_list_of_runs_is_reported(rendezvous: str) -> None:
     """An empty table would be unclear; the environment names the service, too."""
     environment = {"RALLYPOINT_RDZV_ENDPOINT": rendezvous}
     assert CliRunner(env=environment).invoke(main, ["status"]).output == "no runs\n"

@@ -63,7 +63,7 @@ def test_the_slowest_comes_first(timers: ScriptedTimers) -> None:
     assert len(shown(timers, "--limit", "2").stdout.splitlines()) == 5
 
 
-def test_a_stall_names_who_stopped_first(timers: ScriptedTimers) -> None:
+def test_a_stall_names_the_worker_that_stopped_first(timers: ScriptedTimers) -> None:
     """The line has the number of workers at that step: in a collective many workers wait for one."""
     timers.progress.stalled.CopyFrom(STALLED)
     assert shown(timers).stdout.splitlines()[1] == (
@@ -72,13 +72,13 @@ def test_a_stall_names_who_stopped_first(timers: ScriptedTimers) -> None:
     )
 
 
-def test_a_run_that_is_not_watched_for_stalls_is_said_to_be(timers: ScriptedTimers) -> None:
+def test_a_run_that_is_not_watched_for_stalls_is_reported(timers: ScriptedTimers) -> None:
     """Without a line about stalls, a user would assume that there is none."""
     timers.progress.ClearField("stall_after")
     assert shown(timers).stdout.splitlines()[1] == "it is not watched for stalls (--stall-after 0)"
 
 
-def test_a_run_without_progress_is_said_to_be(timers: ScriptedTimers) -> None:
+def test_a_run_without_progress_is_reported(timers: ScriptedTimers) -> None:
     """The line names the call that reports progress."""
     timers.progress = pb.GetProgressResponse()
     assert shown(timers).output == (

@@ -38,7 +38,7 @@ def test_replicas_are_shown_in_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
 
 
-def test_what_nobody_owns_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shards_without_an_owner_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs that wait are the first thing that an operator must see."""
     lines = _shown(monkeypatch, _answer(free_shards=5)).splitlines()
     assert lines[-1] == "5 of 64 shards have no owner at present: their runs wait"
@@ -57,7 +57,7 @@ def test_what_nobody_owns_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
     ],
 )
-def test_the_place_of_a_run_is_told(monkeypatch: pytest.MonkeyPatch, place: pb.RunPlace, told: str) -> None:
+def test_a_runs_replica_is_shown(monkeypatch: pytest.MonkeyPatch, place: pb.RunPlace, told: str) -> None:
     """It is the replica to look at when a run has trouble."""
     assert _shown(monkeypatch, _answer(run=place), "--run", "digits").splitlines()[-1] == told
 

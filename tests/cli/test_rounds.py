@@ -59,7 +59,7 @@ CLOSED = event(
 )
 
 
-def test_a_rounds_times_are_told_apart() -> None:
+def test_the_times_of_a_round_are_distinguished() -> None:
     """Joining, confirming, running; the gap counts from the last time that workers ran."""
     first, second, third = rounds_of(STORY).rounds
     assert (first.joining, first.confirming, first.gap, first.lasted) == (30.0, 0.5, None, 100.0)
@@ -78,7 +78,7 @@ def test_a_round_ends_for_its_first_cause_or_with_its_run() -> None:
     assert history.rounds[2].lasted == pytest.approx(100.0, abs=1e-6)
 
 
-def test_what_is_no_longer_kept_is_left_open() -> None:
+def test_times_without_kept_events_are_left_open() -> None:
     """A long job's first events are gone; the known facts about the rounds are shown."""
     first, second, third = rounds_of(STORY[3:]).rounds
     assert (first.number, first.nodes, first.joining, first.lasted, first.why) == (1, 0, None, None, LOST)
@@ -107,7 +107,7 @@ def test_a_round_is_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
 
 
-def test_a_recovery_ends_when_workers_run_and_shows_who_was_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recovery_ends_when_workers_run_and_shows_the_slowest_node(monkeypatch: pytest.MonkeyPatch) -> None:
     """The event may come late; missing reports are counted, and the JSON has the parts."""
     parts = pb.RecoveryParts(stopped=Duration(nanos=500_000_000), started=Duration(seconds=1))
     start = pb.RoundStart(reported_nodes=2, slowest_node_id="b", parts=parts, age=Duration(seconds=5))
@@ -121,7 +121,7 @@ def test_a_recovery_ends_when_workers_run_and_shows_who_was_slow(monkeypatch: py
     assert third["slowestParts"] == {"stopped": 0.5, "started": 1.0}
 
 
-def test_a_failure_shows_what_it_cost_and_whose_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_shows_its_cost_and_the_first_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     """Counted restarts, the delay of the next round, and the first failure although it was reported late."""
     failed = ended(140, 3, pb.ROUND_END_CAUSE_WORKER_FAILED, "b", "worker of rank 4 on node b failed: reset")
     failed.counted_restarts = 2
@@ -136,7 +136,7 @@ def test_a_failure_shows_what_it_cost_and_whose_it_was(monkeypatch: pytest.Monke
         assert line.endswith(f"6.750s 2 WORKER_FAILED: {why} (the next is delayed by 1 s)")
 
 
-def test_what_comes_after_the_last_round_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_state_after_the_last_round_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that ended, one that waits for nodes, one without a round yet, one whose round is being confirmed."""
     assert shown(monkeypatch, [*STORY, CLOSED])[0].endswith(
         "run digits is closed: worker of rank 0 on node a failed: it broke\n"
@@ -148,7 +148,7 @@ def test_what_comes_after_the_last_round_is_told(monkeypatch: pytest.MonkeyPatch
     assert shown(monkeypatch, [])[0] == "no rounds\n"
 
 
-def test_older_rounds_are_left_out_and_that_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_older_rounds_are_left_out_with_a_notice(monkeypatch: pytest.MonkeyPatch) -> None:
     """The last rounds matter; the gap before the first one shown is kept."""
     out, err = shown(monkeypatch, STORY, "--limit", "1")
     assert [line.split()[0] for line in out.splitlines()] == ["round", "3"]

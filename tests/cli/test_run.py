@@ -83,7 +83,7 @@ def test_the_defaults_are_torchruns(understood: Understood, script: Path) -> Non
     assert understood.log == ("info", "human")
 
 
-def test_standalone_is_what_a_job_of_one_host_is_anyway(understood: Understood, script: Path) -> None:
+def test_standalone_is_the_default_for_a_job_of_one_host(understood: Understood, script: Path) -> None:
     """torchrun's flag has the same meaning."""
     assert understood.of("--standalone", "--rdzv-id", "a", script) == understood.of("--rdzv-id", "a", script)
 
@@ -205,7 +205,7 @@ def test_a_flag_that_may_be_repeated_is_a_list(understood: Understood, script: P
     assert understood.of(script, environment=variables).job == job
 
 
-def test_what_follows_the_program_is_the_programs(understood: Understood, script: Path) -> None:
+def test_arguments_after_the_program_are_the_programs(understood: Understood, script: Path) -> None:
     """That includes arguments that look like our flags."""
     like_ours = ["--nnodes", "x", "-m", "--", "--help"]
     assert understood.command_of("--standalone", script, *like_ours)[3:] == like_ours
@@ -226,7 +226,7 @@ def test_a_module_or_any_program_can_be_run(
     assert understood.command_of("--run-path", script, "a") == by_path
 
 
-def test_a_flag_without_a_meaning_is_told(understood: Understood, script: Path) -> None:
+def test_a_flag_without_a_meaning_is_reported(understood: Understood, script: Path) -> None:
     """One line reports it, and the job runs."""
     flags = ["--monitor-interval", "5", "--start-method=fork", "--master-addr=a", "--logs-specs", "default"]
     notices = understood.of(*flags, "--rdzv-conf", "heartbeat_timeout=3", script).notices
@@ -240,7 +240,7 @@ def test_a_flag_without_a_meaning_is_told(understood: Understood, script: Path) 
     assert understood.of("--start-method=spawn", script).notices == ()
 
 
-def test_rights_without_a_service_for_other_hosts_are_told(understood: Understood, script: Path) -> None:
+def test_access_rules_without_a_network_service_are_reported(understood: Understood, script: Path) -> None:
     """A file that no server reads restricts no caller. An audit log is for Unix sockets too."""
     flags = ["--policy=p", "--token-keys=k", "--audit-log=a"]
     notices = understood.of(*flags, script).notices
@@ -250,7 +250,7 @@ def test_rights_without_a_service_for_other_hosts_are_told(understood: Understoo
     assert understood.of(*flags, *several, script).notices == ()
 
 
-def test_a_flag_that_needs_another_is_told(understood: Understood, script: Path) -> None:
+def test_a_flag_that_needs_another_is_reported(understood: Understood, script: Path) -> None:
     """A variable is not reported: one that is set for all jobs of a site is meant for those with the other flag."""
     notices = understood.of("--log-keep-files=3", "--log-line-prefix=x", script).notices
     assert [notice.split(":")[0] for notice in notices] == [
@@ -263,7 +263,7 @@ def test_a_flag_that_needs_another_is_told(understood: Understood, script: Path)
         assert understood.of(script, environment=variables).notices == ()
 
 
-def test_a_setting_of_services_is_none_of_a_job(understood: Understood, script: Path) -> None:
+def test_a_setting_of_services_does_not_affect_a_job(understood: Understood, script: Path) -> None:
     """Images and sites set RALLYPOINT_DRAIN_GRACE, seconds that a server's open calls get, for all they run."""
     assert "drain_grace" not in understood.of(script, environment={"RALLYPOINT_DRAIN_GRACE": "3"}).job
     plan = understood.of(script, environment={"RALLYPOINT_DRAIN_TIMEOUT": "120"})
@@ -322,7 +322,7 @@ def test_the_static_backend_names_this_host_by_its_rank(understood: Understood, 
         (["--standalone", "--redirct", "3"], "No such option '--redirct'.* '--redirects'"),
     ],
 )
-def test_a_wrong_flag_is_told_in_one_line(
+def test_a_wrong_flag_is_reported_in_one_line(
     understood: Understood, script: Path, arguments: list[str], told: str
 ) -> None:
     """The line has the mistake, its flag, and the expected form; the exit code is 2."""
@@ -333,7 +333,7 @@ def test_a_wrong_flag_is_told_in_one_line(
     assert understood.plan is None
 
 
-def test_a_wrong_variable_is_told_by_its_name(understood: Understood, script: Path) -> None:
+def test_a_wrong_variable_is_reported_by_its_name(understood: Understood, script: Path) -> None:
     """A user who looks only at the command line would not find it."""
     result = CliRunner(env={"PET_NNODES": "x"}).invoke(main, ["run", str(script)])
     assert "Invalid value for '--nnodes' (from PET_NNODES): 'x' is not a number" in result.stderr
@@ -349,14 +349,14 @@ def test_a_wrong_variable_is_told_by_its_name(understood: Understood, script: Pa
         (".", "'.' is a folder"),
     ],
 )
-def test_a_missing_script_is_told_in_one_line(understood: Understood, program: str, told: str) -> None:
+def test_a_missing_script_is_reported_in_one_line(understood: Understood, program: str, told: str) -> None:
     """The line comes before anything is started or joined, and names the flags that may be missing."""
     result = CliRunner().invoke(main, ["run", "--standalone", program])
     assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (2, "", 1)
     assert told in result.stderr
 
 
-def test_a_program_that_can_not_run_is_told_before_anything_starts(
+def test_a_program_that_can_not_run_is_reported_before_anything_starts(
     understood: Understood, tmp_path: Path
 ) -> None:
     """A restart would not correct it; a name that depends on the worker is checked by the worker."""
@@ -395,7 +395,7 @@ def nobody() -> Iterator[str]:
         yield f"127.0.0.1:{bound.getsockname()[1]}"
 
 
-def test_an_unreachable_endpoint_is_told_after_its_timeout(script: Path, nobody: str) -> None:
+def test_an_unreachable_endpoint_is_reported_after_its_timeout(script: Path, nobody: str) -> None:
     """The line has the address, the time, the reason, and the things to check."""
     told = refusal(
         rallypoint(
@@ -408,7 +408,7 @@ def test_an_unreachable_endpoint_is_told_after_its_timeout(script: Path, nobody:
     assert told.endswith("check that it is running and that --rdzv-endpoint is right")
 
 
-def test_what_the_workers_print_is_all_there_is_on_stdout(tmp_path: Path) -> None:
+def test_stdout_has_only_the_output_of_the_workers(tmp_path: Path) -> None:
     """Logs go to stderr. Workers inherit the environment unchanged: the agent's gRPC settings are not passed on."""
     script = tmp_path / "show.py"
     script.write_text(

@@ -47,7 +47,7 @@ def words(text: str) -> list[list[str]]:
     return [line.split() for line in text.splitlines()]
 
 
-def test_what_was_learned_is_shown_and_how_much_is_missing(timers: ScriptedTimers) -> None:
+def test_learned_timeouts_and_missing_samples_are_shown(timers: ScriptedTimers) -> None:
     """All pages are shown, and the rule that computes a timeout."""
     *table, rule = run(timers, "digits").stdout.splitlines()
     assert words("\n".join(table)) == [
@@ -77,7 +77,7 @@ def test_programs_get_the_services_own_answer(timers: ScriptedTimers) -> None:
     assert "nextPageToken" not in shown
 
 
-def test_nothing_learned_is_said(timers: ScriptedTimers) -> None:
+def test_missing_learned_timeouts_are_reported(timers: ScriptedTimers) -> None:
     """The line names the option that learns them."""
     assert run(timers, "nobody").stdout == 'no learned timeouts; use `expires(after="auto")` to learn them\n'
 
@@ -99,7 +99,7 @@ def test_nothing_learned_is_said(timers: ScriptedTimers) -> None:
         (["--forget-all"], "run digits has forgotten 3 scopes and learns again\n", []),
     ],
 )
-def test_what_is_forgotten_is_said(
+def test_forgotten_scopes_are_reported(
     timers: ScriptedTimers, flags: list[str], told: str, left: list[str]
 ) -> None:
     """No other scope of the run, and none of another run, is forgotten."""

@@ -50,7 +50,7 @@ def refused(monkeypatch: pytest.MonkeyPatch, *flags: str | Path) -> str:
     return result.stderr.removeprefix("Error: ").strip()
 
 
-def test_a_port_in_use_is_told_in_one_line(taken: int) -> None:
+def test_a_port_in_use_is_reported_in_one_line(taken: int) -> None:
     """The line has the address and the flag, and the process has exited."""
     told = refusal(rallypoint(*arguments("rendezvous"), "--port", str(taken)))
     assert told == f"127.0.0.1:{taken} is in use: choose another --port, or stop what listens there"
@@ -62,7 +62,7 @@ def test_every_role_looks_at_its_port(monkeypatch: pytest.MonkeyPatch, role: str
     assert "is in use" in refused(monkeypatch, *arguments(role)[1:], "--port", str(taken))
 
 
-def test_unreadable_tls_files_are_told_in_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_unreadable_tls_files_are_named_in_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The line has the flag, the file, and the reason."""
     garbage = tmp_path / "garbage.pem"
     garbage.write_text("no certificate")
@@ -74,7 +74,7 @@ def test_unreadable_tls_files_are_told_in_one_line(monkeypatch: pytest.MonkeyPat
         assert reason in told
 
 
-def test_plaintext_for_others_to_read_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plaintext_on_a_network_address_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """A flag allows it; the line has the alternatives."""
     told = refused(monkeypatch, *arguments("timer")[1:], "--port", "0", "--host", "0.0.0.0")  # noqa: S104
     assert told.startswith("refusing to serve plaintext at 0.0.0.0:0")
@@ -89,7 +89,7 @@ def test_plaintext_for_others_to_read_is_refused(monkeypatch: pytest.MonkeyPatch
         ("sqlite:/proc/none/file.db", "can't open the journal /proc/none/file.db"),
     ],
 )
-def test_a_journal_that_can_not_be_is_told_in_one_line(
+def test_an_invalid_journal_is_reported_in_one_line(
     monkeypatch: pytest.MonkeyPatch, journal: str, expected: str
 ) -> None:
     """The line states the expected form."""
@@ -223,7 +223,7 @@ def test_the_rate_of_requests_can_be_set(chosen: Serving) -> None:
 
 @pytest.mark.parametrize("flag", [*LIMITS, "--request-rate", "--request-burst", "--request-byte-rate"])
 @pytest.mark.parametrize("value", ["-1", "nan", "inf", "many", ""])
-def test_a_limit_that_is_none_is_told_in_one_line(
+def test_an_invalid_limit_is_reported_in_one_line(
     monkeypatch: pytest.MonkeyPatch, flag: str, value: str
 ) -> None:
     """The line has the flag and its value."""

@@ -190,7 +190,7 @@ def _etcdctl(member: EtcdMember, *arguments: str) -> None:
     )
 
 
-def test_a_start_without_etcd_says_so_once_and_ends_at_ctrl_c(serve: Serve) -> None:
+def test_a_start_without_etcd_is_logged_once_and_ends_at_ctrl_c(serve: Serve) -> None:
     """It is not ready, does not exit and does not fill the log; Ctrl-C ends it at once."""
     process = serve(f"etcd://127.0.0.1:{free_port()}/x")
     event = "no session with etcd: runs wait until there is one"
@@ -199,7 +199,7 @@ def test_a_start_without_etcd_says_so_once_and_ends_at_ctrl_c(serve: Serve) -> N
     assert [record["event"] for record in process.records()].count(event) == 1
 
 
-def test_an_address_that_leads_others_nowhere_is_told(serve: Serve) -> None:
+def test_an_address_that_others_can_not_reach_is_reported(serve: Serve) -> None:
     """The default is for one machine: clients on others that follow it connect to themselves."""
     journal = f"etcd://127.0.0.1:{free_port()}/x"
     event = "this replica is advertised on loopback: only clients of this machine can reach it"
@@ -215,7 +215,7 @@ def test_an_address_that_leads_others_nowhere_is_told(serve: Serve) -> None:
     assert not silent.has_logged(event)
 
 
-def test_the_default_that_is_shown_is_the_one_that_counts() -> None:
+def test_the_shown_default_is_the_effective_one() -> None:
     """The settings are not imported for the help page."""
     shown = next(
         line for line in rallypoint("serve", "rendezvous", "--help").stdout.split("--") if "lease-ttl" in line

@@ -26,19 +26,19 @@ def invoke(*arguments: str) -> Result:
 
 # The first replica is chosen at random.
 @pytest.mark.parametrize("_time", range(3))
-def test_who_looks_is_answered_by_whoever_is_there(places: str, _time: int) -> None:
+def test_any_running_replica_answers_a_query(places: str, _time: int) -> None:
     assert invoke("status", "--rdzv-endpoint", places).stdout == "no runs\n"
 
 
 @pytest.mark.parametrize("command", ABOUT_A_RUN, ids=" ".join)
-def test_a_refusal_names_all_that_were_meant(places: str, command: list[str]) -> None:
+def test_a_refusal_names_all_given_endpoints(places: str, command: list[str]) -> None:
     """It does not matter which replica replied: the refusal is the service's."""
     result = invoke(*command, "--rdzv-endpoint", places)
     assert result.stderr == f"Error: {places}: there is no run 'run-1' (RUN_NOT_FOUND)\n"
 
 
 @pytest.mark.parametrize("command", [["status"], ["restart", "r"], ["events", "r", "--follow"]], ids=" ".join)
-def test_that_none_is_there_is_told_at_once(command: list[str]) -> None:
+def test_missing_replicas_are_reported_at_once(command: list[str]) -> None:
     (one, first), (two, second) = refusing(), refusing()
     with one, two:
         told = invoke(*command, "--rdzv-endpoint", f"{first},{second}").stderr
@@ -48,7 +48,7 @@ def test_that_none_is_there_is_told_at_once(command: list[str]) -> None:
 
 
 @pytest.mark.parametrize("command", [["status"], ["run", "--rdzv-id", "x", __file__]], ids=["status", "run"])
-def test_a_mistake_in_the_list_is_told_with_its_part(command: list[str]) -> None:
+def test_a_mistake_in_the_list_is_reported_with_its_part(command: list[str]) -> None:
     # It runs in its own process: `run` configures the logs of its process.
     result = rallypoint(command[0], "--rdzv-endpoint", "a:29400,b", *command[1:])
     assert result.returncode == 2

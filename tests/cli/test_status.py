@@ -100,7 +100,7 @@ def test_a_closed_run_is_shown_with_its_end(answer: Callable[..., str]) -> None:
     ]
 
 
-def test_spares_and_places_are_shown(answer: Callable[..., str]) -> None:
+def test_spares_and_topologies_are_shown(answer: Callable[..., str]) -> None:
     """The output has the number of spares, and each node's topology if known."""
     run = run_message()
     run.nodes[0].topology, run.nodes[1].topology = "hall1/rack2", "hall1/rack3"
@@ -235,9 +235,7 @@ def test_the_slowest_worker_is_shown_if_the_timer_service_is_named(
     assert (fields["run"]["runId"], fields["progress"]["stalled"]["atSameStep"]) == ("digits", 2)
 
 
-def test_a_run_without_progress_is_said_to_tell_none(
-    answer: Callable[..., str], timers: ScriptedTimers
-) -> None:
+def test_a_run_without_progress_is_reported(answer: Callable[..., str], timers: ScriptedTimers) -> None:
     """Without a line, users could not know if the timer service was asked."""
     timers.progress = timer_pb.GetProgressResponse()
     shown = answer(pb.GetRunResponse(run=run_message()), ["digits", "--timer-endpoint", timers.address])
@@ -251,7 +249,7 @@ def test_a_list_of_runs_asks_no_timer_service(answer: Callable[..., str], timers
 
 
 @pytest.mark.parametrize("endpoint", ["nobody", "mute", "here"])
-def test_a_timer_service_that_does_not_answer_spoils_nothing(
+def test_a_run_is_shown_without_an_answer_of_the_timer_service(
     answer: Callable[..., str], endpoint: str
 ) -> None:
     """The run is shown as usual; one more line has the reason for the missing progress."""

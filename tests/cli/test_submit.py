@@ -66,7 +66,7 @@ def test_a_command_line_becomes_one_launch_for_all_agents(submissions: list[Subm
     assert not spec.HasField("shutdown_timeout")
 
 
-def test_a_script_gets_what_was_launched_where(submissions: list[Submission]) -> None:
+def test_a_script_gets_the_launched_run_and_its_agents(submissions: list[Submission]) -> None:
     """It gets JSON; without --json, the name of the run alone, for a shell variable."""
     order = ("submit", "--agents", "a:1,b:2", "--rdzv-id", "run-7", "--detach")
     assert CliRunner().invoke(main, [*order, "train.py"]).output == "run-7\n"
@@ -144,6 +144,6 @@ MISTAKES: list[tuple[Any, str]] = [
 @pytest.mark.parametrize(
     ("arguments", "told"), [*MISTAKES[:3], *(slow(*mistake) for mistake in MISTAKES[3:])]
 )
-def test_what_makes_no_sense_is_refused_in_one_line(arguments: tuple[str, ...], told: str) -> None:
+def test_invalid_arguments_are_refused_in_one_line(arguments: tuple[str, ...], told: str) -> None:
     """No request is sent to an agent before."""
     assert told in refusal(rallypoint("submit", *arguments))

@@ -65,7 +65,7 @@ def test_every_setting_can_be_set(chosen: Serving, tmp_path: Path) -> None:
     assert [settings for _, settings, _ in given] == [EXPECTED] * 3
 
 
-def test_where_it_is_kept_and_whether_runs_are_reported_can_be_turned_off(chosen: Serving) -> None:
+def test_the_learned_file_and_stall_reports_can_be_turned_off(chosen: Serving) -> None:
     """The values for that are a word, and a zero."""
     _, settings, learned = chosen("--learned", "none", "--stall-after", "0")
     assert (settings.stall_after, learned) == (None, None)
@@ -74,7 +74,7 @@ def test_where_it_is_kept_and_whether_runs_are_reported_can_be_turned_off(chosen
 
 @pytest.mark.parametrize("flag", SETTINGS)
 @pytest.mark.parametrize("value", ["-1", "nan", "inf", "many", ""])
-def test_a_setting_that_is_none_is_told_in_one_line(flag: str, value: str) -> None:
+def test_an_invalid_setting_is_reported_in_one_line(flag: str, value: str) -> None:
     """The line has the flag and its value."""
     result = CliRunner().invoke(
         main, ["serve", "timer", "--port", "0", "--learned", "none", f"{flag}={value}"]
@@ -88,7 +88,7 @@ def test_a_setting_that_is_none_is_told_in_one_line(flag: str, value: str) -> No
     ("flag", "value"),
     [("--learn-factor", "0.9"), ("--learn-least", "0"), ("--max-timers", "0"), ("--learned", "")],
 )
-def test_what_would_make_no_sense_is_refused(flag: str, value: str) -> None:
+def test_values_that_make_no_sense_are_refused(flag: str, value: str) -> None:
     """A factor below one would expire timers of workers that are as fast as ever."""
     result = CliRunner().invoke(main, ["serve", "timer", "--port", "0", "--learned", "none", flag, value])
     assert result.exit_code == 2
@@ -96,9 +96,7 @@ def test_what_would_make_no_sense_is_refused(flag: str, value: str) -> None:
 
 
 @pytest.mark.parametrize("content", ["", "no JSON", '{"format": 9}'])
-def test_a_file_that_can_not_be_read_is_told_in_one_line_and_not_touched(
-    tmp_path: Path, content: str
-) -> None:
+def test_an_unreadable_file_is_reported_in_one_line_and_not_touched(tmp_path: Path, content: str) -> None:
     """A user who wants to rescue its content finds every byte unchanged."""
     file = tmp_path / "learned.json"
     file.write_text(content)
@@ -130,7 +128,7 @@ async def scopes(address: str) -> list[pb.Scope]:
 
 @pytest.mark.slow
 @pytest.mark.integration
-async def test_what_is_learned_outlives_the_process_that_learned_it(tmp_path: Path) -> None:
+async def test_learned_durations_outlive_the_process(tmp_path: Path) -> None:
     """It is in the file that the flag names; a second service at the same file is refused."""
     file = tmp_path / "folder" / "learned.json"
     with service("timer", "--learned", file, "--learn-factor", "3") as address:

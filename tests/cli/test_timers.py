@@ -45,7 +45,7 @@ def words(text: str) -> list[list[str]]:
     return [line.split() for line in text.splitlines()]
 
 
-def test_what_ran_out_comes_first_and_then_what_will(timers: ScriptedTimers) -> None:
+def test_expired_timers_come_first_then_the_next_to_expire(timers: ScriptedTimers) -> None:
     """Marked timers that expired, the oldest first; then the next to expire; last those without a deadline."""
     assert words(shown(timers).stdout) == [
         ["run", "node", "worker", "scope", "after", "remaining", "state", "offers"],
@@ -68,7 +68,7 @@ def test_what_ran_out_comes_first_and_then_what_will(timers: ScriptedTimers) -> 
         (["nobody"], []),
     ],
 )
-def test_only_what_is_asked_for_is_shown(
+def test_only_the_requested_timers_are_shown(
     timers: ScriptedTimers, arguments: list[str], scopes: list[str]
 ) -> None:
     """The filter is a run, a node, or expired timers; with a run's name, the run is no column."""
@@ -88,7 +88,7 @@ def test_programs_get_the_services_own_answer(timers: ScriptedTimers) -> None:
     assert (last["state"], last["learnedAs"], "after" in last) == ("TIMER_STATE_LEARNING", "load", False)
 
 
-def test_what_is_left_out_is_told_and_is_never_what_ran_out(timers: ScriptedTimers) -> None:
+def test_omissions_are_reported_and_never_hide_expired_timers(timers: ScriptedTimers) -> None:
     """That holds for any number of timers and pages."""
     timers.page = 3
     timers.timers[:0] = [timer(f"early{n:02}", pb.TIMER_STATE_COUNTING, 1.0) for n in range(20)]

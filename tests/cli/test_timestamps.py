@@ -37,7 +37,7 @@ def _far_from_greenwich(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         ("2026-11-20 19:30:00.250", NOW + timedelta(milliseconds=250)),
     ],
 )
-def test_a_moment_is_so_long_ago_or_an_iso_time(text: str, moment: datetime) -> None:
+def test_a_time_is_an_age_or_an_iso_time(text: str, moment: datetime) -> None:
     """It is local time unless it names a zone."""
     assert parse_moment(text, NOW) == moment
 
@@ -45,7 +45,7 @@ def test_a_moment_is_so_long_ago_or_an_iso_time(text: str, moment: datetime) -> 
 @pytest.mark.parametrize(
     "text", ["", "10", "m", "-10m", "10 m", "10y", "yesterday", "14:08", "999999999d", "٣m"]
 )
-def test_what_is_no_moment_is_refused_with_what_is_expected(text: str) -> None:
+def test_an_invalid_time_is_refused_with_the_expected_form(text: str) -> None:
     """The error quotes the text."""
     with pytest.raises(ValueError, match="is not a time; expected an age, as in 90s") as error:
         parse_moment(text, NOW)

@@ -75,7 +75,7 @@ def test_each_wait_is_in_the_log(start: Start, tmp_path: Path) -> None:
     until_logged(tmp_path / "a", "starting workers .*")
 
 
-def test_a_stop_shows_who_is_still_there(tmp_path: Path) -> None:
+def test_a_stop_shows_the_remaining_ranks(tmp_path: Path) -> None:
     """It also shows how long the stop may take, and how to shorten it."""
     log = tmp_path / "log"
     with open(log, "w") as stderr:

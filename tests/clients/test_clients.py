@@ -69,7 +69,7 @@ async def test_members_keep_their_lease_over_a_restart_of_the_service(tmp_path: 
         assert {len(watcher.output.items) for watcher in watchers} == {3}
 
 
-async def test_members_report_what_happened_while_the_service_was_down(tmp_path: Path) -> None:
+async def test_members_report_events_during_an_outage_of_the_service(tmp_path: Path) -> None:
     """Failures count as one restart. The service drains, and all workers succeed meanwhile: so does the run."""
     async with members_of_a_service(tmp_path, str(len(CLIENTS))) as (members, service):
         members.start(*CLIENTS)

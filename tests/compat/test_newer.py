@@ -46,7 +46,7 @@ def join(**settings: Any) -> pb.JoinRun:
     return pb.JoinRun(run_id="run", node_id="a", settings=run, address="a", local_world_size=1)
 
 
-async def test_a_service_ignores_what_it_does_not_know(tmp_path: Path) -> None:
+async def test_a_service_ignores_unknown_fields_and_messages(tmp_path: Path) -> None:
     """Unknown fields are ignored in all messages; a message of an unknown kind is a sign of life, as a heartbeat."""
     async with golden_journal.served(MemoryJournal(), f"unix:{tmp_path}/socket") as service:
         stream = service.runs.Join(timeout=PATIENCE)
@@ -80,7 +80,7 @@ async def test_a_service_refuses_a_choice_that_it_does_not_know(tmp_path: Path) 
         )
 
 
-async def test_a_node_ignores_what_it_does_not_know(tmp_path: Path) -> None:
+async def test_a_node_ignores_unknown_fields_and_messages(tmp_path: Path) -> None:
     """Unknown fields, and a message with no known field, are ignored. An unknown phase reaches the agent."""
     lease = pb.Lease(number=7, token=b"token")
     lease.keep_alive_interval.FromSeconds(5)

@@ -103,7 +103,7 @@ def test_a_password_is_never_shown() -> None:
         ("etcd://me:s3cret?ca=s3cret@a", "in a user, password or path write / as %2F"),
     ],
 )
-def test_what_is_wrong_with_a_url_is_said_in_one_line(url: str, complaint: str) -> None:
+def test_an_error_in_a_url_is_reported_in_one_line(url: str, complaint: str) -> None:
     """The line never contains the password, however wrong the URL is."""
     with pytest.raises(SettingError, match=complaint) as raised:
         parse_address(url, {})

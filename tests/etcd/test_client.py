@@ -102,7 +102,7 @@ async def test_a_lease_ends_with_its_keys(client: EtcdClient) -> None:
     assert refused.value.reason is Reason.LEASE_NOT_FOUND
 
 
-async def test_whoever_is_waiting_when_the_client_is_closed_is_told(
+async def test_calls_open_when_the_client_is_closed_get_an_error(
     connect: Callable[..., EtcdClient], trio: EtcdCluster
 ) -> None:
     """They get an error, not the cancellation that gRPC raises; and so do later calls."""

@@ -39,7 +39,7 @@ async def test_a_request_beyond_the_servers_limits_is_refused(client: EtcdClient
     assert await refusal(client, Txn([], [Put(b"a", b""), Put(b"a", b"")])) is Reason.INVALID
 
 
-async def test_a_full_database_is_told_and_can_be_emptied(
+async def test_a_full_database_is_reported_and_can_be_emptied(
     connect: Callable[..., EtcdClient], tmp_path: Path
 ) -> None:
     """Writes are refused with NO_SPACE, the alarm is reported, and deletes still work."""
@@ -93,7 +93,7 @@ async def test_a_full_database_is_told_and_can_be_emptied(
         ("INVALID_ARGUMENT", "etcdserver: key is not provided", Reason.INVALID),
     ],
 )
-def test_a_status_becomes_what_to_do_about_it(
+def test_a_status_becomes_an_error_with_its_remedy(
     code: str, text: str, expected: type[EtcdError] | Reason
 ) -> None:
     """Retry, get another token, read again, or give up for a reason; and the text names the member."""

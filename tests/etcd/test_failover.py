@@ -54,7 +54,7 @@ async def test_a_dead_member_costs_nothing(connect: Callable[..., EtcdClient], t
     assert result.succeeded
 
 
-async def test_a_stopped_member_holds_nobody_for_long(
+async def test_a_stopped_member_delays_calls_only_briefly(
     connect: Callable[..., EtcdClient], trio: EtcdCluster
 ) -> None:
     """A read goes to another member after one attempt's time, and no later call goes to the stopped one."""
@@ -103,7 +103,7 @@ def black_hole() -> Iterator[str]:
         yield f"127.0.0.1:{listener.getsockname()[1]}"
 
 
-async def test_a_place_that_never_answers_holds_nobody_for_long(
+async def test_an_address_that_never_answers_delays_calls_only_briefly(
     connect: Callable[..., EtcdClient], shared_etcd: EtcdCluster, black_hole: str
 ) -> None:
     """Nothing was sent to it, so that a transaction goes to another member as well."""

@@ -127,7 +127,7 @@ async def test_it_is_given_up_when_a_single_key_does_not_come(
     assert link.now == pytest.approx(REQUEST)
 
 
-async def test_a_revision_compacted_after_a_lost_page_is_read_anew(
+async def test_a_read_restarts_if_its_revision_is_compacted_after_a_lost_page(
     connect: Callable[..., EtcdClient], tmp_path: Path
 ) -> None:
     """The whole range is read at a newer one."""

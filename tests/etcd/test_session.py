@@ -81,7 +81,7 @@ async def test_a_session_whose_lease_is_gone_is_lost(client: EtcdClient) -> None
     await session.close()
 
 
-async def test_whoever_was_paused_knows_it_before_doing_anything(client: EtcdClient) -> None:
+async def test_a_paused_client_loses_its_session_before_it_acts(client: EtcdClient) -> None:
     """No task has run yet, and the session is already lost, and stays so, though etcd would still prolong the lease."""
     clock = Clock()
     session = await Session.open(client, 600, clock=clock)
@@ -169,7 +169,7 @@ async def test_a_session_is_lost_before_its_keys_are(
 
 
 @pytest.mark.slow
-async def test_a_session_survives_the_members_that_it_talks_to(
+async def test_a_session_survives_the_loss_of_the_members_it_uses(
     connect: Callable[..., EtcdClient], trio: EtcdCluster
 ) -> None:
     """One is killed, another stopped, for longer than the lease lives: the remaining member keeps it alive."""
@@ -267,7 +267,7 @@ class ElectedMeanwhile(EtcdClient):
         return await super().term(at=at, timeout=timeout) + 1
 
 
-async def test_what_a_leader_of_the_past_answers_does_not_count(
+async def test_a_reply_of_a_former_leader_does_not_count(
     shared_etcd: EtcdCluster, client: EtcdClient
 ) -> None:
     """The lease exists and it replies so, but its successor may have let the lease expire."""

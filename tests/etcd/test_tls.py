@@ -29,7 +29,7 @@ def strict(certificates: Certificates, tmp_path_factory: pytest.TempPathFactory)
         yield cluster
 
 
-async def test_whoever_shows_a_certificate_is_let_in(
+async def test_a_client_with_a_certificate_is_accepted(
     connect: Callable[..., EtcdClient], strict: EtcdCluster, certificates: Certificates
 ) -> None:
     """By address and by name; everything works over TLS: transactions, leases, watches."""
@@ -46,7 +46,7 @@ async def test_whoever_shows_a_certificate_is_let_in(
 
 
 @pytest.mark.slow
-async def test_whoever_shows_none_is_not(
+async def test_a_client_without_a_valid_certificate_is_refused(
     connect: Callable[..., EtcdClient], strict: EtcdCluster, certificates: Certificates, tmp_path: Path
 ) -> None:
     """So are a certificate of another CA, and plaintext; a foreign server gets no request. The error has a remedy."""
@@ -68,7 +68,7 @@ async def refused(connect: Callable[..., EtcdClient], url: str, advice: str) -> 
     assert advice in str(unavailable.value)
 
 
-async def test_tls_where_there_is_none_is_told(
+async def test_tls_to_a_plaintext_server_is_reported(
     connect: Callable[..., EtcdClient], shared_etcd: EtcdCluster
 ) -> None:
     """An operator with one letter too many in the scheme need not check certificates."""
@@ -76,7 +76,7 @@ async def test_tls_where_there_is_none_is_told(
     await refused(connect, url, "then give etcd://")
 
 
-def test_a_file_that_is_none_is_named_at_once(certificates: Certificates) -> None:
+def test_a_missing_or_wrong_file_is_named_at_once(certificates: Certificates) -> None:
     """The error comes before anything connects."""
     with pytest.raises(TLSFileError, match="/nowhere"):
         EtcdClient(parse_address("etcds://a?ca=/nowhere", {}))

@@ -68,7 +68,7 @@ async def refusal(client: EtcdClient, key: bytes) -> Reason:
     return refused.value.reason
 
 
-async def test_a_user_may_do_what_its_role_says(
+async def test_a_user_has_the_permissions_of_its_role(
     connect: Callable[..., EtcdClient], guarded: EtcdCluster
 ) -> None:
     """Nothing else is permitted; a refusal has its reason."""
@@ -166,7 +166,7 @@ async def test_users_can_be_turned_on_and_off_under_a_client(
 
 
 @pytest.mark.slow
-async def test_a_member_that_hangs_while_it_checks_passwords_holds_nobody_for_long(
+async def test_a_member_that_hangs_while_it_checks_passwords_delays_calls_only_briefly(
     connect: Callable[..., EtcdClient], tmp_path: Path
 ) -> None:
     """Any number may wait for the token: they wait together, not one after the other, and then call another member."""

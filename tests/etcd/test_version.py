@@ -26,7 +26,7 @@ def status(
     return MemberStatus(version, size, quota, (alarm,) if alarm else (), learner)
 
 
-async def test_every_member_is_asked(connect: Callable[..., EtcdClient], trio: EtcdCluster) -> None:
+async def test_every_member_is_queried(connect: Callable[..., EtcdClient], trio: EtcdCluster) -> None:
     """Members that don't answer are left out, unless none does."""
     client = connect(f"{trio.url}?{PATIENT}")
     members = await statuses(client)
@@ -58,14 +58,14 @@ async def test_every_member_is_asked(connect: Callable[..., EtcdClient], trio: E
         (status(learner=True), "is a learner"),
     ],
 )
-def test_an_operator_is_told_what_matters(member: MemberStatus, said: str) -> None:
+def test_problems_of_a_member_are_reported(member: MemberStatus, said: str) -> None:
     """One line names the member; without a problem there is no line."""
     lines = advice({"a:2379": member})
     assert len(lines) == bool(said)
     assert all(line.startswith("a:2379: ") and said in line for line in lines)
 
 
-def test_what_is_too_old_is_refused() -> None:
+def test_an_old_version_is_refused() -> None:
     """One such member is enough."""
     with pytest.raises(EtcdRefused, match=r"b:1: etcd 3.3.27 is too old: 3.4 or newer is needed") as refused:
         advice({"a:1": status(), "b:1": status("3.3.27")})

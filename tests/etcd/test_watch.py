@@ -50,7 +50,7 @@ class Watcher:
         await asyncio.wait({self.task})
 
 
-async def test_a_watch_begins_where_it_is_told_to(client: EtcdClient) -> None:
+async def test_a_watch_begins_at_the_given_revision(client: EtcdClient) -> None:
     """It has the changes since a revision, in whole revisions."""
     first = await client.transact(Txn([], [Put(PREFIX + b"a", b"1"), Put(PREFIX + b"b", b"1")]))
     await client.transact(Txn([], [Put(b"/watching/elsewhere", b"")]))
@@ -67,7 +67,7 @@ async def test_a_watch_begins_where_it_is_told_to(client: EtcdClient) -> None:
     ]
 
 
-async def test_nothing_is_lost_or_told_twice_whichever_member_fails(
+async def test_no_change_is_lost_or_repeated_when_any_member_fails(
     connect: Callable[..., EtcdClient], trio: EtcdCluster
 ) -> None:
     """Members are killed and stopped in turn under a watch; it goes on from its position."""
@@ -99,7 +99,7 @@ async def test_nothing_is_lost_or_told_twice_whichever_member_fails(
     await history.end()
 
 
-async def test_a_compaction_under_a_watch_is_told_where_changes_were_lost(
+async def test_a_compaction_under_a_watch_is_reported_if_changes_were_lost(
     connect: Callable[..., EtcdClient], trio: EtcdCluster
 ) -> None:
     """A watch that is up to date goes on; one that needs deleted history ends, with the first revision that is kept."""
@@ -135,7 +135,7 @@ asyncio.run(main())
 """
 
 
-async def test_a_watch_that_was_away_during_a_compaction_is_told(
+async def test_a_compaction_during_an_outage_of_a_watch_is_reported(
     connect: Callable[..., EtcdClient], trio: EtcdCluster
 ) -> None:
     """Its member is stopped; meanwhile changes are made and compacted away; they can't be delivered."""
@@ -163,7 +163,7 @@ async def test_a_watch_that_was_away_during_a_compaction_is_told(
     assert key not in watcher.keys
 
 
-async def test_a_large_history_is_told_in_bearable_pieces(client: EtcdClient) -> None:
+async def test_a_large_history_is_sent_in_limited_pieces(client: EtcdClient) -> None:
     """Values of a megabyte, many at once, in whole revisions; a slow reader delays the server and costs no memory."""
     start = (await client.get(PREFIX)).revision + 1
     large = bytes(700_000)
@@ -182,7 +182,7 @@ async def test_a_large_history_is_told_in_bearable_pieces(client: EtcdClient) ->
     assert [revisions.count(each) for revisions in told for each in set(revisions)] == [2] * 12
 
 
-def test_of_a_revision_in_fragments_nothing_is_told_before_it_is_whole() -> None:
+def test_a_revision_in_fragments_is_delivered_only_when_complete() -> None:
     """Fragments held when the connection broke are requested again."""
 
     def response(*revisions: int, fragment: bool) -> watch_pb2.WatchResponse:
@@ -203,7 +203,7 @@ def test_of_a_revision_in_fragments_nothing_is_told_before_it_is_whole() -> None
     assert [each.revision for each in position.take(response(5, 5, fragment=False))] == [5, 5]
 
 
-def test_progress_moves_a_quiet_watch_past_what_may_be_compacted() -> None:
+def test_progress_moves_a_quiet_watch_past_compactable_revisions() -> None:
     """The server must send it unprompted. Its reply to a progress request is not reliable before 3.5.8."""
     position = Position(8)
     position.take(watch_pb2.WatchResponse(created=True, header=kv_pb2.ResponseHeader(revision=90)))

@@ -140,7 +140,7 @@ async def test_the_rendezvous_service_is_killed_and_started_again(tmp_path: Path
 
 
 @pytest.mark.parametrize("how", ["failing", slow("cancelled"), slow("cancelled twice")])
-async def test_however_its_block_is_left_nothing_stays(how: str, tmp_path: Path, marker: str) -> None:
+async def test_no_process_stays_after_any_exit_of_the_block(how: str, tmp_path: Path, marker: str) -> None:
     """An exception, Ctrl-C, and a second Ctrl-C while everything is being stopped."""
     started = asyncio.Event()
     agents: list[Program] = []

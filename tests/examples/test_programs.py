@@ -32,7 +32,7 @@ async def running(folder: Path, script: str, *arguments: str) -> AsyncIterator[P
 # --- Feeds ----------------------------------------------------------------------------------------------
 
 
-async def test_a_feed_finds_what_is_there_and_what_is_yet_to_come() -> None:
+async def test_a_feed_finds_present_and_future_entries() -> None:
     """The result is the first match, in order, past the entries to skip."""
     feed: Feed[int] = Feed()
     for number in (1, 2, 3):
@@ -47,7 +47,7 @@ async def test_a_feed_finds_what_is_there_and_what_is_yet_to_come() -> None:
     assert await waiting == 10
 
 
-async def test_a_wait_in_vain_says_what_for() -> None:
+async def test_the_error_of_a_wait_in_vain_names_its_subject() -> None:
     """It ends after its timeout, or as soon as nothing can come any more, with a sentence."""
     feed: Feed[int] = Feed()
     with pytest.raises(ClusterError, match=r"waited 0\.01 s in vain for a sign"):
@@ -61,7 +61,7 @@ async def test_a_wait_in_vain_says_what_for() -> None:
     assert await feed.first("a sign", bool) == 5
 
 
-def test_a_log_record_is_told_from_other_text() -> None:
+def test_a_log_record_is_distinguished_from_other_text() -> None:
     """Only a JSON object is a record; anything else is text, and no error."""
     assert Line.parse("it", '{"event": "ready", "port": 1}').fields["port"] == 1
     for text in ("ready", "17", "[1]", '"ready"', "{", "", '{"event": ', "\x00"):
@@ -72,7 +72,7 @@ def test_a_log_record_is_told_from_other_text() -> None:
 # --- Programs -------------------------------------------------------------------------------------------
 
 
-async def test_what_a_program_writes_is_heard_and_kept(tmp_path: Path) -> None:
+async def test_the_output_of_a_program_is_read_and_kept(tmp_path: Path) -> None:
     """Records, reports and output are separated by line, and are in files as they were written."""
     script = """if True:
         import sys
@@ -90,7 +90,7 @@ async def test_what_a_program_writes_is_heard_and_kept(tmp_path: Path) -> None:
         assert (tmp_path / "it.out").stat().st_size == 300_001 + 14
 
 
-async def test_who_waits_for_a_program_that_ends_is_told_how_it_ended(tmp_path: Path) -> None:
+async def test_a_wait_for_a_program_that_ends_reports_how_it_ended(tmp_path: Path) -> None:
     """No timeout must pass: the exit code and the program's last output are in the error."""
     async with running(tmp_path, "import sys; sys.exit('it is Sunday')") as program:
         with pytest.raises(
@@ -109,7 +109,7 @@ HAS_A_CHILD = """if True:
 """
 
 
-async def test_a_killed_program_must_take_what_it_had_started_with_it(tmp_path: Path) -> None:
+async def test_a_killed_program_must_end_its_descendants(tmp_path: Path) -> None:
     """A descendant that lives on is an error that names it; it is killed, too."""
     async with running(tmp_path, HAS_A_CHILD) as program:
         line = await program.output.first("the child", lambda _: True)

@@ -136,7 +136,7 @@ def test_the_ranks_parts_make_up_the_epoch(size: int, epoch: int, seed: int) -> 
 # --- Training -------------------------------------------------------------------------------------------
 
 
-def test_three_workers_that_average_each_step_learn_what_one_learns(tmp_path: Path) -> None:
+def test_three_workers_that_average_each_step_learn_the_same_as_one(tmp_path: Path) -> None:
     """With equal parts and an averaging after each step, it is training on whole batches."""
     arguments = ["--epochs", "1", "--average-every", "1", "--checkpoint"]
     train(World(), parse([*arguments, str(tmp_path / "one.npz")]))
@@ -181,7 +181,7 @@ def test_a_smaller_world_resumes_where_the_larger_one_was(
     assert not (tmp_path / "nowhere").exists()
 
 
-def test_an_interrupted_training_learns_what_an_uninterrupted_one_learns(tmp_path: Path) -> None:
+def test_an_interrupted_training_learns_the_same_as_an_uninterrupted_one(tmp_path: Path) -> None:
     """Momentum and the order of the images survive a restart: the weights come out bit for bit the same."""
     through, stopped = tmp_path / "through.npz", tmp_path / "stopped.npz"
     train(World(), parse(["--epochs", "4", "--checkpoint", str(through)]))
@@ -190,7 +190,7 @@ def test_an_interrupted_training_learns_what_an_uninterrupted_one_learns(tmp_pat
     assert np.array_equal(unpack(through.read_bytes())[1], unpack(stopped.read_bytes())[1])
 
 
-def test_nobody_leaves_before_the_last_checkpoint_is_saved(
+def test_no_rank_leaves_before_the_last_checkpoint_is_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A rank that has exited while rank 0 still saves could not help a new round if rank 0 died just then."""
@@ -252,7 +252,7 @@ def test_an_epoch_can_be_slowed_down(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert max(pauses) == pytest.approx(2)
 
 
-def test_a_rank_hangs_once_when_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_hangs_once_on_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the rank named in the file hangs, inside its watched step, and the file is gone by then."""
     told, options = tmp_path / "hang", ["--epochs", "1", "--checkpoint", str(tmp_path / "digits.npz")]
     told.write_text("1\n")
@@ -336,9 +336,7 @@ def test_the_data_are_durable_before_the_name_is(tmp_path: Path, monkeypatch: py
 
 @settings(max_examples=150)
 @given(position=st.floats(0, 1, exclude_max=True), change=st.integers(1, 255), other=st.binary(max_size=200))
-def test_damaged_bytes_are_a_value_error_whatever_the_damage(
-    position: float, change: int, other: bytes
-) -> None:
+def test_any_damage_to_the_bytes_is_a_value_error(position: float, change: int, other: bytes) -> None:
     """Bytes cut short or of another content are refused; a changed byte never raises anything else."""
     whole = pack(3, fresh_state(seed=0))
     at = int(position * len(whole))
@@ -419,7 +417,7 @@ def test_killed_at_any_moment_it_resumes_from_a_whole_checkpoint(tmp_path: Path)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_told_to_stop_it_stops_without_a_word(number: signal.Signals, tmp_path: Path) -> None:
+def test_a_signal_ends_it_without_output(number: signal.Signals, tmp_path: Path) -> None:
     """A signal ends the worker at once; a traceback for it would only hide real failures."""
     path = tmp_path / "digits.npz"
     save(path, pack(3, fresh_state(seed=0)), round_number=1)

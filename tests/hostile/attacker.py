@@ -80,7 +80,7 @@ class Attacker:
                 await call
                 return Outcome(grpc.StatusCode.OK, answers=1)
             if isinstance(call, grpc.aio.StreamStreamCall):
-                await _say(call, request)
+                await _send_messages(call, request)
             while answers < request.most_answers:
                 if (answer := await call.read()) is grpc.aio.EOF:
                     return Outcome(await call.code(), answers=answers)
@@ -112,7 +112,7 @@ def _start(channel: grpc.aio.Channel, request: Request) -> Any:
     return begin(*messages, timeout=request.timeout)
 
 
-async def _say(call: Any, request: Request) -> None:
+async def _send_messages(call: Any, request: Request) -> None:
     # The server need not read to the end: the end of the call is read afterwards.
     with contextlib.suppress(asyncio.InvalidStateError, grpc.aio.AioRpcError, grpc.aio.BaseError):
         for data in request.messages:

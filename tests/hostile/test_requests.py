@@ -23,7 +23,7 @@ def test_a_request_can_be_made_again() -> None:
     assert there != [hostile_request(8, number) for number in MANY[:200]]
 
 
-def test_a_request_says_how_to_send_it_again() -> None:
+def test_a_request_shows_the_command_that_repeats_it() -> None:
     """An engineer who finds a bug with it can copy the command."""
     assert str(hostile_request(7, 42)).endswith("again: make hostile SEED=7 ONLY=42")
 

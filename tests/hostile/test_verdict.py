@@ -55,7 +55,7 @@ def test_the_tables_of_all_services_are_found() -> None:
         (LARGE, Outcome(Code.RESOURCE_EXHAUSTED)),
     ],
 )
-def test_what_the_contract_says_is_right(request_: Request, outcome: Outcome) -> None:
+def test_a_documented_outcome_is_no_fault(request_: Request, outcome: Outcome) -> None:
     """gRPC's own errors are right where they are allowed."""
     assert fault(request_, outcome, documented_reasons()) is None
 
@@ -78,6 +78,6 @@ def test_what_the_contract_says_is_right(request_: Request, outcome: Outcome) ->
         (HEALTH, Outcome(Code.UNAVAILABLE)),
     ],
 )
-def test_what_it_does_not_say_is_wrong(request_: Request, outcome: Outcome) -> None:
+def test_an_undocumented_outcome_is_a_fault(request_: Request, outcome: Outcome) -> None:
     """Above all, the two codes without information for a caller; a bug; and silence."""
     assert fault(request_, outcome, documented_reasons()) is not None

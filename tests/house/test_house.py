@@ -153,7 +153,7 @@ def test_only_the_journal_knows_its_messages_and_no_others() -> None:
         "import rallypoint.worker.call, rallypoint.agent.spawner.forkserver",
     ],
 )
-def test_what_runs_inside_a_worker_loads_no_grpc(statement: str) -> None:
+def test_modules_of_a_worker_load_no_grpc(statement: str) -> None:
     """A training process forks; gRPC in it would crash the children."""
     program = (
         f"{statement}; import sys; print([m for m in sys.modules if m.split('.')[0] in {{'grpc', 'google'}}])"
@@ -162,7 +162,7 @@ def test_what_runs_inside_a_worker_loads_no_grpc(statement: str) -> None:
     assert loaded.stdout.strip() == "[]"
 
 
-def test_what_is_loaded_before_workers_start_is_no_more_than_that_needs() -> None:
+def test_no_slow_module_is_loaded_before_workers_start() -> None:
     """Every module that `rallypoint run` loads delays the start of every job; some take longer than all of ours."""
     slow = ["prometheus_client", "psutil", "rich", "sqlite3", "tomllib", "urllib.request"]
     program = (

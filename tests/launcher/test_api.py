@@ -60,7 +60,7 @@ def test_a_launch_changes_nothing_here(tmp_path: Path, method: str) -> None:
 
 
 @pytest.mark.parametrize("method", FRESH)
-def test_what_an_earlier_round_returned_does_not_count(tmp_path: Path, method: str) -> None:
+def test_results_of_an_earlier_round_do_not_count(tmp_path: Path, method: str) -> None:
     """After a restart the results are of the last workers."""
     launch = elastic_launch(config(tmp_path, start_method=method, max_restarts=1), calls.fail_at_first)
     assert launch() == {0: 1, 1: 1}
@@ -171,7 +171,7 @@ def test_a_fork_is_refused_where_it_would_crash(tmp_path: Path, monkeypatch: pyt
         elastic_launch(config(tmp_path, start_method="fork"), calls.leave)(0)
 
 
-def test_a_job_that_can_not_be_started_as_asked_says_so(tmp_path: Path) -> None:
+def test_invalid_values_of_a_launch_are_reported_in_one_line(tmp_path: Path) -> None:
     """Wrong values get one line with the field's name; so do errors that only the agent can detect."""
     with pytest.raises(ValueError, match=r"^rlimit: 'files' is not a resource limit of this system"):
         elastic_launch(config(tmp_path, options={"rlimit": "files=3"}), calls.leave)(0)

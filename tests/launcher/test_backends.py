@@ -69,7 +69,7 @@ def replicated(prefix: str) -> Replicated:
         ({"endpoint": "etcd://a/x", "standalone": True}, Embedded()),
     ],
 )
-def test_where_hosts_meet(wish: dict[str, Any], place: object) -> None:
+def test_the_address_of_the_rendezvous(wish: dict[str, Any], place: object) -> None:
     """The same flags on all hosts lead to the same address."""
     assert resolve_rendezvous(RequestedRendezvous(**wish)).service == place
 
@@ -86,7 +86,7 @@ def test_where_hosts_meet(wish: dict[str, Any], place: object) -> None:
         ({"backend": "static", "endpoint": "head:7000", "master_port": 9000, **FIXED}, ("127.0.0.1", 9000)),
     ],
 )
-def test_where_workers_meet(wish: dict[str, Any], master: tuple[str | None, int | None]) -> None:
+def test_the_address_of_the_workers(wish: dict[str, Any], master: tuple[str | None, int | None]) -> None:
     """It is the given address with static; otherwise each round has its own."""
     found = resolve_rendezvous(RequestedRendezvous(**wish))
     assert (found.master_address, found.master_port) == master
@@ -101,7 +101,7 @@ def test_where_workers_meet(wish: dict[str, Any], master: tuple[str | None, int 
         ({"endpoint": "etcd://a/x?min_workers=2", "nodes_given": True, **FIXED}, (2, 2)),
     ],
 )
-def test_a_url_may_say_how_many_nodes(wish: dict[str, Any], nodes: tuple[int, int] | None) -> None:
+def test_a_url_may_set_the_number_of_nodes(wish: dict[str, Any], nodes: tuple[int, int] | None) -> None:
     """It applies if the flag is missing or has the same value."""
     assert resolve_rendezvous(RequestedRendezvous(**wish)).nodes == nodes
 
@@ -158,7 +158,7 @@ def test_jobs_of_one_host_have_names_of_their_own() -> None:
         ({"backend": "zeus"}, "--rdzv-backend: 'zeus' is not a backend"),
     ],
 )
-def test_what_can_not_be_is_told_in_one_line(wish: dict[str, Any], told: str) -> None:
+def test_invalid_settings_are_reported_in_one_line(wish: dict[str, Any], told: str) -> None:
     """The line names the flag that is wrong or missing."""
     with pytest.raises(SettingError) as caught:
         resolve_rendezvous(RequestedRendezvous(**wish))
@@ -178,7 +178,7 @@ def test_what_can_not_be_is_told_in_one_line(wish: dict[str, Any], told: str) ->
         ({"endpoint": "etcd://a/x", "node_rank": 1}, ["--node-rank"]),
     ],
 )
-def test_flags_of_another_backend_are_told(wish: dict[str, Any], flags: list[str]) -> None:
+def test_flags_of_another_backend_are_reported(wish: dict[str, Any], flags: list[str]) -> None:
     """torchrun warns too; rank 0 is the default and not reported."""
     assert [
         notice.partition(" ")[0] for notice in resolve_rendezvous(RequestedRendezvous(**wish)).notices
@@ -189,12 +189,12 @@ def test_flags_of_another_backend_are_told(wish: dict[str, Any], flags: list[str
     ("endpoint", "meant"),
     [("etcd://a/x", True), (" etcds://", True), ("etcd:2379", False), ("http://a", False), ("", False)],
 )
-def test_what_is_meant_as_a_url(endpoint: str, meant: bool) -> None:
+def test_an_etcd_url_is_recognized(endpoint: str, meant: bool) -> None:
     """It may be malformed: then its error is reported."""
     assert is_etcd_url(endpoint) is meant
 
 
-def test_only_a_job_with_etcd_loads_what_that_needs() -> None:
+def test_only_a_job_with_etcd_loads_the_etcd_modules() -> None:
     """Every module that `rallypoint run` loads delays the start of every job."""
     loaded = modules_after("import rallypoint.cli.run, rallypoint.launcher.launch")
     assert not [name for name in loaded if "etcd" in name or name.startswith("rallypoint.launcher.rep")]

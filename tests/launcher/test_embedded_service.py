@@ -121,7 +121,7 @@ async def test_an_agent_serves_only_if_it_is_to(port: int) -> None:
             assert host is None
 
 
-async def test_two_that_must_serve_at_one_place_are_told(port: int) -> None:
+async def test_two_required_servers_at_one_address_are_refused(port: int) -> None:
     """Two hosts with node rank 0 are an example."""
     place = Hosted(f"127.0.0.1:{port}", here=True)
     async with rendezvous_at(place, None, AccessFiles()):
@@ -146,7 +146,7 @@ async def test_node_rank_0_at_another_hosts_address_is_refused(
     assert caplog.text.count("others join only if that address leads here") == 2
 
 
-async def test_a_port_that_is_a_strangers_is_told(stranger: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_port_of_another_program_is_reported(stranger: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The port is checked first: joining a program that is no service would take a minute to fail."""
     monkeypatch.setattr(embedded_service, "_ANSWER", 0.3)
     with pytest.raises(SettingError, match="another program listens there") as caught:
@@ -164,7 +164,7 @@ async def test_serving_with_tls_needs_a_certificate(port: int) -> None:
             pass
 
 
-async def test_with_tls_whoever_has_no_certificate_is_kept_out(port: int, tmp_path: Path) -> None:
+async def test_with_tls_a_client_without_a_certificate_is_refused(port: int, tmp_path: Path) -> None:
     """All hosts of a job have the same files: the server's certificate is also the client's."""
     if shutil.which("openssl") is None:
         pytest.skip("needs the openssl command (apt install openssl)")
@@ -180,7 +180,7 @@ async def test_with_tls_whoever_has_no_certificate_is_kept_out(port: int, tmp_pa
 
 
 @pytest.mark.parametrize("security", [Plaintext(), RunSecret("a" * 32)])
-async def test_other_hosts_are_served_if_it_is_said_how(port: int, security: ClientSecurity) -> None:
+async def test_other_hosts_are_served_if_security_is_set(port: int, security: ClientSecurity) -> None:
     """It serves at the named address, and at no other."""
     place = Hosted(f"0.0.0.0:{port}", here=True)
     with pytest.raises(SettingError, match="refusing to serve plaintext"):
@@ -246,14 +246,14 @@ async def test_a_name_that_only_this_host_reaches_is_served_at_all_addresses(
         ("no-such-host.invalid", False),
     ],
 )
-async def test_whether_a_name_is_this_hosts(host: str, here: bool) -> None:
+async def test_names_of_this_host_are_recognized(host: str, here: bool) -> None:
     """The test is if a socket can be bound there: this machine's name is not used."""
     if host == "::1" and not socket.has_dualstack_ipv6():
         pytest.skip("this machine has no IPv6")
     assert bool(await own_addresses(host)) is here
 
 
-async def test_this_machines_own_name_is_its(port: int) -> None:
+async def test_the_machines_host_name_is_its_own(port: int) -> None:
     """The system may know it by any address."""
     assert await own_addresses(socket.gethostname())
 
@@ -296,7 +296,7 @@ async def test_a_signal_ends_that_wait(port: int) -> None:
             await asyncio.wait_for(waiting, PATIENCE)
 
 
-async def test_a_run_that_is_over_or_never_began_holds_nobody_up(port: int) -> None:
+async def test_a_run_that_is_over_or_never_began_delays_no_exit(port: int) -> None:
     """No node needs a message."""
     async with rendezvous_at(Hosted(f"localhost:{port}"), None, AccessFiles()) as host:
         assert host is not None

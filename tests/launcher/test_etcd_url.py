@@ -99,7 +99,7 @@ def test_all_members_of_a_cluster_may_be_named(hosts: str, endpoints: tuple[Endp
 
 
 @pytest.mark.parametrize(("prefix", "space"), [("/", "/job"), ("/a", "/a/job"), ("a/b/", "/a/b/job")])
-def test_where_in_etcd_a_run_is(prefix: str, space: str) -> None:
+def test_the_prefix_of_a_run_in_etcd(prefix: str, space: str) -> None:
     """Slashes around a prefix have no meaning: torch's own example has none."""
     assert url(f"etcd://head/job?etcd_prefix={prefix}").address.prefix == space
 
@@ -111,7 +111,7 @@ def test_no_run_is_inside_another_one() -> None:
     assert flags(run_id="a%2Fb").address.prefix != flags(run_id="a/b").address.prefix
 
 
-def test_the_number_of_nodes_is_that_of_min_workers_unless_told() -> None:
+def test_min_workers_is_the_default_number_of_nodes() -> None:
     """torch does so too; it may be given twice, if both are the same."""
     assert url("etcd://head/job?min_workers=3").nodes == (3, 3)
     assert url("etcd://head/job?min_workers=1&max_workers=3", nodes=(1, 3)).nodes == (1, 3)
@@ -124,8 +124,8 @@ def test_a_user_has_a_password_from_the_environment() -> None:
     assert (found.user, found.password) == ("me", "secret")
     in_the_url = url("etcd://me:own%40@head/job", PASSWORD).address
     by_flags = flags("me@head", environment=PASSWORD).address
-    of_nobody = url("etcd://head/job", PASSWORD).address
-    assert [each.password for each in (in_the_url, by_flags, of_nobody)] == ["own@", "secret", ""]
+    without_user = url("etcd://head/job", PASSWORD).address
+    assert [each.password for each in (in_the_url, by_flags, without_user)] == ["own@", "secret", ""]
     assert "secret" not in repr(found)
 
 
@@ -234,7 +234,7 @@ def test_https_by_the_scheme() -> None:
         ("etcd://me:hidden@a/job?x=1", {}, "'etcd://me:***@a/job?x=1' has the parameter 'x'"),
     ],
 )
-def test_a_url_that_can_not_be_is_told_in_one_line(text: str, beside: dict[str, Any], told: str) -> None:
+def test_an_invalid_url_is_reported_in_one_line(text: str, beside: dict[str, Any], told: str) -> None:
     """The line has the mistake and the expected form, and never the password."""
     with pytest.raises(SettingError, match=re.escape(told)) as caught:
         url(text, **beside)
@@ -261,7 +261,7 @@ def test_a_url_that_can_not_be_is_told_in_one_line(text: str, beside: dict[str, 
         ({"conf": {"cert": "/a"}}, "--rdzv-conf cert is for etcd with TLS, which contradicts protocol=http"),
     ],
 )
-def test_flags_that_can_not_be_are_told_in_one_line(given: dict[str, Any], told: str) -> None:
+def test_invalid_flags_are_reported_in_one_line(given: dict[str, Any], told: str) -> None:
     """The line has the mistake."""
     with pytest.raises(SettingError, match=re.escape(told)) as caught:
         flags(**given)

@@ -93,7 +93,7 @@ def plan(log_dir: Path, **attributes: Any) -> LaunchPlan:
         ),
     ],
 )
-async def test_what_can_not_be_done_is_told_in_one_line(
+async def test_invalid_settings_are_reported_in_one_line(
     spawner: Spawner, tmp_path: Path, attributes: dict[str, Any], told: str
 ) -> None:
     """It names the flag, and the expected form."""
@@ -103,7 +103,7 @@ async def test_what_can_not_be_done_is_told_in_one_line(
     assert "\n" not in str(caught.value)
 
 
-async def test_a_supervisor_port_in_use_is_told_in_one_line(
+async def test_a_supervisor_port_in_use_is_reported_in_one_line(
     spawner: Spawner, tmp_path: Path, taken: str
 ) -> None:
     """The line has the flag and the address."""
@@ -111,7 +111,7 @@ async def test_a_supervisor_port_in_use_is_told_in_one_line(
         await launch(plan(tmp_path, supervisor_address=taken), spawner)
 
 
-async def test_an_unreadable_tls_file_is_told_in_one_line(
+async def test_an_unreadable_tls_file_is_reported_in_one_line(
     spawner: Spawner, tmp_path: Path, taken: str
 ) -> None:
     """The line has the flag and the file, which is missing or malformed."""
@@ -136,7 +136,7 @@ async def running(started: Path, spawner: Spawner, script: str, **attributes: An
     return job
 
 
-async def test_who_follows_the_output_has_its_end(
+async def test_a_client_that_follows_the_output_gets_its_end(
     spawner: Spawner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The agent waits until the client has read it, also if that takes longer than the end of the job."""
@@ -211,7 +211,7 @@ async def test_a_signal_that_is_to_end_the_job_does(spawner: Spawner, tmp_path: 
     assert started.read_text() == "TERM\n"
 
 
-async def test_notices_are_told_once_each(
+async def test_each_notice_is_logged_once(
     spawner: Spawner, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A flag without a meaning is never silently ignored."""

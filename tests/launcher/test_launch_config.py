@@ -193,7 +193,7 @@ class TorchsConfig:
     future: int = 0
 
 
-def test_torchs_config_is_one_here() -> None:
+def test_torchs_config_is_accepted_here() -> None:
     """Its default timeout is no setting of the user's; a field of a newer torch must have its default."""
     found = LaunchConfig.from_torch(TorchsConfig()).plan(["train"])
     assert (found.conf, found.notices, found.job["log_dir"]) == ({"join_timeout": "7"}, (), Path("elsewhere"))
@@ -204,7 +204,7 @@ def test_torchs_config_is_one_here() -> None:
             LaunchConfig.from_torch(wrong)
 
 
-def test_what_has_no_meaning_is_said() -> None:
+def test_fields_without_a_meaning_are_reported() -> None:
     """The agent logs a notice, with the names of the fields."""
     notices = plan(metrics_cfg={"a": "b"}, rdzv_configs={"timeout": 900}).notices
     assert [notice.split(" has no meaning")[0] for notice in notices] == [
@@ -254,7 +254,7 @@ def test_what_has_no_meaning_is_said() -> None:
         ),
     ],
 )
-def test_mistakes_are_told_in_one_line(fields: dict[str, Any], expected: str) -> None:
+def test_mistakes_are_reported_in_one_line(fields: dict[str, Any], expected: str) -> None:
     """The error comes before anything is started, with the field's name rather than a flag's."""
     with pytest.raises(ValueError, match=expected) as caught:
         plan(**fields)

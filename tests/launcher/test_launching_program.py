@@ -72,7 +72,7 @@ def test_functions_and_classes_of_the_main_module_work(tmp_path: Path, method: s
     assert len(logs) == 4 or not logs  # output shown on the console is in no file
 
 
-def test_a_fork_calls_what_nobody_could_pickle(tmp_path: Path) -> None:
+def test_a_fork_calls_functions_that_can_not_be_pickled(tmp_path: Path) -> None:
     """A closure works with its variables; changes by the workers are not seen by the program."""
     assert ran("closure", tmp_path, "fork") == "not to be printed twice {0: 1, 1: 1}\n[]\n"
 
@@ -84,7 +84,7 @@ def test_forking_beside_threads_is_warned_of(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_main_module_without_a_guard_is_told_so(tmp_path: Path) -> None:
+def test_a_main_module_without_a_guard_is_reported(tmp_path: Path) -> None:
     """A worker that imports it does not launch again."""
     with start("unguarded", tmp_path, "spawn") as program:
         _, err = program.communicate(timeout=PATIENCE * 3)
@@ -93,7 +93,7 @@ def test_a_main_module_without_a_guard_is_told_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_program_from_standard_input_launches_what_it_imports(tmp_path: Path) -> None:
+def test_a_program_from_standard_input_launches_imported_functions(tmp_path: Path) -> None:
     """Workers can't import it, as it is no file; its own functions are refused where they can't work."""
     program = (
         "import sys\n"

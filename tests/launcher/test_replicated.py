@@ -177,7 +177,7 @@ async def becomes(replica: OwnReplica, owner: str | None) -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_every_agent_knows_the_way(place: EtcdAddress) -> None:
+async def test_every_agent_redirects_to_the_owner(place: EtcdAddress) -> None:
     """Its own endpoint never changes and redirects to the owner, also at an agent without a seat."""
     async with AsyncExitStack() as stack:
         agents = [await stack.enter_async_context(agent(place)) for _ in range(5)]
@@ -185,7 +185,7 @@ async def test_every_agent_knows_the_way(place: EtcdAddress) -> None:
         assert [await pointed(each) for each in agents] == [served_at] * 5
 
 
-async def test_a_run_outlives_whoever_serves_it(place: EtcdAddress) -> None:
+async def test_a_run_outlives_its_owner(place: EtcdAddress) -> None:
     """A leaving owner hands it over first: its nodes are redirected, and every agent finds the new owner."""
     async with agent(place) as first, AsyncExitStack() as stack:
         before = await owner(place) or ""
@@ -212,7 +212,7 @@ async def test_both_servers_of_an_agent_announce_redirects(place: EtcdAddress) -
     assert [each.instance for each in listed.replicas] == [there.instance]
 
 
-async def test_the_last_one_stays_until_all_have_heard_the_end(place: EtcdAddress) -> None:
+async def test_the_last_replica_stays_until_all_nodes_have_the_end(place: EtcdAddress) -> None:
     """No other process could send it."""
     async with agent(place) as last, AsyncExitStack() as stack:
         served_at = await owner(place) or ""
@@ -239,7 +239,7 @@ async def test_the_end_of_a_finished_run_waits_for_no_successor(
     assert [each for each in log_events(caplog.records) if each.level not in ("DEBUG", "INFO")] == []
 
 
-async def test_whoever_still_listens_has_time_to_hear_the_end(place: EtcdAddress) -> None:
+async def test_an_open_call_has_time_to_receive_the_end(place: EtcdAddress) -> None:
     """The replica waits for a call that is open when the run is over, before it ends."""
     async with agent(place) as last:
         served_at = await owner(place) or ""
@@ -257,7 +257,7 @@ async def test_whoever_still_listens_has_time_to_hear_the_end(place: EtcdAddress
             await asyncio.wait_for(leaving, PATIENCE)
 
 
-async def test_a_run_that_somebody_deletes_is_served_anew(place: EtcdAddress) -> None:
+async def test_a_deleted_run_is_served_again(place: EtcdAddress) -> None:
     """It is served at once, with a new lease: the old one would expire some day with all keys written since."""
     key = f"{place.prefix}/run".encode()
     async with agent(place) as replica, EtcdClient(place) as client:
@@ -277,7 +277,7 @@ async def test_a_run_that_somebody_deletes_is_served_anew(place: EtcdAddress) ->
         assert await pointed(replica)
 
 
-async def test_what_is_over_stays_over(place: EtcdAddress) -> None:
+async def test_a_closed_run_stays_closed(place: EtcdAddress) -> None:
     """An agent that joins when all others are gone serves their run, and receives its end."""
     async with agent(place) as first:
         served_at = await owner(place) or ""
@@ -368,7 +368,7 @@ async def test_no_number_goes_back_when_the_lease_of_a_run_ends_under_it(
         )
 
 
-async def test_with_tls_whoever_has_no_certificate_is_kept_out(place: EtcdAddress, tmp_path: Path) -> None:
+async def test_with_tls_a_client_without_a_certificate_is_refused(place: EtcdAddress, tmp_path: Path) -> None:
     """The client is refused at the server for others; the agent's own access is a socket of this user."""
     if shutil.which("openssl") is None:
         pytest.skip("needs the openssl command (apt install openssl)")
@@ -414,7 +414,7 @@ async def test_serving_with_tls_needs_a_certificate(place: EtcdAddress) -> None:
             pass
 
 
-async def test_an_etcd_that_is_not_there_is_told() -> None:
+async def test_an_unreachable_etcd_is_reported() -> None:
     """The agent retries for a while: etcd may be starting."""
     address = parse_address(f"etcd://127.0.0.1:{free_port()}/x?request-timeout=0.2", {})
     with pytest.raises(SettingError, match=r"no etcd answers at 127\.0\.0\.1:.*retried for 0.3 s"):
@@ -422,7 +422,7 @@ async def test_an_etcd_that_is_not_there_is_told() -> None:
             pass
 
 
-async def test_what_can_not_be_served_ends_the_launch(place: EtcdAddress) -> None:
+async def test_a_run_that_can_not_be_served_ends_the_launch(place: EtcdAddress) -> None:
     """The error is one line, at once: here another program's key is at the key of the run, which has no owner."""
     async with EtcdClient(place) as client:
         await client.transact(Txn([], [Put(f"{place.prefix}/run".encode(), b"another program's")]))
@@ -470,7 +470,7 @@ class Trying(OwnReplica):
         raise error
 
 
-async def test_what_lasts_is_tried_ever_more_seldom_and_told_once(
+async def test_a_lasting_error_is_retried_with_back_off_and_logged_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Getting a seat is no success: each attempt costs etcd a lease."""
@@ -479,7 +479,7 @@ async def test_what_lasts_is_tried_ever_more_seldom_and_told_once(
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
 
 
-async def test_what_ends_a_good_while_of_serving_is_told_and_tried_again_at_once(
+async def test_an_error_after_long_serving_is_logged_and_retried_at_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It may be the same error as before: it is another outage."""
@@ -489,7 +489,7 @@ async def test_what_ends_a_good_while_of_serving_is_told_and_tried_again_at_once
     assert len(caplog.records) == 2
 
 
-async def test_a_mistake_of_ours_is_told_and_does_not_end_the_attempts(
+async def test_a_bug_is_logged_and_does_not_end_the_attempts(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It is logged once, with its traceback; otherwise no agent would serve when the others are gone, unexplained."""

@@ -52,14 +52,14 @@ def test_only_puts_without_a_lease_get_the_runs() -> None:
     )
 
 
-async def test_all_who_serve_a_run_find_one_lease(client: EtcdClient) -> None:
+async def test_all_servers_of_a_run_find_one_lease(client: EtcdClient) -> None:
     """Any number of them may begin at once."""
     found = await asyncio.gather(*(run_lease(client, "job") for _ in range(8)))
     assert len(set(found)) == 1
     assert await run_lease(client, "job") == found[0]
 
 
-async def test_the_end_of_the_lease_is_the_end_of_all_there_is(
+async def test_the_end_of_the_lease_deletes_all_keys_of_the_run(
     client: EtcdClient, address: EtcdAddress
 ) -> None:
     """Then the run is a new one, with a new lease."""
@@ -130,24 +130,22 @@ async def test_a_lease_is_kept_alive_until_it_ends(client: EtcdClient) -> None:
 
 
 @pytest.mark.parametrize("revoked", [True, False], ids=["lease revoked", "key deleted"])
-async def test_who_serves_a_run_that_is_forgotten_hears_of_it_at_once(
-    client: EtcdClient, revoked: bool
-) -> None:
+async def test_the_server_of_a_deleted_run_is_notified_at_once(client: EtcdClient, revoked: bool) -> None:
     """It is not at the next renewal: until then it would write with a lease that is gone, or that is never renewed."""
     lease = await run_lease(client, "job")
-    hearing = asyncio.create_task(forgotten(client, lease, Pace()))
+    watching = asyncio.create_task(forgotten(client, lease, Pace()))
     key = f"{client.address.prefix}/run".encode()
     await client.transact(Txn([], [Put(key, b"touched", lease)]))
-    assert not (await asyncio.wait({hearing}, timeout=0.5))[0]
+    assert not (await asyncio.wait({watching}, timeout=0.5))[0]
     if revoked:
         await client.revoke(lease)
     else:
         await client.transact(Txn([], [Delete(key)]))
-    await asyncio.wait_for(hearing, PATIENCE)
+    await asyncio.wait_for(watching, PATIENCE)
     assert await run_lease(client, "job") != lease
 
 
-async def test_a_place_that_is_somebody_elses_is_told(client: EtcdClient) -> None:
+async def test_a_key_of_another_program_is_reported(client: EtcdClient) -> None:
     """It has no lease of a run, and never will."""
     await client.transact(Txn([], [Put(f"{client.address.prefix}/run".encode(), b"theirs")]))
     with pytest.raises(SettingError, match="is not ours: choose another --rdzv-id, or etcd_prefix"):

@@ -80,7 +80,7 @@ async def taken(client: EtcdClient) -> set[str]:
     return {pair.value.decode() for pair in found.pairs}
 
 
-async def test_there_are_never_more_than_the_seats(client: EtcdClient, sitters: Sitters) -> None:
+async def test_there_are_never_more_servers_than_seats(client: EtcdClient, sitters: Sitters) -> None:
     """Other agents wait."""
     names = [f"agent{number}" for number in range(3 * SEATS)]
     sitters.come(*names)
@@ -105,7 +105,7 @@ async def test_a_seat_that_falls_free_is_taken(client: EtcdClient, sitters: Sitt
     assert await taken(client) == {*first[1:], "late"}
 
 
-async def test_whoever_has_lost_the_lease_has_lost_the_seat(client: EtcdClient, sitters: Sitters) -> None:
+async def test_an_agent_that_lost_its_lease_has_lost_its_seat(client: EtcdClient, sitters: Sitters) -> None:
     """The agent is notified, so that it stops serving."""
     sitters.come("agent")
     await sitters.until(1)

@@ -67,7 +67,7 @@ async def test_others_need_a_certificate_of_the_same_authority(tmp_path: Path) -
         (ClientTLS(None, Path("c.pem"), Path("k.pem")), "give --tls-cert and --tls-key beside --tls-ca"),
     ],
 )
-async def test_nobody_is_served_who_can_not_be_known(
+async def test_an_address_without_authentication_is_refused(
     tmp_path: Path, security: ClientSecurity, complaint: str
 ) -> None:
     """Any client of the address can kill the job."""

@@ -10,7 +10,7 @@ from rallypoint.rpc.endpoint import SettingError
 
 @pytest.mark.parametrize("key", ["heartbeat_timeout", "use_libuv", "rank", "cas_backoff_max_seconds"])
 @pytest.mark.parametrize("backend", ["rallypoint", "c10d"])
-def test_what_has_no_meaning_here_is_told(backend: str, key: str) -> None:
+def test_a_key_without_a_meaning_here_is_reported(backend: str, key: str) -> None:
     """It is removed, so that our own service does not get it."""
     conf, notices = split_conf({key: "5", "join_timeout": "60"}, backend)
     assert conf == TorchConf({"join_timeout": "60"})
@@ -28,7 +28,7 @@ def test_static_waits_as_long_as_torchs() -> None:
 @pytest.mark.parametrize(
     ("backend", "key"), [("c10d", "timeout"), ("rallypoint", "timeout"), ("rallypoint", "is_host")]
 )
-def test_a_key_of_another_backend_is_told(backend: str, key: str) -> None:
+def test_a_key_of_another_backend_is_reported(backend: str, key: str) -> None:
     """The notice names its backend, or the key to use instead."""
     conf, notices = split_conf({key: "1"}, backend)
     assert conf.is_host is None
@@ -39,7 +39,7 @@ def test_a_key_of_another_backend_is_told(backend: str, key: str) -> None:
 @pytest.mark.parametrize(
     ("text", "host"), [("1", True), ("True", True), ("y", True), ("0", False), ("no", False)]
 )
-def test_whether_this_host_serves_can_be_said(text: str, host: bool) -> None:
+def test_the_serving_host_can_be_set(text: str, host: bool) -> None:
     """All words that torch accepts are accepted."""
     for backend in ("c10d", "static"):
         conf, notices = split_conf({"is_host": text}, backend)
@@ -53,7 +53,7 @@ def test_whether_this_host_serves_can_be_said(text: str, host: bool) -> None:
         ({"store_type": "file"}, "store_type=file is not possible"),
     ],
 )
-def test_what_can_not_be_is_told_in_one_line(pairs: dict[str, str], told: str) -> None:
+def test_invalid_settings_are_reported_in_one_line(pairs: dict[str, str], told: str) -> None:
     """A file that hosts would share is no service."""
     with pytest.raises(SettingError, match=told):
         split_conf(pairs, "c10d")

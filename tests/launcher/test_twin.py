@@ -24,7 +24,7 @@ def node(endpoint: str, node_id: str = "rank1") -> JobConfig:
     return replace(CONFIG, node_id=node_id, rendezvous=Peer(endpoint), connect_timeout=PATIENCE)
 
 
-async def test_the_second_of_two_is_refused() -> None:
+async def test_a_duplicate_node_is_refused() -> None:
     """The first must be active; a node that comes after its end takes its place, and other names are free."""
     async with embedded_rendezvous() as endpoint, open_channel(endpoint) as channel:
         stub = pb_grpc.RendezvousServiceStub(channel)
@@ -44,6 +44,6 @@ async def test_the_second_of_two_is_refused() -> None:
         await refuse_duplicate(node(endpoint))
 
 
-async def test_a_service_that_is_away_is_not_this_ones_business() -> None:
+async def test_an_unreachable_service_is_ignored_by_the_duplicate_check() -> None:
     """The join that follows reports the error."""
     await refuse_duplicate(replace(node("127.0.0.1:1"), connect_timeout=0.2))

@@ -83,7 +83,7 @@ async def test_a_client_whose_certificate_is_missing_or_wrong_learns_so(
         ("Failed to connect to remote host: Connection refused", None),
     ],
 )
-def test_other_failures_are_told_apart(message: str, advice: str | None) -> None:
+def test_other_failures_are_distinguished(message: str, advice: str | None) -> None:
     """They occur with no server of the tests; the messages are gRPC's."""
     told = tls_advice(message, ClientTLS())
     assert told is None if advice is None else told is not None and told.startswith(advice)

@@ -43,7 +43,7 @@ async def test_backing_off_grows_jittered_to_a_bound() -> None:
     ]
 
 
-async def test_there_is_an_end_to_it() -> None:
+async def test_attempts_end_at_the_timeout() -> None:
     """It ends at the timeout, with the service's last error; a deadline that passed is no such error."""
     timeline = Timeline()
     attempts = timeline.attempts(10.0)
@@ -75,7 +75,7 @@ async def test_there_is_an_end_to_it() -> None:
     ],
     ids=str,
 )
-async def test_what_another_attempt_may_mend(
+async def test_only_temporary_errors_are_retried(
     code: StatusCode, reason: str, retry_after: float | None, again: bool
 ) -> None:
     """It may after a broken connection, or an error that the service marks as temporary; any other refusal is final."""

@@ -39,7 +39,7 @@ needs_ipv6 = pytest.mark.skipif(not has_ipv6(), reason="this machine has no ::1"
 HANDLERS: dict[str, grpc.RpcMethodHandler[bytes, bytes]] = {"Echo": grpc.unary_unary_rpc_method_handler(echo)}
 
 
-def test_what_is_no_endpoint_opens_no_channel() -> None:
+def test_an_invalid_endpoint_opens_no_channel() -> None:
     with pytest.raises(EndpointError, match="no port"):
         open_channel("localhost")
 
@@ -82,16 +82,16 @@ async def test_a_restarted_server_is_found_again(serve: Start, connect: Start) -
     assert await call(b"three", timeout=PATIENCE, wait_for_ready=True) == b"three"
 
 
-async def test_a_goodbye_instead_of_a_welcome_ends_the_call() -> None:
+async def test_a_goaway_at_the_start_ends_the_call() -> None:
     """It is not retried on that very connection for as long as it is open, with unbounded memory."""
-    settings, goodbye = "000000040000000000", "000008070000000000" + "00000000" + "0000000b"
+    settings, goaway = "000000040000000000", "000008070000000000" + "00000000" + "0000000b"
 
-    async def say_goodbye(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(bytes.fromhex(settings + goodbye))
+    async def send_goaway(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(bytes.fromhex(settings + goaway))
         await reader.read()
         writer.close()
 
-    listener = await asyncio.start_server(say_goodbye, "127.0.0.1", 0)
+    listener = await asyncio.start_server(send_goaway, "127.0.0.1", 0)
     host, port = listener.sockets[0].getsockname()
     async with listener, open_channel(f"{host}:{port}") as channel:
         call: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(METHOD)

@@ -21,7 +21,7 @@ def test_there_and_back(seconds: float) -> None:
 
 
 @pytest.mark.parametrize(("seconds", "nanos"), [(1, -1), (-1, 1), (0, 10**9), (0, -(10**9)), (10**12, 0)])
-def test_what_is_no_duration_is_refused(seconds: int, nanos: int) -> None:
+def test_an_invalid_duration_is_refused(seconds: int, nanos: int) -> None:
     """The definition is that of google.protobuf.Duration."""
     with pytest.raises(ServiceError, match="after: is not a valid duration"):
         checked_seconds(Duration(seconds=seconds, nanos=nanos), "after", invalid)

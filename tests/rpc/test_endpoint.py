@@ -50,7 +50,7 @@ def test_an_endpoint_has_one_unmistakable_target(text: str, target: str) -> None
         ("unix:/" + "x" * 107, "too long"),
     ],
 )
-def test_what_is_no_endpoint_is_refused_in_one_line(text: str, complaint: str) -> None:
+def test_an_invalid_endpoint_is_refused_in_one_line(text: str, complaint: str) -> None:
     with pytest.raises(EndpointError) as caught:
         parse_endpoint(text)
     assert complaint in str(caught.value)

@@ -19,7 +19,7 @@ from rallypoint.rpc.endpoint import EndpointError, parse_endpoints
         ("unix:/run/a.sock,unix:///run/b.sock", "unix:/run/a.sock,unix:/run/b.sock"),
     ],
 )
-def test_places_are_read_in_their_order_each_once(text: str, read: str) -> None:
+def test_addresses_are_read_in_their_order_each_once(text: str, read: str) -> None:
     assert str(parse_endpoints(text)) == read
 
 
@@ -37,7 +37,7 @@ def test_places_are_read_in_their_order_each_once(text: str, read: str) -> None:
         ("a:1,etcd://b:1", "endpoint 2 of 2: endpoint 'etcd://b:1' has a scheme"),
     ],
 )
-def test_a_mistake_is_told_with_its_part(text: str, complaint: str) -> None:
+def test_a_mistake_is_reported_with_its_part(text: str, complaint: str) -> None:
     with pytest.raises(EndpointError) as caught:
         parse_endpoints(text)
     assert str(caught.value).startswith(complaint)
@@ -49,7 +49,7 @@ def test_a_list_is_of_this_machine_alone_if_all_of_it_is() -> None:
     assert not parse_endpoints("localhost:1,10.0.0.1:2").loopback
 
 
-def test_no_part_of_a_password_is_told() -> None:
+def test_no_part_of_a_password_is_shown() -> None:
     """That holds even with a comma in it; sockets may have an @ in their names."""
     with pytest.raises(EndpointError, match=r"endpoint 'me:\*\*\*@a:1' has an @"):
         parse_endpoints("me:hid,den@a:1")

@@ -121,5 +121,5 @@ def test_a_list_arrives_as_one(values: list[str | int], whole: bool) -> None:
     assert len(got) >= 8
 
 
-def test_what_utf8_cannot_carry_is_replaced() -> None:
+def test_characters_that_utf8_cannot_encode_are_replaced() -> None:
     assert encode(invalid("path", "\udcff is no file")).details == "path: ? is no file"

@@ -81,7 +81,7 @@ def test_a_watchdog_that_stumbles_for_ever_still_gets_on(cycles: list[tuple[floa
     assert clock.read(now) <= watched + 1e-9
 
 
-def test_what_is_forgiven_is_told() -> None:
+def test_the_forgiven_time_is_returned() -> None:
     """The sum of the results of observe is the time that the clock leaves out."""
     clock = WatchClock(0.0, SETTINGS)
     total = clock.observe(20.0, due=0.5) + clock.observe(50.0, due=40.0)

@@ -172,12 +172,12 @@ def test_no_color_is_honoured(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("settings", [{"level": "loud"}, {"format": "xml"}])
-def test_what_cannot_be_set_is_refused(settings: dict[str, str]) -> None:
+def test_invalid_settings_are_refused(settings: dict[str, str]) -> None:
     with pytest.raises(ValueError, match="is none of"):
         configure_logs(**settings)  # type: ignore[arg-type]
 
 
-def test_daily_life_of_grpc_is_left_out_and_its_bugs_are_not() -> None:
+def test_noise_of_grpc_is_left_out_and_its_bugs_are_not() -> None:
     stream = io.StringIO()
     configure_logs(stream=stream)
     failed_write = type("ExecuteBatchError", (grpc.aio.InternalError,), {})

@@ -171,7 +171,7 @@ def test_ctrl_c_lets_main_clean_up_and_shows_no_traceback(start: Start) -> None:
 
 
 @pytest.mark.parametrize("slow", [False, True])
-def test_what_comes_before_the_drain_is_done_first_or_cut_short(start: Start, slow: bool) -> None:
+def test_actions_before_the_drain_finish_first_or_are_cut_short(start: Start, slow: bool) -> None:
     """Meanwhile the server still answers; a second signal ends that wait."""
     program = start(FIRST_THINGS_FIRST, *["slow"] * slow)
     assert event_of(program)["event"] == "ready"

@@ -18,7 +18,7 @@ async def test_many_changes_are_one_wake_up() -> None:
         assert changed.is_set()
 
 
-async def test_each_watcher_is_told_by_itself() -> None:
+async def test_each_watcher_is_notified_separately() -> None:
     """Each has its own flag; one that has gone is not notified."""
     changes = Notifier()
     with changes.watch() as first:

@@ -41,7 +41,7 @@ async def test_a_name_without_addresses_stands_for_itself(error: Exception) -> N
     assert await listed_addresses(parse_endpoints("nowhere.example:1"), fail) == [Address.of(nowhere)]
 
 
-async def test_a_name_service_that_says_nothing_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_silent_name_service_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """The others of the list are usable all the same."""
     monkeypatch.setattr(address, "RESOLVE_TIMEOUT", 0.05)
 
@@ -54,7 +54,7 @@ async def test_a_name_service_that_says_nothing_is_not_waited_for(monkeypatch: p
     assert [str(each) for each in places] == ["a.example:1", "10.0.0.1:1"]
 
 
-async def test_the_machine_s_own_resolver_is_asked() -> None:
+async def test_the_machine_s_own_resolver_is_used() -> None:
     places = await listed_addresses(parse_endpoints("localhost:7"))
     assert {str(each) for each in places} <= {"127.0.0.1:7", "[::1]:7"}
     assert places
@@ -63,5 +63,5 @@ async def test_the_machine_s_own_resolver_is_asked() -> None:
 @pytest.mark.parametrize(
     ("text", "named"), [("a.example:1", True), ("10.0.0.1:1", False), ("[::1]:1", False), ("unix:/x", False)]
 )
-def test_what_has_a_name(text: str, named: bool) -> None:
+def test_only_host_names_count_as_names(text: str, named: bool) -> None:
     assert has_name(parse_endpoint(text)) == named

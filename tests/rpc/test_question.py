@@ -24,7 +24,7 @@ async def ask(*places: str) -> str:
     return answer.decode()
 
 
-async def test_who_is_not_there_is_passed_over(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_absent_replica_is_skipped(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replica_client, "CONNECT_TIMEOUT", 0.2)
     keeper, silent = mute()
     here = await Replica("a").start(serve)
@@ -63,7 +63,7 @@ async def test_an_owner_that_changed_on_the_way_is_followed(serve: Serve, owner:
     assert len(second.asked) == bool(owner)
 
 
-async def test_what_was_under_way_at_one_that_died_is_asked_of_another(serve: Serve) -> None:
+async def test_a_call_open_at_a_replica_that_died_goes_to_another(serve: Serve) -> None:
     dying, here = await Replica("a").start(serve), await Replica("b").start(serve)
     dying.pause = 3600.0
     asking = asyncio.ensure_future(ask(dying.address, here.address))
@@ -74,7 +74,7 @@ async def test_what_was_under_way_at_one_that_died_is_asked_of_another(serve: Se
     assert len(here.asked) == 1
 
 
-async def test_silence_is_left(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_silent_replica_is_left(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replica_client, "REPLY_TIMEOUT", 0.2)
     slow, here = await Replica("a").start(serve), await Replica("b").start(serve)
     slow.pause = 1.0
@@ -82,7 +82,7 @@ async def test_silence_is_left(serve: Serve, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("first", ["there", "gone"])
-async def test_what_is_wrong_is_told_as_those_have_it_who_are_there(serve: Serve, first: str) -> None:
+async def test_the_reported_error_is_that_of_a_running_replica(serve: Serve, first: str) -> None:
     """The order does not matter: another replica that is gone is not the reason for the failure."""
     there = await Replica("a").start(serve)
     there.reason, there.owner = "ETCD_UNAVAILABLE", ""
@@ -93,7 +93,7 @@ async def test_what_is_wrong_is_told_as_those_have_it_who_are_there(serve: Serve
     assert refused.value.reason == "ETCD_UNAVAILABLE"
 
 
-async def test_nobody_there_is_told_at_once() -> None:
+async def test_missing_replicas_are_reported_at_once() -> None:
     """Each is called once: a user at a terminal should not wait."""
     (one, first), (two, second) = refusing(), refusing()
     with one, two, pytest.raises(ServiceError, match="Connection refused"):

@@ -50,7 +50,7 @@ async def stack() -> Any:
 
 
 @pytest.mark.parametrize("absent", [refusing, mute], ids=["refuses", "mute"])
-async def test_one_that_is_not_there_costs_no_rest(
+async def test_an_absent_replica_costs_no_rest(
     stack: AsyncExitStack, serve: Serve, monkeypatch: pytest.MonkeyPatch, absent: Any
 ) -> None:
     """The next is called as soon as the failure is clear, and later calls begin there."""
@@ -64,7 +64,7 @@ async def test_one_that_is_not_there_costs_no_rest(
     assert client.board._selector.ordered[0].endpoint.port == int(here.address.rpartition(":")[2])
 
 
-async def test_one_that_takes_calls_and_says_nothing_is_left(
+async def test_a_replica_that_takes_calls_and_never_replies_is_left(
     stack: AsyncExitStack, serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Calls that may wait, as for a key, are not interrupted."""
@@ -76,7 +76,7 @@ async def test_one_that_takes_calls_and_says_nothing_is_left(
     assert await Client(stack, hung.address, here.address).ask(waits=True) == "a"
 
 
-async def test_one_that_is_slow_gets_to_answer_where_no_other_does(
+async def test_a_slow_replica_can_reply_if_no_other_does(
     stack: AsyncExitStack, serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It may take longer than the first reply timeout by any factor."""
@@ -112,7 +112,7 @@ async def test_an_owner_that_is_gone_is_looked_for_in_the_list(stack: AsyncExitS
     assert await asking == "c"
 
 
-async def test_no_owner_is_waited_for(stack: AsyncExitStack, serve: Serve) -> None:
+async def test_a_missing_owner_is_waited_for(stack: AsyncExitStack, serve: Serve) -> None:
     """The pause is the delay in the error, plus jitter."""
     one = await Replica("a").start(serve)
     one.owner = ""
@@ -161,9 +161,7 @@ async def test_a_name_stands_for_all_its_addresses(stack: AsyncExitStack, serve:
 
 
 @pytest.mark.parametrize("family", ["127.0.0.1", "::1"])
-async def test_localhost_is_found_whichever_address_is_served(
-    stack: AsyncExitStack, serve: Serve, family: str
-) -> None:
+async def test_localhost_is_found_at_either_address(stack: AsyncExitStack, serve: Serve, family: str) -> None:
     here = await Replica("a").start(serve, options=ServerOptions(host=family))
     port = int(here.address.rpartition(":")[2])
     both = ["::1", "127.0.0.1"]
@@ -178,7 +176,7 @@ async def test_localhost_is_found_whichever_address_is_served(
     assert await Client(stack, here.address).ask() == "a"
 
 
-async def test_a_certificate_is_asked_for_the_name_that_was_given(
+async def test_a_certificate_is_checked_for_the_given_name(
     stack: AsyncExitStack, serve: Serve, certificates: Certificates
 ) -> None:
     """The certificate needn't have the resolved address; a name is always checked."""
@@ -199,7 +197,7 @@ async def test_a_certificate_is_asked_for_the_name_that_was_given(
     assert here.asked == [b"?"]
 
 
-async def test_an_owner_named_by_address_is_asked_for_the_listed_name(
+async def test_an_owner_named_by_address_is_checked_for_the_listed_name(
     stack: AsyncExitStack, serve: Serve, certificates: Certificates
 ) -> None:
     """Its certificate has that name, but not the address."""
@@ -226,7 +224,7 @@ async def test_many_calls_share_one_connection(stack: AsyncExitStack, serve: Ser
     assert (len(one.peers), two.peers) == (1, set())
 
 
-async def test_a_connection_that_nobody_needs_is_closed(
+async def test_an_idle_connection_is_closed(
     stack: AsyncExitStack, serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is closed after the idle timeout; the connection in use stays."""
@@ -240,7 +238,7 @@ async def test_a_connection_that_nobody_needs_is_closed(
     assert await client.ask() == "b"
 
 
-async def test_a_place_alone_is_waited_for_as_a_channel_is(stack: AsyncExitStack, serve: Serve) -> None:
+async def test_a_single_address_is_waited_for_as_by_a_channel(stack: AsyncExitStack, serve: Serve) -> None:
     """A call that begins before the service does succeeds with it, without a separate attempt for each connection."""
     keeper, address = refusing()
     client = Client(stack, address)

@@ -60,7 +60,7 @@ async def test_a_refusal_is_the_last_word() -> None:
         await timeline.call()
 
 
-async def test_whoever_waits_long_is_told_why_once(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_long_wait_is_explained_once(caplog: pytest.LogCaptureFixture) -> None:
     """The line has the address; it is not repeated with every attempt."""
     timeline = Timeline(*[StatusCode.UNAVAILABLE] * 30, None)
     with caplog.at_level("WARNING"):

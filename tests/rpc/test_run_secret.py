@@ -49,7 +49,7 @@ async def test_holders_of_the_secret_connect(serve: Start, connect: Start, host:
 
 
 @pytest.mark.parametrize("security", [THEIRS, None, Plaintext(), ClientTLS()])
-async def test_nobody_else_does(serve: Start, connect: Start, security: ClientSecurity) -> None:
+async def test_other_clients_do_not_connect(serve: Start, connect: Start, security: ClientSecurity) -> None:
     """Clients with another secret, of another user of the host, or without a secret are refused."""
     server = await serve(HANDLERS, options=ServerOptions(run_secret=OURS))
     assert (await refusal(ask(connect(server, security)))).code is grpc.StatusCode.UNAVAILABLE
@@ -71,7 +71,7 @@ async def test_without_a_setting_loopback_is_this_users(serve: Start, connect: S
     assert await ask(connect(server, None)) == b"yes"
 
 
-def test_without_a_setting_no_client_speaks_plaintext_over_a_network() -> None:
+def test_without_a_setting_no_client_uses_plaintext_over_a_network() -> None:
     with pytest.raises(
         SettingError, match=r"refusing to speak plaintext at 10.0.0.1:1.*RALLYPOINT_RUN_SECRET"
     ):

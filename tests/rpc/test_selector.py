@@ -19,13 +19,13 @@ def begin(*places: Address, draw: float = 0.0) -> ReplicaSearch:
     return ReplicaSearch(ReplicaSelector(places or (A, B, C), lambda: draw))
 
 
-def test_clients_begin_at_different_places() -> None:
+def test_clients_begin_at_different_addresses() -> None:
     """Over a thousand clients, each address is the first equally often."""
     first = Counter(begin(draw=number / 1000).next(NOW) for number in range(1000))
     assert sorted(first.values()) == [333, 333, 334]
 
 
-def test_everyone_is_asked_before_a_rest() -> None:
+def test_every_replica_is_called_before_a_rest() -> None:
     """They are called in turn, at once; after the rest the search begins with another, so that none gets most calls."""
     search = begin()
     asked: list[Address] = []
@@ -38,7 +38,7 @@ def test_everyone_is_asked_before_a_rest() -> None:
     assert search.next(NOW + 60.0) == B
 
 
-def test_who_answered_is_asked_again() -> None:
+def test_a_replica_that_answered_is_called_again() -> None:
     """Other calls use it as well."""
     search = begin()
     search.refused(search.next(NOW), NOW)
@@ -47,7 +47,7 @@ def test_who_answered_is_asked_again() -> None:
     assert ReplicaSearch(search.selector).next(NOW) == B
 
 
-def test_the_owner_is_asked_at_once() -> None:
+def test_the_owner_is_called_at_once() -> None:
     """Other calls use it too, and this one after rests; also if it is outside the list."""
     search = begin()
     search.pointed(A, FAR, NOW)
@@ -58,7 +58,7 @@ def test_the_owner_is_asked_at_once() -> None:
     assert search.next(NOW) == ReplicaSearch(search.selector).next(NOW) == FAR
 
 
-def test_an_owner_that_just_failed_is_not_asked_at_anybody_s_word() -> None:
+def test_an_owner_that_just_failed_is_not_called_on_a_redirect() -> None:
     """The others name it until its lease has expired; it is tried again a moment later."""
     search = begin()
     search.refused(A, NOW)
@@ -84,7 +84,7 @@ def test_a_silent_owner_is_avoided_for_longer_each_time() -> None:
     assert not search.selector.is_doubtful(A, NOW)
 
 
-def test_after_a_rest_whoever_was_silent_is_asked_last() -> None:
+def test_after_a_rest_a_silent_replica_is_called_last() -> None:
     """Its doubt may be over: the replica that took over is found before its node is lost (seed 120663693)."""
     search = begin()
     search.pointed(A, B, NOW)  # B took over, and is suspended; A takes over again
@@ -98,7 +98,7 @@ def test_after_a_rest_whoever_was_silent_is_asked_last() -> None:
     assert search.next(NOW + 60.0) == C, "named by one that replies"
 
 
-def test_an_outage_of_days_is_only_an_outage() -> None:
+def test_the_timeout_stays_bounded_in_a_long_outage() -> None:
     """Timeouts double no further than to the longest one, however often a replica is silent."""
     search = begin()
     for _ in range(2_000):
@@ -124,7 +124,7 @@ def test_a_chain_of_owners_without_end_is_not_followed_without_end() -> None:
     assert 1 < hops < 10
 
 
-def test_one_that_names_itself_is_not_asked_at_once_again() -> None:
+def test_a_replica_that_names_itself_is_not_called_at_once_again() -> None:
     search = begin()
     search.pointed(A, A, NOW)
     assert not search.at_once
@@ -148,7 +148,7 @@ def test_an_owner_that_is_gone_is_forgotten() -> None:
     assert search.next(NOW) == B
 
 
-def test_an_answer_that_it_can_t_just_now_is_no_reason_to_go() -> None:
+def test_a_temporary_refusal_is_no_reason_to_change_replica() -> None:
     """A service that is full is full on every replica."""
     search = begin()
     search.declined(A)
@@ -156,7 +156,7 @@ def test_an_answer_that_it_can_t_just_now_is_no_reason_to_go() -> None:
     assert search.next(NOW) == A
 
 
-def test_only_where_there_is_a_choice_patience_ends() -> None:
+def test_calls_time_out_only_if_there_is_another_replica() -> None:
     """It doubles with each silence of an address, so that a slow one gets to answer, and starts again with that."""
     assert begin(A).selector.timeout(A, REPLY_TIMEOUT) == math.inf
     search = begin()
@@ -170,7 +170,7 @@ def test_only_where_there_is_a_choice_patience_ends() -> None:
     assert search.selector.timeout(A, REPLY_TIMEOUT) == REPLY_TIMEOUT
 
 
-def test_one_place_alone_is_asked_with_a_rest_before_each_time() -> None:
+def test_a_single_address_is_called_with_a_rest_before_each_retry() -> None:
     search = begin(A)
     for _ in range(3):
         assert search.next(NOW) == A
@@ -198,7 +198,7 @@ def test_an_owner_is_known_as_the_list_has_it(named: str) -> None:
     assert (known, known.listed) == (place, listed)
 
 
-def test_who_answers_what_another_refused_is_the_owner_and_whoever_wants_to_know_is_told() -> None:
+def test_a_replica_that_answers_a_redirected_call_is_published_as_the_owner() -> None:
     """Any call reports it to all others; merely answering, as any replica may, or being named, proves nothing."""
     route = ReplicaSelector((A, B, C), lambda: 0.0)
     found: list[Address] = []

@@ -83,7 +83,7 @@ async def test_a_plaintext_client_does_not_get_in(
     await assert_refused(connect(server))
 
 
-async def test_mutual_tls_tells_the_service_who_calls(
+async def test_mutual_tls_identifies_the_client_to_the_service(
     serve: Start, connect: Start, certificates: Certificates
 ) -> None:
     server = await serve(HANDLERS, options=options_for(certificates, tls_client_ca=certificates.ca))

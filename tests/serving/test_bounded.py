@@ -9,7 +9,7 @@ import pytest
 from rallypoint.serving.flow import bounded
 
 
-async def test_what_comes_in_time_is_returned() -> None:
+async def test_a_result_in_time_is_returned() -> None:
     """Its exception is raised as well."""
     assert await bounded(asyncio.sleep(0, "answer"), 60.0) == "answer"
 
@@ -20,7 +20,7 @@ async def test_what_comes_in_time_is_returned() -> None:
         await bounded(fail(), 60.0)
 
 
-async def test_what_does_not_come_is_given_up() -> None:
+async def test_a_wait_without_a_result_is_given_up() -> None:
     """The wait is cancelled; its task goes on and is not cancelled."""
     never = asyncio.get_running_loop().create_future()
     with pytest.raises(TimeoutError):
@@ -53,7 +53,7 @@ async def test_each_has_its_own_time_though_many_share_the_timer() -> None:
     assert min(times) >= 0.05 - 1e-3
 
 
-async def test_a_cancellation_from_elsewhere_stays_one() -> None:
+async def test_an_outer_cancellation_stays_a_cancellation() -> None:
     """A task that was cancelled must not go on."""
     never = asyncio.get_running_loop().create_future()
     waiting = asyncio.create_task(bounded(never, 60.0))

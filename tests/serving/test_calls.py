@@ -160,7 +160,7 @@ async def test_a_service_error_arrives_with_its_details(do: Start) -> None:
     assert vars(got) == vars(sent)
 
 
-async def test_what_the_service_can_translate_is_translated(do: Start) -> None:
+async def test_errors_that_the_service_knows_are_translated(do: Start) -> None:
     def translate(error: Exception) -> ServiceError | None:
         if isinstance(error, SealBrokenError):
             return ServiceError(grpc.StatusCode.FAILED_PRECONDITION, "SEAL_BROKEN", f"broken by {error}")
@@ -178,7 +178,7 @@ async def test_a_bug_is_hidden_from_the_caller_and_shown_in_the_log(
 
 
 @pytest.mark.parametrize("code", [grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL, grpc.StatusCode.OK])
-async def test_codes_that_tell_a_caller_nothing_count_as_bugs(
+async def test_codes_without_information_for_a_caller_count_as_bugs(
     do: Start, code: grpc.StatusCode, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert_hidden_bug(await do(raising(ServiceError(code, "WHATEVER", "some words"))), caplog)
@@ -202,7 +202,7 @@ class Held:
     """A large object in a handler's local variable."""
 
 
-async def test_what_a_refused_call_had_in_hand_is_let_go_of_at_once(do: Start) -> None:
+async def test_a_refused_call_releases_its_objects_at_once(do: Start) -> None:
     """The next garbage collection would be too late: until then a thousand hostile requests would pile up in memory."""
     held: list[weakref.ref[Held]] = []
 

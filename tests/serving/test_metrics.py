@@ -40,7 +40,7 @@ async def _rest(reader: asyncio.StreamReader) -> bytes:
         return b""
 
 
-async def test_figures_are_at_metrics_in_the_format_that_is_asked_for() -> None:
+async def test_metrics_are_in_the_requested_format() -> None:
     """Prometheus requests OpenMetrics; curl requests no particular format."""
     async with serve_metrics("127.0.0.1:0", _registry()) as address:
         first, headers, body = await _ask(address, "GET /metrics HTTP/1.1\nHost: here")
@@ -71,7 +71,7 @@ async def test_nothing_else_is_served(request_line: str, status: str) -> None:
         assert (await _ask(address, request_line))[0] == f"HTTP/1.1 {status}"
 
 
-async def test_who_asks_without_end_or_not_at_all_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_client_with_an_endless_or_no_request_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     """The next client is served."""
     monkeypatch.setattr(metrics, "_TIMEOUT", 0.1)
     async with serve_metrics("127.0.0.1:0", _registry()) as address:
@@ -81,7 +81,7 @@ async def test_who_asks_without_end_or_not_at_all_is_dropped(monkeypatch: pytest
         assert (await _ask(address, "GET /metrics HTTP/1.1"))[0].endswith("200 OK")
 
 
-async def test_many_who_never_ask_are_no_more_than_so_many(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_number_of_idle_connections_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each holds a descriptor that the process needs for its own work."""
     monkeypatch.setattr(metrics, "_MOST_AT_ONCE", 2)
     monkeypatch.setattr(metrics, "_TIMEOUT", 3600.0)
@@ -94,7 +94,7 @@ async def test_many_who_never_ask_are_no_more_than_so_many(monkeypatch: pytest.M
             each.close()
 
 
-async def test_the_end_waits_for_nobody() -> None:
+async def test_the_end_waits_for_no_connection() -> None:
     """An agent whose job is over exits, also with connections open."""
     async with serve_metrics("127.0.0.1:0", _registry()) as address:
         host, _, port = address.rpartition(":")
@@ -105,7 +105,7 @@ async def test_the_end_waits_for_nobody() -> None:
     writer.close()
 
 
-async def test_a_port_that_is_taken_is_told_of_in_one_line() -> None:
+async def test_a_port_in_use_is_reported_in_one_line() -> None:
     """The error comes before anything runs."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -117,7 +117,7 @@ async def test_a_port_that_is_taken_is_told_of_in_one_line() -> None:
 
 
 @pytest.mark.parametrize("text", ["nonsense", "host:", "host:http", "127.0.0.1:70000", "unix:/run/x:1"])
-async def test_what_is_no_address_is_told_of_in_one_line(text: str) -> None:
+async def test_an_invalid_address_is_reported_in_one_line(text: str) -> None:
     """The error states the expected form."""
     with pytest.raises(EndpointError):
         async with serve_metrics(text, _registry()):

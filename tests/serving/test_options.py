@@ -95,7 +95,7 @@ def test_without_settings_the_defaults_hold(run: Run, got: dict[str, Any]) -> No
         (["--host", "::", "--port", "0"], ("::", 0)),
     ],
 )
-def test_a_server_listens_where_it_is_told(
+def test_a_server_listens_at_the_given_address(
     run: Run, got: dict[str, Any], flags: list[str], place: tuple[str, int]
 ) -> None:
     ok(run("serve", "timer", *flags))
@@ -133,14 +133,14 @@ def test_flag_wins_over_environment_over_file_over_default(run: Run, got: dict[s
 
 
 @pytest.mark.parametrize("text", ["nan", "inf", "-1", "3601"])
-def test_a_time_that_is_none_is_refused(run: Run, text: str) -> None:
+def test_an_invalid_time_is_refused(run: Run, text: str) -> None:
     """No loop can wait for it, or for its end."""
     result = run("serve", "timer", "--drain-grace", text)
     assert result.exit_code == 2
     assert "--drain-grace" in result.output
 
 
-def test_a_flag_can_take_back_what_the_file_turns_on(run: Run, got: dict[str, Any]) -> None:
+def test_a_flag_can_turn_off_a_setting_of_the_file(run: Run, got: dict[str, Any]) -> None:
     ok(run("serve", "timer", "--no-insecure", config="[serve.timer]\ninsecure = true\n"))
     assert got["options"].insecure is False
 
@@ -248,7 +248,7 @@ def test_a_server_that_cannot_start_costs_one_line_and_exit_code_2(run: Run) -> 
     assert (result.exit_code, result.output) == (2, "Error: 127.0.0.1:29400 is in use\n")
 
 
-def test_a_client_is_secured_as_its_flags_say(run: Run, got: dict[str, Any], tmp_path: Path) -> None:
+def test_a_client_is_secured_according_to_its_flags(run: Run, got: dict[str, Any], tmp_path: Path) -> None:
     ok(run("status", "r1"))
     assert got == {"security": None, "run_id": "r1"}
     ok(run("status", "r1", "--insecure"))
@@ -272,7 +272,7 @@ def test_a_client_is_secured_as_its_flags_say(run: Run, got: dict[str, Any], tmp
         ([], {"RALLYPOINT_RUN_SECRET_FILE": "/nowhere"}, "--run-secret-file /nowhere: No such file"),
     ],
 )
-def test_a_secret_that_is_none_costs_one_line(
+def test_an_invalid_secret_costs_one_line(
     run: Run, flags: list[str], environment: dict[str, str], complaint: str
 ) -> None:
     result = run("status", "r1", *flags, **environment)

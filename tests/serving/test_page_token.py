@@ -88,7 +88,7 @@ def encoded(*values: object) -> str:
         base64.urlsafe_b64encode(b"\xff\xfe").decode(),
     ],
 )
-def test_what_no_service_gave_out_is_refused(token: str) -> None:
+def test_a_token_that_no_service_issued_is_refused(token: str) -> None:
     """The refusal names the field."""
     assert page_position(with_token(encoded("a", "b")), str, str) == ["a", "b"]
     with pytest.raises(ServiceError) as caught:

@@ -23,7 +23,7 @@ Start = Callable[..., Any]
 
 
 @pytest.mark.parametrize("taken", [0, 1], ids=["its_first_answer", "a_later_answer"])
-async def test_who_takes_nothing_is_told_to_come_back(
+async def test_a_client_that_does_not_read_gets_a_retryable_error(
     taken: int,
     serve: Start,
     connect: Start,
@@ -75,7 +75,7 @@ async def test_a_stream_that_ends_while_it_begins_has_its_status(
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 
 
-async def test_who_has_gone_is_not_slow() -> None:
+async def test_a_client_that_has_gone_is_not_slow() -> None:
     """An error of a write is raised unchanged."""
 
     class Gone:

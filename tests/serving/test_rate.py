@@ -15,7 +15,7 @@ def test_a_burst_passes_and_no_more() -> None:
     assert [bucket.take(1000.0) for _ in range(4)] == [0.0, 0.0, 0.0, pytest.approx(0.1)]
 
 
-def test_who_waits_as_told_gets_through() -> None:
+def test_a_client_that_waits_the_stated_time_is_admitted() -> None:
     """A refusal costs nothing: the wait does not grow with the number of attempts."""
     bucket = Bucket(Rate(4, 1), 0.0)
     bucket.take(0.0)
@@ -24,7 +24,7 @@ def test_who_waits_as_told_gets_through() -> None:
     assert bucket.take(0.25) == 0.0
 
 
-def test_who_keeps_to_the_rate_is_never_refused() -> None:
+def test_a_client_within_the_rate_is_never_refused() -> None:
     """It may call for any length of time."""
     bucket = Bucket(Rate(8, 1), 0.0)
     assert not any(bucket.take(number / 8) for number in range(10_000))
@@ -46,7 +46,7 @@ def test_no_stretch_of_time_has_more_than_the_rate(
 
 
 @pytest.mark.parametrize(("per_second", "burst"), [(0, 1), (-1, 1), (float("nan"), 1), (1, 0)])
-def test_a_rate_that_lets_nobody_through_is_no_rate(per_second: float, burst: int) -> None:
+def test_a_rate_that_admits_no_call_is_refused(per_second: float, burst: int) -> None:
     """The error is raised at the construction, not at the use."""
     with pytest.raises(ValueError, match="no such rate"):
         Rate(per_second, burst)
@@ -59,7 +59,7 @@ def test_each_party_has_a_bucket_of_its_own() -> None:
     assert buckets.take("other", 0.0) == 0.0
 
 
-def test_memory_is_bounded_and_who_comes_often_is_not_forgotten() -> None:
+def test_memory_is_bounded_and_frequent_clients_are_kept() -> None:
     """Beyond the maximum, the clients that were idle for longest are dropped."""
     buckets = Buckets(Rate(1, 1), most=100)
     buckets.take("flood", 0.0)

@@ -228,7 +228,7 @@ async def test_a_flooded_server_does_not_look_ill() -> None:
         await server.stop()
 
 
-async def test_a_service_says_what_its_streams_may_send() -> None:
+async def test_a_service_sets_the_message_rate_of_its_streams() -> None:
     """The server has it from the registration; its other services are not affected."""
     handler: Any = grpc.stream_stream_rpc_method_handler(echo_each)
     generic = grpc.method_handlers_generic_handler(SERVICE, {"Do": handler})

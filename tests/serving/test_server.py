@@ -139,7 +139,7 @@ def _mapped_bytes() -> int:
     return int(mallinfo().mapped)
 
 
-async def test_the_ready_line_says_what_is_served_where_and_how(
+async def test_the_ready_line_has_services_address_and_security(
     serve: Start, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -251,7 +251,7 @@ async def test_a_unix_socket_is_served_alone_and_cleaned_up(
     assert not path.is_socket()
 
 
-async def test_what_is_no_socket_is_not_replaced(serve: Start, tmp_path: Path) -> None:
+async def test_a_file_that_is_not_a_socket_is_not_replaced(serve: Start, tmp_path: Path) -> None:
     precious = tmp_path / "precious"
     precious.write_text("data")
     with pytest.raises(ServiceStartError, match=str(precious)):
@@ -337,7 +337,7 @@ async def test_health_and_reflection_can_be_closed(serve: Start, connect: Start)
     assert await channel.unary_unary(f"/{SERVICE}/Echo")(b"here", timeout=PATIENCE) == b"here"
 
 
-async def test_a_drain_tells_streams_refuses_new_calls_and_lets_open_ones_end(
+async def test_a_drain_notifies_streams_refuses_new_calls_and_lets_open_ones_end(
     serve: Start, connect: Start
 ) -> None:
     hall, told = Hall(), asyncio.Event()
@@ -367,7 +367,7 @@ async def test_a_drain_tells_streams_refuses_new_calls_and_lets_open_ones_end(
     assert can_listen(port)
 
 
-async def test_a_drain_waits_for_nobody_but_open_calls_of_ours(serve: Start, connect: Start) -> None:
+async def test_a_drain_waits_only_for_open_calls_of_our_services(serve: Start, connect: Start) -> None:
     server = await serve(ECHO)
     watch = health_pb2_grpc.HealthStub(connect(server)).Watch(
         health_pb2.HealthCheckRequest(service=SERVICE), timeout=PATIENCE
@@ -452,7 +452,7 @@ async def test_a_stop_cuts_a_drain_short(serve: Start, connect: Start) -> None:
         await stream.read()
 
 
-async def test_a_handler_that_ignores_its_end_holds_nobody_up(
+async def test_a_handler_that_ignores_its_end_does_not_delay_a_stop(
     serve: Start, connect: Start, caplog: pytest.LogCaptureFixture
 ) -> None:
     waits, release, failed = asyncio.Event(), asyncio.Event(), asyncio.Event()
@@ -556,7 +556,7 @@ async def test_a_connection_without_calls_is_closed(
     assert await stream.read() == b"draining"
 
 
-async def test_stopping_what_was_not_started_does_nothing() -> None:
+async def test_stopping_an_unstarted_server_does_nothing() -> None:
     server = Server(ServerOptions(), services=[])
     await server.stop()
     await server.drain()

@@ -40,7 +40,7 @@ async def test_the_first_message_is_returned() -> None:
     assert await anext(requests) == "b"
 
 
-async def test_one_that_ends_without_a_message_says_so() -> None:
+async def test_the_end_of_a_stream_without_a_message_is_raised() -> None:
     """Its client has changed its mind."""
     with pytest.raises(StopAsyncIteration):
         await anext(saying())
@@ -55,7 +55,7 @@ async def test_the_wait_is_bounded() -> None:
     assert (late.value.code, late.value.reason) == (grpc.StatusCode.UNAVAILABLE, "FIRST_MESSAGE_LATE")
 
 
-async def test_a_server_that_goes_waits_for_none() -> None:
+async def test_a_draining_server_waits_for_no_unopened_stream() -> None:
     """This holds for streams that wait, and for one that comes in the last moment."""
     openings = UnopenedStreams(LONG)
     tasks = [await begun(openings) for _ in range(3)]
@@ -67,7 +67,7 @@ async def test_a_server_that_goes_waits_for_none() -> None:
         await openings.first(saying("too late"))
 
 
-async def test_one_that_is_cancelled_by_others_is_cancelled() -> None:
+async def test_a_stream_cancelled_by_its_client_stays_cancelled() -> None:
     """The server may begin to drain in that moment: the client has gone, and no error must be sent."""
     openings = UnopenedStreams(LONG)
     gone, both = await begun(openings), await begun(openings)

@@ -67,7 +67,7 @@ def test_a_client_may_be_chosen_for_all_blocks() -> None:
     assert client.events == [("s", 60.0), ("s", None)] * 2
 
 
-def test_what_a_client_raises_is_raised() -> None:
+def test_an_error_of_a_client_is_raised() -> None:
     """The block is not entered, and the guard can be used again."""
     client = Recording()
     once = expires(60, "s", client)
@@ -80,7 +80,7 @@ def test_what_a_client_raises_is_raised() -> None:
     assert client.events == [("s", 60.0), ("s", None)]
 
 
-def test_what_only_the_agent_does_is_not_asked_of_a_client() -> None:
+def test_features_of_the_agent_are_refused_with_a_client() -> None:
     """It is refused, so that no user relies on it."""
     with pytest.raises(ValueError, match="takes seconds"):
         expires("auto", client=Recording())
@@ -126,7 +126,7 @@ def test_the_ready_made_client_guards_blocks(agent: Agent) -> None:
 
 
 @pytest.mark.parametrize("after", [0, -1, float("nan")])
-def test_the_ready_made_client_refuses_what_is_no_duration(agent: Agent, after: float) -> None:
+def test_the_ready_made_client_refuses_an_invalid_duration(agent: Agent, after: float) -> None:
     """It refuses the same as `expires`."""
     with pytest.raises(ValueError, match="after is"):
         Client(agent.path).acquire("s", after)

@@ -108,7 +108,7 @@ async def test_many_forks_inside_a_block(host: TimerHost, forks: int) -> None:
     await finished(worker)
 
 
-async def test_what_a_child_writes_is_not_the_parents(host: TimerHost) -> None:
+async def test_writes_of_a_child_do_not_change_the_parents_timers(host: TimerHost) -> None:
     """It ends its own blocks and uses its own slots; neither touches the parent's timer."""
     worker = await host.start("""
 with expires(60, "parent"):
@@ -134,7 +134,7 @@ if child == 0:
     await finished(worker)
 
 
-async def test_a_client_of_its_own_is_the_parents_as_well(host: TimerHost) -> None:
+async def test_a_forked_child_can_use_the_parents_client(host: TimerHost) -> None:
     """The child may use it too: it ends none of the parent's timers, and starts its own."""
     worker = await host.start("""
 from rallypoint.timer import Client

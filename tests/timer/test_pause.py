@@ -121,7 +121,7 @@ async def test_a_host_that_was_paused_costs_no_worker_that_runs(service: Service
 
 
 @pytest.mark.parametrize("hangs", [False, True])
-async def test_an_expiry_in_a_pause_is_not_obeyed_but_counted_anew(
+async def test_an_expiry_in_a_pause_is_acknowledged_and_the_timer_sent_again(
     tmp_path: Path, clock: Clock, hangs: bool
 ) -> None:
     """It is acknowledged, and the timer is sent again under another number, with the time that was watched."""

@@ -108,7 +108,7 @@ async def host(tmp_path: Path, program: Path) -> AsyncIterator[Host]:
     assert host.expired == []
 
 
-async def test_timers_are_told_with_messages(host: Host) -> None:
+async def test_timers_are_sent_with_messages(host: Host) -> None:
     """They are started, restarted and ended, with the requested duration."""
     await host.say("acquire 1 60.5 train.c#12", "acquire 2 5 save")
     await host.shows("save", "train.c#12")
@@ -118,7 +118,7 @@ async def test_timers_are_told_with_messages(host: Host) -> None:
     await until(lambda: [after for _, after, _ in host.timers.held.values()] == [70.0])
 
 
-async def test_a_timer_that_learns_is_told_with_messages(host: Host) -> None:
+async def test_a_timer_that_learns_is_sent_with_messages(host: Host) -> None:
     """Its completion is sent too."""
     await host.say("acquire 1 0 learned")
     await host.shows("learned")
@@ -127,7 +127,7 @@ async def test_a_timer_that_learns_is_told_with_messages(host: Host) -> None:
     await until(lambda: host.timers.completed == [("0@1", "learned")])
 
 
-async def test_progress_is_told_with_a_message(host: Host) -> None:
+async def test_progress_is_sent_with_a_message(host: Host) -> None:
     """It has the step, under the worker's rank."""
     await host.say("progress 7")
     await until(lambda: [step[:3] for step in host.timers.steps] == [("0@1", 3, 7)])

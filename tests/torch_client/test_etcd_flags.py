@@ -138,7 +138,7 @@ def test_etcd_v2(torchs: Any, endpoint: str, conf: Mapping[str, str]) -> None:
 
 
 @pytest.mark.parametrize(("backend", "endpoint", "conf"), REFUSED)
-def test_what_torch_refuses_is_refused(
+def test_flags_that_torch_refuses_are_refused(
     torchs: Any, backend: str, endpoint: str, conf: Mapping[str, str]
 ) -> None:
     """torch refuses it with a traceback, we with one line."""

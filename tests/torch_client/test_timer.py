@@ -122,7 +122,7 @@ def test_the_client_chooses_the_signal(timer: Any, signal: int | None) -> None:
 
 
 @pytest.mark.torch
-def test_a_time_that_is_none_is_refused() -> None:
+def test_an_invalid_time_is_refused() -> None:
     """The error comes before a timer starts."""
     pytest.importorskip("torch.distributed.elastic.timer")
     from rallypoint.torch.timer import RallypointTimerClient
@@ -204,7 +204,7 @@ def test_threads_share_a_scope_without_losing_a_timer(client: Any) -> None:
 
 
 @pytest.mark.torch
-def test_without_an_agent_a_block_says_so() -> None:
+def test_a_block_without_an_agent_is_refused() -> None:
     """It is not entered: a program must not run without the timers that it expects."""
     pytest.importorskip("torch.distributed.elastic.timer")
     program = (

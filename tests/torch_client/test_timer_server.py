@@ -300,7 +300,7 @@ def test_torchs_own_server_takes_the_requests_of_our_client(
     assert (hung.exitcode, working.exitcode) == (-signal.SIGKILL, 0)
 
 
-def test_a_forked_child_speaks_for_itself(queue: Any, processes: Callable[..., ForkProcess]) -> None:
+def test_a_forked_child_sends_its_own_requests(queue: Any, processes: Callable[..., ForkProcess]) -> None:
     """It may use the client of its parent."""
     from rallypoint.torch.timer import RallypointRequestQueue
 
@@ -329,7 +329,7 @@ def test_threads_of_a_server_that_was_started_twice_keep_the_order(
     assert (kills, scopes(server)) == ([(-7, signal.SIGKILL)], [])
 
 
-def test_a_client_refuses_what_a_queue_can_not_carry(queue: Any) -> None:
+def test_a_client_refuses_values_that_a_queue_can_not_carry(queue: Any) -> None:
     """The error comes before a block is entered that would lack its timer."""
     from rallypoint.torch.timer import RallypointTimerClient
 

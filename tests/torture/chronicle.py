@@ -28,7 +28,7 @@ class Entry:
 
 
 @dataclass(slots=True)
-class Chronicle:
+class DurableRun:
     """A run's durable facts, from the first one on, checked for invariants.
 
     Attributes:
@@ -169,7 +169,7 @@ def last_revision(journal: Path) -> int:
     return int(revision or 0)
 
 
-async def read_chronicle(server: MortalServer) -> Chronicle:
+async def read_durable_run(server: MortalServer) -> DurableRun:
     """Return the run of the nodes from the journal of a stopped server.
 
     Raises:
@@ -184,4 +184,4 @@ async def read_chronicle(server: MortalServer) -> Chronicle:
         if record.run_id == RUN:
             decoded = DecodedRecord(record.content)
             entries.append(Entry(record.revision, to_seconds(decoded.time), decoded.fact()))
-    return Chronicle(entries, server.starts)
+    return DurableRun(entries, server.starts)

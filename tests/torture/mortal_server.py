@@ -200,12 +200,12 @@ class QuickServer(MortalServer):
         self.starts.append(time.time())
         self._process.stdin.write(f"{self._log}\n")
         self._process.stdin.flush()
-        self.pid = int(self._told())
+        self.pid = int(self._next_line())
 
     def _gone(self) -> int:
-        return int(self._told())
+        return int(self._next_line())
 
-    def _told(self) -> str:
+    def _next_line(self) -> str:
         assert self._process is not None
         assert self._process.stdout is not None
         return self._process.stdout.readline()

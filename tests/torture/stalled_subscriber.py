@@ -92,13 +92,13 @@ class Subscriber(ABC):
     async def _open(self) -> None: ...
 
     @abstractmethod
-    def _told(self, message: Any) -> int: ...
+    def _revision_of(self, message: Any) -> int: ...
 
     def _forget(self, reason: str) -> None:
         assert reason == "SUBSCRIBER_TOO_SLOW", f"nothing else ends a stream: {reason}"
 
     def _take(self, message: Any) -> None:
-        told = self._told(message)
+        told = self._revision_of(message)
         assert told >= self.revision or told == 0, "revisions only grow"
         self.revision = max(self.revision, told)
 
@@ -109,7 +109,7 @@ class RunWatcher(Subscriber):
     async def _open(self) -> None:
         self._call = self._stub.WatchRun(pb.WatchRunRequest(run_id=RUN, after_revision=self.revision))
 
-    def _told(self, message: pb.WatchRunResponse) -> int:
+    def _revision_of(self, message: pb.WatchRunResponse) -> int:
         return message.run.revision
 
 
@@ -119,7 +119,7 @@ class EventWatcher(Subscriber):
     async def _open(self) -> None:
         self._call = self._stub.WatchEvents(pb.WatchEventsRequest(run_id=RUN, after_revision=self.revision))
 
-    def _told(self, message: pb.WatchEventsResponse) -> int:
+    def _revision_of(self, message: pb.WatchEventsResponse) -> int:
         if self.revision:
             told = [event.revision for event in message.events]
             assert told == list(range(self.revision + 1, message.revision + 1)), "no event is left out"
@@ -165,7 +165,7 @@ class Spare(Subscriber):
         self._silent = False
         self._heart = asyncio.create_task(self._beat(self._call))
 
-    def _told(self, message: pb.JoinResponse) -> int:
+    def _revision_of(self, message: pb.JoinResponse) -> int:
         if message.HasField("lease"):
             self._lease, self._token = message.lease.number, message.lease.token
         return message.update.revision

@@ -10,7 +10,7 @@ from rallypoint.rendezvous.core import facts
 from rallypoint.rendezvous.core.state import LossReason, RoundEnd, RoundEndCause, RunSettings, Seat
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rendezvous.core.ledger import Violation
-from torture.chronicle import Chronicle, Entry, check_one_membership_a_round
+from torture.chronicle import DurableRun, Entry, check_one_membership_a_round
 from torture.tormented_node import Told
 
 SETTINGS = RunSettings(min_nodes=1, max_nodes=2)
@@ -43,9 +43,9 @@ HISTORY: list[facts.Fact] = [
 ]
 
 
-def chronicle(history: list[facts.Fact] = HISTORY) -> Chronicle:
+def chronicle(history: list[facts.Fact] = HISTORY) -> DurableRun:
     """Return the contents of a journal, one fact a second."""
-    return Chronicle([Entry(revision, float(revision), fact) for revision, fact in enumerate(history, 1)])
+    return DurableRun([Entry(revision, float(revision), fact) for revision, fact in enumerate(history, 1)])
 
 
 def final(**changed: int | str) -> pb.NodeUpdate:
@@ -63,7 +63,7 @@ def final(**changed: int | str) -> pb.NodeUpdate:
     return pb.NodeUpdate(revision=7, phase=pb.PHASE_FINAL, assignment=assignment)
 
 
-def test_the_truth_is_no_lie() -> None:
+def test_updates_that_agree_with_the_journal_are_accepted() -> None:
     """Updates that agree with the journal are accepted."""
     kept = chronicle()
     kept.check_told("a", [Told(2, final()), Told(2, pb.NodeUpdate(revision=9, phase=pb.PHASE_JOINABLE))])
@@ -73,7 +73,7 @@ def test_the_truth_is_no_lie() -> None:
     assert kept.counts()["RoundFrozen"] == 2
 
 
-LIES: dict[str, Callable[[Chronicle], None]] = {
+LIES: dict[str, Callable[[DurableRun], None]] = {
     "told before it is durable": lambda kept: kept.check_told(
         "a", [Told(2, pb.NodeUpdate(revision=13, phase=pb.PHASE_FROZEN))]
     ),
@@ -94,7 +94,7 @@ LIES: dict[str, Callable[[Chronicle], None]] = {
 
 
 @pytest.mark.parametrize("lie", LIES)
-def test_each_lie_is_found(lie: str) -> None:
+def test_each_planted_error_is_found(lie: str) -> None:
     """The error has its name."""
     with pytest.raises(Violation, match=lie):
         LIES[lie](chronicle())

@@ -12,7 +12,7 @@ from google.protobuf.duration_pb2 import Duration
 
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
-from torture.chronicle import read_chronicle
+from torture.chronicle import read_durable_run
 from torture.crowd import crowd
 from torture.length import ordinarily
 from torture.mortal_server import PATIENCE, MortalServer, serving
@@ -73,7 +73,7 @@ async def test_a_restart_in_good_order_is_no_event(tmp_path: Path) -> None:
         assert set(places) == {round_}
         phases = [update.phase for _, update in node.told]
         assert pb.PHASE_JOINABLE not in phases[phases.index(pb.PHASE_FINAL) :], "no worker was to stop"
-    chronicle = await read_chronicle(server)
+    chronicle = await read_durable_run(server)
     assert chronicle.counts()["NodeJoined"] == NODES + 1  # the spare
     assert server.complaints() == []
     print(  # noqa: T201

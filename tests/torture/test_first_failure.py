@@ -44,7 +44,7 @@ def busy(processes: int) -> Iterator[None]:
 
 
 @pytest.mark.timeout(REPEATS * PATIENCE)
-async def test_rank_3_raises_and_all_hosts_say_so(tmp_path: Path) -> None:
+async def test_all_hosts_report_the_failure_of_rank_3(tmp_path: Path) -> None:
     """The others end 50 ms later, on both hosts, with slow or fast unwinding, on a busy machine or an idle one."""
     async with LocalCluster(tmp_path / "cluster") as cluster:
         await cluster.start_rendezvous()
@@ -58,7 +58,7 @@ async def test_rank_3_raises_and_all_hosts_say_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(4 * PATIENCE)
-async def test_a_host_s_only_worker_raises_and_all_hosts_say_so(tmp_path: Path) -> None:
+async def test_all_hosts_report_the_failure_of_a_hosts_only_worker(tmp_path: Path) -> None:
     """No other worker dies there, and its agent reads its error file only when the end of the run settles."""
     async with LocalCluster(tmp_path / "cluster") as cluster:
         await cluster.start_rendezvous()

@@ -79,7 +79,7 @@ class Pulse:
         self.p99 = 0.0
 
     @asynccontextmanager
-    async def felt(self, what: str) -> AsyncIterator[None]:
+    async def measured(self, what: str) -> AsyncIterator[None]:
         """Send heartbeats during the context; afterwards `p99` is their 99th percentile, seconds."""
         before = len(self._lateness())
         beating = asyncio.create_task(self._beat())
@@ -125,7 +125,7 @@ async def attacked(plan: Plan) -> AsyncIterator[Loot]:
         await process.wait()
 
 
-async def test_one_hostile_client_starves_nobody(tmp_path: Path) -> None:
+async def test_one_hostile_client_starves_no_other(tmp_path: Path) -> None:
     """Heartbeats arrive in time, no lease is lost, and memory and disk are free again when its runs are deleted."""
     _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
     assert most_files > 2 * CONNECTIONS, f"ulimit -Hn is {most_files}: too few for {CONNECTIONS} connections"
@@ -153,9 +153,9 @@ async def test_one_hostile_client_starves_nobody(tmp_path: Path) -> None:
             lambda: _used(server)[1] < SPARE_DISK, "a journal that has given its space back", PATIENCE
         )
         before = _used(server)
-        async with pulse.felt("before the attack"):
+        async with pulse.measured("before the attack"):
             await asyncio.sleep(CALM)
-        async with pulse.felt("during the attack"), attacked(plan) as loot:
+        async with pulse.measured("during the attack"), attacked(plan) as loot:
             most = _used(server)
         await _clean_up(stub)
         try:

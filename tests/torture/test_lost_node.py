@@ -19,7 +19,7 @@ from rallypoint.rpc.durations import to_duration
 from support.marks import slow
 from support.mortal import mortal
 from torture import lone_node
-from torture.chronicle import check_one_membership_a_round, read_chronicle
+from torture.chronicle import check_one_membership_a_round, read_durable_run
 from torture.crowd import Crowd, crowd
 from torture.length import ordinarily
 from torture.mortal_server import PATIENCE, MortalServer, serving
@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(5 * PATIENCE)]
 
 NODES = ordinarily(256, in_full=1024)
 GRACE = 2.0  # seconds
-VICTIM = "victim"
+LOST_ID = "victim"
 TESTS = Path(lone_node.__file__).parents[1]
 # Rare heartbeats, so that a thousand nodes don't overload a small machine.
 SETTINGS = pb.RunSettings(
@@ -54,7 +54,7 @@ class Lookout:
         """Return the updates that a node received since."""
         return node.told[self._seen[node.name] :]
 
-    def all_told(self) -> bool:
+    def all_notified(self) -> bool:
         """Return True if each received the end of the round."""
         return all(
             any(update.last_round_end.round == self._round for _, update in self.after(node))
@@ -73,7 +73,7 @@ class Lookout:
 async def victim(endpoint: str) -> AsyncIterator[asyncio.subprocess.Process]:
     """Start a process that holds one node of the run; kill it afterwards."""
     process = await asyncio.create_subprocess_exec(
-        *mortal(sys.executable, lone_node.__file__, endpoint, VICTIM),
+        *mortal(sys.executable, lone_node.__file__, endpoint, LOST_ID),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         env=clean_environment(PYTHONPATH=str(TESTS)),
@@ -90,7 +90,7 @@ async def victim(endpoint: str) -> AsyncIterator[asyncio.subprocess.Process]:
 
 
 @pytest.mark.parametrize("spares", [slow(0, id="no spare"), pytest.param(1, id="a spare")])
-async def test_every_survivor_is_told_who_was_lost(tmp_path: Path, spares: int) -> None:
+async def test_every_survivor_receives_the_name_of_the_lost_node(tmp_path: Path, spares: int) -> None:
     """With a spare the next round forms at once, as large as before; without one, after the last call."""
     server = MortalServer(tmp_path)
     async with serving(server) as _, victim(server.endpoint) as process:
@@ -108,7 +108,7 @@ async def test_every_survivor_is_told_who_was_lost(tmp_path: Path, spares: int) 
             lookout = Lookout(nodes, round_)
             os.kill(process.pid, 9)
             killed = time.perf_counter()
-            await nodes.until("the loss to be told", lookout.all_told, PATIENCE)
+            await nodes.until("the loss to be told", lookout.all_notified, PATIENCE)
             told = time.perf_counter() - killed
             await nodes.until("places in the next round", lookout.all_assigned, PATIENCE)
             assigned = time.perf_counter() - killed
@@ -123,9 +123,9 @@ async def test_every_survivor_is_told_who_was_lost(tmp_path: Path, spares: int) 
     assert told >= GRACE - 0.1, "a node whose connection broke has the grace to come back"
     for name, updates in news.items():
         end = updates[0].update.last_round_end
-        assert (end.round, end.cause, end.node_id) == (round_, pb.ROUND_END_CAUSE_NODE_LOST, VICTIM), name
+        assert (end.round, end.cause, end.node_id) == (round_, pb.ROUND_END_CAUSE_NODE_LOST, LOST_ID), name
         assert (
-            end.detail == f"node {VICTIM} was lost: its connection broke and it did not come back within 2 s"
+            end.detail == f"node {LOST_ID} was lost: its connection broke and it did not come back within 2 s"
         )
         places = [update.assignment for _, update in updates if update.HasField("assignment")]
         assert {place.round for place in places} == {round_ + 1}, "it took one round to go on"
@@ -133,7 +133,7 @@ async def test_every_survivor_is_told_who_was_lost(tmp_path: Path, spares: int) 
         if spares:
             assert updates[0].update.phase == pb.PHASE_FROZEN, "there is nobody to wait for"
     check_one_membership_a_round(everything)
-    chronicle = await read_chronicle(server)
+    chronicle = await read_durable_run(server)
     for name, each in everything:
         chronicle.check_told(name, [each])
     assert server.complaints() == []

@@ -95,7 +95,7 @@ async def load(scenes: Sequence[Scene], duration: float) -> None:
 
 
 @pytest.mark.timeout(2 * STALL + 3 * PATIENCE)
-async def test_subscribers_that_stop_reading_cost_little_and_delay_nobody(tmp_path: Path) -> None:
+async def test_subscribers_that_stop_reading_cost_little_and_delay_no_node(tmp_path: Path) -> None:
     """They cost the server a handful of messages each over any time, and catch up when they read again."""
     async with AsyncExitStack() as stack:
         # At the same time, so that other load of the machine affects both.

@@ -92,7 +92,7 @@ def _kill_once(folder: Path, victims: tuple[str, ...]) -> float:
 @pytest.mark.parametrize(
     "victims", [slow(("agent",)), slow(("spawner",)), ("agent", "spawner")], ids="+".join
 )
-def test_nobody_outlives_agent_and_spawner(tmp_path: Path, victims: tuple[str, ...]) -> None:
+def test_no_process_outlives_agent_and_spawner(tmp_path: Path, victims: tuple[str, ...]) -> None:
     """Workers that ignore SIGTERM, fork, daemonise and hop all end, and the agent's temporary folders are removed."""
     took = sorted(_kill_once(tmp_path / str(number), victims) for number in range(REPEATS))
     print(  # noqa: T201

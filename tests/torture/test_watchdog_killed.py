@@ -27,7 +27,7 @@ LEAD = 1.0  # seconds from the first timer to the first deadline
 # Seconds to kill a worker: long enough for the next service to report it meanwhile.
 REAPING = 2.0
 # Seconds before a kill in which a timer may have expired and not be reported.
-TELLING = 0.2
+REPORTING = 0.2
 # Seconds in which all agents are back once the service listens, including their back-off.
 BACK = 2.0
 
@@ -40,7 +40,7 @@ class Outage(NamedTuple):
 
     def explains(self, due: float) -> bool:
         """Return True if a timer that was due then could not be reported in time."""
-        return self.killed - TELLING < due < self.listening + BACK
+        return self.killed - REPORTING < due < self.listening + BACK
 
 
 async def test_timers_outlive_the_watchdog(tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ async def check_guarded(node: GuardedNode, worker: str) -> None:
     assert dict(node.reaped)[f"{SCOPE}~{worker}"] - began >= LONGEST * FACTOR
 
 
-async def test_agents_bring_back_what_a_service_without_a_file_had_learned(tmp_path: Path) -> None:
+async def test_agents_restore_the_learned_data_of_a_service_without_a_file(tmp_path: Path) -> None:
     """Killed again and again, it never has more completions than there were, and always enough."""
     server = MortalWatchdog(tmp_path, *LEARNING)
     async with AsyncExitStack() as stack:
@@ -92,7 +92,7 @@ async def test_agents_bring_back_what_a_service_without_a_file_had_learned(tmp_p
     assert server.complaints() == []
 
 
-async def test_the_file_alone_brings_back_what_was_learned(tmp_path: Path) -> None:
+async def test_the_file_alone_restores_learned_data(tmp_path: Path) -> None:
     """All agents have ended when the service is killed; those of the run's next start are guarded at once."""
     file = tmp_path / "learned.json"
     server = MortalWatchdog(tmp_path / "server", *LEARNING, learned=file)

@@ -38,7 +38,7 @@ class Timer:
     released: float = 0.0
 
 
-async def test_a_pause_of_the_watchdog_accuses_nobody_who_released_in_time(tmp_path: Path) -> None:
+async def test_a_pause_of_the_watchdog_spares_workers_that_released_in_time(tmp_path: Path) -> None:
     """Releases wait unread in its sockets when it wakes; it reads them first. Hung workers are reported."""
     server = MortalWatchdog(tmp_path)
     async with AsyncExitStack() as stack:

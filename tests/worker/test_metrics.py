@@ -66,7 +66,7 @@ def test_names_of_ones_own_blocks_and_values(taken: list[Measurement]) -> None:
     assert taken[-1] == Measurement("queue_depth", value=7.0)
 
 
-def test_a_sink_that_raises_stops_nobody() -> None:
+def test_a_sink_that_raises_stops_no_worker() -> None:
     """Training is worth more than its metrics."""
 
     def broken(measurement: Measurement) -> None:

@@ -58,7 +58,7 @@ def test_a_time_that_is_over_is_not_negative(announce: Callable[[], int], tmp_pa
     assert told.seconds_left == 0
 
 
-def test_who_has_saved_says_so_once_and_is_not_asked_again(announce: Callable[[], int]) -> None:
+def test_a_worker_reports_its_checkpoint_once_and_is_not_asked_again(announce: Callable[[], int]) -> None:
     """It may go on training until it is stopped."""
     pipe = announce()
     assert checkpoint_saved()
@@ -67,14 +67,14 @@ def test_who_has_saved_says_so_once_and_is_not_asked_again(announce: Callable[[]
     assert notice() is not None
 
 
-def test_without_an_announcement_nothing_is_said(announce: Callable[[], int]) -> None:
+def test_without_an_announcement_nothing_is_reported(announce: Callable[[], int]) -> None:
     """On the hosts that stay, for example, ranks agree to save, and all of them report it."""
     assert not checkpoint_saved()
     announce()
     assert should_checkpoint()
 
 
-def test_an_agent_that_is_gone_holds_nobody_up(announce: Callable[[], int]) -> None:
+def test_an_agent_that_is_gone_blocks_no_worker(announce: Callable[[], int]) -> None:
     """There is no reader; its workers are about to be killed."""
     os.close(announce())
     assert not checkpoint_saved()
@@ -98,7 +98,7 @@ def test_a_fork_looks_for_itself(announce: Callable[[], int], tmp_path: Path) ->
     (tmp_path / "elsewhere").write_text((tmp_path / "notice").read_text())
     (tmp_path / "notice").unlink()
     child = multiprocessing.get_context("fork").Process(
-        target=_asks_elsewhere, args=(tmp_path / "elsewhere",)
+        target=_check_another_notice, args=(tmp_path / "elsewhere",)
     )
     child.start()
     child.join(PATIENCE)
@@ -106,7 +106,7 @@ def test_a_fork_looks_for_itself(announce: Callable[[], int], tmp_path: Path) ->
     assert not should_checkpoint()
 
 
-def _asks_elsewhere(path: Path) -> None:
+def _check_another_notice(path: Path) -> None:
     os.environ["RALLYPOINT_NOTICE"] = str(path)
     os._exit(7 if should_checkpoint() else 1)
 

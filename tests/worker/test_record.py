@@ -108,7 +108,7 @@ def test_torch_s_agent_reads_ours(error_file: Path) -> None:
     assert "ZeroDivisionError: division by zero" in report
 
 
-def test_what_no_restart_can_mend_is_said_and_ends_with_93(tmp_path: Path) -> None:
+def test_an_unrecoverable_error_is_reported_and_ends_with_93(tmp_path: Path) -> None:
     """The error file has the reason, standard error has the traceback, and the exit code is enough by itself."""
     program = """
 from rallypoint.worker import Unrecoverable, record
@@ -190,7 +190,7 @@ def test_hostile_exceptions_are_recorded_within_bounds(tmp_path: Path) -> None:
         assert content["message"]["extraInfo"]["timestamp"] == "5"
 
 
-def test_a_forked_child_does_not_speak_for_the_worker(error_file: Path) -> None:
+def test_a_forked_child_does_not_report_for_the_worker(error_file: Path) -> None:
     """An exception in a process forked inside the function concerns that process alone."""
     program = """
 import os

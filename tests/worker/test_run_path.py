@@ -44,7 +44,7 @@ def test_a_folder_is_run_by_its_main_module(tmp_path: Path) -> None:
     assert run(tmp_path / "package").stdout.endswith(" True\n")
 
 
-def test_what_it_raises_is_recorded(tmp_path: Path) -> None:
+def test_its_exception_is_recorded(tmp_path: Path) -> None:
     """The record is as if its main function were decorated."""
     script, error_file = tmp_path / "train.py", tmp_path / "error.json"
     script.write_text("raise ValueError('no data')")

@@ -124,7 +124,7 @@ async def test_every_call_in_a_worker_process_without_grpc(agent: Agent) -> None
     assert agent.journal.rows[RUN, 1, "n"] == b"42"
 
 
-async def test_a_reader_is_told_by_the_write(agent: Agent, store: Store) -> None:
+async def test_a_reader_is_woken_by_the_write(agent: Agent, store: Store) -> None:
     """It does not delay another thread of the same store."""
     waiting = asyncio.ensure_future(in_thread(store.get, "k"))
     both = asyncio.ensure_future(in_thread(store.wait, ["k", "j"]))
@@ -145,7 +145,7 @@ async def test_waits_time_out_with_the_missing_keys(store: Store) -> None:
     assert await in_thread(store.add, "n", 1) == 1, "the connection is as good as before"
 
 
-async def test_a_worker_of_a_round_that_is_over_is_told(agent: Agent, store: Store) -> None:
+async def test_a_worker_of_a_round_that_is_over_gets_an_error(agent: Agent, store: Store) -> None:
     waiting = asyncio.ensure_future(in_thread(store.get, "k"))
     await in_thread(store.set, "other", b"")
     agent.rounds.of[RUN] = 4
@@ -159,7 +159,7 @@ async def test_a_worker_of_a_round_that_is_over_is_told(agent: Agent, store: Sto
         await in_thread(run.set, "k", b"")
 
 
-async def test_a_forked_child_connects_anew(agent: Agent) -> None:
+async def test_a_forked_child_opens_its_own_connection(agent: Agent) -> None:
     """Parent and child, and a thread of the parent that waits meanwhile, each get their own answers."""
     output = await run_worker(
         agent,
@@ -259,7 +259,7 @@ async def test_the_largest_value_and_one_byte_more(store: Store) -> None:
     assert limits.MAX_VALUE_BYTES == MAX_VALUE_BYTES
 
 
-async def test_what_is_refused_is_said_clearly(store: Store) -> None:
+async def test_refusals_have_a_clear_reason(store: Store) -> None:
     await in_thread(store.set, "text", b"text")
     for call, reason, message in [
         (lambda: store.add("text", 1), "NOT_AN_INTEGER", "holds b'text'"),
@@ -291,7 +291,7 @@ def test_wrong_arguments_never_reach_the_agent() -> None:
         Store("/nowhere", round=0)
 
 
-def test_outside_of_an_agent_one_is_told_what_to_do() -> None:
+def test_outside_of_an_agent_the_error_has_a_remedy() -> None:
     with pytest.raises(StoreUnavailableError, match=r"RALLYPOINT_STORE_SOCKET is not set.*rallypoint run"):
         Store.from_environment(environment={})
     with pytest.raises(StoreUnavailableError, match="RALLYPOINT_ROUND is not set"):

@@ -157,7 +157,7 @@ def test_a_python_without_the_wheel_runs_programs_that_do_not_need_it(bare: Path
         ("/bin/ls", "is not a Python interpreter"),
     ],
 )
-def test_what_is_no_interpreter_is_refused(tmp_path: Path, python: str, reason: str) -> None:
+def test_an_invalid_interpreter_is_refused(tmp_path: Path, python: str, reason: str) -> None:
     """The refusal is one line, before the job begins; from the environment as well."""
     program = tmp_path / "program.py"
     program.write_text("")

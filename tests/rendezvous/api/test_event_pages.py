@@ -203,7 +203,7 @@ async def test_a_page_overtaken_by_compaction_comes_back_as_it_is() -> None:
         (302, True, RevisionAhead),
     ],
 )
-def test_a_cursor_must_lead_to_what_is_kept(
+def test_a_cursor_must_lead_to_kept_events(
     cursor: int, backwards: bool, error: type[Exception] | None
 ) -> None:
     """No event is omitted without an error."""

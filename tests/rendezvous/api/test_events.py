@@ -105,7 +105,7 @@ def of(fact: facts.Fact, settings: RunSettings = SETTINGS) -> pb.Event:
 
 
 @pytest.mark.parametrize(("fact", "expected"), CASES, ids=lambda value: type(value).__name__)
-def test_every_fact_is_told_with_its_subject(fact: facts.Fact, expected: str) -> None:
+def test_every_fact_becomes_an_event_with_its_subject(fact: facts.Fact, expected: str) -> None:
     """Kind, node, round and sentence; time, actor and revision."""
     event = of(fact)
     kind = pb.EventKind.Name(event.kind).removeprefix("EVENT_KIND_")
@@ -127,7 +127,7 @@ def test_a_loss_is_explained_by_the_runs_own_settings() -> None:
     assert event.detail.endswith("did not come back within 0.5 s")
 
 
-def test_a_start_has_what_a_program_needs_of_it() -> None:
+def test_the_event_of_a_start_has_fields_for_programs() -> None:
     """An unknown duration is absent; the sentence has nodes that did not report, and the age of an old start."""
     event = of(facts.RoundStarted(8, 2, 2, "n1", PARTS, duration=5.25, age=0.01))
     assert (event.group_world_size, event.round_start.reported_nodes) == (2, 2)
@@ -143,7 +143,7 @@ def test_a_start_has_what_a_program_needs_of_it() -> None:
     assert first.detail == "round 1 started on 1 of 3 nodes, 60 s ago"
 
 
-def test_one_of_a_thing_is_not_several() -> None:
+def test_a_count_of_one_is_written_in_the_singular() -> None:
     """The sentences are for people."""
     seats = (Seat("n1", 0, 0, 0, 1, 1),)
     assert of(facts.RoundFrozen(1, seats)).detail == "round 1 frozen: 1 node, 1 worker"
@@ -153,7 +153,7 @@ def test_one_of_a_thing_is_not_several() -> None:
     assert again.startswith("the run was reopened: a round has ")
 
 
-def test_budgets_are_told_as_the_run_has_them() -> None:
+def test_budgets_are_described_as_the_run_has_them() -> None:
     """The budgets of the run and of a node, and their window; the number of the restart, and its back-off."""
     budgets = RunSettings(max_restarts=5, restart_window=600.0, max_restarts_per_node=2)
     assert of(facts.RunCreated(budgets), budgets).detail.endswith(
@@ -165,12 +165,12 @@ def test_budgets_are_told_as_the_run_has_them() -> None:
     assert not of(facts.RoundEnded(LOST, 9, 3, 4), budgets).HasField("held_back")
 
 
-def test_a_record_of_an_earlier_version_says_how_many_restarts_there_were() -> None:
+def test_a_record_of_an_earlier_version_has_the_number_of_restarts() -> None:
     """It has no other number; at that time, all restarts counted."""
     assert of(facts.RoundEnded(FAILED, 2)).detail.endswith("(restart 2 of 3)")
 
 
-def test_a_failure_is_told_with_its_age_and_whether_it_was_the_first() -> None:
+def test_the_event_of_a_failure_has_its_age_and_marks_the_first_one() -> None:
     """A report may arrive late, and still name the first failure."""
     event = of(facts.WorkerFailed(replace(FAILURE, age=12.5), earliest=True))
     assert event.earliest
@@ -180,7 +180,7 @@ def test_a_failure_is_told_with_its_age_and_whether_it_was_the_first() -> None:
     assert not of(facts.WorkerFailed(FAILURE)).earliest
 
 
-def test_a_node_that_failed_too_often_was_taken_out_by_nobody() -> None:
+def test_a_node_that_failed_too_often_was_evicted_by_the_service() -> None:
     """The service evicted it, not an operator."""
     reason = "its workers failed 4 times in 600 s, last that of rank 3: killed by SIGKILL"
     event = of(facts.NodeEvicted("n1", reason, 3, by_service=True))
@@ -190,7 +190,7 @@ def test_a_node_that_failed_too_often_was_taken_out_by_nobody() -> None:
     )
 
 
-def test_programs_get_what_the_sentence_is_made_of() -> None:
+def test_an_event_has_the_values_of_its_sentence() -> None:
     """The failure with its traceback, the ends, the size of a round; each only in the events that have it."""
     assert of(facts.WorkerFailed(FAILURE)).failure == api_messages.to_message(FAILURE)
     assert of(facts.RoundEnded(LOST, 0)).round_end == api_messages.to_message(LOST)

@@ -214,7 +214,7 @@ def test_a_time_from_the_wire_is_the_same_after_a_restart(nanoseconds: int) -> N
 class TestFailureReports:
     """A report that is too long or malformed is not lost: it is cut to the part that can be kept."""
 
-    def test_the_node_is_who_reports_it(self) -> None:
+    def test_the_node_is_the_one_that_reports_it(self) -> None:
         """The name in the report is ignored."""
         assert worker_failure(pb.WorkerFailure(node_id="somebody else"), "node1").node_id == "node1"
 
@@ -265,7 +265,7 @@ class TestFailureReports:
         ],
         ids=str,
     )
-    def test_an_age_that_can_not_be_is_one_that_can(self, age: Duration, kept: float) -> None:
+    def test_an_impossible_age_becomes_a_possible_one(self, age: Duration, kept: float) -> None:
         """A host's clock may be wrong; its failure still counts."""
         assert worker_failure(pb.WorkerFailure(age=age), "n").age == kept
 
@@ -287,7 +287,7 @@ class TestFailureReports:
         assert failure.message == "ä" * 512
         assert (len(failure.host), len(failure.role)) == (256, 256)
 
-    def test_what_would_break_a_line_becomes_a_space(self) -> None:
+    def test_control_characters_of_the_message_become_spaces(self) -> None:
         """The message ends up in logs, on terminals, and in one sentence; the traceback keeps its lines."""
         failure = worker_failure(pb.WorkerFailure(message="a\nb\x1b[31mc", traceback="a\nb"), "n")
         assert (failure.message, failure.traceback) == ("a b [31mc", "a\nb")
@@ -303,7 +303,7 @@ class TestFailureReports:
         ],
         ids=str,
     )
-    def test_a_time_that_can_not_be_is_left_out(self, time: Timestamp) -> None:
+    def test_an_impossible_time_is_left_out(self, time: Timestamp) -> None:
         """It is for people only, and must not stop a server that writes it to the journal."""
         failure = worker_failure(pb.WorkerFailure(time=time), "n")
         assert failure.time == 0.0

@@ -153,14 +153,14 @@ def test_nodes_that_do_not_fit_a_message_come_on_the_next_page() -> None:
         ({"page_token": "9" * 50_000}, "page_token: must be the next_page_token"),
     ],
 )
-def test_a_page_that_can_not_be_is_refused(page: Any, request_: dict[str, Any], told: str) -> None:
+def test_an_impossible_page_is_refused(page: Any, request_: dict[str, Any], told: str) -> None:
     """The error names the field and the expected value."""
     kind = pb.ListRunsRequest if page is RunsPage else pb.ListNodesRequest
     with pytest.raises(ServiceError, match=told):
         page(kind(**request_))
 
 
-def test_the_largest_page_is_returned_to_who_wants_a_larger_one() -> None:
+def test_a_larger_page_size_returns_the_largest_page() -> None:
     """In all lists alike."""
     nodes = NodesPage(pb.ListNodesRequest(page_size=10**6)).read(run_of(NODES_PER_MESSAGE + 1))
     assert (len(nodes.nodes), bool(nodes.next_page_token)) == (NODES_PER_MESSAGE, True)
@@ -202,7 +202,7 @@ def test_nodes_that_match_a_filter_are_listed(filter_: dict[str, Any], names: li
         ([""], "must not be empty"),
     ],
 )
-def test_a_filter_with_names_that_no_node_has_or_too_many_is_refused(names: list[str], told: str) -> None:
+def test_a_filter_with_invalid_or_too_many_names_is_refused(names: list[str], told: str) -> None:
     wanted = pb.NodeFilter(node_ids=names)
     with pytest.raises(ServiceError, match=rf"filter\.node_ids: {told}"):
         NodesPage(pb.ListNodesRequest(filter=wanted))
@@ -264,7 +264,7 @@ async def test_runs_of_many_readers_are_listed_as_if_they_were_one_readers(seed:
     assert all(page.runs for page in listed_[1:])
 
 
-async def test_what_one_reader_had_no_room_for_is_not_passed_over() -> None:
+async def test_a_run_that_does_not_fit_comes_on_the_next_page() -> None:
     """Its next run comes on the next page, although later runs of another reader would have fitted into this one."""
     runs = runs_named(*(f"run-{number:03}" for number in range(40)))
     for run in runs[::2]:

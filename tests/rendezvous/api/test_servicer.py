@@ -235,7 +235,7 @@ async def test_a_closed_connection_is_a_broken_stream(served: Served) -> None:
     assert not (await served.stage.later(2)).nodes
 
 
-async def test_a_client_that_stops_talking_for_good_is_a_broken_stream(served: Served) -> None:
+async def test_a_client_that_ends_its_sending_side_is_a_broken_stream(served: Served) -> None:
     """A client that can't send heartbeats has ended its stream; the server ends its side with OK."""
     a, _ = await served.running("a", "b")
     await a.call.done_writing()
@@ -256,7 +256,7 @@ async def test_a_heartbeat_keeps_the_lease(served: Served) -> None:
     assert end.detail == "node b was lost: no heartbeat for 15 s (3 missed, one every 5 s)"
 
 
-async def test_a_node_whose_workers_nobody_guards_is_seen(served: Served) -> None:
+async def test_the_watchdog_trouble_of_a_node_is_shown(served: Served) -> None:
     """Each heartbeat reports the trouble; other messages leave it unchanged. It becomes one line and is cut."""
     stream = await served.join("a")
     stub = served.stub()
@@ -299,7 +299,7 @@ async def test_a_lease_that_ended_is_not_resumed(served: Served) -> None:
     assert error.metadata["superseded_by"] == str(a.lease.number)
 
 
-async def test_who_reads_a_run_can_not_act_for_its_nodes(served: Served) -> None:
+async def test_a_reader_of_a_run_can_not_act_for_its_nodes(served: Served) -> None:
     """The number of a lease is public and its token is not: no read returns it, and no stream resumes without it."""
     a, b = await served.running("a", "b")
     stub = served.stub()
@@ -334,7 +334,7 @@ async def test_a_restart_that_an_agent_asks_for_has_the_name_of_its_operator(ser
     assert field_of(error) == "on_behalf_of"
 
 
-async def test_what_an_operator_expects_is_checked(served: Served) -> None:
+async def test_the_expected_round_and_lease_of_an_operator_are_checked(served: Served) -> None:
     """A request can be sent again without a second effect."""
     await served.running("a", "b")
     stub = served.stub()
@@ -363,7 +363,7 @@ async def test_a_node_is_shown_with_the_address_of_its_agent(served: Served) -> 
     assert node.supervisor_address == "10.0.0.1:29402"
 
 
-async def test_a_superseded_node_is_told_by_whom(served: Served) -> None:
+async def test_the_error_of_a_superseded_node_names_its_successor(served: Served) -> None:
     """Another agent joined under its name: its stream ends, and its lease is no longer valid."""
     old = await served.join("a")
     new = await served.join("a")
@@ -386,7 +386,7 @@ async def test_the_newer_of_two_streams_of_one_lease_lives(served: Served) -> No
     assert await new.ended() is None
 
 
-async def test_who_departs_and_leaves_is_let_go_in_peace(served: Served) -> None:
+async def test_a_node_that_departs_and_leaves_gets_no_error(served: Served) -> None:
     """The other nodes get the end of the round at once; the stream of the leaving node ends with OK."""
     a, b = await served.running("a", "b")
     await b.say(depart=pb.DepartRun(reason="SIGTERM"))
@@ -416,11 +416,11 @@ async def test_nothing_goes_over_the_wire_before_it_is_durable(served: Served) -
     b = served.stream()
     await b.say(join=good_join("b"))
     await served.stage.journal.held()
-    hearing = [asyncio.create_task(stream.hear()) for stream in (a, b)]
-    done, _ = await asyncio.wait(hearing, timeout=0.1)
+    receiving = [asyncio.create_task(stream.hear()) for stream in (a, b)]
+    done, _ = await asyncio.wait(receiving, timeout=0.1)
     assert not done
     served.stage.journal.release()
-    first, second = await asyncio.gather(*hearing)
+    first, second = await asyncio.gather(*receiving)
     assert (first.HasField("lease"), first.HasField("update")) == (False, True)
     assert second.HasField("lease")
 
@@ -462,7 +462,7 @@ async def test_the_first_message_must_be_join_or_resume(served: Served, first: p
     assert (first.WhichOneof("message") or "empty") in error.message
 
 
-async def test_a_stream_without_a_word_is_refused(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_stream_without_a_message_is_refused(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stream that ends at once is refused for good; one that sends nothing may be retried: it may be a stall."""
     stream = served.stream()
     await stream.call.done_writing()
@@ -553,7 +553,7 @@ async def test_other_settings_are_refused_by_name(served: Served) -> None:
     assert "max_nodes is 2, not 9, last_call_timeout is 30.0, not 1.118" in error.message
 
 
-async def test_a_hostile_report_stops_nobody(served: Served) -> None:
+async def test_a_hostile_report_does_not_stop_the_run(served: Served) -> None:
     """Impossible numbers, control characters and very long texts are cut, and the run goes on."""
     a, _ = await served.running("a", "b")
     failure = pb.WorkerFailure(
@@ -621,7 +621,7 @@ async def test_a_run_can_be_looked_at(served: Served) -> None:
     assert [(each.run_id, each.node_count) for each in runs] == [("another", 1), (RUN, 2)]
 
 
-async def test_a_run_that_waits_says_for_how_long(served: Served) -> None:
+async def test_a_waiting_run_reports_the_time_left(served: Served) -> None:
     """The time left for min_nodes, then for the last call, by the service's clock; with `most_nodes` nodes."""
     stub = served.stub()
 
@@ -673,7 +673,7 @@ async def test_a_run_that_is_not_there_is_not_found(served: Served, method: str)
         assert field_of(await refusal(call(bad))) == "run_id"
 
 
-async def test_closing_a_run_tells_everybody(served: Served) -> None:
+async def test_closing_a_run_is_sent_to_nodes_and_watchers(served: Served) -> None:
     """Nodes and watchers get the last state, and their streams end with OK; a second close returns the same end."""
     nodes = await served.running("a", "b")
     stub = served.stub()
@@ -713,7 +713,7 @@ async def test_deleting_a_run_frees_its_name(served: Served) -> None:
     assert (await served.join("a")).lease.number > nodes[0].lease.number
 
 
-async def test_who_comes_to_a_closed_run_is_told_how_it_ended(served: Served) -> None:
+async def test_a_closed_run_sends_its_outcome_to_late_nodes(served: Served) -> None:
     """A new node is refused, with the outcome; a node that was in the run gets the last state."""
     a, newcomer = served.stream(), served.stream()
     joins = [good_join("a"), good_join("b")]
@@ -733,7 +733,7 @@ async def test_who_comes_to_a_closed_run_is_told_how_it_ended(served: Served) ->
     assert await late.ended() is None
 
 
-async def test_who_comes_to_a_run_that_is_ending_waits_until_its_nodes_have_gone(served: Served) -> None:
+async def test_a_join_to_an_ending_run_waits_until_its_nodes_have_gone(served: Served) -> None:
     """It gets the reason; a node that stays keeps its stream until it leaves."""
     a, b = served.stream(), served.stream()
     await a.say(join=good_join("a", stays_until_gone=True))
@@ -838,7 +838,7 @@ async def read_to_the_end(call: Any) -> None:
         pass
 
 
-async def test_a_watcher_that_does_not_read_is_told_the_latest_only(served: Served) -> None:
+async def test_a_watcher_that_does_not_read_gets_the_latest_state_only(served: Served) -> None:
     """A hundred changes while it does not read: it gets the messages in flight, and then the present state."""
     members = await large_run(served)
     watching = served.stub().WatchRun(pb.WatchRunRequest(run_id=RUN), timeout=PATIENCE)
@@ -877,7 +877,7 @@ async def test_a_watcher_that_never_reads_is_ended(served: Served, monkeypatch: 
 # ---- the server's start and drain
 
 
-async def test_a_draining_server_says_so_and_ends_every_stream(served: Served) -> None:
+async def test_a_draining_server_announces_it_and_ends_every_stream(served: Served) -> None:
     """Nodes get the message and then an error, watchers and newcomers an error to retry; no node is lost."""
     nodes = await served.running("a", "b")
     watching = served.stub().WatchRun(pb.WatchRunRequest(run_id=RUN), timeout=PATIENCE)
@@ -924,7 +924,7 @@ async def test_a_stream_that_opens_while_the_server_drains_ends_with_the_others(
     await draining
 
 
-async def test_a_stream_that_says_nothing_holds_up_no_draining_server(served: Served) -> None:
+async def test_a_silent_stream_delays_no_drain(served: Served) -> None:
     """Its client was cut off before its first message: it gets the same error as all others."""
     stub = served.stub()
     silent = stub.Join(timeout=PATIENCE)

@@ -161,7 +161,7 @@ async def test_malformed_requests_name_the_field(served: Served) -> None:
         ("closed", 2, Code.FAILED_PRECONDITION, "RUN_CLOSED"),
     ],
 )
-async def test_who_writes_for_a_node_must_hold_its_lease(
+async def test_a_writer_for_a_node_must_hold_its_lease(
     served: Served, run_id: str, lease: int, code: grpc.StatusCode, reason: str
 ) -> None:
     """A node that was superseded and doesn't know it yet changes nothing, even with the right token."""
@@ -173,7 +173,7 @@ async def test_who_writes_for_a_node_must_hold_its_lease(
     assert (await served.stub.SetState(pb.SetStateRequest(run_id=RUN, writer=allowed))).has_set
 
 
-async def test_limits_say_when_to_come_back(served: Served) -> None:
+async def test_errors_of_limits_have_a_retry_delay(served: Served) -> None:
     for number in range(3):
         await served.stub.SetState(pb.SetStateRequest(run_id=f"{number}"))
     error = await refusal(served.stub.SetState(pb.SetStateRequest(run_id="3")))
@@ -188,7 +188,7 @@ async def test_limits_say_when_to_come_back(served: Served) -> None:
     watching.cancel()
 
 
-async def test_a_watcher_is_pushed_what_changes(served: Served) -> None:
+async def test_a_watcher_gets_every_change(served: Served) -> None:
     """It receives every change after the headers, which come even if there is no change to send."""
     first = await served.stub.SetState(pb.SetStateRequest(run_id=RUN, state=b"x"))
     watching = served.stub.WatchState(pb.WatchStateRequest(run_id=RUN, token=first.current.token))

@@ -52,7 +52,7 @@ async def served(tmp_path: Path) -> AsyncIterator[Served]:
         yield Served(rpc.StoreServiceStub(channel), server, store, journal, rounds)
 
 
-async def test_every_call_does_what_the_contract_says(served: Served) -> None:
+async def test_every_call_follows_the_contract(served: Served) -> None:
     stub = served.stub
     place: dict[str, Any] = {"run_id": RUN, "round": 1}
     writing: dict[str, Any] = {**place, "writer": WRITER}
@@ -104,7 +104,7 @@ async def test_a_short_printable_value_is_text_too(served: Served, value: bytes,
     assert (response.value, response.value_text) == (value, text)
 
 
-async def test_a_reader_is_told_by_the_write_it_waits_for(served: Served) -> None:
+async def test_a_write_answers_the_read_that_waits_for_it(served: Served) -> None:
     """And not before that write is durable."""
     waiting = asyncio.ensure_future(served.stub.Get(pb.GetRequest(run_id=RUN, key="k", timeout=LONG)))
     served.journal.hold()
@@ -264,7 +264,7 @@ async def test_no_write_goes_without_a_lease(served: Served) -> None:
     assert (await served.stub.Check(pb.CheckRequest(run_id=RUN, keys=["k"]))).present
 
 
-async def test_who_waits_in_a_run_that_is_forgotten_is_told(served: Served) -> None:
+async def test_a_wait_in_a_forgotten_run_is_refused(served: Served) -> None:
     waiting = asyncio.ensure_future(served.stub.Get(pb.GetRequest(run_id=RUN, key="k", timeout=LONG)))
     await served.stub.Set(pb.SetRequest(**WRITING, key="other"))  # so the wait has arrived, or arrives next
     served.journal.drop_run(RUN)
@@ -319,7 +319,7 @@ async def test_missing_keys_are_named(served: Served) -> None:
     assert error.metadata["missing_count"] == "2000"
 
 
-async def test_who_waits_in_a_round_that_ends_is_told(served: Served) -> None:
+async def test_a_wait_in_a_round_that_ends_is_refused(served: Served) -> None:
     waiting = asyncio.ensure_future(
         served.stub.Get(pb.GetRequest(run_id=RUN, round=1, key="k", timeout=LONG))
     )

@@ -165,14 +165,14 @@ def test_the_table(code: Code, expected: Row) -> None:
     assert "\n" not in told.message
 
 
-def test_whoever_comes_past_a_limit_is_told_when_to_try_again() -> None:
+def test_the_error_of_a_limit_has_a_retry_delay() -> None:
     """RetryInfo has the time; the sentence has the limit and the remedy."""
     told = translate(LimitReached("TOO_MANY_RUNS", "r", "as many as may", "delete some", 10, retry_after=7.0))
     assert told is not None
     assert (told.retry_after, told.message) == (7.0, "as many as may (the limit is 10); delete some")
 
 
-def test_what_was_refused_is_told_apart_from_what_may_have_been_done() -> None:
+def test_a_refusal_differs_from_an_unknown_outcome() -> None:
     """The reason and the sentence differ; the next address is the same."""
     refused = NotOwner("r", "b:1")
     unknown = of_unknown_outcome(refused)
@@ -191,6 +191,6 @@ def test_every_refusal_is_in_the_table() -> None:
     }
 
 
-def test_what_it_does_not_know_it_leaves_alone() -> None:
+def test_an_unknown_error_is_not_translated() -> None:
     """A bug stays a bug."""
     assert translate(KeyError("x")) is None

@@ -55,7 +55,7 @@ WITH_A_COMMIT = ["join", "execute", "close", "set", "set state"]
 
 
 @pytest.mark.parametrize("name", WITHOUT_A_COMMIT)
-async def test_what_needs_no_commit_is_not_told(name: str) -> None:
+async def test_a_result_without_a_commit_is_not_sent(name: str) -> None:
     """Neither a response nor a refusal is sent: both may be outdated. Once the check passes, the request gets another
     result, so the check was the only cause."""
     async with opened() as scene:
@@ -85,7 +85,7 @@ async def test_reads_are_not_answered() -> None:
             await ask()
 
 
-async def test_a_wait_that_is_over_says_nothing_of_the_key() -> None:
+async def test_a_wait_that_is_over_reveals_nothing_of_the_key() -> None:
     """Another owner may have set it."""
     async with opened() as scene:
         assert isinstance(await refusal_of(wait_in_vain(scene)), NotOwner)
@@ -93,7 +93,7 @@ async def test_a_wait_that_is_over_says_nothing_of_the_key() -> None:
         assert isinstance(await refusal_of(scene.shard.store.get(RUN, 0, "nowhere", 0.0)), KeyWaitTimedOut)
 
 
-async def test_a_commit_vouches_by_itself() -> None:
+async def test_a_commit_needs_no_further_check() -> None:
     """Its results are sent without another check: the journal has checked already."""
     async with opened() as scene:
         token = scene.token
@@ -111,7 +111,7 @@ async def test_a_commit_vouches_by_itself() -> None:
         assert scene.guarded == asked
 
 
-async def test_watchers_are_told_nothing() -> None:
+async def test_watchers_get_no_update() -> None:
     """A step without a commit sends updates neither to members nor to watchers, although some are due."""
     async with opened() as scene:
         watcher = await scene.shard.engine.watch(RUN, scene.revision)
@@ -141,7 +141,7 @@ async def test_a_lost_process_that_stays_does_not_spin() -> None:
         assert scene.guarded == asked
 
 
-async def test_a_lease_that_is_refused_is_no_news_before_it_is_durable() -> None:
+async def test_a_lost_lease_is_refused_only_once_the_loss_is_durable() -> None:
     """A lost lease is refused once the loss is durable; that commit proves ownership."""
     async with opened() as scene:
         member = scene.members[0]
@@ -158,7 +158,7 @@ async def test_a_lease_that_is_refused_is_no_news_before_it_is_durable() -> None
         assert isinstance(await refusal_of(writing), LeaseLost)
 
 
-async def test_what_was_lost_behind_a_commit_is_not_told() -> None:
+async def test_a_request_behind_a_commit_is_refused_after_the_loss() -> None:
     """The check passed when the request came, but fails when it is decided."""
     async with opened() as scene:
         store, states, token = scene.shard.store, scene.shard.states, scene.token

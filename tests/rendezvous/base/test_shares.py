@@ -283,7 +283,7 @@ async def test_bytes_of_events() -> None:
 
 
 @pytest.mark.parametrize("end", ["retire", "halt"])
-async def test_what_a_shard_had_is_free_for_others_once_it_has_ended(end: str) -> None:
+async def test_the_share_of_an_ended_shard_is_free_for_others(end: str) -> None:
     """All of it, also queued writes and those being committed."""
     totals = SharedTotals()
     async with opened(totals=totals) as scene:

@@ -50,7 +50,7 @@ async def test_an_error_comes_after_the_value_that_waits() -> None:
 
 
 @pytest.mark.parametrize("error", [None, KeyError("why")])
-async def test_the_end_wakes_who_waits(error: Exception | None) -> None:
+async def test_the_end_wakes_a_waiting_reader(error: Exception | None) -> None:
     """With or without an error."""
     slot: LatestValue[int] = LatestValue()
     (reading,) = await begun(slot.take())

@@ -58,17 +58,17 @@ class World:
         self.longest_free = 0.0
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._serial = 0
-        self._heard: dict[Scripted, float] = {}
+        self._arrives_at: dict[Scripted, float] = {}
 
     def start(self, name: str, *, unable: bool = False) -> Scripted:
         """Start a replica."""
         replica = Scripted(name, len(self.replicas), unable=unable)
         self.replicas.append(replica)
         self.registered[name] = replica
-        self._heard[replica] = self.now
+        self._arrives_at[replica] = self.now
         replica.owners = {shard: owner.number for shard, owner in self.owners.items()}
         replica.free = {shard: self.now for shard in range(self.shards) if shard not in self.owners}
-        self._tell()
+        self._send_state()
         return replica
 
     def kill(self, replica: Scripted) -> None:
@@ -81,13 +81,13 @@ class World:
             del self.registered[replica.name]
         for shard in [shard for shard, owner in self.owners.items() if owner is replica]:
             self._free(shard)
-        self._tell()
+        self._send_state()
 
     def drain(self, replica: Scripted) -> None:
         """Stop it gracefully."""
         replica.draining = True
         self.registered.pop(replica.name, None)
-        self._tell()
+        self._send_state()
         self._look(replica)
 
     def at(self, delay: float, event: Callable[[], None]) -> None:
@@ -107,18 +107,18 @@ class World:
         del self.owners[shard]
         self.free_since[shard] = self.now
 
-    def _tell(self) -> None:
+    def _send_state(self) -> None:
         """Send the present state to each replica with its own delay, but never an older state after a newer one."""
         instances = {name: replica.number for name, replica in self.registered.items()}
         owners = {shard: owner.number for shard, owner in self.owners.items()}
         for replica in self.replicas:
             if not replica.alive:
                 continue
-            heard = max(self._heard[replica], self.now + self.random.expovariate(20))
-            self._heard[replica] = heard
-            self.at(heard - self.now, lambda replica=replica: self._hear(replica, instances, owners))  # type: ignore[misc]
+            heard = max(self._arrives_at[replica], self.now + self.random.expovariate(20))
+            self._arrives_at[replica] = heard
+            self.at(heard - self.now, lambda replica=replica: self._recv(replica, instances, owners))  # type: ignore[misc]
 
-    def _hear(self, replica: Scripted, instances: dict[str, int], owners: dict[int, int]) -> None:
+    def _recv(self, replica: Scripted, instances: dict[str, int], owners: dict[int, int]) -> None:
         if not replica.alive:
             return
         if replica.instances != instances:
@@ -179,20 +179,20 @@ class World:
             # The worst case: it got the key, and can't serve.
             self.owners[shard] = replica
             replica.not_before[shard] = self.now + 5.0
-            self._tell()
+            self._send_state()
         else:
             self.longest_free = max(self.longest_free, self.now - self.free_since[shard])
             self.owners[shard] = replica
             replica.serving.add(shard)
             self.moved[shard] += 1
-            self._tell()
+            self._send_state()
         self._look(replica)
 
     def _hand_over(self, replica: Scripted, shard: int, to: str | None) -> None:
         if not replica.alive:
             return
         self._free(shard)
-        self._tell()
+        self._send_state()
         self.at(3.0, lambda: self._handed_over(replica, shard, to))
 
     def _handed_over(self, replica: Scripted, shard: int, to: str | None) -> None:
@@ -208,7 +208,7 @@ class World:
             return
         if self.owners.get(shard) is replica:
             self._free(shard)
-            self._tell()
+            self._send_state()
         self.at(1.0, lambda: self._released(replica, shard))
 
     def _released(self, replica: Scripted, shard: int) -> None:

@@ -43,7 +43,7 @@ def test_the_advertised_address_is_one_that_others_can_use(
         ("", "unix:/run/rally.sock", "give --advertise HOST:PORT, or listen on TCP"),
     ],
 )
-def test_an_address_that_nobody_could_reach_is_refused(advertise: str, listening: str, told: str) -> None:
+def test_an_unreachable_address_is_refused(advertise: str, listening: str, told: str) -> None:
     """In one line, at the start and not when a client is redirected there."""
     with pytest.raises(SettingError, match=told.replace("[", r"\[")) as refused:
         advertised_address(advertise, listening)
@@ -57,7 +57,7 @@ def test_a_replica_is_named_after_its_host_and_port() -> None:
 
 
 @pytest.mark.parametrize("name", ["a/b", "-a", "a b", "größe", "a" * 129, "a\n"])
-def test_a_name_that_is_none_is_refused(name: str) -> None:
+def test_an_invalid_name_is_refused(name: str) -> None:
     """It becomes a part of a key, and a word in logs and tables."""
     with pytest.raises(SettingError, match="is not valid"):
         replica_name(name, "10.0.0.1:29401")
@@ -80,7 +80,7 @@ def test_the_number_of_shards_is_taken_out_of_the_url(url: str, rest: str, shard
 
 
 @pytest.mark.parametrize("value", ["", "0", "4097", "-1", "x", "8&shards=9"])
-def test_a_number_of_shards_that_there_cannot_be_is_refused(value: str) -> None:
+def test_an_impossible_number_of_shards_is_refused(value: str) -> None:
     """In one line, with the valid range."""
     with pytest.raises(SettingError, match="expected one number from 1 to 4096"):
         split_shards(f"etcd://a:1/p?shards={value}")

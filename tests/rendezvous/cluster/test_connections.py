@@ -40,7 +40,7 @@ async def _status(run_id: str, endpoint: str) -> str:
     return told.decode()
 
 
-async def test_who_is_connected_is_asked_of_the_owner(address: EtcdAddress) -> None:
+async def test_the_owner_is_asked_for_the_connections(address: EtcdAddress) -> None:
     """Another replica reports `durable_only` and the owner; `rallypoint status` asks the owner, or reports unknown."""
     async with served(address, "a", ttl=LONG) as a, served(address, "b", ttl=LONG) as b:
         await shared_out(a, b)

@@ -106,7 +106,7 @@ async def test_writes_wait_until_there_is_room(filled: Filled) -> None:
     assert (await replica.set_state(run_id, b"again", answer.current.token)).has_set
 
 
-async def test_who_asks_for_a_run_that_nobody_can_own_is_told_why(filled: Filled) -> None:
+async def test_a_request_for_a_run_without_an_owner_gets_the_cause(filled: Filled) -> None:
     """A shard without an owner key can't be claimed while etcd is full; once there is room, it is claimed."""
     replica = filled.replica
     await filled.fill()

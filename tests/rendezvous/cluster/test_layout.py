@@ -19,14 +19,14 @@ def keys(address: EtcdAddress) -> Keys:
     return Keys(address.prefix)
 
 
-async def test_whoever_comes_first_decides_how_many_shards_there_are(client: EtcdClient, keys: Keys) -> None:
+async def test_the_first_replica_decides_the_number_of_shards(client: EtcdClient, keys: Keys) -> None:
     """Replicas without a number, or with the same number, use the agreed one."""
     assert await agreed_shards(client, keys, 16) == 16
     assert await agreed_shards(client, keys, None) == 16
     assert await agreed_shards(client, keys, 16) == 16
 
 
-async def test_all_who_come_at_once_agree(client: EtcdClient, keys: Keys) -> None:
+async def test_replicas_that_start_at_once_agree(client: EtcdClient, keys: Keys) -> None:
     """However many start on a new prefix at the same time, they agree on one layout."""
     answers = await asyncio.gather(*(agreed_shards(client, keys, None) for _ in range(20)))
     assert set(answers) == {DEFAULT_SHARDS}
@@ -49,7 +49,7 @@ async def test_another_number_of_shards_is_refused(client: EtcdClient, keys: Key
         (b"\xff", "not a layout of Rallypoint"),
     ],
 )
-async def test_what_is_not_understood_is_refused(
+async def test_an_unknown_layout_is_refused(
     client: EtcdClient, keys: Keys, content: bytes, told: str
 ) -> None:
     """And never overwritten: it may belong to another program, or to a newer version."""

@@ -73,7 +73,7 @@ def test_after_a_failed_claim_the_next_try_waits() -> None:
     assert decide(standing, 50.0, MOVES).actions == [Claim(OF_A, MoveReason.PREFERRED)]
 
 
-def test_a_shard_moves_to_who_is_preferred_only_when_who_is_live_has_settled() -> None:
+def test_a_shard_moves_for_balance_only_when_the_live_replicas_are_stable() -> None:
     """In a rolling restart replicas come and go: shards must not follow each of them to and fro."""
     standing = _standing("a", owned=(OF_B,), serving=(OF_B,), live_since=100.0)
     waiting = decide(standing, 109.9, MOVES)

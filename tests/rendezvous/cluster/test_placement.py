@@ -20,7 +20,7 @@ def test_the_shard_of_a_run_is_the_same_for_ever(run_id: str, shards: int, shard
     assert shard_of(run_id, shards) == shard
 
 
-def test_the_preferences_of_a_shard_are_the_same_for_everybody() -> None:
+def test_the_preferences_of_a_shard_are_the_same_on_all_replicas() -> None:
     """All replicas, of all versions, agree without messages, in any order of the names."""
     assert [by_preference(shard, NAMES)[0][0] for shard in range(16)] == list("cbcaacccbcacbbbc")
     assert all(by_preference(shard, NAMES) == by_preference(shard, NAMES[::-1]) for shard in range(64))

@@ -20,7 +20,7 @@ CAME = ClaimedShards(None, MoveReason.PREFERRED)
 WENT = ReleasedShards(None, MoveReason.DRAIN, declined=False)
 
 
-async def test_a_wave_is_told_of_once_when_it_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_batch_is_logged_once_when_it_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
     """With its totals; a move of another kind is logged separately."""
     monkeypatch.setattr(rebalance_log, "QUIET", 0.05)
     monkeypatch.setattr(rebalance_log, "LONGEST", 3600.0)
@@ -38,7 +38,7 @@ async def test_a_wave_is_told_of_once_when_it_is_over(monkeypatch: pytest.Monkey
         assert await told.get() == (CAME, RebalanceBatch(1, 1, 0.0))
 
 
-async def test_a_wave_without_end_is_told_of_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_batch_without_end_is_logged_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rebalance_log, "QUIET", 3600.0)
     monkeypatch.setattr(rebalance_log, "LONGEST", 0.05)
     told: asyncio.Queue[RebalanceBatch] = asyncio.Queue()
@@ -48,7 +48,7 @@ async def test_a_wave_without_end_is_told_of_all_the_same(monkeypatch: pytest.Mo
         assert await told.get() == RebalanceBatch(1, 1, 0.0)
 
 
-async def test_what_was_not_told_yet_is_told_at_the_end() -> None:
+async def test_a_pending_batch_is_logged_at_the_end() -> None:
     """Once."""
     told: list[RebalanceBatch] = []
     ended = RebalanceLog(lambda alike, batch: told.append(batch))

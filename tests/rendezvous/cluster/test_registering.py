@@ -81,7 +81,7 @@ async def test_a_pause_of_ours_is_no_sign_of_life_either(
 
 
 @pytest.mark.slow
-async def test_whoever_was_paused_gives_the_dead_one_its_time_anew(
+async def test_after_a_pause_of_ours_a_dead_replica_has_its_whole_time_again(
     client: EtcdClient, address: EtcdAddress, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """etcd may have been paused with it, as on one machine that was suspended."""

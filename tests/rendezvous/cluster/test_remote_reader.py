@@ -108,7 +108,7 @@ def _entry(value: bytes) -> StoreChange:
     return StoreChange("run", 0, "key", value)
 
 
-async def test_what_was_acknowledged_is_read_and_what_did_not_change_is_not_read_again(
+async def test_acknowledged_writes_are_read_and_an_unchanged_shard_is_not_read_again(
     readers: Readers, journals: list[EtcdJournal]
 ) -> None:
     """One small request finds out if the kept copy is up to date."""
@@ -119,7 +119,7 @@ async def test_what_was_acknowledged_is_read_and_what_did_not_change_is_not_read
     assert readers.built == [0, 0, 0]
 
 
-async def test_a_shard_that_nobody_ever_wrote_is_empty(readers: Readers) -> None:
+async def test_a_shard_without_any_write_is_empty(readers: Readers) -> None:
     """And not read again either."""
     assert [await readers.values(7) for _ in range(3)] == [[]] * 3
     assert readers.built == [7]
@@ -137,7 +137,7 @@ async def test_all_shards_are_looked_at_at_once_and_only_those_that_changed_are_
     assert readers.built == [1]
 
 
-async def test_many_who_ask_at_once_cost_two_reads_at_most(
+async def test_many_calls_at_once_cost_two_reads_at_most(
     readers: Readers, journals: list[EtcdJournal]
 ) -> None:
     """The pending one, and one for all callers that came meanwhile."""
@@ -147,7 +147,7 @@ async def test_many_who_ask_at_once_cost_two_reads_at_most(
     assert len(readers.built) <= 2
 
 
-async def test_what_is_kept_is_bounded(
+async def test_the_kept_contents_are_bounded(
     client: EtcdClient, address: EtcdAddress, journals: list[EtcdJournal]
 ) -> None:
     """The most recently read shards stay; at least one is kept."""
@@ -191,7 +191,7 @@ async def test_a_read_that_an_outage_delayed_refuses_no_others_for_long(
     assert await readers.values(0) == [b"2"]
 
 
-async def test_whoever_wants_all_shards_is_never_sent_to_an_owner(
+async def test_a_read_of_all_shards_is_never_redirected(
     readers: Readers, journals: list[EtcdJournal]
 ) -> None:
     """Otherwise two owners of slow, changing shards would redirect it to each other for ever."""
@@ -226,7 +226,7 @@ async def test_waiting_for_other_work_of_the_process_is_no_reason_to_refuse(
     assert await readers.values(0) == [b"2"]
 
 
-async def test_without_etcd_nothing_is_told(address: EtcdAddress) -> None:
+async def test_without_etcd_every_read_fails(address: EtcdAddress) -> None:
     """Not even a value that was just read: it may be outdated."""
     async with EtcdClient(replace(address, request_timeout=3.0)) as client:
         readers = Readers(client, address.prefix)

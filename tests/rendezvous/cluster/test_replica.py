@@ -34,7 +34,7 @@ from support.waiting import PATIENCE, until
 pytestmark = NEEDS_ETCD
 
 
-async def test_shards_are_shared_out_among_all_who_come(address: EtcdAddress) -> None:
+async def test_shards_are_shared_out_among_all_replicas(address: EtcdAddress) -> None:
     """The first one gets them all at once; the others get theirs when they start."""
     async with served(address, "a") as a:
         await shared_out(a)
@@ -43,7 +43,7 @@ async def test_shards_are_shared_out_among_all_who_come(address: EtcdAddress) ->
             assert len(a.serving) + len(b.serving) + len(c.serving) == SHARDS
 
 
-async def test_a_run_elsewhere_is_refused_with_the_address_of_its_owner(address: EtcdAddress) -> None:
+async def test_a_run_of_another_replica_is_refused_with_its_address(address: EtcdAddress) -> None:
     """Nothing was done, and clients know the owner without another request."""
     async with served(address, "a") as a, served(address, "b") as b:
         await shared_out(a, b)
@@ -56,7 +56,7 @@ async def test_a_run_elsewhere_is_refused_with_the_address_of_its_owner(address:
         await b.set_state(run_id, b"mine")
 
 
-async def test_nobody_is_sent_to_the_replica_that_sends(address: EtcdAddress) -> None:
+async def test_no_replica_redirects_to_itself(address: EtcdAddress) -> None:
     """etcd names it as owner of a shard that it hands over or claims: clients would go in a circle."""
     async with served(address, "a") as a, served(address, "b") as b:
         await shared_out(a, b)
@@ -64,7 +64,7 @@ async def test_nobody_is_sent_to_the_replica_that_sends(address: EtcdAddress) ->
         assert known == {shard: b.address if shard in b.serving else None for shard in range(SHARDS)}
 
 
-async def test_every_replica_reads_what_was_acknowledged_by_any(address: EtcdAddress) -> None:
+async def test_every_replica_reads_the_acknowledged_writes_of_any(address: EtcdAddress) -> None:
     """Each read sees the previous write, at every replica, also right after an older value was read."""
     async with served(address, "a") as a, served(address, "b") as b:
         await shared_out(a, b)
@@ -141,7 +141,7 @@ async def test_a_run_that_can_not_be_taken_over_is_stopped_and_its_shard_is_not(
             call.cancel()
 
 
-async def test_what_was_decided_stays_when_a_replica_goes_in_order(address: EtcdAddress) -> None:
+async def test_acknowledged_writes_survive_the_drain_of_a_replica(address: EtcdAddress) -> None:
     """Its shards move to the others before it ends; its streams end, with the address, once the new owner is known."""
     async with served(address, "a") as a, served(address, "b") as b:
         await shared_out(a, b)
@@ -162,13 +162,13 @@ async def test_what_was_decided_stays_when_a_replica_goes_in_order(address: Etcd
         await shared_out(a)
 
 
-async def test_who_drains_hands_over_to_whoever_came_before(
+async def test_a_draining_replica_hands_over_to_one_that_came_before(
     address: EtcdAddress, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also if it does not know of the new replica yet: a stream without a redirect must search for its run."""
     watch, late = EtcdClient.watch, set[EtcdClient]()
 
-    async def told_late(client: EtcdClient, key: bytes, end: bytes, revision: int) -> AsyncIterator[Any]:
+    async def delayed_watch(client: EtcdClient, key: bytes, end: bytes, revision: int) -> AsyncIterator[Any]:
         async with aclosing(watch(client, key, end, revision)) as watching:
             async for changes in watching:
                 if client in late:
@@ -176,7 +176,7 @@ async def test_who_drains_hands_over_to_whoever_came_before(
                     await asyncio.sleep(0.5)
                 yield changes
 
-    monkeypatch.setattr(EtcdClient, "watch", told_late)
+    monkeypatch.setattr(EtcdClient, "watch", delayed_watch)
     async with served(address, "a") as a:
         await shared_out(a)
         run_id = run_in(0)
@@ -192,7 +192,7 @@ async def test_who_drains_hands_over_to_whoever_came_before(
             await draining
 
 
-async def test_who_drains_is_shown_as_leaving_and_then_not_at_all(address: EtcdAddress) -> None:
+async def test_a_replica_is_listed_until_it_has_drained(address: EtcdAddress) -> None:
     """Any replica lists the shards of all, and the owner of a run."""
     async with served(address, "a") as a, served(address, "b") as b:
         await shared_out(a, b)
@@ -305,7 +305,7 @@ async def test_a_replica_that_was_killed_is_followed_by_the_next_of_its_name(
         assert a.failures == []
 
 
-async def test_an_owner_key_that_somebody_deletes_costs_nothing_but_a_blink(
+async def test_a_deleted_owner_key_loses_no_acknowledged_write(
     address: EtcdAddress, client: EtcdClient
 ) -> None:
     """The owner's next commit fails; the shard is claimed and read again, with all acknowledged writes."""
@@ -319,7 +319,7 @@ async def test_an_owner_key_that_somebody_deletes_costs_nothing_but_a_blink(
         assert answer.current.state == b"after"
 
 
-async def test_an_owner_whose_key_somebody_deletes_tells_nothing_more(
+async def test_an_owner_whose_key_is_deleted_sends_nothing_more(
     address: EtcdAddress, client: EtcdClient
 ) -> None:
     """Also without a write: others may now claim the shard, and its reply from memory may be outdated."""
@@ -337,9 +337,7 @@ async def test_an_owner_whose_key_somebody_deletes_tells_nothing_more(
         assert a.readiness == [True]  # clients of other shards are not affected
 
 
-async def test_a_registration_that_somebody_deletes_comes_back(
-    address: EtcdAddress, client: EtcdClient
-) -> None:
+async def test_a_deleted_registration_comes_back(address: EtcdAddress, client: EtcdClient) -> None:
     """At once, and in the same session: its clients are not affected."""
     key = Keys(address.prefix).replica("a")
     async with served(address, "a") as a:
@@ -353,13 +351,13 @@ async def test_a_registration_that_somebody_deletes_comes_back(
         assert a.readiness == [True]
 
 
-async def test_what_changed_while_a_replica_could_not_hear_is_known_afterwards(
+async def test_changes_during_a_broken_connection_are_known_afterwards(
     address: EtcdAddress, client: EtcdClient
 ) -> None:
     """Even if etcd has compacted the changes: then all is read again."""
     async with CutProxy(str(address.endpoints[0])) as proxy:
-        deaf = replace(address, endpoints=(parse_endpoint(proxy.address),))
-        async with served(deaf, "a", ttl=30.0) as a:
+        through_proxy = replace(address, endpoints=(parse_endpoint(proxy.address),))
+        async with served(through_proxy, "a", ttl=30.0) as a:
             await shared_out(a)
             proxy.refuse()
             keys = Keys(address.prefix)
@@ -433,7 +431,7 @@ async def _compact(address: EtcdAddress, revision: int) -> None:
 
 
 @pytest.mark.parametrize("keeps_etcd", [True, False])
-async def test_advice_on_etcd_is_a_warning_only_to_who_keeps_it(
+async def test_advice_on_etcd_is_a_warning_only_for_its_operator(
     address: EtcdAddress, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, keeps_etcd: bool
 ) -> None:
     """The user of a job can't act on it, so it is logged at INFO."""

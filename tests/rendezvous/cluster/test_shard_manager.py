@@ -160,7 +160,7 @@ async def test_a_successor_that_does_not_come_is_worth_a_warning(
     assert (line.name, line.level) == ("released shards; no other replica claimed them yet", "WARNING")
 
 
-async def test_what_is_finished_needs_no_successor(
+async def test_a_shard_of_ended_runs_needs_no_successor(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another replica may take the shards of ended runs. It is not waited for, and this is not logged."""

@@ -24,7 +24,7 @@ pytestmark = NEEDS_ETCD
 _STAYING = MoveSettings(settle=3600.0, claim_interval=1.0)
 
 
-class _Told:
+class _Log:
     """The events of replicas at info and above, without the spread of shards at their start."""
 
     def __init__(self, caplog: pytest.LogCaptureFixture) -> None:
@@ -48,14 +48,14 @@ class _Told:
 
 
 @pytest.fixture
-def told(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> _Told:
+def told(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> _Log:
     # With the default, a machine that stalls for a second would split one batch into two.
     monkeypatch.setattr(rebalance_log, "QUIET", 3.0)
     monkeypatch.setattr(rebalance_log, "LONGEST", 30.0)
-    return _Told(caplog)
+    return _Log(caplog)
 
 
-async def test_a_takeover_is_one_line(address: EtcdAddress, told: _Told) -> None:
+async def test_a_takeover_is_one_line(address: EtcdAddress, told: _Log) -> None:
     """For the first replica and for one that takes over: the number of shards and runs, and the previous owner."""
     async with served(address, "a", moves=_STAYING) as a:
         fields = await told.once("took free shards")
@@ -79,7 +79,7 @@ async def test_a_takeover_is_one_line(address: EtcdAddress, told: _Told) -> None
     }
 
 
-async def test_a_drain_is_one_line_on_either_side(address: EtcdAddress, told: _Told) -> None:
+async def test_a_drain_is_one_line_on_either_side(address: EtcdAddress, told: _Log) -> None:
     async with served(address, "a", moves=_STAYING) as a, served(address, "b", moves=_STAYING) as b:
         await until(lambda: len(a.serving | b.serving) == SHARDS and not a.serving & b.serving, "all shards")
         await until(lambda: len(a.known_owners) == len(b.known_owners) == SHARDS, "all to be known")
@@ -96,7 +96,7 @@ async def test_a_drain_is_one_line_on_either_side(address: EtcdAddress, told: _T
 
 
 @pytest.mark.slow
-async def test_the_loss_of_all_shards_is_a_warning_with_its_cause(address: EtcdAddress, told: _Told) -> None:
+async def test_the_loss_of_all_shards_is_a_warning_with_its_cause(address: EtcdAddress, told: _Log) -> None:
     """One line; and another when there is a session again."""
     async with CutProxy(str(address.endpoints[0])) as proxy:
         cut_off = replace(address, endpoints=(parse_endpoint(proxy.address),))

@@ -28,7 +28,7 @@ async def _turns() -> None:
         await asyncio.sleep(0)
 
 
-async def test_who_asks_while_a_read_is_under_way_shares_the_next_one() -> None:
+async def test_calls_during_a_read_share_the_next_one() -> None:
     """The pending read may have begun before their call: its value would be stale for them."""
     source = _Source()
     shared = SharedRead(source.read)
@@ -46,7 +46,7 @@ async def test_who_asks_while_a_read_is_under_way_shares_the_next_one() -> None:
     assert await asyncio.gather(*later) == [2] * 5
 
 
-async def test_who_gives_up_takes_nothing_from_the_others() -> None:
+async def test_a_cancelled_call_does_not_affect_the_others() -> None:
     """A caller's deadline is its own."""
     source = _Source()
     shared = SharedRead(source.read)
@@ -58,7 +58,7 @@ async def test_who_gives_up_takes_nothing_from_the_others() -> None:
     assert await patient == 1
 
 
-async def test_a_read_that_fails_fails_for_those_who_share_it_only() -> None:
+async def test_a_failed_read_fails_only_the_calls_that_share_it() -> None:
     """The next read is a new attempt."""
     source = _Source()
     shared = SharedRead(source.read)

@@ -227,11 +227,11 @@ class History:
                 self._tell(agent)
         if happened:
             for watcher in server.watchers:
-                self._tell_watcher(watcher)
+                self._update_watcher(watcher)
         answers, server.answers = server.answers, []
         for answer in answers:
             answer()
-        self._check_nobody_missed_anything()
+        self._check_updates_are_complete()
 
     def _end_streams_of_gone(self) -> None:
         """End the streams of nodes that have left the closed run, or are not in its next incarnation."""
@@ -262,12 +262,12 @@ class History:
         if update.phase == pb.PHASE_CLOSED and not agent.stays:
             self.server.members.pop(agent.node_id, None)
 
-    def _tell_watcher(self, watcher: Watcher) -> None:
+    def _update_watcher(self, watcher: Watcher) -> None:
         message = run_message(self.server.state)
         self.ledger.check_told(message)
         watcher.inbox = message
 
-    def _check_nobody_missed_anything(self) -> None:
+    def _check_updates_are_complete(self) -> None:
         """Check that each connected client has got, or is about to read, everything that it must act on now."""
         state = self.server.state
         for agent in self.server.members.values():
@@ -712,7 +712,7 @@ class History:
             watcher.connected, watcher.inbox = True, None
             server.watchers.append(watcher)
             if server.state.revision > watcher.revision:
-                self._tell_watcher(watcher)
+                self._update_watcher(watcher)
 
         server.answers.append(subscribe)
 

@@ -117,7 +117,7 @@ class Ledger:
         self._quick = self._failed_scale_ups = 0
         # The round that ended with a counted restart, until the next one is FINAL.
         self._counted_round = 0
-        self._unmendable: ReportedFailure | None = None
+        self._permanent: ReportedFailure | None = None
         self._last_end: facts.RoundEnded | None = None
         # An operator has ended the back-off of the next round.
         self._hurried = False
@@ -173,7 +173,7 @@ class Ledger:
         self._evicted_by_service.clear()
         self._restarts = self._quick = self._counted_round = self._failed_scale_ups = 0
         self._caused.clear()
-        self._unmendable = self._last_end = None
+        self._permanent = self._last_end = None
 
     def begin_after(self, revision: int) -> None:
         """Record that the run, which does not exist, begins after a revision that is not its own."""
@@ -309,7 +309,7 @@ class Ledger:
         require(current.confirmed == set(current.seats), "a round is FINAL when every participant confirmed")
         for node_id, lease in current.leases.items():
             require(self.leases.get(node_id) == lease, "all participants of a FINAL round hold their leases")
-        require(self._unmendable is None, "no round runs after a failure that no restart can mend")
+        require(self._permanent is None, "no round runs after a failure that no restart can mend")
         self._phase, current.final_at, current.seen = Phase.FINAL, self._now, True
         self._counted_round = 0
 
@@ -342,7 +342,7 @@ class Ledger:
         failed.failed.add(worker)
         failed.first_report_at = min(failed.first_report_at, self._now)
         if failure.permanent:
-            self._unmendable = self._unmendable or failure
+            self._permanent = self._permanent or failure
         at = max(self._now - failure.age, failed.final_at if failed.seen else -math.inf)
         slack = self.inexact * (self._now - failed.first_report_at + failure.age + 1.0)
         if failed.first is None:
@@ -410,7 +410,7 @@ class Ledger:
         require(not current.lost, "no restart is counted for the loss of a node")
         self._counted_round = self._round
         require(fact.end.node_id == current.first.node_id, "the first failure that is known is told")
-        require(self._unmendable is None, "what no restart can mend is not restarted")
+        require(self._permanent is None, "what no restart can mend is not restarted")
         require(len(self._counted(-1.0)) < settings.max_restarts, "the budget of restarts is kept")
         if settings.max_restarts_per_node and len(self._evicted) < MOST_EVICTED:
             of_node = self._counted(-1.0).count(fact.end.node_id)
@@ -459,8 +459,8 @@ class Ledger:
         failure = fact.end.failure
         require(failure is not None, "a failed run tells which worker failed")
         assert failure is not None
-        if self._unmendable is not None:
-            require(failure == self._unmendable, "what no restart can mend ends the run")
+        if self._permanent is not None:
+            require(failure == self._permanent, "what no restart can mend ends the run")
         else:
             require(self._phase is Phase.FINAL, "a run fails in a FINAL round")
             require(failure == self._current.first, "a run fails of the first failure of its round")

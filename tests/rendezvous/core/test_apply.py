@@ -158,7 +158,7 @@ def test_the_seat_of_a_node_that_succeeded_is_not_for_its_successor() -> None:
     assert (run.state.world_size, run.state.group_world_size) == (2, 2)
 
 
-def test_what_is_no_fact_is_a_bug() -> None:
+def test_a_value_that_is_no_fact_is_a_bug() -> None:
     """It is not ignored like a fact that changes nothing."""
     with pytest.raises(TypeError, match="not a fact"):
         apply(RunState("run"), "joined", 0.0)  # type: ignore[arg-type]

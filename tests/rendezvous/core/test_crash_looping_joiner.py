@@ -79,7 +79,7 @@ def test_a_newcomer_that_stays_is_let_in_at_last_beside_one_that_does_not(ending
     assert "c" in loop.seated
 
 
-def test_a_participant_is_passed_over_for_nobody() -> None:
+def test_a_participant_is_passed_over_for_no_other_node() -> None:
     """However often it failed as a newcomer: its workers may still be stopping until it confirms."""
     run = ScriptedRun()
     run.start("a")

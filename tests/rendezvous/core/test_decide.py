@@ -55,7 +55,7 @@ class TestJoining:
         run.later(0.1)
         assert (run.phase, run.ranks) == (Phase.FROZEN, ["a", "b"])
 
-    def test_who_comes_during_the_last_call_is_in(self) -> None:
+    def test_a_node_that_comes_during_the_last_call_is_in(self) -> None:
         """A node that joins before the last call is over has a seat; it doesn't prolong the call."""
         run = ScriptedRun(min_nodes=1, max_nodes=4, last_call_timeout=30.0)
         run.join("a")
@@ -84,7 +84,7 @@ class TestJoining:
         run.join("a", "b", "c")
         assert (run.phase, run.ranks) == (Phase.FROZEN, ["a", "b", "c"])
 
-    def test_who_comes_after_max_nodes_waits(self) -> None:
+    def test_a_node_that_comes_after_max_nodes_waits(self) -> None:
         """More nodes than max_nodes close no run: the rest wait, in the order they came."""
         run = ScriptedRun(min_nodes=1, max_nodes=2)
         run.start("a", "b")
@@ -108,7 +108,7 @@ class TestJoining:
         run.join("spare")
         assert run.later(10_000) == []
 
-    def test_the_time_to_join_starts_anew_when_a_round_ends(self) -> None:
+    def test_the_join_timeout_starts_again_when_a_round_ends(self) -> None:
         """Survivors of a round that can't re-form get a whole join_timeout for others to come."""
         run = ScriptedRun(min_nodes=2, max_nodes=2, join_timeout=600.0)
         run.start("a", "b")
@@ -167,7 +167,7 @@ class TestConfirming:
         run.confirm("a", round_=round_)
         assert run.phase is Phase.FROZEN
 
-    def test_all_who_are_silent_for_the_confirm_timeout_are_dropped_at_once(self) -> None:
+    def test_all_nodes_silent_for_the_confirm_timeout_are_dropped_at_once(self) -> None:
         """One timeout finds all of them; a node that confirmed stays, and the number of the round is used up."""
         run = ScriptedRun(min_nodes=1, max_nodes=4, confirm_timeout=60.0)
         run.join("a", "b", "c", "d")
@@ -263,7 +263,7 @@ class TestReforming:
         run.join("a")
         assert (run.ranks, run.waiting) == (["a", "b"], ["spare"])
 
-    def test_a_spare_takes_no_seat_that_nobody_left(self) -> None:
+    def test_a_spare_takes_no_seat_that_is_not_free(self) -> None:
         """A restart for a failed worker has the same participants."""
         run = ScriptedRun(min_nodes=1, max_nodes=2, max_restarts=1)
         run.start("b", "c")
@@ -339,7 +339,7 @@ class TestDeparting:
         run.later(100)
         assert run.phase is Phase.JOINABLE
 
-    def test_saying_it_twice_changes_nothing(self) -> None:
+    def test_a_repeated_message_changes_nothing(self) -> None:
         """A node that repeats its message after a reconnect gets no more time by that."""
         run = ScriptedRun(min_nodes=1, max_nodes=1)
         run.start("a")
@@ -496,7 +496,7 @@ class TestSucceeding:
         assert (run.phase, run.state.run_end.outcome) == (Phase.CLOSED, Outcome.SUCCEEDED)
         assert run.state.run_end.detail == "all 2 workers of round 1 succeeded"
 
-    def test_saying_it_twice_changes_nothing(self) -> None:
+    def test_a_repeated_message_changes_nothing(self) -> None:
         """A node that repeats its message after a reconnect counts once."""
         run = ScriptedRun(min_nodes=2, max_nodes=2)
         run.start("a", "b")
@@ -514,7 +514,7 @@ class TestSucceeding:
         run.succeed("b")
         assert run.phase is Phase.CLOSED
 
-    def test_a_spare_has_no_say(self) -> None:
+    def test_the_success_of_a_spare_does_not_count(self) -> None:
         """The success of a node without a seat is neither needed nor counted."""
         run = ScriptedRun(min_nodes=1, max_nodes=1)
         run.start("a")
@@ -547,7 +547,7 @@ class TestClosed:
         assert (run.phase, run.state.run_end.outcome) == (Phase.CLOSED, Outcome.CANCELLED)
         assert run.state.run_end.detail == "closed by an operator: wrong data"
 
-    def test_a_closed_run_refuses_everybody(self) -> None:
+    def test_a_closed_run_refuses_every_command(self) -> None:
         """The refusal has the outcome, and the advice to use another run id."""
         run = ScriptedRun(reopen=Reopen.NEVER)
         lease = run.join("a")
@@ -613,7 +613,7 @@ class TestRefusing:
                 run.do(command)
         assert run.state.revision == revision
 
-    def test_the_refusal_tells_what_became_of_the_lease(self) -> None:
+    def test_the_refusal_explains_the_loss_of_the_lease(self) -> None:
         """It shows whether another agent is the reason."""
         assert str(LeaseLost("r", "n", 3, 7)) == (
             "node 'n' no longer holds lease 3 in run 'r': lease 7 superseded it"
@@ -627,7 +627,7 @@ class TestRefusing:
         with pytest.raises(RevisionAhead, match="revision 6 of run 'run' was never given out; it is at 5"):
             check_revision(state, 6)
 
-    def test_what_is_no_command_is_a_bug(self) -> None:
+    def test_a_value_that_is_no_command_is_a_bug(self) -> None:
         """It is not ignored."""
         with pytest.raises(TypeError, match="not a command"):
             decide(RunState("run", revision=1), "join", 1.0)  # type: ignore[arg-type]

@@ -28,7 +28,7 @@ def test_a_command_brings_everything_that_follows_from_it() -> None:
     ]
 
 
-def test_what_is_settled_stays_settled() -> None:
+def test_a_settled_run_stays_settled() -> None:
     """At the same moment nothing more happens by itself."""
     run = ScriptedRun(min_nodes=1, max_nodes=3)
     run.start("a", "b")
@@ -126,7 +126,7 @@ def test_the_next_deadline_is_when_something_happens(
     assert first == happens or type(first) is happens
 
 
-def test_a_last_call_that_is_over_wakes_nobody_while_somebody_departs() -> None:
+def test_a_last_call_that_is_over_is_no_deadline_while_a_node_departs() -> None:
     """No round is formed before the node has gone, so the server must not wake up repeatedly."""
     run = ScriptedRun(min_nodes=1, max_nodes=3, last_call_timeout=30.0, confirm_timeout=60.0)
     run.start("a", "b", "c")

@@ -41,7 +41,7 @@ def test_it_passes_once(run: ScriptedRun) -> None:
     assert run.later(1000) == []
 
 
-def test_it_is_told_to_nodes_while_the_round_runs(run: ScriptedRun) -> None:
+def test_it_is_in_updates_to_nodes_while_the_round_runs(run: ScriptedRun) -> None:
     """Their updates have it from the moment that it passes, but not before, and not in the next round."""
     run.succeed("a")
     assert not node_update(run.state, "a").exit_barrier_passed
@@ -53,7 +53,7 @@ def test_it_is_told_to_nodes_while_the_round_runs(run: ScriptedRun) -> None:
 
 
 @pytest.mark.parametrize("gone", ["a", "ab"])
-def test_who_goes_past_it_ends_no_round(run: ScriptedRun, gone: str) -> None:
+def test_a_node_that_leaves_past_it_ends_no_round(run: ScriptedRun, gone: str) -> None:
     """The others go on, and the run succeeds with the last of them."""
     run.succeed("a", "b")
     run.later(100)
@@ -98,7 +98,7 @@ def test_a_node_lost_past_it_ends_the_round_of_those_at_work(run: ScriptedRun) -
     assert run.ranks == ["c"]
 
 
-def test_nobody_wakes_up_for_a_barrier_of_a_round_that_is_over(run: ScriptedRun) -> None:
+def test_a_round_that_is_over_has_no_barrier_deadline(run: ScriptedRun) -> None:
     """A round that is being confirmed waits for confirmations only."""
     run.succeed("a")
     run.later(50)

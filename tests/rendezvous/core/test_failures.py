@@ -36,7 +36,7 @@ def first_of(run: ScriptedRun) -> str:
 
 
 class TestTheEndOfARun:
-    def test_it_names_the_earliest_failure_whichever_was_reported_first(self) -> None:
+    def test_it_names_the_earliest_failure_in_any_order_of_reports(self) -> None:
         """Reports come in any order; the age of each gives its time, by the server's clock."""
         run = running("a", "b", "c")
         run.fail("b", "connection reset", age=0.01)
@@ -82,7 +82,7 @@ class TestTheEndOfARun:
         (closed,) = settle(run.state, deadline)
         assert isinstance(closed, facts.RunClosed)
 
-    def test_one_participant_waits_for_nobody(self) -> None:
+    def test_one_participant_waits_for_no_other(self) -> None:
         """There is no other whose failure could have been the first."""
         run = running("a")
         run.join("spare")
@@ -90,7 +90,7 @@ class TestTheEndOfARun:
         assert run.phase is Phase.CLOSED
 
     @pytest.mark.parametrize("how", ["departs", "has succeeded", "leaves", "is evicted"])
-    def test_it_waits_only_for_who_may_still_report(self, how: str) -> None:
+    def test_it_waits_only_for_nodes_that_may_still_report(self, how: str) -> None:
         """Once all others have gone or succeeded, none is waited for."""
         run = running("a", "b")
         if how == "has succeeded":
@@ -153,7 +153,7 @@ class TestTheEndOfARun:
 
 
 class TestARestart:
-    def test_it_is_told_at_once(self) -> None:
+    def test_it_is_decided_at_once(self) -> None:
         """It waits for no other reports: the workers are down all the while."""
         run = running("a", "b", max_restarts=1)
         happened = run.fail("a")
@@ -185,7 +185,7 @@ class TestARestart:
         run.lose("b")
         assert run.fail("a", round_=1, age=5.0) == []
 
-    def test_who_joined_anew_has_nothing_to_say_of_the_round_before(self) -> None:
+    def test_a_node_that_joined_again_can_not_report_for_the_round_before(self) -> None:
         """It was not in it, under any name."""
         run = running("a", "b", "c", max_restarts=3)
         run.fail("b")
@@ -249,8 +249,8 @@ def test_ages_are_those_of_a_clock_that_forgives_no_pause() -> None:
     assert first_of(run) == "a"
 
 
-class TestWhatNoRestartCanMend:
-    def test_it_ends_the_run_whatever_its_budget(self) -> None:
+class TestAPermanentFailure:
+    def test_it_ends_the_run_with_any_budget(self) -> None:
         """After the settle window, and the sentence has the reason."""
         run = running("a", "b", max_restarts=10)
         run.fail("a", "no such data set", permanent=True)
@@ -265,7 +265,7 @@ class TestWhatNoRestartCanMend:
         )
         assert end.detail == expected
 
-    def test_it_is_told_even_if_others_failed_before(self) -> None:
+    def test_it_is_named_even_if_others_failed_before(self) -> None:
         """The run ends because of it, not of an earlier failure that a restart might have repaired."""
         run = running("a", "b", "c")
         run.fail("b", age=0.2)
@@ -372,7 +372,7 @@ class TestANodeThatFailsTooOften:
         assert happened[1].end.node_id == "a"
         assert not run.state.evicted
 
-    def test_once_readmitted_it_begins_anew(self) -> None:
+    def test_once_readmitted_it_has_its_whole_budget_again(self) -> None:
         """An operator has checked it: its node's budget is whole again, the run's is not."""
         run = running("a", "b", max_restarts=9, max_restarts_per_node=1, last_call_timeout=1.0)
         run.fail("b")
@@ -387,7 +387,7 @@ class TestANodeThatFailsTooOften:
         assert run.state.restart_count == 2
         assert not run.state.evicted
 
-    def test_a_run_that_can_refuse_nobody_more_counts_it_as_a_restart(
+    def test_a_run_that_can_evict_no_more_nodes_counts_it_as_a_restart(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """The list of evicted nodes is bounded."""

@@ -166,7 +166,7 @@ def take_reports_of_any_round(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def tell_before_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+def publish_before_commit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nodes get an update at once, before its facts are durable."""
 
     @instead_of(monkeypatch, History, "_take_note")
@@ -177,7 +177,7 @@ def tell_before_commit(monkeypatch: pytest.MonkeyPatch) -> None:
                 self._tell(agent)
 
 
-def tell_no_node_that_its_round_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+def publish_no_end_of_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
     """Survivors find out by failing."""
     monkeypatch.setattr(history, "TOLD_TO_NODES", (facts.RoundFrozen, facts.RoundFinalized, facts.RunClosed))
 
@@ -225,7 +225,7 @@ def pass_the_exit_barrier_early(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(decide._IN_PHASE, Phase.FINAL, hasty)
 
 
-def forget_who_was_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
+def forget_evicted_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that starts again from a checkpoint admits all nodes."""
     whole = snapshot.restore
 
@@ -259,7 +259,7 @@ def take_finished_work_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(decide._IN_PHASE, Phase.FINAL, greedy)
 
 
-def forget_who_departs_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def forget_departing_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     """The next round is formed while a leaving node's workers may be alive."""
     monkeypatch.setattr(RunState, "held_up", False)
 
@@ -275,7 +275,7 @@ def give_an_expired_run_its_rounds_again(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(history, "take_tombstone", lambda state: replace(whole(state), round=0))
 
 
-def restart_without_saying_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def count_restarts_of_operators(monkeypatch: pytest.MonkeyPatch) -> None:
     """An operator's restart is counted as a failure of a worker."""
 
     @instead_of(monkeypatch, decide, "_end_of_breached_round")
@@ -285,7 +285,7 @@ def restart_without_saying_so(monkeypatch: pytest.MonkeyPatch) -> None:
         return whole(state, breach, now)
 
 
-def take_absurd_ages_at_their_word(monkeypatch: pytest.MonkeyPatch) -> None:
+def accept_absurd_ages(monkeypatch: pytest.MonkeyPatch) -> None:
     """A failure may be older than its round."""
     monkeypatch.setattr(failures, "failed_at", lambda state, failure, now: now - failure.age)
 
@@ -327,17 +327,17 @@ def forget_how_long_ago_restarts_were(monkeypatch: pytest.MonkeyPatch) -> None:
         (forget_the_confirm_phase, "FINAL when every participant confirmed"),
         (skip_the_lease_check, "a stale lease is refused|breaks the core"),
         (take_reports_of_any_round, "another round changes nothing"),
-        (tell_before_commit, "nothing is told before it is durable"),
-        (tell_no_node_that_its_round_ended, "nobody misses a phase that still matters"),
+        (publish_before_commit, "nothing is told before it is durable"),
+        (publish_no_end_of_a_round, "nobody misses a phase that still matters"),
         (forget_restarts, "restarts are counted|one revision is one state"),
         (never_lose_a_node, "whoever sleeps until the next deadline sleeps|enough nodes that answer agree"),
         (never_end_the_last_call, "enough nodes that answer agree on a round"),
         (let_evicted_nodes_in, "who was evicted stays out"),
         (pass_the_exit_barrier_early, "an exit barrier holds for its timeout"),
-        (forget_who_was_evicted, "a checkpoint is the fold of what came before it"),
+        (forget_evicted_nodes, "a checkpoint is the fold of what came before it"),
         (let_no_newcomer_wait, "newcomers wait where they are to|gathered for their delay"),
         slow(take_finished_work_back, "no work that is done is taken back|a checkpoint is the fold"),
-        (forget_who_departs_first, "no round is formed while a leaving participant"),
+        (forget_departing_nodes, "no round is formed while a leaving participant"),
         (give_an_expired_run_its_numbers_again, "lease numbers grow"),
         (give_an_expired_run_its_rounds_again, "a round number is never given out twice"),
         (reopen_over_nodes_that_are_there, "no two incarnations of a run are there at once"),
@@ -348,9 +348,9 @@ def forget_how_long_ago_restarts_were(monkeypatch: pytest.MonkeyPatch) -> None:
             "restarts are counted, and nothing else is|revision is one state",
         ),
         (forget_who_lingers_in_a_crash, "a restart forgets no node that may still be there"),
-        (restart_without_saying_so, "restarts are counted, and nothing else is"),
+        (count_restarts_of_operators, "restarts are counted, and nothing else is"),
         (blame_the_last_report, "the earliest failure is the first"),
-        (take_absurd_ages_at_their_word, "the earliest failure is the first"),
+        (accept_absurd_ages, "the earliest failure is the first"),
         (end_a_run_at_once, "the end of a run waits for what others have to report"),
         (wait_for_reports_for_ever, "the end of a run waits for no longer than a lease"),
         slow(restart_what_cant_be_mended, "what no restart can mend is not restarted|no round runs after"),

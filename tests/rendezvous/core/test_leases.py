@@ -50,7 +50,7 @@ def test_a_broken_stream_does_not_prolong_a_lease() -> None:
     assert facts.NodeLost("a", LossReason.LEASE_EXPIRED) in run.later(0.5)
 
 
-def test_a_lease_that_is_shorter_than_the_grace_is_what_is_lost() -> None:
+def test_a_lease_that_is_shorter_than_the_grace_applies() -> None:
     """A grace of an hour does not apply to it, and no sentence names it."""
     run = ScriptedRun(2, 2, disconnect_grace=3600.0)
     run.start("a", "b")
@@ -90,7 +90,7 @@ def test_after_a_pause_none_is_lost_while_others_come_back() -> None:
     assert facts.NodeLost("a", LossReason.DISCONNECTED) in run.later(3.0)
 
 
-def test_nodes_that_come_back_without_a_pause_spare_nobody() -> None:
+def test_nodes_that_come_back_without_a_pause_delay_no_loss() -> None:
     """Normally a node with a broken stream has the grace."""
     run = run_of_two()
     apply.disconnect(run.state, "a", run.now)
@@ -200,7 +200,7 @@ def test_leases_end_exactly_when_they_should(seed: int) -> None:
         assert set(run.state.nodes) == set(due)
 
 
-def test_a_renewal_says_whether_it_brings_the_end_nearer() -> None:
+def test_a_renewal_reports_if_it_brings_the_end_nearer() -> None:
     """As the first one after a restart may: a caller that sleeps until the next deadline must then wake up."""
     run = ScriptedRun(min_nodes=1, max_nodes=2, keep_alive_interval=0.5, keep_alive_max_attempt=3)
     run.start("a", "b")

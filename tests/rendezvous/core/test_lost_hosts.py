@@ -184,7 +184,7 @@ class TestAHostThatVanishes:
         run.run_round()
         assert (run.round, run.ranks, run.state.restart_count) == (3, ["a", "b"], 0)
 
-    def test_a_pause_of_the_service_excuses_nobody_but_the_lost_host(self) -> None:
+    def test_a_pause_of_the_service_does_not_hide_the_lost_host(self) -> None:
         """Afterwards the clock of leases steps back: the last sign of life seems to be of later (seed 120629724)."""
         run = running("a", "b", "c", max_restarts=3)
         run.later(5.0)

@@ -21,7 +21,7 @@ from rendezvous.core.scripted_run import ScriptedRun
 class TestRestarting:
     """RestartRun."""
 
-    def test_the_same_nodes_start_anew_at_once(self) -> None:
+    def test_the_same_nodes_start_again_at_once(self) -> None:
         """No last call, the same ranks, and no restart of the budget is used up."""
         run = ScriptedRun(min_nodes=1, max_nodes=3, last_call_timeout=30.0)
         run.start("a", "b")
@@ -82,7 +82,7 @@ class TestRestarting:
         run.do(commands.Close("enough"))
         assert run.restart() == []
 
-    def test_what_succeeded_is_done_again(self) -> None:
+    def test_succeeded_work_is_done_again(self) -> None:
         """All workers start again, and the exit barrier with them."""
         run = ScriptedRun(min_nodes=2, max_nodes=2)
         run.start("a", "b")
@@ -145,7 +145,7 @@ class TestEvicting:
         assert run.state.last_call_deadline is None
         assert run.later(60) == []
 
-    def test_a_node_that_departs_holds_nobody_up_once_it_is_taken_out(self) -> None:
+    def test_a_departing_node_delays_no_round_once_it_is_evicted(self) -> None:
         """The operator knows the state of its workers."""
         run = ScriptedRun(min_nodes=1, max_nodes=2)
         run.start("a", "b")
@@ -176,7 +176,7 @@ class TestEvicting:
         run.join("host_2")
         assert set(run.state.nodes) == {"host_1", "other", "host", "host-2", "host_2"}
 
-    def test_nothing_it_says_counts_and_it_can_not_join(self) -> None:
+    def test_its_commands_are_refused_and_it_can_not_join(self) -> None:
         """The refusal names the operator and the reason, not a lost lease: it must not try again."""
         run = ScriptedRun(min_nodes=1, max_nodes=2)
         run.start("a", "b")
@@ -229,7 +229,7 @@ class TestEvicting:
         assert run.do(commands.Evict("a", "again")) == []
         assert run.state.evicted == {"a": Eviction("bad memory")}
 
-    def test_as_many_as_the_run_can_keep_in_mind(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_the_number_of_evicted_nodes_is_bounded(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """One more is refused, and disturbs no node; evicting one of them again is not one more."""
         monkeypatch.setattr(decide, "MOST_EVICTED", 2)
         run = ScriptedRun(min_nodes=1, max_nodes=4)
@@ -243,14 +243,14 @@ class TestEvicting:
         run.evict("a")
         assert "a" not in run.state.nodes
 
-    def test_who_is_out_can_be_seen(self) -> None:
+    def test_evicted_nodes_are_listed(self) -> None:
         """By name, in order."""
         run = ScriptedRun(min_nodes=1, max_nodes=2)
         run.start("a", "b")
         run.evict("c", "b")
         assert list(run_message(run.state).evicted_node_ids) == ["b", "c"]
 
-    def test_a_closed_run_has_nobody_to_take_out(self) -> None:
+    def test_a_closed_run_has_no_node_to_evict(self) -> None:
         """And the refusal has its outcome."""
         run = ScriptedRun()
         run.start("a")
@@ -273,7 +273,7 @@ class TestReadmitting:
         assert run.join("a") > old
         assert sorted(run.ranks) == ["a", "b"]
 
-    def test_readmitting_alone_brings_nobody_back(self) -> None:
+    def test_readmitting_alone_brings_no_node_back(self) -> None:
         """The node has to join by itself."""
         run = ScriptedRun(min_nodes=2, max_nodes=2)
         run.start("a", "b")
@@ -282,7 +282,7 @@ class TestReadmitting:
         assert list(run.state.nodes) == ["b"]
         assert run.phase is Phase.JOINABLE
 
-    def test_who_may_join_anyway_is_not_readmitted(self) -> None:
+    def test_a_node_that_may_join_anyway_is_not_readmitted(self) -> None:
         """Nothing changes."""
         run = ScriptedRun(min_nodes=1, max_nodes=2)
         run.start("a", "b")

@@ -114,7 +114,7 @@ def test_the_policy_topology(places: str, former: str, expected: str) -> None:
 
 
 @pytest.mark.parametrize("policy", RankPolicy)
-def test_the_order_of_joining_gives_nobody_a_rank(policy: RankPolicy) -> None:
+def test_the_order_of_joining_does_not_affect_ranks(policy: RankPolicy) -> None:
     """The same nodes get the same ranks in any order of joining, which is chance."""
     members = [node(f"n{number}", topology=f"r{number % 3}") for number in range(7)]
     expected = ids(assign_seats(members, {"n5": 0, "n1": 3}, policy))
@@ -148,7 +148,7 @@ former_rounds = st.lists(st.sampled_from(NAMES), unique=True)
 
 
 @given(members=members_of_a_round, former=former_rounds, policy=st.sampled_from(RankPolicy))
-def test_whoever_takes_part_the_ranks_are_exact(
+def test_the_ranks_are_exact_for_any_members(
     members: list[tuple[str, int, str, str]], former: list[str], policy: RankPolicy
 ) -> None:
     """Group, worker and role ranks are partitions without gap or overlap, under every policy."""
@@ -168,7 +168,7 @@ def test_whoever_takes_part_the_ranks_are_exact(
 
 
 @given(members=members_of_a_round, former=former_rounds)
-def test_under_stable_whoever_can_keep_a_rank_keeps_it(
+def test_under_stable_a_node_that_can_keep_its_rank_keeps_it(
     members: list[tuple[str, int, str, str]], former: list[str]
 ) -> None:
     """In a smaller round as in a larger one."""

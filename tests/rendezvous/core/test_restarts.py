@@ -75,7 +75,7 @@ class TestTheWindow:
         assert run.state.run_end is not None
         assert run.state.run_end.detail.endswith("all 2 restarts were used up in 600 s")
 
-    def test_what_has_left_it_is_forgotten_in_time(self) -> None:
+    def test_restarts_that_have_left_it_are_forgotten_in_time(self) -> None:
         """The state shows the current count, also if nothing else happens."""
         run = ScriptedRun(max_restarts=2, restart_window=600.0, keep_alive_interval=1e6)
         run.start("a")
@@ -245,7 +245,7 @@ class TestHoldingBack:
         run.fail("a")
         assert run.phase is Phase.CLOSED
 
-    def test_who_comes_and_goes_meanwhile_changes_nothing(self) -> None:
+    def test_nodes_that_come_and_go_meanwhile_change_nothing(self) -> None:
         """The pause belongs to the run; the nodes present at its end take part, and a last call runs beside it."""
         settings = {"restart_backoff": 30.0, "last_call_timeout": 3.0, "disconnect_grace": 0.25}
         run = ScriptedRun(min_nodes=1, max_nodes=3, max_restarts=9, **settings)
@@ -259,7 +259,7 @@ class TestHoldingBack:
         run.later(0.15)
         assert run.ranks == ["a", "c"]
 
-    def test_it_ends_although_everybody_has_gone(self) -> None:
+    def test_it_ends_although_all_nodes_have_gone(self) -> None:
         """Once it is over nothing is waited for, and the next node that joins gets a round at once."""
         run = ScriptedRun(max_restarts=9, restart_backoff=30.0)
         run.start("a")
@@ -282,7 +282,7 @@ class TestHoldingBack:
         assert run.state.hold_until is None
         assert run.later(60.0) == []
 
-    def test_it_is_held_back_anew_by_a_server_that_starts_again(self) -> None:
+    def test_it_is_held_back_again_by_a_server_that_starts_again(self) -> None:
         """Like every deadline."""
         run = ScriptedRun(max_restarts=9, restart_backoff=30.0)
         run.start("a")

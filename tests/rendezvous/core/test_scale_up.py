@@ -41,7 +41,7 @@ def test_newcomers_are_let_in_together(run: ScriptedRun) -> None:
     assert ended.restart_count == 0
 
 
-def test_who_comes_later_prolongs_nothing() -> None:
+def test_a_later_newcomer_does_not_prolong_the_delay() -> None:
     """Otherwise frequent newcomers would keep all of them out."""
     run = ScriptedRun(min_nodes=1, max_nodes=9, scale_up_policy=ScaleUpPolicy.DELAYED, scale_up_delay=10.0)
     run.start("a")
@@ -61,7 +61,7 @@ def test_newcomers_that_fill_the_round_are_let_in_as_soon_as_one_is_ready(run: S
     assert ended.end.detail == "nodes c and d joined"
 
 
-def test_nobody_is_waited_for_when_the_newcomer_has_gone(run: ScriptedRun) -> None:
+def test_the_delay_ends_when_the_newcomer_has_gone(run: ScriptedRun) -> None:
     """The round runs on; the next newcomer starts a delay of its own."""
     run.join("c")
     run.later(9)
@@ -121,7 +121,7 @@ def test_a_round_that_ends_for_another_reason_takes_the_gathered_along(run: Scri
     assert run.later(60) == []
 
 
-def test_a_full_round_gathers_nobody(run: ScriptedRun) -> None:
+def test_a_full_round_gathers_no_newcomers(run: ScriptedRun) -> None:
     """Spares wait for a free rank, not for a restart."""
     run.let_in("c", "d")
     run.run_round()

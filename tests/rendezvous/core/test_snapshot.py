@@ -188,7 +188,7 @@ def run(request: pytest.FixtureRequest) -> ScriptedRun:
     return run
 
 
-def test_what_is_read_back_is_what_a_replay_makes(run: ScriptedRun) -> None:
+def test_a_restored_run_equals_a_replayed_one(run: ScriptedRun) -> None:
     """Every field of the run, its deadlines too: they all start again when the server does, either way."""
     restored, folded = kept(run), replayed(run)
     for state in (restored, folded):
@@ -205,13 +205,13 @@ def test_order_is_kept(run: ScriptedRun) -> None:
     assert list(restored.seats) == list(run.state.seats)
 
 
-def test_a_snapshot_of_what_was_read_back_is_the_same(run: ScriptedRun) -> None:
+def test_a_snapshot_of_a_restored_run_is_the_same(run: ScriptedRun) -> None:
     """To the byte: checkpoints of checkpoints lose nothing."""
     first, second = take_snapshot(run.state), take_snapshot(kept(run), run.now - 90_000.0)
     assert encode_snapshot(first) == encode_snapshot(second)
 
 
-def test_a_run_that_was_read_back_goes_on_as_the_other_does(run: ScriptedRun) -> None:
+def test_a_restored_run_goes_on_like_a_replayed_one(run: ScriptedRun) -> None:
     """The same commands at the same times have the same results, until a round runs."""
     runs = [kept(run), replayed(run)]
     for state in runs:
@@ -278,7 +278,7 @@ def test_numbers_go_on_in_a_run_that_comes_again() -> None:
     assert state.restart_count == 0
 
 
-def test_what_was_used_of_the_budgets_of_a_run_without_an_end_outlives_it() -> None:
+def test_the_used_budgets_of_a_run_without_an_end_outlive_it() -> None:
     """Such a run goes on without its other state, but with no more restarts left, and with its evicted nodes."""
     run = ScriptedRun(
         min_nodes=1, max_nodes=2, max_restarts=1, restart_window=3600.0, max_restarts_per_node=3
@@ -298,7 +298,7 @@ def test_what_was_used_of_the_budgets_of_a_run_without_an_end_outlives_it() -> N
     assert failures.counted(state) == failures.counted_of(state, "a") == 1
 
 
-def test_what_a_run_used_of_its_budgets_ends_with_it() -> None:
+def test_the_used_budgets_of_a_closed_run_end_with_it() -> None:
     """The next run of its name has its numbers, and budgets of its own."""
     run = ScriptedRun(min_nodes=1, max_nodes=1, max_restarts=3)
     run.start("a")

@@ -14,7 +14,7 @@ def states(state: RunState) -> dict[str, int]:
     return {node.node_id: node.state for node in run_message(state).nodes}
 
 
-def test_who_waits_beside_a_full_round_is_a_spare() -> None:
+def test_a_node_that_waits_beside_a_full_round_is_a_spare() -> None:
     """Beside a round with room it waits, to be let in when the round ends."""
     full = ScriptedRun(min_nodes=1, max_nodes=1)
     full.start("a")
@@ -27,7 +27,7 @@ def test_who_waits_beside_a_full_round_is_a_spare() -> None:
     assert states(roomy.state)["b"] == pb.NODE_STATE_WAITING
 
 
-def test_while_a_round_is_formed_everybody_waits() -> None:
+def test_while_a_round_is_formed_all_nodes_wait() -> None:
     """Without a round there are no spares."""
     run = ScriptedRun(min_nodes=2, max_nodes=2)
     run.join("a")

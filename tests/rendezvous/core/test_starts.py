@@ -63,7 +63,7 @@ def test_a_report_that_repeats_or_concerns_another_round_changes_nothing() -> No
     assert len(run.of_type(facts.RoundStarted)) == 1
 
 
-def test_who_has_no_seat_reports_nothing() -> None:
+def test_a_report_of_a_node_without_a_seat_is_ignored() -> None:
     """A spare, and an agent that joined under the name of a participant."""
     run = ScriptedRun(2, 2)
     run.start("a", "b")
@@ -85,7 +85,7 @@ def test_who_has_no_seat_reports_nothing() -> None:
     ],
     ids=["failed", "left", "restarted", "closed", "succeeded", "grown"],
 )
-def test_a_round_that_ends_before_is_recorded_with_what_is_known(end: object, ends_with: type) -> None:
+def test_a_round_that_ends_before_is_recorded_with_the_reports_so_far(end: object, ends_with: type) -> None:
     """Before its end, or its first failure. If no node has reported, there is nothing to record."""
     for reports in (0, 2):
         run = ScriptedRun(3, 4, max_restarts=5)
@@ -101,7 +101,7 @@ def test_a_round_that_ends_before_is_recorded_with_what_is_known(end: object, en
             assert kinds[kinds.index(facts.RoundStarted) + 1] is ends_with
 
 
-def test_what_is_reported_of_a_round_that_failed_is_not_recorded() -> None:
+def test_reports_of_a_round_that_failed_are_not_recorded() -> None:
     """While its end waits for its cause: older versions take the record for one of a round without a failure."""
     run = run_of_three()
     run.state.settings = replace(run.state.settings, max_restarts=0)
@@ -112,7 +112,7 @@ def test_what_is_reported_of_a_round_that_failed_is_not_recorded() -> None:
     assert run.of_type(facts.RoundStarted) == []
 
 
-def test_a_server_that_starts_again_records_no_start_twice_and_hears_the_others_again() -> None:
+def test_a_server_that_starts_again_records_no_start_twice_and_takes_reports_again() -> None:
     """It has the record in its snapshot; reports are no facts, and a duration that it did not measure is unknown."""
     run = run_of_three()
     report(run, "a", LONG)

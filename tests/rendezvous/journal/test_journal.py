@@ -111,7 +111,7 @@ async def test_appends_made_together_are_all_kept(shelf: Shelf) -> None:
     assert list(recovered.store_entries) == ([change("k", b"50")] if shelf.lasts else [])
 
 
-async def test_what_is_being_appended_when_it_is_closed_is_kept(shelf: Shelf) -> None:
+async def test_an_append_that_is_pending_at_the_close_is_kept(shelf: Shelf) -> None:
     """Closing is no crash."""
     appends = [asyncio.ensure_future(shelf.journal.append([record(revision)])) for revision in range(1, 6)]
     await asyncio.sleep(0)
@@ -120,7 +120,7 @@ async def test_what_is_being_appended_when_it_is_closed_is_kept(shelf: Shelf) ->
     assert len(recovered.records) == (5 if shelf.lasts else 0)
 
 
-async def test_a_caller_that_goes_away_disturbs_nobody(shelf: Shelf) -> None:
+async def test_a_caller_that_goes_away_does_not_disturb_others(shelf: Shelf) -> None:
     """Its entries may or may not be kept; those of the others are."""
     appends = [asyncio.ensure_future(shelf.journal.append([change(str(n), b"x")])) for n in range(5)]
     await asyncio.sleep(0)
@@ -145,7 +145,7 @@ async def test_a_recovery_begins_with_the_latest_checkpoint_of_each_run(shelf: S
         assert recovered == Recovered([], [], [])
 
 
-async def test_what_a_checkpoint_dropped_stays_dropped(shelf: Shelf) -> None:
+async def test_records_that_a_checkpoint_dropped_stay_dropped(shelf: Shelf) -> None:
     """Also if a later one would keep it."""
     await shelf.journal.append([record(1), record(2), record(3), checkpoint(3, 3)])
     await shelf.journal.append([record(4), checkpoint(4, 1)])
@@ -154,7 +154,7 @@ async def test_what_a_checkpoint_dropped_stays_dropped(shelf: Shelf) -> None:
     assert list(recovered.records) == ([record(3), record(4)] if shelf.lasts else [])
 
 
-async def test_of_a_run_that_is_forgotten_only_the_rest_is_kept(shelf: Shelf) -> None:
+async def test_only_the_checkpoint_of_a_forgotten_run_is_kept(shelf: Shelf) -> None:
     """It comes back as a checkpoint without records; keys of the same name in other runs stay."""
     await shelf.journal.append([record(1), record(2), change("k", b"x"), change("k", b"y", 2)])
     await shelf.journal.append([record(1, "b"), change("k", b"z", run_id="b")])
@@ -191,7 +191,7 @@ async def test_a_forgotten_run_that_comes_again_goes_on_from_its_revision(
     assert list(recovered.store_entries) == ([change("k", b"third")] if shelf.lasts else [])
 
 
-async def test_of_a_run_that_is_dropped_nothing_is_kept(shelf: Shelf) -> None:
+async def test_nothing_of_a_dropped_run_is_kept(shelf: Shelf) -> None:
     """For any number of runs; only the mark comes back. A fenced state of that name, set since, is not part of it."""
     for number in range(40):
         run_id = f"run {number}"

@@ -22,7 +22,7 @@ async def test_a_refusal_is_raised() -> None:
 
 
 @pytest.mark.parametrize("outcome", [b"1", RunNotFound("r")], ids=["answered", "refused"])
-async def test_who_has_gone_is_told_nothing(outcome: bytes | RunNotFound) -> None:
+async def test_a_cancelled_request_gets_no_outcome(outcome: bytes | RunNotFound) -> None:
     answer = PendingRequest[bytes](run_id="r")
     answer.reply.cancel()
     answer.settle(outcome)

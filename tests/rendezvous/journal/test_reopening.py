@@ -152,7 +152,7 @@ async def test_a_server_that_starts_again_waits_for_the_nodes_of_a_closed_run(se
     await server.join()
 
 
-async def test_what_the_ended_incarnation_writes_is_refused(server: Server) -> None:
+async def test_a_write_of_the_ended_incarnation_is_refused(server: Server) -> None:
     """Under its lease, in its round, in the run's own space; before and after another server starts."""
     former = await closed(server)
     late = writer_of(former)

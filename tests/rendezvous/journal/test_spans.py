@@ -24,7 +24,7 @@ def test_only_the_next_record_is_taken(revision: int) -> None:
 @pytest.mark.parametrize(
     ("revision", "keep_from", "first"), [(5, 6, 6), (5, 4, 4), (3, 4, 4), (5, 1, 3), (2, 1, 3)]
 )
-def test_a_checkpoint_drops_what_it_does_not_keep(revision: int, keep_from: int, first: int) -> None:
+def test_a_checkpoint_drops_records_that_it_does_not_keep(revision: int, keep_from: int, first: int) -> None:
     """Possibly none, or all; records that were dropped before do not come back."""
     span = Span(3, 5)
     span.cover(checkpoint(revision, keep_from))

@@ -46,7 +46,7 @@ async def test_appends_made_together_share_one_commit(journal: SqliteJournal) ->
     assert commits.count == 1
 
 
-async def test_what_arrives_during_a_commit_makes_up_the_next(journal: SqliteJournal) -> None:
+async def test_appends_during_a_commit_make_up_the_next(journal: SqliteJournal) -> None:
     """A slow disk makes larger groups, not a longer queue of commits; each append returns after its own commit."""
     async with Commits(journal) as commits:
         disk = threading.Event()
@@ -88,7 +88,7 @@ async def test_the_entries_of_one_call_are_kept_together_or_not_at_all(path: Pat
     assert list(recovered.store_entries) == []
 
 
-async def test_after_a_failed_commit_nothing_is_believed_any_more(journal: SqliteJournal) -> None:
+async def test_after_a_failed_commit_every_append_fails(journal: SqliteJournal) -> None:
     """Appends before, during and after it all get the error; none of them succeeds."""
     await journal.append([record(1)])
     disk = threading.Event()
@@ -104,7 +104,7 @@ async def test_after_a_failed_commit_nothing_is_believed_any_more(journal: Sqlit
             await each
 
 
-async def test_whatever_goes_wrong_in_a_commit_nobody_waits_for_ever(journal: SqliteJournal) -> None:
+async def test_no_append_waits_for_ever_after_any_error_of_a_commit(journal: SqliteJournal) -> None:
     """Also after an error that is not SQLite's: a number that it has no room for."""
     with pytest.raises(JournalError, match="too large"):
         await journal.append([change("k", b"x", 2**70)])
@@ -113,7 +113,7 @@ async def test_whatever_goes_wrong_in_a_commit_nobody_waits_for_ever(journal: Sq
 
 
 @pytest.mark.parametrize("entry", [record(3), record(1), checkpoint(1, 3), checkpoint(2, 1), forgotten(0)])
-async def test_what_would_leave_a_gap_is_never_written(path: Path, entry: Entry) -> None:
+async def test_an_entry_that_would_leave_a_gap_is_never_written(path: Path, entry: Entry) -> None:
     """The next start would find it too late; the caller has the bug, and gets the error now."""
     journal = SqliteJournal(path)
     await journal.open()

@@ -264,7 +264,7 @@ TOLD = re.compile(r"write\(1<.*\\x74\\x6f\\x6c\\x64\\x20")  # `told ` as strace 
 
 
 @pytest.mark.parametrize("fault", ["a sync failed", "killed before the sync"])
-def test_what_another_process_left_in_memory_is_on_the_disk_before_it_is_told(
+def test_an_unsynced_commit_of_another_process_is_synced_before_it_is_reported(
     path: Path, strace: str, fault: str
 ) -> None:
     """The commit that was not synced is read and reported: then it must outlive a loss of power at that moment.

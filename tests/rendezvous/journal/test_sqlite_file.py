@@ -51,7 +51,7 @@ async def test_the_lock_keeps_out_a_second_journal_of_the_same_process(
     await journal.append([record(1)])
 
 
-def test_a_place_that_can_not_be_is_refused_in_one_line(tmp_path: Path) -> None:
+def test_an_impossible_path_is_refused_in_one_line(tmp_path: Path) -> None:
     """A folder that is a file, a file that is a folder."""
     (tmp_path / "file").write_bytes(b"")
     (tmp_path / "folder").mkdir()
@@ -134,7 +134,7 @@ def test_a_log_that_lost_acknowledged_commits_is_noticed(crashed: Path, damage: 
     assert len(recover(crashed).records) == 10
 
 
-def test_one_may_go_on_from_what_there_is(crashed: Path) -> None:
+def test_without_its_lock_file_a_journal_opens_with_the_remaining_records(crashed: Path) -> None:
     """After the lock file is removed, as the message advises; from then on commits are counted again."""
     log = crashed.with_name(crashed.name + "-wal")
     log.write_bytes(log.read_bytes().replace(b"fact 7\0", b"fact 8\0"))

@@ -106,7 +106,7 @@ class History:
                 if "lost commits that were acknowledged" in str(error):
                     if not self.lies:
                         raise AssertionError("only a disk that lies loses commits") from error
-                    self._begin_anew()
+                    self._accept_contents()
                     continue
                 if not self.disk.struck:
                     raise AssertionError(f"a journal that is whole opens: {error}") from error
@@ -128,7 +128,7 @@ class History:
         self.lies = False
         self._note_lock()
 
-    def _begin_anew(self) -> None:
+    def _accept_contents(self) -> None:
         """Follow the message: continue with the present contents."""
         self._lock.unlink()
         self.locks = [b""]
@@ -142,7 +142,7 @@ class History:
     ],
     ids=str,
 )
-def test_a_journal_holds_what_was_acknowledged(seeds: range, tmp_path: Path) -> None:
+def test_a_journal_holds_all_acknowledged_calls(seeds: range, tmp_path: Path) -> None:
     """After kill, power loss, torn writes, a full, lying or failing disk: acknowledged calls are there, each whole."""
     play(seeds, tmp_path)
 
@@ -181,7 +181,7 @@ def sync_now_and_then(patch: pytest.MonkeyPatch) -> None:
         return connection
 
 
-def acknowledge_what_failed(patch: pytest.MonkeyPatch) -> None:
+def acknowledge_failed_commits(patch: pytest.MonkeyPatch) -> None:
     """A failed commit counts as made."""
 
     @instead_of(patch, JournalFile, "commit")
@@ -200,7 +200,7 @@ def commit_entry_by_entry(patch: pytest.MonkeyPatch) -> None:
                 commit(self, [[entry]])
 
 
-def believe_what_the_kernel_shows(patch: pytest.MonkeyPatch) -> None:
+def believe_unsynced_contents(patch: pytest.MonkeyPatch) -> None:
     """Contents found at the start are used, although their sync may have failed or never come."""
     patch.setattr(sqlite, "write_again", lambda path: None)
 
@@ -215,9 +215,9 @@ Plant = Callable[[pytest.MonkeyPatch], None]
 PLANTS: tuple[Plant, ...] = (
     believe_the_log_without_sync,
     sync_now_and_then,
-    acknowledge_what_failed,
+    acknowledge_failed_commits,
     commit_entry_by_entry,
-    believe_what_the_kernel_shows,
+    believe_unsynced_contents,
     count_commits_before_they_are_made,
 )
 

@@ -13,7 +13,7 @@ from rallypoint.timer.client.pacing import Batching
 @pytest.mark.parametrize(
     ("after", "seconds"), [(math.inf, 5.0), (600.0, 5.0), (20.0, 2.0), (0.5, 0.05), (0.01, 0.01)]
 )
-async def test_a_timer_is_told_of_within_a_tenth_of_its_duration(after: float, seconds: float) -> None:
+async def test_a_timer_is_sent_within_a_tenth_of_its_duration(after: float, seconds: float) -> None:
     """It is not sent sooner than is useful, nor later than other changes."""
     news = Batching(linger=5.0)
     began = asyncio.get_running_loop().time()
@@ -21,7 +21,7 @@ async def test_a_timer_is_told_of_within_a_tenth_of_its_duration(after: float, s
     assert news._due - began == pytest.approx(seconds, abs=0.005)
 
 
-async def test_what_is_more_urgent_takes_the_rest_along() -> None:
+async def test_a_more_urgent_change_takes_the_others_along() -> None:
     """A short timer, or an end, does not wait for the change that came before it."""
     news = Batching(linger=3600.0)
     news.note()
@@ -35,7 +35,7 @@ async def test_what_is_more_urgent_takes_the_rest_along() -> None:
     await news.gathered()
 
 
-async def test_nothing_is_told_where_nothing_changed() -> None:
+async def test_nothing_is_sent_without_a_change() -> None:
     """`gathered` returns once per batch of changes."""
     news = Batching(linger=0.0)
     news.note()

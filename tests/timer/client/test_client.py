@@ -81,7 +81,7 @@ async def node(service: Service) -> AsyncIterator[Node]:
     await node.client.close(grace=0)
 
 
-async def test_what_runs_out_is_told_once_and_gone(service: Service, node: Node) -> None:
+async def test_an_expired_timer_is_reported_once_and_removed(service: Service, node: Node) -> None:
     """A timer is acquired, expires, is handled, and is acknowledged."""
     node.client.acquire("0@1", "s", 0.05)
     await until(lambda: len(node.expired) == 1)
@@ -92,7 +92,7 @@ async def test_what_runs_out_is_told_once_and_gone(service: Service, node: Node)
     assert not node.client.holds(expired)
 
 
-async def test_what_is_released_is_not_told(service: Service, clock: Clock) -> None:
+async def test_a_released_timer_is_not_reported(service: Service, clock: Clock) -> None:
     """Neither a released timer, nor a cleared one, nor one that was renewed in time is reported."""
     await service.server.stop()
     await service.start(TimerSettings(lag=LagSettings(tolerance=1e9)), clock)
@@ -114,7 +114,7 @@ async def test_what_is_released_is_not_told(service: Service, clock: Clock) -> N
     await node.client.close()
 
 
-async def test_a_restarted_service_is_told_everything_with_the_time_that_has_passed(
+async def test_a_restarted_service_receives_all_timers_with_their_elapsed_time(
     service: Service, clock: Clock
 ) -> None:
     """Exact, because both clocks stand still during the checks."""
@@ -140,7 +140,7 @@ async def test_a_restarted_service_is_told_everything_with_the_time_that_has_pas
     await node.client.close()
 
 
-async def test_a_killed_service_fires_at_the_deadline_it_was_told_before(tmp_path: Path) -> None:
+async def test_a_deadline_survives_the_kill_of_the_service(tmp_path: Path) -> None:
     """A real process is SIGKILLed and started again: a timer registered before expires at its deadline."""
     address = f"unix:{tmp_path / 'timer'}"
 
@@ -181,7 +181,7 @@ async def test_a_killed_service_fires_at_the_deadline_it_was_told_before(tmp_pat
         await process.communicate()
 
 
-async def test_an_expiry_that_could_not_be_dealt_with_is_told_again(service: Service) -> None:
+async def test_an_unhandled_expiry_is_reported_again(service: Service) -> None:
     """It is reported until the handler has dealt with it."""
     await service.server.stop()
     await service.start(TimerSettings(reoffer_interval=0.05))
@@ -195,14 +195,14 @@ async def test_an_expiry_that_could_not_be_dealt_with_is_told_again(service: Ser
     await node.client.close()
 
 
-async def test_one_that_raises_counts_as_dealt_with(service: Service, node: Node) -> None:
+async def test_an_expiry_whose_handler_raises_counts_as_handled(service: Service, node: Node) -> None:
     """The expiry is acknowledged, as in torch; the log has the traceback."""
     node.answer = ValueError("reaping failed")
     node.client.acquire("0@1", "s", 0.01)
     await until(lambda: len(node.expired) == 1 and len(service.watchdog.table) == 0)
 
 
-async def test_dealing_with_an_expiry_once_at_a_time(service: Service) -> None:
+async def test_an_expiry_is_handled_once_at_a_time(service: Service) -> None:
     """It is handled once for all reports, also on a new stream; then it is acknowledged on the new stream."""
     await service.server.stop()
     await service.start(TimerSettings(reoffer_interval=0.02))
@@ -242,7 +242,7 @@ async def test_a_new_lease_is_no_trouble(service: Service, caplog: pytest.LogCap
     await node.client.close(grace=0)
 
 
-async def test_closing_tells_the_service_that_no_worker_is_left(service: Service, node: Node) -> None:
+async def test_closing_removes_all_timers_from_the_service(service: Service, node: Node) -> None:
     """No timer is left there to expire."""
     node.client.acquire("0@1", "s", 60.0)
     # The table alone is not enough: a client that is not subscribed yet does not wait for the service when it closes.
@@ -286,7 +286,7 @@ async def test_closing_does_not_wait_for_a_service_that_is_gone(service: Service
     await asyncio.wait_for(node.client.close(grace=600), PATIENCE)
 
 
-async def test_who_is_superseded_says_so_and_goes_on_trying(service: Service) -> None:
+async def test_a_superseded_agent_reports_it_and_goes_on_trying(service: Service) -> None:
     """The older of two agents of one node takes nothing from the newer one; a newer lease gives it the node at once."""
     older = Node(service.channel(), lease=1)
     older.client.acquire("0@1", "s", 60.0)
@@ -328,7 +328,7 @@ async def test_two_agents_of_one_node_take_turns_at_a_bounded_rate(
         await node.client.close(grace=0)
 
 
-async def test_a_second_life_of_a_run_is_guarded_whatever_its_numbers(service: Service) -> None:
+async def test_a_second_life_of_a_run_is_guarded_with_any_lease_number(service: Service) -> None:
     """Static, c10d and memory rendezvous restart with low numbers, and the service remembers high ones."""
     first = Node(service.channel(), lease=50, incarnation="first")
     first.client.acquire("0@1", "s", 60.0)
@@ -346,7 +346,7 @@ async def test_a_second_life_of_a_run_is_guarded_whatever_its_numbers(service: S
     await second.client.close()
 
 
-async def test_a_service_that_does_not_answer_is_told_after_a_while(tmp_path: Path) -> None:
+async def test_a_service_that_does_not_answer_is_reported_after_a_while(tmp_path: Path) -> None:
     """The log gets that no service guards the workers, and later that one does; a short break is not reported."""
     service = Service(tmp_path / "timer")
     node = Node(service.channel())
@@ -361,7 +361,7 @@ async def test_a_service_that_does_not_answer_is_told_after_a_while(tmp_path: Pa
     await service.close()
 
 
-async def test_an_expiry_that_crossed_a_release_is_acknowledged_and_nobody_reaped(tmp_path: Path) -> None:
+async def test_an_expiry_that_crossed_a_release_is_only_acknowledged(tmp_path: Path) -> None:
     """The sequence number shows that the worker holds another timer of that name by now, or none."""
 
     async def crossed(script: Scripted, requests: Any, context: Any) -> AsyncIterator[pb.SuperviseEvent]:
@@ -439,7 +439,7 @@ async def test_any_other_end_of_the_stream_is_retried(tmp_path: Path) -> None:
         await node.client.close(grace=0)
 
 
-async def test_a_client_comes_back_from_what_it_can_not_deal_with(
+async def test_a_client_recovers_from_an_invalid_event_or_a_bug(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """After an invalid event of the service, or a bug of its own, it logs the error and subscribes again."""

@@ -58,7 +58,7 @@ def kinds(actions: list[pb.SuperviseAction]) -> list[str | None]:
     return [action.WhichOneof("action") for action in actions]
 
 
-async def test_what_workers_do_is_told(tmp_path: Path, clock: Clock) -> None:
+async def test_completions_steps_and_timers_that_learn_are_sent(tmp_path: Path, clock: Clock) -> None:
     """The client sends how long scopes took, the steps of workers, and which timers learn."""
 
     async def stream(script: Scripted, requests: Any, context: Any) -> AsyncIterator[pb.SuperviseEvent]:
@@ -94,7 +94,7 @@ async def test_what_workers_do_is_told(tmp_path: Path, clock: Clock) -> None:
         await node.client.close(grace=0)
 
 
-async def test_what_the_service_learned_is_brought_to_the_next(tmp_path: Path, clock: Clock) -> None:
+async def test_learned_data_is_brought_to_the_next_service(tmp_path: Path, clock: Clock) -> None:
     """It is sent before the timers and `registered`, without scopes that the service has forgotten."""
 
     async def first(script: Scripted, requests: Any, context: Any) -> AsyncIterator[pb.SuperviseEvent]:
@@ -120,7 +120,7 @@ async def test_what_the_service_learned_is_brought_to_the_next(tmp_path: Path, c
         await node.client.close(grace=0)
 
 
-async def test_a_learned_expiry_says_what_it_was_learned_from(tmp_path: Path, clock: Clock) -> None:
+async def test_a_learned_expiry_has_its_timeout_and_its_count(tmp_path: Path, clock: Clock) -> None:
     """The agent uses the timeout that the service reports, because it knows none."""
 
     async def stream(script: Scripted, requests: Any, context: Any) -> AsyncIterator[pb.SuperviseEvent]:
@@ -183,7 +183,7 @@ async def test_a_run_that_stalls_is_in_the_agents_log(
         assert what in told.getMessage()
 
 
-async def test_that_timers_are_refused_is_logged_once_for_each_worker_and_reason(
+async def test_refused_timers_are_logged_once_for_each_worker_and_reason(
     tmp_path: Path, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A full service refuses thousands of timers of a busy worker a second. A new stream is logged again."""
@@ -212,7 +212,7 @@ async def scopes(service: Service) -> dict[str, int]:
     return {scope.scope: scope.count for scope in answer.scopes if scope.count}
 
 
-async def test_a_hang_is_found_by_what_was_learned(service: Service) -> None:
+async def test_a_hang_is_found_by_a_learned_timeout(service: Service) -> None:
     """It is not found before enough completions; a restarted service gets its data from the agents."""
     settings = TimerSettings(learn_warm_up=3, learn_factor=2.0, learn_least=0.05)
     await service.server.stop()

@@ -209,7 +209,7 @@ class History:
 
 
 @pytest.mark.parametrize("first", [0, *(slow(first) for first in range(1250, 10_000, 1250))])
-def test_only_who_hangs_is_reaped(first: int) -> None:
+def test_only_hung_workers_are_reaped(first: int) -> None:
     """10,000 random histories; the seed is in the assertion's message."""
     reaped, spared = 0, 0
     for seed in range(first, first + 1250):
@@ -230,7 +230,7 @@ def test_only_who_hangs_is_reaped(first: int) -> None:
     assert spared > 250, "the histories hardly spare anybody: they show nothing"
 
 
-def test_what_ends_before_it_was_told_is_never_told() -> None:
+def test_a_timer_that_ends_before_it_was_sent_is_never_sent() -> None:
     """A timer that is acquired and released between two sends costs no message."""
     ledger = TimerMirror()
     for _ in range(1000):
@@ -240,7 +240,7 @@ def test_what_ends_before_it_was_told_is_never_told() -> None:
     assert not ledger.pending
 
 
-def test_only_the_last_of_many_acquisitions_is_told() -> None:
+def test_only_the_last_of_many_acquisitions_is_sent() -> None:
     """It is sent with the time that has passed since it was acquired."""
     ledger = TimerMirror()
     for number in range(5):
@@ -251,7 +251,7 @@ def test_only_the_last_of_many_acquisitions_is_told() -> None:
     assert ledger.take(10.0, 10) == [end("w", "s")]
 
 
-def test_a_worker_that_is_gone_is_told_once() -> None:
+def test_the_end_of_a_worker_is_sent_once() -> None:
     """It costs one message, however many timers it held; a later timer is sent after that."""
     ledger = TimerMirror()
     for number in range(100):
@@ -275,7 +275,7 @@ def test_dealing_with_an_expiry_leaves_a_newer_timer_alone() -> None:
     ]
 
 
-def test_completions_are_told_at_most_once() -> None:
+def test_completions_are_sent_at_most_once() -> None:
     """Those of many workers are sent as one sum; after a break only unsent ones, but the longest again."""
     ledger = TimerMirror()
     for longest in (1.0, 3.0, 2.0):
@@ -291,7 +291,7 @@ def test_completions_are_told_at_most_once() -> None:
     assert ledger.take(0.0, 10) == []
 
 
-def test_a_timer_that_learns_teaches_when_it_is_left() -> None:
+def test_a_timer_that_learns_adds_a_completion_when_it_is_left() -> None:
     """It adds no completion when it is released otherwise, or ends with its worker."""
     ledger = TimerMirror()
     ledger.acquire("w", "s", 0.0, 10.0, "s")
@@ -309,7 +309,7 @@ def test_a_timer_that_learns_teaches_when_it_is_left() -> None:
     assert ledger.take(14.0, 10) == [end("w", "s~2"), end("w", "t"), end("w", "s"), completions("s", 1, 3.0)]
 
 
-def test_what_was_learned_outlives_the_service() -> None:
+def test_learned_data_outlives_the_service() -> None:
     """It is sent again before all else; a service that has less data than its agents does not reduce theirs."""
     ledger = TimerMirror()
     ledger.learned("s", 100, 3.0)
@@ -323,7 +323,7 @@ def test_what_was_learned_outlives_the_service() -> None:
     assert ledger.take(0.0, 1) == [learned("s", 100, 9.0)]
 
 
-def test_the_longest_that_was_lost_comes_with_what_was_learned() -> None:
+def test_a_lost_longest_duration_is_sent_with_the_learned_data() -> None:
     """The message with it may have been on the way when the stream broke."""
     ledger = TimerMirror()
     ledger.learned("s", 100, 3.0)
@@ -333,7 +333,7 @@ def test_the_longest_that_was_lost_comes_with_what_was_learned() -> None:
     assert ledger.take(0.0, 10) == [learned("s", 100, 8.0)]
 
 
-def test_what_is_forgotten_does_not_come_back() -> None:
+def test_forgotten_data_does_not_come_back() -> None:
     """The service's data is dropped, and so are completions seen here, sent already or not."""
     ledger = TimerMirror()
     ledger.learned("s", 100, 3.0)
@@ -363,7 +363,7 @@ def test_scopes_that_learn_are_bounded() -> None:
     assert len(ledger.take(0.0, 10 * MOST_SCOPES)) == MOST_SCOPES
 
 
-def test_only_the_latest_step_is_told() -> None:
+def test_only_the_latest_step_is_sent() -> None:
     """It is sent with the time since it was reached; again after a break; not after the worker has ended."""
     ledger = TimerMirror()
     for step in (7, 8):
@@ -383,7 +383,7 @@ def test_only_the_latest_step_is_told() -> None:
     assert ledger.take(40.0, 10) == [reached("v", 4, 1, 20.0)]
 
 
-def test_a_timer_that_is_renumbered_is_told_again() -> None:
+def test_a_renumbered_timer_is_sent_again() -> None:
     """It is sent unchanged, with the time that has passed."""
     ledger = TimerMirror()
     ledger.acquire("w", "s", 60.0, 0.0)
@@ -397,7 +397,7 @@ def test_a_timer_that_is_renumbered_is_told_again() -> None:
     ]
 
 
-def test_how_far_a_worker_is_can_be_asked() -> None:
+def test_the_progress_of_a_worker_can_be_read() -> None:
     """The mirror has its last change of step, and the time since it; None if it sent none or has ended."""
     ledger = TimerMirror()
     assert ledger.progress_of("w", 10.0) is None

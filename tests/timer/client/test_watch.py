@@ -15,7 +15,7 @@ from support.waiting import until
 LAG = LagSettings(tolerance=0.1, pulse=0.25, settle=1.0)
 
 
-class Told:
+class Pauses:
     """The pauses that a watch reported."""
 
     def __init__(self) -> None:
@@ -27,13 +27,13 @@ class Told:
 
 
 @pytest.fixture
-def told() -> Told:
+def told() -> Pauses:
     """The pauses that the test's watch reports."""
-    return Told()
+    return Pauses()
 
 
 @pytest.fixture
-async def watch(clock: Clock, told: Told) -> AsyncIterator[Watch]:
+async def watch(clock: Clock, told: Pauses) -> AsyncIterator[Watch]:
     """A watch by the test's clock. Its pulse runs, but reads the time that the test set."""
     watch = Watch(clock, LAG, told)
     watch.start()
@@ -41,7 +41,7 @@ async def watch(clock: Clock, told: Told) -> AsyncIterator[Watch]:
     watch.stop()
 
 
-async def test_time_that_is_watched_counts(watch: Watch, clock: Clock, told: Told) -> None:
+async def test_time_that_is_watched_counts(watch: Watch, clock: Clock, told: Pauses) -> None:
     """It counts in full, as long as the watch is not late."""
     before = watch.now()
     for _ in range(10):
@@ -53,7 +53,7 @@ async def test_time_that_is_watched_counts(watch: Watch, clock: Clock, told: Tol
     assert told.pauses == []
 
 
-async def test_a_pause_does_not_count(watch: Watch, clock: Clock, told: Told) -> None:
+async def test_a_pause_does_not_count(watch: Watch, clock: Clock, told: Pauses) -> None:
     """The first reading after it leaves the pause out, and it is reported once."""
     before = watch.now()
     clock.now += 20
@@ -64,13 +64,13 @@ async def test_a_pause_does_not_count(watch: Watch, clock: Clock, told: Told) ->
     assert len(told.pauses) == 1
 
 
-async def test_the_pulse_notices_a_pause_by_itself(watch: Watch, clock: Clock, told: Told) -> None:
+async def test_the_pulse_notices_a_pause_by_itself(watch: Watch, clock: Clock, told: Pauses) -> None:
     """It is noticed without a reading."""
     clock.now += 20
     await until(lambda: bool(told.pauses))
 
 
-async def test_what_began_before_a_pause_is_as_old_as_was_watched(watch: Watch, clock: Clock) -> None:
+async def test_a_timer_from_before_a_pause_ages_only_by_watched_time(watch: Watch, clock: Clock) -> None:
     """The result is the same before the pause and after it."""
     began = clock.now - 5
     known_before = watch.at(began)
@@ -81,7 +81,7 @@ async def test_what_began_before_a_pause_is_as_old_as_was_watched(watch: Watch, 
     assert watch.now() - watch.at(began) <= 5 + 2 * LAG.pulse
 
 
-async def test_what_began_in_a_pause_begins_with_its_end(watch: Watch, clock: Clock) -> None:
+async def test_a_timer_that_began_in_a_pause_counts_from_its_end(watch: Watch, clock: Clock) -> None:
     """Only the agent was paused: a worker that began then is no older than the agent has watched it."""
     clock.now += 20
     shown = watch.now()
@@ -102,7 +102,7 @@ async def test_between_two_pauses_time_counts(watch: Watch, clock: Clock) -> Non
     assert watch.now() - watch.at(began) <= 0.5
 
 
-async def test_nothing_is_noticed_before_it_starts_and_after_it_stops(clock: Clock, told: Told) -> None:
+async def test_nothing_is_noticed_before_it_starts_and_after_it_stops(clock: Clock, told: Pauses) -> None:
     """A stopped watch has no pauses."""
     watch = Watch(clock, LAG, told)
     clock.now += 100

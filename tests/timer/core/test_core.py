@@ -33,7 +33,7 @@ def table(**changes: float) -> TimerTable:
     return TimerTable(0.0, TimerSettings(**{"lag": LAG, **changes}))  # type: ignore[arg-type]
 
 
-def test_a_release_that_waited_through_a_pause_is_taken_before_anybody_is_accused() -> None:
+def test_a_release_that_waited_through_a_pause_is_applied_before_any_expiry() -> None:
     """After a pause of 20 s with 1,000 timers due, only the timers not released in time expire."""
     timers = table()
     agent = timers.subscribe(RUN, "a", 1, 0.0)
@@ -72,7 +72,7 @@ def test_a_deadline_survives_a_restart_of_the_service() -> None:
     assert (expiry.after, expiry.late_by, expiry.sequence) == (10.0, 0.0, 7)
 
 
-def test_what_a_new_stream_does_not_name_ends_with_registered() -> None:
+def test_timers_that_a_new_stream_does_not_name_end_with_registered() -> None:
     """They do not end before it, and timers of single calls stay."""
     timers = table()
     earlier = timers.subscribe(RUN, "a", 0, 0.0)
@@ -86,7 +86,7 @@ def test_what_a_new_stream_does_not_name_ends_with_registered() -> None:
     assert [(view.name.scope, view.remaining) for view in timers.timers(10.0)] == [("call", 50), ("kept", 50)]
 
 
-def test_an_expiry_is_told_again_until_acknowledged() -> None:
+def test_an_expiry_is_sent_again_until_acknowledged() -> None:
     """It keeps its id, every reoffer_interval; acknowledging ends the timer."""
     timers = table()
     agent = timers.subscribe(RUN, "a", 0, 0.0)
@@ -110,7 +110,7 @@ def test_an_expiry_waits_for_its_agent() -> None:
     assert (expiry.sequence, expiry.late_by) == (0, 99.0)
 
 
-def test_a_flood_of_expiries_is_told_in_portions() -> None:
+def test_a_flood_of_expiries_is_sent_in_portions() -> None:
     """Releases can be read in between; expiries come in order, none twice, none lost."""
     timers = table()
     agent = timers.subscribe(RUN, "a", 0, 0.0)
@@ -124,7 +124,7 @@ def test_a_flood_of_expiries_is_told_in_portions() -> None:
     assert told == list(range(1, 5001))
 
 
-def test_what_nobody_claims_is_forgotten() -> None:
+def test_a_node_that_never_comes_back_is_forgotten() -> None:
     """A node that never comes back leaves nothing behind: no timer, no lease, no wake-up."""
     timers = table()
     agent = timers.subscribe(RUN, "a", 3, 0.0)
@@ -169,7 +169,7 @@ def test_leases_of_two_lives_of_a_run_are_not_compared() -> None:
     timers.subscribe(RUN, "a", 2, 104.0, incarnation="second", lease_age=4.0)
 
 
-def test_what_arrives_late_does_not_become_the_newer_one() -> None:
+def test_a_late_subscription_does_not_become_the_newer_one() -> None:
     """Several subscriptions of an agent count from the earliest time, because messages can only be late."""
     timers = table()
     timers.subscribe(RUN, "a", 50, 100.0, incarnation="first", lease_age=90.0)
@@ -179,7 +179,7 @@ def test_what_arrives_late_does_not_become_the_newer_one() -> None:
         timers.subscribe(RUN, "a", 50, 120.0, incarnation="first", lease_age=11.0)
 
 
-def test_a_service_that_knows_nothing_earlier_is_not_deceived_by_what_arrives_late() -> None:
+def test_a_restarted_service_is_not_deceived_by_a_late_subscription() -> None:
     """After a restart, the agent of the ended incarnation seems younger until its second request."""
     timers = table()
     second = timers.subscribe(RUN, "a", 2, 100.0, incarnation="second", lease_age=2.0)
@@ -192,7 +192,7 @@ def test_a_service_that_knows_nothing_earlier_is_not_deceived_by_what_arrives_la
     timers.register(third, "0@1", "s", 60.0, 105.0, sequence=1)
 
 
-def test_who_knows_no_incarnations_is_judged_by_numbers() -> None:
+def test_a_client_without_incarnations_is_judged_by_lease_numbers() -> None:
     """Clients of other authors, and of older versions, have no incarnation."""
     timers = table()
     timers.subscribe(RUN, "a", 3, 0.0)
@@ -387,7 +387,7 @@ def test_a_worker_that_hung_while_its_scope_was_learned_runs_out_at_once(account
     assert expiry.learned == Learned("step", 20, 4.0)
 
 
-def test_who_leaves_just_as_enough_was_seen_is_not_accused() -> None:
+def test_a_timer_released_just_as_the_warm_up_ends_does_not_expire() -> None:
     """Its release comes between the last completion that was needed and the watchdog's next wake-up."""
     timers = table()
     agent = timers.subscribe(RUN, "a", 0, 0.0)
@@ -414,7 +414,7 @@ def test_a_longer_completion_moves_the_deadlines_of_all_that_run() -> None:
     assert (expiry.after, expiry.late_by) == (50.0, 0.0)
 
 
-def test_what_ran_out_is_told_again_by_what_it_ran_out_by() -> None:
+def test_a_repeated_expiry_keeps_its_timeout_and_learned_data() -> None:
     """Later completions and forgetting don't change it: the report must not contradict itself."""
     timers = table()
     agent = timers.subscribe(RUN, "a", 0, 0.0)
@@ -429,7 +429,7 @@ def test_what_ran_out_is_told_again_by_what_it_ran_out_by() -> None:
     assert (again.after, again.learned) == (first.after, first.learned) == (20.0, Learned("step", 20, 4.0))
 
 
-def test_forgetting_lets_those_that_run_learn_anew() -> None:
+def test_running_timers_learn_again_after_forgetting() -> None:
     """Neither the forgotten completions nor the former deadline count, be they longer or shorter."""
     timers = table()
     agent = timers.subscribe(RUN, "a", 0, 0.0)
@@ -497,7 +497,7 @@ def test_a_timer_has_a_duration_or_learns_it(after: float, learned_as: str, fiel
         ("s", 1, MAX_AFTER * 2, "longest"),
     ],
 )
-def test_what_can_not_have_been_seen_is_refused(scope: str, count: int, longest: float, field: str) -> None:
+def test_an_impossible_observation_is_refused(scope: str, count: int, longest: float, field: str) -> None:
     """They are refused from an agent's observation, from its memory, and from a file."""
     timers = table()
     agent = timers.subscribe(RUN, "a", 0, 0.0)
@@ -549,7 +549,7 @@ def test_a_single_call_with_a_newer_lease_supersedes_the_stream() -> None:
     assert len(timers) == 1
 
 
-def test_who_is_superseded_teaches_nothing() -> None:
+def test_completions_on_a_replaced_stream_are_refused() -> None:
     """Completions sent on a replaced stream may be counted on the newer one."""
     timers = table()
     stale = timers.subscribe(RUN, "a", 0, 0.0)
@@ -561,7 +561,7 @@ def test_who_is_superseded_teaches_nothing() -> None:
     assert timers.learned_of(RUN) == []
 
 
-def test_what_was_learned_outlives_the_run_s_nodes_for_a_while() -> None:
+def test_learned_data_outlives_the_nodes_of_its_run_for_a_while() -> None:
     """A restarted job need not learn again; after that time the watchdog has nothing to wake for."""
     timers = table(learned_retention=1000.0)
     agent = timers.subscribe(RUN, "a", 0, 0.0)

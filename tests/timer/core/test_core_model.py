@@ -494,6 +494,6 @@ class Against(RuleBasedStateMachine):
 
 
 @pytest.mark.parametrize("examples", [40, slow(200)])
-def test_the_table_does_what_its_model_does(examples: int) -> None:
+def test_the_table_behaves_like_its_model(examples: int) -> None:
     """The table and its model agree on any requests in any order."""
     run_state_machine_as_test(Against, settings=settings(max_examples=examples, stateful_step_count=50))

@@ -20,7 +20,7 @@ STEPS = st.lists(
 
 
 @given(STEPS)
-def test_gives_out_what_a_sorted_list_would(steps: list[tuple[str, int, float]]) -> None:
+def test_items_are_returned_in_the_order_of_a_sorted_list(steps: list[tuple[str, int, float]]) -> None:
     """Order is by deadline, then by scheduling; an item has one deadline at most. Time may step back."""
     queue: DeadlineQueue[int] = DeadlineQueue()
     model: list[tuple[float, int, int]] = []
@@ -72,7 +72,7 @@ def test_an_item_that_is_moved_shortly_before_it_is_due_comes_at_its_new_time() 
     assert queue.pop_due(1.1875) == "moved"
 
 
-def test_what_is_dropped_is_not_kept() -> None:
+def test_a_dropped_item_is_not_kept() -> None:
     """100,000 timers of an hour, acquired and released one by one beside one that stays, leave no entries."""
     queue: DeadlineQueue[int] = DeadlineQueue()
     queue.schedule(-1, 1e6)
@@ -84,7 +84,7 @@ def test_what_is_dropped_is_not_kept() -> None:
     assert queue.earliest() == 1e6
 
 
-def test_what_is_dropped_shortly_before_it_is_due_is_not_kept_for_long() -> None:
+def test_an_item_dropped_shortly_before_it_is_due_is_not_kept_for_long() -> None:
     """Timers of less than a slot leave their entries for no longer than that."""
     queue: DeadlineQueue[int] = DeadlineQueue()
     for number in range(10_000):

@@ -72,7 +72,7 @@ EVENTS = st.lists(
 
 
 @given(EVENTS)
-def test_no_restart_or_loss_makes_more_of_what_happened(events: list[tuple[str, int, int]]) -> None:
+def test_no_restart_or_loss_adds_completions(events: list[tuple[str, int, int]]) -> None:
     """Three agents observe, lose messages, receive data, and send it to a service that has it or not."""
     book: ScopeBook[str] = ScopeBook(SETTINGS)
     agents = [Agent() for _ in range(3)]
@@ -102,7 +102,7 @@ def test_no_restart_or_loss_makes_more_of_what_happened(events: list[tuple[str, 
             assert after_of(book) is None or happened >= SETTINGS.learn_warm_up
 
 
-def test_told_is_what_matters_and_each_scope_once(book: ScopeBook[str]) -> None:
+def test_only_important_changes_are_reported_and_each_scope_once(book: ScopeBook[str]) -> None:
     """A report is due when there are enough, or longer ones, or on forgetting; not for one more."""
     book.observe("run", "step", 1, 2.0)
     assert book.take_learned() == [("run", Learned("step", 1, 2.0))]
@@ -121,14 +121,14 @@ def test_told_is_what_matters_and_each_scope_once(book: ScopeBook[str]) -> None:
     assert book.learned_of("run") == [Learned("save", 1, 9.0)]
 
 
-def test_forgetting_what_is_not_known_is_harmless(book: ScopeBook[str]) -> None:
+def test_forgetting_an_unknown_scope_is_harmless(book: ScopeBook[str]) -> None:
     """A scope that has only timers has nothing to forget."""
     book.scope("run", "step").timers.add("timer")
     assert (book.forget("run"), book.forget("run", "save"), book.forget("other")) == (0, 0, 0)
     assert book.take_learned() == []
 
 
-def test_a_scope_that_teaches_nothing_leaves_nothing(book: ScopeBook[str]) -> None:
+def test_a_scope_without_completions_leaves_nothing(book: ScopeBook[str]) -> None:
     """It is dropped after its last timer: names that are used once don't fill the book."""
     for number in range(100):
         scope = book.scope("run", f"epoch {number}")
@@ -215,7 +215,7 @@ def test_all_runs_together_have_so_many_scopes_and_no_more(book: ScopeBook[str])
     assert book.scope("second", "3").count == 0
 
 
-def test_what_was_kept_is_taken_up_again(book: ScopeBook[str]) -> None:
+def test_kept_data_is_restored(book: ScopeBook[str]) -> None:
     """The order is kept, so that the same run is forgotten first; nothing is sent, and newer data stays."""
     for when, run in enumerate(["first", "second", "third"]):
         book.enter(run)
@@ -234,14 +234,14 @@ def test_what_was_kept_is_taken_up_again(book: ScopeBook[str]) -> None:
     assert "first" not in dict(later.all_learned())
 
 
-def test_what_waits_to_be_told_is_told_though_it_was_restored_too(book: ScopeBook[str]) -> None:
+def test_a_pending_report_is_sent_though_its_scope_was_restored(book: ScopeBook[str]) -> None:
     """Reading a file removes no pending report."""
     book.observe("run", "step", 1, 1.0)
     book.restore("run", Learned("step", 2, 2.0), 0.0)
     assert book.take_learned() == [("run", Learned("step", 2, 2.0))]
 
 
-def test_a_count_stays_within_what_can_be_written_down(book: ScopeBook[str]) -> None:
+def test_a_count_stays_within_63_bits(book: ScopeBook[str]) -> None:
     """More than 63 bits don't fit a file, nor 64 the message."""
     book.learn("run", "step", 2**64 - 1, 1.0)
     book.observe("run", "step", 2**32 - 1, 1.0)

@@ -59,7 +59,7 @@ def board() -> Board:
     return Board()
 
 
-def test_a_run_stalls_when_nobody_has_advanced_for_long_enough_and_is_told_once(board: Board) -> None:
+def test_a_run_in_which_no_worker_advances_is_reported_as_stalled_once(board: Board) -> None:
     """It is not reported before that time, nor twice; its end is reported."""
     board.join()
     for worker in range(4):
@@ -90,7 +90,7 @@ def test_a_run_in_which_one_worker_advances_does_not_stall(board: Board) -> None
     assert (progress.lowest_step, progress.highest_step, progress.idle) == (7, 39, 0.0)
 
 
-def test_who_stopped_first_has_the_lowest_step_and_came_to_it_first(board: Board) -> None:
+def test_the_worker_that_stopped_first_is_at_the_lowest_step_for_longest(board: Board) -> None:
     """Rank 3 came to step 7 before the others did, and never to 8, as rank 1 did."""
     board.join()
     for worker in (3, 0, 1, 2):
@@ -118,7 +118,7 @@ def test_any_other_step_is_an_advance_and_the_same_one_is_none(board: Board) -> 
     assert board.told() == [(False, 0, 60.0, 1)]
 
 
-def test_the_time_that_passed_before_it_was_told_counts(board: Board) -> None:
+def test_the_time_at_a_step_before_its_report_counts(board: Board) -> None:
     """An agent that comes back to a new service sends how long its workers have been at their steps."""
     board.board.subscribe(RUN, "a", None, board.now)
     board.tell(0, 7, elapsed=50)
@@ -203,7 +203,7 @@ def test_a_service_that_never_reports_does_so_only_when_asked() -> None:
     assert [over for over, *_ in board.told()] == [False]
 
 
-def test_workers_that_are_gone_stand_nowhere(board: Board) -> None:
+def test_removed_workers_have_no_progress(board: Board) -> None:
     """Workers are cleared, or missing in their node's next stream. With the last of them, the stall is over."""
     board.join()
     for worker in range(3):
@@ -252,7 +252,7 @@ def test_a_lost_node_is_not_taken_for_the_one_that_is_behind(board: Board) -> No
     assert board.told() == [(False, 1, STALL_AFTER, 1)]
 
 
-def test_a_node_lost_while_nobody_was_there_is_so_once_the_others_are_back(board: Board) -> None:
+def test_a_node_lost_while_all_were_away_is_dropped_once_another_is_back(board: Board) -> None:
     """Until then, the last known data is better than none."""
     board.join_two(7, 8)
     for node_id in ("a", "b"):
@@ -275,7 +275,7 @@ def test_a_worker_cleared_while_its_agent_is_away_takes_its_node_along(board: Bo
     assert board.board.next_due() is None
 
 
-def test_what_is_kept_is_bounded() -> None:
+def test_the_number_of_workers_is_bounded() -> None:
     """Workers per run and in all are limited; known ones go on."""
     board = Board(max_workers_per_run=3, max_workers=4)
     board.join()
@@ -301,7 +301,7 @@ def test_what_is_kept_is_bounded() -> None:
         ("elapsed", {"elapsed": float("nan")}),
     ],
 )
-def test_what_is_malformed_is_refused_and_changes_nothing(
+def test_a_malformed_report_is_refused_and_changes_nothing(
     board: Board, field: str, changes: dict[str, object]
 ) -> None:
     """The error has the field's name."""

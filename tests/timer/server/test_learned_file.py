@@ -69,7 +69,7 @@ def refused(path: Path) -> str:
     return line
 
 
-def test_what_was_written_is_read(file: LearnedFile, wall_clock: WallClock) -> None:
+def test_written_data_is_read_back(file: LearnedFile, wall_clock: WallClock) -> None:
     """It is complete, in order, to the last digit; people and programs can read the file."""
     file.write(RUNS)
     assert json.loads(file.path.read_bytes())["format"] == FORMAT
@@ -88,7 +88,7 @@ def test_an_empty_file_is_written_and_read(file: LearnedFile, wall_clock: WallCl
     assert reopened(file, wall_clock) == []
 
 
-def test_what_did_not_change_for_long_is_left_out(file: LearnedFile, wall_clock: WallClock) -> None:
+def test_runs_unchanged_for_long_are_left_out(file: LearnedFile, wall_clock: WallClock) -> None:
     """This holds if it is written again and again with changing data, and the service restarts."""
     file.write(RUNS)
     for count in range(3, 9):
@@ -171,7 +171,7 @@ def written_by_hand(path: Path, runs: str) -> None:
         "[" * 100_000,
     ],
 )
-def test_what_no_service_wrote_is_refused(path: Path, runs: str) -> None:
+def test_data_that_no_service_wrote_is_refused(path: Path, runs: str) -> None:
     """This holds with a correct checksum: no timer may expire by such data."""
     written_by_hand(path, runs)
     assert "is damaged (" in refused(path)
@@ -195,7 +195,7 @@ def test_two_services_can_not_share_a_file(file: LearnedFile, wall_clock: WallCl
     assert reopened(file, wall_clock) == []
 
 
-def test_a_file_that_can_not_be_is_told(tmp_path: Path) -> None:
+def test_an_unusable_path_is_reported(tmp_path: Path) -> None:
     """The error has the reason: it is a folder, its folder is a file, or its folder can't be made."""
     (tmp_path / "folder").mkdir()
     assert f"can't be used ({tmp_path / 'folder'}: Is a directory)" in refused(tmp_path / "folder")

@@ -51,7 +51,7 @@ def observe(watchdog: Watchdog, scope: str, count: int, run_id: str = "run") -> 
     watchdog.observe(subscription, scope, count, 1.5)
 
 
-async def test_what_was_learned_is_known_to_the_next_service(path: Path) -> None:
+async def test_the_next_service_restores_learned_data(path: Path) -> None:
     """All runs are restored; counts are neither lost nor added up over any number of restarts."""
     for _ in range(3):
         watchdog = Watchdog()
@@ -66,7 +66,7 @@ async def test_what_was_learned_is_known_to_the_next_service(path: Path) -> None
             watchdog.on_learned(False)
 
 
-async def test_what_is_learned_together_is_written_together(path: Path) -> None:
+async def test_many_observations_make_one_write(path: Path) -> None:
     """A thousand observations make one write, in another thread than the event loop's."""
     file, watchdog = File(path), Watchdog()
     async with keep_learned(watchdog, file, SOON * 10):
@@ -86,7 +86,7 @@ async def test_nothing_learned_writes_nothing(path: Path) -> None:
     assert file.attempts == 0
 
 
-async def test_the_end_writes_what_is_not_written_yet(path: Path) -> None:
+async def test_the_end_writes_unwritten_data(path: Path) -> None:
     """It does not wait for the interval; data learned during the last write is written too."""
     file, watchdog = File(path), Watchdog()
     async with keep_learned(watchdog, file, interval=3600):
@@ -102,7 +102,7 @@ async def test_the_end_writes_what_is_not_written_yet(path: Path) -> None:
     assert file.written[-1] == {"run/step": 18}
 
 
-async def test_what_is_forgotten_is_written_at_once(path: Path) -> None:
+async def test_forgetting_is_written_at_once(path: Path) -> None:
     """It does not wait for the interval: a crash must not bring the data back."""
     file, watchdog = File(path), Watchdog()
     async with keep_learned(watchdog, file, interval=3600):
@@ -113,7 +113,7 @@ async def test_what_is_forgotten_is_written_at_once(path: Path) -> None:
         assert file.written == [{"run/load": 5}]
 
 
-async def test_a_slow_disk_holds_nobody_up(path: Path) -> None:
+async def test_a_slow_disk_does_not_block_the_watchdog(path: Path) -> None:
     """While a write waits, the event loop and the watchdog go on; data learned then is written next."""
     file, watchdog = File(path), Watchdog()
     async with keep_learned(watchdog, file, SOON):

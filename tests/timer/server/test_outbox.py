@@ -20,12 +20,12 @@ def stall(over: bool) -> Stall:
 
 
 async def taken(mailbox: Outbox) -> OutboxBatch:
-    mail = await mailbox.take()
-    assert mail is not None
-    return mail
+    batch = await mailbox.take()
+    assert batch is not None
+    return batch
 
 
-async def test_an_expiry_told_again_takes_the_place_of_its_first() -> None:
+async def test_a_repeated_expiry_replaces_the_first_one() -> None:
     """A subscriber that doesn't read has one slot per timer."""
     mailbox = Outbox()
     for offers in range(1, 100):
@@ -33,7 +33,7 @@ async def test_an_expiry_told_again_takes_the_place_of_its_first() -> None:
     assert await mailbox.take() == OutboxBatch([], [], None, [expiry(1, 99)])
 
 
-async def test_of_a_scope_and_of_a_stall_only_the_latest_is_told() -> None:
+async def test_only_the_latest_of_a_scope_and_of_a_stall_is_sent() -> None:
     """Earlier ones are useless."""
     mailbox = Outbox()
     for count in range(1, 100):
@@ -42,7 +42,7 @@ async def test_of_a_scope_and_of_a_stall_only_the_latest_is_told() -> None:
     assert await mailbox.take() == OutboxBatch([], [Learned("s", 99, 1.0)], stall(over=False), [])
 
 
-async def test_what_is_learned_anew_does_not_hide_that_it_was_forgotten() -> None:
+async def test_newly_learned_data_does_not_hide_that_a_scope_was_forgotten() -> None:
     """A subscriber that was busy meanwhile would keep the old longest, and send it back."""
     mailbox = Outbox()
     for longest in (9.0, 1.0):
@@ -62,7 +62,7 @@ async def test_refusals_are_bounded() -> None:
     assert {(len(refusal.worker_id), len(refusal.scope)) for refusal in refusals} == {(256, 512)}
 
 
-async def test_what_was_learned_is_bounded() -> None:
+async def test_learned_data_is_bounded() -> None:
     """A run can forget and learn scopes of other names for ever; the latest of them are kept."""
     mailbox = Outbox()
     for number in range(12_000):
@@ -71,7 +71,7 @@ async def test_what_was_learned_is_bounded() -> None:
     assert kept == [f"s{number}" for number in range(2000, 12_000)]
 
 
-async def test_much_is_told_in_portions() -> None:
+async def test_many_messages_are_taken_in_portions() -> None:
     """Each is far below the size of a message; the end comes after the last."""
     mailbox = Outbox()
     for number in range(2500):
@@ -79,8 +79,8 @@ async def test_much_is_told_in_portions() -> None:
         mailbox.learn(Learned(f"s{number}", 1, 1.0))
     mailbox.end()
     sizes = []
-    while (mail := await mailbox.take()) is not None:
-        sizes.append((len(mail.expiries), len(mail.learned)))
+    while (batch := await mailbox.take()) is not None:
+        sizes.append((len(batch.expiries), len(batch.learned)))
     assert sizes == [(1000, 1000), (1000, 1000), (500, 500)]
 
 

@@ -59,7 +59,7 @@ def brought(count: int) -> pb.SuperviseAction:
     return act(learned=pb.Learned(scope="step", count=count, longest=to_duration(1)))
 
 
-async def test_the_file_and_the_agents_tell_of_the_same_completions(tmp_path: Path) -> None:
+async def test_completions_from_the_file_and_the_agents_are_counted_once(tmp_path: Path) -> None:
     """Their counts are not added up: a timer must not expire by completions that never happened."""
     file = tmp_path / "learned.json"
     async with serving(tmp_path, file) as stub:
@@ -74,7 +74,7 @@ async def test_the_file_and_the_agents_tell_of_the_same_completions(tmp_path: Pa
         assert await counts(stub) == [("step", 101)]
 
 
-async def test_what_an_operator_forgot_stays_forgotten(tmp_path: Path) -> None:
+async def test_a_scope_forgotten_by_an_operator_stays_forgotten(tmp_path: Path) -> None:
     """The next service learns it again from nothing."""
     file = tmp_path / "learned.json"
     async with serving(tmp_path, file) as stub:
@@ -96,7 +96,7 @@ async def test_without_a_file_it_is_kept_in_memory(tmp_path: Path) -> None:
         assert await counts(stub) == []
 
 
-async def test_a_stream_that_says_nothing_holds_up_no_draining_server(tmp_path: Path) -> None:
+async def test_a_silent_stream_does_not_delay_a_draining_server(tmp_path: Path) -> None:
     """Its agent was cut off before it could subscribe: it gets the same error as all others."""
     async with timer_service(learned=None) as service:
         server = Server(

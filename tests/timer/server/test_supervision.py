@@ -45,7 +45,7 @@ async def test_an_expiry_is_pushed_and_pushed_again_until_acknowledged(quick: Se
     await until(lambda: len(quick.watchdog.table) == 0)
 
 
-async def test_what_is_released_or_cleared_does_not_run_out(quick: Service) -> None:
+async def test_a_released_or_cleared_timer_does_not_expire(quick: Service) -> None:
     """Only the remaining one expires."""
     stream = Stream(quick)
     await stream.send(
@@ -63,7 +63,7 @@ async def test_what_is_released_or_cleared_does_not_run_out(quick: Service) -> N
     assert (await stream.next()).scope == "left"
 
 
-async def test_registered_drops_what_the_stream_did_not_name(quick: Service) -> None:
+async def test_registered_drops_timers_that_the_stream_did_not_name(quick: Service) -> None:
     """Timers that only an earlier stream acquired are gone; timers of single calls stay."""
     earlier, stub = Stream(quick), quick.stub()
     await earlier.send(subscribe(), acquire("kept", 60, 1), acquire("gone", 60, 2))
@@ -99,7 +99,7 @@ async def test_a_newer_stream_ends_the_older_one(service: Service) -> None:
     assert (await refusal(fourth.next())).reason == "LEASE_LOST"
 
 
-async def test_an_action_that_is_refused_is_told_and_the_stream_goes_on(quick: Service) -> None:
+async def test_a_refused_action_is_reported_and_the_stream_goes_on(quick: Service) -> None:
     """Each is reported with its reason."""
     stream = Stream(quick)
     await stream.send(
@@ -175,7 +175,7 @@ async def test_an_action_of_a_newer_client_is_ignored(service: Service) -> None:
     assert (await stream.next()).scope == "s"
 
 
-async def test_draining_is_told_and_ends_the_stream(service: Service) -> None:
+async def test_draining_is_sent_and_ends_the_stream(service: Service) -> None:
     """The error is one to retry: clients treat OK as the end of the subscription."""
     stream = Stream(service)
     await stream.send(subscribe(), acquire("s", 60, 1))
@@ -196,7 +196,7 @@ async def test_a_client_that_closes_its_half_ends_the_stream(service: Service) -
     assert len(service.watchdog.table) == 1
 
 
-async def test_a_subscriber_that_does_not_read_delays_nobody(quick: Service) -> None:
+async def test_a_subscriber_that_does_not_read_delays_no_other(quick: Service) -> None:
     """Its expiries wait in one slot each, however often they are sent again; another node gets its own at once."""
     deaf, other = Stream(quick), Stream(quick)
     await deaf.send(subscribe("deaf"), acquire("s", 0.01, 1))
@@ -207,7 +207,7 @@ async def test_a_subscriber_that_does_not_read_delays_nobody(quick: Service) -> 
     assert len(mailbox._expiries) <= 1
 
 
-async def test_timers_that_learn_run_out_by_what_was_seen_and_say_so(service: Service) -> None:
+async def test_timers_that_learn_expire_by_observed_durations_and_report_them(service: Service) -> None:
     """None expires before enough completions; then the longest counts, which is sent with the expiry."""
     await service.server.stop()
     await service.start(TimerSettings(learn_warm_up=3, learn_factor=2, learn_least=0.01))
@@ -236,7 +236,7 @@ async def test_an_expiry_of_a_given_duration_has_nothing_learned(service: Servic
     assert not (await stream.next()).HasField("learned")
 
 
-async def test_what_was_learned_comes_back_with_the_agents(service: Service) -> None:
+async def test_learned_data_is_restored_from_the_agents(service: Service) -> None:
     """A new service without data gets it from them, takes the higher of two counts, and sends it to the others."""
     one, two = Stream(service), Stream(service)
     await one.send(
@@ -253,7 +253,7 @@ async def test_what_was_learned_comes_back_with_the_agents(service: Service) -> 
     assert (scope.count, scope.longest, scope.after) == (40, to_duration(3), to_duration(15))
 
 
-async def test_a_run_that_stalls_is_told_to_its_agents_and_shown(service: Service) -> None:
+async def test_a_stalled_run_is_reported_to_its_agents_and_shown(service: Service) -> None:
     """It is sent once, with the worker that stopped first, and its end too. The subscriber sets the time."""
     stream, stub = Stream(service), service.stub()
     await stream.send(

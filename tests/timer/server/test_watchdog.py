@@ -18,10 +18,10 @@ from support.waiting import until
 NAME = TimerName("run", "a", "0@1", "s")
 
 
-async def mail_of(mailbox: Outbox) -> OutboxBatch:
-    mail = await mailbox.take()
-    assert mail is not None
-    return mail
+async def batch_of(mailbox: Outbox) -> OutboxBatch:
+    batch = await mailbox.take()
+    assert batch is not None
+    return batch
 
 
 def pass_time(watchdog: Watchdog, clock: Clock, seconds: float) -> None:
@@ -40,7 +40,7 @@ async def test_it_wakes_by_itself_at_the_deadline_and_not_before() -> None:
     began = watchdog.now()
     watchdog.table.acquire(NAME, 0.05, began)
     watchdog.arm()
-    assert (await mail_of(mailbox)).expiries[0].name == NAME
+    assert (await batch_of(mailbox)).expiries[0].name == NAME
     assert watchdog.now() - began >= 0.05 - 1e-6
     watchdog.drain()
 
@@ -55,11 +55,11 @@ async def test_an_earlier_deadline_moves_the_alarm() -> None:
     watchdog.table.acquire(NAME._replace(scope="soon"), 0.001, watchdog.now())
     watchdog.arm()
     assert watchdog._due < late
-    assert (await mail_of(mailbox)).expiries[0].name.scope == "soon"
+    assert (await batch_of(mailbox)).expiries[0].name.scope == "soon"
     watchdog.drain()
 
 
-async def test_a_pause_is_noticed_and_accuses_nobody(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_pause_is_logged_and_kills_no_worker(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
     """The alarm rings 20 s late, with a release in the socket: all deadlines move, and this is logged."""
     watchdog = Watchdog(clock=clock)
     subscription, mailbox = watchdog.subscribe("run", "a", 0)
@@ -117,7 +117,7 @@ def standing(watchdog: Watchdog, node_id: str = "a", step: int = 7) -> tuple[Sub
     return subscription, mailbox
 
 
-async def test_a_stall_is_told_to_all_agents_of_the_run_and_logged_once(
+async def test_a_stall_is_sent_to_all_agents_of_the_run_and_logged_once(
     clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It has the worker that stopped first; no other run gets it. The same holds for its end."""
@@ -129,33 +129,33 @@ async def test_a_stall_is_told_to_all_agents_of_the_run_and_logged_once(
     assert caplog.text.count("the run is stalled") == 1
     assert "node_id='a' worker_id='0@1' rank=0 step=7 idle=60" in caplog.text
     for mailbox in (first, second):
-        stall = (await mail_of(mailbox)).stall
+        stall = (await batch_of(mailbox)).stall
         assert stall is not None
         assert (stall.over, stall.first.node_id, stall.workers, stall.at_same_step) == (False, "a", 2, 1)
     watchdog.report_progress(a, "0@1", rank=0, step=8, elapsed=0)
     watchdog.arm()
     assert caplog.text.count("the run is no longer stalled") == 1
     for mailbox in (first, second):
-        stall = (await mail_of(mailbox)).stall
+        stall = (await batch_of(mailbox)).stall
         assert stall is not None
         assert (stall.over, round(stall.idle)) == (True, 200)
     assert not foreign._changed.is_set()
     watchdog.drain()
 
 
-async def test_who_subscribes_while_the_run_stalls_is_told(clock: Clock) -> None:
+async def test_a_subscriber_during_a_stall_receives_it(clock: Clock) -> None:
     """The stream that received it first may have broken before."""
     watchdog = Watchdog(TimerSettings(stall_after=60), clock)
     standing(watchdog)
     pass_time(watchdog, clock, 70)
     _, later = watchdog.subscribe("run", "b", 0)
-    stall = (await mail_of(later)).stall
+    stall = (await batch_of(later)).stall
     assert isinstance(stall, Stall)
     assert round(stall.idle) == 70
     watchdog.drain()
 
 
-async def test_a_watchdog_that_was_paused_reports_nobody_for_it(clock: Clock) -> None:
+async def test_a_pause_of_the_watchdog_is_not_reported_as_a_stall(clock: Clock) -> None:
     """The time in which it did not watch doesn't count, also if only progress is watched."""
     watchdog = Watchdog(TimerSettings(stall_after=60), clock)
     _, mailbox = standing(watchdog)
@@ -173,11 +173,11 @@ async def test_a_stall_is_noticed_by_itself() -> None:
     """It uses the event loop's clock; no timer would wake it."""
     watchdog = Watchdog(TimerSettings(stall_after=0.05))
     _, mailbox = standing(watchdog)
-    assert (await mail_of(mailbox)).stall is not None
+    assert (await batch_of(mailbox)).stall is not None
     watchdog.drain()
 
 
-async def test_an_older_stream_tells_no_progress(clock: Clock) -> None:
+async def test_progress_on_an_older_stream_is_refused(clock: Clock) -> None:
     """Its reports are outdated."""
     watchdog = Watchdog(clock=clock)
     older, _ = standing(watchdog)
@@ -204,7 +204,7 @@ async def test_workers_that_are_gone_have_no_progress(clock: Clock) -> None:
     watchdog.drain()
 
 
-async def test_what_is_learned_is_told_to_all_agents_of_the_run(clock: Clock) -> None:
+async def test_learned_data_is_sent_to_all_agents_of_the_run(clock: Clock) -> None:
     """Present and later agents get it when there are enough completions, and on forgetting; no other run does."""
     watchdog = Watchdog(TimerSettings(learn_warm_up=3), clock)
     heard: list[bool] = []
@@ -216,17 +216,17 @@ async def test_what_is_learned_is_told_to_all_agents_of_the_run(clock: Clock) ->
     watchdog.arm()
     _, late = watchdog.subscribe("run", "c", 0)
     for mailbox in (one, two, late):
-        assert (await mail_of(mailbox)).learned == [Learned("step", 5, 2.0)]
+        assert (await batch_of(mailbox)).learned == [Learned("step", 5, 2.0)]
     assert watchdog.forget_scopes("run", "step") == 1
     watchdog.arm()
     for mailbox in (one, two, late):
-        assert (await mail_of(mailbox)).learned == [Learned("step", 0, 0.0)]
+        assert (await batch_of(mailbox)).learned == [Learned("step", 0, 0.0)]
     assert not foreign._changed.is_set()
     assert heard == [False, True]
     watchdog.drain()
 
 
-async def test_what_was_told_before_the_agent_forgot_is_not_learned_from(clock: Clock) -> None:
+async def test_completions_sent_before_the_agent_forgot_are_not_counted(clock: Clock) -> None:
     """It contains the old longest, and was on the way when the agent was notified to forget."""
     watchdog = Watchdog(TimerSettings(learn_warm_up=3), clock)
     slow, _ = watchdog.subscribe("run", "slow", 0)
@@ -273,7 +273,7 @@ async def test_an_agent_that_never_forgets_is_waited_for_in_bounded_memory(clock
     watchdog.drain()
 
 
-async def test_what_can_not_be_kept_is_logged_once_and_ends_nothing(
+async def test_scopes_beyond_the_limit_are_dropped_and_logged_once(
     clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A program that numbers its scopes creates any number of them."""

@@ -70,7 +70,7 @@ def test_the_table_is_sent_once_and_shows_what_is_held(agent: Agent) -> None:
     assert connection.receive() is None
 
 
-def test_nobody_can_change_the_size_of_a_table(agent: Agent) -> None:
+def test_the_size_of_a_table_can_not_be_changed(agent: Agent) -> None:
     """An agent that reads a shortened one would be killed."""
     up = AgentConnection(agent.path, 1.0)
     acquire(up)
@@ -112,7 +112,7 @@ def test_an_agent_that_does_not_answer_finds_one_message(agent: Agent) -> None:
     up.close()
 
 
-def test_what_is_written_after_a_message_was_read_is_rung_for(agent: Agent) -> None:
+def test_a_change_after_a_message_was_read_is_rung_for(agent: Agent) -> None:
     """This holds at any time: the look after the reading may be over already."""
     up = AgentConnection(agent.path, 1.0)
     acquire(up)
@@ -143,7 +143,7 @@ def test_a_short_timer_is_rung_for_but_not_all_the_time(agent: Agent) -> None:
     up.close()
 
 
-def test_a_kernel_that_does_not_tell_what_is_unread_is_rung_for(
+def test_each_change_is_rung_for_if_unread_bytes_are_unknown(
     agent: Agent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One message too many is better than one too few."""
@@ -170,7 +170,7 @@ def test_without_an_agent_nothing_happens(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", ["", "x" * 200, "zero\0byte"])
-def test_a_path_that_nobody_can_listen_on_is_like_no_agent(path: str) -> None:
+def test_an_unusable_path_is_like_no_agent(path: str) -> None:
     """Bad settings are reported when they are made, not during training."""
     up = AgentConnection(path, 1.0)
     release(up, acquire(up))
@@ -229,7 +229,7 @@ def test_a_new_connection_is_given_the_same_table(agent: Agent) -> None:
     up.close()
 
 
-def test_what_finds_the_connection_broken_is_told_on_the_next_one(agent: Agent) -> None:
+def test_a_timer_that_finds_the_connection_broken_is_sent_on_the_next(agent: Agent) -> None:
     """It is sent at once: the block may be the one that hangs, and then no later message would come."""
     clock = Clock()
     up = AgentConnection(agent.path, 1.0, clock)
@@ -257,7 +257,7 @@ def test_a_connection_is_closed_only_when_no_thread_can_send_on_it(agent: Agent)
         os.fstat(descriptor)
 
 
-def test_a_closed_uplink_stays_closed(agent: Agent) -> None:
+def test_a_closed_connection_stays_closed(agent: Agent) -> None:
     """Blocks that were entered before end without a message and without an error."""
     up = AgentConnection(agent.path, 1.0)
     slot = acquire(up)
@@ -344,7 +344,7 @@ class TestWithoutSharedMemory:
 
         monkeypatch.setattr("rallypoint.timer.worker.table.os.memfd_create", refuse)
 
-    def test_each_change_is_told(self, agent: Agent) -> None:
+    def test_each_change_is_sent(self, agent: Agent) -> None:
         """Messages are sent for timers, their ends, timers that learn, and progress."""
         up = AgentConnection(agent.path, 1.0)
         since = time.monotonic()
@@ -362,7 +362,7 @@ class TestWithoutSharedMemory:
         assert rest == [wire.Release(one.token), wire.Progress(7, 5.0)]
         up.close()
 
-    def test_a_new_connection_is_told_all_that_is_held(self, agent: Agent) -> None:
+    def test_a_new_connection_receives_all_held_timers(self, agent: Agent) -> None:
         """It gets no timer that ended while there was none."""
         clock = Clock()
         up = AgentConnection(agent.path, 1.0, clock)
@@ -378,7 +378,7 @@ class TestWithoutSharedMemory:
         assert wire.Progress(3, 5.0) in told
         up.close()
 
-    def test_an_agent_that_does_not_read_costs_the_patience_once(self, agent: Agent) -> None:
+    def test_an_agent_that_does_not_read_costs_one_write_timeout(self, agent: Agent) -> None:
         """Its queue fills up, one call waits, then the connection is closed and the agent sees timers end."""
         up = AgentConnection(agent.path, 0.05)
         acquire(up, b"outer")
@@ -400,10 +400,10 @@ class TestWithoutSharedMemory:
         slot = acquire(up, b"released")
         connection = agent.accept()
         assert len(connection.waiting()) == 2
-        send, struck = AgentSocket.send, iter([True])
+        send, first_call = AgentSocket.send, iter([True])
 
         def strike(self: AgentSocket, message: bytes, descriptor: int = -1) -> None:
-            if next(struck, False):
+            if next(first_call, False):
                 raise KeyboardInterrupt
             send(self, message, descriptor)
 
@@ -429,7 +429,7 @@ def test_more_timers_than_a_table_holds_are_counted(agent: Agent) -> None:
     up.close()
 
 
-def test_an_agent_that_accepts_nobody_is_waited_for_no_longer_than_allowed(tmp_path: Path) -> None:
+def test_the_wait_for_an_agent_that_does_not_accept_is_bounded(tmp_path: Path) -> None:
     """Its queue of connections is full, as when an agent is stopped."""
     agent = Agent(tmp_path / "s")
     agent.listener.listen(0)

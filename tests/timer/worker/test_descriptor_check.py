@@ -84,7 +84,7 @@ def test_files_of_the_program_are_neither_written_nor_closed(agent: Agent, after
     assert process.returncode == 0
 
 
-def test_its_timers_are_told_all_the_same(agent: Agent) -> None:
+def test_its_timers_are_still_sent(agent: Agent) -> None:
     """They are sent as messages, because its table can't be sent to the agent any more."""
     hangs = 'timer.expires(after=60, scope="hangs").__enter__()\nsys.stdin.readline()\n'
     with start(agent, hangs) as process:
@@ -98,7 +98,7 @@ def test_its_timers_are_told_all_the_same(agent: Agent) -> None:
     assert told.scope == "hangs"
 
 
-def test_memory_that_was_not_finished_is_let_go_of(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unfinished_memory_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A signal handler raised while it was made: no descriptor stays open, and no error is reported."""
     made: list[tuple[int, os.stat_result]] = []
     make = os.memfd_create

@@ -192,7 +192,7 @@ def test_without_a_fifo_nothing_happens(path: str | None) -> None:
         assert not worker.catches()
 
 
-def test_a_fifo_that_nobody_reads_is_not_waited_for(tmp_path: Path) -> None:
+def test_a_fifo_without_a_reader_is_not_waited_for(tmp_path: Path) -> None:
     """Opening one would block otherwise."""
     os.mkfifo(tmp_path / "stacks")
     with Program(str(tmp_path / "stacks"), "configure(required=False)", *WAIT) as worker:

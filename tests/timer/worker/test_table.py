@@ -124,7 +124,7 @@ def test_any_bytes_can_be_read(noise: bytes, at: int) -> None:
     assert reader.dropped >= 0
 
 
-def test_what_is_no_table_is_refused() -> None:
+def test_memory_that_is_no_table_is_refused() -> None:
     """It has another size, or another beginning."""
     with pytest.raises(MalformedTable, match=f"{SIZE} bytes, not 100"):
         TableReader(memoryview(bytearray(100)))
@@ -166,7 +166,7 @@ def test_timers_beyond_the_last_slot_are_counted() -> None:
     assert hold(writer, b"t") == slots[0]
 
 
-def test_scopes_beyond_the_last_that_can_be_told_of_are_still_guarded() -> None:
+def test_scopes_beyond_the_learning_limit_are_still_guarded() -> None:
     """They learn from others; and a program that generates scopes fills no memory."""
     writer, reader = ends()
     for number in range(LEARNED + 50):
@@ -282,7 +282,7 @@ class Interrupted(bytearray):
         return found
 
 
-def test_of_two_who_take_new_slots_at_once_both_are_read() -> None:
+def test_two_slots_taken_at_once_are_both_read() -> None:
     """This holds if the writer of the smaller count is the last."""
     writer, reader = ends()
     used = writer._used = Interrupted(writer._used)
@@ -309,7 +309,7 @@ def test_a_slot_whose_first_taker_was_interrupted_is_read_all_the_same(
     assert [slot.scope for slot in reader.slots()] == [b"hangs"]
 
 
-def test_a_completion_noted_by_who_had_to_leave_it_to_another_is_not_lost() -> None:
+def test_a_completion_left_to_another_thread_is_not_lost() -> None:
     """This holds if the other had just finished and only had to release the lock."""
     writer, reader = ends()
     kind = writer.kind_of(b"s", 0, True)

@@ -52,7 +52,7 @@ def test_a_release_arrives(token: int) -> None:
 @given(st.binary(max_size=wire.MAX_MESSAGE_BYTES + 10))
 @example(b"")
 @example(b"\x01\x01" + bytes(6))
-def test_anything_else_is_told_apart(message: bytes) -> None:
+def test_any_bytes_are_a_message_or_malformed(message: bytes) -> None:
     """Any bytes are a message or a MalformedMessage, never another error."""
     try:
         decoded = wire.decode(message)

@@ -207,7 +207,7 @@ def test_a_duration_that_makes_no_sense_is_refused(after: float) -> None:
         expires(after=after)
 
 
-def test_what_is_no_duration_scope_or_signal_is_refused() -> None:
+def test_an_invalid_duration_scope_or_signal_is_refused() -> None:
     """The error has the value."""
     with pytest.raises(TypeError, match="after is '60'; expected a number of seconds, or \"auto\""):
         expires(after="60")  # type: ignore[arg-type]
@@ -242,7 +242,7 @@ def test_the_shortest_duration_is_no_learning(watched: Watched) -> None:
         assert watched.rings == 2
 
 
-def test_what_is_to_be_learned_is_observed(watched: Watched) -> None:
+def test_completions_of_blocks_that_learn_are_observed(watched: Watched) -> None:
     """Each completion counts, also of a block that raised, and the longest; nested ones and others too."""
 
     @expires("auto", "save")
@@ -294,7 +294,7 @@ def test_more_blocks_than_a_process_may_hold_go_unguarded(watched: Watched) -> N
         each.__exit__(None, None, None)
 
 
-def test_a_ring_follows_each_change_that_nobody_looks_at(watched: Watched) -> None:
+def test_a_ring_follows_each_change_while_no_agent_listens(watched: Watched) -> None:
     """It rings after entering, leaving, and progress; never while the agent listens."""
     with expires(60):
         progress(1)
@@ -310,7 +310,7 @@ def test_a_ring_follows_each_change_that_nobody_looks_at(watched: Watched) -> No
     assert watched.rings == 5
 
 
-class Struck(Exception):
+class HandlerError(Exception):
     """The exception that a test's signal handler raises."""
 
 
@@ -328,7 +328,7 @@ def test_a_signal_handler_that_raises_leaves_no_timer_behind(watched: Watched, a
             # No handler runs when a function returns.
             if event != "return" and remaining[0] == 0:
                 sys.settrace(None)
-                raise Struck
+                raise HandlerError
             remaining[0] -= event != "return"
             return strike
 
@@ -336,7 +336,7 @@ def test_a_signal_handler_that_raises_leaves_no_timer_behind(watched: Watched, a
         sys.settrace(strike)  # type: ignore[arg-type]
         try:
             once.__enter__()
-        except Struck:
+        except HandlerError:
             sys.settrace(None)
             strikes += 1
             assert watched.slots == []
@@ -358,13 +358,13 @@ def test_a_signal_handler_that_raises_while_a_block_is_left_does_not_keep_its_ti
     def strike() -> None:
         assert watched.slots == [] or not entered
         if entered:
-            raise Struck
+            raise HandlerError
 
     watched.writer.ring = strike
     once = expires(after, "s")
     once.__enter__()
     entered.append(1)
-    with pytest.raises(Struck):
+    with pytest.raises(HandlerError):
         once.__exit__(None, None, None)
     entered.clear()
     with once:
@@ -372,7 +372,7 @@ def test_a_signal_handler_that_raises_while_a_block_is_left_does_not_keep_its_ti
 
 
 @given(st.integers(0, 2**64 - 1))
-def test_progress_is_told(step: int) -> None:
+def test_progress_is_reported(step: int) -> None:
     """The step and its time are reported."""
     watched = Watched(process)
     before = time.monotonic_ns()
@@ -400,7 +400,7 @@ def test_progress_takes_whole_numbers_only(watched: Watched) -> None:
             progress(wrong)  # type: ignore[arg-type]
 
 
-def test_without_an_agent_expires_says_so() -> None:
+def test_expires_without_an_agent_raises() -> None:
     """An unguarded block must not look guarded. Making or decorating is fine, entering is not."""
 
     @expires(60)
@@ -434,7 +434,7 @@ def test_under_an_agent_the_environment_is_enough(
     assert chosen.connection._path == str(tmp_path / "gone")
 
 
-def test_threads_choose_one_uplink(
+def test_threads_choose_one_connection(
     chosen: ProcessTimers, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """This holds for any number that enter their first block at once."""
@@ -470,7 +470,7 @@ def test_patience_has_bounds(patience: float) -> None:
         configure("/tmp/socket", patience=patience)  # noqa: S108
 
 
-def test_what_the_package_exports_is_what_it_says_whatever_else_was_imported() -> None:
+def test_exports_of_the_package_do_not_depend_on_other_imports() -> None:
     """A module of the service with the name of an export would replace it."""
     script = (
         "import rallypoint.timer as timer; import rallypoint.timer.server.service, rallypoint.timer.client.client; "

@@ -34,7 +34,7 @@ async def journal(shelf: EtcdShelf) -> AsyncIterator[EtcdJournal]:
     await opened.close()
 
 
-async def test_what_arrives_during_a_commit_makes_up_the_next(shelf: EtcdShelf, journal: EtcdJournal) -> None:
+async def test_appends_during_a_commit_make_up_the_next(shelf: EtcdShelf, journal: EtcdJournal) -> None:
     """One transaction for all of it, as long as it fits; none is delayed for it."""
     shelf.client.hold = asyncio.Event()
     appends = [asyncio.create_task(journal.append([record(1)]))]
@@ -56,9 +56,7 @@ async def test_nothing_is_sent_while_nothing_is_appended(shelf: EtcdShelf, journ
     assert len(shelf.client.sent) == 1
 
 
-async def test_an_append_of_nothing_says_that_it_is_still_ours(
-    shelf: EtcdShelf, journal: EtcdJournal
-) -> None:
+async def test_an_append_of_nothing_checks_the_ownership(shelf: EtcdShelf, journal: EtcdJournal) -> None:
     """It is a commit like any other."""
     await journal.append([])
     await shelf.take_over()
@@ -164,7 +162,7 @@ async def test_closing_ends_though_etcd_is_away(cluster: EtcdCluster) -> None:
         cluster.members[0].send(signal.SIGCONT)
 
 
-async def test_an_etcd_that_comes_back_takes_what_it_did_not_answer(cluster: EtcdCluster) -> None:
+async def test_an_etcd_that_comes_back_takes_the_unanswered_commits(cluster: EtcdCluster) -> None:
     """The same commit is sent until there is a response: a killed etcd loses nothing and does nothing twice."""
     async with etcd_shelf(cluster.url) as shelf:
         journal = shelf.journal()
@@ -212,7 +210,7 @@ async def test_a_majority_that_goes_and_comes_back_loses_nothing(tmp_path: Path)
     indirect=["cluster"],
     ids=["request too large", "too many operations"],
 )
-async def test_what_etcd_refuses_is_said_in_one_line_with_what_to_do(
+async def test_a_refusal_of_etcd_is_one_line_with_the_remedy(
     cluster: EtcdCluster, entries: list[Entry], why: str
 ) -> None:
     """The journal takes no more, and another process can own it, with the same limits."""
@@ -257,7 +255,7 @@ async def test_a_full_etcd_is_waited_for(cluster: EtcdCluster) -> None:
         assert await shelf.owner() is None
 
 
-async def test_a_user_without_the_right_to_write_is_told_so(cluster: EtcdCluster) -> None:
+async def test_a_user_without_the_right_to_write_gets_the_remedy(cluster: EtcdCluster) -> None:
     """At the claim, before anything is written."""
     password = secrets.token_hex(8)
     for command in (

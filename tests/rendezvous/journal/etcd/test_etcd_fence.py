@@ -153,9 +153,7 @@ async def test_a_copy_that_lands_between_a_takeover_s_claim_and_its_reading_is_r
     assert (await shelf.read()).recovered.records == [record(1)]
 
 
-async def test_who_lost_the_session_while_a_commit_was_on_its_way_tells_nobody_of_it(
-    shelf: EtcdShelf,
-) -> None:
+async def test_a_commit_during_which_the_session_is_lost_is_not_acknowledged(shelf: EtcdShelf) -> None:
     """Also if the commit was done: the next owner may already publish later ones."""
     session = await Session.open(shelf.client, TTL)
     journal = shelf.journal(session=session)
@@ -177,9 +175,7 @@ async def test_who_lost_the_session_while_a_commit_was_on_its_way_tells_nobody_o
     assert shelf.client.sent == []
 
 
-async def test_who_finds_the_lease_over_only_by_its_own_clock_tells_nobody_of_a_commit(
-    shelf: EtcdShelf,
-) -> None:
+async def test_a_commit_is_not_acknowledged_if_the_lease_is_over_by_the_own_clock(shelf: EtcdShelf) -> None:
     """A pause longer than the lease, between the commit and the response: the clock is read after it."""
     now = [0.0]
     session = await Session.open(shelf.client, TTL, clock=lambda: now[0])
@@ -200,7 +196,7 @@ async def test_who_finds_the_lease_over_only_by_its_own_clock_tells_nobody_of_a_
     await session.close()
 
 
-async def test_a_space_that_somebody_else_wrote_to_is_written_no_more(shelf: EtcdShelf) -> None:
+async def test_a_space_with_a_foreign_write_is_written_no_more(shelf: EtcdShelf) -> None:
     """The owner's view of it is no longer valid."""
     journal = shelf.journal()
     await journal.open()

@@ -20,9 +20,7 @@ _STEPS = 12
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2, *(slow(seed) for seed in range(3, SEEDS))])
-async def test_whatever_happens_a_prefix_of_the_calls_is_kept_and_every_one_that_returned(
-    shelf: EtcdShelf, seed: int
-) -> None:
+async def test_a_prefix_of_the_calls_is_kept_and_every_one_that_returned(shelf: EtcdShelf, seed: int) -> None:
     """Each call whole or not at all; a reader that doesn't own it finds the same as the next owner."""
     draw = random.Random(seed)
     model = Model()

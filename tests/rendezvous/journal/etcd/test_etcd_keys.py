@@ -31,7 +31,7 @@ _NUMBERS = st.integers(0, 2**62)
 
 
 @given(_TEXTS, _NUMBERS, _NUMBERS, st.integers(-1, 2**62), _TEXTS)
-def test_a_key_says_of_what_it_is(run_id: str, era: int, first: int, round_: int, name: str) -> None:
+def test_a_key_identifies_its_contents(run_id: str, era: int, first: int, round_: int, name: str) -> None:
     """Also that of a further part."""
     for key, parsed in (
         (checkpoint_key(run_id), CheckpointKey(run_id)),
@@ -86,7 +86,7 @@ def test_further_parts_of_one_entry_are_no_other_entry_s(run_id: str, name: str,
         b"\xff",
     ],
 )
-def test_a_key_of_nothing_is_said_to_be_so(key: bytes) -> None:
+def test_a_key_of_no_known_kind_is_refused(key: bytes) -> None:
     """It is foreign, or damaged."""
     with pytest.raises(ValueError, match="is not a journal key"):
         parse(key)

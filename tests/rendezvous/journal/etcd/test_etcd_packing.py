@@ -44,7 +44,7 @@ def test_nothing_is_kept_in_memory_of_a_state_that_had_no_run() -> None:
     assert contents == SpaceContents()
 
 
-def test_a_pack_is_no_larger_than_what_fits_under_a_key() -> None:
+def test_a_pack_is_no_larger_than_the_limit_of_a_key() -> None:
     """A record that is larger is alone in its pack, in parts."""
     entries: list[Entry] = [
         *(record(n, padding=100_000) for n in range(1, 11)),
@@ -57,7 +57,7 @@ def test_a_pack_is_no_larger_than_what_fits_under_a_key() -> None:
     assert len(_puts(changes)) == 2 + 3 + 1
 
 
-def test_what_is_replaced_or_dropped_within_a_commit_is_never_written() -> None:
+def test_entries_replaced_or_dropped_within_a_commit_are_never_written() -> None:
     """Only the final values are."""
     entries: list[Entry] = [
         record(1),

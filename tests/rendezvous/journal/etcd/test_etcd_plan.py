@@ -50,13 +50,13 @@ def test_every_step_is_one_that_etcd_takes(changes: list[Change]) -> None:
     assert done == changes
 
 
-def test_what_fits_is_one_transaction() -> None:
+def test_changes_that_fit_are_one_transaction() -> None:
     """Nothing is staged without need; an empty commit is one too, because it checks the owner."""
     assert plan(_puts(98, 100)) == [CommitStep(_puts(98, 100))]
     assert plan([]) == [CommitStep([])]
 
 
-def test_what_does_not_fit_is_durable_with_its_last_staged_part() -> None:
+def test_a_commit_that_does_not_fit_is_durable_with_its_last_staged_part() -> None:
     """Before that the head does not mention it; after that it does until the last of it is in its final key."""
     changes = [*_puts(150, 10_000), Delete(b"one"), Delete(b"from", b"to")]
     steps = plan(changes)

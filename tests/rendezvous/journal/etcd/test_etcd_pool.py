@@ -79,7 +79,7 @@ async def _until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0)
 
 
-async def test_what_several_journals_append_during_a_commit_makes_up_the_next(shelf: EtcdShelf) -> None:
+async def test_appends_of_several_journals_during_a_commit_make_up_the_next(shelf: EtcdShelf) -> None:
     """One transaction for all of it, with the comparisons of each."""
     bench = await Bench(shelf, 5).open()
     await asyncio.gather(*await bench.together(*(each.append([record(1)]) for each in bench.journals)))
@@ -88,7 +88,7 @@ async def test_what_several_journals_append_during_a_commit_makes_up_the_next(sh
         assert await bench.records(index) == [record(1)]
 
 
-async def test_what_waits_goes_in_as_many_transactions_as_etcd_takes(shelf: EtcdShelf) -> None:
+async def test_pending_commits_are_split_by_the_limits_of_etcd(shelf: EtcdShelf) -> None:
     """No more than 128 operations, and no more than a MiB of them unless one alone has more."""
     bench = await Bench(shelf, 7).open()
     many = [change(f"k{n}", b"x") for n in range(41)]
@@ -225,7 +225,7 @@ async def test_an_owner_that_goes_while_its_commit_waits_leaves_the_others_alone
 @pytest.mark.parametrize(
     "options", [["--max-txn-ops", "10"], ["--max-request-bytes", "20000"]], ids=["operations", "bytes"]
 )
-async def test_what_etcd_refuses_of_several_it_takes_of_each(tmp_path: Path, options: list[str]) -> None:
+async def test_a_refused_commit_of_several_is_sent_one_by_one(tmp_path: Path, options: list[str]) -> None:
     """Only the journal whose own commit is too large gets the error; and from then on fewer go together."""
     with etcd_cluster(tmp_path, extra=options) as cluster:
         async with etcd_shelf(cluster.url) as shelf:
@@ -274,7 +274,7 @@ def _fenced(name: bytes) -> Txn:
         (None, (2, 7), False),
     ],
 )
-def test_who_was_kept_out_by_others_is_told_from_who_kept_them_out(
+def test_a_commit_that_others_blocked_differs_from_one_that_failed(
     owner: tuple[int, int] | None, head: tuple[int, int] | None, held: bool
 ) -> None:
     """By its own keys, with any state of the others."""

@@ -47,7 +47,7 @@ async def test_a_space_where_nothing_was_written_is_an_empty_journal(shelf: Etcd
     assert read.head_revision == 0 == await head_revision(shelf.client, shelf.place.space)
 
 
-async def test_the_revision_of_the_head_says_whether_there_was_a_commit(shelf: EtcdShelf) -> None:
+async def test_the_revision_of_the_head_changes_with_each_commit(shelf: EtcdShelf) -> None:
     """It changes with each commit, and with nothing else."""
     journal = shelf.journal()
     await journal.open()
@@ -89,7 +89,7 @@ async def test_a_key_that_is_missing_is_noticed(shelf: EtcdShelf, key: str, why:
 
 
 @pytest.mark.parametrize("value", [b"", b"\xff\xff\xff", b"another"])
-async def test_a_value_that_is_not_what_was_written_is_noticed(shelf: EtcdShelf, value: bytes) -> None:
+async def test_a_damaged_value_is_noticed(shelf: EtcdShelf, value: bytes) -> None:
     """Under any key."""
     await _fill(shelf)
     whole = await shelf.snapshot()
@@ -102,7 +102,7 @@ async def test_a_value_that_is_not_what_was_written_is_noticed(shelf: EtcdShelf,
     assert (await shelf.read()).recovered.records == [record(1), record(2), record(3)]
 
 
-async def test_a_key_of_somebody_else_s_is_noticed(shelf: EtcdShelf) -> None:
+async def test_a_foreign_key_is_noticed(shelf: EtcdShelf) -> None:
     """Only the owner may write there."""
     await _fill(shelf)
     await shelf.put("mine", b"x")

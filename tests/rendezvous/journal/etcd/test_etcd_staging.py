@@ -119,7 +119,7 @@ async def test_an_answer_that_is_lost_at_any_step_makes_no_difference(
     assert plain(await again.open()) == before.after([*_LARGE, change("after", b"1")]).recovered()
 
 
-async def test_it_is_told_as_soon_as_it_is_durable(shelf: EtcdShelf) -> None:
+async def test_it_is_acknowledged_as_soon_as_it_is_durable(shelf: EtcdShelf) -> None:
     """Only the next commit waits for its final keys."""
     journal, _ = await _filled(shelf)
     shelf.client.from_now(lambda n: Fate.NEVER if n == 2 else Fate.ANSWERED)

@@ -10,7 +10,7 @@ _SIZES = [0, 1, PART_BYTES - 1, PART_BYTES, PART_BYTES + 1, 3 * PART_BYTES, 3 * 
 
 
 @pytest.mark.parametrize("size", _SIZES)
-def test_a_value_comes_back_whatever_its_size(size: int) -> None:
+def test_a_value_of_any_size_comes_back(size: int) -> None:
     """In no more parts than it needs, none larger than the limit."""
     content = bytes(range(256)) * (size // 256 + 1)
     sealed = seal(b"key", content[:size])
