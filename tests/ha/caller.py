@@ -18,7 +18,7 @@ _Response = TypeVar("_Response")
 # Timeout of one attempt, seconds: a stopped replica does not reply.
 _ATTEMPT = 4.0
 # Longest time for which a client retries, seconds.
-_PATIENCE = 15.0
+_RETRY_TIMEOUT = 15.0
 # Longest pause between two attempts, seconds; the actual one is random.
 _PAUSE = 0.4
 # Codes which mean that the operation had no effect. Any other leaves that open.
@@ -72,7 +72,7 @@ class Caller:
             `patience`: Seconds after which its outcome stays unknown; None: random, so that some clients give up soon.
         """
         began = self._history.clock()
-        patience = self.draw.uniform(0.5, _PATIENCE) if patience is None else patience
+        patience = self.draw.uniform(0.5, _RETRY_TIMEOUT) if patience is None else patience
         outcome, answered, ended = Outcome.UNKNOWN, dict[str, Any](), NEVER
         try:
             outcome, answered = await self._attempts(call, read, at, began + patience)

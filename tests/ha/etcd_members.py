@@ -15,7 +15,7 @@ from ha.waiting import PATIENCE, until
 
 CLIENT_PORT, PEER_PORT = 23790, 23800
 
-_ASKING = 5.0  # seconds for one reply
+_REPLY_TIMEOUT = 5.0  # seconds for one reply
 
 
 class EtcdMembers:
@@ -105,9 +105,9 @@ class EtcdMembers:
 
     async def compact(self) -> int:
         """Compact all history before the present revision; return that revision."""
-        answer = await self._ask_anyone("maintenance/status")
+        answer = await self._ask_any_member("maintenance/status")
         revision = int(answer["header"]["revision"])
-        await self._ask_anyone("kv/compaction", revision=revision, physical=True)
+        await self._ask_any_member("kv/compaction", revision=revision, physical=True)
         return revision
 
     async def defragment(self) -> None:
@@ -124,7 +124,7 @@ class EtcdMembers:
         silent = EtcdSilent("no member was asked")
         for name in self._reachable():
             try:
-                return await read(self.endpoint(name), prefix, _ASKING)
+                return await read(self.endpoint(name), prefix, _REPLY_TIMEOUT)
             except EtcdSilent as error:
                 silent = error
         raise silent
@@ -140,7 +140,7 @@ class EtcdMembers:
     async def _statuses(self) -> dict[str, dict[str, Any]]:
         async def status(name: str) -> dict[str, Any] | None:
             try:
-                return await ask(self.endpoint(name), "maintenance/status", _ASKING)
+                return await ask(self.endpoint(name), "maintenance/status", _REPLY_TIMEOUT)
             except EtcdSilent:
                 return None
 
@@ -148,11 +148,11 @@ class EtcdMembers:
         answers = await asyncio.gather(*map(status, names))
         return {name: answer for name, answer in zip(names, answers, strict=True) if answer is not None}
 
-    async def _ask_anyone(self, path: str, **fields: Any) -> dict[str, Any]:
+    async def _ask_any_member(self, path: str, **fields: Any) -> dict[str, Any]:
         silent = EtcdSilent("no member was asked")
         for name in self._reachable():
             try:
-                return await ask(self.endpoint(name), path, _ASKING, **fields)
+                return await ask(self.endpoint(name), path, _REPLY_TIMEOUT, **fields)
             except EtcdSilent as error:
                 silent = error
         raise silent
@@ -161,7 +161,7 @@ class EtcdMembers:
         """Return the reason for which a member does not answer; empty if it does."""
         self.members[name].check_alive()
         try:
-            await read(self.endpoint(name), "/nothing", _ASKING)
+            await read(self.endpoint(name), "/nothing", _REPLY_TIMEOUT)
         except EtcdSilent as error:
             return str(error)
         return ""

@@ -72,7 +72,7 @@ class _Chain:
         # The state of each token and the token of each state; by token, the first operation whose reply had it.
         self._state_of: dict[str, str] = {}
         self._token_of: dict[str, str] = {}
-        self._witness: dict[str, Operation] = {}
+        self._first_reply: dict[str, Operation] = {}
         self._position: dict[str | None, int] = {None: 0}
         self._found: list[Finding] = []
 
@@ -93,25 +93,23 @@ class _Chain:
             if each.outcome is not Outcome.OK or (token := each.answered["token"]) is None:
                 continue
             state = each.answered["state"]
-            witness = self._witness.setdefault(token, each)
+            first = self._first_reply.setdefault(token, each)
             if self._state_of.setdefault(token, state) != state:
                 other = self._state_of[token]
-                self._find(
-                    Wrong.REUSED, f"token {token} stands for {other!r} and for {state!r}", witness, each
-                )
+                self._find(Wrong.REUSED, f"token {token} stands for {other!r} and for {state!r}", first, each)
             if (known := self._token_of.setdefault(state, token)) != token:
                 sentence = f"state {state!r} was set twice: as {known} and as {token}"
-                self._find(Wrong.DONE_TWICE, sentence, self._witness[known], each)
+                self._find(Wrong.DONE_TWICE, sentence, self._first_reply[known], each)
             if _has_set(each) and state != each.asked["state"]:
                 self._find(
                     Wrong.FROM_NOWHERE, "a write is told that its state was set, and is shown another", each
                 )
         for token, state in self._state_of.items():
             if (write := self._writes.get(state)) is None:
-                self._find(Wrong.FROM_NOWHERE, f"nobody wrote {state!r}", self._witness[token])
+                self._find(Wrong.FROM_NOWHERE, f"nobody wrote {state!r}", self._first_reply[token])
             elif not write.may_be_done:
                 sentence = f"state {state!r} was refused, and is there"
-                self._find(Wrong.REFUSED_BUT_DONE, sentence, *write.attempts, self._witness[token])
+                self._find(Wrong.REFUSED_BUT_DONE, sentence, *write.attempts, self._first_reply[token])
 
     def _children(self) -> dict[str | None, list[str]]:
         """Return, by token, the tokens of the states that were set on it."""
@@ -125,7 +123,7 @@ class _Chain:
             if len(tokens) > 1:
                 states = " and ".join(repr(self._state_of[token]) for token in tokens)
                 on = "no state" if parent is None else f"token {parent}"
-                evidence = [self._witness[token] for token in tokens]
+                evidence = [self._first_reply[token] for token in tokens]
                 self._find(Wrong.FORK, f"{states} were all set on {on}", *evidence)
 
     def _walk(self) -> None:
@@ -137,7 +135,7 @@ class _Chain:
             before, token = token, follower[0]
             self._position[token] = len(self._position)
             if (own := int(token[:_NUMBER_DIGITS], 16)) <= number:
-                evidence = [self._witness[each] for each in (before, token) if each is not None]
+                evidence = [self._first_reply[each] for each in (before, token) if each is not None]
                 self._find(
                     Wrong.OUT_OF_ORDER, f"the number of token {token} is not greater than {number}", *evidence
                 )
@@ -145,7 +143,7 @@ class _Chain:
         for token in self._state_of.keys() - self._position.keys():
             parent = self._writes[self._state_of[token]].parent
             sentence = f"{self._state_of[token]!r} was set on {parent}, which never was a token of this run"
-            self._find(Wrong.FROM_NOWHERE, sentence, self._witness[token])
+            self._find(Wrong.FROM_NOWHERE, sentence, self._first_reply[token])
 
     def _check_answers(self) -> None:
         """Check that a write on the current token succeeds, and that a repetition confirms a completed write."""
@@ -165,7 +163,7 @@ class _Chain:
         last: _Sighting | None = None  # of all earlier on the chain, the one that began last
         for sighting in sorted(self._sightings()):
             if last is not None and sighting.ended < last.began:
-                self._blame(last, sighting)
+                self._report_late(last, sighting)
                 return
             if last is None or sighting.began > last.began:
                 last = sighting
@@ -180,7 +178,7 @@ class _Chain:
                 position = self._position[each.answered["token"]]
                 yield _Sighting(position, 1, each.began, each.ended, each)
 
-    def _blame(self, late: _Sighting, before: _Sighting) -> None:
+    def _report_late(self, late: _Sighting, before: _Sighting) -> None:
         """Report that `late` began after `before` had ended, and shows an earlier position on the chain."""
         # Later reads show if the completed write is lost, or if only this reply was stale.
         sightings = list(self._sightings())

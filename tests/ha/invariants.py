@@ -29,9 +29,9 @@ def check_invariants(history: History) -> list[Finding]:
     found += leases_given_twice(history.of(Admission))
     for run_id, of_run in _by_run(told).items():
         found += rounds_of_two_memberships(run_id, of_run)
-        found += logs.told_and_not_durable(run_id, of_run)
+        found += logs.reports_not_durable(run_id, of_run)
     found += reads_of_the_past(history.of(Operation), told)
-    found += writes_of_who_is_over(history.of(Operation), history.of(Admission), told)
+    found += writes_after_the_end(history.of(Operation), history.of(Admission), told)
     return found
 
 
@@ -125,10 +125,10 @@ def rounds_of_two_memberships(run_id: str, told: Sequence[Message]) -> list[Find
 class _Round:
     """The reports of one round."""
 
-    def __init__(self, run_id: str, place: pb.Assignment, witness: Told) -> None:
+    def __init__(self, run_id: str, place: pb.Assignment, first_entry: Told) -> None:
         self.place = place
         self._run_id = run_id
-        self._witness = witness
+        self._first_report = first_entry
         self._holders: dict[int, tuple[str, int, int, Told]] = {}
         self._rank_of: dict[str, int] = {}
         self._port = 0
@@ -139,7 +139,7 @@ class _Round:
         """Return a finding if a report contradicts earlier ones."""
         if _common(place) != _common(self.place):
             sentence = f"round {place.round} is told as {_common(self.place)} and as {_common(place)}"
-            return Finding(Wrong.REUSED, self._run_id, sentence, (self._witness, message.entry))
+            return Finding(Wrong.REUSED, self._run_id, sentence, (self._first_report, message.entry))
         if not 0 <= place.group_rank < place.group_world_size:
             sentence = f"rank {place.group_rank} of {place.group_world_size} in round {place.round}"
             return Finding(Wrong.RANKS, self._run_id, sentence, (message.entry,))
@@ -204,7 +204,7 @@ class Logs:
                 evidence = (each,) if durable is None else (each, durable)
                 self.findings.append(Finding(Wrong.NOT_DURABLE, each.run_id, sentence, evidence))
 
-    def told_and_not_durable(self, run_id: str, told: Sequence[Message]) -> Iterator[Finding]:
+    def reports_not_durable(self, run_id: str, told: Sequence[Message]) -> Iterator[Finding]:
         """Check that every reported state is in the log, with the same values as far as the log has them."""
         states = self._states[run_id]
         for message in told:
@@ -305,13 +305,13 @@ def reads_of_the_past(operations: Iterable[Operation], told: Sequence[Message]) 
         elif run_id not in newest or revision > newest[run_id][0]:
             newest[run_id] = revision, entry
     for each in reads:
-        least, witness = expected.get(id(each), (0, each))
+        least, first_entry = expected.get(id(each), (0, each))
         if each.answered["revision"] < least:
             sentence = f"revision {least} was known when the read of {each.answered['revision']} began"
-            yield Finding(Wrong.STALE, each.object, sentence, (witness, each))
+            yield Finding(Wrong.STALE, each.object, sentence, (first_entry, each))
 
 
-def writes_of_who_is_over(
+def writes_after_the_end(
     operations: Iterable[Operation], admissions: Iterable[Admission], told: Sequence[Message]
 ) -> Iterator[Finding]:
     """Check that no write is accepted that begins after its round or its lease was known to be over.

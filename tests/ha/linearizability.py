@@ -24,7 +24,7 @@ Apply = Callable[[_S, Operation], tuple[_S, Mapping[str, Any]]]
 """Returns the next state of an object and its reply, given its state and an operation."""
 
 
-class Verdict(Enum):
+class SearchResult(Enum):
     """The result of the search."""
 
     LINEARIZABLE = auto()
@@ -36,7 +36,7 @@ class Verdict(Enum):
 class Judgement:
     """A result, and for a violation the operations of which none can come next after the longest order found."""
 
-    verdict: Verdict
+    verdict: SearchResult
     stuck: Sequence[Operation] = ()
 
 
@@ -68,7 +68,7 @@ class _Search(Generic[_S]):
 
     def run(self, initial: _S) -> Judgement:
         if not self._answered:
-            return Judgement(Verdict.LINEARIZABLE)
+            return Judgement(SearchResult.LINEARIZABLE)
         seen: set[tuple[int, _S]] = {(0, initial)}
         deepest, stuck = -1, 0
         path: list[Iterator[tuple[int, _S]]] = [self._next(0, initial)]
@@ -81,14 +81,16 @@ class _Search(Generic[_S]):
                 continue
             done, state = step
             if done & self._answered == self._answered:
-                return Judgement(Verdict.LINEARIZABLE)
+                return Judgement(SearchResult.LINEARIZABLE)
             if len(seen) >= self._budget:
-                return Judgement(Verdict.UNDECIDED)
+                return Judgement(SearchResult.UNDECIDED)
             seen.add(step)
             if (depth := (done & self._answered).bit_count()) > deepest:
                 deepest, stuck = depth, done
             path.append(self._next(done, state))
-        return Judgement(Verdict.VIOLATION, [self._operations[index] for index in self._candidates(stuck)])
+        return Judgement(
+            SearchResult.VIOLATION, [self._operations[index] for index in self._candidates(stuck)]
+        )
 
     def _next(self, done: int, state: _S) -> Iterator[tuple[int, _S]]:
         """Return the possible next configurations, in order of operations' ends: unknown outcomes come last."""

@@ -165,7 +165,7 @@ class Members:
 
     async def _watch(self, watching: Callable[[Door], Any], stopping: asyncio.Event) -> None:
         """Keep a stream open, at the owner if it is known; open the next one when it breaks."""
-        door = self._anyone()
+        door = self._random_door()
         ended = asyncio.create_task(stopping.wait())
         try:
             while not stopping.is_set():
@@ -180,12 +180,12 @@ class Members:
                     if error is not None:
                         raise error
                     return  # the run is closed
-                door = self._doors.at(decode(error).metadata.get("owner_address", "")) or self._anyone()
+                door = self._doors.at(decode(error).metadata.get("owner_address", "")) or self._random_door()
                 await _set_within(stopping, self._draw.random() * 0.5)
         finally:
             ended.cancel()
 
-    def _anyone(self) -> Door:
+    def _random_door(self) -> Door:
         return self._doors.by_name[self._draw.choice(self._doors.names)]
 
     async def _watch_run(self, door: Door) -> None:

@@ -25,7 +25,7 @@ from support.mortal import mortal
 _BRIDGE = "bridge"
 _TOOLS = ("ip", "iptables", "nsenter", "setpriv", "tc", "unshare")
 # Seconds, enough on any machine for the kernel to remove a network, and for a short command.
-_PATIENCE = 60.0
+_TIMEOUT = 60.0
 
 
 class NetworkError(Exception):
@@ -80,7 +80,7 @@ class Namespaces:
         for holder in self._holders.values():
             holder.kill()
         for holder in self._holders.values():
-            await asyncio.to_thread(holder.wait, _PATIENCE)
+            await asyncio.to_thread(holder.wait, _TIMEOUT)
 
         async def cables() -> str:
             return self._cable if self._cable in os.listdir("/sys/class/net") else ""
@@ -129,7 +129,7 @@ class Namespaces:
             return f"{alive} are there" if alive else ""
 
         await until(f"the end of {host}", processes)
-        await asyncio.to_thread(holder.wait, _PATIENCE)
+        await asyncio.to_thread(holder.wait, _TIMEOUT)
 
     async def slow(self, host: str, kilobits: int) -> None:
         assert host != AGENTS, "its cable is everybody's"
@@ -159,7 +159,7 @@ class Namespaces:
         await self._run(host, "ip", *arguments)
 
     async def _run(self, host: str, *command: str) -> None:
-        said = await asyncio.to_thread(_said, self.command(host, *command))
+        said = await asyncio.to_thread(_failure, self.command(host, *command))
         if said is not None:
             raise NetworkError(f"{' '.join(command)} on {host}: {said}")
 
@@ -177,7 +177,7 @@ def why_no_namespaces() -> str:
         " && iptables -w -A INPUT -s 198.18.0.9 -j DROP"
         " && tc qdisc replace dev eth0 root tbf rate 1mbit burst 16kb limit 4mb"
     )
-    said = _said(["unshare", "--net", "sh", "-c", trial])
+    said = _failure(["unshare", "--net", "sh", "-c", trial])
     return "" if said is None else f"this machine allows no network namespaces: {said}"
 
 
@@ -205,13 +205,13 @@ def _processes_of(namespace: str) -> list[int]:
     return found
 
 
-def _said(command: list[str]) -> str | None:
+def _failure(command: list[str]) -> str | None:
     """Run a command; return its output in one line if it failed, None if it did not."""
     done = subprocess.run(
         mortal(*command),
         capture_output=True,
         text=True,
-        timeout=_PATIENCE,
+        timeout=_TIMEOUT,
         check=False,
         stdin=subprocess.DEVNULL,
     )

@@ -65,7 +65,7 @@ class Nemesis:
         self._stage = stage
         self._seed = seed
         self._history = history
-        self._say = say
+        self._log = say
         self._began = history.clock()
 
     async def rage(self, seconds: float) -> None:
@@ -98,7 +98,7 @@ class Nemesis:
 
     def _note(self, what: str) -> None:
         self._history.trouble(what)
-        self._say(f"{self._history.clock() - self._began:7.1f} {what}")
+        self._log(f"{self._history.clock() - self._began:7.1f} {what}")
 
     async def count_takeovers(self, stopping: asyncio.Event) -> None:
         """Poll the owners of the runs, and count their changes."""

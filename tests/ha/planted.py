@@ -90,7 +90,7 @@ class Held:
     def hold(self, send: Any) -> None:
         """Hold a write back; `send` sends it."""
         self.held += 1
-        self._say()
+        self._write_counts()
         task = asyncio.create_task(self._deliver(send))
         self._late.add(task)
         task.add_done_callback(self._late.discard)
@@ -102,9 +102,9 @@ class Held:
             await send()
         finally:
             self.delivered += 1
-            self._say()
+            self._write_counts()
 
-    def _say(self) -> None:
+    def _write_counts(self) -> None:
         fresh = self._file.with_suffix(".new")
         fresh.write_text(f"{self.held} {self.delivered}")
         fresh.replace(self._file.with_suffix(".count"))

@@ -100,7 +100,7 @@ class Replicas:
             f"{log.stem}: {line}"
             for replica in self.replicas.values()
             for log in replica.logs()
-            for line in _grave_lines(log.read_text(errors="replace"))
+            for line in _error_lines(log.read_text(errors="replace"))
         ]
 
     async def _silence(self, name: str) -> str:
@@ -121,7 +121,7 @@ def records(log: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in log.split("\n")[:-1] if line.startswith("{")]
 
 
-def _grave_lines(log: str) -> list[str]:
+def _error_lines(log: str) -> list[str]:
     # A process that was killed may have left half a line.
     lines = log.split("\n")[:-1]
     return [

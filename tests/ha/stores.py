@@ -8,7 +8,7 @@ from typing import Any
 
 from ha.findings import Finding, Wrong
 from ha.history import Operation, Outcome
-from ha.linearizability import BUDGET, Verdict, judge
+from ha.linearizability import BUDGET, SearchResult, judge
 
 PREFIX = "store."
 """Prefix of the kinds of the store's operations."""
@@ -48,10 +48,10 @@ def apply(value: str | None, operation: Operation) -> tuple[str | None, Mapping[
 
 def _check_key(key: str, operations: Sequence[Operation], budget: int) -> list[Finding]:
     judgement = judge(_worth_placing(operations), None, apply, budget)
-    if judgement.verdict is Verdict.VIOLATION:
+    if judgement.verdict is SearchResult.VIOLATION:
         sentence = "no order explains the answers; after the longest that does for the others, none of these can come"
         return [Finding(Wrong.NOT_LINEARIZABLE, key, sentence, judgement.stuck)]
-    if judgement.verdict is Verdict.UNDECIDED:
+    if judgement.verdict is SearchResult.UNDECIDED:
         unknown = sum(each.outcome is Outcome.UNKNOWN for each in operations)
         sentence = (
             f"{len(operations)} operations, {unknown} of unknown outcome: too many orders to try them all"

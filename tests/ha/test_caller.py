@@ -69,7 +69,7 @@ async def test_an_answer_is_kept() -> None:
         assert operation.began <= operation.ended < NEVER
 
 
-async def test_a_refusal_at_once_says_that_nothing_happened() -> None:
+async def test_an_immediate_refusal_means_no_effect() -> None:
     """A refusal after an attempt of unknown outcome leaves the outcome unknown."""
     refused = await _ask(_Script([LOST]))
     assert (refused.outcome, refused.answered) == (Outcome.REFUSED, {"reason": "LEASE_LOST"})
@@ -78,7 +78,7 @@ async def test_a_refusal_at_once_says_that_nothing_happened() -> None:
     assert (unknown.outcome, unknown.ended) == (Outcome.UNKNOWN, NEVER)
 
 
-async def test_who_is_not_the_owner_names_it() -> None:
+async def test_the_next_attempt_goes_to_the_named_owner() -> None:
     """The next attempt goes to the owner that the error names."""
     for owner, endpoint in _ENDPOINTS.items():
         elsewhere = _failure(grpc.StatusCode.UNAVAILABLE, "NOT_OWNER", owner_address=endpoint)
@@ -87,20 +87,20 @@ async def test_who_is_not_the_owner_names_it() -> None:
         assert script.asked[-1] == owner
 
 
-async def test_a_replica_that_is_meant_is_asked_once() -> None:
+async def test_a_given_replica_is_called_once() -> None:
     """An operation at one given replica has an unknown outcome if that replica fails."""
     script = _Script([GONE])
     operation = await _ask(script, at="two")
     assert (operation.outcome, operation.at, script.asked) == (Outcome.UNKNOWN, "two", ["two"])
 
 
-async def test_patience_ends() -> None:
+async def test_an_unanswered_operation_ends_as_unknown() -> None:
     """An operation that no replica answers has an unknown outcome in the end."""
     operation = await _ask(_Script([GONE] * 1000), patience=0.0)
     assert (operation.outcome, operation.ended) == (Outcome.UNKNOWN, NEVER)
 
 
-async def test_who_is_cut_short_leaves_a_trace() -> None:
+async def test_a_cancelled_operation_is_recorded() -> None:
     """An operation that is pending when its client ends is in the history: it may have taken effect."""
     history = History()
     channel = grpc.aio.insecure_channel(_ENDPOINTS["one"])

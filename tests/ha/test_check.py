@@ -12,8 +12,8 @@ from ha.history import NEVER, History, Operation, Outcome
 _TOKEN = f"{1:016x}aa"
 
 
-def _written(file: Path, *, lie: bool) -> None:
-    shown = {"state": "other" if lie else "mine", "token": _TOKEN}
+def _written(file: Path, *, wrong: bool) -> None:
+    shown = {"state": "other" if wrong else "mine", "token": _TOKEN}
     with History(file, clock=lambda: 9.0) as history:
         asked = {"state": "mine", "token": None}
         answered = {"state": "mine", "token": _TOKEN, "has_set": True}
@@ -26,7 +26,7 @@ def _written(file: Path, *, lie: bool) -> None:
 
 def test_a_sound_history_passes(tmp_path: Path) -> None:
     """The output has the number of operations by kind and outcome, and on request the actions of the nemesis."""
-    _written(tmp_path / "history", lie=False)
+    _written(tmp_path / "history", wrong=False)
     result = CliRunner().invoke(main, [str(tmp_path / "history"), "--troubles"])
     assert result.exit_code == 0
     assert "1 state.get unknown" in result.output
@@ -34,9 +34,9 @@ def test_a_sound_history_passes(tmp_path: Path) -> None:
     assert result.output.endswith("0 findings\n")
 
 
-def test_a_lie_is_shown_with_its_evidence(tmp_path: Path) -> None:
+def test_a_violation_is_shown_with_its_entries(tmp_path: Path) -> None:
     """A violation is shown with the lines of the history that prove it; the exit code is 1."""
-    _written(tmp_path / "history", lie=True)
+    _written(tmp_path / "history", wrong=True)
     result = CliRunner().invoke(main, [str(tmp_path / "history")])
     assert result.exit_code == 1
     assert "REUSED run: token" in result.output
@@ -44,9 +44,9 @@ def test_a_lie_is_shown_with_its_evidence(tmp_path: Path) -> None:
     assert "replica-1 is killed" not in result.output
 
 
-def test_what_can_not_be_judged_is_no_pass(tmp_path: Path) -> None:
+def test_an_unreadable_history_has_its_own_exit_code(tmp_path: Path) -> None:
     """A file that is cut off, or that is no history, has its own exit code."""
-    _written(tmp_path / "history", lie=False)
+    _written(tmp_path / "history", wrong=False)
     whole = (tmp_path / "history").read_text()
     for content, said in (
         (whole[: whole.rindex("{")], "no last line"),

@@ -25,7 +25,7 @@ WRITERS, EACH = 16, 25
 
 
 @pytest.mark.timeout(5 * PATIENCE + TIMES * 10)
-async def test_compaction_and_defragmentation_under_load_are_no_event(tmp_path: Path) -> None:
+async def test_compaction_and_defragmentation_under_load_disturb_nothing(tmp_path: Path) -> None:
     """Every write counts once, every node keeps its round, and a later owner finds all of it."""
     async with running_cluster(tmp_path) as cluster, watched_crowd(cluster.endpoints, RUN, NODES) as crowd:
         round_ = await crowd.agree(PATIENCE)

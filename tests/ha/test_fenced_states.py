@@ -12,7 +12,7 @@ import pytest
 from ha.fenced_states import check_fenced_states
 from ha.findings import Wrong
 from ha.history import NEVER, Operation, Outcome
-from ha.linearizability import Verdict, judge
+from ha.linearizability import SearchResult, judge
 from ha.random_histories import corrupted, linearizable
 
 _State = tuple[str, str] | None
@@ -58,7 +58,7 @@ SECOND = _set("b", A, 2, 3, ("b", B))
 THIRD = _set("c", B, 4, 5, ("c", C))
 
 
-def test_a_chain_is_no_lie() -> None:
+def test_a_correct_chain_has_no_findings() -> None:
     """Successive, losing, refused and unknown writes, with reads of the states at their times, have no findings."""
     assert not _wrong()
     assert not _wrong(_get(None, 0, 1), _get(None, 5, 6))
@@ -86,18 +86,18 @@ def test_two_writes_on_one_state_are_a_fork(second: tuple[str, float, float]) ->
     assert _wrong(FIRST, _set("x", None, 2, 3, ("x", _token(1, "x")))) == [Wrong.FORK]
 
 
-def test_an_unknown_write_that_somebody_saw_can_be_one_side_of_a_fork() -> None:
+def test_an_unknown_write_that_was_read_can_be_one_side_of_a_fork() -> None:
     """A state that was read has taken effect, although its writer got no reply."""
     assert _wrong(FIRST, SECOND, _set("x", A, 2, 3, "?"), _get(("x", _token(2, "x")), 2, 3)) == [Wrong.FORK]
 
 
-def test_an_acknowledged_write_that_nobody_sees_later_is_lost() -> None:
+def test_an_acknowledged_write_missing_from_later_reads_is_lost() -> None:
     """It is lost if all later reads show the state before it."""
     assert _wrong(FIRST, SECOND, _get(("a", A), 4, 5), _get(("a", A), 6, 7)) == [Wrong.LOST]
     assert _wrong(FIRST, _get(None, 4, 5)) == [Wrong.LOST]
 
 
-def test_a_read_of_what_was_before_is_stale() -> None:
+def test_a_read_of_a_replaced_state_is_stale() -> None:
     """The write is not lost, since a later read shows it again: the first read was stale."""
     assert _wrong(FIRST, SECOND, _get(("a", A), 4, 5), _get(("b", B), 6, 7)) == [Wrong.STALE]
     # The write was not acknowledged, but a read had shown it.
@@ -125,7 +125,7 @@ def test_a_state_from_nowhere() -> None:
     assert _wrong(FIRST, mine) == [Wrong.FROM_NOWHERE]
 
 
-def test_what_was_refused_and_is_there() -> None:
+def test_a_refused_write_with_an_effect_is_found() -> None:
     """A refusal, or a reply with another state, means that the write had no effect."""
     assert _wrong(FIRST, _set("b", A, 2, 3, "!"), _get(("b", B), 4, 5)) == [Wrong.REFUSED_BUT_DONE]
     lost = _set("b", A, 2, 3, ("a2", _token(2, "a2")))
@@ -192,19 +192,19 @@ def _asked_tokens(operations: list[Operation]) -> set[str | None]:
 
 def test_it_agrees_with_the_general_search() -> None:
     """Of random correct and corrupted histories, the chain is sound exactly if some order explains the replies."""
-    verdicts: Counter[Verdict] = Counter()
+    verdicts: Counter[SearchResult] = Counter()
     for seed in range(2000):
         draw = random.Random(seed)
         operations = linearizable(draw, None, _ask, _apply, draw.randint(2, 12))
         found = check_fenced_states(operations)
         assert not found, f"seed {seed}: {found[0]}"
-        lie = corrupted(draw, operations)
-        if not _asked_tokens(lie) <= {each.answered.get("token") for each in lie}:
+        altered = corrupted(draw, operations)
+        if not _asked_tokens(altered) <= {each.answered.get("token") for each in altered}:
             continue  # the general search accepts a token that a client guessed
-        verdict = judge(lie, None, _apply).verdict
-        assert bool(check_fenced_states(lie)) == (verdict is Verdict.VIOLATION), f"seed {seed}"
+        verdict = judge(altered, None, _apply).verdict
+        assert bool(check_fenced_states(altered)) == (verdict is SearchResult.VIOLATION), f"seed {seed}"
         verdicts[verdict] += 1
-    assert min(verdicts[Verdict.LINEARIZABLE], verdicts[Verdict.VIOLATION]) > 300, verdicts
+    assert min(verdicts[SearchResult.LINEARIZABLE], verdicts[SearchResult.VIOLATION]) > 300, verdicts
 
 
 def test_long_histories_take_no_time() -> None:

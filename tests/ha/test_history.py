@@ -37,7 +37,7 @@ _ENTRIES: list[Entry] = [
 
 
 @pytest.mark.parametrize("entry", _ENTRIES, ids=lambda entry: entry.kind)
-def test_what_is_written_is_read(entry: Entry) -> None:
+def test_every_kind_of_entry_is_read_back(entry: Entry) -> None:
     """Every kind of entry is read back unchanged, also an operation of unknown outcome."""
     line = dump(entry)
     assert "\n" not in line

@@ -54,7 +54,7 @@ def _place(rank: int, round_: int = 1, **changes: Any) -> pb.Assignment:
     return place
 
 
-def _told(node: str, revision: int, phase: int, place: pb.Assignment | None = None, **changes: Any) -> Told:
+def _report(node: str, revision: int, phase: int, place: pb.Assignment | None = None, **changes: Any) -> Told:
     end = _END if revision >= 7 else None
     update = pb.NodeUpdate(
         revision=revision, phase=pb.Phase.ValueType(phase), assignment=place, last_round_end=end
@@ -81,16 +81,16 @@ def _seen(
 _TRUTH: list[Entry] = [
     Admission(2.0, "a#1", RUN, "a", 1, resumed=False),
     Admission(3.0, "b#1", RUN, "b", 2, resumed=False),
-    _told("a", 3, pb.PHASE_JOINABLE),
+    _report("a", 3, pb.PHASE_JOINABLE),
     _seen(3, pb.PHASE_JOINABLE),
-    _told("a", 4, pb.PHASE_FROZEN, _place(0, master_port=0)),
-    _told("a", 5, pb.PHASE_FINAL, _place(0)),
-    _told("b", 5, pb.PHASE_FINAL, _place(1)),
+    _report("a", 4, pb.PHASE_FROZEN, _place(0, master_port=0)),
+    _report("a", 5, pb.PHASE_FINAL, _place(0)),
+    _report("b", 5, pb.PHASE_FINAL, _place(1)),
     _seen(5, pb.PHASE_FINAL, [("a", _place(0)), ("b", _place(1))]),
     Admission(5.5, "a#1", RUN, "a", 1, resumed=True),
-    _told("a", 5, pb.PHASE_FINAL, _place(0), at=5.5),
-    _told("a", 7, pb.PHASE_JOINABLE),
-    _told("a", 9, pb.PHASE_FINAL, _place(0, 2)),
+    _report("a", 5, pb.PHASE_FINAL, _place(0), at=5.5),
+    _report("a", 7, pb.PHASE_JOINABLE),
+    _report("a", 9, pb.PHASE_FINAL, _place(0, 2)),
     *_logged("events", _EVENTS[2:7]),
 ]
 
@@ -107,7 +107,7 @@ def _wrong_alone(*entries: Entry) -> set[Wrong]:
     return {finding.wrong for finding in check_invariants(history)}
 
 
-def test_the_truth_is_no_lie() -> None:
+def test_valid_reports_have_no_findings() -> None:
     """Reports to nodes and watchers that match the log, with a resumed lease, have no findings."""
     assert not _wrong()
 
@@ -127,32 +127,32 @@ def test_the_truth_is_no_lie() -> None:
 )
 def test_a_round_has_one_membership(place: pb.Assignment) -> None:
     """Each field of a round that differs between the reports to two nodes is found, and a rank given to both."""
-    assert Wrong.REUSED in _wrong(_told("b", 5, pb.PHASE_FINAL, place, at=5.6))
+    assert Wrong.REUSED in _wrong(_report("b", 5, pb.PHASE_FINAL, place, at=5.6))
 
 
 def test_ranks_are_those_of_the_nodes() -> None:
     """A rank past the last, a node with two ranks, and worker ranks that don't begin at 0 are found."""
-    assert Wrong.RANKS in _wrong(_told("b", 5, pb.PHASE_FINAL, _place(2), at=5.6))
+    assert Wrong.RANKS in _wrong(_report("b", 5, pb.PHASE_FINAL, _place(2), at=5.6))
     for base in 1, 2, -1:
         gap = _seen(8, pb.PHASE_FROZEN, [("a", _place(0, 2, base_rank=base))])
         assert _wrong_alone(gap) == {Wrong.RANKS}
-    two = _told("a", 4, pb.PHASE_FROZEN, _place(1, base_rank=2, master_port=0), subscriber="a#2")
+    two = _report("a", 4, pb.PHASE_FROZEN, _place(1, base_rank=2, master_port=0), subscriber="a#2")
     assert {Wrong.RANKS, Wrong.REUSED} & _wrong(two)
 
 
 def test_fencing_tokens_grow() -> None:
     """A later round needs a greater token: otherwise a worker of the earlier round would not be fenced."""
-    first = _told("a", 5, pb.PHASE_FINAL, _place(0))
-    assert not _wrong_alone(first, _told("a", 8, pb.PHASE_FROZEN, _place(0, 2)))
+    first = _report("a", 5, pb.PHASE_FINAL, _place(0))
+    assert not _wrong_alone(first, _report("a", 8, pb.PHASE_FROZEN, _place(0, 2)))
     assert Wrong.OUT_OF_ORDER in _wrong_alone(
-        first, _told("a", 8, pb.PHASE_FROZEN, _place(0, 2, fencing_token=4))
+        first, _report("a", 8, pb.PHASE_FROZEN, _place(0, 2, fencing_token=4))
     )
 
 
 def test_revisions_grow() -> None:
     """A subscriber receives no earlier state again, over any number of streams; another subscriber may."""
-    assert Wrong.OUT_OF_ORDER in _wrong(_told("a", 3, pb.PHASE_JOINABLE, at=20.0))
-    assert not _wrong(_told("a", 3, pb.PHASE_JOINABLE, at=20.0, subscriber="a#2"))
+    assert Wrong.OUT_OF_ORDER in _wrong(_report("a", 3, pb.PHASE_JOINABLE, at=20.0))
+    assert not _wrong(_report("a", 3, pb.PHASE_JOINABLE, at=20.0, subscriber="a#2"))
 
 
 def test_events_come_without_a_gap() -> None:
@@ -163,7 +163,7 @@ def test_events_come_without_a_gap() -> None:
     assert _wrong(*_logged("future", [pb.Event(revision=10)])) == {Wrong.NOT_DURABLE}
 
 
-def test_a_log_with_a_gap_can_not_be_judged_by() -> None:
+def test_a_log_with_a_gap_is_found() -> None:
     """Missing events in the log are a finding by themselves."""
     history = History()
     for event in _logged(events=[*_EVENTS[:3], *_EVENTS[5:]]):
@@ -189,10 +189,10 @@ def test_a_lease_is_given_once() -> None:
     assert not _wrong(Admission(9.0, "c#1", "other", "c", 2, resumed=False))
 
 
-def test_what_is_told_is_durable() -> None:
+def test_a_report_that_is_not_durable_is_found() -> None:
     """A reported revision that the log lacks, or has with other values, is found."""
-    assert _wrong(_told("a", 10, pb.PHASE_FINAL, _place(0, 2))) == {Wrong.NOT_DURABLE}
-    assert _wrong(_told("b", 6, pb.PHASE_JOINABLE)) == {Wrong.NOT_DURABLE}
+    assert _wrong(_report("a", 10, pb.PHASE_FINAL, _place(0, 2))) == {Wrong.NOT_DURABLE}
+    assert _wrong(_report("b", 6, pb.PHASE_JOINABLE)) == {Wrong.NOT_DURABLE}
     assert _wrong(_seen(9, pb.PHASE_JOINABLE, at=9.5)) == {Wrong.NOT_DURABLE}
     another = pb.Run(
         run_id=RUN, revision=7, phase=pb.PHASE_JOINABLE, last_round_end=pb.RoundEnd(round=1, node_id="a")
@@ -214,8 +214,8 @@ def test_the_first_failure_may_be_known_late() -> None:
     )
     ended = pb.Event(revision=6, kind=pb.EVENT_KIND_ROUND_ENDED, round=1, round_end=end)
     for node_id, expected in (("a", []), ("b", [Wrong.NOT_DURABLE])):
-        told_end = pb.RoundEnd(round=1, cause=end.cause, node_id=node_id, detail=f"of {node_id}")
-        run = pb.Run(run_id=RUN, revision=7, phase=pb.PHASE_JOINABLE, last_round_end=told_end)
+        reported_end = pb.RoundEnd(round=1, cause=end.cause, node_id=node_id, detail=f"of {node_id}")
+        run = pb.Run(run_id=RUN, revision=7, phase=pb.PHASE_JOINABLE, last_round_end=reported_end)
         history = History()
         history.add(Told(9.0, "watcher", RUN, "", 0, _json(run)))
         for event in _logged(events=[*_EVENTS[:5], ended, first]):
@@ -228,7 +228,7 @@ def _read(revision: int, began: float, ended: float, round_: int = 2) -> Operati
     return Operation("reader", "run.get", RUN, began, ended, Outcome.OK, {}, answered, "replica-1")
 
 
-def test_a_read_shows_what_was_known() -> None:
+def test_a_read_older_than_a_known_revision_is_found() -> None:
     """A read that begins after a revision was reported to a client, or read, shows no earlier one."""
     assert not _wrong(_read(9, 9.5, 10.0), _read(5, 5.0, 9.5, round_=1))
     assert _wrong(_read(5, 7.5, 8.0, round_=1)) == {Wrong.STALE}
@@ -250,7 +250,7 @@ def _write(
     return Operation(node, "store.set", f"{RUN}/k", began, began + 0.1, outcome, asked, answered)
 
 
-def test_who_is_over_writes_no_more() -> None:
+def test_a_write_after_its_round_or_lease_is_found() -> None:
     """An accepted write is found if it begins after its round was known to be over, or its lease superseded."""
     assert not _wrong(_write(6.0, 2, 1), _write(6.9, 2, 1), _write(8.0, 1, 2, node="a"))
     assert not _wrong(_write(7.5, 2, 1, outcome=Outcome.REFUSED))

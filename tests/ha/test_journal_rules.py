@@ -38,7 +38,7 @@ def _wrong(written: Sequence[facts.Fact], *told: Told) -> list[Wrong]:
     return [finding.wrong for finding in check_journal(history)]
 
 
-def _told(
+def _report(
     revision: int, phase: pb.Phase.ValueType, place: pb.Assignment | None = None, lease: int = 2
 ) -> Told:
     update = pb.NodeUpdate(revision=revision, phase=phase, assignment=place)
@@ -50,12 +50,12 @@ _PLACE = pb.Assignment(
 )
 
 
-def test_the_rules_are_kept() -> None:
+def test_valid_facts_have_no_findings() -> None:
     """Valid facts have no findings, with any clocks of replicas, and with the reports to the node."""
-    assert not _wrong(_FACTS, _told(2, pb.PHASE_JOINABLE), _told(3, pb.PHASE_FROZEN, _PLACE))
+    assert not _wrong(_FACTS, _report(2, pb.PHASE_JOINABLE), _report(3, pb.PHASE_FROZEN, _PLACE))
 
 
-def test_facts_that_break_them_are_found() -> None:
+def test_facts_that_break_the_rules_are_found() -> None:
     """A round of a node that has not joined, one that is FINAL before all confirmed, and a gap in ranks are found."""
     assert _wrong([*_FACTS[:1], *_FACTS[2:]]) == [Wrong.OUT_OF_ORDER]
     assert _wrong([*_FACTS[:3], *_FACTS[4:]]) == [Wrong.OUT_OF_ORDER]
@@ -63,8 +63,8 @@ def test_facts_that_break_them_are_found() -> None:
     assert _wrong([*_FACTS[:2], gap, *_FACTS[3:]]) == [Wrong.OUT_OF_ORDER]
 
 
-def test_what_was_told_and_is_not_in_them_is_found() -> None:
+def test_reports_that_contradict_the_facts_are_found() -> None:
     """Reports of a missing revision, of a wrong phase, and of ranks to another lease are found."""
-    assert _wrong(_FACTS, _told(6, pb.PHASE_FINAL, _PLACE)) == [Wrong.NOT_DURABLE]
-    assert _wrong(_FACTS, _told(4, pb.PHASE_FINAL, _PLACE)) == [Wrong.NOT_DURABLE]
-    assert _wrong(_FACTS, _told(5, pb.PHASE_FINAL, _PLACE, lease=1)) == [Wrong.NOT_DURABLE]
+    assert _wrong(_FACTS, _report(6, pb.PHASE_FINAL, _PLACE)) == [Wrong.NOT_DURABLE]
+    assert _wrong(_FACTS, _report(4, pb.PHASE_FINAL, _PLACE)) == [Wrong.NOT_DURABLE]
+    assert _wrong(_FACTS, _report(5, pb.PHASE_FINAL, _PLACE, lease=1)) == [Wrong.NOT_DURABLE]

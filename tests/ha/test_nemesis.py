@@ -19,7 +19,7 @@ MINUTES = float(os.environ.get("RALLYPOINT_HA_MINUTES", ordinarily(5.0, in_full=
 
 
 @pytest.mark.timeout(60 * MINUTES + 8 * PATIENCE)
-async def test_random_trouble_makes_no_liar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_random_faults_cause_no_violation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Under any fault reads and writes are linearizable, rounds keep their invariants, and reports are durable."""
     monkeypatch.setattr(logging.getLogger("rallypoint.rendezvous.client"), "disabled", True)
     seed = int(os.environ.get("RALLYPOINT_HA_SEED") or random.SystemRandom().randrange(2**32))

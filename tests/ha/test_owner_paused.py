@@ -39,7 +39,7 @@ STORE_WRITES = 20
 
 
 @pytest.mark.timeout(3 * PATIENCE + REPEATS * PATIENCE)
-async def test_nothing_that_waited_in_a_stopped_owner_lands(tmp_path: Path) -> None:
+async def test_requests_queued_in_a_stopped_owner_have_no_effect(tmp_path: Path) -> None:
     """States, keys and joins sent to the stopped owner are refused, do not name it as owner, and have no effect."""
     loop = asyncio.get_running_loop()
     pauses: list[float] = []
@@ -71,7 +71,7 @@ async def test_nothing_that_waited_in_a_stopped_owner_lands(tmp_path: Path) -> N
                     reasons[refusal.reason] += 1
                     assert refusal.code is grpc.StatusCode.UNAVAILABLE, refusal
                     assert refusal.owner != cluster.replicas.endpoint(owner), refusal
-                redirected.append(await _is_told_of_the_owner(cluster, owner))
+                redirected.append(await _names_the_new_owner(cluster, owner))
                 await cluster.registered(owner)
                 for name in REPLICAS:
                     async with _channel(cluster, name) as reading:
@@ -192,12 +192,12 @@ def _channel(cluster: Cluster, name: str) -> grpc.aio.Channel:
     )
 
 
-async def _is_told_of_the_owner(cluster: Cluster, sleeper: str) -> float:
+async def _names_the_new_owner(cluster: Cluster, sleeper: str) -> float:
     """Wait until the former owner names the new one to a client, or owns the run again; return the seconds taken."""
     began = asyncio.get_running_loop().time()
 
     async def look() -> str:
-        if (heir := await cluster.owner(RUN)) == sleeper:
+        if (new_owner := await cluster.owner(RUN)) == sleeper:
             return ""
         async with _channel(cluster, sleeper) as channel:
             try:
@@ -210,7 +210,7 @@ async def _is_told_of_the_owner(cluster: Cluster, sleeper: str) -> float:
                 told = error.metadata.get("owner_address", "")
                 return (
                     ""
-                    if told == cluster.replicas.endpoint(heir)
+                    if told == cluster.replicas.endpoint(new_owner)
                     else f"{error!r}, owner {told or 'not named'}"
                 )
             return f"{sleeper} still streams"

@@ -67,7 +67,7 @@ async def scene(folder: Path) -> AsyncIterator[Scene]:
         assert cluster.replicas.complaints() == []
 
 
-async def test_a_replica_parted_from_etcd_loses_its_runs_and_tells_nothing(tmp_path: Path) -> None:
+async def test_a_replica_parted_from_etcd_loses_its_runs_and_serves_nothing(tmp_path: Path) -> None:
     """Another owns the run a lease later; the partitioned one ends its streams, and refuses writes and reads."""
     loop = asyncio.get_running_loop()
     moved: list[float] = []
@@ -97,7 +97,7 @@ async def test_a_replica_parted_from_etcd_loses_its_runs_and_tells_nothing(tmp_p
     )
 
 
-async def test_agents_parted_from_the_owner_come_back_when_they_can(tmp_path: Path) -> None:
+async def test_agents_parted_from_the_owner_resume_after_healing(tmp_path: Path) -> None:
     """Followers name the owner, which keeps the run; after healing every node resumes, every write is answered."""
     loop = asyncio.get_running_loop()
     async with scene(tmp_path) as at:
@@ -122,7 +122,7 @@ async def test_agents_parted_from_the_owner_come_back_when_they_can(tmp_path: Pa
     )
 
 
-async def test_losing_one_member_of_etcd_is_no_event(tmp_path: Path) -> None:
+async def test_losing_one_member_of_etcd_ends_no_round(tmp_path: Path) -> None:
     """A follower is partitioned from all hosts, then the leader, then the leader is killed: no round ends."""
     loop = asyncio.get_running_loop()
     gaps: dict[str, float] = {}
@@ -149,7 +149,7 @@ async def test_losing_one_member_of_etcd_is_no_event(tmp_path: Path) -> None:
     print(f"one member of etcd at a time, {REPEATS} times each: longest wait for a write: {longest}")  # noqa: T201
 
 
-async def test_slow_links_slow_nobody_to_death(tmp_path: Path) -> None:
+async def test_slow_links_end_no_round(tmp_path: Path) -> None:
     """With 256 kbit/s on the owner's link, its run is served, by any owner, and no round ends."""
     loop = asyncio.get_running_loop()
     async with scene(tmp_path) as at:

@@ -39,15 +39,15 @@ async def late_write(at: Scene) -> None:
     late = asyncio.create_task(at.client().set(writer.token, at=owner))
     await at.holds(owner)
     at.cluster.process(owner).pause()
-    heir = await at.cluster.owner(RUN, but=[owner])
-    await _answered(at.client(), heir)
+    new_owner = await at.cluster.owner(RUN, but=[owner])
+    await _answered(at.client(), new_owner)
     at.network(owner, "pass")
     at.cluster.process(owner).resume()
     await at.delivered(owner)
     await late
     # The third replica reads the present state from etcd; the new owner returns the state it read when it took over.
-    await _answered(at.client(), at.third(owner, heir))
-    await _answered(at.client(), heir)
+    await _answered(at.client(), at.third(owner, new_owner))
+    await _answered(at.client(), new_owner)
 
 
 async def late_copy(at: Scene) -> None:
@@ -86,12 +86,12 @@ async def owner_killed_while_it_commits(at: Scene) -> None:
                 await until("somebody to be told", lambda: _more(at, told), _IN_VAIN)
             await at.cluster.process(owner).kill()
             await setting
-            heir = await at.cluster.owner(RUN, but=[owner])
-            await _answered(at.client(), heir)
+            new_owner = await at.cluster.owner(RUN, but=[owner])
+            await _answered(at.client(), new_owner)
             # The new owner receives the failure too. After that there are no more reports, and the facts can be read.
             await members.agree(PATIENCE, after=broken)
             stopping.set()
-            await members.read_log(at.doors.by_name[heir], PATIENCE)
+            await members.read_log(at.doors.by_name[new_owner], PATIENCE)
             await read_facts(at.cluster, at.history, [RUN])
     finally:
         await members.crowd.die()

@@ -9,7 +9,7 @@ from typing import Any
 
 from ha.findings import Wrong
 from ha.history import NEVER, Operation, Outcome
-from ha.linearizability import Verdict, judge
+from ha.linearizability import SearchResult, judge
 from ha.random_histories import corrupted, linearizable
 from ha.stores import apply, check_stores
 
@@ -69,7 +69,7 @@ def test_keys_are_apart() -> None:
     assert finding.where == "run/other"
 
 
-def test_what_can_not_be_decided_is_said() -> None:
+def test_an_undecided_key_is_reported() -> None:
     """A key with too many writes of unknown outcome is reported as undecided."""
     lost = [_operation("add", 0, NEVER, {"amount": 2**power}, None) for power in range(24)]
     impossible = _operation("add", 1, 2, {"amount": 1}, {"value": "-1"})
@@ -78,7 +78,7 @@ def test_what_can_not_be_decided_is_said() -> None:
     assert "24 of unknown outcome" in finding.sentence
 
 
-def test_writes_that_nobody_saw_change_no_verdict() -> None:
+def test_leaving_out_unread_writes_changes_no_result() -> None:
     """Leaving out register writes of unknown outcome that no reply shows saves time, and changes no result."""
 
     def ask(draw: random.Random, number: int, seen: str | None) -> tuple[str, Mapping[str, Any]]:
@@ -93,13 +93,13 @@ def test_writes_that_nobody_saw_change_no_verdict() -> None:
     for seed in range(1500):
         draw = random.Random(seed)
         operations = corrupted(draw, linearizable(draw, None, ask, apply, draw.randint(2, 14), lost=0.4))
-        expected = judge(operations, None, apply).verdict is Verdict.VIOLATION
+        expected = judge(operations, None, apply).verdict is SearchResult.VIOLATION
         assert bool(check_stores(operations)) == expected, f"seed {seed}"
         verdicts[expected] += 1
     assert min(verdicts.values()) > 200, verdicts
 
 
-def test_a_register_of_a_stormy_hour_is_decided() -> None:
+def test_a_register_with_many_unknown_writes_is_decided() -> None:
     """A register with hundreds of writes, a hundred of unknown outcome, is decided almost without a search."""
     draw = random.Random(1)
     lost = [_operation("set", 10 * number, NEVER, {"value": f"lost-{number}"}, None) for number in range(100)]

@@ -22,7 +22,7 @@ from torture.tormented_node import TormentedNode
 _KEY_LIFE = 120
 _UNKNOWN = 8  # number of those operations for which one of unknown outcome counts
 # The writer while no node holds a lease; it is refused.
-_NOBODY = Writer("nobody", 1)
+_NO_HOLDER = Writer("nobody", 1)
 
 
 class Keys:
@@ -235,7 +235,7 @@ class Writers:
     def _store(self, caller: Caller) -> StoreClient:
         def writer() -> Writer:
             holders = [node for node in self._nodes if node.lease]
-            return caller.draw.choice(holders).writer if holders else _NOBODY
+            return caller.draw.choice(holders).writer if holders else _NO_HOLDER
 
         return StoreClient(caller, self.run_id, writer)
 

@@ -22,7 +22,7 @@ from rallypoint.rpc.endpoint import Plaintext, ServerOptions
 from rallypoint.rpc.errors import ServiceError, decode
 from rallypoint.serving.server import Registration, Server
 from rendezvous.engine_fixtures import RUN, Stage, staged
-from rendezvous.locators import home_of
+from rendezvous.locators import locator_of
 from support.waiting import PATIENCE
 
 LIMITS = RendezvousLimits(events_per_run=200, subscribers_per_run=3)
@@ -119,7 +119,7 @@ class Watch:
 async def serving_events() -> AsyncIterator[Served]:
     """The service, with a run of two nodes in a final round."""
     async with staged(Stage(limits=LIMITS)) as stage:
-        servicer = RendezvousServicer(home_of(stage.engine))
+        servicer = RendezvousServicer(locator_of(stage.engine))
         add = partial(pb_grpc.add_RendezvousServiceServicer_to_server, servicer)
         name = "rallypoint.rendezvous.v1.RendezvousService"
         server = Server(

@@ -11,7 +11,7 @@ from rallypoint.rendezvous.state.service import FencedStateService
 from rallypoint.rendezvous.store.service import StoreService
 
 
-def home_of(part: RendezvousEngine | StoreService | FencedStateService) -> RunLocator:
+def locator_of(part: RendezvousEngine | StoreService | FencedStateService) -> RunLocator:
     """A locator that finds all runs at `part`; it has no other part of a shard."""
     match part:
         case RendezvousEngine():

@@ -26,7 +26,7 @@ from rendezvous.engine_fixtures import NO_PAUSES, RUN, HeldJournal, begun, idle,
 __all__ = ["OWNER", "RUN", "Scene", "ShardJournal", "begun", "elsewhere", "idle", "opened", "refusal_of"]
 
 OWNER = "b.cluster:29400"
-_PATIENCE = 60.0
+_TIMEOUT = 60.0
 
 
 def elsewhere(run_id: str) -> NotOwner:
@@ -41,8 +41,8 @@ class ShardJournal(HeldJournal):
         super().__init__(durable)
         self.closed = False
         self.appends = 0
-        self._may_tell = asyncio.Event()
-        self._may_tell.set()
+        self._may_return = asyncio.Event()
+        self._may_return.set()
 
     def kept(self) -> Recovered:
         recovered = super().kept()
@@ -62,15 +62,15 @@ class ShardJournal(HeldJournal):
     async def append(self, entries: Sequence[Entry]) -> None:
         self.appends += 1
         await super().append(entries)
-        await self._may_tell.wait()
+        await self._may_return.wait()
 
     def hold_answers(self) -> None:
         """Make commits durable from now on, but let `append` wait."""
-        self._may_tell.clear()
+        self._may_return.clear()
 
     def answer(self) -> None:
         """Let the waiting `append` calls return."""
-        self._may_tell.set()
+        self._may_return.set()
 
     async def close(self) -> None:
         self.closed = True
@@ -220,7 +220,7 @@ async def opened(journal: ShardJournal | None = None, **settings: Any) -> AsyncI
 
 async def refusal_of(awaitable: Awaitable[object]) -> Exception:
     """The error that refuses a request."""
-    async with asyncio.timeout(_PATIENCE):
+    async with asyncio.timeout(_TIMEOUT):
         with pytest.raises(Exception) as refused:  # noqa: PT011 (the test checks its type)
             await awaitable
     assert not isinstance(refused.value, TimeoutError), "it waits for ever"

@@ -167,7 +167,7 @@ async def test_a_mistake_in_the_store_of_one_run_stops_that_store(monkeypatch: p
         await scene.restart()
 
 
-async def test_who_waits_for_a_key_of_a_run_that_is_stopped_is_told() -> None:
+async def test_a_wait_for_a_key_of_a_run_that_is_stopped_fails() -> None:
     async with opened() as scene:
         (waiting,) = await begun(scene.shard.store.get(RUN, 0, "later", 3600.0))
         scene.shard.engine._stop(RUN, KeyError("planted"))

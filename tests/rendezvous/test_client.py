@@ -80,11 +80,11 @@ class Member:
         self._news = asyncio.Event()
         self.channel = open_channel(endpoint)
         self.membership = Membership(
-            self.channel, endpoint, request, self._hear, connect_timeout=connect_timeout
+            self.channel, endpoint, request, self._receive, connect_timeout=connect_timeout
         )
         self.running = asyncio.create_task(self.membership.run())
 
-    def _hear(self, event: Event) -> None:
+    def _receive(self, event: Event) -> None:
         self.events.append(event)
         self._news.set()
 
@@ -269,7 +269,7 @@ async def test_a_service_that_drains_is_found_again_too(
 
 
 @pytest.mark.parametrize("service", ["memory"], indirect=True)
-async def test_a_service_that_forgot_the_run_gets_it_anew(
+async def test_a_node_joins_again_at_a_service_that_forgot_the_run(
     service: Service, join: Callable[..., Member]
 ) -> None:
     """The lease is not valid there: the node joins as a newcomer, and gets a MembershipReset."""
@@ -287,7 +287,7 @@ async def test_a_service_that_forgot_the_run_gets_it_anew(
     await formed(one)
 
 
-async def test_who_lost_its_lease_joins_anew(
+async def test_a_node_that_lost_its_lease_joins_again(
     service: Service, proxy: CutProxy, join: Callable[..., Member]
 ) -> None:
     """A node that was away for too long is a newcomer, and its old lease is never sent again."""
@@ -306,7 +306,7 @@ async def test_who_lost_its_lease_joins_anew(
 
 
 @pytest.mark.parametrize("lost", ["what was said", "the answer"])
-async def test_what_was_said_last_is_said_again_on_the_next_stream(
+async def test_the_last_report_is_repeated_on_the_next_stream(
     proxy: CutProxy, service: Service, join: Callable[..., Member], lost: str
 ) -> None:
     """A report written into a connection that broke may have arrived or not; sending it twice is harmless."""
@@ -326,7 +326,7 @@ async def test_what_was_said_last_is_said_again_on_the_next_stream(
     assert one.lost_leases == 0
 
 
-async def test_a_failure_is_heard_though_the_node_leaves_in_the_same_breath(
+async def test_a_failure_is_received_though_the_node_departs_right_after(
     service: Service, join: Callable[..., Member]
 ) -> None:
     """A signal that comes right after a worker failed must not make the failure look like a departure."""
@@ -354,7 +354,7 @@ async def test_members_answer_at_once_when_a_failed_round_settles(
         assert member.updates[-1].run_end.outcome == pb.OUTCOME_FAILED
 
 
-async def test_a_failure_that_is_said_again_has_grown_older(
+async def test_a_repeated_failure_report_has_a_greater_age(
     proxy: CutProxy, join: Callable[..., Member]
 ) -> None:
     """The first report was lost with its connection; from the age, the service still finds the run's first failure."""
@@ -373,9 +373,7 @@ async def test_a_failure_that_is_said_again_has_grown_older(
     assert one.updates[-1].run_end.failure.age.ToNanoseconds() >= 0.7e9
 
 
-async def test_a_start_that_is_said_again_has_grown_older_and_is_said_until_it_is_recorded(
-    join: Callable[..., Member],
-) -> None:
+async def test_a_start_is_reported_with_its_age_until_it_is_recorded(join: Callable[..., Member]) -> None:
     """It is sent once on each new stream, unless the first update there has `start_recorded`."""
     final = pb.NodeUpdate(phase=pb.PHASE_FINAL, assignment=pb.Assignment(round=1))
     admitted, recorded = lease(7), lease(7)
@@ -399,7 +397,7 @@ async def test_a_start_that_is_said_again_has_grown_older_and_is_said_until_it_i
         await one.close()
 
 
-async def test_a_success_is_heard_though_the_node_leaves_in_the_same_breath(
+async def test_a_success_is_received_though_the_node_leaves_right_after(
     service: Service, join: Callable[..., Member]
 ) -> None:
     """A node leaves like this after the exit barrier; the round goes on for the others."""
@@ -438,7 +436,7 @@ async def test_a_departing_node_is_waited_for_until_it_has_left(
     await formed(two, round_=3)
 
 
-async def test_a_leave_that_a_draining_service_did_not_take_is_said_again(
+async def test_a_leave_that_a_draining_service_did_not_take_is_repeated(
     proxy: CutProxy, service: Service, join: Callable[..., Member]
 ) -> None:
     """Otherwise the others would wait until the lease of that node expires."""
@@ -457,7 +455,7 @@ async def test_a_leave_that_a_draining_service_did_not_take_is_said_again(
     assert run.last_round_end.detail == "node a left: no longer needed"
 
 
-async def test_who_is_going_and_lost_its_lease_is_out(
+async def test_a_departing_node_that_lost_its_lease_does_not_join_again(
     proxy: CutProxy, service: Service, join: Callable[..., Member]
 ) -> None:
     """It has no lease to give back, and joining only to leave would cost a round."""
@@ -473,7 +471,7 @@ async def test_who_is_going_and_lost_its_lease_is_out(
     assert (len(one.admissions), one.lost_leases) == (1, 1)
 
 
-async def test_who_is_going_before_it_was_in_does_not_join(
+async def test_a_node_that_departs_before_its_admission_does_not_join(
     proxy: CutProxy, join: Callable[..., Member]
 ) -> None:
     """This holds before the first admission too."""
@@ -509,7 +507,7 @@ async def test_a_closed_run_is_left_with_its_end(service: Service, join: Callabl
     assert one.updates[-1].run_end.outcome == pb.OUTCOME_CANCELLED
 
 
-async def test_who_was_away_when_the_run_was_closed_learns_its_end(
+async def test_a_node_away_when_the_run_was_closed_receives_its_end(
     proxy: CutProxy, service: Service, join: Callable[..., Member]
 ) -> None:
     """Its lease ended with the run, but it still receives the outcome."""
@@ -523,7 +521,7 @@ async def test_who_was_away_when_the_run_was_closed_learns_its_end(
     assert one.lost_leases == 0
 
 
-async def test_who_joins_a_closed_run_is_refused(service: Service, join: Callable[..., Member]) -> None:
+async def test_a_join_of_a_closed_run_is_refused(service: Service, join: Callable[..., Member]) -> None:
     """The error is RUN_CLOSED, and recommends another run id."""
     for request in (requests := [join_request("a"), join_request("b")]):
         request.settings.reopen = pb.REOPEN_NEVER
@@ -625,7 +623,7 @@ async def refusing(refusal: ServiceError) -> AsyncIterator[tuple[Refusing, Membe
         (grpc.StatusCode.FAILED_PRECONDITION, "OF_A_LATER_VERSION"),
     ],
 )
-async def test_a_node_that_was_in_goes_only_if_it_is_refused(code: grpc.StatusCode, reason: str) -> None:
+async def test_an_admitted_node_gives_up_only_if_it_is_refused(code: grpc.StatusCode, reason: str) -> None:
     """After any other error it resumes with its lease: its workers run, and the next attempt may succeed."""
     async with refusing(ServiceError(code, reason, "not now")) as (servicer, member):
         assert (await member.admitted(times=2)).resumed
@@ -643,7 +641,7 @@ async def test_a_node_that_was_in_goes_only_if_it_is_refused(code: grpc.StatusCo
         ("LEASE_LOST", {"superseded_by": "9"}),
     ],
 )
-async def test_a_node_that_was_in_and_is_refused_goes(reason: str, metadata: dict[str, str]) -> None:
+async def test_an_admitted_node_that_is_refused_gives_up(reason: str, metadata: dict[str, str]) -> None:
     """Each further attempt would be refused too."""
     refusal = ServiceError(grpc.StatusCode.FAILED_PRECONDITION, reason, "go", metadata=metadata)
     async with refusing(refusal) as (servicer, member):
@@ -653,7 +651,7 @@ async def test_a_node_that_was_in_and_is_refused_goes(reason: str, metadata: dic
         assert len(servicer.first_messages) == 2
 
 
-async def test_nobody_there_is_told_with_the_address_after_the_timeout(join: Callable[..., Member]) -> None:
+async def test_an_unreachable_address_is_reported_after_the_timeout(join: Callable[..., Member]) -> None:
     """The error has the cause of the failed connection."""
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))
@@ -665,7 +663,7 @@ async def test_nobody_there_is_told_with_the_address_after_the_timeout(join: Cal
     assert 0.4 < asyncio.get_running_loop().time() - began < 10
 
 
-async def test_a_host_that_says_nothing_is_told_with_the_address_too(join: Callable[..., Member]) -> None:
+async def test_a_silent_host_is_reported_with_its_address_too(join: Callable[..., Member]) -> None:
     """Another program listens there, not a rendezvous service."""
     with socket.create_server(("127.0.0.1", 0)) as mute:
         address = f"127.0.0.1:{mute.getsockname()[1]}"
@@ -717,7 +715,7 @@ def lease(number: int) -> pb.JoinResponse:
     return answer
 
 
-async def test_a_node_with_nothing_to_say_says_that_it_is_alive(join: Callable[..., Member]) -> None:
+async def test_a_node_without_reports_sends_heartbeats(join: Callable[..., Member]) -> None:
     """It sends heartbeats at the interval of the lease."""
     async with AsyncExitStack() as stack:
         script = Script([lease(7)])
@@ -728,7 +726,7 @@ async def test_a_node_with_nothing_to_say_says_that_it_is_alive(join: Callable[.
         await one.close()
 
 
-async def test_a_node_without_a_watchdog_says_so_at_once_and_until_it_has_one(
+async def test_a_node_reports_a_missing_watchdog_at_once_and_until_it_has_one(
     join: Callable[..., Member],
 ) -> None:
     """It repeats that on a new stream, and beside other reports."""
@@ -779,7 +777,7 @@ async def test_a_broken_stream_is_resumed_from_the_last_revision(
         await one.close()
 
 
-async def test_a_service_that_goes_away_before_it_gives_a_lease_admits_nobody(
+async def test_a_service_that_goes_away_before_it_gives_a_lease_admits_no_node(
     join: Callable[..., Member],
 ) -> None:
     """Without a lease there is no admission; the node repeats its last request."""

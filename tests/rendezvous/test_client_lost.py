@@ -55,7 +55,7 @@ class Node:
                 pass
 
 
-async def test_who_waits_no_longer_than_said_gives_up() -> None:
+async def test_a_node_gives_up_after_its_lost_timeout() -> None:
     """The error has the address and the cause."""
     async with AsyncExitStack() as stack:
         node = Node(stack)
@@ -68,7 +68,7 @@ async def test_who_waits_no_longer_than_said_gives_up() -> None:
 
 
 @pytest.mark.parametrize("lost_timeout", [math.inf, PATIENCE])
-async def test_a_service_that_comes_back_in_time_is_joined_anew(lost_timeout: float) -> None:
+async def test_a_service_that_comes_back_in_time_is_joined_again(lost_timeout: float) -> None:
     """The timeout begins again at each loss."""
     async with AsyncExitStack() as stack:
         node = Node(stack)

@@ -159,9 +159,7 @@ async def test_a_node_is_resumed_by_the_next_owner(fleet: Fleet, monkeypatch: py
         assert (after.lease, after.resumed) == (before.lease, True)
 
 
-async def test_a_replica_that_says_nothing_holds_nobody(
-    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_silent_replica_does_not_block_a_node(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     """One replica accepts streams, the other one, stopped, only connections."""
     monkeypatch.setattr(replica_client, "REPLY_TIMEOUT", 0.3)
     monkeypatch.setattr(replica_client, "CONNECT_TIMEOUT", 0.3)
@@ -173,7 +171,7 @@ async def test_a_replica_that_says_nothing_holds_nobody(
         assert not (await fleet.admitted()).resumed
 
 
-async def test_stores_and_nodes_of_a_job_share_what_they_know(fleet: Fleet) -> None:
+async def test_stores_and_nodes_of_a_job_share_the_known_owner(fleet: Fleet) -> None:
     """The store client asks the owner that the node has found."""
     other, elsewhere = await fleet.other()
     other.owner = await fleet.own()
@@ -186,14 +184,14 @@ async def test_stores_and_nodes_of_a_job_share_what_they_know(fleet: Fleet) -> N
         assert await store.get("k") == b"v"
 
 
-async def test_nobody_there_is_told_with_all_that_was_asked(fleet: Fleet) -> None:
+async def test_an_unreachable_service_is_reported_with_all_addresses(fleet: Fleet) -> None:
     (one, first), (two, second) = refusing(), refusing()
     told = f"no rendezvous service answered at {first},{second} within 0.5 s: .*Connection refused"
     with one, two, pytest.raises(RendezvousUnreachable, match=told):
         await asyncio.wait_for(fleet.join(first, second, connect_timeout=0.5), PATIENCE)
 
 
-async def test_the_owner_s_refusal_is_the_last_word(fleet: Fleet) -> None:
+async def test_the_owner_s_refusal_is_final(fleet: Fleet) -> None:
     """This holds also if the node found the owner by a redirect."""
     other, elsewhere = await fleet.other()
     owner = await fleet.own()
@@ -211,7 +209,7 @@ async def test_the_owner_s_refusal_is_the_last_word(fleet: Fleet) -> None:
         assert caught.value.code is grpc.StatusCode.FAILED_PRECONDITION
 
 
-async def test_what_another_call_finds_out_ends_the_wait_for_a_paused_owner(fleet: Fleet) -> None:
+async def test_the_result_of_another_call_ends_the_wait_for_a_paused_owner(fleet: Fleet) -> None:
     """Its stream would end only at gRPC's timeout; another replica has answered for the run meanwhile."""
     paused, before = await fleet.other()
     paused.paused = True
@@ -233,7 +231,7 @@ async def test_what_another_call_finds_out_ends_the_wait_for_a_paused_owner(flee
                 break
 
 
-async def test_an_outage_is_told_once_with_who_was_lost(
+async def test_an_outage_is_logged_once_with_the_lost_replica(
     fleet: Fleet, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The log line leaves out the replies of the others, which still name it as the owner."""
@@ -260,7 +258,7 @@ async def test_an_outage_is_told_once_with_who_was_lost(
         assert (line.fields["before"], line.fields["among"]) == (first, f"{elsewhere},{first}")
 
 
-async def test_who_is_told_to_stop_while_a_call_fails_stops(
+async def test_a_node_that_is_cancelled_while_a_call_fails_stops(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """gRPC treats a cancellation as its own while it begins a call, and may report the call's failure instead."""

@@ -31,7 +31,7 @@ async def served() -> AsyncIterator[Served]:
         yield served
 
 
-async def test_what_happened_is_listed(served: Served) -> None:
+async def test_events_are_listed_in_order_with_their_actors(served: Served) -> None:
     """The failure, the end of the round and the next round are listed in order, with their actors."""
     members = list(served.stage.engine._runs[RUN].members.values())
     await served.stage.fail(members[1], 1)
@@ -63,7 +63,7 @@ async def test_pages_lead_from_one_to_the_next(served: Served) -> None:
     assert revisions(seen_down) == [7, 6, 5, 4, 3, 2, 1]
 
 
-async def test_only_what_is_asked_for_is_listed(served: Served) -> None:
+async def test_only_events_of_the_filter_are_listed(served: Served) -> None:
     """Events are filtered by node, kind, round and time."""
 
     async def listed(**filter_: Any) -> list[int]:
@@ -76,7 +76,7 @@ async def test_only_what_is_asked_for_is_listed(served: Served) -> None:
     assert len(await listed(until=Timestamp(seconds=1_700_000_001))) == 7
 
 
-async def test_a_page_stays_within_what_a_client_takes(served: Served) -> None:
+async def test_a_page_stays_within_the_message_limit_of_a_client(served: Served) -> None:
     """This holds for large failures too; the rest is on the next page."""
     history = served.stage.engine.history(RUN)
     history._most_events = history._most_bytes = 10**9
@@ -119,7 +119,7 @@ async def test_a_bad_request_names_its_field(
     assert (error.code, [each for each, _ in error.field_violations]) == (Code.INVALID_ARGUMENT, [field])
 
 
-async def test_a_page_that_is_gone_is_told(served: Served) -> None:
+async def test_a_page_that_is_gone_is_refused(served: Served) -> None:
     """The error has the oldest revision that is left; a new listing begins there."""
     token = (await served.list(page_size=3)).next_page_token
     down = (await served.list(page_size=3, newest_first=True)).next_page_token

@@ -27,7 +27,7 @@ async def served() -> AsyncIterator[Served]:
         yield served
 
 
-async def test_a_watcher_hears_all_from_the_beginning(served: Served) -> None:
+async def test_a_watcher_receives_all_from_the_beginning(served: Served) -> None:
     """It receives the past events, then the new ones, until the run is closed."""
     watch = served.watch()
     assert kinds(await watch.until(7)) == BEGINNING
@@ -40,7 +40,7 @@ async def test_a_watcher_hears_all_from_the_beginning(served: Served) -> None:
     assert error is None
 
 
-async def test_a_watcher_that_comes_back_hears_what_it_missed(served: Served) -> None:
+async def test_a_watcher_that_comes_back_receives_the_missed_events(served: Served) -> None:
     """It receives each event once; of a closed run the rest, then the end."""
     watch = served.watch()
     await watch.until(7)
@@ -64,7 +64,7 @@ async def test_the_first_message_comes_at_once(served: Served) -> None:
         watch.call.cancel()
 
 
-async def test_a_watcher_that_wants_little_is_told_how_far_it_has_come(
+async def test_a_watcher_without_matching_events_receives_its_revision(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It gets a message now and then, so that the revision to resume from is still kept."""
@@ -77,7 +77,7 @@ async def test_a_watcher_that_wants_little_is_told_how_far_it_has_come(
     assert (list(told.events), told.revision >= 10) == ([], True)
 
 
-async def test_a_watcher_hears_only_what_it_asked_for(served: Served) -> None:
+async def test_a_watcher_receives_only_events_of_its_filter(served: Served) -> None:
     """Every message has the revision that the watcher has reached."""
     watch = served.watch(kinds=[pb.EVENT_KIND_NODE_READMITTED])
     assert (await watch.hear()).revision == 7
@@ -85,23 +85,23 @@ async def test_a_watcher_hears_only_what_it_asked_for(served: Served) -> None:
     assert revisions(await watch.until(11)) == [9, 11]
 
 
-async def test_nothing_is_told_before_it_is_durable(served: Served) -> None:
+async def test_nothing_is_published_before_it_is_durable(served: Served) -> None:
     """It is neither sent to a watcher nor listed in a page."""
     watch = served.watch(7)
     await watch.hear()
     served.stage.journal.hold()
     noting = asyncio.create_task(served.note(1))
     await served.stage.journal.held()
-    hearing = asyncio.create_task(watch.hear())
-    done, _ = await asyncio.wait([hearing], timeout=0.1)
+    reading = asyncio.create_task(watch.hear())
+    done, _ = await asyncio.wait([reading], timeout=0.1)
     assert not done
     assert len((await served.list()).events) == 7
     served.stage.journal.release()
-    assert revisions(list((await hearing).events)) == [8]
+    assert revisions(list((await reading).events)) == [8]
     await noting
 
 
-async def test_a_cursor_that_was_never_given_out_is_told(served: Served) -> None:
+async def test_a_cursor_that_was_never_given_out_is_refused(served: Served) -> None:
     """It belongs to another service, or to one that lost its journal."""
     _, error = await served.watch(8).ended()
     assert error is not None
@@ -109,7 +109,7 @@ async def test_a_cursor_that_was_never_given_out_is_told(served: Served) -> None
     assert error.metadata["current"] == "7"
 
 
-async def test_a_cursor_that_is_gone_is_told(served: Served) -> None:
+async def test_a_cursor_that_is_gone_is_refused(served: Served) -> None:
     """The error has the oldest revision that is left; a watch from 0 begins there."""
     await served.note(300)
     _, error = await served.watch(7).ended()

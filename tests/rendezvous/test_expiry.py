@@ -83,7 +83,7 @@ async def test_a_run_that_lost_its_nodes_has_its_time_from_then_on(stage: Stage)
     assert await known(stage, 0.1) == []
 
 
-async def test_a_run_that_somebody_is_in_is_never_forgotten(stage: Stage) -> None:
+async def test_a_run_that_has_a_node_is_never_forgotten(stage: Stage) -> None:
     """This holds however long nothing happens to it."""
     (member,) = await stage.running("a")
     for _ in range(30):
@@ -92,7 +92,7 @@ async def test_a_run_that_somebody_is_in_is_never_forgotten(stage: Stage) -> Non
     assert stage.expired_runs == []
 
 
-async def test_who_comes_back_in_time_begins_the_time_anew(stage: Stage) -> None:
+async def test_a_node_that_comes_back_in_time_restarts_the_time(stage: Stage) -> None:
     """The time begins when the node leaves again."""
     await stage.leave(await stage.join("a"))
     stage.now += TTL - 1
@@ -104,7 +104,7 @@ async def test_who_comes_back_in_time_begins_the_time_anew(stage: Stage) -> None
     assert await known(stage, 0.1) == []
 
 
-async def test_who_comes_back_at_the_very_moment_finds_the_run(stage: Stage) -> None:
+async def test_a_node_that_comes_back_at_the_deadline_finds_the_run(stage: Stage) -> None:
     """Requests come before deadlines of the same step."""
     await stage.leave(await stage.join("a"))
     revision = (await stage.engine.get_run(RUN)).revision
@@ -114,7 +114,7 @@ async def test_who_comes_back_at_the_very_moment_finds_the_run(stage: Stage) -> 
     assert stage.expired_runs == []
 
 
-async def test_it_is_told_when_it_is_durable(stage: Stage) -> None:
+async def test_the_expiry_of_a_run_is_reported_once_it_is_durable(stage: Stage) -> None:
     """The engine reports it to the store and to readers once no restart can bring the run back."""
     await ended_run(stage)
     stage.journal.hold()
@@ -129,7 +129,7 @@ async def test_it_is_told_when_it_is_durable(stage: Stage) -> None:
     assert [type(entry) for entry in stage.journal.durable[-3:]] == [Forgotten, Dropped, Forgotten]
 
 
-async def test_whoever_watches_an_idle_run_is_told_that_it_is_gone(stage: Stage) -> None:
+async def test_watchers_of_an_idle_run_are_notified_that_it_is_gone(stage: Stage) -> None:
     """Watchers and followers get RunNotFound; none waits for ever."""
     await stage.leave(await stage.join("a"))
     watcher, follower = await stage.engine.watch(RUN, 0), stage.engine.follow(RUN, 0)
@@ -142,7 +142,7 @@ async def test_whoever_watches_an_idle_run_is_told_that_it_is_gone(stage: Stage)
             await task
 
 
-async def test_deadlines_of_a_run_that_is_gone_wake_nobody() -> None:
+async def test_deadlines_of_a_run_that_is_gone_have_no_effect() -> None:
     """With a time to live of 0 it goes with its last node, whose lease would have lasted longer."""
     async with staged(Stage(limits=RendezvousLimits(run_ttl=0.0))) as stage:
         await stage.leave(await stage.join("a"))
@@ -339,7 +339,7 @@ async def lived(stage: Stage, run_id: str) -> pb.Run:
     return run
 
 
-async def test_of_all_that_are_forgotten_one_mark_is_left(stage: Stage) -> None:
+async def test_all_forgotten_runs_leave_one_mark(stage: Stage) -> None:
     """Neither the journal nor the service knows their names; every new run begins above all of their numbers."""
     last = pb.Run()
     for number in range(30):
@@ -365,7 +365,7 @@ async def test_where_nothing_was_forgotten_runs_begin_at_1(stage: Stage) -> None
         assert member.lease.number == 2
 
 
-async def test_what_versions_before_kept_of_each_is_let_go_of() -> None:
+async def test_numbers_that_earlier_versions_kept_for_each_run_are_deleted() -> None:
     """The first process of this version deletes it while it serves; a run that comes again begins above all numbers."""
     kept = [
         Forgotten(f"run{number}", number, encode_snapshot(numbers_only(f"run{number}", number, number)))

@@ -72,7 +72,7 @@ async def test_a_failure_from_within_a_pause_is_not_the_first() -> None:
         assert await first_of(stage.engine) == "CUDA error"
 
 
-async def test_everybody_is_told_once_that_the_end_settles(stage: Stage) -> None:
+async def test_every_node_is_notified_once_that_the_end_settles(stage: Stage) -> None:
     """A node whose worker ends slowly can still report it; further failures cause no update."""
     a, b = await stage.running("a", "b")
     await stage.later(5.0)
@@ -114,7 +114,7 @@ async def test_a_message_that_waited_is_no_answer(stage: Stage) -> None:
     assert (await stage.later(0.0)).phase == pb.PHASE_CLOSED
 
 
-async def test_a_node_that_comes_back_is_told_that_the_end_settles(stage: Stage) -> None:
+async def test_a_node_that_comes_back_is_notified_that_the_end_settles(stage: Stage) -> None:
     """Its stream broke before it received that."""
     a, b = await stage.running("a", "b")
     before = (await stage.engine.get_run(RUN)).revision
@@ -139,7 +139,7 @@ async def test_a_report_that_waits_for_a_commit_grows_no_younger(stage: Stage) -
     assert await first_of(stage.engine) == "first"
 
 
-async def test_who_is_told_of_a_restart_is_told_how_long_it_is_held_back() -> None:
+async def test_a_restart_is_published_with_its_delay() -> None:
     """Nodes and watchers receive it with the end of the round, and no longer once the next is being formed."""
     async with staged(Stage(max_restarts=9, restart_backoff=30.0)) as stage:
         a, b = await stage.running("a", "b")
@@ -160,7 +160,7 @@ async def test_who_is_told_of_a_restart_is_told_how_long_it_is_held_back() -> No
         assert not run.HasField("held_back")
 
 
-async def test_a_node_that_failed_too_often_is_told_so() -> None:
+async def test_a_node_that_failed_too_often_receives_the_reason() -> None:
     """Its stream ends with the reason, by the service; the run shows the counted restarts of each node."""
     async with staged(Stage(max_restarts=9, max_restarts_per_node=1)) as stage:
         a, b = await stage.running("a", "b")

@@ -10,7 +10,7 @@ import pytest
 from rallypoint.rendezvous.state.client import FencedStateClient
 from rallypoint.rendezvous.store.client import StoreClient
 from rendezvous.store.store_fakes import RUN, channel_to, client_of
-from rendezvous.victim import victim_in
+from rendezvous.victim import killable_server_in
 
 pytestmark = [pytest.mark.slow, pytest.mark.integration]
 
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.integration]
 async def test_a_killed_store_loses_and_repeats_nothing(tmp_path: Path) -> None:
     """Every addition and every append counts once."""
     adders, each = 6, 250
-    async with victim_in(tmp_path) as victim, channel_to(victim.path) as channel:
+    async with killable_server_in(tmp_path) as victim, channel_to(victim.path) as channel:
 
         async def add(client: StoreClient) -> list[tuple[int, int]]:
             sums = []
@@ -43,7 +43,7 @@ async def test_a_killed_store_loses_and_repeats_nothing(tmp_path: Path) -> None:
 async def test_killed_fenced_states_lose_and_repeat_nothing(tmp_path: Path) -> None:
     """Writers increment one state, each by compare-and-set; every value is set by exactly one of them."""
     writers, each = 6, 50
-    async with victim_in(tmp_path) as victim, channel_to(victim.path) as channel:
+    async with killable_server_in(tmp_path) as victim, channel_to(victim.path) as channel:
 
         async def increment(client: FencedStateClient) -> list[int]:
             won: list[int] = []

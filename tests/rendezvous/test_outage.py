@@ -64,13 +64,13 @@ def test_a_move_in_good_order_is_no_warning(told: pytest.LogCaptureFixture, ende
     assert "no etcd here" in log_events(told.records)[-1].fields["error"]
 
 
-def test_an_owner_that_nobody_follows_is_a_warning(told: pytest.LogCaptureFixture) -> None:
+def test_a_lost_owner_without_a_successor_is_a_warning(told: pytest.LogCaptureFixture) -> None:
     """It lost the run, and knows no new owner: there may be none."""
     of_several().attempt_failed(not_owner(), admitted=True, at_once=False)
     assert [level for level, _ in lines(told)] == ["WARNING"]
 
 
-def test_before_a_node_is_in_only_what_takes_long_is_told(told: pytest.LogCaptureFixture) -> None:
+def test_before_admission_only_a_long_outage_is_logged(told: pytest.LogCaptureFixture) -> None:
     """Redirects are part of joining; an error from a replica that answered is more useful than a connection error."""
     outage = Outage(ALL)
     outage.attempt_failed(NO_ETCD, admitted=False, at_once=True)

@@ -112,7 +112,7 @@ def test_there_can_be_a_pause_after_every_entry(work: Work[object], least: int) 
     assert sum(1 for _ in work) >= least
 
 
-async def test_stores_and_states_are_restored_in_slices_too() -> None:
+async def test_stores_and_states_are_restored_in_small_steps_too() -> None:
     """This holds for a shard with few records."""
     changes = [*_VALUES, *_STATES]
     clock = TickingClock(0.001)
@@ -197,7 +197,7 @@ async def test_a_claim_that_is_cancelled_gives_everything_back() -> None:
     assert ended >= 2, "it went all the way"
 
 
-async def test_what_is_over_is_deleted_only_once_the_shard_stands() -> None:
+async def test_an_old_round_is_deleted_only_once_the_shard_is_restored() -> None:
     """A restore under way must not write: another replica may own the shard."""
     stale = StoreChange(RUN, 1, "old", b"value")
     journal = ShardJournal([*run_of(RUN, 60), stale])

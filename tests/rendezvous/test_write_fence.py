@@ -86,7 +86,7 @@ async def test_a_write_that_comes_first_is_answered_first(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_a_write_that_waited_for_another_is_judged_by_the_facts_of_then(kind: str) -> None:
+async def test_a_write_that_waited_for_another_is_decided_by_the_latest_facts(kind: str) -> None:
     """It was queued while its round lasted; its turn came after the end of that was decided."""
     async with opened() as scene:
         journal, store = scene.journal, scene.shard.store
@@ -101,7 +101,7 @@ async def test_a_write_that_waited_for_another_is_judged_by_the_facts_of_then(ki
         await ending
 
 
-async def test_what_changes_nothing_waits_for_what_it_was_judged_by() -> None:
+async def test_a_write_without_effect_waits_until_its_facts_are_durable() -> None:
     """The result of a failed comparison in a round that is frozen, but not durably, would reveal that round."""
     async with opened() as scene:
         journal, store, engine = scene.journal, scene.shard.store, scene.shard.engine

@@ -24,13 +24,13 @@ from rallypoint.rendezvous.state.service import FencedStateService
 from rallypoint.rendezvous.store.service import StoreService
 from rallypoint.rpc.endpoint import ServerOptions
 from rallypoint.serving.server import Server
-from rendezvous.locators import home_of
+from rendezvous.locators import locator_of
 from rendezvous.store.store_fakes import Rounds
 
 _TESTS = Path(__file__).parents[1]
 
 
-class Victim:
+class KillableServer:
     """The process; the test counts the requests that it has served."""
 
     def __init__(self, folder: Path) -> None:
@@ -72,9 +72,9 @@ class Victim:
 
 
 @asynccontextmanager
-async def victim_in(folder: Path) -> AsyncIterator[Victim]:
+async def killable_server_in(folder: Path) -> AsyncIterator[KillableServer]:
     """A started process."""
-    victim = Victim(folder)
+    victim = KillableServer(folder)
     await victim.start()
     try:
         yield victim
@@ -91,7 +91,7 @@ async def serve(journal_path: str, endpoint: str) -> None:
     states = FencedStateService(journal, Rounds(), clock=time.monotonic, draw=secrets.token_bytes)
     finish(states.restoring([entry for entry in entries if entry.round == SPACE]))
     serving = asyncio.create_task(states.serve())
-    services = [store_registration(home_of(store)), fenced_registration(home_of(states))]
+    services = [store_registration(locator_of(store)), fenced_registration(locator_of(states))]
     server = Server(ServerOptions(host=endpoint), services=services, translate=translate)
     await server.start()
     await server.serve_until_signal()

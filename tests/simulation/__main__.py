@@ -68,10 +68,10 @@ def _play_range(kind: str, seeds: range, jobs: int) -> int:
                     played += _BLOCK
                 if time.monotonic() - said >= _PROGRESS:
                     said = time.monotonic()
-                    _say(min(played, len(seeds)), len(seeds), failures, said - begun)
+                    _print_progress(min(played, len(seeds)), len(seeds), failures, said - begun)
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
-    _say(min(played, len(seeds)), len(seeds), failures, time.monotonic() - begun)
+    _print_progress(min(played, len(seeds)), len(seeds), failures, time.monotonic() - begun)
     return failures
 
 
@@ -113,7 +113,7 @@ def _fill(
     return bool(under_way)
 
 
-def _say(played: int, of: int, failures: int, seconds: float) -> None:
+def _print_progress(played: int, of: int, failures: int, seconds: float) -> None:
     rate = played / seconds if seconds else 0.0
     click.echo(f"{played} of {of} seeds, {failures} violations, {seconds:.0f} s, {rate:.0f} seeds/s")
 

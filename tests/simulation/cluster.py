@@ -16,7 +16,7 @@ from simulation.clockwork import SKEW, Clockwork, Process
 from simulation.cpu import Cpu
 from simulation.disk import Disk
 from simulation.network import Link, Network
-from simulation.node import Node, Surroundings
+from simulation.node import Environment, Node
 from simulation.onlookers import Onlooker, Operator, Reader, Watcher
 from simulation.plan import RUN, Plan
 from simulation.referee import Group, Referee
@@ -56,7 +56,7 @@ class Cluster:
         self._kinds = self._stream("kinds")
         # Users of the store, by the group of their workers.
         self._users: dict[Group, StoreUser] = {}
-        self.around = Surroundings(
+        self.around = Environment(
             self.clockwork,
             self.network,
             self.referee,

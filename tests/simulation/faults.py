@@ -117,7 +117,7 @@ def stop_node(cluster: Cluster) -> None:
 
 
 @action(1.0)
-def start_twin(cluster: Cluster) -> None:
+def start_duplicate(cluster: Cluster) -> None:
     """An agent is started under a name that another agent may still have."""
     cluster.start_node(cluster.chance.choice(cluster.plan.node_ids))
 
@@ -144,7 +144,7 @@ def reset_link(cluster: Cluster) -> None:
 
 
 @action(1.0)
-def stall_openings(cluster: Cluster) -> None:
+def stall_first_messages(cluster: Cluster) -> None:
     """The connections of a host break, and those made next stall between their opening and the first message."""
     link = cluster.chance.choice(cluster.links)
     link.stalled = cluster.chance.choice([8.0, 12.0, 30.0])

@@ -19,7 +19,7 @@ from rendezvous.core.ledger import require
 if TYPE_CHECKING:
     from simulation.referee import Group, RunLedger
     from simulation.wire import ServerCall
-    from simulation.workers import Crew
+    from simulation.workers import WorkerGroup
 
 # Seconds between a loss and a worker's own failure within which a server can't know which came first.
 _MARGIN = 0.5
@@ -65,7 +65,7 @@ class Losses:
     # True if the decision time of each fact is known; a fact may be decided long before it is written.
     decided_is_known: bool = True
     # Running groups of workers.
-    crews: set[Crew] = field(default_factory=set)
+    crews: set[WorkerGroup] = field(default_factory=set)
     rounds: dict[tuple[str, int], RoundTruth] = field(default_factory=dict)
     # By run, node and lease: the stream that was opened last.
     streams: dict[tuple[str, str, int], ServerCall] = field(default_factory=dict)
@@ -87,7 +87,7 @@ class Losses:
         if own:
             truth.own_failure_at = min(truth.own_failure_at, self.now())
 
-    def peers(self, group: Group) -> list[Crew]:
+    def peers(self, group: Group) -> list[WorkerGroup]:
         """Return the workers of the same round on other hosts, by node id."""
         return sorted(
             (

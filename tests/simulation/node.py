@@ -20,7 +20,7 @@ from simulation.clockwork import Clockwork, Process
 from simulation.losses import RESET, TIMEOUT, Loss
 from simulation.network import Link, Network
 from simulation.referee import Group, Referee
-from simulation.workers import Crew, Fates
+from simulation.workers import Fates, WorkerGroup
 
 # Seconds for which a node that leaves waits for the service to end its lease.
 _CLOSE_TIMEOUT = 5.0
@@ -30,7 +30,7 @@ _PROMPT = 0.02
 
 
 @dataclass(slots=True)
-class Surroundings:
+class Environment:
     """The environment of an agent."""
 
     clockwork: Clockwork
@@ -50,13 +50,13 @@ class Node:
     """An agent and its host's workers, from the join to the end."""
 
     def __init__(
-        self, around: Surroundings, process: Process, link: Link, request: pb.JoinRun, jitter: random.Random
+        self, around: Environment, process: Process, link: Link, request: pb.JoinRun, jitter: random.Random
     ) -> None:
         self.process = process
         self.link = link
         self.request = request
         self.state = core.AgentState()
-        self.crew: Crew | None = None
+        self.crew: WorkerGroup | None = None
         self.result: str | None = None
         self.revision = 0
         self._around = around
@@ -66,7 +66,7 @@ class Node:
             around.connect(process, link),
             "rendezvous:29400",
             request,
-            self._hear,
+            self._on_membership_event,
             connect_timeout=_CONNECT_TIMEOUT,
             jitter=jitter,
         )
@@ -129,7 +129,7 @@ class Node:
                 self._start(effect.assignment)
             case core.StopWorkers():
                 assert self.crew is not None, "workers that run are a crew's"
-                self.crew.stop(lambda: self._tell(core.GroupStopped()))
+                self.crew.stop(lambda: self._put_event(core.GroupStopped()))
             case core.SendConfirm():
                 self._around.referee.confirms(self, effect.round)
                 self.membership.confirm(effect.round, 29500)
@@ -144,7 +144,7 @@ class Node:
             case core.Finish():
                 pass  # the loop in `_run` sees the state
 
-    def _tell(self, event: core.Event) -> None:
+    def _put_event(self, event: core.Event) -> None:
         self.process.call_soon(self._events.put_nowait, event)
 
     def _group(self, round_: int, fencing_token: int) -> Group:
@@ -154,7 +154,7 @@ class Node:
     def _start(self, seat: core.Assignment) -> None:
         around = self._around
         group = self._group(seat.round, seat.fencing_token)
-        self.crew = Crew(
+        self.crew = WorkerGroup(
             around.clockwork,
             around.chance,
             around.fates,
@@ -164,8 +164,8 @@ class Node:
             asleep=self.asleep,
             on_start=lambda: self._report_start(seat.round),
             on_write=lambda: around.referee.writes(group, around.writable_round(group.run_id)),
-            on_failure=lambda: self._tell(core.GroupFailed()),
-            on_success=lambda: self._tell(core.GroupSucceeded()),
+            on_failure=lambda: self._put_event(core.GroupFailed()),
+            on_success=lambda: self._put_event(core.GroupSucceeded()),
         )
 
     def _report_start(self, round_: int) -> None:
@@ -222,7 +222,7 @@ class Node:
         finally:
             self._events.put_nowait(core.MembershipEnded(self.result or ""))
 
-    def _hear(self, event: Event) -> None:
+    def _on_membership_event(self, event: Event) -> None:
         match event:
             case Admitted():
                 self._around.referee.note("admitted", self.process.name, event)

@@ -144,7 +144,7 @@ def let_the_agents_of_an_ended_run_in(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(decide, "end_of", lambda state, incarnation: None)
 
 
-def keep_what_was_used_up_when_reopened(patch: pytest.MonkeyPatch) -> None:
+def keep_the_restart_count_when_reopened(patch: pytest.MonkeyPatch) -> None:
     """A run that is opened again keeps its restart count."""
     again = apply.reopened
 
@@ -160,7 +160,7 @@ def keep_the_store_when_reopened(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(StoreService, "is_empty", lambda self, run_id: True)
 
 
-def forget_who_lingers_in_a_crash(patch: pytest.MonkeyPatch) -> None:
+def forget_lingering_nodes_in_a_crash(patch: pytest.MonkeyPatch) -> None:
     """A restarted service assumes that all nodes of a closed run have gone."""
 
     @instead_of(patch, apply, "restart_leases")
@@ -255,7 +255,7 @@ def tell_no_node_that_its_round_ended(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(runs, "_SENT_TO_NODES", told)
 
 
-def say_nothing_twice(patch: pytest.MonkeyPatch) -> None:
+def send_nothing_again_on_a_new_stream(patch: pytest.MonkeyPatch) -> None:
     """Messages that were sent on a broken stream are not sent again on the next."""
 
     @instead_of(patch, Membership, "_live")
@@ -439,7 +439,7 @@ PLANTS: dict[Plant, str] = {
     let_an_old_stream_end_the_new: f"{_AGREE}|told at once|left open by mistake",
     keep_the_oldest_state: f"{_AGREE}|told at once|forms a round",
     tell_no_node_that_its_round_ended: "told at once",
-    say_nothing_twice: f"{_AGREE}|a run that is over ends",
+    send_nothing_again_on_a_new_stream: f"{_AGREE}|a run that is over ends",
     keep_the_seat_of_a_superseded_lease: "an assignment goes to the lease",
     one_token_for_all_rounds: "one fencing token per round",
     open_the_store_to_every_round: "the store takes nothing of a round that is over",

@@ -261,7 +261,7 @@ class Referee:
             if isinstance(fact, facts.RunClosed):
                 self.store.forget(entry.run_id)  # deleted before the run is reopened
             if isinstance(fact, facts.RoundEnded):
-                self.later(AT_ONCE, self._expect_told, entry.run_id, entry.revision)
+                self.later(AT_ONCE, self._expect_notified, entry.run_id, entry.revision)
 
     def _check_gone(self, run_id: str, time_to_live: float, decided_at: float) -> None:
         """Check that no node of the closed run sent a message on its stream lately, unless it sent a leave."""
@@ -290,7 +290,7 @@ class Referee:
             ledger.forget()
             self.store.forget(entry.run_id)
 
-    def _expect_told(self, run_id: str, revision: int) -> None:
+    def _expect_notified(self, run_id: str, revision: int) -> None:
         """Check that each node with an open stream to a running server was sent a round's end by now."""
         ledger, again = self.ledger(run_id), False
         for call in list(self.streams):
@@ -311,7 +311,7 @@ class Referee:
                         "who is connected is told at once that its round is over",
                     )
         if again:
-            self.later(AT_ONCE, self._expect_told, run_id, revision)
+            self.later(AT_ONCE, self._expect_notified, run_id, revision)
 
     # ---- the wire, at the server
 

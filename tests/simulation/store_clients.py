@@ -25,7 +25,7 @@ _PAUSE = 3.0
 _SHORT = 0.5
 _FINAL = frozenset({"ROUND_OVER", "LEASE_LOST", "RUN_CLOSED"})
 # The writer while no node holds a lease; it is refused.
-_NOBODY = Writer("nobody", 1)
+_UNKNOWN_WRITER = Writer("nobody", 1)
 
 
 class StoreUser:
@@ -63,7 +63,7 @@ class StoreUser:
     def _writer(self) -> Writer:
         if (group := self._group) is not None:
             return Writer(group.node_id, group.lease, group.token)
-        return self._chance.choice(self._leases() or [_NOBODY])
+        return self._chance.choice(self._leases() or [_UNKNOWN_WRITER])
 
     async def _use(self) -> None:
         chance = self._chance

@@ -72,7 +72,7 @@ def take_writes_under_every_lease(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(RunStore, "_check_writer", lambda self, write: None)
 
 
-def set_a_state_whatever_its_token(patch: pytest.MonkeyPatch) -> None:
+def set_a_state_with_any_token(patch: pytest.MonkeyPatch) -> None:
     """A fenced state can be set with any token."""
 
     @instead_of(patch, states.StatesDraft, "set")
@@ -98,6 +98,6 @@ STORE_PLANTS: dict[Plant, str] = {
     take_writes_of_every_round: "no write of a round is acknowledged after its end was told",
     judge_writes_by_durable_rounds: "no write of a round is acknowledged after its end was told",
     take_writes_under_every_lease: "nothing is written under a lease that is over",
-    set_a_state_whatever_its_token: "takes the place of that whose token was shown",
+    set_a_state_with_any_token: "takes the place of that whose token was shown",
     one_token_for_two_states: "a token stands for one state|tokens grow by one",
 }

@@ -56,7 +56,7 @@ def test_a_process_sleeps_by_its_own_clock(stage: Stage) -> None:
     assert slept >= 10.0
 
 
-def test_a_stopped_process_does_in_the_end_what_it_missed(stage: Stage) -> None:
+def test_a_resumed_process_runs_the_callbacks_it_missed(stage: Stage) -> None:
     """Callbacks that become due while a process is stopped run when it continues, and its clock has gone on."""
     process, seen = stage.process(), list[float]()
     process.call_later(1.0, lambda: seen.append(process.time()))
@@ -86,7 +86,7 @@ def test_a_killed_process_runs_nothing_any_more(stage: Stage) -> None:
     assert not seen
 
 
-def test_what_nobody_catches_is_reported(stage: Stage) -> None:
+def test_an_uncaught_exception_is_reported(stage: Stage) -> None:
     """An exception in a callback is reported with its process, and other callbacks still run."""
     process, seen = stage.process(), list[str]()
 

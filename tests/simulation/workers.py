@@ -35,7 +35,7 @@ class Fates:
     finishing: bool = False
 
 
-class Crew:
+class WorkerGroup:
     """A group of workers; the callbacks notify the agent, unless it has abandoned the group."""
 
     def __init__(

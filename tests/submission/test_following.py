@@ -152,7 +152,7 @@ async def test_output_is_read_on_where_it_was() -> None:
         assert all(request.follow and request.run_id == "run-1" for request in fake.log_requests)
 
 
-async def test_who_reads_once_is_told_at_once_that_nobody_is_there() -> None:
+async def test_a_single_read_from_a_gone_agent_fails_at_once() -> None:
     """A single read does not retry: an operator waits for it."""
     async with gone_agent("a") as remote:
         pieces = LogPieces(remote.stub, pb.StreamLogsRequest(), None, lambda: 0.0)
@@ -161,7 +161,7 @@ async def test_who_reads_once_is_told_at_once_that_nobody_is_there() -> None:
         assert not pieces.begun
 
 
-async def test_a_job_is_told_to_stop_until_its_agent_has_heard() -> None:
+async def test_a_stop_is_retried_until_the_agent_has_received_it() -> None:
     """A stop is retried until the agent has received it, so that no host keeps running; an ended job gets none."""
     async with agents("a") as ((fake,), (remote,)):
         following = followed(remote, [])
@@ -174,7 +174,7 @@ async def test_a_job_is_told_to_stop_until_its_agent_has_heard() -> None:
         assert await followed(remote, []).stop("Ctrl-C", now=False, timeout=1.0) is not None
 
 
-async def test_retries_come_slower_until_patience_is_over() -> None:
+async def test_retries_slow_down_until_the_timeout() -> None:
     """Retries end after the timeout, which starts again when the agent has answered."""
     time = Passing()
     retries = Retries(lambda: 10.0, time.pace())

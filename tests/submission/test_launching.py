@@ -72,7 +72,7 @@ async def test_an_agent_that_is_not_there_is_tried_for_a_while() -> None:
         assert fakes[0].stops[0].now
 
 
-async def test_an_agent_that_is_gone_is_told_as_that() -> None:
+async def test_an_unreachable_agent_is_named_in_the_error() -> None:
     """An unreachable agent is named in the error, and the others get a stop request with its name."""
     now = [0.0]
     async with agents("a", "b") as (fakes, remotes):

@@ -32,6 +32,6 @@ from rallypoint.submission.session import exit_code_of
         ([4, 0], True, 0),
     ],
 )
-def test_what_ended_the_run_comes_first(codes: list[int | None], succeeded: bool | None, told: int) -> None:
+def test_the_run_outcome_comes_first(codes: list[int | None], succeeded: bool | None, told: int) -> None:
     """The outcome of the run comes before the exit codes of single hosts; a job with no known result has failed."""
     assert exit_code_of(codes, succeeded=succeeded) == told

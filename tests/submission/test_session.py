@@ -11,7 +11,7 @@ from submission.test_lines import Screen
 from support.waiting import PATIENCE
 
 
-async def test_the_last_words_of_workers_are_shown_though_their_line_has_no_end() -> None:
+async def test_an_incomplete_last_line_of_each_worker_is_shown() -> None:
     """An incomplete last line, as of a progress bar or a program that died, is shown for each worker of each host."""
     async with agents("a", "b") as (fakes, remotes):
         for fake in fakes:

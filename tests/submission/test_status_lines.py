@@ -11,7 +11,7 @@ def job(state: pb.JobState.ValueType, round_: int = 0, detail: str = "", **field
     return pb.Job(state=state, round=round_, detail=detail, world_size=4, **fields)  # type: ignore[arg-type]
 
 
-def test_what_all_hosts_say_is_told_once() -> None:
+def test_a_change_that_all_hosts_report_is_written_once() -> None:
     """A state change that all hosts report is written once: here for two hosts with one failed worker."""
     story = JobStatusLines(max_restarts=3)
     waiting = job(pb.JOB_STATE_WAITING, detail="waits for a round of 2 nodes")
@@ -37,7 +37,7 @@ def test_what_all_hosts_say_is_told_once() -> None:
     ]
 
 
-def test_a_job_that_waits_between_rounds_says_what_for() -> None:
+def test_a_job_that_waits_between_rounds_reports_the_reason() -> None:
     """A job with too few hosts for a round reports its reason to wait: an operator must add a host."""
     story = JobStatusLines(max_restarts=3)
     why = "waits for a round of 2 nodes; the previous round ended: node b left"

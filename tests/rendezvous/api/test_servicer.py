@@ -29,7 +29,7 @@ from rallypoint.rpc.errors import ServiceError, decode
 from rallypoint.serving import flow
 from rallypoint.serving.server import Registration, Server
 from rendezvous.engine_fixtures import RUN, Stage, staged
-from rendezvous.locators import home_of
+from rendezvous.locators import locator_of
 from support.refusals import refusal
 from support.waiting import PATIENCE, until
 
@@ -155,7 +155,7 @@ class Served:
 async def served() -> AsyncIterator[Served]:
     """The service, with reflection and health, like every Rallypoint server."""
     async with staged(Stage()) as stage:
-        servicer = RendezvousServicer(home_of(stage.engine))
+        servicer = RendezvousServicer(locator_of(stage.engine))
         add = partial(pb_grpc.add_RendezvousServiceServicer_to_server, servicer)
         server = Server(
             ServerOptions(), services=[Registration(SERVICE, add, servicer.drain)], translate=translate

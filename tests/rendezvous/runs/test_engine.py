@@ -44,7 +44,7 @@ def states(run: pb.Run) -> dict[str, str]:
 # ---- nothing is published before it is durable
 
 
-async def test_nothing_is_told_or_read_before_it_is_durable(stage: Stage) -> None:
+async def test_nothing_is_published_or_read_before_it_is_durable(stage: Stage) -> None:
     """While a commit is held back, no join, update, watch or read returns, and no round begins; after it, all do."""
     first = await stage.join("a")
     watcher = await stage.engine.watch(RUN, 0)
@@ -72,7 +72,7 @@ async def test_nothing_is_told_or_read_before_it_is_durable(stage: Stage) -> Non
     assert stage.engine.writable_round(RUN) == 1
 
 
-async def test_a_refusal_waits_for_what_it_tells_of(stage: Stage) -> None:
+async def test_a_refusal_waits_until_its_cause_is_durable(stage: Stage) -> None:
     """A join of a closed run is refused only once the closing is durable."""
     stage.settings = replace(stage.settings, reopen=Reopen.NEVER)
     await stage.join("a")
@@ -125,22 +125,22 @@ async def test_a_round_is_over_for_writers_when_its_end_is_durable(stage: Stage)
     assert Stage(stage.journal.durable).engine.writable_round(RUN) == 2
 
 
-async def test_members_are_told_after_the_end_of_a_round_is(stage: Stage) -> None:
+async def test_the_store_drops_a_round_before_members_receive_its_end(stage: Stage) -> None:
     """The store drops its data of the old round before any node receives its end."""
     a, b = await stage.running("a", "b")
     (listening,) = await begun(a.updates.take())
-    ends_when_told: list[int] = []
-    listening.add_done_callback(lambda _: ends_when_told.append(len(stage.ended_rounds)))
+    ends_when_received: list[int] = []
+    listening.add_done_callback(lambda _: ends_when_received.append(len(stage.ended_rounds)))
     await stage.fail(b, 1)
     await listening
     await idle()
-    assert ends_when_told == [1]
+    assert ends_when_received == [1]
 
 
 # ---- a journal that breaks, a server that ends
 
 
-async def test_a_broken_journal_fails_whoever_waits(stage: Stage) -> None:
+async def test_a_broken_journal_fails_all_requests_and_streams(stage: Stage) -> None:
     """The command in the commit, the one behind it, every stream, and every later request fail."""
     member = await stage.join("a")
     watcher = await stage.engine.watch(RUN, 1)
@@ -175,7 +175,7 @@ async def test_serving_ends_with_the_error_of_the_journal(error: type[Exception]
         await serving
 
 
-async def test_a_server_that_is_stopped_leaves_nobody_waiting() -> None:
+async def test_a_server_that_is_stopped_leaves_no_call_waiting() -> None:
     """Commands that wait for a commit, streams, and later requests all get Draining."""
     stage = Stage()
     async with staged(stage):
@@ -191,7 +191,7 @@ async def test_a_server_that_is_stopped_leaves_nobody_waiting() -> None:
 # ---- members
 
 
-async def test_a_slow_member_is_told_the_latest_state_only(stage: Stage) -> None:
+async def test_a_slow_member_receives_the_latest_state_only(stage: Stage) -> None:
     """It reads nothing while two rounds pass, and then the current one."""
     a, b = await stage.running("a", "b")
     for round_ in (1, 2):
@@ -204,7 +204,7 @@ async def test_a_slow_member_is_told_the_latest_state_only(stage: Stage) -> None
     waiting.cancel()
 
 
-async def test_who_joins_a_round_that_is_there_is_told_its_phase(stage: Stage) -> None:
+async def test_a_node_that_joins_during_a_round_receives_its_phase(stage: Stage) -> None:
     """A spare receives at once that it has no assignment."""
     await stage.running("a", "b")
     spare = await stage.join("c")
@@ -238,7 +238,7 @@ async def test_two_nodes_that_share_a_name_get_a_lease_each(stage: Stage) -> Non
     assert (await other).lease.number == 2
 
 
-async def test_a_node_that_waited_too_long_is_told_so(stage: Stage) -> None:
+async def test_a_node_that_waited_too_long_gets_join_timed_out(stage: Stage) -> None:
     """The error is not LeaseLost: joining again would only make it wait again."""
     member = await stage.join("a")
     for _ in range(120):
@@ -251,7 +251,7 @@ async def test_a_node_that_waited_too_long_is_told_so(stage: Stage) -> None:
 # ---- streams that break and come back
 
 
-async def test_a_member_that_resumes_is_told_the_present_state(stage: Stage) -> None:
+async def test_a_member_that_resumes_receives_the_current_state(stage: Stage) -> None:
     """It has missed updates; its lease is the same, and no node is lost."""
     a, b = await stage.running("a", "b")
     stage.engine.disconnect(a)
@@ -279,7 +279,7 @@ async def test_a_member_that_comes_back_in_time_is_not_lost_to_a_slow_disk(stage
     assert states(await stage.engine.get_run(RUN)) == {"a": "RUNNING", "b": "RUNNING", "c": "SPARE"}
 
 
-async def test_who_can_not_prove_a_lease_does_not_prolong_it(stage: Stage) -> None:
+async def test_a_resume_without_proof_does_not_renew_the_lease(stage: Stage) -> None:
     """An attempt to resume without the node's token does not count as a heartbeat."""
     a, _ = await stage.running("a", "b")
     stage.engine.disconnect(a)
@@ -339,7 +339,7 @@ async def test_a_newer_stream_replaces_the_older_one(stage: Stage) -> None:
         ((RUN, "b", 3, 0), LeaseNotProven),
     ],
 )
-async def test_what_can_not_be_resumed_is_refused(
+async def test_a_resume_with_an_invalid_cursor_is_refused(
     stage: Stage, cursor: tuple[str, str, int, int, bytes], refusal: type[Exception]
 ) -> None:
     """Causes are an unknown run, a lease that is not held or not proven, and a revision that does not exist yet."""
@@ -382,7 +382,7 @@ async def test_a_watcher_that_goes_away_while_it_subscribes_is_dropped(stage: St
         assert stage.engine._runs[RUN].watchers.slots == {stays}
 
 
-async def test_members_may_speak_while_their_loss_is_being_committed(stage: Stage) -> None:
+async def test_a_heartbeat_or_disconnect_while_a_loss_is_committed_has_no_effect(stage: Stage) -> None:
     """A heartbeat or a broken stream at that moment has no effect; it neither fails nor touches a newer lease."""
     a, b = await stage.running("a", "b")
     stage.engine.disconnect(b)
@@ -425,7 +425,7 @@ async def test_deadlines_come_due_by_themselves() -> None:
     serving.cancel()
 
 
-async def test_a_pause_of_the_server_is_held_against_nobody() -> None:
+async def test_a_pause_of_the_server_costs_no_lease() -> None:
     """It was stopped for a minute and finds no heartbeat: they wait, unread, in its sockets."""
     async with staged(Stage(lag=LagSettings())) as stage:
         await stage.running("a", "b")
@@ -482,7 +482,7 @@ async def test_a_slow_commit_is_no_pause() -> None:
         assert "b" not in states(run)
 
 
-async def test_who_waits_for_a_slow_commit_keeps_its_lease() -> None:
+async def test_a_node_that_waits_for_a_slow_commit_keeps_its_lease() -> None:
     """This holds for new and resuming nodes: their streams are open, but they have received nothing to respond to."""
     async with staged(Stage(lag=LagSettings(), keep_alive_interval=1.0, keep_alive_max_attempt=3)) as stage:
         a, b = await stage.running("a", "b")
@@ -503,7 +503,7 @@ async def test_who_waits_for_a_slow_commit_keeps_its_lease() -> None:
         assert set(states(await stage.later(0.2))) == {"a", "b", "c"}
 
 
-async def test_participants_have_their_time_from_when_they_are_told(stage: Stage) -> None:
+async def test_the_confirm_timeout_begins_when_the_round_is_published(stage: Stage) -> None:
     """The time does not begin with the decision, if the commit is slow."""
     a = await stage.join("a")
     stage.journal.hold()
@@ -517,7 +517,7 @@ async def test_participants_have_their_time_from_when_they_are_told(stage: Stage
     assert (await stage.later(10)).phase == pb.PHASE_FROZEN
 
 
-async def test_a_server_that_drains_holds_nothing_against_anybody(stage: Stage) -> None:
+async def test_a_server_that_drains_loses_no_node(stage: Stage) -> None:
     """It ends the streams of its nodes, so they do not count as lost: when it is back, the same round runs."""
     a, b = await stage.running("a", "b")
     watcher = await stage.engine.watch(RUN, 0)
@@ -533,7 +533,7 @@ async def test_a_server_that_drains_holds_nothing_against_anybody(stage: Stage) 
     assert (run.phase, run.round) == (pb.PHASE_FINAL, 1)
 
 
-async def test_a_server_that_drains_as_it_wakes_holds_its_sleep_against_nobody() -> None:
+async def test_a_drain_right_after_a_pause_costs_no_lease() -> None:
     """Stopped for a minute, it handles SIGTERM before anything else: no node could have sent a heartbeat."""
     async with staged(Stage(lag=LagSettings())) as stage:
         a, b = await stage.running("a", "b")
@@ -576,7 +576,7 @@ async def test_a_drain_is_no_disconnect() -> None:
 # ---- starting again
 
 
-async def test_a_restarted_server_knows_what_was_durable(stage: Stage) -> None:
+async def test_a_restarted_server_has_all_durable_state(stage: Stage) -> None:
     """Round and leases are the same; members resume and receive the same state; nothing is restarted."""
     members = await stage.running("a", "b")
     before = await stage.engine.get_run(RUN)
@@ -594,7 +594,7 @@ async def test_a_restarted_server_knows_what_was_durable(stage: Stage) -> None:
             assert (update.phase, update.revision) == (pb.PHASE_FINAL, before.revision)
 
 
-async def test_what_was_not_durable_never_happened(stage: Stage) -> None:
+async def test_a_round_that_was_not_durable_never_happened(stage: Stage) -> None:
     """A round that was decided and not committed is never published; the next has its number, for the first time."""
     a, b = await stage.running("a", "b")
     stage.journal.hold()
@@ -613,7 +613,7 @@ async def test_what_was_not_durable_never_happened(stage: Stage) -> None:
         task.cancel()
 
 
-async def test_a_restarted_server_gives_everybody_a_full_term(stage: Stage) -> None:
+async def test_a_restarted_server_gives_every_lease_a_full_term(stage: Stage) -> None:
     """After that, nodes that sent no heartbeat are lost."""
     await stage.running("a", "b")
     async with staged(Stage(durable=stage.journal.durable)) as second:
@@ -645,7 +645,7 @@ async def test_a_journal_that_makes_no_sense_is_refused(stage: Stage, spoil: Any
 # ---- reads and watches
 
 
-async def test_a_run_has_its_participants_by_rank_and_then_who_waits(stage: Stage) -> None:
+async def test_a_run_lists_its_participants_by_rank_and_then_the_spares(stage: Stage) -> None:
     """Each has its assignment and its state."""
     _, a = await stage.running("b", "a")
     await stage.join("z")
@@ -660,7 +660,7 @@ async def test_a_run_has_its_participants_by_rank_and_then_who_waits(stage: Stag
     assert (run.node_count, run.world_size) == (4, 4)
 
 
-async def test_a_run_says_who_is_still_stopping_its_workers(stage: Stage) -> None:
+async def test_a_run_shows_which_nodes_still_stop_their_workers(stage: Stage) -> None:
     """A node is ASSIGNED until it has confirmed, DEPARTING when it has announced that it goes."""
     a, b = await stage.running("a", "b")
     await stage.fail(b, 1)
@@ -670,7 +670,7 @@ async def test_a_run_says_who_is_still_stopping_its_workers(stage: Stage) -> Non
     assert states(await stage.engine.get_run(RUN)) == {"a": "DEPARTING", "b": "WAITING"}
 
 
-async def test_a_run_that_is_not_there_is_not_made_by_asking(stage: Stage) -> None:
+async def test_a_request_does_not_create_an_unknown_run(stage: Stage) -> None:
     """Every request for it is refused."""
     for question in (
         stage.engine.get_run("other"),
@@ -701,7 +701,7 @@ async def test_a_watcher_sees_the_present_and_then_the_latest(stage: Stage) -> N
     assert await watcher.take() is None
 
 
-async def test_a_watcher_that_comes_back_is_not_told_again_what_it_saw(stage: Stage) -> None:
+async def test_a_watcher_that_comes_back_does_not_get_the_same_state_again(stage: Stage) -> None:
     """It waits for a newer state, unless the run is over."""
     await stage.join("a")
     revision = (await stage.engine.get_run(RUN)).revision

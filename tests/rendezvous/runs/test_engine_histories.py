@@ -37,7 +37,7 @@ NODES = ["a", "b", "c", "d"]
 LIMITS = RendezvousLimits(runs=2, nodes_per_run=4, subscribers_per_run=3, run_ttl=20.0, events_per_run=40)
 
 
-class Story:
+class RandomHistory:
     """A random history of one engine after another over one journal."""
 
     def __init__(self, seed: int) -> None:
@@ -152,11 +152,11 @@ class Story:
         ]
         self.ask(self.stage.engine.execute(run_id, self.draw.choice(wanted), SERVICE))
 
-    def look_on(self) -> None:
+    def start_watching(self) -> None:
         run_id = self.draw.choice(RUNS)
         self.ask(self.stage.engine.watch(run_id, 0), lambda slot: self.watchers.append((run_id, slot, 0)))
 
-    def look_away(self) -> None:
+    def stop_watching(self) -> None:
         if self.watchers:
             run_id, slot, _ = self.watchers.pop()
             self.stage.engine.unwatch(run_id, slot)
@@ -241,8 +241,8 @@ class Story:
             self.succeed: 6,
             self.start: 6,
             self.operate: 3,
-            self.look_on: 1.5,
-            self.look_away: 1,
+            self.start_watching: 1.5,
+            self.stop_watching: 1,
             self.wait: 5,
             self.hold_or_release: 4,
         }
@@ -278,7 +278,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("seed", SEEDS)
 async def test_an_engine_misses_nothing(seed: int) -> None:
     """The invariants hold whenever nothing is under way, also over restarts."""
-    story = Story(seed)
+    story = RandomHistory(seed)
     async with asyncio.timeout(PATIENCE):
         await story.play()
 
@@ -288,7 +288,7 @@ async def test_engines_reach_every_corner() -> None:
     """A property is tested only if some history reaches its case."""
     kinds: Counter[str] = Counter()
     for seed in range(30):
-        story = Story(seed)
+        story = RandomHistory(seed)
         await story.play()
         kinds["refused"] += story.refused
         for entry in story.stage.journal.durable:

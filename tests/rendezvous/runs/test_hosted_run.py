@@ -48,7 +48,7 @@ async def seen(slot: LatestValue[PublishedRun]) -> pb.Run:
 
 
 @pytest.mark.usefixtures("large")
-async def test_a_large_run_is_told_now_and_then(stage: Stage) -> None:
+async def test_a_large_run_is_published_at_intervals(stage: Stage) -> None:
     """The first change is sent at once; those that follow quickly are sent together, when it is time."""
     await stage.running("a", "b")
     await stage.join("c")
@@ -69,7 +69,7 @@ async def test_a_large_run_is_told_now_and_then(stage: Stage) -> None:
 
 
 @pytest.mark.usefixtures("large")
-async def test_the_last_state_is_told_though_nothing_more_happens(stage: Stage) -> None:
+async def test_the_last_state_is_published_without_a_further_change(stage: Stage) -> None:
     """The engine wakes up for it by itself: its next deadline is no later than that."""
     for node_id in ("a", "b", "c"):
         await stage.join(node_id)
@@ -86,7 +86,7 @@ async def test_the_last_state_is_told_though_nothing_more_happens(stage: Stage) 
 
 
 @pytest.mark.usefixtures("large")
-async def test_the_end_of_a_large_run_is_told_at_once(stage: Stage) -> None:
+async def test_the_end_of_a_large_run_is_published_at_once(stage: Stage) -> None:
     """No further change can come."""
     for node_id in ("a", "b", "c", "d"):
         await stage.join(node_id)
@@ -99,7 +99,7 @@ async def test_the_end_of_a_large_run_is_told_at_once(stage: Stage) -> None:
 
 
 @pytest.mark.usefixtures("large")
-async def test_a_new_watcher_of_a_large_run_is_told_at_once(stage: Stage) -> None:
+async def test_a_new_watcher_of_a_large_run_gets_a_state_at_once(stage: Stage) -> None:
     """It gets the state that the others got last, and all get the next one: for the others, nothing is sent twice."""
     for node_id in ("a", "b", "c"):
         await stage.join(node_id)
@@ -121,7 +121,7 @@ async def test_a_new_watcher_of_a_large_run_is_told_at_once(stage: Stage) -> Non
     assert not waits(second)
 
 
-async def test_a_small_run_is_told_every_change(stage: Stage) -> None:
+async def test_every_change_of_a_small_run_is_published(stage: Stage) -> None:
     """There is no delay."""
     await stage.join("a")
     watcher = await stage.engine.watch(RUN, 0)
@@ -131,7 +131,7 @@ async def test_a_small_run_is_told_every_change(stage: Stage) -> None:
         assert (await seen(watcher)).node_count == count
 
 
-async def test_many_watchers_of_a_small_run_are_told_now_and_then(stage: Stage) -> None:
+async def test_a_small_run_with_many_watchers_is_published_at_intervals(stage: Stage) -> None:
     """All get the same message, which is encoded once; sending it takes at most a tenth of the time."""
     await stage.join("a")
     watchers = [await stage.engine.watch(RUN, 0) for _ in range(100)]
@@ -150,7 +150,7 @@ async def test_many_watchers_of_a_small_run_are_told_now_and_then(stage: Stage) 
     assert (await seen(watchers[0])).node_count == 3
 
 
-async def test_whoever_was_there_before_is_told_nothing_twice_by_who_comes(stage: Stage) -> None:
+async def test_a_new_watcher_causes_no_message_to_the_others(stage: Stage) -> None:
     """A new watcher causes no message to the others."""
     await stage.join("a")
     first = await stage.engine.watch(RUN, 0)
@@ -159,7 +159,7 @@ async def test_whoever_was_there_before_is_told_nothing_twice_by_who_comes(stage
     assert not waits(first)
 
 
-async def test_what_happens_while_nobody_looks_is_told_to_nobody_twice(stage: Stage) -> None:
+async def test_a_watcher_at_the_latest_revision_does_not_get_it_again(stage: Stage) -> None:
     """A watcher that has seen the latest state does not get it, though no watcher received it before."""
     await stage.join("a")
     gone = await stage.engine.watch(RUN, 0)
@@ -176,7 +176,7 @@ async def test_what_happens_while_nobody_looks_is_told_to_nobody_twice(stage: St
 # ---- followers
 
 
-async def test_a_follower_is_told_how_far_it_is(stage: Stage) -> None:
+async def test_a_follower_receives_the_latest_revision(stage: Stage) -> None:
     """It gets the revision at once and with every change, and nothing if the engine checks an unchanged run."""
     await stage.join("a")
     follower = stage.engine.follow(RUN, 0)
@@ -191,7 +191,7 @@ async def test_a_follower_is_told_how_far_it_is(stage: Stage) -> None:
     assert await follower.take() is None
 
 
-async def test_a_follower_is_told_nothing_before_it_is_durable(stage: Stage) -> None:
+async def test_a_follower_receives_no_revision_before_it_is_durable(stage: Stage) -> None:
     """It can't follow from a later revision either: that does not exist yet."""
     await stage.join("a")
     follower = stage.engine.follow(RUN, 0)
@@ -221,7 +221,7 @@ async def test_a_run_that_is_over_is_followed_to_its_end(stage: Stage) -> None:
         stage.engine.follow("other", 0)
 
 
-async def test_a_follower_that_was_dropped_is_told_nothing(stage: Stage) -> None:
+async def test_a_follower_that_was_dropped_receives_nothing(stage: Stage) -> None:
     """It is no longer registered; for an unknown run, `unfollow` does nothing."""
     await stage.join("a")
     follower = stage.engine.follow(RUN, 0)
@@ -237,7 +237,7 @@ async def test_a_follower_that_was_dropped_is_told_nothing(stage: Stage) -> None
 # ---- nodes that an operator evicts
 
 
-async def test_an_evicted_node_is_told_so_and_the_others_why(stage: Stage) -> None:
+async def test_an_evicted_node_and_the_others_receive_the_reason(stage: Stage) -> None:
     """Its stream ends with NODE_EVICTED, so it stops its workers and does not come back."""
     a, b = await stage.running("a", "b")
     await stage.engine.execute(RUN, commands.Evict("a", "bad memory"), SERVICE)
@@ -281,7 +281,7 @@ async def test_a_node_that_is_taken_out_and_back_in_at_once_has_one_stream(stage
 # ---- the exit barrier
 
 
-async def test_members_are_told_that_the_exit_barrier_is_over() -> None:
+async def test_members_are_notified_that_the_exit_barrier_is_over() -> None:
     """It ends at its deadline, without a request: nodes that succeeded may go, and the others stay in their round."""
     async with staged(Stage(exit_barrier_timeout=10.0)) as stage:
         a, b = await stage.running("a", "b")

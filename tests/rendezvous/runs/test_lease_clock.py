@@ -53,7 +53,7 @@ async def test_a_process_that_is_awake_is_forgiven_nothing(world: World) -> None
     assert world.forgiven == []
 
 
-async def test_whoever_asks_first_notices_a_pause(world: World) -> None:
+async def test_the_first_reader_of_the_clock_notices_a_pause(world: World) -> None:
     """The timer may notice it second; it does not count twice."""
     world.now += 20.0
     assert world.clock.now() == pytest.approx(100.0, abs=1.1)
@@ -63,7 +63,7 @@ async def test_whoever_asks_first_notices_a_pause(world: World) -> None:
     assert world.clock.now() == pytest.approx(100.05, abs=1.1)
 
 
-async def test_a_deadline_is_never_nearer_than_floats_can_tell(world: World) -> None:
+async def test_a_deadline_is_never_nearer_than_the_float_precision(world: World) -> None:
     """Timers are rounded: one would fire before the deadline, again and again, and no time would pass."""
     loop_time = 32768.171
     timeout = world.clock.timeout(world.clock.now() + 3.6e-12)

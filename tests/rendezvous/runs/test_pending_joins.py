@@ -87,7 +87,7 @@ def test_a_storm_is_answered_when_it_is_over() -> None:
         assert woken(PendingJoins(), loop, comings) == [pytest.approx(0.49 + QUIET)] * 50
 
 
-def test_nobody_waits_longer_than_a_third_of_its_term() -> None:
+def test_no_node_waits_longer_than_a_third_of_its_term() -> None:
     """This holds while others keep coming: it needs its lease in time for a heartbeat. Later ones wait on."""
     with clock_loop() as loop:
         comings = [number * 0.01 for number in range(300)]
@@ -97,7 +97,7 @@ def test_nobody_waits_longer_than_a_third_of_its_term() -> None:
         assert waited[:200] == pytest.approx([0.5] * 200, abs=QUIET)
 
 
-def test_nobody_waits_so_long_that_it_gives_up() -> None:
+def test_no_node_waits_so_long_that_it_gives_up() -> None:
     """This holds for any lease time."""
     with clock_loop() as loop:
         comings = [number * 0.01 for number in range(1_000)]

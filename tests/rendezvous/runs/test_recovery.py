@@ -210,7 +210,7 @@ def dropped_from_the_middle(kept: Recovered) -> Recovered:
     return Recovered(kept.checkpoints, [*kept.records[:-2], kept.records[-1]], [])
 
 
-def without_what_follows_the_checkpoint(kept: Recovered) -> Recovered:
+def without_the_record_after_the_checkpoint(kept: Recovered) -> Recovered:
     at = kept.checkpoints[0].revision
     return Recovered(kept.checkpoints, [record for record in kept.records if record.revision != at + 1], [])
 
@@ -220,7 +220,7 @@ def without_the_first_node(kept: Recovered) -> Recovered:
 
 
 @pytest.mark.parametrize(
-    "spoil", [dropped_from_the_middle, without_what_follows_the_checkpoint, without_the_first_node]
+    "spoil", [dropped_from_the_middle, without_the_record_after_the_checkpoint, without_the_first_node]
 )
 async def test_a_missing_record_is_found(stage: Stage, spoil: Callable[[Recovered], Recovered]) -> None:
     """It may be missing anywhere, and is found before later records fail without it."""
@@ -244,7 +244,7 @@ async def test_a_checkpoint_that_can_not_be_read_is_refused(content: bytes) -> N
         finish(recover_runs(kept, lambda: History(1000, 10**6), 5.0))
 
 
-async def test_every_record_says_who_caused_it(stage: Stage) -> None:
+async def test_every_record_names_its_actor(stage: Stage) -> None:
     """That is the node, the operator, or the service if a deadline or a consequence caused it."""
     a, _ = await stage.running("a", "b")
     await stage.engine.execute(RUN, commands.Restart("new data"), Actor(ActorKind.OPERATOR, "ann"))

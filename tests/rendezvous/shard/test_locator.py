@@ -32,7 +32,7 @@ from support.waiting import PATIENCE
 
 SETTINGS = pb.RunSettings(min_nodes=1, max_nodes=2)
 # A run whose shard another replica owns, and one without an owner.
-AWAY, NOBODYS = "away", "nobody's"
+AWAY, UNOWNED = "away", "nobody's"
 
 
 class TwoShards:
@@ -44,7 +44,7 @@ class TwoShards:
         self._away = away
 
     def shard(self, run_id: str) -> Shard:
-        if run_id in (AWAY, NOBODYS):
+        if run_id in (AWAY, UNOWNED):
             raise NotOwner(run_id, OWNER if run_id == AWAY else None)
         return (self.second if run_id.startswith("b") else self.first).shard
 
@@ -52,7 +52,7 @@ class TwoShards:
         return self.shard(run_id)
 
     async def reader(self, run_id: str) -> RunReader:
-        if run_id == NOBODYS:
+        if run_id == UNOWNED:
             raise NotOwner(run_id)
         return self._away if run_id == AWAY else self.shard(run_id)
 
@@ -114,7 +114,7 @@ async def served() -> AsyncIterator[Served]:
         yield Served(home, server, channel)
 
 
-def asked_of_the_owner(served: Served, run_id: str) -> dict[str, Any]:
+def owner_calls(served: Served, run_id: str) -> dict[str, Any]:
     """All calls that only the owner of a run answers."""
     runs, store, states = served.runs, served.store, served.states
 
@@ -153,25 +153,25 @@ def asked_of_the_owner(served: Served, run_id: str) -> dict[str, Any]:
     return calls
 
 
-async def test_what_is_the_owners_to_do_is_sent_there(served: Served) -> None:
+async def test_calls_for_another_owner_are_refused_with_its_address(served: Served) -> None:
     """The error has code, reason, run and the owner's address."""
-    for name, call in asked_of_the_owner(served, AWAY).items():
+    for name, call in owner_calls(served, AWAY).items():
         error = await refused(call)
         assert (error.code, error.reason) == (grpc.StatusCode.UNAVAILABLE, "NOT_OWNER"), name
         assert (error.metadata, error.retry_after) == ({"run_id": AWAY, "owner_address": OWNER}, None), name
 
 
-async def test_while_nobody_owns_a_run_it_is_said_when_to_ask_again(served: Served) -> None:
+async def test_calls_for_a_run_without_an_owner_get_a_retry_delay(served: Served) -> None:
     """Reads are refused too, where no replica can read it either."""
-    calls = asked_of_the_owner(served, NOBODYS)
-    calls["GetRun"] = served.runs.GetRun(pb.GetRunRequest(run_id=NOBODYS))
-    calls["ListEvents"] = served.runs.ListEvents(pb.ListEventsRequest(run_id=NOBODYS))
-    calls["GetState"] = served.states.GetState(state_pb.GetStateRequest(run_id=NOBODYS))
-    calls["Check"] = served.store.Check(store_pb.CheckRequest(run_id=NOBODYS, keys=["k"]))
-    calls["ListKeys"] = served.store.ListKeys(store_pb.ListKeysRequest(run_id=NOBODYS))
+    calls = owner_calls(served, UNOWNED)
+    calls["GetRun"] = served.runs.GetRun(pb.GetRunRequest(run_id=UNOWNED))
+    calls["ListEvents"] = served.runs.ListEvents(pb.ListEventsRequest(run_id=UNOWNED))
+    calls["GetState"] = served.states.GetState(state_pb.GetStateRequest(run_id=UNOWNED))
+    calls["Check"] = served.store.Check(store_pb.CheckRequest(run_id=UNOWNED, keys=["k"]))
+    calls["ListKeys"] = served.store.ListKeys(store_pb.ListKeysRequest(run_id=UNOWNED))
     for name, call in calls.items():
         error = await refused(call)
-        assert (error.reason, error.metadata, error.retry_after) == ("NOT_OWNER", {"run_id": NOBODYS}, 0.1), (
+        assert (error.reason, error.metadata, error.retry_after) == ("NOT_OWNER", {"run_id": UNOWNED}, 0.1), (
             name
         )
 

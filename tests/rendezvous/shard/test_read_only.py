@@ -196,7 +196,7 @@ async def test_it_answers_as_the_owner_does(seed: int, monkeypatch: pytest.Monke
     assert seen >= {"GetRunResponse", "FencedState", "bytes", "list", "tuple", "bool", "NoneType"}
 
 
-async def test_who_would_have_to_wait_is_sent_to_the_owner() -> None:
+async def test_a_read_that_would_have_to_wait_is_sent_to_the_owner() -> None:
     """Keys that are there are returned; a missing one is an error only for a request that does not wait."""
     async with opened() as scene:
         store = reading(scene).store
@@ -224,7 +224,7 @@ async def test_values_that_do_not_fit_into_one_answer() -> None:
             await reading(scene).store.multi_get(RUN, 0, ["large", "here", "large"], 1.0)
 
 
-async def test_what_is_over_is_over_though_the_journal_has_it_still() -> None:
+async def test_a_round_is_over_though_the_journal_still_has_its_keys() -> None:
     """The deletion of its entries may be under way."""
     async with opened() as scene:
         await scene.shard.store.write(RUN, Set(writer=scene.writer, round=1, key="key", value=b"value"))

@@ -93,7 +93,7 @@ async def behind_them(scene: Scene) -> list[asyncio.Task[Any]]:
 # ---- hand-over
 
 
-async def test_what_is_under_way_is_finished_and_answered() -> None:
+async def test_commits_under_way_are_finished_and_answered() -> None:
     """The commits that have begun are the last: requests behind them are refused before they are done."""
     async with opened() as scene:
         under_way = await three_commits(scene)
@@ -129,7 +129,7 @@ async def test_the_next_owner_finds_all_that_was_answered() -> None:
         assert state.state == b"new"
 
 
-async def test_streams_stay_open_until_it_is_known_where_to_go() -> None:
+async def test_streams_stay_open_until_the_new_owner_is_known() -> None:
     """Pending updates are sent first; then comes the refusal, with the new owner's address."""
     async with opened() as scene:
         streams = await scene.streams()
@@ -149,7 +149,7 @@ async def test_streams_stay_open_until_it_is_known_where_to_go() -> None:
 
 @pytest.mark.parametrize("name", REQUESTS)
 @pytest.mark.parametrize("end", ["retire", "halt"])
-async def test_whatever_is_asked_afterwards_is_refused(name: str, end: str) -> None:
+async def test_every_later_request_is_refused(name: str, end: str) -> None:
     """It is refused at once, with the owner's address."""
     async with opened() as scene:
         assert list(scene.requests()) == REQUESTS
@@ -163,7 +163,7 @@ async def test_whatever_is_asked_afterwards_is_refused(name: str, end: str) -> N
         assert scene.journal.appends == appends
 
 
-async def test_nobody_loses_a_lease_while_its_run_is_handed_over() -> None:
+async def test_no_node_loses_its_lease_while_its_run_is_handed_over() -> None:
     """This holds however long it takes: a silent node may be connected to the next owner."""
     async with opened() as scene:
         await scene.shard.retire(elsewhere)
@@ -174,7 +174,7 @@ async def test_nobody_loses_a_lease_while_its_run_is_handed_over() -> None:
         assert scene.journal.appends == appends
 
 
-async def test_a_member_that_says_something_during_the_hand_over_is_refused() -> None:
+async def test_a_command_of_a_member_during_the_hand_over_is_refused() -> None:
     """A heartbeat is accepted, but has no effect."""
     async with opened() as scene:
         await scene.shard.retire(elsewhere)
@@ -239,7 +239,7 @@ async def test_a_journal_that_breaks_in_the_last_commit() -> None:
 # ---- at once
 
 
-async def test_a_lost_shard_leaves_nobody_waiting() -> None:
+async def test_a_lost_shard_leaves_no_request_waiting() -> None:
     """A request in a commit gets OutcomeUnknown, all others NotOwner."""
     async with opened() as scene:
         under_way = await three_commits(scene)
@@ -251,7 +251,7 @@ async def test_a_lost_shard_leaves_nobody_waiting() -> None:
             assert_refused(await refusal_of(task))
 
 
-async def test_a_lost_shard_neither_tells_nor_writes() -> None:
+async def test_a_lost_shard_neither_publishes_nor_writes() -> None:
     """Pending updates are not sent; and the journal, whose next commit is another owner's, is not touched."""
     async with opened() as scene:
         streams = await scene.streams()
@@ -271,7 +271,7 @@ async def test_a_lost_shard_neither_tells_nor_writes() -> None:
 
 
 @pytest.mark.parametrize("end", ["halt", "end_streams"])
-async def test_of_a_long_history_no_more_is_told(end: str) -> None:
+async def test_a_watcher_of_a_long_history_gets_not_owner(end: str) -> None:
     """A watcher that reads old events gets NotOwner instead of the next message."""
     async with opened() as scene:
         for _ in range(100):
@@ -309,7 +309,7 @@ async def test_a_resume_in_the_same_step_as_a_commit_was_not_done() -> None:
 
 
 @pytest.mark.parametrize("came_through", [True, False])
-async def test_what_was_unknown_is_repeated_at_the_next_owner(came_through: bool) -> None:
+async def test_a_write_repeated_at_the_next_owner_takes_effect_once(came_through: bool) -> None:
     """With its operation it takes effect once, also if the commit came through."""
     async with opened() as scene:
         add = Add(writer=scene.writer, round=0, key="counter", amount=5, operation=Operation("client", 0, 1))
@@ -357,7 +357,7 @@ async def test_a_hand_over_that_takes_too_long_can_be_given_up() -> None:
             assert_unknown(await refusal_of(task))
 
 
-async def test_to_drop_is_harmless_whatever_came_before() -> None:
+async def test_a_drop_is_harmless_in_any_state() -> None:
     """It may be dropped twice, after a hand-over, after its journal broke, and while it is idle."""
     async with opened() as scene:
         await scene.shard.drop(elsewhere)
@@ -382,7 +382,7 @@ async def test_to_drop_is_harmless_whatever_came_before() -> None:
 
 
 @pytest.mark.parametrize("part", ["run", "store", "state"])
-async def test_a_journal_that_is_anothers_ends_everything(part: str) -> None:
+async def test_a_journal_that_another_replica_owns_ends_everything(part: str) -> None:
     """Any part may find out: all of them stop at the same moment, and the error is reported once."""
     async with opened() as scene:
         streams = await scene.streams()
@@ -407,7 +407,7 @@ async def test_a_journal_that_is_anothers_ends_everything(part: str) -> None:
         assert not scene.journal.closed
 
 
-async def test_a_journal_that_broke_is_told_of_once() -> None:
+async def test_a_journal_that_broke_is_reported_once() -> None:
     """This holds for any number of failed commits: the caller drops the shard, or ends the process, once."""
     async with opened() as scene:
         tasks = [*await three_commits(scene), *await behind_them(scene)]

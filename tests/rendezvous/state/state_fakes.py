@@ -17,7 +17,7 @@ from rallypoint.rendezvous.state.core import SetState
 from rallypoint.rendezvous.state.service import FencedStateService
 from rallypoint.rpc.endpoint import ServerOptions
 from rallypoint.serving.server import Server
-from rendezvous.locators import home_of
+from rendezvous.locators import locator_of
 from rendezvous.store.store_fakes import RUN, Rounds, TestJournal, channel_to
 from support.clock import Clock
 
@@ -67,7 +67,7 @@ async def served(states: FencedStateService) -> AsyncIterator[FencedStateService
 @asynccontextmanager
 async def serving(states: FencedStateService, path: str) -> AsyncIterator[Server]:
     """The service on a server at a Unix socket, stopped without a drain at the end."""
-    services = [fenced_registration(home_of(states))]
+    services = [fenced_registration(locator_of(states))]
     # A test may write as fast as the machine can.
     options = ServerOptions(host=f"unix:{path}", request_byte_rate=1 << 40)
     server = Server(options, services=services, translate=translate)

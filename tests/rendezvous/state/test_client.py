@@ -56,7 +56,7 @@ async def test_a_set_over_a_restart_takes_effect_once(tmp_path: Path, first: boo
             assert (await client.set(b"newer", outcome.current.token)).has_set
 
 
-async def test_a_set_that_was_replaced_meanwhile_is_told_that_it_was_set(tmp_path: Path) -> None:
+async def test_a_set_that_was_replaced_meanwhile_gets_a_successful_reply(tmp_path: Path) -> None:
     """The reply is as if it had come in time: the state was set for a while, and its token is an old one."""
     journal, path = TestJournal(), f"{tmp_path}/state.sock"
     async with channel_to(path) as channel, channel_to(path) as other_channel:

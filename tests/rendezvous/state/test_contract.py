@@ -21,7 +21,7 @@ from rallypoint.rendezvous.state.core import SPACE, FencedState, SetOutcome
 from rallypoint.rendezvous.state.service import FencedStateService
 from rallypoint.rpc.endpoint import ServerOptions
 from rallypoint.serving.server import Server
-from rendezvous.locators import home_of
+from rendezvous.locators import locator_of
 from rendezvous.state.state_fakes import RUN, channel_to
 from rendezvous.store.store_fakes import Rounds
 
@@ -41,7 +41,7 @@ async def backend_of(journal: Journal, path: str) -> AsyncIterator[FencedStateCl
     serving = asyncio.create_task(states.serve())
     server = Server(
         ServerOptions(host=f"unix:{path}"),
-        services=[fenced_registration(home_of(states))],
+        services=[fenced_registration(locator_of(states))],
         translate=translate,
     )
     await server.start()
@@ -66,7 +66,7 @@ def held(outcome: SetOutcome) -> FencedState:
     return outcome.current
 
 
-async def test_reading_finds_what_was_set(backend: FencedStateClient) -> None:
+async def test_reading_finds_the_state_that_was_set(backend: FencedStateClient) -> None:
     outcome = await backend.set(b"state")
     assert outcome.has_set
     assert await backend.get() == held(outcome)

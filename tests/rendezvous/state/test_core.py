@@ -32,7 +32,7 @@ from rallypoint.rendezvous.state.core import (
 from rendezvous.state.state_fakes import RUN, asked
 
 
-class Ledger:
+class StateTable:
     """States and the journal behind them, each change in a batch of its own by default."""
 
     def __init__(self, limits: StateLimits | None = None) -> None:
@@ -98,7 +98,7 @@ _MOVES = st.lists(
 def test_only_the_current_token_ever_matches(moves: Sequence[tuple[str, bytes, int | bytes | None]]) -> None:
     """Random sets, drops and restarts have the results of a model that has only this rule. Earlier tokens, by number,
     and arbitrary bytes are tried; a set that loses changes nothing in the journal either."""
-    ledger, given_out, expected = Ledger(), list[bytes](), None
+    ledger, given_out, expected = StateTable(), list[bytes](), None
     for what, state, choice in moves:
         if what == "drop":
             ledger.drop()
@@ -126,7 +126,7 @@ def test_only_the_current_token_ever_matches(moves: Sequence[tuple[str, bytes, i
 
 
 def test_a_token_matches_in_its_own_run_only() -> None:
-    ledger = Ledger()
+    ledger = StateTable()
     one = ledger.set(asked(b"x", run_id="one")).current
     two = ledger.set(asked(b"x", run_id="two")).current
     assert one is not None
@@ -136,7 +136,7 @@ def test_a_token_matches_in_its_own_run_only() -> None:
 
 def test_in_one_batch_the_first_of_a_token_wins() -> None:
     """The others lose against it, as if they had come in batches of their own."""
-    ledger = Ledger()
+    ledger = StateTable()
     first = ledger.set(asked(b"x")).current
     assert first is not None
     draft = ledger.draft()
@@ -149,9 +149,9 @@ def test_in_one_batch_the_first_of_a_token_wins() -> None:
     assert ledger.current() == outcomes[0].current
 
 
-def test_a_repetition_is_told_what_happened() -> None:
+def test_a_repetition_gets_its_first_outcome() -> None:
     """It gets its first outcome, also after a restart and after sets of others; it changes nothing."""
-    ledger = Ledger()
+    ledger = StateTable()
     request = asked(b"x", operation=Operation("one", 0, 1))
     outcome = ledger.set(request)
     assert outcome.has_set
@@ -168,7 +168,7 @@ def test_a_repetition_is_told_what_happened() -> None:
 
 def test_a_set_that_lost_may_win_when_repeated() -> None:
     """It leaves no record: it changed nothing, so a new decision is as good."""
-    ledger = Ledger()
+    ledger = StateTable()
     ledger.set(asked(b"x"))
     request = asked(b"y", operation=Operation("one", 0, 1))
     assert not ledger.set(request).has_set
@@ -177,7 +177,7 @@ def test_a_set_that_lost_may_win_when_repeated() -> None:
 
 
 def test_a_slot_goes_on() -> None:
-    ledger = Ledger()
+    ledger = StateTable()
     current = ledger.set(asked(b"x", operation=Operation("one", 0, 1))).current
     assert current is not None
     ledger.set(asked(b"y", current.token, operation=Operation("one", 0, 5)))
@@ -192,7 +192,7 @@ def test_a_slot_goes_on() -> None:
 
 def test_the_slot_used_longest_ago_makes_room() -> None:
     """This holds in memory and journal, also over a restart; the order is that of use."""
-    ledger = Ledger(StateLimits(operations=2))
+    ledger = StateTable(StateLimits(operations=2))
     token: bytes | None = None
     requests: list[SetState] = []
     for number, client in enumerate(["one", "two", "one", "three"]):
@@ -209,7 +209,7 @@ def test_the_slot_used_longest_ago_makes_room() -> None:
 
 
 def test_a_drop_leaves_nothing() -> None:
-    ledger = Ledger()
+    ledger = StateTable()
     ledger.set(asked(b"x", operation=Operation("one", 0, 1)))
     ledger.set(asked(b"x", run_id="other"))
     ledger.drop()
@@ -220,7 +220,7 @@ def test_a_drop_leaves_nothing() -> None:
 
 def test_states_are_bounded_by_number() -> None:
     """Present states may be replaced, and a dropped one makes room."""
-    ledger = Ledger(StateLimits(states=1))
+    ledger = StateTable(StateLimits(states=1))
     current = ledger.set(asked(b"x")).current
     assert current is not None
     with pytest.raises(TooManyStates) as refused:
@@ -233,7 +233,7 @@ def test_states_are_bounded_by_number() -> None:
 
 def test_states_are_bounded_by_bytes() -> None:
     """Operations count; a refused set leaves the draft unchanged; a set that adds no bytes may exceed the limit."""
-    ledger = Ledger(StateLimits(state_bytes=1000 + STATE_OVERHEAD_BYTES))
+    ledger = StateTable(StateLimits(state_bytes=1000 + STATE_OVERHEAD_BYTES))
     current = ledger.set(asked(b"x" * 1000)).current
     assert current is not None
     draft = ledger.draft()

@@ -13,7 +13,7 @@ def dropped(used: LastUsed, now: float) -> list[str]:
     return names
 
 
-def test_only_what_was_not_used_is_due() -> None:
+def test_only_unused_names_are_due() -> None:
     used = LastUsed(10.0)
     assert used.next_deadline() is None
     for now, name in enumerate("abc"):
@@ -35,7 +35,7 @@ def test_a_use_while_due_is_a_use() -> None:
     assert used.next_deadline() == 30.0
 
 
-def test_of_the_uses_of_a_name_one_in_each_period_is_passed_on() -> None:
+def test_one_use_of_a_name_is_passed_on_in_each_period() -> None:
     """Each name has periods of its own, and none is kept for longer than one."""
     sampled = SampledUse(10.0)
     assert [sampled.pass_on("a", now) for now in (0.0, 1.0, 9.9, 10.0, 11.0, 25.0)] == [

@@ -46,7 +46,7 @@ async def silent(slot: LatestValue[StateView]) -> bool:
     return taking.cancel()
 
 
-async def test_nothing_is_told_before_it_is_durable() -> None:
+async def test_nothing_is_published_before_it_is_durable() -> None:
     """While the commit is held back, no set is answered, not even a losing one, and no reader or watcher sees the
     state; nor while it is durable but not confirmed."""
     journal = TestJournal()
@@ -87,7 +87,7 @@ async def test_sets_that_arrive_together_share_a_commit() -> None:
         assert len(journal.commits) == 2
 
 
-async def test_of_many_with_one_token_one_wins() -> None:
+async def test_one_of_many_sets_with_one_token_wins() -> None:
     async with served(open_states(TestJournal())) as states:
         current = await first(states, b"0")
         for _ in range(20):
@@ -125,7 +125,7 @@ async def test_a_failed_commit_ends_the_service() -> None:
     assert open_states(journal).get(RUN) == old
 
 
-async def test_a_setter_that_goes_hurts_nobody() -> None:
+async def test_a_cancelled_set_does_not_affect_others() -> None:
     journal = TestJournal()
     async with served(open_states(journal)) as states:
         journal.hold()
@@ -167,7 +167,7 @@ async def test_a_lease_counts_when_the_set_is_decided() -> None:
         assert (await states.set(asked(b"y", current.token))).has_set
 
 
-async def test_a_repetition_is_answered_whoever_holds_the_lease() -> None:
+async def test_a_repetition_is_answered_after_its_lease_was_lost() -> None:
     """The state was set while the lease was held, so the repetition gets that outcome."""
     lost = False
 
@@ -182,7 +182,7 @@ async def test_a_repetition_is_answered_whoever_holds_the_lease() -> None:
         assert await states.set(request) == outcome
 
 
-async def test_what_nobody_uses_expires() -> None:
+async def test_an_unused_state_expires() -> None:
     """Reads, attempts to set and watches are uses; an expired state leaves the journal, and its token is invalid."""
     clock, journal = Clock(), TestJournal()
     async with served(open_states(journal, clock=clock, ttl=100.0)) as states:
@@ -219,7 +219,7 @@ async def test_a_restart_gives_a_state_the_full_time() -> None:
         assert states.get(RUN) is not None
 
 
-async def test_expiry_needs_nobody_to_come_by() -> None:
+async def test_expiry_needs_no_request() -> None:
     """The deadline itself wakes the service, and until the end is durable the state is there."""
     clock, journal = Clock(), TestJournal()
     async with served(open_states(journal, clock=clock, ttl=0.05)) as states:
@@ -268,7 +268,7 @@ async def test_a_forgotten_run_is_gone() -> None:
         assert not journal.rows
 
 
-async def test_a_watcher_is_told_what_it_does_not_know() -> None:
+async def test_a_watcher_receives_states_that_it_does_not_know() -> None:
     """Without the current token it gets the state at once; then each change, or the latest one if it is slow."""
     async with served(open_states(TestJournal())) as states:
         early = states.watch(RUN, None)
@@ -316,7 +316,7 @@ async def test_limits_hold() -> None:
         assert not (await states.set(asked(b"z", current.token))).has_set
 
 
-async def test_a_drain_finishes_what_was_taken() -> None:
+async def test_a_drain_finishes_accepted_requests() -> None:
     """It accepts no more requests, and ends every watch."""
     journal = TestJournal()
     async with served(open_states(journal)) as states:

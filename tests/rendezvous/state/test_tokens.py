@@ -7,7 +7,7 @@ import pytest
 from rallypoint.rendezvous.state.core import NONCE_BYTES, TOKEN_BYTES, next_token, number_of
 
 
-def test_numbers_grow_and_nonces_tell_apart() -> None:
+def test_numbers_grow_and_nonces_differ() -> None:
     first = next_token(None, b"a" * NONCE_BYTES)
     second = next_token(first, b"b" * NONCE_BYTES)
     assert (number_of(first), number_of(second)) == (1, 2)

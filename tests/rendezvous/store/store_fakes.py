@@ -20,7 +20,7 @@ from rallypoint.rpc.channel import open_channel
 from rallypoint.rpc.endpoint import ServerOptions
 from rallypoint.rpc.replica_client import Where
 from rallypoint.serving.server import Server
-from rendezvous.locators import home_of
+from rendezvous.locators import locator_of
 
 if TYPE_CHECKING:
     import grpc.aio
@@ -138,7 +138,9 @@ def open_store(
 async def serving(store: StoreService, path: str) -> AsyncIterator[Server]:
     """The store on a server at a Unix socket, stopped without a drain at the end."""
     server = Server(
-        ServerOptions(host=f"unix:{path}"), services=[store_registration(home_of(store))], translate=translate
+        ServerOptions(host=f"unix:{path}"),
+        services=[store_registration(locator_of(store))],
+        translate=translate,
     )
     await server.start()
     try:

@@ -142,7 +142,7 @@ async def test_an_unreachable_service_is_reported_in_time(tmp_path: Path) -> Non
     assert (refused.value.code, refused.value.reason) == (grpc.StatusCode.UNAVAILABLE, "STORE_UNAVAILABLE")
 
 
-async def test_the_end_of_a_wait_is_the_services_word(tmp_path: Path) -> None:
+async def test_the_service_decides_the_end_of_a_wait(tmp_path: Path) -> None:
     """This holds also for a timeout of 0: the service is called, and names the missing key."""
     path = f"{tmp_path}/store.sock"
     async with serving(open_store(TestJournal()), path), channel_to(path) as channel:
@@ -194,7 +194,7 @@ async def test_a_full_waiting_room_is_waited_for(tmp_path: Path) -> None:
     assert slept == [1.0]
 
 
-async def test_what_is_too_large_never_leaves_the_client(tmp_path: Path) -> None:
+async def test_a_request_that_is_too_large_never_leaves_the_client(tmp_path: Path) -> None:
     """The check needs no service; the error names the field and the limit."""
     async with channel_to(f"{tmp_path}/nobody.sock") as channel:
         client, large = client_of(channel), b"x" * (MAX_VALUE_BYTES + 1)

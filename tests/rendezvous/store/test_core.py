@@ -267,7 +267,7 @@ def test_a_run_that_is_full_of_keys_goes_on_with_those_it_has() -> None:
     assert commit(run, [MultiSet(writer=WRITER, round=0, entries={"a": b"", "b": b""})], fewer) == [None]
 
 
-def test_rounds_bound_who_may_work_where() -> None:
+def test_past_and_future_rounds_are_refused() -> None:
     run = RunSpaces(RUN)
     run.check_round(0, ROUND)
     run.check_round(ROUND, ROUND)

@@ -161,7 +161,7 @@ async def test_a_commit_under_way_when_its_run_is_forgotten_stays_nowhere(late: 
         assert not store._runs
 
 
-async def test_what_a_killed_store_left_of_a_forgotten_run_goes_at_the_next_start() -> None:
+async def test_the_next_start_deletes_entries_that_a_forgotten_run_left() -> None:
     """It is deleted in small steps and stays invisible, also when the run comes again meanwhile."""
     journal, rounds = TestJournal(), Rounds({})
     left = {f"{n}": b"old" for n in range(2_500)} | {OPERATION.record_key: b"1 1 1 1"}
@@ -208,7 +208,7 @@ steps = st.lists(
 
 @settings(max_examples=200)
 @given(steps=steps)
-def test_journal_and_store_agree_whatever_happens_to_the_run(steps: Sequence[str]) -> None:
+def test_journal_and_store_agree_after_any_history_of_the_run(steps: Sequence[str]) -> None:
     """Writes, commits held back before and after they are durable, the run forgotten and come again, the store
     killed: in the end the journal holds the values that readers see, and none of a run that does not exist."""
 
@@ -298,7 +298,7 @@ async def test_a_lost_lease_is_refused_when_the_write_is_decided() -> None:
     assert await store.get(RUN, 0, "k", 0) == b"1"
 
 
-async def test_whoever_writes_for_an_evicted_node_has_lost_its_lease() -> None:
+async def test_a_write_for_an_evicted_node_gets_lease_lost() -> None:
     """It is refused as for any node that is out of the run: the others go on without its workers."""
 
     def check_lease(run_id: str, node_id: str, lease: int, token: bytes) -> None:
@@ -311,7 +311,7 @@ async def test_whoever_writes_for_an_evicted_node_has_lost_its_lease() -> None:
     assert (refused.value.node_id, refused.value.lease, refused.value.current) == ("node", 7, None)
 
 
-async def test_a_write_that_waits_counts_what_it_holds() -> None:
+async def test_a_write_that_waits_counts_the_size_of_its_entries() -> None:
     """A MultiSet of very many small entries is no small write."""
     several = MultiSet(writer=WRITER, round=1, entries={f"{n}": b"" for n in range(100)})
     assert several.queued_bytes > 100 * 128

@@ -23,7 +23,7 @@ def set_(key: str, value: bytes = b"1", round: int = 1) -> Set:
     return Set(writer=WRITER, round=round, key=key, value=value)
 
 
-async def test_nothing_is_told_before_it_is_durable() -> None:
+async def test_nothing_is_published_before_it_is_durable() -> None:
     """While the commit is held back, no request returns, not even a failed compare, and no reader sees the value."""
     journal = TestJournal()
     store = open_store(journal)
@@ -48,7 +48,7 @@ async def test_nothing_is_told_before_it_is_durable() -> None:
     assert journal.rows == {(RUN, 1, "k"): b"1"}
 
 
-async def test_what_is_durable_but_not_confirmed_is_not_told_either() -> None:
+async def test_a_durable_write_is_not_visible_before_it_is_confirmed() -> None:
     journal = TestJournal()
     store = open_store(journal)
     journal.hold_after()
@@ -143,7 +143,7 @@ async def test_a_failed_journal_is_reported_once_the_store_knows() -> None:
     assert told == [journal.fails_with]
 
 
-async def test_a_writer_that_goes_hurts_nobody() -> None:
+async def test_a_cancelled_write_does_not_affect_others() -> None:
     journal = TestJournal()
     store = open_store(journal)
     journal.hold()
@@ -160,7 +160,7 @@ async def test_a_writer_that_goes_hurts_nobody() -> None:
     assert journal.rows[RUN, 1, "n"] == b"%d" % queued[1].result()
 
 
-async def test_a_wait_ends_on_time_and_names_what_is_missing() -> None:
+async def test_a_wait_ends_on_time_and_names_the_missing_keys() -> None:
     store = open_store(TestJournal())
     await store.write(RUN, set_("a"))
     with pytest.raises(
@@ -290,7 +290,7 @@ async def test_unknown_runs_and_rounds() -> None:
     assert "other" not in store._runs
 
 
-async def test_what_waits_to_be_written_is_bounded() -> None:
+async def test_the_queue_of_writes_is_bounded() -> None:
     journal = TestJournal()
     store = open_store(journal, limits=StoreLimits(queued_bytes=10))
     journal.hold()
@@ -325,7 +325,7 @@ async def test_a_draining_store_ends_waits_and_finishes_writes() -> None:
     await writer
 
 
-async def test_what_is_being_committed_outlives_a_drain_whose_grace_is_over() -> None:
+async def test_a_commit_under_way_outlives_a_drain_whose_grace_is_over() -> None:
     """It becomes durable, and its writer gets a successful reply."""
     journal = TestJournal()
     store = open_store(journal)

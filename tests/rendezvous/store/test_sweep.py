@@ -26,7 +26,7 @@ def test_deletions_come_in_their_order_and_once() -> None:
     assert not sweep
 
 
-def test_what_lives_again_is_left_alone() -> None:
+def test_a_key_in_use_again_is_not_deleted() -> None:
     """This is checked when the deletion is made, not when it is added."""
     sweep = StoreSweep()
     living = {(1, "a")}
@@ -57,7 +57,7 @@ def test_nothing_to_do_is_nothing_to_do() -> None:
     assert not sweep
 
 
-def test_what_is_taken_out_whole_is_gone() -> None:
+def test_take_all_leaves_nothing() -> None:
     sweep = StoreSweep()
     sweep.add(deletions("a", "b"))
     assert list(sweep.take_all()) == deletions("a", "b")

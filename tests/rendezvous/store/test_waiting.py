@@ -14,7 +14,7 @@ KEYS = ["a", "b", "c"]
     waits=st.lists(st.sets(st.sampled_from(KEYS), min_size=1), max_size=5),
     changes=st.lists(st.tuples(st.sampled_from(KEYS), st.booleans()), max_size=15),
 )
-def test_a_waiter_is_told_when_all_its_keys_are_there_at_once(
+def test_a_waiter_is_woken_when_all_its_keys_are_there_at_once(
     waits: list[set[str]], changes: list[tuple[str, bool]]
 ) -> None:
     """The result is that of a model that checks all waits after every change."""

@@ -54,7 +54,7 @@ async def test_several_values_are_those_of_the_moment_when_all_were_there() -> N
     assert await again == [b"3", b"4"]
 
 
-async def test_nobody_sees_half_of_several_values() -> None:
+async def test_no_reader_sees_half_of_several_values() -> None:
     """This holds also for a reader that waited for the first of them."""
     store = open_store(TestJournal())
     await set_(store, b=b"old")
@@ -66,7 +66,7 @@ async def test_nobody_sees_half_of_several_values() -> None:
     assert await one == [b"new", b"new"]
 
 
-async def test_an_answer_that_is_too_large_says_how_many_keys_fit() -> None:
+async def test_an_answer_that_is_too_large_reports_how_many_keys_fit() -> None:
     """One byte more than fits is refused; the error has the number of keys that fit."""
     store = open_store(TestJournal())
     last = MAX_MULTI_BYTES - (MAX_VALUE_BYTES + FRAME_BYTES) - FRAME_BYTES
@@ -81,7 +81,7 @@ async def test_an_answer_that_is_too_large_says_how_many_keys_fit() -> None:
         await store.multi_get(RUN, 1, ["a", "a"], 0)
 
 
-async def test_how_many_wait_is_bounded() -> None:
+async def test_the_number_of_waiters_is_bounded() -> None:
     """One more is refused for now; a waiter that ends in any way makes room; a key that is there needs none."""
     rounds = Rounds()
     store = open_store(TestJournal(), rounds, StoreLimits(waiters=2))
@@ -107,7 +107,7 @@ async def test_how_many_wait_is_bounded() -> None:
     assert store._runs[RUN].waits.waiters == 0
 
 
-async def test_how_many_keys_are_waited_for_is_bounded() -> None:
+async def test_the_number_of_waited_keys_is_bounded() -> None:
     store = open_store(TestJournal(), limits=StoreLimits(waited_keys=3))
     (alone,) = await started(store.wait(RUN, 1, ["a", "b", "c", "d"], FOR_EVER))
     assert not alone.done(), "alone, as many as a request may have"
@@ -123,7 +123,7 @@ async def test_how_many_keys_are_waited_for_is_bounded() -> None:
     await asyncio.gather(*tasks)
 
 
-async def test_who_goes_in_the_moment_of_the_write_hurts_nobody() -> None:
+async def test_a_waiter_cancelled_just_before_the_write_does_not_affect_others() -> None:
     """It is cancelled, but not yet awake, when the key is set: the others get the value."""
     store = open_store(TestJournal())
     gone, stays = await started(store.get(RUN, 1, "k", FOR_EVER), store.get(RUN, 1, "k", FOR_EVER))
@@ -138,9 +138,7 @@ async def test_who_goes_in_the_moment_of_the_write_hurts_nobody() -> None:
     assert not run.waits.rounds
 
 
-async def test_who_has_waited_long_enough_is_told_what_was_missing_then(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_wait_that_timed_out_names_the_key_missing_then(monkeypatch: pytest.MonkeyPatch) -> None:
     """This holds also when the key is set before the waiter is awake."""
     timers: list[Callable[[], None]] = []
 

@@ -60,7 +60,7 @@ def test_add_counts_from_nothing_and_keeps_decimal_ascii() -> None:
 @pytest.mark.parametrize(
     "value", [b"", b"1.5", b" 1", b"1_000", "\u0661".encode(), b"9" * 19, b"0x1", b"\xff"]
 )
-def test_add_refuses_what_is_no_integer(value: bytes) -> None:
+def test_add_refuses_a_value_that_is_no_integer(value: bytes) -> None:
     space = Space()
     space.do(Set(writer=WRITER, round=0, key="n", value=value))
     with pytest.raises(NotAnInteger):
@@ -156,7 +156,7 @@ def test_compare_set_is_that_of_torch(
     assert space.get("k") == after
 
 
-def test_delete_says_what_was_there() -> None:
+def test_delete_returns_if_the_key_was_there() -> None:
     space = Space()
     assert space.do(DeleteKey(writer=WRITER, round=0, key="k")) is False
     space.do(Set(writer=WRITER, round=0, key="k", value=b""))
@@ -164,7 +164,7 @@ def test_delete_says_what_was_there() -> None:
     assert space.get("k") is None
 
 
-def test_a_repeated_write_is_answered_as_before_whatever_came_between() -> None:
+def test_a_repeated_write_is_answered_as_before_after_other_writes() -> None:
     space = Space()
     add = Add(writer=WRITER, round=0, key="n", amount=1, operation=named(0, 1))
     assert space.do(add) == 1
@@ -195,7 +195,7 @@ def test_a_write_that_comes_after_a_later_one_of_its_slot_is_refused() -> None:
         DeleteKey(writer=WRITER, round=0, key="n", operation=named(0, 1)),
     ],
 )
-def test_a_client_that_forgets_to_count_is_told(other: Write[object]) -> None:
+def test_another_write_with_a_used_number_is_refused(other: Write[object]) -> None:
     """Otherwise a request with a number that was used before would be lost without an error."""
     space = Space()
     space.do(Add(writer=WRITER, round=0, key="n", amount=1, operation=named(0, 1)))

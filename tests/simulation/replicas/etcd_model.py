@@ -334,7 +334,7 @@ class EtcdModel:
         return lease.ttl
 
 
-class _Nobody:
+class _NoObserver:
     """An observer that does nothing."""
 
     def heard(self, call: ServerCall, message: Any) -> None:
@@ -379,7 +379,7 @@ class Member:
 
     def accept(self, connection: Connection, method: str) -> ServerCall:
         """Accept a call."""
-        return ServerCall(connection, method, self._handlers[method], _Nobody())
+        return ServerCall(connection, method, self._handlers[method], _NoObserver())
 
     def look(self) -> None:
         """Learn new commits, if the member reaches the leader."""
@@ -387,11 +387,11 @@ class Member:
             self._in_touch_at = self._model.clockwork.now
             if self._known != self._model.store.revision:
                 self._known = self._model.store.revision
-                self._tell_watches()
+                self._notify_watches()
         elif self._leaderless:
-            self._tell_watches()
+            self._notify_watches()
 
-    def _tell_watches(self) -> None:
+    def _notify_watches(self) -> None:
         for news in self._news:
             self.process.call_soon(news.set)
 
@@ -511,14 +511,14 @@ class Member:
                             self._response(canceled=True, compact_revision=self._model.store.compacted + 1)
                         )
                         return
-                    following = await self._tell(context, wanted, following)
+                    following = await self._send_events(context, wanted, following)
         finally:
             del self._news[news]
             for each in (reading, waiting):
                 if each is not None:
                     each.cancel()
 
-    async def _tell(self, context: Any, wanted: watch_pb2.WatchCreateRequest, following: int) -> int:
+    async def _send_events(self, context: Any, wanted: watch_pb2.WatchCreateRequest, following: int) -> int:
         known = self._known
         events = []
         for event in reversed(self._model.store.events):

@@ -32,7 +32,7 @@ def commit_whoever_owns_the_shard(patch: pytest.MonkeyPatch) -> None:
     _without(patch, CreateRevision)
 
 
-def commit_whatever_came_before(patch: pytest.MonkeyPatch) -> None:
+def commit_after_any_commit(patch: pytest.MonkeyPatch) -> None:
     """Commits do not compare the last commit."""
     _without(patch, ModRevision)
 
@@ -52,13 +52,13 @@ def believe_in_a_lease_for_ever(patch: pytest.MonkeyPatch) -> None:
 
 
 # A refusal also announces a fact: a lease must not be refused before its supersession is durable (seed 0).
-_TOLD = "nothing is told before it is durable|what is acknowledged is durable|a lease that stands is honoured"
+_SENT = "nothing is told before it is durable|what is acknowledged is durable|a lease that stands is honoured"
 
 REPLICA_PLANTS: dict[Plant, str] = {
     commit_whoever_owns_the_shard: "nobody but its owner writes to a shard",
-    commit_whatever_came_before: "a commit is done once|revisions are 1, 2, 3|not lost|takes effect once",
-    acknowledge_before_commit: f"durable|{_TOLD}",
-    tell_before_commit: _TOLD,
+    commit_after_any_commit: "a commit is done once|revisions are 1, 2, 3|not lost|takes effect once",
+    acknowledge_before_commit: f"durable|{_SENT}",
+    tell_before_commit: _SENT,
     believe_in_a_lease_for_ever: "who reads sees nothing that is past|trouble of the server alone",
     give_no_new_term_to_leases: "trouble of the server alone",
 }

@@ -26,7 +26,7 @@ class ReplicaReferee(Referee):
         super().__post_init__()
         self.losses.decided_is_known = False
 
-    def _expect_told(self, run_id: str, revision: int) -> None:
+    def _expect_notified(self, run_id: str, revision: int) -> None:
         pass
 
 

@@ -149,10 +149,10 @@ def renew_lease(scene: Scene) -> None:
 
 
 @action(0.4)
-def begin_anew(scene: Scene) -> None:
+def begin_new_incarnation(scene: Scene) -> None:
     """The rendezvous service has lost its state: its run begins again, with leases from the first number on."""
     if not any(host.process.paused for host in scene.alive):
-        scene.begin_anew()
+        scene.begin_new_incarnation()
 
 
 @action(0.4)
@@ -180,7 +180,7 @@ def _join_again(host: Host) -> None:
 
 
 @action(0.3)
-def stall_opening(scene: Scene) -> None:
+def stall_first_message(scene: Scene) -> None:
     """The network drops the first message of an agent's next call, for longer than the service waits for it."""
     if scene.service is not None and (host := _host(scene)) and host.link.whole:
         scene.note("stall opening", host.name)

@@ -210,9 +210,9 @@ class Host(HostWorkers):
             return
         self._referee.note("gone", worker.worker_id)
         worker.die()
-        self._clockwork.after(self._chance.uniform(0.0, _NEWS), self._hear_of, worker)
+        self._clockwork.after(self._chance.uniform(0.0, _NEWS), self._report_exit, worker)
 
-    def _hear_of(self, worker: Worker) -> None:
+    def _report_exit(self, worker: Worker) -> None:
         self.process.call_soon(self._clear, worker)
 
     def _clear(self, worker: Worker) -> None:
@@ -260,11 +260,11 @@ class Host(HostWorkers):
         for process in self._those():
             process.pause()
 
-    def go_on(self, arrivals_first: bool) -> None:
+    def go_on(self, messages_first: bool) -> None:
         """Continue the host."""
         self.stillness.end(self.now())
         for process in self._those():
-            resume(process, arrivals_first)
+            resume(process, messages_first)
 
     def _those(self) -> list[Process]:
         live = [program.process for program in self.programs if program.process.alive]
@@ -293,8 +293,8 @@ class Host(HostWorkers):
             worker.die()
 
 
-def resume(process: Process, arrivals_first: bool) -> None:
+def resume(process: Process, messages_first: bool) -> None:
     """Continue a process. It handles received messages before or after due timers, since event loops differ in that."""
-    if arrivals_first:
+    if messages_first:
         process.parked.sort(key=lambda handle: "_fire" in getattr(handle.callback, "__name__", ""))
     process.resume()

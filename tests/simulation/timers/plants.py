@@ -109,7 +109,7 @@ def obey_though_our_host_was_paused(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(NodeTimers, "_ran_out", lambda self, expired: True)
 
 
-def tell_an_expiry_once(patch: pytest.MonkeyPatch) -> None:
+def send_an_expiry_once(patch: pytest.MonkeyPatch) -> None:
     """An expiry that is not acknowledged is not sent again."""
 
     @instead_of(patch, TimerTable, "__init__")
@@ -126,7 +126,7 @@ def keep_expiries_from_a_new_stream(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Countdown, "subscribed", silent)
 
 
-def drop_what_was_registered(patch: pytest.MonkeyPatch) -> None:
+def drop_registered_timers(patch: pytest.MonkeyPatch) -> None:
     """The end of a registration ends all timers of the node."""
 
     @instead_of(patch, TimerTable, "registered")
@@ -165,7 +165,7 @@ def count_a_table_again_after_a_reconnect(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Tables, "_remember", lambda self, worker_id, identity: {})
 
 
-def tell_completions_again_on_a_new_stream(patch: pytest.MonkeyPatch) -> None:
+def send_completions_again_on_a_new_stream(patch: pytest.MonkeyPatch) -> None:
     """Completions that were sent are counted and sent again on a new stream."""
 
     @instead_of(patch, TimerMirror, "restart")
@@ -176,7 +176,7 @@ def tell_completions_again_on_a_new_stream(patch: pytest.MonkeyPatch) -> None:
             self._to_count[scope] = None
 
 
-def add_what_agents_bring_back(patch: pytest.MonkeyPatch) -> None:
+def add_the_counts_of_several_agents(patch: pytest.MonkeyPatch) -> None:
     """The counts that several agents report of the same completions are added."""
     patch.setattr(ScopeBook, "learn", ScopeBook.observe)
 
@@ -189,7 +189,7 @@ def ignore_the_warm_up(patch: pytest.MonkeyPatch) -> None:
         begin(self, replace(settings, learn_warm_up=1))
 
 
-def go_by_what_was_learned_first(patch: pytest.MonkeyPatch) -> None:
+def keep_the_first_learned_timeout(patch: pytest.MonkeyPatch) -> None:
     """A longer completion does not raise the learned timeout."""
 
     @instead_of(patch, ScopeBook, "_raise")
@@ -236,19 +236,19 @@ PLANTS: dict[Plant, str] = {
     take_a_failed_reaping_for_done: _NEVER,
     forgive_no_pause: _IN_VAIN,
     obey_though_our_host_was_paused: _IN_VAIN,
-    tell_an_expiry_once: _NEVER,
+    send_an_expiry_once: _NEVER,
     keep_expiries_from_a_new_stream: _NEVER,
-    drop_what_was_registered: f"{_NEVER}|no exception is left uncaught",
+    drop_registered_timers: f"{_NEVER}|no exception is left uncaught",
     keep_the_deadline_of_a_replaced_timer: f"{_IN_VAIN}|{_NEVER}",
     skip_the_last_look: _NEVER,
     count_a_table_again_after_a_reconnect: _TWICE,
-    tell_completions_again_on_a_new_stream: _TWICE,
-    add_what_agents_bring_back: _TWICE,
+    send_completions_again_on_a_new_stream: _TWICE,
+    add_the_counts_of_several_agents: _TWICE,
     ignore_the_warm_up: "nobody is reaped before enough was seen",
     compare_leases_of_all_lives: _UNGUARDED,
     give_up_when_refused: _UNGUARDED,
     refuse_a_late_first_message: "a service answers no INVALID_ARGUMENT",
     look_as_seldom_as_ever_after_a_pause: _IN_VAIN,
-    go_by_what_was_learned_first: "a learned duration is the factor times the longest",
+    keep_the_first_learned_timeout: "a learned duration is the factor times the longest",
 }
 """By plant: a pattern of the invariants that it breaks."""

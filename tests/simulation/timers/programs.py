@@ -54,7 +54,7 @@ class Witness(Protocol):
         """A scope has ended: the program left it, or died."""
 
 
-class Surroundings(Protocol):
+class Environment(Protocol):
     """The environment of a program: its host."""
 
     stillness: Stillness
@@ -73,7 +73,7 @@ class Program:
     worker_id: str
     pid: int
     process: Process
-    around: Surroundings
+    around: Environment
     witness: Witness
     temper: Temper
     chance: random.Random

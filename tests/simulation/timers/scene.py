@@ -49,7 +49,7 @@ class Scene:
         self._lives = 0
         # Number of incarnations of the run; by node, the newest incarnation in which it was, and the next lease there.
         self._incarnations = 1
-        self._anew_at = 0.0
+        self._new_incarnation_at = 0.0
         self._leases: dict[str, tuple[str, int]] = {}
         # Links that are not healed before the end of their stall.
         self._stalled: set[str] = set()
@@ -189,12 +189,12 @@ class Scene:
         self.network.died(host.process, silently=silently)
         self.clockwork.after(self.chance.choice([0.1, 1.0, 4.0]), self.start_host, host.link)
 
-    def begin_anew(self) -> None:
+    def begin_new_incarnation(self) -> None:
         """Make all nodes join a new incarnation of the run."""
-        if self.clockwork.now < self._anew_at + _APART:
+        if self.clockwork.now < self._new_incarnation_at + _APART:
             return
         self._incarnations += 1
-        self._anew_at = self.clockwork.now
+        self._new_incarnation_at = self.clockwork.now
         self.note("begin anew", self._incarnations)
         for lease, host in enumerate(self.alive, start=2):
             self._leases[host.name] = f"run {self._incarnations}", lease + 10
@@ -202,10 +202,10 @@ class Scene:
 
     def second_job(self, host: Host) -> None:
         """Start another agent on a host, in a new incarnation of the run; the previous agent still runs."""
-        if self._lives >= _MOST_LIVES or self.clockwork.now < self._anew_at + _APART:
+        if self._lives >= _MOST_LIVES or self.clockwork.now < self._new_incarnation_at + _APART:
             return
         self._incarnations += 1
-        self._anew_at = self.clockwork.now
+        self._new_incarnation_at = self.clockwork.now
         self.note("second job", host.process.name)
         self._leases[host.name] = f"run {self._incarnations}", 2
         host.outlive_its_job()
@@ -245,11 +245,11 @@ class Scene:
     def _go_on(self, host: Host) -> None:
         if host.process.paused:
             self.note("go on", host.process.name)
-            arrivals_first = self.chance.random() < 0.5
+            messages_first = self.chance.random() < 0.5
             if host.stillness.standing:
-                host.go_on(arrivals_first)
+                host.go_on(messages_first)
             else:
-                resume(host.process, arrivals_first)
+                resume(host.process, messages_first)
         self._shake()
 
     def block(self, link: Link, *, up: bool, down: bool, seconds: float) -> None:

@@ -63,7 +63,7 @@ class Listener:
     """The listening socket of the agent, to which workers connect."""
 
     def __init__(self) -> None:
-        self.wake: Callable[[], None] = _nobody
+        self.wake: Callable[[], None] = _do_nothing
         self._waiting: deque[Line] = deque()
 
     @property
@@ -87,7 +87,7 @@ class Line:
     type = socket.SOCK_SEQPACKET
 
     def __init__(self, pid: int) -> None:
-        self.wake: Callable[[], None] = _nobody
+        self.wake: Callable[[], None] = _do_nothing
         self._pid = pid
         self._waiting: deque[tuple[bytes, int | None]] = deque()
         self._ended = False
@@ -144,5 +144,5 @@ class Line:
         self._closed = True
 
 
-def _nobody() -> None:
+def _do_nothing() -> None:
     """Do nothing: no process waits."""

@@ -56,7 +56,7 @@ def test_a_reader_is_called_until_nothing_waits(clockwork: Clockwork, process: R
     assert seen == [b"one", b"two", b"three", b""]
 
 
-def test_who_does_not_wait_is_not_called(clockwork: Clockwork, process: ReadingProcess) -> None:
+def test_a_removed_reader_is_not_called(clockwork: Clockwork, process: ReadingProcess) -> None:
     """A removed reader is not called for a message that arrived before."""
     line = Line(1)
     process.add_reader(line, pytest.fail)

@@ -20,7 +20,7 @@ def test_a_pause_of_the_host_does_not_count() -> None:
     assert host.total == pytest.approx(2.0)
 
 
-def test_a_pause_that_nobody_could_notice_counts() -> None:
+def test_a_pause_that_no_watch_clock_can_detect_counts() -> None:
     """A pause that is too short, or too soon after another, counts."""
     host = Stillness()
     host.begin(1.0)
